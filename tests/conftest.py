@@ -1,0 +1,86 @@
+"""What every test may use: pools of real ranks, and the check that a test leaves nothing behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.distributed import leftovers
+from tests.distributed.harness import RankPool
+
+# Idle ranks cost memory, and starting two of them about half a second.
+MOST_POOLS = 6
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Every process a test starts, however indirectly, inherits this and can be told from others.
+    os.environ[leftovers.MARK] = uuid.uuid4().hex
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _why_no_gpu() if any("gpu" in item.keywords for item in items) else ""
+    for item in items:
+        if reason and "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_gpu() -> str:
+    if importlib.util.find_spec("cupy") is None:
+        return "needs CuPy: pip install 'flashlight-py[cuda12]'"
+    import cupy
+
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"needs a CUDA device: {error}"
+    return "" if count else "needs a CUDA device"
+
+
+class Pools:
+    """The open pools of this session, by world; the longest unused one makes room for a new one."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[str, RankPool] = OrderedDict()
+
+    def __call__(self, size: int, **world: Any) -> RankPool:
+        key = repr((size, sorted(world.items())))
+        if key not in self._open:
+            while len(self._open) >= MOST_POOLS:
+                self._open.popitem(last=False)[1].close()
+            self._open[key] = RankPool(size, **world)
+        self._open.move_to_end(key)
+        return self._open[key]
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pools]:
+    """``pool(size, init="file", params=None)``: ranks that stay between tests.
+
+    ``pool(2).run(fn, *args)`` returns the results of ``fn(rank, size, *args)`` in rank order.
+    """
+    pools = Pools()
+    try:
+        yield pools
+    finally:
+        pools.close()
+
+
+@pytest.fixture
+def leaves_nothing() -> Iterator[None]:
+    """Fail the test if a process or a shared-memory segment outlives it."""
+    segments = leftovers.segments()
+    yield
+    left = leftovers.end_processes()
+    assert not left, f"the test left processes running (killed now): {left}"
+    orphans = leftovers.orphaned(leftovers.segments() - segments)
+    assert not orphans, f"the test left shared memory that nobody uses: {orphans}"

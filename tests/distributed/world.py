@@ -1,0 +1,268 @@
+"""The processes behind the harness: start them, hear their answers, end them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from tests.distributed import processes
+
+RANK_MAIN = Path(__file__).with_name("rank_main.py")
+STDERR_LINES = 60
+# From the moment a rank's socket closes, or it is sent SIGABRT, to the end of its process.
+DYING_SECONDS = 5.0
+
+Environment = Mapping[str, str] | Callable[[int], Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank: ``kind`` is returned, raised, exited or stuck."""
+
+    rank: int
+    kind: str
+    value: Any = None
+    error_classes: tuple[str, ...] = ()
+    message: str = ""
+    traceback: str = ""
+    exit_code: int | None = None
+    stderr: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.kind == "returned"
+
+    @property
+    def error_type(self) -> str:
+        """The class of what was raised; ``error_classes`` has its bases too."""
+        return self.error_classes[0] if self.error_classes else ""
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that ended the process, if one did."""
+        died_by_signal = self.exit_code is not None and self.exit_code < 0
+        return signal.Signals(-self.exit_code) if died_by_signal else None  # type: ignore[operator]
+
+    def describe(self) -> str:
+        if self.kind == "raised":
+            return f"raised {self.error_type}: {self.message}"
+        if self.kind == "exited":
+            how = self.signal.name if self.signal else f"exit code {self.exit_code}"
+            return f"its process ended ({how})"
+        return "returned" if self.ok else "did not answer before the deadline and was killed"
+
+    def report(self) -> str:
+        parts = [f"--- rank {self.rank}: {self.describe()}", self.traceback.rstrip()]
+        if self.stderr.strip():
+            parts.append(f"[rank {self.rank}, end of its output]\n{self.stderr.rstrip()}")
+        return "\n".join(part for part in parts if part)
+
+
+def mpirun_command(size: int) -> list[str]:
+    """Return the command that starts ``size`` ranks of what follows, whichever MPI is there."""
+    beside = Path(sys.executable).with_name("mpirun")
+    program = str(beside) if beside.exists() else shutil.which("mpirun")
+    if program is None:
+        raise FileNotFoundError("mpirun is not installed; pip install 'flashlight-py[mpi]'")
+    asked = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    if "Open MPI" in asked.stdout:
+        return [program, "--allow-run-as-root", "--oversubscribe", "-n", str(size)]
+    return [program, "-n", str(size)]
+
+
+class World:
+    """The processes of one start, their sockets and their output."""
+
+    def __init__(
+        self, size: int, init: str | None, params: dict[str, Any], env: Environment | None
+    ) -> None:
+        self._size, self._init, self._params = size, init, params
+        self._env = env
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._starters: list[subprocess.Popen[bytes]] = []
+        self._links: dict[int, Connection] = {}
+        self._rank_pids: dict[int, int] = {}
+        self._groups: set[int] = set()
+        self._seen = [0] * size
+
+    def pids(self) -> set[int]:
+        """Every process of the process groups of this world."""
+        return processes.members(self._groups | {starter.pid for starter in self._starters})
+
+    def start(self, deadline: float) -> list[Outcome]:
+        ends = time.monotonic() + deadline
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+            door.bind(str(self._folder / "door"))
+            door.listen(self._size)
+            self._launch()
+            while len(self._links) < self._size:
+                if not self._admit(door, ends):
+                    return self._give_up(set(range(self._size)), {})
+        for rank, link in self._links.items():
+            link.send(self._setup(rank))
+        return self._collect(deadline, deadline)
+
+    def execute(self, task: bytes, deadline: float, grace: float) -> list[Outcome]:
+        self._seen = [self._log(rank).stat().st_size for rank in range(self._size)]
+        for link in self._links.values():
+            with contextlib.suppress(BrokenPipeError):  # a dead rank is found when collecting
+                link.send_bytes(task)
+        outcomes = self._collect(deadline, grace)
+        return [
+            Outcome(o.rank, o.kind, pickle.loads(o.value), stderr=o.stderr) if o.ok else o
+            for o in outcomes
+        ]
+
+    def end(self, deadline: float) -> list[Outcome]:
+        """Ask every rank to shut down and return with which status each ended."""
+        ends = time.monotonic() + deadline
+        for link in self._links.values():
+            with contextlib.suppress(BrokenPipeError):
+                link.send_bytes(b"")
+        for starter in self._starters:
+            _wait_for_end(starter, ends - time.monotonic())
+        outcomes = [
+            self._exited(rank) if self._starter(rank).poll() is not None else self._stuck(rank)
+            for rank in range(self._size)
+        ]
+        self.destroy()
+        return outcomes
+
+    def destroy(self) -> None:
+        """Kill the process groups of all ranks and remove their files."""
+        processes.kill(self.pids(), DYING_SECONDS)
+        for starter in self._starters:
+            starter.wait()
+        for link in self._links.values():
+            link.close()
+        shutil.rmtree(self._folder)
+
+    def _launch(self) -> None:
+        door = str(self._folder / "door")
+        program = [sys.executable, "-W", "error", str(RANK_MAIN), door]
+        if self._init == "mpi":
+            self._spawn([*mpirun_command(self._size), *program, "-1"], 0)
+            return
+        for rank in range(self._size):
+            self._spawn([*program, str(rank)], rank)
+
+    def _spawn(self, command: list[str], rank: int) -> None:
+        extra = self._env(rank) if callable(self._env) else self._env
+        # Two cores run four ranks: a BLAS with threads of its own would only add noise.
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        with self._log(rank).open("wb") as log:
+            self._starters.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **threads, **(extra or {})},
+                    start_new_session=True,
+                )
+            )
+
+    def _admit(self, door: socket.socket, ends: float) -> bool:
+        """Let one rank in; False when a process ended instead, or time is up."""
+        watched = [door, *(os.pidfd_open(starter.pid) for starter in self._starters)]
+        try:
+            ready = wait(watched, max(0.0, ends - time.monotonic()))
+        finally:
+            for fd in watched[1:]:
+                os.close(fd)  # type: ignore[arg-type]
+        if door not in ready:
+            return False
+        channel, _ = door.accept()
+        link = Connection(channel.detach())
+        rank, pid, group = link.recv()
+        self._links[rank], self._rank_pids[rank] = link, pid
+        self._groups.add(group)
+        return True
+
+    def _setup(self, rank: int) -> dict[str, Any]:
+        params = dict(self._params)
+        if self._init == "file":
+            params.setdefault("FILE_PATH", str(self._folder / "rendezvous"))
+        return {
+            "rank": rank,
+            "size": self._size,
+            "init": self._init,
+            "params": params,
+            "path": list(sys.path),
+        }
+
+    def _collect(self, deadline: float, grace: float) -> list[Outcome]:
+        ends = time.monotonic() + deadline
+        pending, found = set(range(self._size)), dict[int, Outcome]()
+        while pending:
+            answered = self._answers(pending, ends)
+            if not answered:
+                return self._give_up(pending, found)
+            found |= answered
+            pending -= set(answered)
+            if not all(outcome.ok for outcome in answered.values()):
+                ends = min(ends, time.monotonic() + grace)
+        return [found[rank] for rank in range(self._size)]
+
+    def _answers(self, pending: set[int], ends: float) -> dict[int, Outcome]:
+        by_link = {self._links[rank]: rank for rank in pending}
+        ready = wait(list(by_link), max(0.0, ends - time.monotonic()))
+        return {by_link[link]: self._answer(by_link[link]) for link in ready}  # type: ignore[index]
+
+    def _answer(self, rank: int) -> Outcome:
+        try:
+            kind, *content = self._links[rank].recv()
+        except (EOFError, ConnectionResetError):
+            _wait_for_end(self._starter(rank), DYING_SECONDS)
+            return self._exited(rank)
+        if kind == "returned":
+            return Outcome(rank, kind, content[0], stderr=self._tail(rank))
+        names, message, trace = content
+        return Outcome(rank, kind, None, tuple(names), message, trace, stderr=self._tail(rank))
+
+    def _give_up(self, pending: set[int], found: dict[int, Outcome]) -> list[Outcome]:
+        """Have the ranks that did not answer show where they stand, then end them."""
+        alive = {rank for rank in pending if self._starter(rank).poll() is None}
+        for rank in alive & set(self._rank_pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._rank_pids[rank], signal.SIGABRT)
+        for rank in alive & set(self._rank_pids):
+            _wait_for_end(self._starter(rank), DYING_SECONDS)
+        for rank in pending:
+            found[rank] = self._stuck(rank) if rank in alive else self._exited(rank)
+        return [found[rank] for rank in range(self._size)]
+
+    def _exited(self, rank: int) -> Outcome:
+        code = self._starter(rank).poll()
+        return Outcome(rank, "exited", exit_code=code, stderr=self._tail(rank))
+
+    def _stuck(self, rank: int) -> Outcome:
+        return Outcome(rank, "stuck", stderr=self._tail(rank))
+
+    def _starter(self, rank: int) -> subprocess.Popen[bytes]:
+        return self._starters[0 if self._init == "mpi" else rank]
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"output-{0 if self._init == 'mpi' else rank}"
+
+    def _tail(self, rank: int) -> str:
+        output = self._log(rank).read_bytes()[self._seen[rank] :]
+        return "\n".join(output.decode(errors="replace").splitlines()[-STDERR_LINES:])
+
+
+def _wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, seconds))

@@ -1,0 +1,209 @@
+"""The harness keeps its promises: results in order, tracebacks, deadlines, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Pools
+from tests.distributed import leftovers
+from tests.distributed.harness import (
+    RankPool,
+    RanksFailedError,
+    living_processes,
+    run_outcomes,
+    run_ranks,
+)
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+def describe(rank: int, size: int, *args: object) -> tuple[object, ...]:
+    return (rank, size, *args)
+
+
+def process_id(rank: int, size: int) -> int:
+    return os.getpid()
+
+
+def variable(rank: int, size: int, name: str) -> str:
+    return os.environ[name]
+
+
+def raise_on(rank: int, size: int, culprit: int) -> None:
+    if rank == culprit:
+        print("some words before the end")
+        raise ValueError(f"rank {rank} does not like this")
+
+
+def hang_on(rank: int, size: int, culprit: int) -> None:
+    if rank == culprit:
+        threading.Event().wait()
+
+
+def leave(rank: int, size: int, culprit: int, status: int) -> str:
+    if rank == culprit:
+        os._exit(status)
+    return "stayed"
+
+
+def be_killed(rank: int, size: int, culprit: int) -> None:
+    if rank == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def return_unpicklable(rank: int, size: int) -> object:
+    return lambda: None
+
+
+def start_child(rank: int, size: int, own_session: bool) -> int:
+    command = [sys.executable, "-c", "import threading; threading.Event().wait()"]
+    return subprocess.Popen(command, start_new_session=own_session).pid
+
+
+def start_child_and_hang(rank: int, size: int, file: str) -> None:
+    Path(file).write_text(str(start_child(rank, size, False)))
+    threading.Event().wait()
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_text() != ""
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_results_come_in_rank_order(size: int) -> None:
+    expected = [(rank, size, "a", 2) for rank in range(size)]
+    assert run_ranks(describe, size, "a", 2, init=None) == expected
+
+
+def test_environment_may_depend_on_the_rank() -> None:
+    found = run_ranks(variable, 2, "MY_RANK", init=None, env=lambda rank: {"MY_RANK": f"r{rank}"})
+    assert found == ["r0", "r1"]
+
+
+def test_error_shows_the_traceback_and_the_output_of_the_rank() -> None:
+    with pytest.raises(RanksFailedError) as failure:
+        run_ranks(raise_on, 2, 1, init=None)
+    text = str(failure.value)
+    assert "rank 0: returned" in text
+    assert "rank 1: raised ValueError: rank 1 does not like this" in text
+    assert "in raise_on" in text
+    assert "some words before the end" in text
+
+
+def test_deadline_shows_where_a_rank_hangs_and_kills_it() -> None:
+    with RankPool(2, init=None) as pool:
+        pids = pool.run(process_id)
+        with pytest.raises(RanksFailedError, match="did not answer before the deadline") as failure:
+            pool.run(hang_on, 0, deadline=0.5)
+        assert "in hang_on" in str(failure.value)
+        assert not any(alive(pid) for pid in pids)
+
+
+def test_deadline_kills_the_children_of_a_rank(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailedError):
+        run_ranks(start_child_and_hang, 1, str(tmp_path / "pid"), init=None, deadline=2.0)
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_ranks_are_killed_when_the_caller_is_interrupted() -> None:
+    pids = []
+    with pytest.raises(KeyboardInterrupt), RankPool(2, init=None) as pool:  # noqa: PT012
+        pids = pool.run(process_id)
+        raise KeyboardInterrupt
+    assert pids
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_ranks_die_with_a_killed_harness(tmp_path: Path) -> None:
+    program = (
+        "import os, signal\n"
+        "from tests.distributed.harness import RankPool\n"
+        "from tests.test_harness import process_id\n"
+        "pids = RankPool(2, init=None).run(process_id)\n"
+        "print(*pids, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=root,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert len(done.stdout.split()) == 2
+    assert leftovers.end_processes() == {}
+
+
+def test_outcomes_tell_results_exceptions_exits_and_signals_apart() -> None:
+    raised = run_outcomes(raise_on, 2, 1, init=None)
+    assert [outcome.kind for outcome in raised] == ["returned", "raised"]
+    assert raised[1].error_type == "ValueError"
+    assert raised[1].error_classes[1] == "Exception"
+    assert raised[1].message == "rank 1 does not like this"
+
+    left = run_outcomes(leave, 2, 0, 3, init=None)
+    assert (left[0].kind, left[0].exit_code, left[0].signal) == ("exited", 3, None)
+    assert left[1].value == "stayed"
+
+    killed = run_outcomes(be_killed, 2, 0, init=None)
+    assert killed[0].signal == signal.SIGKILL
+    assert killed[1].ok
+
+
+def test_outcomes_never_accept_a_stuck_rank() -> None:
+    with pytest.raises(RanksFailedError, match="did not answer"):
+        run_outcomes(hang_on, 2, 1, init=None, deadline=0.5)
+
+
+def test_result_that_cannot_travel_is_an_error_of_the_rank() -> None:
+    with pytest.raises(RanksFailedError, match=r"raised .*lambda"):
+        run_ranks(return_unpicklable, 1, init=None)
+
+
+def test_pool_keeps_its_processes_between_calls_and_replaces_broken_ones() -> None:
+    with RankPool(2, init=None) as pool:
+        first = pool.run(process_id)
+        assert pool.run(process_id) == first
+        assert set(first) <= living_processes()
+        with pytest.raises(RanksFailedError):
+            pool.run(raise_on, 0)
+        second = pool.run(process_id)
+        assert not set(second) & set(first)
+    assert not any(alive(pid) for pid in first + second)
+
+
+def test_pools_of_the_session_are_shared_by_world(pool: Pools) -> None:
+    assert pool(1, init=None) is pool(1, init=None)
+    assert pool(1, init=None) is not pool(1, init=None, env={"A": "1"})
+
+
+def test_mpirun_starts_the_ranks_too() -> None:
+    pytest.importorskip("mpi4py")
+    assert run_ranks(describe, 2, init="mpi") == [(0, 2), (1, 2)]
+
+
+def test_leftover_process_is_found_and_killed() -> None:
+    """Also one that left the process group and lost its parent."""
+    (pid,) = run_ranks(start_child, 1, True, init=None)
+    assert list(leftovers.end_processes()) == [pid]
+    assert not alive(pid)
+
+
+def test_leftover_segment_is_found_only_while_nobody_uses_it() -> None:
+    segment = Path("/dev/shm") / f"test-flashlight-{os.getpid()}"
+    segment.write_bytes(b"x" * 4096)
+    try:
+        assert leftovers.orphaned(leftovers.segments()) >= {segment}
+    finally:
+        segment.unlink()
+    assert segment not in leftovers.segments()
