@@ -1,0 +1,47 @@
+# Everything a newcomer needs: `make example`, `make test`. Both set up what is missing first.
+#
+#   PYTHON=python3.12   the interpreter that .venv is made from (3.10 or later)
+#   RANKS=4 EPOCHS=100  of `make example`
+#   PYTEST="-k gloo"    arguments of pytest in `make test`
+
+PYTHON ?= python3
+RANKS ?= 4
+EPOCHS ?= 100
+PYTEST ?=
+SHELL := /bin/bash
+IN_VENV := . .venv/bin/activate &&
+READY := .venv/.ready
+# Whatever the installed extension is compiled from: a change makes the next target rebuild it.
+SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
+
+.DEFAULT_GOAL := help
+.PHONY: help setup example test lint wheel bench clean
+
+help: ## show these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## install what is missing: libgloo-dev, .venv, this package (instant when done)
+
+example: $(READY) ## train flashlight's example on 4 real processes
+	$(IN_VENV) time mpirun -n $(RANKS) python examples/DistributedTraining.py --epochs $(EPOCHS)
+
+test: lint ## lint, types, then the whole test suite
+	$(IN_VENV) python -m pytest $(PYTEST)
+
+lint: $(READY) ## ruff and mypy
+	$(IN_VENV) ruff check . && ruff format --check . && mypy
+
+wheel: $(READY) ## build a wheel that carries libgloo inside, into wheelhouse/
+	$(IN_VENV) scripts/build_wheel wheelhouse
+
+bench: $(READY) ## run every benchmark beside its peers
+	$(IN_VENV) for script in benchmarks/[a-z]*.py; do echo "== $$script"; python $$script || exit; done
+
+clean: ## remove everything that make has created, .venv included
+	rm -rf .venv build dist wheelhouse *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f flashlight_py/_native/*.so flashlight_py/_native/*.missing.txt
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml setup.py scripts/setup $(SOURCES)
+	@PYTHON="$(PYTHON)" scripts/setup
+	@touch $@

@@ -1,0 +1,136 @@
+"""The house of docs/design.md stands: imports run one way, optional libraries stay optional."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "flashlight_py"
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "_native" not in path.parts)
+LONGEST = 400
+
+# What each part may import; the first entry that is the module or a package above it counts, so
+# the narrower rule stands before the wider one.
+FRAMEWORK = ("errors", "device", "random", "autograd", "nn", "optim")
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "_version": (),
+    "errors": (),
+    "device": ("errors",),
+    "random": FRAMEWORK[:2],
+    "autograd": FRAMEWORK[:3],
+    "nn": FRAMEWORK[:4],
+    "optim": FRAMEWORK[:5],
+    "serialize": FRAMEWORK,
+    "dataset": ("errors", "device", "random"),
+    "meter": ("errors", "device"),
+    "distributed.rendezvous": ("errors",),
+    "distributed": ("errors", "device", "_native"),
+    "parallel": (*FRAMEWORK, "dataset", "meter", "distributed"),
+    "launch": ("errors", "distributed.rendezvous"),
+}
+OPTIONAL = {"mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax"}
+
+
+def name_of(module: Path) -> str:
+    """``flashlight_py/nn/linear.py`` -> ``nn.linear``; a package's ``__init__`` is the package."""
+    parts = module.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def rule_for(name: str) -> str | None:
+    return next((part for part in MAY_IMPORT if within(name, part)), None)
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every module named by an import, also those inside functions, as (line, dotted name)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: write imports with the full name"
+            # `from package import name`: the name may be a module, so look at both together.
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def imported_at_once(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """What an import of the module imports: not what is in functions or under TYPE_CHECKING."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        children: Iterable[ast.AST] = node.orelse
+    else:
+        children = ast.iter_child_nodes(node)
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield from imported(node)
+    for child in children:
+        yield from imported_at_once(child)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_imports_follow_the_arrows(module: Path) -> None:
+    name = name_of(module)
+    if name == "":
+        return  # the package itself gathers the public names of every layer
+    rule = rule_for(name)
+    assert rule is not None, f"{name} has no place in the house; give it one in MAY_IMPORT"
+    allowed = (rule, *MAY_IMPORT[rule])
+    for line, full_name in imported(ast.parse(module.read_text())):
+        if not within(full_name, "flashlight_py"):
+            continue
+        target = full_name.removeprefix("flashlight_py").lstrip(".")
+        assert any(within(target, part) for part in allowed), (
+            f"{module.relative_to(ROOT)}:{line}: {rule} may import {allowed}, not {target!r}"
+        )
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_optional_libraries_are_imported_where_they_are_used(module: Path) -> None:
+    for line, target in imported_at_once(ast.parse(module.read_text())):
+        assert target.partition(".")[0] not in OPTIONAL, (
+            f"{module.relative_to(ROOT)}:{line}: import {target} inside the function that needs it"
+        )
+
+
+def test_importing_the_package_loads_no_optional_library() -> None:
+    program = "import sys, flashlight_py; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True
+    )
+    assert OPTIONAL.isdisjoint(done.stdout.split())
+
+
+def test_files_stay_short() -> None:
+    folders = ("flashlight_py", "csrc", "tests", "examples", "benchmarks", "scripts")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    kinds = {".py", ".cc", ".h", ""}
+    lengths = {
+        str(path.relative_to(ROOT)): path.read_text().count("\n")
+        for path in sources
+        if path.is_file() and path.suffix in kinds
+    }
+    assert {path: lines for path, lines in lengths.items() if lines > LONGEST} == {}
+
+
+def test_the_reader_of_imports_sees_every_kind() -> None:
+    source = (
+        "import a.b\n"
+        "from c import d\n"
+        "if TYPE_CHECKING:\n    import types_only\n"
+        "try:\n    import tried\nexcept ImportError:\n    import instead\n"
+        "def f():\n    import lazy\n"
+        "class C:\n    import in_class\n"
+    )
+    tree = ast.parse(source)
+    at_once = {target for _, target in imported_at_once(tree)}
+    assert at_once == {"a.b", "c.d", "tried", "in_class", "instead"}
+    assert {target for _, target in imported(tree)} == at_once | {"types_only", "lazy"}
