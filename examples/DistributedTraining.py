@@ -1,0 +1,169 @@
+"""Train a small perceptron on as many processes as there are: flashlight's DistributedTraining.
+
+One process, four started by MPI, or two that find each other through a shared file:
+
+    python examples/DistributedTraining.py
+    mpirun -n 4 python examples/DistributedTraining.py
+    python examples/DistributedTraining.py --init file --file /shared/run --world-size 2 --rank 0
+    python examples/DistributedTraining.py --init file --file /shared/run --world-size 2 --rank 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+import flashlight_py as fl
+
+FEATURES = 10
+LEARNING_RATE = 1e-4
+MOMENTUM = 0.9
+
+
+def main(options: argparse.Namespace) -> None:
+    # Meet the other processes. Every one runs this same program, with a rank of its own.
+    initialise(options)
+    world_size = fl.get_world_size()
+    is_master = fl.get_world_rank() == 0
+    fl.set_seed(options.seed)
+
+    # The samples are shared out: this process trains on its part only.
+    batches = my_batches(options)
+
+    model = fl.nn.Sequential()
+    model.add(fl.nn.Linear(FEATURES, 100))
+    model.add(fl.nn.ReLU())
+    model.add(fl.nn.Linear(100, 1))
+    model.to(options.device)
+    criterion = fl.nn.MeanSquaredError()
+
+    # All processes start from the same parameters, and the gradients that backward() leaves
+    # behind are the mean over all processes: the parameters stay the same everywhere.
+    fl.all_reduce_parameters(model)
+    fl.distribute_module_grads(model, scale=1 / world_size)
+
+    optimizer = fl.optim.SGDOptimizer(model.params(), LEARNING_RATE, momentum=MOMENTUM)
+    meter = fl.meter.AverageValueMeter()
+    history = []
+
+    if is_master:
+        print("[Multi-layer Perceptron] Started...", flush=True)
+    for epoch in with_progress(range(1, options.epochs + 1)):
+        meter.reset()
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss = criterion(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            meter.add(loss.scalar())
+
+        mse = np.array(meter.value()[0])
+        fl.all_reduce(mse, scale=1 / world_size)
+        history.append(float(mse))
+        if is_master:
+            print(f"Epoch: {epoch} Mean Squared Error: {mse:g}", flush=True)
+    if is_master:
+        print("[Multi-layer Perceptron] Done!", flush=True)
+
+    if is_master and options.save:
+        np.savez(options.save, **model.state_dict())
+    if is_master and options.plot:
+        plot(history, options.plot)
+
+
+def initialise(options: argparse.Namespace) -> None:
+    """Join the world that ``--init`` describes; without it, the environment decides."""
+    if options.init == "file":
+        params = {fl.DistributedConstants.FILE_PATH: str(options.file)}
+        method = fl.DistributedInit.FILE_SYSTEM
+        fl.distributed_init(method, options.rank, options.world_size, params)
+    else:
+        methods = {"mpi": fl.DistributedInit.MPI, "env": fl.DistributedInit.ENV, None: None}
+        fl.distributed_init(methods[options.init])
+
+
+def my_batches(options: argparse.Namespace) -> list[tuple[fl.Variable, fl.Variable]]:
+    """Make the data of the whole job, which depend on the seed alone; return this rank's batches.
+
+    Every rank gets the same number of batches, for each takes part in every reduction.
+    """
+    random = np.random.default_rng(options.seed)
+    x = 1 + random.random((options.samples, FEATURES), dtype=np.float32)  # elements in [1, 2)
+    noise = np.sin(2 * np.pi * random.random((options.samples, 1), dtype=np.float32))
+    y = (x**3).sum(axis=1, keepdims=True) + noise
+
+    mine = fl.dataset.partition_by_round_robin(
+        options.samples, fl.get_world_rank(), fl.get_world_size(), options.batch_size
+    )
+    x, y = (fl.device.to_device(array[mine], options.device) for array in (x, y))
+    data = fl.dataset.BatchDataset(fl.dataset.TensorDataset([x, y]), options.batch_size)
+    return [(fl.input(inputs), fl.no_grad(targets)) for inputs, targets in data]
+
+
+def with_progress(epochs: Iterable[int]) -> Iterable[int]:
+    """Show a bar on rank 0's terminal, where there is one and tqdm is installed."""
+    watched = fl.get_world_rank() == 0 and sys.stderr.isatty()
+    if not watched or importlib.util.find_spec("tqdm") is None:
+        return epochs
+    from tqdm import tqdm
+
+    return tqdm(epochs, unit="epoch", leave=False)
+
+
+def plot(history: list[float], file: Path) -> None:
+    """Draw the loss of each epoch."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(history) + 1), history)
+    axes.set(yscale="log", xlabel="epoch", ylabel="mean squared error")
+    axes.set_title(f"Perceptron 10-100-1, {fl.get_world_size()} process(es)")
+    axes.grid(which="both", alpha=0.3)
+    figure.savefig(file, dpi=150)
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line; refuse what could only fail later, before anything starts."""
+    parser = argparse.ArgumentParser(description="Train a perceptron on several processes.")
+    add = parser.add_argument
+    add("--epochs", type=positive, default=100)
+    add("--samples", type=positive, default=10_000, help="of all processes together")
+    add("--batch-size", type=positive, default=1, help="samples per process and step")
+    add("--seed", type=int, default=0)
+    add("--init", choices=["mpi", "file", "env"], help="default: what the environment says")
+    add("--rank", type=int, help="of this process, with --init file")
+    add("--world-size", type=positive, help="number of processes, with --init file")
+    add("--file", type=Path, help="a path that all processes see, with --init file")
+    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the loss curve")
+    add("--save", type=Path, metavar="FILE.npz", help="write the trained parameters")
+    options = parser.parse_args()
+
+    given = [value is not None for value in (options.rank, options.world_size, options.file)]
+    if (options.init == "file") != any(given) or any(given) != all(given):
+        parser.error("--init file, --rank, --world-size and --file go together")
+    if any(given) and not 0 <= options.rank < options.world_size:
+        parser.error(f"--rank: expected 0 to {options.world_size - 1}, got {options.rank}")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'flashlight-py[plot]'")
+    for file in filter(None, (options.plot, options.save)):
+        if not file.absolute().parent.is_dir():
+            parser.error(f"the folder of {file} does not exist")
+    return options
+
+
+def positive(text: str) -> int:
+    """Read a whole number from 1 on."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    main(read_options())

@@ -1,0 +1,168 @@
+"""What is public is documented, and what the documents show works."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import flashlight_py as fl
+from tests.distributed.harness import mpirun_command
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PACKAGES = ("autograd", "dataset", "device", "distributed", "errors", "meter", "nn", "optim")
+# A parameter whose name says that it is a duration or a size must have its unit in the docstring.
+UNITS = {"timeout": "seconds", "interval": "seconds", "bytes": "bytes"}
+
+
+def public_names() -> dict[str, Any]:
+    """Every function and class of ours that an ``__all__`` offers, by its shortest name."""
+    modules: list[ModuleType] = [fl]
+    modules += [importlib.import_module(f"flashlight_py.{name}") for name in PACKAGES]
+    found: dict[int, tuple[str, Any]] = {}
+    for module in modules:
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isclass(value) or inspect.isfunction(value):
+                found.setdefault(id(value), (f"{module.__name__}.{name}", value))
+    return dict(found.values())
+
+
+def documented() -> Iterator[tuple[str, Any, str]]:
+    """Every public function, class, method and property: (name, object, docstring)."""
+    for name, value in public_names().items():
+        yield name, value, inspect.getdoc(value) or ""
+        if inspect.isclass(value):
+            yield from members(name, value)
+
+
+def members(class_name: str, cls: type) -> Iterator[tuple[str, Any, str]]:
+    for name, member in vars(cls).items():
+        function = member.fget if isinstance(member, property) else member
+        function = getattr(function, "__func__", function)
+        if inspect.isfunction(function) and not name.startswith("_"):
+            yield f"{class_name}.{name}", function, inspect.getdoc(getattr(cls, name)) or ""
+        if name == "__init__" and inspect.isfunction(member):
+            # How to construct an object is told by its class.
+            yield class_name + "()", member, inspect.getdoc(cls) or ""
+
+
+CASES = list(documented())
+EVERY = pytest.mark.parametrize(("value", "doc"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+FUNCTIONS = [case for case in CASES if inspect.isfunction(case[1])]
+EVERY_FUNCTION = pytest.mark.parametrize(
+    ("function", "doc"), [case[1:] for case in FUNCTIONS], ids=[case[0] for case in FUNCTIONS]
+)
+
+
+def parameters(function: Any) -> dict[str, str]:
+    """The parameters by name, with their annotations as text."""
+    found = inspect.signature(function).parameters.values()
+    return {each.name: str(each.annotation) for each in found}
+
+
+def raised_by(function: Any) -> set[str]:
+    """The classes that the function's own body raises by name."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    raised = {node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc}
+    calls = {each.func if isinstance(each, ast.Call) else each for each in raised}
+    names = {ast.unparse(each).rpartition(".")[2] for each in calls}
+    return {name for name in names if name[:1].isupper()}
+
+
+@EVERY
+def test_summary_is_a_sentence(value: Any, doc: str) -> None:
+    summary = doc.partition("\n\n")[0].strip()
+    assert summary, "has no docstring"
+    assert summary[0].isupper() or summary.startswith("``"), f"starts lowercase: {summary}"
+    assert summary.endswith("."), f"does not end in a full stop: {summary}"
+
+
+@EVERY_FUNCTION
+def test_what_a_function_raises_is_told(function: Any, doc: str) -> None:
+    told = doc.partition("Raises:")[2]
+    missing = {name for name in raised_by(function) if name not in told}
+    assert not missing, f"raises {missing}, which the docstring does not tell under 'Raises:'"
+
+
+@EVERY_FUNCTION
+def test_units_are_told(function: Any, doc: str) -> None:
+    for name in parameters(function):
+        for part, unit in UNITS.items():
+            assert part not in name or unit in doc, f"the unit of {name} ({unit}) is not told"
+
+
+@EVERY_FUNCTION
+def test_functions_of_arrays_tell_shape_or_dtype(function: Any, doc: str) -> None:
+    takes_arrays = any("Array" in annotation for annotation in parameters(function).values())
+    told = re.search(r"shape|dtype|dimension|element", doc)
+    assert told or not takes_arrays, "takes an array and tells neither shape nor dtype"
+
+
+def test_enough_is_looked_at() -> None:
+    """The rules above would pass on nothing at all."""
+    names = {name for name, _, _ in CASES}
+    assert {"flashlight_py.all_reduce", "flashlight_py.Variable.backward"} <= names
+    assert len(names) > 100
+    assert not any(isinstance(value, Enum) for value in public_names().values())
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("program", blocks("python"))
+def test_programs_of_the_readme_run_on_two_ranks(program: str, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    done = subprocess.run(
+        [*mpirun_command(2), sys.executable, "-W", "error", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_first_program_of_the_readme_is_the_example_and_prints_what_is_shown() -> None:
+    program, shown = blocks("python")[0], blocks("text")[0]
+    file = ROOT / "examples" / "all_reduce.py"
+    assert program == file.read_text()
+    assert len(program.splitlines()) <= 15
+    command = [*mpirun_command(4), sys.executable, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == shown
+
+
+def test_commands_of_the_readme_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = "\n".join(blocks("bash"))
+    assert set(re.findall(r"\bmake ([a-z]+)", README)) <= targets
+    for file in re.findall(r"\b(?:examples|benchmarks)/\w+\.py", README):
+        assert (ROOT / file).exists(), file
+    options = re.findall(r"DistributedTraining\.py (.*)", commands)
+    source = (ROOT / "examples" / "DistributedTraining.py").read_text()
+    for option in re.findall(r"(--[a-z-]+)", " ".join(options)):
+        assert f'"{option}"' in source, option
+
+
+@pytest.mark.parametrize("document", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs"])
+def test_links_between_documents_lead_somewhere(document: str) -> None:
+    path = ROOT / document
+    for page in [path] if path.is_file() else sorted(path.rglob("*.md")):
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"

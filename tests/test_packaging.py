@@ -1,0 +1,168 @@
+"""What is installed works by itself: the wheel without a system Gloo, the package without Gloo."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parent.parent
+NOT_SOURCE = shutil.ignore_patterns(
+    ".*", "*.egg-info", "*.so", "*.missing.txt", "__pycache__", "build", "dist", "wheelhouse"
+)
+
+# Trains on 2 ranks which find each other through a file; prints the libraries of Gloo in use.
+TRAIN = """
+import sys
+import numpy as np
+import flashlight_py as fl
+
+rank, place = int(sys.argv[1]), sys.argv[2]
+params = {"FILE_PATH": place, "BACKEND": "gloo"}
+fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, 2, params)
+fl.set_seed(rank)
+model = fl.nn.Sequential()
+model.add(fl.nn.Linear(3, 4))
+model.add(fl.nn.Linear(4, 1))
+fl.all_reduce_parameters(model)
+fl.distribute_module_grads(model)
+optimizer = fl.optim.SGDOptimizer(model.params(), 0.01)
+x = fl.input(np.full((2, 3), rank, np.float32))
+y = fl.no_grad(np.ones((2, 1), np.float32))
+losses = []
+for _ in range(20):
+    optimizer.zero_grad()
+    loss = fl.nn.MeanSquaredError()(model(x), y)
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.scalar())
+total = np.array(losses)
+fl.all_reduce(total)
+assert total[-1] < total[0], total
+with open("/proc/self/maps") as maps:
+    print(*sorted({line.split()[-1] for line in maps if "libgloo" in line}))
+"""
+
+
+def run(*command: object, **more: object) -> str:
+    """Return what the command printed; show all of it where it fails."""
+    words = [str(word) for word in command]
+    done = subprocess.run(  # type: ignore[call-overload]
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **more
+    )
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}"
+    return str(done.stdout)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This environment with the tools beside this interpreter, and without this checkout."""
+    beside = str(Path(sys.executable).parent)
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**kept, "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}", **more}
+
+
+def empty_environment(folder: Path) -> Path:
+    """Create a virtual environment without anything in it and return its interpreter."""
+    venv.create(folder, with_pip=True)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources in a folder of their own, so that no build touches the checkout."""
+    folder = tmp_path_factory.mktemp("source") / "flashlight_py"
+    shutil.copytree(ROOT, folder, ignore=NOT_SOURCE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    into = tmp_path_factory.mktemp("wheelhouse")
+    run(source / "scripts" / "build_wheel", into, env=environment())
+    (built,) = into.glob("*.whl")
+    return built
+
+
+def test_wheel_serves_every_python_and_carries_gloo(wheel: Path) -> None:
+    assert "-cp310-abi3-manylinux" in wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
+    carried = [name for name in names if name.startswith("flashlight_py.libs/")]
+    assert any("libgloo" in name for name in carried), names
+    assert "flashlight_py/py.typed" in names
+    assert not any("missing.txt" in name or name.startswith("tests") for name in names)
+
+
+def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    python = empty_environment(tmp_path / "venv")
+    run(python, "-m", "pip", "install", "--quiet", wheel)
+    installed = run(python, "-m", "pip", "list", "--format=freeze").lower()
+    assert {line.partition("==")[0] for line in installed.split()} <= {
+        "cffi", "flashlight-py", "flashlight_py", "numpy", "pip", "pycparser", "setuptools",
+    }  # fmt: skip
+    program = tmp_path / "train.py"
+    program.write_text(TRAIN)
+    ranks = [
+        subprocess.Popen(
+            [python, "-W", "error", program, str(rank), tmp_path / "rendezvous"],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+        )
+        for rank in range(2)
+    ]
+    try:
+        libraries = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    for used in libraries:
+        assert len(used.split()) == 1, used
+        assert "flashlight_py.libs/libgloo" in used
+
+
+def test_package_without_gloo_works_and_says_what_to_do(source: Path, tmp_path: Path) -> None:
+    """Built where Gloo's headers are hidden, not where the build was told to leave it out."""
+    hidden = tmp_path / "no_gloo" / "gloo"
+    hidden.mkdir(parents=True)
+    (hidden / "context.h").write_text('#error "this machine has no Gloo"\n')
+    python = empty_environment(tmp_path / "venv")
+    without = environment(CPLUS_INCLUDE_PATH=str(hidden.parent), CPATH=str(hidden.parent))
+    run(python, "-m", "pip", "install", "--quiet", source, env=without)
+    alone = (
+        "import numpy as np, flashlight_py as fl\n"
+        "fl.distributed_init()\n"
+        "print(fl.all_reduce(np.ones(2), scale=3.0))\n"
+        "print(fl.distributed_backend())\n"
+    )
+    assert "[3. 3.]" in run(python, "-c", alone, cwd=tmp_path)
+    asked = (
+        "import flashlight_py as fl\n"
+        "try:\n"
+        "    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, 0, 1,\n"
+        f"        {{'FILE_PATH': {str(tmp_path / 'meet')!r}, 'BACKEND': 'gloo'}})\n"
+        "except fl.errors.BackendUnavailableError as error:\n"
+        "    print(error)\n"
+    )
+    told = run(python, "-c", asked, cwd=tmp_path)
+    assert "could not be compiled" in told
+    assert "libgloo-dev" in told
+
+
+def test_build_can_be_told_to_leave_gloo_out(source: Path, tmp_path: Path) -> None:
+    without = environment(FLASHLIGHT_WITHOUT_GLOO="1")
+    command = (sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, source)
+    run(*command, env=without)
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as content:
+        reason = content.read("flashlight_py/_native/gloo.missing.txt").decode()
+    assert "FLASHLIGHT_WITHOUT_GLOO" in reason
+    assert "libgloo-dev" in reason
