@@ -1,0 +1,159 @@
+"""examples/DistributedTraining.py as a user starts it: alone, by MPI, through a shared file."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.distributed.harness import mpirun_command
+
+PROGRAM = Path(__file__).parents[2] / "examples" / "DistributedTraining.py"
+PYTHON = [sys.executable, "-W", "error", str(PROGRAM)]
+DEADLINE = 100.0
+
+
+def start(command: list[str], *options: object, **more: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
+        [*command, *(str(option) for option in options)],
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **more},
+    )
+
+
+def printed(*processes: subprocess.Popen[str]) -> list[str]:
+    """Return what each process wrote to stdout once all have succeeded; kill the rest."""
+    try:
+        outputs = [process.communicate(timeout=DEADLINE) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(processes), outputs
+    return [output for output, _ in outputs]
+
+
+def losses(output: str) -> list[float]:
+    """Check the lines that flashlight's program prints and return the loss of each epoch."""
+    first, *epochs, last = output.splitlines()
+    assert first == "[Multi-layer Perceptron] Started..."
+    assert last == "[Multi-layer Perceptron] Done!"
+    found = [re.fullmatch(r"Epoch: (\d+) Mean Squared Error: (\S+)", line) for line in epochs]
+    assert all(found), output
+    assert [int(match[1]) for match in found if match] == list(range(1, len(epochs) + 1))
+    texts = [match[2] for match in found if match]
+    assert all(f"{float(text):g}" == text for text in texts), "six significant digits"
+    return [float(text) for text in texts]
+
+
+def by_file(tmp_path: Path, size: int, *options: object) -> list[subprocess.Popen[str]]:
+    world = ["--init", "file", "--file", tmp_path / "meet", "--world-size", size]
+    return [start(PYTHON, *world, "--rank", rank, *options) for rank in range(size)]
+
+
+def parameters(file: Path) -> dict[str, np.ndarray]:
+    with np.load(file) as saved:
+        return dict(saved)
+
+
+def test_one_process_learns() -> None:
+    (output,) = printed(start(PYTHON, "--epochs", 3))
+    found = losses(output)
+    assert found == sorted(found, reverse=True)
+    assert found[-1] < 4.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_mpi_learns_and_only_rank_0_prints(size: int) -> None:
+    (output,) = printed(start([*mpirun_command(size), *PYTHON], "--epochs", 2, "--samples", 4000))
+    found = losses(output)
+    assert found[1] < found[0] / 2
+
+
+@pytest.mark.slow
+def test_shared_file_learns_without_mpi(tmp_path: Path) -> None:
+    first, second = printed(*by_file(tmp_path, 2, "--epochs", 2, "--samples", 4000))
+    found = losses(first)
+    assert found[1] < found[0] / 2
+    assert second == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_number_of_processes_does_not_change_the_training(size: int, tmp_path: Path) -> None:
+    """With the same global batches, the parameters differ by float32 rounding only."""
+    job = ["--epochs", 2, "--samples", 400, "--batch-size"]
+    alone, together = tmp_path / "alone.npz", tmp_path / "together.npz"
+    (one,) = printed(start(PYTHON, *job, 4, "--save", alone))
+    several = [*mpirun_command(size), *PYTHON]
+    (many,) = printed(start(several, *job, 4 // size, "--save", together))
+    np.testing.assert_allclose(losses(many), losses(one), rtol=1e-3)
+    ours, theirs = parameters(together), parameters(alone)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        np.testing.assert_allclose(ours[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_samples_that_do_not_divide_leave_no_rank_waiting() -> None:
+    (output,) = printed(start([*mpirun_command(4), *PYTHON], "--epochs", 2, "--samples", 11))
+    assert len(losses(output)) == 2
+
+
+def test_saved_parameters_and_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    job = ["--epochs", 2, "--samples", 50, "--save", tmp_path / "p.npz"]
+    printed(start(PYTHON, *job, "--plot", tmp_path / "loss.png"))
+    shapes = sorted(value.shape for value in parameters(tmp_path / "p.npz").values())
+    assert shapes == sorted([(100, 10), (100,), (1, 100), (1,)])
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_seed_decides() -> None:
+    job = ["--epochs", 1, "--samples", 50, "--seed"]
+    first, again, other = printed(*(start(PYTHON, *job, seed) for seed in (1, 1, 2)))
+    assert first == again != other
+
+
+def test_progress_bar_is_for_terminals_only() -> None:
+    pytest.importorskip("tqdm")
+    job = ["--epochs", 2, "--samples", 50]
+    ours, terminal = pty.openpty()
+    with os.fdopen(terminal, "wb"):
+        (output,) = printed(start(PYTHON, *job, stderr=terminal))
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        assert b"epoch" in screen.read(4096)
+    assert len(losses(output)) == 2
+    piped = start(PYTHON, *job)
+    assert piped.communicate(timeout=DEADLINE)[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--epochs", "0"], "whole number from 1 on, got '0'"),
+        (["--samples", "-5"], "whole number from 1 on, got '-5'"),
+        (["--batch-size", "many"], "whole number from 1 on, got 'many'"),
+        (["--seed", "x"], "invalid int value: 'x'"),
+        (["--init", "pigeon"], "invalid choice: 'pigeon'"),
+        (["--init", "file", "--rank", "0"], "--world-size and --file go together"),
+        (["--rank", "0"], "--init file, --rank"),
+        (
+            ["--init", "file", "--file", "f", "--world-size", "2", "--rank", "2"],
+            "--rank: expected 0 to 1, got 2",
+        ),
+        (["--save", "/no/such/folder/p.npz"], "the folder of /no/such/folder/p.npz does not"),
+        (["--plot", "/no/such/folder/p.png"], "the folder of /no/such/folder/p.png does not"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_starts(options: list[str], complaint: str) -> None:
+    process = start(PYTHON, *options)
+    output, error = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 2
+    assert output == ""
+    assert complaint in error
