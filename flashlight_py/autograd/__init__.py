@@ -1,0 +1,24 @@
+"""Variables, the backward pass and differentiable functions.
+
+A ``Variable`` wraps a NumPy or CuPy array; ``functions`` compute with variables and remember how;
+``Variable.backward`` walks that memory back to the leaves. Hooks on leaves and
+``on_backward_end`` let other layers act on gradients; nothing here knows who does.
+"""
+
+from __future__ import annotations
+
+from flashlight_py.autograd import functions, operators  # operators: completes Variable
+from flashlight_py.autograd.engine import on_backward_end
+from flashlight_py.autograd.gradcheck import gradcheck
+from flashlight_py.autograd.variable import Variable, input, no_grad, param
+
+__all__ = [
+    "Variable",
+    "input",
+    "no_grad",
+    "param",
+    "functions",
+    "gradcheck",
+    "on_backward_end",
+    "operators",
+]

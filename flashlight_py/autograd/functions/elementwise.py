@@ -1,0 +1,87 @@
+"""Functions of one operand, element by element; the results are new arrays of the same shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashlight_py.autograd.variable import Variable, record
+from flashlight_py.device import array_module
+
+__all__ = ["exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "relu", "abs", "clamp"]
+
+
+def exp(x: Variable) -> Variable:
+    """Return e to the power of ``x``."""
+    out = array_module(x.data).exp(x.data)
+    return record(out, (x, lambda grad: grad * out))
+
+
+def log(x: Variable) -> Variable:
+    """Return the natural logarithm."""
+    array = x.data
+    return record(array_module(array).log(array), (x, lambda grad: grad / array))
+
+
+def sqrt(x: Variable) -> Variable:
+    """Return the square root."""
+    out = array_module(x.data).sqrt(x.data)
+    return record(out, (x, lambda grad: grad / (out + out)))
+
+
+def sin(x: Variable) -> Variable:
+    """Return the sine of an angle in radians."""
+    array = x.data
+    xp = array_module(array)
+    return record(xp.sin(array), (x, lambda grad: grad * xp.cos(array)))
+
+
+def cos(x: Variable) -> Variable:
+    """Return the cosine of an angle in radians."""
+    array = x.data
+    xp = array_module(array)
+    return record(xp.cos(array), (x, lambda grad: -grad * xp.sin(array)))
+
+
+def tanh(x: Variable) -> Variable:
+    """Return the hyperbolic tangent."""
+    out = array_module(x.data).tanh(x.data)
+    return record(out, (x, lambda grad: grad * (1 - out * out)))
+
+
+def sigmoid(x: Variable) -> Variable:
+    """Return ``1 / (1 + exp(-x))``, computed by tanh so that no ``x`` overflows."""
+    half = x.data / 2
+    out = (array_module(half).tanh(half) + 1) / 2
+    return record(out, (x, lambda grad: grad * (out * (1 - out))))
+
+
+def relu(x: Variable) -> Variable:
+    """Return ``max(x, 0)``; the slope at 0 is 0."""
+    out = array_module(x.data).maximum(x.data, 0)
+    return record(out, (x, lambda grad: grad * (out > 0)))
+
+
+def abs(x: Variable) -> Variable:
+    """Return the absolute value; the slope at 0 is 0."""
+    array = x.data
+    xp = array_module(array)
+    return record(xp.abs(array), (x, lambda grad: grad * xp.sign(array)))
+
+
+def clamp(x: Variable, lower: float | None = None, upper: float | None = None) -> Variable:
+    """Return ``x`` limited to ``lower`` .. ``upper``; the slope is 1 inside and on the limits.
+
+    Raises:
+        ValueError: no limit is given, or ``lower`` exceeds ``upper``.
+    """
+    if lower is None and upper is None:
+        raise ValueError("clamp needs a lower limit, an upper limit or both, got none")
+    if lower is not None and upper is not None and lower > upper:
+        raise ValueError(f"clamp: lower ({lower}) must not exceed upper ({upper})")
+    array = x.data
+    inside: Any = True
+    if lower is not None:
+        inside = inside & (array >= lower)
+    if upper is not None:
+        inside = inside & (array <= upper)
+    return record(array_module(array).clip(array, lower, upper), (x, lambda grad: grad * inside))

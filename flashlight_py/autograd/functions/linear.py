@@ -1,0 +1,72 @@
+"""The affine map of a fully connected layer, as one operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashlight_py.autograd.functions.shape import reshape
+from flashlight_py.autograd.variable import Variable, record
+from flashlight_py.device import Array
+
+__all__ = ["linear"]
+
+
+def linear(x: Variable, weight: Variable, bias: Variable | None = None) -> Variable:
+    """Return ``x @ weight.T + bias``, a new variable of shape ``[..., out]``.
+
+    Args:
+        x: shape ``[..., in]``.
+        weight: shape ``[out, in]``.
+        bias: shape ``[out]``, or None.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+    _check_shapes(x, weight, bias)
+    if x.data.ndim == 2:
+        return _linear_2d(x, weight, bias)
+    *outer, features = x.data.shape
+    rows = reshape(x, (x.data.size // features if features else 0, features))
+    return reshape(_linear_2d(rows, weight, bias), (*outer, weight.data.shape[0]))
+
+
+def _linear_2d(x: Variable, weight: Variable, bias: Variable | None) -> Variable:
+    rows, w = x.data, weight.data
+    out = rows.dot(w.T)
+
+    def weight_vjp(grad: Array) -> Any:
+        return grad.T.dot(rows, out=_buffer_for(weight, grad, rows))
+
+    # The parameters come first: their hooks fire while the input's gradient is still to compute.
+    if bias is None:
+        return record(out, (weight, weight_vjp), (x, lambda grad: grad.dot(w)))
+    out += bias.data
+    return record(out, (weight, weight_vjp), (bias, _sum_rows), (x, lambda grad: grad.dot(w)))
+
+
+def _sum_rows(grad: Array) -> Any:
+    return grad[0] if len(grad) == 1 else grad.sum(axis=0)  # a view is ten times cheaper
+
+
+def _buffer_for(weight: Variable, grad: Array, rows: Array) -> Array | None:
+    """Return where the first contribution to ``weight.grad`` can be written at once, if it can."""
+    buffer = weight.buffer
+    if buffer is None or weight.grad is not None or not buffer.flags.c_contiguous:
+        return None
+    return buffer if grad.dtype == rows.dtype == buffer.dtype else None
+
+
+def _check_shapes(x: Variable, weight: Variable, bias: Variable | None) -> None:
+    shape = weight.data.shape
+    if len(shape) != 2:
+        raise ValueError(f"linear: expected a weight of shape [out, in], got {shape}")
+    if x.data.shape[-1:] != shape[1:]:
+        raise ValueError(
+            f"linear: expected input of shape [..., {shape[1]}] for a weight of shape {shape}, "
+            f"got {x.data.shape}"
+        )
+    if bias is not None and bias.data.shape != shape[:1]:
+        raise ValueError(
+            f"linear: expected bias of shape ({shape[0]},) for a weight of shape {shape}, "
+            f"got {bias.data.shape}"
+        )

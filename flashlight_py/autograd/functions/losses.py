@@ -1,0 +1,100 @@
+"""Losses: one number, or one per sample, for how far a prediction is off."""
+
+from __future__ import annotations
+
+from flashlight_py.autograd.variable import Variable, record
+from flashlight_py.device import Array, array_module
+
+__all__ = ["mean_squared_error", "categorical_cross_entropy", "check_reduction"]
+
+
+def mean_squared_error(prediction: Variable, target: Variable) -> Variable:
+    """Return the mean over all elements of ``(prediction - target) ** 2``; no dimensions.
+
+    Args:
+        prediction: any shape with at least one element.
+        target: the same shape.
+
+    Raises:
+        ValueError: the shapes differ, or there is no element.
+    """
+    p, t = prediction.data, target.data
+    if p.shape != t.shape:
+        raise ValueError(
+            f"mean_squared_error: prediction has shape {p.shape}, target {t.shape}; they must "
+            "be equal (nothing is broadcast here)"
+        )
+    if not p.size:
+        raise ValueError(f"mean_squared_error: nothing to average in shape {p.shape}")
+    error = p - t
+    flat = error.reshape(-1)
+    mean = array_module(p).asarray(flat.dot(flat) / p.size, error.dtype)
+    slope = 2.0 / p.size
+    return record(
+        mean,
+        (prediction, lambda grad: error * (grad * slope)),
+        (target, lambda grad: error * (grad * -slope)),
+    )
+
+
+def categorical_cross_entropy(
+    log_probabilities: Variable,
+    target: Variable,
+    reduction: str = "mean",
+    ignore_index: int = -1,
+) -> Variable:
+    """Return the negative log probability of the right classes.
+
+    Args:
+        log_probabilities: shape ``[..., classes]``, as ``log_softmax`` gives it.
+        target: integers of shape ``[...]``: the right class of each sample.
+        reduction: ``"mean"`` over the samples that count, ``"sum"``, or ``"none"`` for the shape
+            of ``target``. The mean over no sample is 0.
+        ignore_index: a target of this value does not count: loss and gradient are 0.
+
+    Raises:
+        TypeError: the targets are not integers.
+        ValueError: the shapes do not fit, a target names no class, or an unknown reduction.
+    """
+    _check_classes(log_probabilities.data, target.data, reduction, ignore_index)
+    logs, labels = log_probabilities.data, target.data
+    xp = array_module(logs)
+    counted = labels != ignore_index
+    picked = xp.where(counted, labels, 0)[..., None]
+    losses = xp.where(counted, -xp.take_along_axis(logs, picked, axis=-1)[..., 0], 0)
+    divisor = max(int(counted.sum()), 1) if reduction == "mean" else 1
+    result = losses if reduction == "none" else losses.sum() / divisor
+
+    def vjp(grad: Array) -> Array:
+        hit = (xp.arange(logs.shape[-1]) == picked) & counted[..., None]
+        return hit * (grad / -divisor)[..., None]  # type: ignore[no-any-return]
+
+    return record(xp.asarray(result, logs.dtype), (log_probabilities, vjp))
+
+
+def check_reduction(reduction: str) -> None:
+    """Check the name of a reduction.
+
+    Raises:
+        ValueError: it is none of ``"mean"``, ``"sum"`` and ``"none"``.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+
+
+def _check_classes(logs: Array, labels: Array, reduction: str, ignore_index: int) -> None:
+    check_reduction(reduction)
+    if labels.dtype.kind not in "iu":
+        raise TypeError(f"categorical_cross_entropy: targets must be integers, got {labels.dtype}")
+    if logs.ndim == 0 or logs.shape[:-1] != labels.shape:
+        raise ValueError(
+            "categorical_cross_entropy: log probabilities [..., classes] of shape "
+            f"{logs.shape} need targets of shape {logs.shape[:-1]}, got {labels.shape}"
+        )
+    classes = logs.shape[-1]
+    wrong = labels[((labels < 0) | (labels >= classes)) & (labels != ignore_index)]
+    if wrong.size:
+        raise ValueError(
+            f"categorical_cross_entropy: target {int(wrong[0])} is no class of 0..{classes - 1} "
+            f"and not ignore_index ({ignore_index})"
+        )

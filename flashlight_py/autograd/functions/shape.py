@@ -1,0 +1,128 @@
+"""Operations that move elements without changing them: reshape, transpose, join, index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flashlight_py.autograd.variable import Variable, record
+from flashlight_py.device import Array, array_module
+
+__all__ = ["reshape", "moddims", "flat", "transpose", "concatenate", "index", "astype"]
+
+
+def reshape(x: Variable, shape: int | Sequence[int]) -> Variable:
+    """Return ``x`` with another shape of as many elements; a view of its array where possible.
+
+    Args:
+        x: any shape.
+        shape: the new shape; one entry may be -1 and is then computed.
+
+    Raises:
+        ValueError: the number of elements differs.
+    """
+    old = x.data.shape
+    return record(x.data.reshape(shape), (x, lambda grad: grad.reshape(old)))
+
+
+def moddims(x: Variable, shape: int | Sequence[int]) -> Variable:
+    """Return ``reshape(x, shape)``; flashlight's name for it.
+
+    Raises:
+        ValueError: the number of elements differs.
+    """
+    return reshape(x, shape)
+
+
+def flat(x: Variable) -> Variable:
+    """Return ``x`` as one dimension, in row-major order; a view of its array where possible."""
+    return reshape(x, -1)
+
+
+def transpose(x: Variable, axes: Sequence[int] | None = None) -> Variable:
+    """Return ``x`` with its dimensions permuted (None: reversed); a view of its array.
+
+    Raises:
+        ValueError: ``axes`` is not a permutation of the dimensions.
+    """
+    if axes is None:
+        return record(x.data.T, (x, lambda grad: grad.T))
+    ndim = x.data.ndim
+    forward = [axis % ndim if -ndim <= axis < ndim else axis for axis in axes]
+    if sorted(forward) != list(range(ndim)):
+        raise ValueError(f"transpose: axes must permute {ndim} dimensions, got {tuple(axes)}")
+    inverse = sorted(range(ndim), key=forward.__getitem__)
+    return record(x.data.transpose(forward), (x, lambda grad: grad.transpose(inverse)))
+
+
+def concatenate(variables: Sequence[Variable], axis: int = 0) -> Variable:
+    """Return the variables joined along an existing dimension, as a new array.
+
+    Args:
+        variables: one or more, of equal shape except along ``axis``.
+        axis: the dimension to join along; negative counts from the end.
+
+    Raises:
+        ValueError: no variables, or shapes that do not fit.
+    """
+    if not variables:
+        raise ValueError("concatenate needs at least one variable, got none")
+    arrays = [v.data for v in variables]
+    joined = array_module(arrays[0]).concatenate(arrays, axis=axis)
+    before = (slice(None),) * (axis % joined.ndim)
+    inputs, start = [], 0
+    for variable in variables:
+        stop = start + variable.data.shape[axis]
+        inputs.append((variable, _slicer((*before, slice(start, stop)))))
+        start = stop
+    return record(joined, *inputs)
+
+
+def _slicer(where: tuple[slice, ...]) -> Any:
+    return lambda grad: grad[where]
+
+
+def index(x: Variable, where: Any) -> Variable:
+    """Return ``x[where]`` with NumPy's rules; a view for slices and numbers, else a copy.
+
+    An element that is picked more than once collects the gradients of all its copies.
+
+    Args:
+        x: any shape.
+        where: an index; integer or Boolean variables in it count as arrays.
+
+    Raises:
+        IndexError: out of range, or not an index.
+    """
+    where = _unwrap(where)
+    array = x.data
+    parts = where if isinstance(where, tuple) else (where,)
+    basic = all(p is None or p is Ellipsis or isinstance(p, (int, slice)) for p in parts)
+
+    def x_vjp(grad: Array) -> Array:
+        xp = array_module(array)
+        spread: Array = xp.zeros(array.shape, grad.dtype)
+        if basic:
+            spread[where] = grad
+        else:
+            xp.add.at(spread, where, grad)
+        return spread
+
+    return record(array[where], (x, x_vjp))
+
+
+def _unwrap(where: Any) -> Any:
+    if isinstance(where, tuple):
+        return tuple(_unwrap(part) for part in where)
+    return where.data if isinstance(where, Variable) else where
+
+
+def astype(x: Variable, dtype: Any) -> Variable:
+    """Return ``x`` cast to ``dtype``, as a new array; its gradient comes back in ``x``'s dtype.
+
+    A cast to a dtype that is not floating ends the graph: the result has no gradient.
+    """
+    array = x.data.astype(dtype)
+    if array.dtype.kind != "f":
+        return Variable(array)
+    return record(array, (x, lambda grad: grad))

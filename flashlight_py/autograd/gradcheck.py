@@ -1,0 +1,83 @@
+"""Gradients against central differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from flashlight_py.autograd.functions.arithmetic import mul
+from flashlight_py.autograd.functions.reduction import sum as total
+from flashlight_py.autograd.variable import Variable, param
+from flashlight_py.device import Array, array_module
+
+__all__ = ["gradcheck"]
+
+
+def gradcheck(
+    function: Callable[..., Variable],
+    arrays: Sequence[Array],
+    step: float = 1e-6,
+    tolerance: float = 1e-6,
+) -> None:
+    """Compare the gradients of ``function`` with central differences, or raise.
+
+    The result is weighted with fixed numbers and summed, so that it may have any shape. Every
+    element of every array is moved by ``step`` to both sides: meant for small arrays. The arrays
+    are copied, not changed.
+
+    Args:
+        function: takes one variable per array; must give the same result for the same input and
+            be smooth within ``step``.
+        arrays: float64 arrays at which to check.
+        step: how far to move an element.
+        tolerance: largest allowed difference, relative to 1 or to the larger gradient.
+
+    Raises:
+        TypeError: an array is not float64, too coarse a dtype for differences.
+        AssertionError: a gradient is missing or differs; names the input, the element and both.
+    """
+    for array in arrays:
+        if array.dtype != "float64":
+            raise TypeError(f"gradcheck needs float64 arrays, got {array.dtype}; cast them first")
+    variables = [param(array.copy()) for array in arrays]
+
+    def objective() -> Variable:
+        result = function(*variables)
+        weights = array_module(result.data).linspace(0.5, 1.5, result.size)
+        return total(mul(result, weights.reshape(result.shape)))
+
+    objective().backward()
+    for position, variable in enumerate(variables):
+        _check_one(objective, variable, position, step, tolerance)
+
+
+def _check_one(
+    objective: Callable[[], Variable],
+    variable: Variable,
+    position: int,
+    step: float,
+    tolerance: float,
+) -> None:
+    if variable.grad is None:
+        raise AssertionError(f"gradcheck: input {position} got no gradient")
+    analytic = variable.grad.reshape(-1)
+    for element in range(variable.size):
+        numeric = _central_difference(objective, variable, element, step)
+        found = float(analytic[element])
+        if not abs(found - numeric) <= tolerance * max(1.0, abs(numeric), abs(found)):
+            raise AssertionError(
+                f"gradcheck: input {position}, element {element}: backward gave {found!r}, "
+                f"central differences {numeric!r}"
+            )
+
+
+def _central_difference(
+    objective: Callable[[], Variable], variable: Variable, element: int, step: float
+) -> float:
+    cells = variable.data.reshape(-1)  # a view: the copy made by gradcheck is contiguous
+    centre = float(cells[element])
+    cells[element] = centre + step
+    above = objective().scalar()
+    cells[element] = centre - step
+    below = objective().scalar()
+    cells[element] = centre
+    return (above - below) / (2 * step)

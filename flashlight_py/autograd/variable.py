@@ -1,0 +1,331 @@
+"""A variable: an array, its gradient, and the operation that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from flashlight_py.autograd.engine import (
+    Node,
+    Vjp,
+    backward_from_leaf,
+    backward_from_node,
+)
+from flashlight_py.device import Array, array_module, is_cupy, to_device
+
+__all__ = ["GradHook", "Operand", "Variable", "input", "no_grad", "param", "record"]
+
+GradHook: TypeAlias = "Callable[[Variable], None]"
+Operand: TypeAlias = "Variable | Array | float"
+
+
+class Variable:
+    """An array in a computation whose gradient can be asked for.
+
+    The array is NumPy's or CuPy's and is shared, not copied; anything else with DLPack is taken
+    without a copy. The dtype is kept: nothing here turns float32 into float64. A variable made by
+    the user is a leaf; one made by an operation on variables with ``calc_grad`` remembers that
+    operation until a backward pass has used it.
+
+    Arrays must not be changed between the forward pass that used them and its backward pass.
+
+    Args:
+        array: the value, any shape; a real floating dtype where ``calc_grad`` is set.
+        calc_grad: whether ``backward()`` computes a gradient for it.
+
+    Raises:
+        TypeError: not an array, or ``calc_grad`` with a dtype that has no gradient.
+    """
+
+    # data, hook, buffer and node are for the library's own use: .array is data with checks.
+    __slots__ = ("__weakref__", "_calc_grad", "buffer", "data", "grad", "hook", "node")
+
+    # NumPy arrays leave `array + variable` to the variable instead of looping over elements.
+    __array_ufunc__ = None
+
+    data: Array
+    grad: Array | None
+    node: Node | None
+    hook: GradHook | None
+    buffer: Array | None
+
+    def __init__(self, array: Array, calc_grad: bool = False) -> None:
+        if array.__class__ is not np.ndarray:
+            array = _as_array(array)
+        if calc_grad:
+            _require_floating(array)
+        self.data = array
+        self.grad = None
+        self.node = None
+        self.hook = None
+        self.buffer = None
+        self._calc_grad = calc_grad
+
+    @property
+    def array(self) -> Array:
+        """The value. Assigning replaces the array (no copy); shape and dtype must stay.
+
+        Raises:
+            TypeError: the new value is no array, or of another dtype.
+            ValueError: the new array has another shape.
+        """
+        return self.data
+
+    @array.setter
+    def array(self, value: Array) -> None:
+        value = _as_array(value)
+        _require_same(value, self.data, "Variable.array")
+        self.data = value
+
+    @property
+    def calc_grad(self) -> bool:
+        """Whether ``backward()`` computes a gradient for this variable; assignable on leaves.
+
+        Raises:
+            TypeError: set to True where the dtype has no gradient.
+            ValueError: set on the result of an operation.
+        """
+        return self._calc_grad
+
+    @calc_grad.setter
+    def calc_grad(self, value: bool) -> None:
+        if self.node is not None:
+            raise ValueError("calc_grad can be set on leaves only; this is an operation's result")
+        if value:
+            _require_floating(self.data)
+        self._calc_grad = bool(value)
+
+    @property
+    def grad_buffer(self) -> Array | None:
+        """Memory for this leaf's gradient, or None (the default): then each pass makes its own.
+
+        With a buffer, the first contribution after ``grad`` was None is written into it (by the
+        matrix product itself where possible), later ones are added in place, and ``grad`` is the
+        buffer itself. It may be a view into a larger array.
+
+        Raises:
+            TypeError: the buffer is no array or of another dtype than the variable.
+            ValueError: it has another shape, is read-only, or the variable is no leaf.
+        """
+        return self.buffer
+
+    @grad_buffer.setter
+    def grad_buffer(self, buffer: Array | None) -> None:
+        if buffer is not None:
+            self._require_leaf("a gradient buffer")
+            buffer = _as_array(buffer)
+            _require_same(buffer, self.data, "Variable.grad_buffer")
+            if not (is_cupy(buffer) or buffer.flags.writeable):
+                raise ValueError("Variable.grad_buffer must be writable, got a read-only array")
+        self.buffer = buffer
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The array's shape."""
+        return self.data.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return self.data.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.data.size
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The array's dtype."""
+        return self.data.dtype
+
+    def numpy(self) -> Array:
+        """Return the value as a NumPy array: itself on the CPU, else a copy (blocks for it)."""
+        return to_device(self.data, "cpu")
+
+    def scalar(self) -> float:
+        """Return the only element as a Python number; blocks until it is computed.
+
+        Raises:
+            ValueError: there is not exactly one element.
+        """
+        if self.data.size != 1:
+            raise ValueError(f"scalar() needs exactly one element, got shape {self.shape}")
+        return self.data.item()  # type: ignore[no-any-return]
+
+    def zero_grad(self) -> None:
+        """Drop the gradient: ``grad`` is None until the next backward pass."""
+        self.grad = None
+
+    def register_grad_hook(self, hook: GradHook) -> None:
+        """Call ``hook(self)`` in every backward pass once this leaf's gradient is complete.
+
+        That is, right after its last consumer has contributed and while the pass goes on, so
+        the parameters of the last layer come first. The hook may read and replace ``grad``. There
+        is one slot: registering replaces the hook that was there. A pass in which the variable
+        takes no part does not call it.
+
+        Raises:
+            TypeError: ``hook`` is not callable.
+            ValueError: the variable is the result of an operation.
+        """
+        if not callable(hook):
+            raise TypeError(f"a gradient hook must be callable, got {type(hook).__name__}")
+        self._require_leaf("a gradient hook")
+        self.hook = hook
+
+    def clear_grad_hook(self) -> None:
+        """Remove the hook, if there is one."""
+        self.hook = None
+
+    def backward(self, grad: Array | None = None, retain_graph: bool = False) -> None:
+        """Add to every leaf's ``grad`` the gradient of this variable with respect to it.
+
+        Blocks the calling thread (on a GPU: until the kernels are queued). Existing gradients
+        are added to in place. The recorded operations are freed along the way unless
+        ``retain_graph``. If a hook raises, the exception ends the pass: some gradients are then
+        complete, some partial, some absent.
+
+        Args:
+            grad: gradient of the final objective with respect to this variable, of its shape and
+                dtype, not changed; by default 1, for which this must have exactly one element.
+            retain_graph: keep the graph so that ``backward`` can be called again.
+
+        Raises:
+            ValueError: more than one element and no ``grad``, or ``grad`` of another shape.
+            TypeError: ``grad`` is no array or of another dtype.
+            RuntimeError: nothing here has ``calc_grad``, or the graph was already freed.
+        """
+        if not self._calc_grad:
+            raise RuntimeError(
+                "backward: this variable depends on nothing that has calc_grad=True; "
+                "make the inputs with param(), or call train() on the module"
+            )
+        if grad is None:
+            seed = _unit_seed(self.data)
+        else:
+            seed = _as_array(grad)
+            _require_same(seed, self.data, "backward(grad)")
+        if self.node is None:
+            backward_from_leaf(self, seed)
+        else:
+            backward_from_node(self.node, seed, retain_graph)
+
+    def __repr__(self) -> str:
+        return f"Variable({self.data!r}, calc_grad={self._calc_grad})"
+
+    def _require_leaf(self, what: str) -> None:
+        if self.node is not None:
+            raise ValueError(f"{what} belongs to a leaf; this variable is an operation's result")
+
+    if TYPE_CHECKING:  # operators.py gives the class these, one function each
+
+        def __neg__(self) -> Variable: ...
+        def __abs__(self) -> Variable: ...
+        def __add__(self, other: Operand) -> Variable: ...
+        def __radd__(self, other: Operand) -> Variable: ...
+        def __sub__(self, other: Operand) -> Variable: ...
+        def __rsub__(self, other: Operand) -> Variable: ...
+        def __mul__(self, other: Operand) -> Variable: ...
+        def __rmul__(self, other: Operand) -> Variable: ...
+        def __truediv__(self, other: Operand) -> Variable: ...
+        def __rtruediv__(self, other: Operand) -> Variable: ...
+        def __pow__(self, other: Operand) -> Variable: ...
+        def __rpow__(self, other: Operand) -> Variable: ...
+        def __matmul__(self, other: Operand) -> Variable: ...
+        def __rmatmul__(self, other: Operand) -> Variable: ...
+        def __getitem__(self, index: Any) -> Variable: ...
+
+
+def input(array: Array) -> Variable:
+    """Return a leaf without gradient that shares ``array``: data that enters a model.
+
+    Raises:
+        TypeError: not an array.
+    """
+    return Variable(array)
+
+
+def no_grad(array: Array) -> Variable:
+    """Return a leaf without gradient that shares ``array``: a constant.
+
+    Raises:
+        TypeError: not an array.
+    """
+    return Variable(array)
+
+
+def param(array: Array) -> Variable:
+    """Return a leaf with gradient that shares ``array``: something to learn.
+
+    Raises:
+        TypeError: not an array of a real floating dtype.
+    """
+    return Variable(array, True)
+
+
+def record(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) -> Variable:
+    """Return the result of an operation, which remembers how to reach those inputs that learn.
+
+    Args:
+        array: the result.
+        inputs: each input with its vector-Jacobian product (see ``engine``); hooks of inputs
+            that come first fire first.
+    """
+    if isinstance(array, np.generic):  # NumPy's answer where a result has no dimensions
+        array = np.asarray(array)
+    result = Variable.__new__(Variable)
+    result.data = array
+    result.grad = result.hook = result.buffer = None
+    edges = tuple([(x.node or x, vjp) for x, vjp in inputs if x._calc_grad])
+    result._calc_grad = bool(edges)
+    result.node = Node(array.shape, array.dtype, edges) if edges else None
+    return result
+
+
+def _as_array(value: object) -> Array:
+    if isinstance(value, np.ndarray) or is_cupy(value):
+        return value  # type: ignore[return-value]
+    if isinstance(value, np.generic):
+        return np.asarray(value)
+    if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+        return _from_dlpack(value)
+    raise TypeError(
+        f"expected a NumPy or CuPy array (or one with DLPack), got {type(value).__name__}; "
+        "convert it with numpy.asarray first"
+    )
+
+
+def _from_dlpack(value: Any) -> Array:
+    cuda = 2  # kDLCUDA in dlpack.h
+    if value.__dlpack_device__()[0] == cuda:
+        import cupy
+
+        return cupy.from_dlpack(value)  # type: ignore[no-any-return]
+    return np.from_dlpack(value)
+
+
+def _require_floating(array: Array) -> None:
+    if array.dtype.kind != "f":
+        raise TypeError(
+            f"a gradient needs a real floating dtype, got {array.dtype}; "
+            "cast the array, or leave calc_grad off"
+        )
+
+
+def _require_same(value: Array, like: Array, what: str) -> None:
+    if value.shape != like.shape:
+        raise ValueError(f"{what} must have shape {like.shape}, got {value.shape}")
+    if value.dtype != like.dtype:
+        raise TypeError(f"{what} must have dtype {like.dtype}, got {value.dtype}; cast it first")
+
+
+def _unit_seed(array: Array) -> Array:
+    if array.size != 1:
+        raise ValueError(
+            f"backward() without grad needs a variable of one element, got shape {array.shape}; "
+            "reduce it to a loss, or pass grad"
+        )
+    return array_module(array).ones(array.shape, array.dtype)  # type: ignore[no-any-return]

@@ -1,0 +1,67 @@
+"""Modules made of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flashlight_py.nn.module import Module
+
+__all__ = ["Container", "Sequential"]
+
+
+class Container(Module):
+    """A module that holds others in a list, named by position; a subclass writes ``forward``.
+
+    Args:
+        modules: the first members, in order.
+
+    Raises:
+        TypeError: a member is not a module.
+    """
+
+    def __init__(self, *modules: Module) -> None:
+        self._members: list[Module] = []
+        for module in modules:
+            self.add(module)
+
+    def add(self, module: Module) -> None:
+        """Append a module.
+
+        Raises:
+            TypeError: ``module`` is not a module.
+        """
+        if not isinstance(module, Module):
+            raise TypeError(
+                f"{type(self).__name__} holds modules, got {type(module).__name__}; "
+                "was a class given instead of an instance?"
+            )
+        self._members.append(module)
+
+    def children(self) -> Iterator[tuple[str, Module]]:
+        """Yield the members by position, then modules kept in attributes by name."""
+        for position, module in enumerate(self._members):
+            yield str(position), module
+        yield from super().children()
+
+    def __len__(self) -> int:
+        """Return the number of members."""
+        return len(self._members)
+
+    def __getitem__(self, position: int) -> Module:
+        """Return the member at ``position``."""
+        return self._members[position]
+
+    def __repr__(self) -> str:
+        inside = ", ".join(repr(module) for module in self._members)
+        return f"{type(self).__name__}({inside})"
+
+
+class Sequential(Container):
+    """A chain: each module's result is the next one's input. Without members, the identity."""
+
+    def forward(self, x: Any) -> Any:
+        """Return ``x`` passed through all modules in order."""
+        for module in self._members:
+            x = module.forward(x)
+        return x

@@ -1,0 +1,63 @@
+"""Initial values of parameters, drawn from the generator that ``set_seed`` seeds.
+
+All are NumPy arrays; ``Module.to`` moves them, so a seed gives the same values on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from flashlight_py.device import Array
+from flashlight_py.random import generator
+
+__all__ = [
+    "uniform",
+    "normal",
+    "kaiming_uniform",
+    "kaiming_normal",
+    "glorot_uniform",
+    "glorot_normal",
+]
+
+
+def uniform(
+    shape: Sequence[int], low: float = 0.0, high: float = 1.0, dtype: Any = "float32"
+) -> Array:
+    """Return an array drawn uniformly from ``low`` up to ``high``."""
+    return generator().uniform(low, high, shape).astype(dtype)  # type: ignore[no-any-return]
+
+
+def normal(
+    shape: Sequence[int], mean: float = 0.0, std: float = 1.0, dtype: Any = "float32"
+) -> Array:
+    """Return an array drawn from the normal distribution with that mean and deviation."""
+    return generator().normal(mean, std, shape).astype(dtype)  # type: ignore[no-any-return]
+
+
+def kaiming_uniform(shape: Sequence[int], fan_in: int, dtype: Any = "float32") -> Array:
+    """Return values within ``sqrt(3 / fan_in)`` of 0, of variance ``1 / fan_in``.
+
+    The bound is flashlight's; He et al. (ICCV 2015) have an extra gain of 2 for ReLU.
+    """
+    bound = math.sqrt(3 / fan_in)
+    return uniform(shape, -bound, bound, dtype)
+
+
+def kaiming_normal(shape: Sequence[int], fan_in: int, dtype: Any = "float32") -> Array:
+    """Return normal values of variance ``1 / fan_in``."""
+    return normal(shape, 0.0, math.sqrt(1 / fan_in), dtype)
+
+
+def glorot_uniform(
+    shape: Sequence[int], fan_in: int, fan_out: int, dtype: Any = "float32"
+) -> Array:
+    """Return values within ``sqrt(6 / (fan_in + fan_out))`` of 0 (Glorot, AISTATS 2010)."""
+    bound = math.sqrt(6 / (fan_in + fan_out))
+    return uniform(shape, -bound, bound, dtype)
+
+
+def glorot_normal(shape: Sequence[int], fan_in: int, fan_out: int, dtype: Any = "float32") -> Array:
+    """Return normal values of variance ``2 / (fan_in + fan_out)`` (Glorot, AISTATS 2010)."""
+    return normal(shape, 0.0, math.sqrt(2 / (fan_in + fan_out)), dtype)

@@ -1,0 +1,181 @@
+"""The base of all modules: finds parameters, saves and loads them, switches modes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from flashlight_py.autograd import Variable
+from flashlight_py.device import Array, device_of, to_device
+
+__all__ = ["Module"]
+
+SomeModule = TypeVar("SomeModule", bound="Module")
+
+
+class Module(ABC):
+    """A function of variables, with parameters of its own.
+
+    A subclass assigns its parameters (variables) and its submodules to attributes and writes
+    ``forward``. They are found there in the order of assignment and named by their attributes:
+    ``"weight"``, ``"decoder.bias"``. Arrays that belong to the state without being learned are
+    given to ``add_buffer``. Calling the module calls ``forward``.
+    """
+
+    training = True
+    _buffer_names: tuple[str, ...] = ()
+    _paused: tuple[Variable, ...] = ()  # own parameters whose calc_grad eval() switched off
+
+    @abstractmethod
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Compute the module's result from its inputs."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Return ``forward(*inputs)``."""
+        return self.forward(*inputs)
+
+    def children(self) -> Iterator[tuple[str, Module]]:
+        """Yield the direct submodules with their names."""
+        for name, value in vars(self).items():
+            if isinstance(value, Module):
+                yield name, value
+
+    def params(self) -> list[Variable]:
+        """Return every parameter once: own ones first, then the submodules' in order."""
+        return list(self.named_params().values())
+
+    def named_params(self) -> dict[str, Variable]:
+        """Return every parameter once, by dotted name; a shared one keeps its first name."""
+        first_names: dict[Variable, str] = {}
+        for prefix, module in self._walk():
+            for name, variable in module._own_params():
+                first_names.setdefault(variable, prefix + name)
+        return {name: variable for variable, name in first_names.items()}
+
+    @property
+    def buffers(self) -> dict[str, Array]:
+        """Every array given to ``add_buffer`` here and below, by dotted name; not copied."""
+        return {
+            prefix + name: getattr(module, name)
+            for prefix, module in self._walk()
+            for name in module._buffer_names
+        }
+
+    def add_buffer(self, name: str, array: Array) -> None:
+        """Set the attribute ``name`` to ``array`` and make it part of the module's state."""
+        setattr(self, name, array)
+        self._buffer_names = (*self._buffer_names, name)
+
+    def zero_grad(self) -> None:
+        """Drop the gradient of every parameter."""
+        for variable in self.params():
+            variable.grad = None
+
+    def train(self: SomeModule) -> SomeModule:
+        """Switch to training: undo ``eval()``, here and below. Hooks stay. Returns the module."""
+        for _, module in self._walk():
+            module.training = True
+            for variable in module._paused:
+                variable.calc_grad = True
+            module._paused = ()
+        return self
+
+    def eval(self: SomeModule) -> SomeModule:
+        """Switch to evaluation: no dropout and no graph for parameters, here and below.
+
+        ``calc_grad`` is switched off for every parameter that has it, until ``train()``; those
+        that never had it stay as they are then. Gradients and hooks stay. Returns the module.
+        """
+        for _, module in self._walk():
+            module.training = False
+            learning = tuple(v for _, v in module._own_params() if v.calc_grad)
+            module._paused += learning
+            for variable in learning:
+                variable.calc_grad = False
+        return self
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the arrays of all parameters and buffers by name: the module's own, not copies."""
+        parameters = {name: variable.data for name, variable in self.named_params().items()}
+        return {**parameters, **self.buffers}
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Copy ``state`` into the existing arrays, in place, across devices if need be.
+
+        Floating dtypes are cast to the module's. Nothing is changed unless everything fits.
+
+        Raises:
+            ValueError: names all entries that are missing, unexpected, or of another shape.
+            TypeError: an entry cannot be cast, such as complex to float.
+        """
+        own = self.state_dict()
+        _check_state(state, own)
+        for name, array in own.items():
+            array[...] = to_device(state[name], device_of(array))
+
+    def astype(self: SomeModule, dtype: Any) -> SomeModule:
+        """Cast all parameters and floating buffers; drops gradients. Returns the module.
+
+        Optimizers and gradient hooks belong to the arrays of before: make them afterwards.
+
+        Raises:
+            TypeError: ``dtype`` is not a real floating dtype.
+        """
+        if np.dtype(dtype).kind != "f":
+            raise TypeError(f"Module.astype needs a real floating dtype, got {np.dtype(dtype)}")
+        self._replace_arrays(lambda a: a.astype(dtype) if a.dtype.kind == "f" else a)
+        return self
+
+    def to(self: SomeModule, device: str) -> SomeModule:
+        """Move all parameters and buffers to ``"cpu"`` or ``"cuda[:<index>]"``; drops gradients.
+
+        Optimizers and gradient hooks belong to the arrays of before: make them afterwards.
+        Returns the module.
+
+        Raises:
+            ValueError: ``device`` names neither.
+            BackendUnavailableError: CuPy or the device is missing.
+        """
+        self._replace_arrays(lambda a: to_device(a, device))
+        return self
+
+    def _walk(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """Yield this module and all below, parents first, with what precedes their names."""
+        yield prefix, self
+        for name, child in self.children():
+            yield from child._walk(f"{prefix}{name}.")
+
+    def _own_params(self) -> Iterator[tuple[str, Variable]]:
+        for name, value in vars(self).items():
+            if isinstance(value, Variable):
+                yield name, value
+
+    def _replace_arrays(self, change: Callable[[Array], Array]) -> None:
+        for variable in self.params():
+            variable.data = change(variable.data)
+            variable.grad = variable.grad_buffer = None
+        for _, module in self._walk():
+            for name in module._buffer_names:
+                setattr(module, name, change(getattr(module, name)))
+
+
+def _check_state(state: Mapping[str, Array], own: Mapping[str, Array]) -> None:
+    problems = [f"missing {name!r}" for name in own if name not in state]
+    problems += [f"unexpected {name!r}" for name in state if name not in own]
+    shared = [name for name in own if name in state]
+    problems += [
+        f"{name!r} has shape {state[name].shape}, expected {own[name].shape}"
+        for name in shared
+        if state[name].shape != own[name].shape
+    ]
+    if problems:
+        raise ValueError(f"load_state_dict: nothing was loaded: {'; '.join(problems)}")
+    for name in shared:
+        if not np.can_cast(state[name].dtype, own[name].dtype, "same_kind"):
+            raise TypeError(
+                f"load_state_dict: nothing was loaded: {name!r} has dtype {state[name].dtype}, "
+                f"which cannot become {own[name].dtype}"
+            )

@@ -1,0 +1,8 @@
+"""Optimizers, which change parameters by their gradients, and gradient clipping."""
+
+from __future__ import annotations
+
+from flashlight_py.optim.optimizer import FirstOrderOptimizer
+from flashlight_py.optim.sgd import SGDOptimizer
+
+__all__ = ["FirstOrderOptimizer", "SGDOptimizer"]

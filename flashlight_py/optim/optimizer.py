@@ -1,0 +1,170 @@
+"""What all optimizers share: the parameters, the learning rate, zeroing and state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flashlight_py.autograd import Variable
+from flashlight_py.device import Array, array_module, device_of, to_device
+
+__all__ = ["FirstOrderOptimizer", "constants_like"]
+
+
+class FirstOrderOptimizer(ABC):
+    """Changes parameters in place by their gradients; one without a gradient is skipped.
+
+    Make it after ``Module.astype`` and ``Module.to``: its state has the parameters' dtype and
+    device.
+
+    Args:
+        params: the variables to change, such as ``module.params()``; at least one, none twice.
+        lr: the learning rate, at least 0.
+
+    Raises:
+        TypeError: ``params`` is not an iterable of variables, or ``lr`` is no number.
+        ValueError: ``params`` is empty or names a variable twice, or ``lr`` is negative.
+    """
+
+    def __init__(self, params: Iterable[Variable], lr: float) -> None:
+        self.params = _as_param_list(params)
+        self._lr = check_at_least_zero("lr", lr)
+        self._rates = constants_like(self.params, self._lr)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate; assignable at any time, at least 0.
+
+        Raises:
+            TypeError: not a number.
+            ValueError: negative.
+        """
+        return self._lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self._lr = check_at_least_zero("lr", value)
+        self._rates = constants_like(self.params, self._lr)
+
+    @abstractmethod
+    def step(self) -> None:
+        """Change every parameter that has a gradient, in place; gradients stay as they are."""
+
+    def zero_grad(self) -> None:
+        """Drop the gradient of every parameter."""
+        for variable in self.params:
+            variable.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the learning rate and the state: lists with one entry per parameter.
+
+        The arrays in it are the optimizer's own, not copies.
+        """
+        return {"lr": self._lr, **self._state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy ``state`` into this optimizer, in place, across devices if need be.
+
+        Nothing is changed unless everything fits.
+
+        Raises:
+            ValueError: the names, the number of parameters, or a shape differ.
+        """
+        own = self.state_dict()
+        _check_names(state, own)
+        for name, entries in self._state().items():
+            _check_entries(name, state[name], entries)
+        for name, entries in self._state().items():
+            _copy_entries(state[name], entries)
+        self.lr = state["lr"]
+
+    def _state(self) -> dict[str, list[Any]]:
+        """Return what a rule keeps for each parameter: by name, arrays or numbers."""
+        return {}
+
+
+def constants_like(variables: Iterable[Variable], value: float) -> list[Array]:
+    """Return ``value`` as an array without dimensions, of each variable's dtype and device.
+
+    NumPy takes half as long to multiply with such an array as with a Python number, and what an
+    optimizer does to a small parameter costs little else.
+    """
+    return [array_module(v.data).asarray(value, v.data.dtype) for v in variables]
+
+
+def check_at_least_zero(name: str, value: float) -> float:
+    """Return ``value`` as a float.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative or nan.
+    """
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    number = float(value)
+    if not number >= 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")
+    return number
+
+
+def check_below_one(name: str, value: float) -> float:
+    """Return ``value`` as a float.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not in ``0 <= value < 1``.
+    """
+    number = check_at_least_zero(name, value)
+    if not number < 1:
+        raise ValueError(f"{name} must be below 1, got {value}")
+    return number
+
+
+def _as_param_list(params: Iterable[Variable]) -> list[Variable]:
+    if isinstance(params, Variable) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"an optimizer needs a list of variables, got {type(params).__name__}; "
+            "pass module.params()"
+        )
+    variables = list(params)
+    for variable in variables:
+        if not isinstance(variable, Variable):
+            raise TypeError(
+                f"an optimizer needs a list of variables, found {type(variable).__name__} in it"
+            )
+    if not variables:
+        raise ValueError("an optimizer needs at least one parameter, got an empty list")
+    if len(set(variables)) < len(variables):
+        raise ValueError("an optimizer got the same parameter twice; pass each one once")
+    return variables
+
+
+def _check_names(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    if state.keys() != own.keys():
+        raise ValueError(
+            f"load_state_dict: nothing was loaded: expected the entries {sorted(own)}, "
+            f"got {sorted(state)}"
+        )
+
+
+def _check_entries(name: str, given: list[Any], own: list[Any]) -> None:
+    if len(given) != len(own):
+        raise ValueError(
+            f"load_state_dict: nothing was loaded: {name!r} is for {len(given)} parameters, "
+            f"this optimizer has {len(own)}"
+        )
+    for position, (new, old) in enumerate(zip(given, own, strict=True)):
+        if getattr(new, "shape", None) != getattr(old, "shape", None):
+            raise ValueError(
+                f"load_state_dict: nothing was loaded: {name!r} of parameter {position} has "
+                f"shape {getattr(new, 'shape', None)}, expected {getattr(old, 'shape', None)}"
+            )
+
+
+def _copy_entries(given: list[Any], own: list[Any]) -> None:
+    for position, (new, old) in enumerate(zip(given, own, strict=True)):
+        if hasattr(old, "shape"):
+            old[...] = to_device(new, device_of(old))
+        else:
+            own[position] = new
