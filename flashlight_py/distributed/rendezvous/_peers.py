@@ -1,0 +1,109 @@
+"""Who takes part in a rendezvous, how a message names them, and who is known to have died."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+__all__ = ["Peer", "check_member", "have_not_come", "name_ranks", "this_process"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A process of this or another machine.
+
+    ``machine`` tells kernels and PID namespaces apart, ``started`` tells a process from a later
+    one with the same PID; both are empty where /proc does not say.
+    """
+
+    host: str
+    pid: int
+    machine: str = ""
+    started: str = ""
+
+    def __str__(self) -> str:
+        return f"host {self.host}, pid {self.pid}"
+
+    def is_gone(self) -> bool:
+        """Tell whether this process is known to be dead; False where that cannot be known."""
+        return self._is_of_this_machine() and not self._runs()
+
+    def is_known_alive(self) -> bool:
+        """Tell whether this process is known to live; False where that cannot be known."""
+        return self._is_of_this_machine() and self._runs()
+
+    def _is_of_this_machine(self) -> bool:
+        return bool(self.machine) and self.machine == _machine()
+
+    def _runs(self) -> bool:
+        return self.started == _start_time(self.pid)
+
+    def as_record(self) -> dict[str, object]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, object]) -> Peer:
+        """Read what ``as_record`` wrote, wherever it went through; never fails."""
+        pid = record.get("pid")
+        texts = {key: str(record.get(key, "")) for key in ("host", "machine", "started")}
+        return cls(pid=pid if isinstance(pid, int) else 0, **texts)
+
+
+def this_process() -> Peer:
+    """Return the peer that this process is."""
+    machine = _machine()
+    started = _start_time(os.getpid())
+    return Peer(socket.gethostname(), os.getpid(), machine if started else "", started)
+
+
+@functools.cache
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+    return f"{socket.gethostname()} {boot} {namespace}"
+
+
+def _start_time(pid: int) -> str:
+    """Return when ``pid`` started, in the kernel's ticks, or "" if it has ended (proc(5), stat)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return ""
+    # The second field is the command in parentheses and may hold spaces and parentheses.
+    fields = stat.rpartition(")")[2].split()
+    has_ended = fields[0] in "ZX"
+    return "" if has_ended else fields[19]
+
+
+def check_member(rank: int, size: int, timeout: float) -> None:
+    """Check what a store is constructed with.
+
+    Raises:
+        ValueError: ``size`` < 1, ``rank`` not in [0, size), or ``timeout`` <= 0 seconds.
+    """
+    if size < 1:
+        raise ValueError(f"the world size must be at least 1, got {size}")
+    if not 0 <= rank < size:
+        raise ValueError(f"the rank must be in [0, {size}) for a world of {size}, got {rank}")
+    if not timeout > 0:
+        raise ValueError(f"the timeout must be more than 0 seconds, got {timeout}")
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return "rank 2" or "ranks 2, 3"."""
+    numbers = sorted(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def have_not_come(missing: Iterable[int], size: int, timeout: float) -> str:
+    """Return the sentence that names the ``missing`` ranks after ``timeout`` seconds."""
+    numbers = sorted(missing)
+    verb = "have" if len(numbers) > 1 else "has"
+    return f"{name_ranks(numbers)} of {size} {verb} not come within {timeout:g} s"

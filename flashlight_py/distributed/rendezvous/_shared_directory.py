@@ -1,0 +1,197 @@
+"""Small immutable files in a directory that several hosts see, by operations that hold on NFS.
+
+A file appears whole or not at all: it is created exclusively under a temporary name, closed
+(an NFS client sends everything at close) and renamed. Nothing is locked, no link is counted and
+no file time is compared. Content is JSON; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, cast
+
+from flashlight_py.errors import RendezvousError
+
+__all__ = ["Name", "Record", "SharedDirectory"]
+
+VERSION = 1
+
+Record = dict[str, Any]
+
+_NONCE = "[0-9a-f]{16}"
+# What follows the run in the name of a file of each kind.
+_FORMS = {
+    "run": "",
+    "join": rf"-\d+-{_NONCE}",
+    "gift": r"-\d+-\d+",
+    "roster": r"-\d+",
+    "refusal": rf"-{_NONCE}",
+    "error": rf"-\d+-{_NONCE}",
+    "done": rf"-\d+-{_NONCE}",
+    "tmp": rf"-{_NONCE}-\d+",
+}
+_PEER = {"host": str, "pid": int, "machine": str, "started": str}
+_FIELDS: dict[str, dict[str, type]] = {
+    "run": _PEER,
+    "join": {**_PEER, "size": int, "payload": str},
+    "gift": {"payload": str},
+    "roster": {"payloads": list},
+    "refusal": {"reason": str},
+    "error": {"reason": str, "to": list},
+    "done": {},
+}
+
+
+class Name(NamedTuple):
+    """What a file's name says: its kind, the run that it belongs to, and who or what it is of."""
+
+    kind: str
+    run: str
+    rest: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "-".join((self.kind, self.run, *self.rest))
+
+
+class _UnfitError(Exception):
+    """A file that must not be believed; says why."""
+
+
+class SharedDirectory:
+    """The files of one rendezvous path: ``<name>.<kind>-<run>-...`` in one directory.
+
+    ``path`` may be an existing directory (the files in it are then named ``flashlight.*``) or a
+    path whose parent exists (files beside it, named after it). ``nonce`` is fresh for every object.
+
+    Raises:
+        RendezvousError: the directory is missing, is none, or nothing can be created in it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        inside = self.path.is_dir()
+        self._directory = self.path if inside else self.path.parent
+        self._prefix = ("flashlight" if inside else self.path.name) + "."
+        forms = "|".join(f"{kind}-{_NONCE}{rest}" for kind, rest in _FORMS.items())
+        self._names = re.compile(re.escape(self._prefix) + f"({forms})", re.ASCII)
+        self.nonce = secrets.token_hex(8)
+        self._counter = itertools.count()
+        self._cache: dict[Name, Record] = {}
+        self.ignored: dict[str, str] = {}
+        self._owner = self._probe_owner()
+
+    def names(self, fresh: bool) -> set[Name]:
+        """Return the names of all files there are.
+
+        An NFS client may answer from a listing that it cached up to a minute ago. Making a file
+        in the directory changes the directory, so that the client has to ask again: with
+        ``fresh`` that is done. A name is opened only after a listing has shown it, hence a
+        cached "no such file" cannot hide one.
+        """
+        try:
+            if fresh:
+                self._make_temporary(b"").unlink(missing_ok=True)
+            return set(self._matching(os.listdir(self._directory)))
+        except OSError as error:
+            self._refuse("list", error)
+
+    def write(self, name: Name, record: Record) -> None:
+        """Create the file ``name``; it appears with its whole content."""
+        content = json.dumps({"version": VERSION, **record}).encode()
+        try:
+            self._make_temporary(content, name.run).rename(self._file(name))
+        except OSError as error:
+            self._refuse(f"create {name} in", error)
+
+    def read(self, name: Name) -> Record | None:
+        """Return what ``name`` holds, or None if it is gone, another user's or unreadable.
+
+        Why a file was passed over is kept in ``ignored``, for the message of a later failure.
+        """
+        if name not in self._cache:
+            try:
+                self._cache[name] = self._parse(name)
+            except _UnfitError as error:
+                self.ignored[str(name)] = str(error)
+                return None
+        return self._cache[name]
+
+    def remove(self, name: Name) -> None:
+        """Remove the file ``name`` if it is there and ours to remove."""
+        try:
+            self._file(name).unlink(missing_ok=True)
+        except OSError as error:
+            self.ignored[str(name)] = f"could not be removed ({error.strerror})"
+
+    def exists(self, name: Name) -> bool:
+        """Tell whether ``name`` is there, asking for it by name."""
+        return os.path.lexists(self._file(name))
+
+    def _file(self, name: Name) -> Path:
+        return self._directory / f"{self._prefix}{name}"
+
+    def _matching(self, files: list[str]) -> Iterator[Name]:
+        for file in files:
+            match = self._names.fullmatch(file)
+            if match:
+                kind, run, *rest = match[1].split("-")
+                yield Name(kind, run, tuple(rest))
+
+    def _parse(self, name: Name) -> Record:
+        try:
+            record = json.loads(self._content(name))
+        except OSError as error:
+            raise _UnfitError(f"cannot be opened ({error.strerror})") from error
+        except ValueError as error:
+            raise _UnfitError("is truncated or none of ours") from error
+        version = record.get("version") if isinstance(record, dict) else None
+        if version != VERSION:
+            raise _UnfitError(f"has protocol version {version!r}, this process {VERSION}")
+        fields = _FIELDS[name.kind].items()
+        if not all(isinstance(record.get(field), kind) for field, kind in fields):
+            raise _UnfitError("lacks what such a file must hold")
+        return cast(Record, record)
+
+    def _content(self, name: Name) -> bytes:
+        # O_NONBLOCK: a FIFO that somebody put there must not block us before fstat sees it.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(self._file(name), flags), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != self._owner:
+                raise _UnfitError("belongs to another user or is no regular file")
+            return file.read()
+
+    def _make_temporary(self, content: bytes, run: str | None = None) -> Path:
+        name = Name("tmp", run or self.nonce, (self.nonce, str(next(self._counter))))
+        path = self._file(name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(path, flags, 0o600), "wb") as file:
+            file.write(content)
+        return path
+
+    def _probe_owner(self) -> int:
+        """Return who owns the files that we create, as the file's server sees it.
+
+        An NFS server may map us to somebody else (root to nobody), so the answer of geteuid()
+        would make us refuse our own files.
+        """
+        try:
+            probe = self._make_temporary(b"")
+            owner = probe.lstat().st_uid
+            probe.unlink()
+        except OSError as error:
+            self._refuse("create files in", error)
+        return owner
+
+    def _refuse(self, doing: str, error: OSError) -> NoReturn:
+        raise RendezvousError(
+            f"rendezvous at {self.path}: cannot {doing} {self._directory}: {error.strerror}; "
+            "FILE_PATH needs a parent directory that exists, that every rank sees and may write to"
+        ) from error

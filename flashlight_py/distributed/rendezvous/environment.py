@@ -1,0 +1,245 @@
+"""Who started this process, and as which rank of how many, by its environment variables.
+
+Pure functions over a mapping. Sources: torchrun's manual (RANK, WORLD_SIZE, ...), Slurm's srun(1)
+and sbatch(1), Open MPI's mpirun(1), MPICH's Hydra (PMI_RANK, MPI_LOCALRANKID).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+
+__all__ = ["LaunchEnvironment", "declared_by_mpi", "detect"]
+
+# Slurm numbers its special steps (batch, extern, interactive) down from 0xFFFFFFFF.
+_FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchEnvironment:
+    """What the environment says about this process.
+
+    ``launcher`` is "launcher" (ours or torchrun), "openmpi", "pmi" or "slurm". ``local_rank``
+    and ``local_size`` count the ranks of this host and are None where the launcher does not tell.
+    ``variables`` are the names that said so. ``file`` is a path for a rendezvous by files,
+    ``master_address`` and ``master_port`` a host of rank 0 and a TCP port; None where unknown.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None = None
+    local_size: int | None = None
+    variables: tuple[str, ...] = ()
+    master_address: str | None = None
+    master_port: int | None = None
+    file: str | None = None
+
+    @property
+    def said_by(self) -> str:
+        """Name the variables with which a message explains where rank and size come from."""
+        return ", ".join(self.variables)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """The variables of one launcher."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+    def read(self, environ: Mapping[str, str]) -> LaunchEnvironment | None:
+        """Return what this launcher says, or None if it did not start us."""
+        if self.rank not in environ and self.size not in environ:
+            return None
+        rank, size = _both(environ, self.rank, self.size)
+        _check_range(self.rank, rank, self.size, size)
+        local_rank = _integer_or_none(environ, self.local_rank)
+        local_size = _integer_or_none(environ, self.local_size)
+        if local_rank is not None and local_size is not None:
+            _check_range(self.local_rank, local_rank, self.local_size, local_size)
+        if local_size is not None and local_size > size:
+            raise ValueError(
+                f"{self.local_size}={local_size} ranks on this host are more than "
+                f"{self.size}={size} in all; unset what an earlier launch left behind"
+            )
+        names = (self.rank, self.size, self.local_rank, self.local_size)
+        given = tuple(name for name in names if name in environ)
+        return LaunchEnvironment(self.launcher, rank, size, local_rank, local_size, given)
+
+
+_LAUNCHER = _Names("launcher", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = _Names(
+    "openmpi",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_MVAPICH = _Names(
+    "mvapich",
+    "MV2_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+_PMI = _Names("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
+    """Return what ``environ`` (default: ``os.environ``) says, or None if no launcher started us.
+
+    The innermost launcher wins: torchrun or ours, then an MPI, then a Slurm step. A shell inside
+    ``salloc`` or a batch script is no Slurm task, although it has Slurm's variables.
+
+    Raises:
+        ValueError: variables are half set, no integers, out of range, or contradict each other;
+            names them.
+    """
+    environ = os.environ if environ is None else environ
+    launched, mpi, slurm = _LAUNCHER.read(environ), declared_by_mpi(environ), _slurm(environ)
+    if launched is not None:
+        _check_inner(environ, launched, mpi or slurm)
+    found = launched or mpi or slurm
+    return found if found is None else _with_hints(environ, found, slurm)
+
+
+def declared_by_mpi(environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    """Return what an ``mpirun`` says in ``environ``, or None if none started us.
+
+    Raises:
+        ValueError: as ``detect``, of the variables of an MPI.
+    """
+    for names in (_OPEN_MPI, _MVAPICH, _PMI):
+        found = names.read(environ)
+        if found is not None:
+            return found
+    return None
+
+
+def _check_inner(
+    environ: Mapping[str, str], inner: LaunchEnvironment, outer: LaunchEnvironment | None
+) -> None:
+    """Refuse RANK and WORLD_SIZE that were left in a shell in which mpirun or srun was called.
+
+    A launcher of processes that itself was started by one marks its children; a mere leftover
+    would make every one of N ranks believe that it is the same rank.
+    """
+    is_marked = "TORCHELASTIC_RUN_ID" in environ or "FLASHLIGHT_FILE" in environ
+    if outer is None or is_marked or (outer.rank, outer.size) == (inner.rank, inner.size):
+        return
+    raise ValueError(
+        f"RANK={inner.rank} and WORLD_SIZE={inner.size} contradict {outer.variables[0]}="
+        f"{outer.rank} and {outer.variables[1]}={outer.size}; unset the ones that an earlier "
+        "launch left behind"
+    )
+
+
+def _with_hints(
+    environ: Mapping[str, str], found: LaunchEnvironment, slurm: LaunchEnvironment | None
+) -> LaunchEnvironment:
+    """Add where the ranks can meet: as told, or else as Slurm's step implies."""
+    file = environ.get("FLASHLIGHT_FILE")
+    address, port = environ.get("MASTER_ADDR"), _integer_or_none(environ, "MASTER_PORT")
+    if (address is None) != (port is None) and file is None and slurm is None:
+        given, other = (
+            ("MASTER_ADDR", "MASTER_PORT") if port is None else ("MASTER_PORT", "MASTER_ADDR")
+        )
+        raise ValueError(f"{given} is set and {other} is not; set both or none")
+    if port is not None and not 0 < port < 65536:
+        raise ValueError(f"MASTER_PORT must be a TCP port in [1, 65535], got {port}")
+    if slurm is not None and (slurm.rank, slurm.size) == (found.rank, found.size):
+        address, port = address or slurm.master_address, port or slurm.master_port
+    return dataclasses.replace(found, file=file, master_address=address, master_port=port)
+
+
+# Slurm ----------------------------------------------------------------------------------------
+
+
+def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    step = _integer_or_none(environ, "SLURM_STEP_ID")
+    if step is None or not 0 <= step < _FIRST_SPECIAL_STEP or "SLURM_PROCID" not in environ:
+        return None
+    # In a step SLURM_NTASKS may still be the job's; SLURM_STEP_NUM_TASKS is the step's own.
+    has_own = "SLURM_STEP_NUM_TASKS" in environ
+    size_name = "SLURM_STEP_NUM_TASKS" if has_own else "SLURM_NTASKS"
+    rank, size = _both(environ, "SLURM_PROCID", size_name)
+    _check_range("SLURM_PROCID", rank, size_name, size)
+    local_rank = _integer_or_none(environ, "SLURM_LOCALID")
+    local_size = _slurm_local_size(environ, size)
+    if local_rank is not None and local_size is not None:
+        _check_range("SLURM_LOCALID", local_rank, "the tasks of this node", local_size)
+    names = ("SLURM_PROCID", size_name, "SLURM_LOCALID", "SLURM_STEP_ID")
+    given = tuple(name for name in names if name in environ)
+    host, port = _slurm_first_host(environ), _slurm_port(environ, step)
+    return LaunchEnvironment("slurm", rank, size, local_rank, local_size, given, host, port)
+
+
+def _slurm_local_size(environ: Mapping[str, str], size: int) -> int | None:
+    """Return the tasks of this node: from a list like "2(x3),1", else from a common number."""
+    node = _integer_or_none(environ, "SLURM_NODEID")
+    layout = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    if layout is not None and node is not None:
+        counts: list[int] = []
+        for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):
+            counts += [int(count)] * int(repeat or 1)
+        return counts[node] if node < len(counts) else None
+    per_node = _integer_or_none(environ, "SLURM_NTASKS_PER_NODE")
+    is_even = per_node is not None and per_node > 0 and size % per_node == 0
+    return per_node if is_even else None
+
+
+def _slurm_first_host(environ: Mapping[str, str]) -> str | None:
+    """Return the host of task 0: the first of the step's list, as in "gpu[03-05,9],login1".
+
+    The node that srun was called on is only the second choice: it may be a login node.
+    """
+    hosts = environ.get("SLURM_STEP_NODELIST", "")
+    match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts)
+    if match is None:
+        return environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    return "".join(part or "" for part in match.groups())
+
+
+def _slurm_port(environ: Mapping[str, str], step: int) -> int | None:
+    """Return a port that every task of a step derives alike and other steps rarely share.
+
+    It lies below 32768, where Linux starts to hand out ports by itself.
+    """
+    job = _integer_or_none(environ, "SLURM_JOB_ID")
+    return None if job is None else 12_000 + (job * 31 + step) % 20_000
+
+
+# Reading --------------------------------------------------------------------------------------
+
+
+def _both(environ: Mapping[str, str], first: str, second: str) -> tuple[int, int]:
+    values = [_integer_or_none(environ, name) for name in (first, second)]
+    match values:
+        case [int(one), int(two)]:
+            return one, two
+    absent, given = (first, second) if values[0] is None else (second, first)
+    raise ValueError(f"{given} is set and {absent} is not; set both, or neither")
+
+
+def _integer_or_none(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be an integer, got {text!r}") from None
+
+
+def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"{rank_name}={rank} and {size_name}={size} contradict each other: "
+            f"expected a size of at least 1 and a rank in [0, size)"
+        )

@@ -1,0 +1,159 @@
+"""Ranks that an ``mpirun`` started meet through MPI."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.distributed.rendezvous._peers import have_not_come
+from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
+from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.errors import BackendUnavailableError, RendezvousError
+
+__all__ = ["MpiStore", "check_world", "load_mpi"]
+
+_PAYLOAD, _FAREWELL = 1, 2
+_PAUSE = 0.0005
+
+
+def load_mpi() -> Any:
+    """Import and return ``mpi4py.MPI``, which initialises MPI.
+
+    Raises:
+        BackendUnavailableError: mpi4py or the MPI library that it loads is missing.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError without a libmpi
+        raise BackendUnavailableError(
+            f"starting by MPI needs mpi4py and an MPI library, and they cannot be loaded: {error}; "
+            "install both with: pip install 'flashlight-py[mpi]'"
+        ) from error
+    return MPI
+
+
+def check_world(declared: LaunchEnvironment | None, size: int) -> None:
+    """Refuse a world of one that was started as one of several.
+
+    Raises:
+        RendezvousError: ``declared``, what the environment says, has more than one rank, and MPI
+            itself knows only this one: each rank would train alone.
+    """
+    if declared is None or declared.size == 1 or size > 1:
+        return
+    raise RendezvousError(
+        f"the environment says rank {declared.rank} of {declared.size} ({declared.said_by}), MPI "
+        "says 1: this process was started by one MPI and mpi4py has loaded another; use the mpirun "
+        "that belongs to mpi4py's library (python -m mpi4py --mpi-lib-version shows it), or "
+        "build mpi4py for the MPI at hand: pip install --no-binary=mpi4py mpi4py"
+    )
+
+
+class MpiStore(Store):
+    """A store over ``MPI.COMM_WORLD``, which tells rank and size; initialises MPI.
+
+    Messages go through a communicator of our own, so they cannot meet an application's.
+    ``timeout`` is in seconds for each exchange, None to wait for ever.
+
+    Raises:
+        BackendUnavailableError: mpi4py or an MPI library is missing.
+        RendezvousError: the environment says that there are several ranks, MPI says one.
+        ValueError: the launcher's variables contradict each other.
+    """
+
+    def __init__(
+        self, timeout: float | None = None, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._mpi = load_mpi()
+        world = self._mpi.COMM_WORLD
+        self.rank, self.size = int(world.Get_rank()), int(world.Get_size())
+        check_world(detect(os.environ if environ is None else environ), self.size)
+        self._timeout = timeout
+        self._wire: Any = world.Dup()
+        self._failed = ""
+        self._farewells: list[Any] = []
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Give ``payload`` and return every rank's, in rank order. Collective, blocking.
+
+        Every rank sends to every other one, rather than all in one collective: so the ranks
+        that have not come can be named, and one that gives up is heard.
+
+        Raises:
+            RendezvousError: a rank did not come within the timeout (named), another rank gave
+                up, or this store has ended.
+        """
+        if self._wire is None or self._failed:
+            raise self._error(self._failed or "this store was closed")
+        got = {self.rank: bytes(payload)}
+        sends = self._send(payload, _PAYLOAD)
+        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        while len(got) < self.size or not self._mpi.Request.Testall(sends):
+            if not self._receive(got):
+                self._check_farewell()
+                self._check_deadline(deadline, got)
+                # MPI offers nothing to wait for "a message of any of two kinds" with a timeout.
+                time.sleep(_PAUSE)
+        return [got[rank] for rank in range(self.size)]
+
+    def _send(self, payload: bytes, tag: int) -> list[Any]:
+        buffer = np.frombuffer(payload, np.uint8)
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        return [self._wire.Isend([buffer, self._mpi.BYTE], rank, tag) for rank in others]
+
+    def _receive(self, got: dict[int, bytes]) -> bool:
+        """Take the next message of each rank that is still missing; tell whether one came.
+
+        MPI keeps the order between two ranks, so a message of a rank that is ahead of us, for
+        the next exchange, stays where it is.
+        """
+        before = len(got)
+        for rank in set(range(self.size)) - got.keys():
+            status = self._mpi.Status()
+            if self._wire.Iprobe(rank, _PAYLOAD, status):
+                got[rank] = self._take(rank, _PAYLOAD, status)
+        return len(got) > before
+
+    def _take(self, rank: int, tag: int, status: Any) -> bytes:
+        buffer = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+        self._wire.Recv([buffer, self._mpi.BYTE], rank, tag)
+        return buffer.tobytes()
+
+    def _check_farewell(self) -> None:
+        status = self._mpi.Status()
+        if self._wire.Iprobe(self._mpi.ANY_SOURCE, _FAREWELL, status):
+            rank = status.Get_source()
+            reason = self._take(rank, _FAREWELL, status).decode(errors="replace")
+            self._failed = f"rank {rank} gave up: {reason}"
+            raise self._error(self._failed)
+
+    def _check_deadline(self, deadline: float | None, got: dict[int, bytes]) -> None:
+        if deadline is None or self._timeout is None or time.monotonic() < deadline:
+            return
+        missing = set(range(self.size)) - got.keys()
+        what = have_not_come(missing, self.size, self._timeout) if missing else "sends are stuck"
+        self._failed = f"{what}; see whether a rank has raised or still computes"
+        raise self._error(self._failed)
+
+    def close(self) -> None:
+        """Leave; collective. Frees the communicator; MPI itself ends with the process."""
+        if self._wire is not None and not self._failed:
+            self._wire.Free()
+            self._wire = None
+
+    def abort(self, reason: str) -> None:
+        """Tell the others that this rank gives up; they raise in their next or current exchange.
+
+        Does not wait. The communicator stays, since to free it all ranks would have to come.
+        """
+        if self._wire is not None and not self._failed:
+            self._failed = f"rank {self.rank} gave up: {reason}"
+            # A message this short is sent at once; nobody may be there to complete a longer one.
+            self._farewells = self._send(reason.encode()[:1024], _FAREWELL)
+
+    def _error(self, reason: str) -> RendezvousError:
+        return RendezvousError(f"rendezvous by MPI, rank {self.rank} of {self.size}: {reason}")
