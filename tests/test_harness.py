@@ -72,6 +72,12 @@ def start_child_and_hang(rank: int, size: int, file: str) -> None:
     threading.Event().wait()
 
 
+def interrupt_and_hang(rank: int, size: int, pid: int) -> None:
+    if rank == 0:
+        os.kill(pid, signal.SIGINT)
+    threading.Event().wait()
+
+
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_text() != ""
 
@@ -113,11 +119,10 @@ def test_deadline_kills_the_children_of_a_rank(tmp_path: Path) -> None:
 
 
 def test_ranks_are_killed_when_the_caller_is_interrupted() -> None:
-    pids = []
-    with pytest.raises(KeyboardInterrupt), RankPool(2, init=None) as pool:  # noqa: PT012
-        pids = pool.run(process_id)
-        raise KeyboardInterrupt
-    assert pids
+    pool = RankPool(2, init=None)
+    pids = pool.run(process_id)
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(interrupt_and_hang, os.getpid())
     assert not any(alive(pid) for pid in pids)
 
 
