@@ -52,21 +52,27 @@ with open("/proc/self/maps") as maps:
 """
 
 
-def run(*command: object, **more: object) -> str:
-    """Return what the command printed; show all of it where it fails."""
-    words = [str(word) for word in command]
-    done = subprocess.run(  # type: ignore[call-overload]
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **more
-    )
-    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}"
-    return str(done.stdout)
-
-
 def environment(**more: str) -> dict[str, str]:
     """This environment with the tools beside this interpreter, and without this checkout."""
     beside = str(Path(sys.executable).parent)
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {**kept, "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}", **more}
+
+
+def run(*command: object, **variables: str) -> str:
+    """Return what the command printed; show all of it where it fails."""
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        cwd="/",
+        env=environment(**variables),
+    )
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}"
+    return done.stdout
 
 
 def empty_environment(folder: Path) -> Path:
@@ -86,7 +92,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     into = tmp_path_factory.mktemp("wheelhouse")
-    run(source / "scripts" / "build_wheel", into, env=environment())
+    run(source / "scripts" / "build_wheel", into)
     (built,) = into.glob("*.whl")
     return built
 
@@ -115,6 +121,7 @@ def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path
             stdout=subprocess.PIPE,
             text=True,
             cwd=tmp_path,
+            env=environment(),
         )
         for rank in range(2)
     ]
@@ -135,32 +142,30 @@ def test_package_without_gloo_works_and_says_what_to_do(source: Path, tmp_path: 
     hidden.mkdir(parents=True)
     (hidden / "context.h").write_text('#error "this machine has no Gloo"\n')
     python = empty_environment(tmp_path / "venv")
-    without = environment(CPLUS_INCLUDE_PATH=str(hidden.parent), CPATH=str(hidden.parent))
-    run(python, "-m", "pip", "install", "--quiet", source, env=without)
+    run(python, "-m", "pip", "install", "--quiet", source, CPATH=str(hidden.parent))
     alone = (
         "import numpy as np, flashlight_py as fl\n"
         "fl.distributed_init()\n"
         "print(fl.all_reduce(np.ones(2), scale=3.0))\n"
         "print(fl.distributed_backend())\n"
     )
-    assert "[3. 3.]" in run(python, "-c", alone, cwd=tmp_path)
+    assert "[3. 3.]" in run(python, "-c", alone)
     asked = (
         "import flashlight_py as fl\n"
         "try:\n"
-        "    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, 0, 1,\n"
+        "    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, 0, 2,\n"
         f"        {{'FILE_PATH': {str(tmp_path / 'meet')!r}, 'BACKEND': 'gloo'}})\n"
         "except fl.errors.BackendUnavailableError as error:\n"
         "    print(error)\n"
     )
-    told = run(python, "-c", asked, cwd=tmp_path)
+    told = run(python, "-c", asked)
     assert "could not be compiled" in told
     assert "libgloo-dev" in told
 
 
 def test_build_can_be_told_to_leave_gloo_out(source: Path, tmp_path: Path) -> None:
-    without = environment(FLASHLIGHT_WITHOUT_GLOO="1")
     command = (sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, source)
-    run(*command, env=without)
+    run(*command, FLASHLIGHT_WITHOUT_GLOO="1")
     (built,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(built) as content:
         reason = content.read("flashlight_py/_native/gloo.missing.txt").decode()
