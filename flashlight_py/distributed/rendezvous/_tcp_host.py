@@ -1,0 +1,312 @@
+"""Rank 0 of a TCP rendezvous: listens, gathers a payload of every rank and sends all to all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import selectors
+import socket
+import time
+from contextlib import suppress
+
+from flashlight_py.distributed.rendezvous._peers import (
+    Peer,
+    have_not_come,
+    name_ranks,
+    this_process,
+)
+from flashlight_py.distributed.rendezvous._tcp_wire import (
+    Connection,
+    Kind,
+    Message,
+    WireError,
+    join_payloads,
+)
+from flashlight_py.errors import RendezvousError
+
+__all__ = ["TcpHost"]
+
+# How long a reason for failing is kept readable for the others, in seconds, at most.
+_FAREWELL = 2.0
+# Connections that have not greeted yet, beyond one per rank; more are a flood.
+_SPARE_STRANGERS = 64
+
+
+class TcpHost:
+    """The rank that listens. It serves while it is in ``exchange`` or ``leave``.
+
+    In between, the kernel accepts connections and keeps what they send; so no thread is needed.
+
+    Raises:
+        RendezvousError: the address is not one of this host's, or the port is in use.
+    """
+
+    def __init__(self, host: str, port: int, rank: int, size: int, timeout: float) -> None:
+        self._place, self.rank, self.size, self._timeout = f"{host}:{port}", rank, size, timeout
+        self._me = this_process()
+        self._listener = self._listen(host, port)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._strangers: list[Connection] = []
+        self._members: dict[int, Connection] = {}
+        self._people: dict[int, Peer] = {rank: self._me}
+        self._round = 0
+        self._departed: set[int] = set()
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._round > 0
+
+    def _listen(self, host: str, port: int) -> socket.socket:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM
+            )[0]
+            listener = socket.socket(family, kind, protocol)
+        except OSError as error:
+            raise self.error(f"cannot resolve MASTER_ADDR: {error}") from error
+        # Without it the port of a run that has just ended would stay blocked for a minute.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            listener.listen(self.size + _SPARE_STRANGERS)
+        except OSError as error:
+            listener.close()
+            raise self.error(_explain_bind(error)) from error
+        return listener
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Gather a payload of every rank, in rank order."""
+        deadline = time.monotonic() + self._timeout
+        while absent := self._absent():
+            if not self._serve(deadline):
+                raise self.failure(self._not_come(absent))
+        self._round += 1
+        payloads = [payload, *(self._take_payload(rank) for rank in range(1, self.size))]
+        body = join_payloads(payloads)
+        # Whoever cannot be reached any more is noticed when the next thing is awaited from it.
+        for rank in range(1, self.size):
+            self._members[rank].send(Kind.ROSTER, body, deadline)
+        return payloads
+
+    def _absent(self) -> set[int]:
+        """Return the ranks of which the next payload has not come."""
+        given = {rank for rank, member in self._members.items() if member.inbox}
+        absent = set(range(1, self.size)) - given
+        for rank in sorted(absent & self._members.keys()):
+            if self._is_complete and self._members[rank].has_ended:
+                raise self.failure(f"rank {rank} of {self.size} ({self._people[rank]}) has gone")
+        return absent
+
+    def _take_payload(self, rank: int) -> bytes:
+        return self._members[rank].inbox.popleft().body
+
+    def _not_come(self, absent: set[int]) -> str:
+        return (
+            f"{have_not_come(absent, self.size, self._timeout)}; see whether they were started "
+            "with the same MASTER_ADDR and MASTER_PORT and can reach that address"
+        )
+
+    # Serving ----------------------------------------------------------------------------------
+
+    def _serve(self, deadline: float) -> bool:
+        """Deal with what has come; wait for something if need be. False: nothing came in time."""
+        ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+        for key, _ in ready:
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._receive(key.data)
+        return bool(ready)
+
+    def _accept(self) -> None:
+        self._listener.setblocking(False)
+        try:
+            wire, _ = self._listener.accept()
+        except OSError:
+            return  # whoever it was has gone again
+        connection = Connection(wire)
+        self._selector.register(wire, selectors.EVENT_READ, connection)
+        self._strangers.append(connection)
+        if len(self._strangers) > self.size + _SPARE_STRANGERS:
+            self._drop(self._strangers[0])
+
+    def _receive(self, connection: Connection) -> None:
+        try:
+            connection.receive(0.0)
+        except WireError:
+            self._drop(connection)
+            return
+        if connection in self._strangers:
+            self._greet(connection)
+        rank = self._rank_of(connection)
+        if rank is not None:
+            self._heed(rank, connection)
+        if connection.has_ended:
+            self._end(connection)
+
+    def _greet(self, connection: Connection) -> None:
+        """Make a stranger a member if it says who it is; drop it without a word otherwise."""
+        if not connection.inbox:
+            return
+        kind, body = connection.inbox.popleft()
+        greeting = _parse(body) if kind is Kind.HELLO else None
+        if greeting is None:
+            self._drop(connection)
+            return
+        rank, size, peer = greeting
+        self._strangers.remove(connection)
+        self._check_size(connection, rank, size, peer)
+        if rank in self._members or rank == 0:
+            self._answer_second(connection, rank, peer)
+            return
+        self._members[rank], self._people[rank] = connection, peer
+        connection.trust()
+        connection.send(Kind.WELCOME, b"", time.monotonic() + _FAREWELL)
+
+    def _check_size(self, connection: Connection, rank: int, size: int, peer: Peer) -> None:
+        if size != self.size:
+            raise self.failure(
+                f"rank {rank} ({peer}) was started with world size {size}, rank 0 ({self._me}) "
+                f"with {self.size}; give every rank the same world size",
+                connection,
+            )
+
+    def _answer_second(self, connection: Connection, rank: int, peer: Peer) -> None:
+        """Two processes claim one rank: before the run stands nobody knows which is right."""
+        claim = f"two processes claim rank {rank}: {self._people[rank]} and {peer}"
+        if not self._is_complete:
+            raise self.failure(f"{claim}; give every process a rank of its own", connection)
+        reason = f"{claim}; the run with the first one is under way"
+        connection.send(Kind.FAILURE, reason.encode(), time.monotonic() + _FAREWELL)
+        self._selector.unregister(connection.wire)
+        _part(connection, time.monotonic() + _FAREWELL)
+
+    def _heed(self, rank: int, connection: Connection) -> None:
+        """Act on a member's messages other than payloads, which stay in its inbox.
+
+        A member's complaint that is older than the roster it crossed on its way is void.
+        """
+        payloads: list[Message] = []
+        while connection.inbox:
+            message = connection.inbox.popleft()
+            if message.kind is Kind.PAYLOAD:
+                payloads.append(message)
+            elif message.kind is Kind.GOODBYE:
+                self._departed.add(rank)
+            elif message.kind is Kind.FAILURE:
+                raise self.failure(message.body.decode(errors="replace"))
+            elif message.kind is Kind.LATE and message.body == str(self._round).encode():
+                connection.inbox.extend(payloads)
+                raise self.failure(self._not_come(self._absent() or {0}))
+        connection.inbox.extend(payloads)
+
+    def _rank_of(self, connection: Connection) -> int | None:
+        ranks = (rank for rank, member in self._members.items() if member is connection)
+        return next(ranks, None)
+
+    def _end(self, connection: Connection) -> None:
+        """Forget who has hung up; a member that did so before the run stands may come again."""
+        rank = self._rank_of(connection)
+        if rank is None or not self._is_complete:
+            self._drop(connection)
+        else:
+            self._selector.unregister(connection.wire)
+
+    def _drop(self, connection: Connection) -> None:
+        rank = self._rank_of(connection)
+        if rank is not None:
+            del self._members[rank]
+        elif connection in self._strangers:
+            self._strangers.remove(connection)
+        if connection.wire in self._selector.get_map():
+            self._selector.unregister(connection.wire)
+        connection.close()
+
+    # The end ----------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Wait until every member has left, then stop listening."""
+        deadline = time.monotonic() + self._timeout
+        while lingering := self._lingering():
+            is_hopeless = all(self._members[rank].has_ended for rank in lingering)
+            if is_hopeless or not self._serve(deadline):
+                self._close()
+                raise self.error(f"{name_ranks(lingering)} came and did not leave: died or stuck")
+        self._close()
+
+    def _lingering(self) -> set[int]:
+        return self._members.keys() - self._departed
+
+    def give_up(self, reason: str) -> None:
+        """Tell the reason to all that are connected, and stop listening."""
+        with suppress(RendezvousError):
+            # Take in who has come since: a second failure is no news.
+            until = time.monotonic() + _FAREWELL
+            while time.monotonic() < until and self._serve(0.0):
+                pass
+        self._tell_failure(reason)
+
+    def failure(self, reason: str, *others: Connection) -> RendezvousError:
+        """Tell the members and ``others``, and return the error to raise."""
+        self._tell_failure(reason, *others)
+        return self.error(reason)
+
+    def _tell_failure(self, reason: str, *others: Connection) -> None:
+        deadline = time.monotonic() + _FAREWELL
+        told = [*self._members.values(), *others]
+        for connection in told:
+            connection.send(Kind.FAILURE, reason.encode(), deadline)
+        for connection in told:
+            _part(connection, deadline)
+        self._close()
+
+    def _close(self) -> None:
+        self._selector.close()
+        self._listener.close()
+        for connection in (*self._members.values(), *self._strangers):
+            connection.close()
+
+    def error(self, reason: str) -> RendezvousError:
+        where = f"rendezvous at {self._place}, rank {self.rank} of {self.size}"
+        return RendezvousError(f"{where}: {reason}")
+
+
+def _explain_bind(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            "the port is in use, by another program or by a second rank 0; "
+            "choose another MASTER_PORT for every rank"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            "MASTER_ADDR is no address of this host, where rank 0 runs; "
+            "set it to one that the other hosts can reach"
+        )
+    return f"cannot listen: {os.strerror(error.errno or 0)}; choose another MASTER_PORT"
+
+
+def _parse(body: bytes) -> tuple[int, int, Peer] | None:
+    """Read a greeting: (rank, size, process), or None if it is none."""
+    try:
+        greeting = json.loads(body)
+    except ValueError:
+        return None
+    match greeting:
+        case {"rank": int(rank), "size": int(size), "peer": dict(peer)} if 0 <= rank < size:
+            return rank, size, Peer.from_record(peer)
+    return None
+
+
+def _part(connection: Connection, deadline: float) -> None:
+    """Close so that the last message arrives.
+
+    Closing with unread input makes the kernel send a reset, upon which the peer would lose what
+    it has not read yet. So we close our direction only, and read until the peer closes its own.
+    """
+    with suppress(OSError, WireError):
+        connection.wire.shutdown(socket.SHUT_WR)
+        while not connection.has_ended and time.monotonic() < deadline:
+            connection.receive(deadline - time.monotonic())
+    connection.close()
