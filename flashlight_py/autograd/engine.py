@@ -204,6 +204,6 @@ def _fit(grad: Array, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Ar
     """Sum a gradient over the dimensions that broadcasting added or stretched, and cast it."""
     if grad.shape != shape:
         added = grad.ndim - len(shape)
-        stretched = [i + added for i, n in enumerate(shape) if n == 1 and grad.shape[i + added] > 1]
+        stretched = [i + added for i, n in enumerate(shape) if n == 1 != grad.shape[i + added]]
         grad = grad.sum(axis=(*range(added), *stretched)).reshape(shape)
     return grad.astype(dtype, copy=False)

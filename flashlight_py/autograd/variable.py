@@ -213,6 +213,10 @@ class Variable:
         else:
             backward_from_node(self.node, seed, retain_graph)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the array and ``calc_grad``, not the graph, gradient or hook."""
+        return Variable, (self.data, self._calc_grad)
+
     def __repr__(self) -> str:
         return f"Variable({self.data!r}, calc_grad={self._calc_grad})"
 
@@ -242,6 +246,9 @@ class Variable:
 def input(array: Array) -> Variable:
     """Return a leaf without gradient that shares ``array``: data that enters a model.
 
+    Args:
+        array: any shape and dtype.
+
     Raises:
         TypeError: not an array.
     """
@@ -251,6 +258,9 @@ def input(array: Array) -> Variable:
 def no_grad(array: Array) -> Variable:
     """Return a leaf without gradient that shares ``array``: a constant.
 
+    Args:
+        array: any shape and dtype.
+
     Raises:
         TypeError: not an array.
     """
@@ -259,6 +269,9 @@ def no_grad(array: Array) -> Variable:
 
 def param(array: Array) -> Variable:
     """Return a leaf with gradient that shares ``array``: something to learn.
+
+    Args:
+        array: any shape, a real floating dtype.
 
     Raises:
         TypeError: not an array of a real floating dtype.

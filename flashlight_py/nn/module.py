@@ -65,7 +65,7 @@ class Module(ABC):
         }
 
     def add_buffer(self, name: str, array: Array) -> None:
-        """Set the attribute ``name`` to ``array`` and make it part of the module's state."""
+        """Set the attribute ``name`` to ``array`` (any shape and dtype), as part of the state."""
         setattr(self, name, array)
         self._buffer_names = (*self._buffer_names, name)
 

@@ -9,7 +9,14 @@ from typing import Any
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module, device_of, to_device
 
-__all__ = ["FirstOrderOptimizer", "constants_like"]
+__all__ = [
+    "FirstOrderOptimizer",
+    "as_param_list",
+    "check_at_least_zero",
+    "check_below_one",
+    "constants_like",
+    "zeros_like",
+]
 
 
 class FirstOrderOptimizer(ABC):
@@ -28,7 +35,7 @@ class FirstOrderOptimizer(ABC):
     """
 
     def __init__(self, params: Iterable[Variable], lr: float) -> None:
-        self.params = _as_param_list(params)
+        self.params = as_param_list(params)
         self._lr = check_at_least_zero("lr", lr)
         self._rates = constants_like(self.params, self._lr)
 
@@ -93,6 +100,12 @@ def constants_like(variables: Iterable[Variable], value: float) -> list[Array]:
     return [array_module(v.data).asarray(value, v.data.dtype) for v in variables]
 
 
+def zeros_like(variable: Variable) -> Array:
+    """Return zeros of the variable's shape and dtype on its device."""
+    data = variable.data
+    return array_module(data).zeros(data.shape, data.dtype)  # type: ignore[no-any-return]
+
+
 def check_at_least_zero(name: str, value: float) -> float:
     """Return ``value`` as a float.
 
@@ -121,22 +134,25 @@ def check_below_one(name: str, value: float) -> float:
     return number
 
 
-def _as_param_list(params: Iterable[Variable]) -> list[Variable]:
+def as_param_list(params: Iterable[Variable]) -> list[Variable]:
+    """Return ``params`` as a list.
+
+    Raises:
+        TypeError: not an iterable of variables.
+        ValueError: empty, or a variable twice.
+    """
     if isinstance(params, Variable) or not isinstance(params, Iterable):
         raise TypeError(
-            f"an optimizer needs a list of variables, got {type(params).__name__}; "
-            "pass module.params()"
+            f"expected a list of variables, got {type(params).__name__}; pass module.params()"
         )
     variables = list(params)
     for variable in variables:
         if not isinstance(variable, Variable):
-            raise TypeError(
-                f"an optimizer needs a list of variables, found {type(variable).__name__} in it"
-            )
+            raise TypeError(f"expected a list of variables, found {type(variable).__name__} in it")
     if not variables:
-        raise ValueError("an optimizer needs at least one parameter, got an empty list")
+        raise ValueError("expected at least one parameter, got an empty list")
     if len(set(variables)) < len(variables):
-        raise ValueError("an optimizer got the same parameter twice; pass each one once")
+        raise ValueError("the same parameter was given twice; pass each one once")
     return variables
 
 

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array
 from flashlight_py.optim.optimizer import (
     FirstOrderOptimizer,
     check_at_least_zero,
     constants_like,
+    zeros_like,
 )
 
 __all__ = ["SGDOptimizer"]
@@ -50,7 +51,7 @@ class SGDOptimizer(FirstOrderOptimizer):
         if nesterov and not momentum:
             raise ValueError("nesterov=True needs a momentum above 0")
         self._momenta = constants_like(self.params, self.momentum)
-        self._velocity = [_zeros_like(p.data) for p in self.params] if momentum else []
+        self._velocity = [zeros_like(p) for p in self.params] if momentum else []
 
     def step(self) -> None:
         """Change every parameter that has a gradient, in place; gradients stay as they are."""
@@ -73,7 +74,3 @@ class SGDOptimizer(FirstOrderOptimizer):
 
     def _state(self) -> dict[str, list[Any]]:
         return {"velocity": self._velocity}
-
-
-def _zeros_like(array: Array) -> Array:
-    return array_module(array).zeros(array.shape, array.dtype)  # type: ignore[no-any-return]

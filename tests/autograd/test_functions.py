@@ -1,0 +1,272 @@
+"""Every function: gradients against central differences and torch, edges, errors."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py.autograd import Variable, functions, gradcheck, input, param
+from flashlight_py.autograd import functions as F
+from flashlight_py.random import set_seed
+from tests.autograd.cases import CASES, Case
+
+EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+
+@EVERY_CASE
+def test_gradient_equals_central_differences(case: Case) -> None:
+    gradcheck(case.ours, case.arrays)
+
+
+@EVERY_CASE
+def test_value_and_gradient_equal_torch(case: Case) -> None:
+    torch = pytest.importorskip("torch")
+    variables = [param(array.copy()) for array in case.arrays]
+    tensors = [torch.tensor(array, requires_grad=True) for array in case.arrays]
+    ours, theirs = case.ours(*variables), case.theirs(torch, *tensors)
+    np.testing.assert_allclose(ours.array, theirs.detach().numpy(), rtol=1e-12, atol=1e-14)
+    weights = np.linspace(-1, 1, ours.size).reshape(ours.shape)
+    ours.backward(weights)
+    theirs.backward(torch.tensor(weights))
+    for variable, tensor in zip(variables, tensors, strict=True):
+        np.testing.assert_allclose(variable.grad, tensor.grad.numpy(), rtol=1e-11, atol=1e-13)
+
+
+@EVERY_CASE
+def test_float32_stays_float32(case: Case) -> None:
+    variables = [param(array.astype("float32")) for array in case.arrays]
+    result = case.ours(*variables)
+    assert result.dtype == "float32"
+    result.backward(np.ones(result.shape, "float32"))
+    for variable in variables:
+        assert variable.grad is not None
+        assert variable.grad.dtype == "float32"
+
+
+@EVERY_CASE
+def test_gradients_and_results_share_no_memory_with_inputs_gradients(case: Case) -> None:
+    variables = [param(array.copy()) for array in case.arrays]
+    result = case.ours(*variables)
+    seed = np.ones(result.shape)
+    result.backward(seed)
+    for variable in variables:
+        for other in (seed, result.array, *(v.array for v in variables)):
+            assert not np.shares_memory(variable.grad, other)
+
+
+def test_every_function_has_a_case() -> None:
+    checked_below = {"astype", "dropout", "index"}
+    names = {case.name for case in CASES}
+    for name in set(functions.__all__) - checked_below:
+        assert any(case == name or case.startswith(name + "_") for case in names), name
+
+
+def gradient(result: Variable, leaf: Variable) -> np.ndarray:
+    F.sum(result).backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+class TestKinks:
+    """Where a slope is a convention, it is the one that the docstring names."""
+
+    def test_relu_and_abs_are_flat_at_zero(self) -> None:
+        for function in (F.relu, F.abs):
+            x = param(np.array([-1.0, 0.0, 1.0]))
+            assert gradient(function(x), x)[1] == 0
+
+    def test_clamp_passes_on_its_limits(self) -> None:
+        x = param(np.array([-2.0, -1.0, 1.0, 2.0]))
+        np.testing.assert_array_equal(gradient(F.clamp(x, -1, 1), x), [0, 1, 1, 0])
+
+    @pytest.mark.parametrize("function", [F.maximum, F.minimum])
+    def test_equal_operands_share_in_halves(self, function: Any) -> None:
+        x, y = param(np.array([1.0])), param(np.array([1.0]))
+        assert gradient(function(x, y), x) == 0.5
+        assert y.grad == 0.5
+
+    @pytest.mark.parametrize("function", [F.max, F.min])
+    def test_equal_extremes_share_evenly(self, function: Any) -> None:
+        x = param(np.array([[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 2.0, 2.0]]))
+        grad = gradient(function(x, 1), x)
+        np.testing.assert_array_equal(grad[0], [0.25] * 4)
+        np.testing.assert_array_equal(np.sort(grad[1]), [0, 0, 0.5, 0.5])
+
+    def test_pow_at_base_zero(self) -> None:
+        x, y = param(np.zeros(3)), param(np.array([0.0, 1.0, 2.0]))
+        np.testing.assert_array_equal(gradient(x**y, x), [0, 1, 0])
+        np.testing.assert_array_equal(y.grad, [0, 0, 0])
+
+
+class TestExtremes:
+    def test_softmax_and_its_logarithm_do_not_overflow(self) -> None:
+        x = param(np.array([[1e4, 0.0, -1e4]], "float32"))
+        np.testing.assert_array_equal(F.softmax(x).array, [[1, 0, 0]])
+        np.testing.assert_array_equal(F.log_softmax(x).array, [[0, -1e4, -2e4]])
+
+    def test_sigmoid_does_not_overflow(self) -> None:
+        x = param(np.array([-1e4, 1e4], "float32"))
+        result = F.sigmoid(x)
+        np.testing.assert_array_equal(result.array, [0, 1])
+        np.testing.assert_array_equal(gradient(result, x), [0, 0])
+
+
+class TestAstype:
+    def test_gradient_comes_back_in_the_own_dtype(self) -> None:
+        x = param(np.ones(2, "float32"))
+        result = F.astype(x, "float64")
+        assert result.dtype == "float64"
+        assert gradient(result * 3, x).dtype == "float32"
+        np.testing.assert_array_equal(x.grad, [3, 3])
+
+    def test_result_is_a_copy_even_in_the_same_dtype(self) -> None:
+        x = param(np.ones(2, "float32"))
+        assert not np.shares_memory(F.astype(x, "float32").array, x.array)
+
+    def test_integers_end_the_graph(self) -> None:
+        assert not F.astype(param(np.ones(2)), "int64").calc_grad
+
+
+class TestDropout:
+    def test_keeps_the_expectation_and_masks_the_gradient_alike(self) -> None:
+        set_seed(1)
+        x = param(np.ones(10_000, "float32"))
+        result = F.dropout(x, 0.25)
+        assert result.dtype == "float32"
+        kept = result.array != 0
+        assert kept.mean() == pytest.approx(0.75, abs=0.02)
+        np.testing.assert_allclose(result.array[kept], 1 / 0.75, rtol=1e-6)
+        np.testing.assert_array_equal(gradient(result, x), result.array)
+
+    def test_seed_decides_the_draw(self) -> None:
+        draws = []
+        for seed in (1, 1, 2):
+            set_seed(seed)
+            draws.append(F.dropout(input(np.ones(100)), 0.5).array)
+        np.testing.assert_array_equal(draws[0], draws[1])
+        assert (draws[0] != draws[2]).any()
+
+    def test_ratio_zero_is_the_identity(self) -> None:
+        x = param(np.ones(2))
+        assert F.dropout(x, 0) is x
+
+    @pytest.mark.parametrize("ratio", [-0.1, 1, 2.0, float("nan")])
+    def test_ratio_out_of_range(self, ratio: float) -> None:
+        with pytest.raises(ValueError, match="at least 0 and below 1"):
+            F.dropout(input(np.ones(2)), ratio)
+
+
+class TestCrossEntropy:
+    def test_no_sample_that_counts_is_a_loss_of_zero(self) -> None:
+        x = param(np.zeros((2, 3)))
+        loss = F.categorical_cross_entropy(F.log_softmax(x), input(np.array([-1, -1])))
+        assert loss.scalar() == 0
+        loss.backward()
+        np.testing.assert_array_equal(x.grad, np.zeros((2, 3)))
+
+    def test_ignored_sample_may_be_infinitely_improbable(self) -> None:
+        logs = param(np.array([[-np.inf, 0.0], [-1.0, -1.0]]))
+        loss = F.categorical_cross_entropy(logs, input(np.array([9, 1])), ignore_index=9)
+        assert loss.scalar() == 1
+        loss.backward()
+        np.testing.assert_array_equal(logs.grad, [[0, 0], [0, -1]])
+
+    def test_several_batch_dimensions(self) -> None:
+        labels = np.array([[0, 1], [2, 3], [1, 1]])
+        logs = param(np.log(np.full((3, 2, 4), 0.25)))
+        loss = F.categorical_cross_entropy(logs, input(labels), "none")
+        np.testing.assert_allclose(loss.array, np.full((3, 2), np.log(4)))
+
+    @pytest.mark.parametrize(
+        ("labels", "reduction", "error", "match"),
+        [
+            (np.array([0, 3]), "mean", ValueError, r"target 3 is no class of 0..2"),
+            (np.array([0, -2]), "mean", ValueError, "target -2"),
+            (np.array([0.0, 1.0]), "mean", TypeError, "integers, got float64"),
+            (np.array([0, 1, 2]), "mean", ValueError, r"shape \(2,\), got \(3,\)"),
+            (np.array([0, 1]), "median", ValueError, "got 'median'"),
+        ],
+    )
+    def test_wrong_arguments(
+        self, labels: np.ndarray, reduction: str, error: type[Exception], match: str
+    ) -> None:
+        with pytest.raises(error, match=match):
+            F.categorical_cross_entropy(input(np.zeros((2, 3))), input(labels), reduction)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda x: F.linear(x, input(np.ones((2, 5)))), r"\[\.\.\., 5\].*got \(3, 4\)"),
+        (lambda x: F.linear(x, x, input(np.ones(4))), r"bias of shape \(3,\).*got \(4,\)"),
+        (lambda x: F.linear(x, input(np.ones(4))), r"weight of shape \[out, in\], got \(4,\)"),
+        (lambda x: F.linear(input(np.array(1.0)), x), r"\[\.\.\., 4\].*got \(\)"),
+        (lambda x: F.mean_squared_error(x, x[0]), r"\(3, 4\), target \(4,\)"),
+        (lambda x: F.mean_squared_error(x[:0], x[:0]), "nothing to average"),
+        (lambda x: F.clamp(x), "got none"),
+        (lambda x: F.clamp(x, 2, 1), "must not exceed"),
+        (lambda x: F.sum(x, 2), "axis 2"),
+        (lambda x: F.sum(x, (0, -2)), "distinct"),
+        (lambda x: F.mean(x[:0]), "nothing to reduce"),
+        (lambda x: F.var(x[:1], 0, ddof=1), "more than ddof"),
+        (lambda x: F.transpose(x, (0, 0)), r"permute 2 dimensions, got \(0, 0\)"),
+        (lambda x: F.concatenate([]), "got none"),
+        (lambda x: F.reshape(x, (5, 5)), "reshape"),
+        (lambda x: x @ 2.0, "needs dimensions"),
+        (lambda x: x @ x, "mismatch"),
+        (lambda x: x + np.ones(3), "broadcast"),
+    ],
+)
+def test_shapes_that_do_not_fit(call: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        call(param(np.ones((3, 4))))
+
+
+def test_index_takes_variables() -> None:
+    x, where = param(np.arange(3.0)), input(np.array([2, 2]))
+    np.testing.assert_array_equal(gradient(x[where], x), [0, 0, 2])
+    with pytest.raises(IndexError):
+        x[5]
+
+
+def test_iterating_a_variable_ends() -> None:
+    assert [float(row.array) for row in param(np.arange(3.0))] == [0, 1, 2]  # type: ignore[attr-defined]
+
+
+def test_empty_batch_goes_through_linear() -> None:
+    for shape in ((0, 4), (0, 2, 4)):
+        x, w, b = param(np.ones(shape)), param(np.ones((3, 4))), param(np.ones(3))
+        result = F.linear(x, w, b)
+        assert result.shape == (*shape[:-1], 3)
+        np.testing.assert_array_equal(gradient(result, w), np.zeros((3, 4)))
+        np.testing.assert_array_equal(b.grad, np.zeros(3))
+
+
+class TestGradcheck:
+    def test_finds_a_wrong_gradient(self) -> None:
+        def wrong(x: Variable) -> Variable:
+            return x * x.array  # the second factor counts as a constant: half the gradient
+
+        with pytest.raises(AssertionError, match="input 0, element 0: backward gave"):
+            gradcheck(wrong, [np.ones(2)])
+
+    def test_finds_a_missing_gradient(self) -> None:
+        with pytest.raises(AssertionError, match="input 1 got no gradient"):
+            gradcheck(lambda x, y: x * 2.0, [np.ones(2), np.ones(2)])
+
+    def test_finds_nan(self) -> None:
+        with np.errstate(all="ignore"), pytest.raises(AssertionError, match="nan"):
+            gradcheck(F.log, [np.array([-1.0])])
+
+    def test_needs_float64(self) -> None:
+        with pytest.raises(TypeError, match="float64 arrays, got float32"):
+            gradcheck(F.exp, [np.ones(2, "float32")])
+
+    def test_leaves_the_arrays_alone(self) -> None:
+        array = np.ones(3)
+        with contextlib.suppress(AssertionError):
+            gradcheck(lambda x: x * x.array, [array])
+        np.testing.assert_array_equal(array, np.ones(3))

@@ -1,0 +1,189 @@
+"""Variables: what they accept, refuse and keep."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py.autograd import Variable, input, no_grad, param
+from flashlight_py.autograd import functions as F
+
+
+def test_constructors_share_the_array_and_set_calc_grad() -> None:
+    array = np.ones(2)
+    for make, calc_grad in ((input, False), (no_grad, False), (param, True)):
+        variable = make(array)
+        assert variable.array is array
+        assert variable.calc_grad is calc_grad
+        assert variable.grad is None
+    assert not Variable(array).calc_grad
+    assert Variable(array, calc_grad=True).calc_grad
+
+
+def test_properties_are_the_array_s() -> None:
+    x = input(np.zeros((2, 3), "int64"))
+    assert (x.shape, x.ndim, x.size, x.dtype) == ((2, 3), 2, 6, np.dtype("int64"))
+    assert x.numpy() is x.array
+
+
+def test_numpy_scalar_becomes_an_array() -> None:
+    x = param(np.float32(3))  # type: ignore[arg-type]
+    assert isinstance(x.array, np.ndarray)
+    assert x.dtype == "float32"
+
+
+def test_other_libraries_arrays_come_in_without_a_copy() -> None:
+    class Foreign:
+        """All that DLPack asks for, and nothing else of an array."""
+
+        def __init__(self, array: np.ndarray) -> None:
+            self.array = array
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.array.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> Any:
+            return self.array.__dlpack_device__()
+
+    array = np.ones(3)
+    assert np.shares_memory(input(Foreign(array)).array, array)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], 3.0, "text", None, object()])
+def test_what_is_no_array_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match=type(value).__name__):
+        Variable(value)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bool", "complex64", "U3", "datetime64[s]", "object"])
+def test_gradient_needs_a_floating_dtype(dtype: str) -> None:
+    array = np.empty(2, dtype)
+    with pytest.raises(TypeError, match="floating dtype"):
+        param(array)
+    variable = input(array)
+    with pytest.raises(TypeError, match="floating dtype"):
+        variable.calc_grad = True
+
+
+def test_array_is_replaced_by_one_like_it_only() -> None:
+    x = param(np.zeros((2, 3), "float32"))
+    new = np.ones((2, 3), "float32")
+    x.array = new
+    assert x.array is new
+    with pytest.raises(ValueError, match=r"\(2, 3\), got \(3,\)"):
+        x.array = np.ones(3, "float32")
+    with pytest.raises(TypeError, match="float32, got float64"):
+        x.array = np.ones((2, 3))
+    with pytest.raises(TypeError, match="list"):
+        x.array = [[1.0]]  # type: ignore[assignment]
+    assert x.array is new
+
+
+def test_scalar() -> None:
+    assert input(np.array([[2.5]])).scalar() == 2.5
+    assert isinstance(input(np.array(1)).scalar(), int)
+    with pytest.raises(ValueError, match=r"shape \(2,\)"):
+        input(np.ones(2)).scalar()
+
+
+def test_backward_needs_something_to_differentiate() -> None:
+    with pytest.raises(RuntimeError, match="calc_grad=True"):
+        input(np.ones(1)).backward()
+
+
+def test_backward_of_many_elements_needs_a_gradient_that_fits() -> None:
+    y = param(np.ones(2)) * 2.0
+    with pytest.raises(ValueError, match=r"one element, got shape \(2,\)"):
+        y.backward()
+    with pytest.raises(ValueError, match=r"\(2,\), got \(3,\)"):
+        y.backward(np.ones(3))
+    with pytest.raises(TypeError, match="float64, got float32"):
+        y.backward(np.ones(2, "float32"))
+    with pytest.raises(TypeError, match="list"):
+        y.backward([1.0, 1.0])  # type: ignore[arg-type]
+    y.backward(np.ones(2))
+
+
+def test_hook_must_be_callable_and_belong_to_a_leaf() -> None:
+    x = param(np.ones(1))
+    with pytest.raises(TypeError, match="callable, got int"):
+        x.register_grad_hook(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="leaf"):
+        (x * 2.0).register_grad_hook(print)
+
+
+def test_calc_grad_belongs_to_leaves() -> None:
+    x = param(np.ones(1))
+    result = x * 2.0
+    with pytest.raises(ValueError, match="leaves only"):
+        result.calc_grad = False
+    x.calc_grad = False
+    assert not (x * 2.0).calc_grad
+
+
+def test_copies_have_their_own_array_and_no_graph_hook_or_gradient() -> None:
+    x = param(np.ones(2))
+    x.register_grad_hook(lambda _: pytest.fail("hooks are not copied"))
+    y = x * 2.0
+    for duplicate in (copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
+        assert duplicate.calc_grad
+        assert not np.shares_memory(duplicate.array, x.array)
+        F.sum(duplicate).backward()
+    np.testing.assert_array_equal(copy.deepcopy(y).array, y.array)
+
+
+def test_repr_shows_the_value() -> None:
+    assert repr(param(np.array([1.0]))) == "Variable(array([1.]), calc_grad=True)"
+
+
+@pytest.mark.parametrize("other", [2, 2.0, np.float64(2), np.full(3, 2, "float32")])
+def test_operators_take_numbers_and_arrays_on_both_sides(other: Any) -> None:
+    """And a number, NumPy's included, does not change the dtype."""
+    array = np.array([1, 2, 4], "float32")
+    x = param(array)
+    for result, expected in [
+        (x + other, array + 2),
+        (other + x, array + 2),
+        (x - other, array - 2),
+        (other - x, 2 - array),
+        (x * other, array * 2),
+        (other * x, array * 2),
+        (x / other, array / 2),
+        (other / x, 2 / array),
+        (x**other, array**2),
+        (other**x, 2**array),
+        (-x, -array),
+        (abs(-x), array),
+    ]:
+        assert isinstance(result, Variable)
+        assert result.dtype == "float32"
+        np.testing.assert_array_equal(result.array, expected)
+
+
+def test_matmul_and_index_operators() -> None:
+    a = np.arange(6.0).reshape(2, 3)
+    x = param(a)
+    np.testing.assert_array_equal((x @ a.T).array, a @ a.T)
+    np.testing.assert_array_equal((a.T @ x).array, a.T @ a)
+    np.testing.assert_array_equal(x[1, ::2].array, a[1, ::2])
+
+
+@pytest.mark.parametrize("other", [[1.0, 2.0], "2", None])
+def test_operators_refuse_what_is_no_operand(other: Any) -> None:
+    with pytest.raises(TypeError, match=type(other).__name__):
+        param(np.ones(2)) + other
+
+
+def test_functions_need_a_variable() -> None:
+    with pytest.raises(TypeError, match="at least one Variable, got ndarray and float"):
+        F.add(np.ones(2), 1.0)
+
+
+def test_integers_stay_integers_and_take_fractions_as_numpy_does() -> None:
+    x = input(np.array([1, 2]))
+    assert (x + 1).dtype == "int64"
+    np.testing.assert_array_equal((x * 0.5).array, [0.5, 1.0])
