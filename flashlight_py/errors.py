@@ -1,0 +1,54 @@
+"""Every exception that flashlight_py raises on purpose.
+
+Wrong arguments raise ``ValueError`` or ``TypeError`` before anything is sent. What goes wrong
+between processes raises one of these; the class says whose fault it is, the message says what
+was being done, on which rank of how many, what was expected, what came, and what to do next.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DistributedError",
+    "NotInitializedError",
+    "RendezvousError",
+    "MismatchError",
+    "PeerLostError",
+    "CollectiveTimeoutError",
+    "BackendUnavailableError",
+    "GroupClosedError",
+]
+
+
+class DistributedError(RuntimeError):
+    """The base of all errors of the distributed module."""
+
+
+class NotInitializedError(DistributedError):
+    """Something needs ``distributed_init`` first."""
+
+
+class RendezvousError(DistributedError):
+    """The processes could not find each other, or do not agree on who they are."""
+
+
+class MismatchError(DistributedError):
+    """The ranks called different things: operation, order, dtype, shape, root or reduce op.
+
+    Raised on every rank; the group can be used again afterwards.
+    """
+
+
+class PeerLostError(DistributedError):
+    """Another rank died, exited or closed its connection. The group cannot be used again."""
+
+
+class CollectiveTimeoutError(DistributedError, TimeoutError):
+    """Another rank did not join an operation in time. The group cannot be used again."""
+
+
+class BackendUnavailableError(DistributedError):
+    """A backend was asked for that this machine or installation cannot give; says the remedy."""
+
+
+class GroupClosedError(DistributedError):
+    """The group was shut down, or broke in an earlier operation (which the message repeats)."""

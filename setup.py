@@ -1,0 +1,82 @@
+"""Builds the native extensions; everything else is in pyproject.toml.
+
+An extension that cannot be built does not fail the installation: the package works without it,
+and the reason and the remedy are stored beside the place where it would have been, for the error
+that is raised when it is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from setuptools import setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError, CCompilerError
+
+SKIP_VARIABLE = "FLASHLIGHT_WITHOUT_GLOO"
+REMEDY = (
+    "Install Gloo's headers and library (Debian, Ubuntu: apt-get install libgloo-dev) and a C++17 "
+    "compiler, then install flashlight-py again: "
+    "pip install --force-reinstall --no-deps --no-cache-dir ."
+)
+
+
+class BuildOptionalExtensions(build_ext):
+    """Build each extension, or leave the reason why it is missing."""
+
+    extensions: list[Any]
+
+    def build_extension(self, ext: Any) -> None:
+        note = self._note(ext)
+        note.unlink(missing_ok=True)
+        reason = self._why_not(ext)
+        if reason is None:
+            return
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(f"{reason}. {REMEDY}\n")
+        self.warn(f"{ext.name} is left out: {reason}")
+
+    def _why_not(self, ext: Any) -> str | None:
+        if os.environ.get(SKIP_VARIABLE):
+            return f"{SKIP_VARIABLE} was set when flashlight-py was built"
+        try:
+            super().build_extension(ext)
+        except (CCompilerError, BaseError) as error:
+            return f"it could not be compiled when flashlight-py was built ({error})"
+        return None
+
+    def _note(self, ext: Any) -> Path:
+        name = ext.name.rpartition(".")[2].lstrip("_")
+        return Path(self.get_ext_fullpath(ext.name)).parent / f"{name}.missing.txt"
+
+    def copy_extensions_to_source(self) -> None:
+        """Editable installs: only what was built can be copied; notes go along."""
+        for ext in self.extensions:
+            self._copy_note(ext)
+        self.extensions = [ext for ext in self.extensions if Path(self._built(ext)).exists()]
+        super().copy_extensions_to_source()
+
+    def _built(self, ext: Any) -> str:
+        name = self.get_ext_filename(self.get_ext_fullname(ext.name))
+        return os.path.join(self.build_lib, str(name))
+
+    def _copy_note(self, ext: Any) -> None:
+        name = ext.name.rpartition(".")[2].lstrip("_")
+        source = Path(self._built(ext)).parent / f"{name}.missing.txt"
+        target = Path("flashlight_py/_native") / source.name
+        target.unlink(missing_ok=True)
+        if source.exists():
+            target.write_text(source.read_text())
+
+    def get_outputs(self) -> list[str]:
+        """Only files that exist, so that a missing extension does not fail the packing."""
+        return [path for path in super().get_outputs() if Path(path).exists()]
+
+
+setup(
+    cffi_modules=["csrc/gloo/build_gloo.py:ffi"],
+    cmdclass={"build_ext": BuildOptionalExtensions},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)
