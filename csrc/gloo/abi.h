@@ -1,0 +1,9 @@
+// The C ABI as C++ sees it.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+extern "C" {
+#include "gloo.cdef.h"
+}

@@ -1,0 +1,232 @@
+#include "mesh.h"
+
+#include <gloo/common/error.h>
+#include <gloo/transport/context.h>
+#include <gloo/transport/device.h>
+#include <gloo/transport/pair.h>
+#include <gloo/transport/tcp/device.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace fl {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Gloo's own limit on a wait comes after ours: when it fires, it closes the connections before
+// this rank could tell the others why.
+constexpr milliseconds kGrace{5000};
+// A reason that cannot be delivered in this time is not worth waiting for.
+constexpr milliseconds kGoodbye{500};
+
+std::shared_ptr<gloo::transport::Device> create_device(const std::string& host,
+                                                       const std::string& interface) {
+  gloo::transport::tcp::attr attributes;
+  attributes.hostname = host;
+  attributes.iface = interface;
+  return gloo::transport::tcp::CreateDevice(attributes);
+}
+
+}  // namespace
+
+// Why a rank gave up, as it travels.
+struct Mesh::Control {
+  static constexpr int kMaxMissing = 32;
+  int32_t present;
+  int32_t status;
+  int32_t missing_count;
+  int32_t missing[kMaxMissing];
+  char message[512];
+};
+
+Mesh::Mesh(int rank, int size, const std::string& host, const std::string& interface,
+           double connect_seconds)
+    : gloo::Context(rank, size), control_(size), control_buffers_(size) {
+  device_ = create_device(host, interface);
+  transportContext_ = device_->createContext(rank, size);
+  // A pair waits five times its timeout for the first connection.
+  const auto timeout = milliseconds(static_cast<int64_t>(connect_seconds * 200) + 1);
+  setTimeout(timeout);
+  transportContext_->setTimeout(timeout);
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer != rank) transportContext_->createPair(peer);
+  }
+}
+
+Mesh::~Mesh() = default;
+
+std::vector<char> Mesh::address(int peer) {
+  // One's own place in the list is filled with zeros of an address's length.
+  if (peer == rank) {
+    return std::vector<char>(size == 1 ? 1 : address(rank == 0 ? 1 : 0).size());
+  }
+  return getPair(peer)->address().bytes();
+}
+
+void Mesh::connect(const char* addresses, size_t bytes) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (stopped_) throw Failure(FL_CLOSED, {}, "closed while connecting");
+    connecting_ = true;
+  }
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer == rank) continue;
+    const char* at = addresses + peer * bytes;
+    try {
+      getPair(peer)->connect(std::vector<char>(at, at + bytes));
+    } catch (const std::exception& error) {
+      throw Failure(FL_PEER_LOST, {peer}, error.what());
+    }
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    connecting_ = false;
+    if (stopped_) throw Failure(FL_CLOSED, {}, "closed while connecting");
+  }
+  post_control();
+}
+
+void Mesh::post_control() {
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer == rank) continue;
+    control_[peer] = Control{};
+    control_buffers_[peer] = createUnboundBuffer(&control_[peer], sizeof(Control));
+    control_buffers_[peer]->recv(peer, kControlSlot);
+  }
+}
+
+void Mesh::begin(Clock::time_point deadline) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  deadline_ = deadline;
+  timed_out_ = false;
+}
+
+void Mesh::enforce_deadline() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (waiting_ != nullptr && Clock::now() >= deadline_) {
+    timed_out_ = true;
+    abort_(*waiting_);
+  }
+}
+
+void Mesh::stop() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  stopped_ = true;
+  if (waiting_ != nullptr) abort_(*waiting_);
+  // A pair that is still connecting waits on itself; closing it is what ends that wait.
+  if (connecting_) closeConnections();
+}
+
+template <typename Wait, typename Abort>
+void Mesh::wait(Wait wait, Abort abort, int peer) {
+  milliseconds limit;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (stopped_) throw Failure(FL_CLOSED, {}, "the group was closed");
+    abort_ = abort;
+    waiting_ = wait.buffer;
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now());
+    limit = std::max(left, milliseconds(0)) + kGrace;
+  }
+  bool finished = false;
+  std::string error;
+  try {
+    finished = wait(limit);
+  } catch (const std::exception& exception) {
+    error = exception.what();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  waiting_ = nullptr;
+  if (finished) return;
+  if (stopped_) throw Failure(FL_CLOSED, {}, "the group was closed");
+  if (timed_out_ || Clock::now() >= deadline_) throw Failure(FL_TIMEOUT, {peer}, "timed out");
+  throw explain(peer, error);
+}
+
+namespace {
+
+struct RecvWait {
+  gloo::transport::UnboundBuffer* buffer;
+  bool operator()(milliseconds limit) const { return buffer->waitRecv(limit); }
+};
+
+struct SendWait {
+  gloo::transport::UnboundBuffer* buffer;
+  bool operator()(milliseconds limit) const { return buffer->waitSend(limit); }
+};
+
+}  // namespace
+
+void Mesh::wait_recv(gloo::transport::UnboundBuffer& buffer, int peer) {
+  wait(RecvWait{&buffer}, +[](gloo::transport::UnboundBuffer& b) { b.abortWaitRecv(); }, peer);
+}
+
+void Mesh::wait_send(gloo::transport::UnboundBuffer& buffer, int peer) {
+  wait(SendWait{&buffer}, +[](gloo::transport::UnboundBuffer& b) { b.abortWaitSend(); }, peer);
+}
+
+// A connection broke. A peer that gave up has said why before it closed, and that reason is the
+// true one; otherwise the pairs that are broken by now tell who is gone.
+Failure Mesh::explain(int peer, const std::string& what) {
+  for (int r = 0; r < size; ++r) {
+    const Control& control = control_[r];
+    if (!control.present) continue;
+    const auto status = static_cast<fl_status>(control.status);
+    std::vector<int> missing(control.missing, control.missing + control.missing_count);
+    missing.erase(std::remove(missing.begin(), missing.end(), rank), missing.end());
+    const std::string message = "rank " + std::to_string(r) + " gave up: " + control.message;
+    if (status == FL_PEER_LOST || status == FL_TIMEOUT) return {status, missing, message};
+    return {FL_PEER_LOST, {r}, message};
+  }
+  auto missing = broken_pairs();
+  if (missing.empty() && peer >= 0) missing.push_back(peer);
+  return Failure(FL_PEER_LOST, missing, what);
+}
+
+std::vector<int> Mesh::broken_pairs() {
+  std::vector<int> broken;
+  char nothing;
+  const auto probe = createUnboundBuffer(&nothing, 0);
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer == rank) continue;
+    try {
+      // A pair that has failed throws at once; on one that works this receive stays unanswered.
+      probe->recv(peer, kProbeSlot);
+    } catch (const std::exception&) {
+      broken.push_back(peer);
+    }
+  }
+  return broken;
+}
+
+void Mesh::give_up(const Failure& failure) noexcept {
+  try {
+    Control control{};
+    control.present = 1;
+    control.status = failure.status;
+    for (int r : failure.missing) {
+      if (control.missing_count < Control::kMaxMissing) {
+        control.missing[control.missing_count++] = r;
+      }
+    }
+    std::strncpy(control.message, failure.what(), sizeof control.message - 1);
+    const auto buffer = createUnboundBuffer(&control, sizeof control);
+    int sent = 0;
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer == rank) continue;
+      try {
+        buffer->send(peer, kControlSlot);
+        ++sent;
+      } catch (const std::exception&) {
+        continue;  // this peer is gone, the next may not be
+      }
+    }
+    while (sent-- > 0) buffer->waitSend(kGoodbye);
+  } catch (const std::exception&) {
+    // A peer that takes nothing more hears of it when the connection closes.
+  }
+  closeConnections();
+}
+
+}  // namespace fl
