@@ -1,0 +1,158 @@
+"""From what a user gives to what a backend takes: checks, dtypes, packing and unpacking."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed.constants import ReduceOp
+
+__all__ = [
+    "DTYPES",
+    "as_array",
+    "check_reduction",
+    "dtype_code",
+    "pack",
+    "parse_op",
+    "scale_in_place",
+]
+
+ACCEPTED = (
+    "a numpy.ndarray, cupy.ndarray, flashlight_py.Variable or an array with DLPack, of dtype bool, "
+    "int8 to int64, uint8 to uint64, float16, bfloat16, float32, float64, longdouble or complex"
+)
+
+# In the order of csrc/reduce/reduce.h. bfloat16 is told by its name: NumPy knows it only once
+# ml_dtypes has been imported, by whoever made the array.
+DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "longdouble"),
+    *("complex64", "complex128", "clongdouble"),
+)
+_CODES = {name: code for code, name in enumerate(DTYPES)}
+for name in ("longdouble", "clongdouble"):  # NumPy calls them by their width
+    _CODES[np.dtype(name).name] = _CODES[name]
+
+_OPS = {op.name.lower(): op for op in ReduceOp}
+
+
+def as_array(verb: str, value: Any) -> Array:
+    """Return the array that ``value`` is or holds, sharing its memory.
+
+    Raises:
+        TypeError: ``value`` is no array, or of a dtype that cannot be sent.
+        ValueError: it is read-only, and the verbs work in place.
+    """
+    array = getattr(value, "array", value) if not isinstance(value, np.ndarray) else value
+    if not isinstance(array, np.ndarray) and not is_cupy(array):
+        array = _from_dlpack(verb, array)
+    dtype_code(verb, array.dtype)
+    if not is_cupy(array) and not array.flags.writeable:
+        raise ValueError(
+            f"{verb} works in place and the array is read-only (shape {array.shape}, dtype "
+            f"{array.dtype}); pass a copy: {verb}(x.copy())"
+        )
+    return array
+
+
+def _from_dlpack(verb: str, value: Any) -> Array:
+    if isinstance(value, np.generic):
+        raise TypeError(
+            f"{verb} works in place and a NumPy scalar ({type(value).__name__}) cannot change; "
+            "pass np.array(x)"
+        )
+    if not hasattr(value, "__dlpack__"):
+        raise TypeError(f"{verb} takes {ACCEPTED}; got {type(value).__name__}")
+    try:
+        return np.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"{verb} cannot use this {type(value).__name__} without a copy: {error}"
+        ) from error
+
+
+def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
+    """Return the native code of ``dtype``.
+
+    Raises:
+        TypeError: arrays of this dtype (object, str, datetime, structured) cannot be sent.
+    """
+    code = _CODES.get(dtype.name)
+    if code is None:
+        raise TypeError(f"{verb} takes {ACCEPTED}; got an array of dtype {dtype}")
+    return code
+
+
+def parse_op(verb: str, op: str) -> ReduceOp:
+    """Return the reduce operation called ``op``.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    found = _OPS.get(op) if isinstance(op, str) else None
+    if found is None:
+        raise ValueError(f"{verb}: op must be one of {', '.join(_OPS)}; got {op!r}")
+    return found
+
+
+def check_reduction(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float) -> float:
+    """Return ``scale`` as a float, if ``op`` and ``scale`` mean something for ``dtype``.
+
+    Raises:
+        TypeError: op does not exist for this dtype (sum of bool, min of complex, average of
+            integers), or scale is no real number.
+        ValueError: scale is not finite, or would give fractions in an integer array.
+    """
+    if isinstance(scale, complex) or not hasattr(scale, "__float__"):
+        raise TypeError(f"{verb}: scale must be a real number, got {type(scale).__name__}")
+    factor = float(scale)
+    if not math.isfinite(factor):
+        raise ValueError(f"{verb}: scale must be finite, got {factor}")
+    kind = dtype.kind
+    if kind == "b" and (op not in (ReduceOp.MIN, ReduceOp.MAX) or factor != 1.0):
+        raise TypeError(
+            f"{verb}: a bool array takes op 'min' (all) or 'max' (any) and no scale, got "
+            f"op={op.name.lower()!r}, scale={factor}; cast it to an integer to count"
+        )
+    if kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
+        raise TypeError(f"{verb}: complex numbers have no {op.name.lower()}; use sum, avg or prod")
+    if kind in "iu":
+        _check_integer(verb, dtype, op, factor)
+    return factor
+
+
+def _check_integer(verb: str, dtype: np.dtype[Any], op: ReduceOp, factor: float) -> None:
+    if op is ReduceOp.AVG:
+        raise TypeError(
+            f"{verb}: the average of {dtype} would lose its fraction; use op='sum', or a float "
+            "array"
+        )
+    if factor != int(factor) or abs(factor) >= 2.0**63:
+        raise ValueError(
+            f"{verb}: scale={factor} on an array of {dtype} would not give whole numbers; use a "
+            "float array"
+        )
+
+
+def pack(array: Array) -> Array:
+    """Return ``array`` itself where a backend can take it, else a packed, native copy."""
+    if array.flags.c_contiguous and array.dtype.isnative:
+        return array
+    xp = array_module(array)
+    packed: Array = xp.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    return packed
+
+
+def scale_in_place(array: Array, scale: float) -> None:
+    """Multiply ``array`` by ``scale``, rounding as the native reductions do."""
+    if scale == 1.0:
+        return
+    if array.dtype.kind in "iu":
+        array *= np.asarray(int(scale), np.int64).astype(array.dtype)
+    elif array.dtype.itemsize == 2:  # float16 and bfloat16: one rounding, from float32
+        array[...] = array.astype(np.float32) * np.float32(scale)
+    else:
+        array *= array.real.dtype.type(scale)

@@ -1,0 +1,67 @@
+"""What a backend owes. Everything above it is validation, everything below it is transport.
+
+A backend is given arrays that are C-contiguous, writable, of native byte order and of a dtype
+and op that go together; ranks agree on nothing yet. Operations of one backend run in the order
+in which they are called. ``AVG`` never arrives: it is ``SUM`` with the scale divided by the size.
+"""
+
+from __future__ import annotations
+
+import abc
+
+from flashlight_py.device import Array
+from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.work import Work
+
+__all__ = ["Backend"]
+
+
+class Backend(abc.ABC):
+    """Moves arrays between the ``size`` ranks of one group, of which this one is ``rank``.
+
+    Each verb is collective, except send and recv, and starts at once; ``Work.wait`` blocks and
+    returns the result. What ranks get wrong against each other raises on all of them: see ``Work``.
+    """
+
+    kind: DistributedBackend
+    rank: int
+    size: int
+
+    @abc.abstractmethod
+    def all_reduce(self, array: Array, op: ReduceOp, scale: float) -> Work:
+        """``array = scale * (rank 0's op rank 1's op ...)`` in place; the result is ``array``."""
+
+    @abc.abstractmethod
+    def reduce_scatter(self, array: Array, op: ReduceOp, scale: float) -> Work:
+        """Reduce; the result is a new array: this rank's equal part of the first dimension."""
+
+    @abc.abstractmethod
+    def broadcast(self, array: Array, root: int) -> Work:
+        """Make ``array`` equal to ``root``'s, in place; the result is ``array``."""
+
+    @abc.abstractmethod
+    def all_gather(self, array: Array) -> Work:
+        """The result is a new array: all ranks', joined along the first dimension.
+
+        First dimensions may differ between ranks; an array has at least one dimension.
+        """
+
+    @abc.abstractmethod
+    def send(self, array: Array, dst: int, tag: int) -> Work:
+        """Give ``array`` to rank ``dst``, which must ``recv`` with the same ``tag``."""
+
+    @abc.abstractmethod
+    def recv(self, array: Array, src: int, tag: int) -> Work:
+        """Fill ``array`` with what rank ``src`` sends under ``tag``; the result is ``array``."""
+
+    @abc.abstractmethod
+    def barrier(self, timeout: float | None = None) -> Work:
+        """End when every rank has called it; ``timeout`` in seconds, None: the group's."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Block until every operation that this rank has started has ended."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End what runs, fail what waits, free everything. Not collective; may be repeated."""

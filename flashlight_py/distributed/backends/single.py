@@ -1,0 +1,54 @@
+"""The world of one process: every verb is the identity, times the scale."""
+
+from __future__ import annotations
+
+from flashlight_py.device import Array
+from flashlight_py.distributed.arrays import scale_in_place
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.work import Done, Work
+
+__all__ = ["SingleBackend"]
+
+
+class SingleBackend(Backend):
+    """A group of one rank, for NumPy and CuPy arrays alike."""
+
+    kind = DistributedBackend.SINGLE
+    rank = 0
+    size = 1
+
+    def all_reduce(self, array: Array, op: ReduceOp, scale: float) -> Work:
+        """Multiply ``array`` by ``scale`` in place."""
+        scale_in_place(array, scale)
+        return Done(array)
+
+    def reduce_scatter(self, array: Array, op: ReduceOp, scale: float) -> Work:
+        """Return a scaled copy."""
+        return self.all_reduce(array.copy(), op, scale)
+
+    def broadcast(self, array: Array, root: int) -> Work:
+        """Leave ``array`` as it is."""
+        return Done(array)
+
+    def all_gather(self, array: Array) -> Work:
+        """Return a copy."""
+        return Done(array.copy())
+
+    def send(self, array: Array, dst: int, tag: int) -> Work:
+        """Refuse: there is nobody else."""
+        raise ValueError("send: this world has one rank, and a rank cannot send to itself")
+
+    def recv(self, array: Array, src: int, tag: int) -> Work:
+        """Refuse: there is nobody else."""
+        raise ValueError("recv: this world has one rank, and a rank cannot receive from itself")
+
+    def barrier(self, timeout: float | None = None) -> Work:
+        """End at once."""
+        return Done()
+
+    def synchronize(self) -> None:
+        """Nothing is ever pending."""
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,60 @@
+"""The enumerations and keys of the distributed module, with flashlight's names and values."""
+
+from __future__ import annotations
+
+import enum
+
+__all__ = ["DistributedBackend", "DistributedConstants", "DistributedInit", "ReduceOp"]
+
+
+class DistributedInit(enum.IntEnum):
+    """How processes find each other."""
+
+    MPI = 0
+    """Started by ``mpirun``: rank and size are MPI's (needs mpi4py)."""
+    FILE_SYSTEM = 1
+    """A path that all processes see, in ``params[FILE_PATH]``; each knows its rank and size."""
+    ENV = 2
+    """Environment variables of our launcher, torchrun, Slurm, Open MPI or PMI/MPICH."""
+
+
+class DistributedBackend(enum.IntEnum):
+    """What moves the arrays."""
+
+    GLOO = 0
+    """NumPy arrays between processes."""
+    NCCL = 1
+    """CuPy arrays between GPUs."""
+    SINGLE = 2
+    """A world of one process: nothing moves."""
+    MPI = 3
+    """NumPy arrays through the MPI library."""
+
+
+class DistributedConstants:
+    """Keys of the ``params`` of ``distributed_init``, and flashlight's default bucket size."""
+
+    FILE_PATH = "FILE_PATH"
+    """The rendezvous path of ``DistributedInit.FILE_SYSTEM``."""
+    MAX_DEVICE_PER_NODE = "MAX_DEVICE_PER_NODE"
+    """GPUs per host; a rank uses device ``rank % MAX_DEVICE_PER_NODE``."""
+    TIMEOUT = "TIMEOUT"
+    """Seconds that initialisation and each operation may take (default 300)."""
+    BACKEND = "BACKEND"
+    """``auto`` (default) or ``gloo``."""
+    INTERFACE = "INTERFACE"
+    """Network interface or local address to use between hosts, such as ``eth0``."""
+
+    COALESCE_CACHE_SIZE = 20 << 20
+    """Bytes that ``CoalescingReducer`` collects before it reduces them: 20 MiB."""
+
+
+class ReduceOp(enum.IntEnum):
+    """How arrays are combined; the values are those of the native kernels."""
+
+    SUM = 0
+    PROD = 1
+    MIN = 2
+    MAX = 3
+    AVG = 4
+    """The sum, scaled by 1 / size inside the reduction."""

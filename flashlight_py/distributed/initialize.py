@@ -1,0 +1,215 @@
+"""From "some processes" to a world: choose the rendezvous, meet, connect; and the way back."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flashlight_py import _native
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.gloo import GlooBackend
+from flashlight_py.distributed.backends.single import SingleBackend
+from flashlight_py.distributed.constants import DistributedInit
+from flashlight_py.distributed.group import ProcessGroup
+from flashlight_py.distributed.hosts import address_to_bind, host_identity, local_place
+from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
+from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
+from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.settings import Settings
+from flashlight_py.distributed.world import World, current_world, is_distributed_init, set_world
+from flashlight_py.errors import GroupClosedError, RendezvousError
+
+__all__ = ["distributed_init", "distributed_shutdown"]
+
+_log = logging.getLogger("flashlight_py")
+
+StoreFactory = Callable[[], Store]
+
+
+def distributed_init(
+    init_method: DistributedInit | None = None,
+    world_rank: int = -1,
+    world_size: int = -1,
+    params: Mapping[str, Any] | None = None,
+) -> None:
+    """Find the other processes and connect to them. Collective; blocks until all are here.
+
+    A second call warns and returns; after ``distributed_shutdown`` it works again.
+
+    Args:
+        init_method: ``DistributedInit.MPI``: under ``mpirun``; rank and size are MPI's, the
+            arguments are ignored. ``FILE_SYSTEM``: through ``params["FILE_PATH"]``, with rank and
+            size given. ``ENV``: as the environment variables of a launcher say. None: whichever
+            the environment calls for, and a world of one process where it calls for none.
+        world_rank: this process's rank, from 0; FILE_SYSTEM only.
+        world_size: number of processes; FILE_SYSTEM only.
+        params: keys of ``DistributedConstants``: FILE_PATH, TIMEOUT (seconds, default 300, for
+            meeting and later for each operation), INTERFACE, BACKEND, MAX_DEVICE_PER_NODE.
+
+    Raises:
+        ValueError: unknown method or params key, rank or size that make no sense, FILE_SYSTEM
+            without FILE_PATH. Nothing was created.
+        BackendUnavailableError: mpi4py, an MPI library or Gloo is missing; says what to install.
+        RendezvousError: a rank (named) did not come in time, two claim one rank, sizes differ,
+            the path cannot be used, or MPI does not know of the ranks that mpirun started.
+        PeerLostError: a rank died while ranks were connecting.
+    """
+    if is_distributed_init():
+        warnings.warn(
+            "distributed_init was called again and does nothing; call distributed_shutdown first "
+            "to start anew",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    method = _method(init_method)
+    settings = Settings.from_params(params)
+    create = _choose(method, world_rank, world_size, settings)
+    set_world(World(ProcessGroup(SingleBackend())) if create is None else _meet(create, settings))
+    atexit.register(_close_at_exit)
+    world = current_world()
+    if world.group.rank == 0:
+        _log.info("initialised %d process(es): %r", world.group.size, world.group)
+
+
+def distributed_shutdown() -> None:
+    """Leave the world; collective. Afterwards this process is rank 0 of 1 again.
+
+    Waits until every rank has come here, so that nobody's last operation is cut off, unless the
+    group broke before. Also without it nothing is left behind when the process exits.
+
+    Raises:
+        MismatchError: another rank called something else instead.
+        PeerLostError: a rank is gone.
+        CollectiveTimeoutError: a rank did not come within the group's timeout (seconds).
+    """
+    if not is_distributed_init():
+        return
+    group = current_world().group
+    try:
+        group.barrier()
+    except GroupClosedError:
+        _log.debug("the group broke before the shutdown; whoever used it was told")
+    finally:
+        set_world(None)
+        group.close()
+        atexit.unregister(_close_at_exit)
+
+
+def _close_at_exit() -> None:
+    """Close the sockets. Not collective: the others may still have work to do."""
+    group = current_world().group
+    set_world(None)
+    group.close()
+
+
+def _method(value: Any) -> DistributedInit | None:
+    if value is None:
+        return None
+    try:
+        return DistributedInit(value)
+    except ValueError:
+        known = ", ".join(f"DistributedInit.{method.name}" for method in DistributedInit)
+        raise ValueError(f"init_method must be one of {known} or None; got {value!r}") from None
+
+
+def _choose(
+    method: DistributedInit | None, rank: int, size: int, settings: Settings
+) -> StoreFactory | None:
+    """Return what makes the store; None: a world of one process, which has nobody to meet."""
+    if method is DistributedInit.MPI:
+        return lambda: MpiStore(settings.timeout)
+    if method is DistributedInit.FILE_SYSTEM:
+        return _by_file(rank, size, settings)
+    found = detect()
+    if method is DistributedInit.ENV:
+        return _by_environment(_require(found), settings)
+    if rank != -1 or size != -1 or settings.file_path is not None:
+        raise ValueError(
+            "world_rank, world_size and FILE_PATH belong to DistributedInit.FILE_SYSTEM; pass it "
+            "as init_method, or leave them out to let the environment decide"
+        )
+    if found is None:
+        return None
+    if found.launcher in ("openmpi", "pmi", "mvapich") and not found.file:
+        return lambda: MpiStore(settings.timeout)
+    return _by_environment(found, settings)
+
+
+def _by_file(rank: int, size: int, settings: Settings) -> StoreFactory | None:
+    path = settings.file_path
+    if path is None:
+        raise ValueError(
+            "DistributedInit.FILE_SYSTEM needs params={'FILE_PATH': a path that all ranks see}"
+        )
+    _check_place(rank, size)
+    if size == 1:
+        return None
+    _native.load("gloo")  # absent, it says so before anything is created
+    return lambda: FileStore(path, rank, size, settings.timeout)
+
+
+def _check_place(rank: int, size: int) -> None:
+    for name, value in (("world_rank", rank), ("world_size", size)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name} must be an integer, got {value!r}")
+    if size < 1:
+        raise ValueError(f"world_size must be at least 1, got {size}")
+    if not 0 <= rank < size:
+        raise ValueError(f"world_rank must be from 0 to {size - 1} (world_size - 1), got {rank}")
+
+
+def _require(found: LaunchEnvironment | None) -> LaunchEnvironment:
+    if found is None:
+        raise RendezvousError(
+            "DistributedInit.ENV found no launcher in the environment; start by one (torchrun, "
+            "srun, mpirun), or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process"
+        )
+    return found
+
+
+def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactory | None:
+    """Meet where the environment says: at a file, at a port of rank 0's host, or through MPI."""
+    if found.size == 1:
+        return None
+    rank, size, timeout = found.rank, found.size, settings.timeout
+    file = settings.file_path or found.file
+    host, port = found.master_address, found.master_port
+    _native.load("gloo")
+    if file is not None:
+        return lambda: FileStore(file, rank, size, timeout)
+    if host is not None and port is not None:
+        from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+
+        return lambda: TcpStore(host, port, rank, size, timeout)
+    if found.launcher in ("openmpi", "pmi", "mvapich"):
+        return lambda: MpiStore(timeout)
+    raise RendezvousError(
+        f"the environment says rank {rank} of {size} ({found.said_by}) but not where to meet; set "
+        "MASTER_ADDR and MASTER_PORT, or pass params={'FILE_PATH': a path that all ranks see}"
+    )
+
+
+def _meet(create: StoreFactory, settings: Settings) -> World:
+    store = create()
+    try:
+        world = _connect(store, settings)
+        store.close()
+    except BaseException as error:
+        store.abort(f"{type(error).__name__}: {error}")
+        raise
+    return world
+
+
+def _connect(store: Store, settings: Settings) -> World:
+    identities = store.exchange(host_identity())
+    local_rank, local_size = local_place(store.rank, identities)
+    backend: Backend = SingleBackend()
+    if store.size > 1:
+        host, interface = address_to_bind(settings.interface, local_size == store.size)
+        backend = GlooBackend(store, host, interface, settings.timeout)
+    return World(ProcessGroup(backend), local_rank, local_size)

@@ -1,0 +1,132 @@
+"""Reducers: arrays in, one after the other, reduced arrays out.
+
+A reducer decides when arrays travel and which travel together. It knows nothing of modules or
+gradients; ranks must give it the same arrays in the same order.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from flashlight_py.device import Array
+from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
+from flashlight_py.distributed.arrays import as_array
+from flashlight_py.distributed.constants import DistributedConstants
+from flashlight_py.distributed.group import ProcessGroup
+from flashlight_py.distributed.work import Work
+
+__all__ = ["CoalescingReducer", "InlineReducer", "Reducer"]
+
+
+class Reducer(abc.ABC):
+    """Sums arrays over the ranks of ``group`` (None: the world) and multiplies by ``scale``."""
+
+    def __init__(self, scale: float, group: ProcessGroup | None = None) -> None:
+        self.scale = float(scale)
+        self.group = group
+
+    @abc.abstractmethod
+    def add(self, array: Any) -> None:
+        """Take an array (any shape), to be reduced in place by the end of :meth:`finalize`."""
+
+    @abc.abstractmethod
+    def finalize(self) -> None:
+        """Block until every array that was added holds the reduced values."""
+
+    def abandon(self) -> None:  # noqa: B027  (optional: only reducers that collect need it)
+        """Forget what was added and not yet sent: whoever added it has failed."""
+
+
+class InlineReducer(Reducer):
+    """Reduces each array as soon as it is added, blocking.
+
+    Args:
+        scale: factor of every sum, such as 1 / world size for the mean.
+        group: the process group, default the world.
+    """
+
+    def add(self, array: Any) -> None:
+        """Reduce ``array`` in place, any shape; blocks.
+
+        Raises:
+            TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        all_reduce(array, self.scale, group=self.group)
+
+    def finalize(self) -> None:
+        """Return at once: nothing is ever pending."""
+
+
+class CoalescingReducer(Reducer):
+    """Collects arrays and reduces them together, in buckets, while the caller goes on.
+
+    Args:
+        scale: factor of every sum, such as 1 / world size for the mean.
+        async_op: start full buckets without waiting; they end in ``finalize``.
+        contiguous: pack each bucket into one transfer per dtype.
+        bucket_bytes: a bucket is sent when the next array would make it larger than this
+            (default 20 MiB, flashlight's); a larger array travels alone and unpacked.
+        group: the process group, default the world.
+
+    Raises:
+        ValueError: ``bucket_bytes`` is not positive.
+    """
+
+    def __init__(
+        self,
+        scale: float,
+        async_op: bool = True,
+        contiguous: bool = True,
+        bucket_bytes: int = DistributedConstants.COALESCE_CACHE_SIZE,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(scale, group)
+        if bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+        self._async = async_op
+        self._contiguous = contiguous
+        self._limit = bucket_bytes
+        self._bucket: list[Array] = []
+        self._bytes = 0
+        self._works: list[Work] = []
+
+    def add(self, array: Any) -> None:
+        """Take an array of any shape; sends the bucket that it does not fit into.
+
+        It must not be used until ``finalize``.
+
+        Raises:
+            TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        array = as_array("CoalescingReducer.add", array)
+        if self._bytes + array.nbytes > self._limit:
+            self._flush()
+        self._bucket.append(array)
+        self._bytes += array.nbytes
+
+    def finalize(self) -> None:
+        """Send what is left and block until everything has been reduced.
+
+        Raises:
+            DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        self._flush()
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def abandon(self) -> None:
+        """Forget what was collected. What is on its way cannot be called back."""
+        self._bucket, self._bytes, self._works = [], 0, []
+
+    def _flush(self) -> None:
+        bucket, self._bucket, self._bytes = self._bucket, [], 0
+        if not bucket:
+            return
+        packed = self._contiguous and len(bucket) > 1
+        work = all_reduce_multiple(
+            bucket, self.scale, async_op=self._async, contiguous=packed, group=self.group
+        )
+        if self._async:
+            self._works.append(work)

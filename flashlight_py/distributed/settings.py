@@ -1,0 +1,94 @@
+"""The ``params`` of ``distributed_init``, checked and typed."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flashlight_py.distributed.constants import DistributedConstants as Keys
+
+__all__ = ["Settings"]
+
+DEFAULT_TIMEOUT = 300.0
+BACKENDS = ("auto", "gloo")
+KNOWN = (Keys.FILE_PATH, Keys.MAX_DEVICE_PER_NODE, Keys.TIMEOUT, Keys.BACKEND, Keys.INTERFACE)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may set. Values may be strings, as flashlight's are; times are in seconds."""
+
+    file_path: str | None = None
+    max_device_per_node: int | None = None
+    timeout: float = DEFAULT_TIMEOUT
+    backend: str = "auto"
+    interface: str = ""
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any] | None) -> Settings:
+        """Check ``params``.
+
+        Raises:
+            TypeError: it is no mapping.
+            ValueError: a key is unknown (the nearest known one is named) or a value is invalid.
+        """
+        if params is None:
+            return cls()
+        if not isinstance(params, Mapping):
+            raise TypeError(f"params must be a dict, got {type(params).__name__}")
+        for key in params:
+            _check_key(key)
+        values = {key: value for key, value in params.items() if value is not None}
+        return cls(
+            file_path=_path(values.get(Keys.FILE_PATH)),
+            max_device_per_node=_count(values.get(Keys.MAX_DEVICE_PER_NODE)),
+            timeout=_seconds(values.get(Keys.TIMEOUT, DEFAULT_TIMEOUT)),
+            backend=_backend(values.get(Keys.BACKEND, "auto")),
+            interface=str(values.get(Keys.INTERFACE, "")),
+        )
+
+
+def _check_key(key: object) -> None:
+    if key in KNOWN:
+        return
+    near = difflib.get_close_matches(str(key).upper(), KNOWN, n=1, cutoff=0.0)
+    raise ValueError(
+        f"params has an unknown key {key!r}; did you mean {near[0]!r}? Known: {', '.join(KNOWN)}"
+    )
+
+
+def _path(value: Any) -> str | None:
+    if value is None:
+        return None
+    path = os.fspath(value)
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"params['FILE_PATH'] must be a path that is not empty, got {value!r}")
+    return path
+
+
+def _count(value: Any) -> int | None:
+    if value is None:
+        return None
+    if not str(value).isdecimal() or int(value) < 1:
+        raise ValueError(f"params['MAX_DEVICE_PER_NODE'] must be a whole number >= 1: {value!r}")
+    return int(value)
+
+
+def _seconds(value: Any) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"params['TIMEOUT'] must be a positive number of seconds, got {value!r}")
+    return seconds
+
+
+def _backend(value: Any) -> str:
+    if value not in BACKENDS:
+        raise ValueError(f"params['BACKEND'] must be one of {', '.join(BACKENDS)}; got {value!r}")
+    return str(value)

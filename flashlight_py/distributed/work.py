@@ -1,0 +1,96 @@
+"""A pending operation, and the few forms it takes."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["AllOf", "Done", "Then", "Work"]
+
+
+class Work(abc.ABC):
+    """An operation that was started with ``async_op=True``.
+
+    The arrays given to it must not be read or written until :meth:`wait` has returned.
+    """
+
+    @abc.abstractmethod
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until the operation has ended, and return its result.
+
+        Waiting releases the GIL and answers Ctrl-C. ``timeout`` (seconds, None: the group's own
+        limit alone) bounds this wait only; the operation goes on.
+
+        Raises:
+            CollectiveTimeoutError: it has not ended after ``timeout`` seconds, or a rank did not
+                join it within the group's timeout.
+            PeerLostError: another rank is gone.
+            MismatchError: the ranks called different things.
+            GroupClosedError: the group was closed or broke before.
+        """
+
+    @abc.abstractmethod
+    def is_completed(self) -> bool:
+        """Tell, without blocking, whether the operation has ended, well or not."""
+
+    def result(self) -> Any:
+        """Return the result of an operation that has ended; raises what :meth:`wait` raises.
+
+        Raises:
+            RuntimeError: it has not ended yet.
+        """
+        if not self.is_completed():
+            raise RuntimeError("the operation has not ended yet; call wait() first")
+        return self.wait()
+
+
+class Done(Work):
+    """An operation that ended before it was asked about."""
+
+    def __init__(self, value: Any = None) -> None:
+        self._value = value
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the result at once; ``timeout`` (seconds) is never needed."""
+        return self._value
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+
+class Then(Work):
+    """An operation whose result is made from another's, once, when it is first waited for."""
+
+    def __init__(self, work: Work, finish: Callable[[Any], Any]) -> None:
+        self._work = work
+        self._finish: Callable[[Any], Any] | None = finish
+        self._value: Any = None
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the other operation (up to ``timeout`` seconds), finish, return the result."""
+        value = self._work.wait(timeout)
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._value = finish(value)
+        return self._value
+
+    def is_completed(self) -> bool:
+        """Tell whether the other operation has ended."""
+        return self._work.is_completed()
+
+
+class AllOf(Work):
+    """Several operations as one; the result is the list of their results."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = list(works)
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """Wait for each in turn, up to ``timeout`` seconds each."""
+        return [work.wait(timeout) for work in self._works]
+
+    def is_completed(self) -> bool:
+        """Tell whether all have ended."""
+        return all(work.is_completed() for work in self._works)

@@ -1,0 +1,81 @@
+"""The world: the one group that holds every rank, and what this process knows of its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flashlight_py.distributed.backends.single import SingleBackend
+from flashlight_py.distributed.constants import DistributedBackend
+from flashlight_py.distributed.group import ProcessGroup
+
+__all__ = [
+    "World",
+    "current_world",
+    "distributed_backend",
+    "get_local_rank",
+    "get_local_size",
+    "get_world_rank",
+    "get_world_size",
+    "is_distributed_init",
+    "set_world",
+]
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks, and this one's place on its host."""
+
+    group: ProcessGroup
+    local_rank: int = 0
+    local_size: int = 1
+
+
+# Before distributed_init, and after distributed_shutdown, a process is a world of its own.
+_ALONE = World(ProcessGroup(SingleBackend()))
+_world: World | None = None
+
+
+def current_world() -> World:
+    """Return the world as initialised, else the one of this process alone."""
+    return _ALONE if _world is None else _world
+
+
+def set_world(world: World | None) -> None:
+    """Make ``world`` the current one; None: this process alone."""
+    global _world  # noqa: PLW0603  (the one piece of process-wide state)
+    _world = world
+
+
+def is_distributed_init() -> bool:
+    """Tell whether ``distributed_init`` has succeeded and no shutdown came after it."""
+    return _world is not None
+
+
+def get_world_rank() -> int:
+    """Return this process's rank in the world, from 0; 0 before ``distributed_init``."""
+    return current_world().group.rank
+
+
+def get_world_size() -> int:
+    """Return how many processes the world has; 1 before ``distributed_init``."""
+    return current_world().group.size
+
+
+def get_local_rank() -> int:
+    """Return this process's number among those of its host, from 0."""
+    return current_world().local_rank
+
+
+def get_local_size() -> int:
+    """Return how many processes of the world run on this host."""
+    return current_world().local_size
+
+
+def distributed_backend(array: Any = None) -> DistributedBackend:
+    """Return the backend that ``array`` goes through; None stands for a NumPy array.
+
+    Raises:
+        BackendUnavailableError: nothing here moves arrays of this kind.
+    """
+    return current_world().group.backend(array).kind

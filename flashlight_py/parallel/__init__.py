@@ -1,0 +1,17 @@
+"""Data-parallel training: the only package that sees both modules and communication."""
+
+from __future__ import annotations
+
+from flashlight_py.parallel.data_parallel import (
+    all_reduce_gradients,
+    all_reduce_parameters,
+    distribute_module_grads,
+    no_sync,
+)
+
+__all__ = [
+    "all_reduce_gradients",
+    "all_reduce_parameters",
+    "distribute_module_grads",
+    "no_sync",
+]

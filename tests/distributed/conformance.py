@@ -1,0 +1,226 @@
+"""What every backend must do: run on real ranks, compared with NumPy. Backends join by one line.
+
+The reference combines the ranks' arrays in rank order with NumPy itself, so results must be equal
+to the last bit, not merely close.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+import flashlight_py as fl
+
+Array = NDArray[Any]
+
+# backend name -> (world sizes, what distributed_init is told)
+BACKENDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "single": ((1,), {}),
+    "gloo": ((2, 3, 4), {"BACKEND": "gloo"}),
+}
+WORLDS = [(name, size) for name, (sizes, _) in BACKENDS.items() for size in sizes]
+
+DTYPES = [
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "longdouble"),
+    *("complex64", "complex128", "clongdouble"),
+]
+LAYOUTS = [
+    *("contiguous", "fortran", "strided", "reversed", "transposed", "swapped bytes"),
+    *("scalar-shaped", "empty", "one element"),
+]
+BINARY = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def ops_of(name: str) -> list[str]:
+    kind = dtype_of(name).kind
+    if kind == "b":
+        return ["min", "max"]
+    if kind == "c":
+        return ["sum", "avg", "prod"]
+    return ["sum", "prod", "min", "max"] + ([] if kind in "iu" else ["avg"])
+
+
+def values(rank: int, shape: tuple[int, ...], name: str) -> Array:
+    """This rank's values, which any rank can compute."""
+    random = np.random.default_rng(1000 + rank)
+    dtype = dtype_of(name)
+    if dtype.kind == "b":
+        return np.asarray(random.random(shape) < 0.5)
+    if dtype.kind in "iu":
+        return np.asarray(random.integers(0, 100, shape)).astype(dtype)
+    numbers = random.standard_normal(shape)
+    if dtype.kind == "c":
+        numbers = numbers + 1j * random.standard_normal(shape)
+    return np.asarray(numbers).astype(dtype)
+
+
+def lay_out(array: Array, layout: str) -> Array:
+    """The same values in other memory."""
+    if layout == "fortran":
+        return np.array(array, order="F")
+    if layout == "strided":
+        room = np.zeros((array.shape[0] * 2, *array.shape[1:]), array.dtype)
+        room[::2] = array
+        return room[::2]
+    if layout == "reversed":
+        return array[::-1].copy()[::-1]
+    if layout == "transposed":
+        return array.T.copy().T
+    if layout == "swapped bytes":
+        return array.astype(array.dtype.newbyteorder())
+    return array.copy()
+
+
+def shape_of(layout: str) -> tuple[int, ...]:
+    return {"scalar-shaped": (), "empty": (0, 3), "one element": (1,)}.get(layout, (6, 5))
+
+
+def combined(arrays: list[Array], op: str, scale: float) -> Array:
+    """Combine in rank order; narrow floats in float32, rounded once; integers wrap."""
+    with np.errstate(over="ignore"):
+        return _combined(arrays, op, scale)
+
+
+def _combined(arrays: list[Array], op: str, scale: float) -> Array:
+    dtype = arrays[0].dtype
+    narrow = dtype.itemsize == 2 and dtype.kind not in "iu"
+    total = arrays[0].astype(np.float32) if narrow else arrays[0].copy()
+    for array in arrays[1:]:
+        total = BINARY[op](total, array.astype(total.dtype))
+    factor = scale / len(arrays) if op == "avg" else scale
+    if factor != 1.0:
+        total = total * total.real.dtype.type(factor)
+    return np.asarray(total).astype(dtype)
+
+
+def assert_equal(got: Array, expected: Array, what: str) -> None:
+    """Bit for bit. Products of complex numbers may be contracted by NumPy's kernels."""
+    assert got.shape == expected.shape, what
+    if got.dtype.kind == "c":
+        np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=what)
+    else:
+        np.testing.assert_array_equal(got, expected, err_msg=what)
+
+
+# What runs on the ranks ---------------------------------------------------------------------
+
+
+def all_reduce_every_op(rank: int, size: int, name: str, layout: str) -> None:
+    shape = shape_of(layout)
+    everyone = [values(r, shape, name) for r in range(size)]
+    integral = dtype_of(name).kind in "iub"
+    for op in ops_of(name):
+        for scale in (1.0, 3.0) if dtype_of(name).kind != "b" else (1.0,):
+            x = lay_out(everyone[rank], layout)
+            before = x.dtype, x.strides
+            result = fl.all_reduce(x, scale=scale, op=op)
+            assert result is x
+            assert (x.dtype, x.strides) == before
+            what = f"all_reduce {name} {layout} {op} scale={scale} on rank {rank} of {size}"
+            assert_equal(x, combined(everyone, op, scale).astype(x.dtype), what)
+    if not integral:
+        x = lay_out(everyone[rank], layout)
+        work = fl.all_reduce(x, scale=0.25, async_op=True)
+        assert work.wait() is x
+        assert work.is_completed()
+        assert work.result() is x
+        assert_equal(x, combined(everyone, "sum", 0.25).astype(x.dtype), f"async {name} {layout}")
+
+
+def all_reduce_sizes(rank: int, size: int, name: str, counts: list[int]) -> None:
+    for count in counts:
+        everyone = [values(r, (count,), name) for r in range(size)]
+        x = everyone[rank].copy()
+        fl.all_reduce(x)
+        assert_equal(x, combined(everyone, "sum", 1.0), f"{count} elements of {name}")
+
+
+def all_reduce_twice(rank: int, size: int, count: int) -> bytes:
+    x = values(rank, (count,), "float32")
+    fl.all_reduce(x)
+    return x.tobytes()
+
+
+def all_reduce_multiple_mixed(rank: int, size: int, contiguous: bool, async_op: bool) -> None:
+    names = ["float32", "float64", "float32", "int32", "float16", "float32"]
+    shapes = [(3, 4), (5,), (), (2, 2), (0,), (1000,)]
+    everyone = [
+        [values(r, shape, name) for name, shape in zip(names, shapes, strict=True)]
+        for r in range(size)
+    ]
+    xs = [lay_out(x, "fortran") for x in everyone[rank]]
+    result = fl.all_reduce_multiple(xs, scale=2.0, contiguous=contiguous, async_op=async_op)
+    got = result.wait() if async_op else result
+    assert all(a is b for a, b in zip(got, xs, strict=True))
+    for i, x in enumerate(xs):
+        expected = combined([arrays[i] for arrays in everyone], "sum", 2.0)
+        assert_equal(x, expected, f"array {i}, contiguous={contiguous}")
+
+
+def many_in_flight(rank: int, size: int) -> None:
+    arrays = [np.full(10 ** (i % 6), float(i + rank)) for i in range(30)]
+    works = [fl.all_reduce(array, async_op=True) for array in arrays]
+    fl.sync_distributed()
+    assert all(work.is_completed() for work in works)
+    for i, array in enumerate(arrays):
+        assert np.all(array == i * size + sum(range(size)))
+
+
+def dropped_work_is_safe(rank: int, size: int) -> None:
+    """Nobody keeps the Work nor the array; the library still writes into live memory."""
+    for i in range(50):
+        fl.all_reduce(np.full(50_000, float(i)), async_op=True)
+    x = np.ones(3)
+    fl.all_reduce(x)
+    assert np.all(x == size)
+
+
+def broadcast_from_each(rank: int, size: int, name: str, count: int) -> None:
+    for root in range(size):
+        for layout in ("contiguous", "strided"):
+            x = lay_out(values(rank, (count,), name), layout)
+            assert fl.broadcast(x, root=root) is x
+            assert_equal(x, values(root, (count,), name), f"{count} {name} from {root}")
+
+
+def all_gather_unequal(rank: int, size: int, name: str, rows: int) -> None:
+    shapes = [(rows * r, 3) for r in range(size)]
+    everyone = [values(r, shapes[r], name) for r in range(size)]
+    for layout in ("contiguous", "fortran"):
+        x = lay_out(everyone[rank], layout)
+        assert_equal(fl.all_gather(x), np.concatenate(everyone), f"{rows} rows of {name}")
+        assert_equal(x, everyone[rank], "the argument stays")
+    assert np.array_equal(fl.all_gather(np.array(rank)), np.arange(size))
+
+
+def reduce_scatter_parts(rank: int, size: int, name: str, rows: int) -> None:
+    everyone = [values(r, (rows * size, 2), name) for r in range(size)]
+    for op in ops_of(name):
+        x = lay_out(everyone[rank], "fortran")
+        part = fl.reduce_scatter(x, op=op)
+        expected = combined(everyone, op, 1.0)[rows * rank : rows * (rank + 1)]
+        assert_equal(part, expected, f"reduce_scatter {op} {name}")
+        assert_equal(x, everyone[rank], "the argument stays")
+
+
+def ring_of_messages(rank: int, size: int, count: int) -> None:
+    """Each sends to the next; even ranks send first."""
+    x = values(rank, (count,), "float32")
+    y = np.zeros((2, count), np.float32).T[:, 0]  # not contiguous
+    steps = [
+        lambda: fl.send(x, (rank + 1) % size, tag=7),
+        lambda: fl.recv(y, (rank - 1) % size, tag=7),
+    ]
+    # With an odd number of ranks, the last one and the first are both even.
+    first = 1 if rank % 2 or (size % 2 and rank == size - 1) else 0
+    steps[first]()
+    steps[1 - first]()
+    assert_equal(y, values((rank - 1) % size, (count,), "float32"), f"{count} from before")
