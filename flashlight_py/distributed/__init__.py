@@ -1,0 +1,60 @@
+"""Collectives between processes: moves arrays, knows no module and no gradient."""
+
+from __future__ import annotations
+
+from flashlight_py.distributed.api import (
+    all_gather,
+    all_reduce,
+    all_reduce_multiple,
+    barrier,
+    broadcast,
+    recv,
+    reduce_scatter,
+    send,
+    sync_distributed,
+)
+from flashlight_py.distributed.constants import (
+    DistributedBackend,
+    DistributedConstants,
+    DistributedInit,
+)
+from flashlight_py.distributed.group import ProcessGroup
+from flashlight_py.distributed.initialize import distributed_init, distributed_shutdown
+from flashlight_py.distributed.reducer import CoalescingReducer, InlineReducer, Reducer
+from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.world import (
+    distributed_backend,
+    get_local_rank,
+    get_local_size,
+    get_world_rank,
+    get_world_size,
+    is_distributed_init,
+)
+
+__all__ = [
+    "DistributedBackend",
+    "DistributedConstants",
+    "DistributedInit",
+    "distributed_init",
+    "distributed_shutdown",
+    "is_distributed_init",
+    "distributed_backend",
+    "get_world_rank",
+    "get_world_size",
+    "get_local_rank",
+    "get_local_size",
+    "all_reduce",
+    "all_reduce_multiple",
+    "reduce_scatter",
+    "broadcast",
+    "all_gather",
+    "send",
+    "recv",
+    "barrier",
+    "sync_distributed",
+    "ProcessGroup",
+    "Work",
+    "Reducer",
+    "InlineReducer",
+    "CoalescingReducer",
+]
