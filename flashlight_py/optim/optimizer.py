@@ -76,15 +76,15 @@ class FirstOrderOptimizer(ABC):
         Nothing is changed unless everything fits.
 
         Raises:
-            ValueError: the names, the number of parameters, or a shape differ.
+            ValueError: the names, the number of parameters, or a shape differ; negative ``lr``.
         """
         own = self.state_dict()
         _check_names(state, own)
         for name, entries in self._state().items():
             _check_entries(name, state[name], entries)
+        self.lr = state["lr"]  # checked here, before the first copy
         for name, entries in self._state().items():
             _copy_entries(state[name], entries)
-        self.lr = state["lr"]
 
     def _state(self) -> dict[str, list[Any]]:
         """Return what a rule keeps for each parameter: by name, arrays or numbers."""

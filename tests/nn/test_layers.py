@@ -1,0 +1,168 @@
+"""Layers, losses and initial values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py.autograd import functions as F
+from flashlight_py.autograd import input, param
+from flashlight_py.nn import (
+    CategoricalCrossEntropy,
+    Dropout,
+    Linear,
+    LogSoftmax,
+    MeanSquaredError,
+    Module,
+    ReLU,
+    Sequential,
+    Sigmoid,
+    Tanh,
+    View,
+    init,
+)
+from flashlight_py.optim import SGDOptimizer
+from flashlight_py.random import set_seed
+
+
+class TestLinear:
+    def test_shapes_dtype_and_value(self) -> None:
+        layer = Linear(3, 2)
+        assert layer.bias is not None
+        assert (layer.weight.shape, layer.bias.shape) == ((2, 3), (2,))
+        assert layer.weight.dtype == layer.bias.dtype == "float32"
+        x = np.arange(6, dtype="float32").reshape(2, 3)
+        expected = x @ layer.weight.array.T + layer.bias.array
+        np.testing.assert_allclose(layer(input(x)).array, expected, rtol=1e-6)
+
+    def test_initial_values_are_flashlight_s(self) -> None:
+        set_seed(0)
+        layer = Linear(50, 400, dtype="float64")
+        assert layer.bias is not None
+        for array, bound in ((layer.weight.array, math.sqrt(3 / 50)), (layer.bias.array, 50**-0.5)):
+            assert np.abs(array).max() <= bound
+            assert np.abs(array).max() > 0.95 * bound
+            assert array.mean() == pytest.approx(0, abs=bound / 10)
+
+    def test_seed_decides_the_parameters(self) -> None:
+        arrays = []
+        for seed in (5, 5, 6):
+            set_seed(seed)
+            arrays.append(Linear(3, 3).weight.array)
+        np.testing.assert_array_equal(arrays[0], arrays[1])
+        assert (arrays[0] != arrays[2]).any()
+
+    def test_without_bias(self) -> None:
+        layer = Linear(3, 2, bias=False)
+        assert layer.bias is None
+        assert list(layer.named_params()) == ["weight"]
+        assert layer(input(np.ones((1, 3), "float32"))).shape == (1, 2)
+
+    @pytest.mark.parametrize(
+        ("sizes", "error"),
+        [((0, 1), ValueError), ((1, -1), ValueError), ((1.0, 1), TypeError), ((1, "2"), TypeError)],
+    )
+    def test_wrong_sizes(self, sizes: Any, error: type[Exception]) -> None:
+        with pytest.raises(error, match="_features must be"):
+            Linear(*sizes)
+
+    def test_wrong_input_names_what_was_expected(self) -> None:
+        with pytest.raises(ValueError, match=r"\[\.\.\., 3\].*got \(1, 4\)"):
+            Linear(3, 2)(input(np.ones((1, 4), "float32")))
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        (ReLU(), F.relu),
+        (Tanh(), F.tanh),
+        (Sigmoid(), F.sigmoid),
+        (LogSoftmax(), F.log_softmax),
+        (LogSoftmax(0), lambda x: F.log_softmax(x, 0)),
+        (View((-1,)), F.flat),
+        (View([6, 1]), lambda x: F.reshape(x, (6, 1))),
+    ],
+)
+def test_modules_without_parameters_are_their_functions(module: Module, function: Any) -> None:
+    x = param(np.linspace(-1, 1, 6).reshape(2, 3))
+    np.testing.assert_array_equal(module(x).array, function(x).array)
+    assert module.params() == []
+    assert repr(module).startswith(type(module).__name__ + "(")
+
+
+class TestDropout:
+    def test_acts_while_training_only(self) -> None:
+        set_seed(0)
+        x = input(np.ones(1000, "float32"))
+        layer = Dropout(0.5)
+        assert set(layer(x).array.tolist()) == {0.0, 2.0}
+        assert layer.eval()(x) is x
+
+    def test_wrong_ratio(self) -> None:
+        with pytest.raises(ValueError, match="below 1, got 1"):
+            Dropout(1)
+
+
+class TestLosses:
+    def test_mean_squared_error(self) -> None:
+        prediction, target = param(np.array([1.0, 2.0])), input(np.array([3.0, 2.0]))
+        loss = MeanSquaredError()(prediction, target)
+        assert loss.shape == ()
+        assert loss.scalar() == 2
+        loss.backward()
+        np.testing.assert_array_equal(prediction.grad, [-2, 0])
+
+    def test_categorical_cross_entropy(self) -> None:
+        logs = input(np.log(np.array([[0.5, 0.5], [0.25, 0.75]])))
+        target = input(np.array([0, 1]))
+        expected = [-math.log(0.5), -math.log(0.75)]
+        np.testing.assert_allclose(CategoricalCrossEntropy("none")(logs, target).array, expected)
+        np.testing.assert_allclose(
+            CategoricalCrossEntropy("sum", ignore_index=1)(logs, target).array, expected[0]
+        )
+        with pytest.raises(ValueError, match="got 'average'"):
+            CategoricalCrossEntropy("average")
+
+
+@pytest.mark.parametrize(
+    ("draw", "std"),
+    [
+        (lambda n: init.uniform(n, -1, 1), math.sqrt(1 / 3)),
+        (lambda n: init.normal(n, 0, 2), 2),
+        (lambda n: init.kaiming_uniform(n, 25), 0.2),
+        (lambda n: init.kaiming_normal(n, 25), 0.2),
+        (lambda n: init.glorot_uniform(n, 20, 30), 0.2),
+        (lambda n: init.glorot_normal(n, 20, 30), 0.2),
+    ],
+)
+def test_initial_values_have_the_promised_spread(draw: Any, std: float) -> None:
+    set_seed(0)
+    array = draw((100, 200))
+    assert array.dtype == "float32"
+    assert array.shape == (100, 200)
+    assert array.std() == pytest.approx(std, rel=0.03)
+    assert array.mean() == pytest.approx(0, abs=std / 20)
+
+
+def test_training_learns_the_example() -> None:
+    """The example's model on its kind of data: the error falls to a quarter."""
+    set_seed(0)
+    random = np.random.default_rng(0)
+    samples = random.random((200, 10), "float32") * 2 - 1
+    targets = (samples**3).sum(axis=1, keepdims=True)
+    model, loss = Sequential(Linear(10, 100), ReLU(), Linear(100, 1)), MeanSquaredError()
+    optimizer = SGDOptimizer(model.params(), 1e-3, momentum=0.9)
+    means = []
+    for _ in range(20):
+        losses = []
+        for x, t in zip(samples, targets, strict=True):
+            optimizer.zero_grad()
+            error = loss(model(input(x[None])), input(t[None]))
+            error.backward()
+            optimizer.step()
+            losses.append(error.scalar())
+        means.append(np.mean(losses))
+    assert means[-1] < 0.25 * means[0]

@@ -1,0 +1,60 @@
+"""Clipping by the joint norm."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from flashlight_py.autograd import Variable, param
+from flashlight_py.optim import clip_grad_norm
+
+
+def three() -> list[Variable]:
+    """Gradients of joint norm 5, and a parameter without one."""
+    a, b, c = (param(np.zeros(2, "float32")) for _ in range(3))
+    a.grad, b.grad = np.array([3, 0], "float32"), np.array([0, 4], "float32")
+    return [a, b, c]
+
+
+def test_scales_all_together_in_place() -> None:
+    variables = three()
+    grads = [v.grad for v in variables]
+    assert clip_grad_norm(variables, 1) == 5
+    np.testing.assert_allclose(variables[0].grad, [0.6, 0], rtol=1e-6)
+    np.testing.assert_allclose(variables[1].grad, [0, 0.8], rtol=1e-6)
+    assert all(v.grad is g for v, g in zip(variables, grads, strict=True))
+
+
+def test_leaves_small_gradients_alone() -> None:
+    variables = three()
+    assert clip_grad_norm(variables, 5) == 5
+    np.testing.assert_array_equal(variables[1].grad, [0, 4])
+
+
+def test_no_gradient_at_all() -> None:
+    assert clip_grad_norm([param(np.zeros(1))], 1) == 0
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_norm_that_is_not_finite_leaves_gradients_as_they_are(value: float) -> None:
+    variables = three()
+    assert variables[0].grad is not None
+    variables[0].grad[0] = value
+    assert not math.isfinite(clip_grad_norm(variables, 1))
+    np.testing.assert_array_equal(variables[1].grad, [0, 4])
+
+
+def test_squares_do_not_overflow() -> None:
+    x = param(np.zeros(2, "float32"))
+    x.grad = np.array([3e30, 4e30], "float32")
+    assert clip_grad_norm([x], 1) == pytest.approx(5e30, rel=1e-6)
+    np.testing.assert_allclose(x.grad, [0.6, 0.8], rtol=1e-6)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="max_norm must be at least 0"):
+        clip_grad_norm(three(), -1)
+    with pytest.raises(ValueError, match="at least one parameter"):
+        clip_grad_norm([], 1)

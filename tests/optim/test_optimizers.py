@@ -1,0 +1,226 @@
+"""Optimizers: their rules against plain NumPy and torch, state, wrong arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py.autograd import Variable, param
+from flashlight_py.nn import Linear
+from flashlight_py.optim import AdamOptimizer, FirstOrderOptimizer, SGDOptimizer
+
+Make = Callable[[list[Variable]], FirstOrderOptimizer]
+
+SETTINGS: list[tuple[str, Make, str, dict[str, Any]]] = [
+    ("sgd", lambda p: SGDOptimizer(p, 0.1), "SGD", {"lr": 0.1}),
+    ("momentum", lambda p: SGDOptimizer(p, 0.1, 0.9), "SGD", {"lr": 0.1, "momentum": 0.9}),
+    ("decay", lambda p: SGDOptimizer(p, 0.1, 0, 0.2), "SGD", {"lr": 0.1, "weight_decay": 0.2}),
+    (
+        "nesterov",
+        lambda p: SGDOptimizer(p, 0.1, 0.9, 0.2, True),
+        "SGD",
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2, "nesterov": True},
+    ),
+    ("adam", lambda p: AdamOptimizer(p, 0.1), "Adam", {"lr": 0.1}),
+    (
+        "adam_coupled",
+        lambda p: AdamOptimizer(p, 0.1, 0.8, 0.9, 1e-3, 0.2, decoupled=False),
+        "Adam",
+        {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2},
+    ),
+    (
+        "adam_decoupled",
+        lambda p: AdamOptimizer(p, 0.1, weight_decay=0.2),
+        "AdamW",
+        {"lr": 0.1, "weight_decay": 0.2},
+    ),
+]
+MAKES = pytest.mark.parametrize("make", [s[1] for s in SETTINGS], ids=[s[0] for s in SETTINGS])
+
+
+def parameters(dtype: str = "float64") -> list[Variable]:
+    return [param(np.arange(1.0, 7.0).reshape(2, 3).astype(dtype)), param(np.array([-1.0], dtype))]
+
+
+def gradients(step: int) -> list[np.ndarray]:
+    return [np.cos(np.arange(6.0) + step).reshape(2, 3), np.array([0.5 - step])]
+
+
+def run(make: Make, steps: int, dtype: str = "float64") -> list[Variable]:
+    variables = parameters(dtype)
+    optimizer = make(variables)
+    for step in range(steps):
+        for variable, grad in zip(variables, gradients(step), strict=True):
+            variable.grad = grad.astype(dtype)
+        optimizer.step()
+    return variables
+
+
+@pytest.mark.parametrize(("name", "make", "torch_name", "options"), SETTINGS)
+def test_steps_equal_torch(name: str, make: Make, torch_name: str, options: Any) -> None:
+    torch = pytest.importorskip("torch")
+    tensors = [torch.tensor(v.array, requires_grad=True) for v in parameters()]
+    optimizer = getattr(torch.optim, torch_name)(tensors, **options)
+    for step in range(5):
+        for tensor, grad in zip(tensors, gradients(step), strict=True):
+            tensor.grad = torch.tensor(grad)
+        optimizer.step()
+    for ours, theirs in zip(run(make, 5), tensors, strict=True):
+        np.testing.assert_allclose(ours.array, theirs.detach().numpy(), rtol=1e-12)
+
+
+def test_momentum_rule() -> None:
+    (variable, _), velocity = run(SETTINGS[1][1], 3), 0.0
+    expected = parameters()[0].array
+    for step in range(3):
+        velocity = 0.9 * velocity + gradients(step)[0]
+        expected = expected - 0.1 * velocity
+    np.testing.assert_allclose(variable.array, expected, rtol=1e-14)
+
+
+def test_adam_s_first_step_is_the_learning_rate_in_the_gradient_s_direction() -> None:
+    """Kingma and Ba, section 2.1: with t = 1, m' / sqrt(v') is the sign of the gradient."""
+    (_, variable) = run(SETTINGS[4][1], 1)
+    np.testing.assert_allclose(variable.array, [-1.1], rtol=1e-7)
+
+
+@MAKES
+def test_steps_are_in_place_and_keep_dtype_and_gradient(make: Make) -> None:
+    variables = parameters("float32")
+    arrays = [v.array for v in variables]
+    optimizer = make(variables)
+    for variable, grad in zip(variables, gradients(0), strict=True):
+        variable.grad = grad.astype("float32")
+    optimizer.step()
+    for variable, array, grad in zip(variables, arrays, gradients(0), strict=True):
+        assert variable.array is array
+        assert array.dtype == "float32"
+        np.testing.assert_array_equal(variable.grad, grad.astype("float32"))
+
+
+@MAKES
+def test_parameter_without_gradient_is_skipped(make: Make) -> None:
+    variables = parameters()
+    optimizer = make(variables)
+    variables[1].grad = np.ones(1)
+    optimizer.step()
+    np.testing.assert_array_equal(variables[0].array, parameters()[0].array)
+    assert variables[1].array != parameters()[1].array
+
+
+@MAKES
+def test_array_assigned_between_steps_is_the_one_that_changes(make: Make) -> None:
+    variables = parameters()
+    optimizer = make(variables)
+    old, new = variables[1].array, np.array([5.0])
+    variables[1].array = new
+    variables[1].grad = np.ones(1)
+    optimizer.step()
+    assert old == -1
+    assert new != 5
+
+
+@MAKES
+def test_state_moves_to_another_optimizer(make: Make) -> None:
+    straight = run(make, 4)
+    variables = run(make, 0)
+    first = make(variables)
+    for step in range(4):
+        for variable, grad in zip(variables, gradients(step), strict=True):
+            variable.grad = grad
+        first.step()
+        second = make(variables)
+        second.lr = 3
+        second.load_state_dict(first.state_dict())
+        first = second
+    for ours, expected in zip(variables, straight, strict=True):
+        np.testing.assert_array_equal(ours.array, expected.array)
+
+
+def test_loaded_state_is_copied() -> None:
+    variables = parameters()
+    first, second = (SGDOptimizer(variables, 0.1, 0.9) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    velocities = (o.state_dict()["velocity"][0] for o in (first, second))
+    assert not np.shares_memory(*velocities)
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({"lr": 0.1}, r"expected the entries \['lr', 'velocity'\], got \['lr'\]"),
+        ({"lr": 0.1, "velocity": [np.zeros((2, 3))]}, "for 1 parameters, this optimizer has 2"),
+        ({"lr": 0.1, "velocity": [np.zeros((2, 3)), np.zeros(4)]}, r"parameter 1 has shape \(4,\)"),
+        ({"lr": 0.1, "velocity": [np.ones((2, 3)), None]}, "parameter 1 has shape None"),
+        ({"lr": -1.0, "velocity": [np.ones((2, 3)), np.ones(1)]}, "lr must be at least 0"),
+    ],
+)
+def test_state_that_does_not_fit_changes_nothing(state: dict[str, Any], match: str) -> None:
+    optimizer = SGDOptimizer(parameters(), 0.1, 0.9)
+    with pytest.raises(ValueError, match=match):
+        optimizer.load_state_dict(state)
+    assert not optimizer.state_dict()["velocity"][0].any()
+    assert optimizer.lr == 0.1
+
+
+def test_zero_grad_drops_gradients() -> None:
+    variables = parameters()
+    variables[0].grad = np.ones((2, 3))
+    SGDOptimizer(variables, 0.1).zero_grad()
+    assert variables[0].grad is None
+
+
+@MAKES
+def test_lr_can_be_changed(make: Make) -> None:
+    variables = parameters()
+    optimizer = make(variables)
+    optimizer.lr = 0
+    assert optimizer.lr == 0
+    variables[1].grad = np.ones(1)
+    optimizer.step()
+    assert variables[1].array == -1
+    with pytest.raises(ValueError, match="lr must be at least 0, got -1"):
+        optimizer.lr = -1
+    with pytest.raises(TypeError, match="lr must be a number, got str"):
+        optimizer.lr = "0.1"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("make", [SGDOptimizer, AdamOptimizer])
+@pytest.mark.parametrize(
+    ("params", "lr", "error", "match"),
+    [
+        ([], 0.1, ValueError, "at least one parameter"),
+        ([1.0], 0.1, TypeError, "found float"),
+        (Linear(1, 1), 0.1, TypeError, r"got Linear; pass module.params\(\)"),
+        (param(np.ones(1)), 0.1, TypeError, "got Variable"),
+        ([param(np.ones(1))] * 2, 0.1, ValueError, "twice"),
+        ([param(np.ones(1))], -0.1, ValueError, "lr must be at least 0, got -0.1"),
+        ([param(np.ones(1))], float("nan"), ValueError, "got nan"),
+        ([param(np.ones(1))], None, TypeError, "got NoneType"),
+    ],
+)
+def test_wrong_arguments(
+    make: Any, params: Any, lr: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        make(params, lr)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda p: SGDOptimizer(p, 0.1, momentum=-1), "momentum must be at least 0"),
+        (lambda p: SGDOptimizer(p, 0.1, weight_decay=-1), "weight_decay must be at least 0"),
+        (lambda p: SGDOptimizer(p, 0.1, nesterov=True), "needs a momentum"),
+        (lambda p: AdamOptimizer(p, 0.1, beta1=1), "beta1 must be below 1"),
+        (lambda p: AdamOptimizer(p, 0.1, beta2=-0.1), "beta2 must be at least 0"),
+        (lambda p: AdamOptimizer(p, 0.1, eps=-1), "eps must be at least 0"),
+        (lambda p: AdamOptimizer(p, 0.1, weight_decay=-1), "weight_decay must be at least 0"),
+    ],
+)
+def test_settings_out_of_range(make: Make, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make(parameters())
