@@ -30,13 +30,17 @@ class Guest(Member):
     def _nobody(self, names: set[Name]) -> str:
         """Say who is missing, as far as a rank can tell that no roster has reached."""
         hosts = [self.announcer(run) for run in sorted(self.joined)]
-        hosts = [peer for peer in hosts if not peer.is_gone()]
-        present = {int(name.rest[0]) for name in names if name.kind == "join"} | {self.rank}
-        missing = set(range(1, self.size)) - present
-        if missing or not hosts:
-            return self.absent(missing if hosts else missing | {0})
-        who = "; ".join(map(str, hosts))
+        who = "; ".join(str(host) for host in hosts if not host.is_gone())
+        if not who:
+            return self.absent({0})
+        missing = set(range(1, self.size)) - {self.rank} - self._joined_and_living(names)
+        if missing:
+            return self.absent(missing)
         return f"rank 0 ({who}) announced a run and has not answered within {self.timeout:g} s"
+
+    def _joined_and_living(self, names: set[Name]) -> set[int]:
+        joins = [name for name in names if name.kind == "join" and name.run in self.joined]
+        return {int(join.rest[0]) for join in joins if not self.joiner(join).is_gone()}
 
     def take_round(self, payload: bytes, deadline: float) -> list[bytes]:
         """Give ``payload`` and wait for what rank 0 publishes."""

@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from flashlight_py.distributed.rendezvous._file_member import Member, decode, encode
 from flashlight_py.distributed.rendezvous._peers import Peer, name_ranks
 from flashlight_py.distributed.rendezvous._shared_directory import Name, Record, SharedDirectory
+from flashlight_py.errors import RendezvousError
 
 __all__ = ["Host"]
 
 # How long the reason of a failure stays where the others can read it, in seconds, at most.
 _FAREWELL = 5.0
+# How long ranks that have not come yet are told of it too, in seconds.
+_LATECOMERS = 2.0
 
 
 class Host(Member):
@@ -63,14 +66,14 @@ class Host(Member):
 
     def _check_size(self, rank: int, peer: Peer, size: int) -> None:
         if size != self.size:
-            raise self.failure(
+            raise self._disagreement(
                 f"rank {rank} ({peer}) was started with world size {size}, "
                 f"rank 0 ({self.me}) with {self.size}; give every rank the same world size"
             )
 
     def _check_unclaimed(self, rank: int, peer: Peer, claimed: set[int]) -> None:
         if rank in claimed:
-            raise self.failure(
+            raise self._disagreement(
                 f"two processes claim rank {rank}: {self.people[rank]} and {peer}; "
                 "give every process a rank of its own, and every run a FILE_PATH of its own"
             )
@@ -151,15 +154,36 @@ class Host(Member):
 
     def give_up(self, reason: str) -> None:
         """Publish the reason, leave the others time to read it, and remove the files."""
-        if not self.run:
-            return
-        joins = self.of_run("join", self.directory.names(fresh=True))
-        guests = {name.rest[1] for name in joins if name.rest[0] != "0"}
-        record = {"reason": reason, "to": sorted(guests)}
-        self.directory.write(self.own_name("error", self.run), record)
+        if self.run:
+            self._tell_failure(reason, set())
+
+    def _disagreement(self, reason: str) -> RendezvousError:
+        """Tell everybody that a join contradicts, and return the error to raise.
+
+        Ranks are started together: one that comes a moment later ought not to wait in vain.
+        """
+        self._tell_failure(reason, set(range(1, self.size)))
+        return self.error(reason)
+
+    def _tell_failure(self, reason: str, expected: set[int]) -> None:
+        """Tell the ranks that have joined, and those of the ``expected`` who do so soon."""
         deadline = time.monotonic() + min(_FAREWELL, self.timeout)
-        self._await_departures(guests, self.listings(deadline))
+        guests = self._guests(self.directory.names(fresh=True))
+        error = {"reason": reason, "to": sorted(guests)}
+        self.directory.write(self.own_name("error", self.run), error)
+        for names in self.listings(min(deadline, time.monotonic() + _LATECOMERS)):
+            if not expected - set(guests.values()):
+                break
+            for nonce in self._guests(names).keys() - guests.keys():
+                self.directory.write(self.name("refusal", nonce), {"reason": reason})
+            guests |= self._guests(names)
+        self._await_departures(set(guests), self.listings(deadline))
         self._clean()
+
+    def _guests(self, names: set[Name]) -> dict[str, int]:
+        """Return the nonce and rank of every join to this run but a rival rank 0's."""
+        ranks = {name.rest[1]: int(name.rest[0]) for name in self.of_run("join", names)}
+        return {nonce: rank for nonce, rank in ranks.items() if rank > 0}
 
     def _await_departures(self, nonces: set[str], listings: Iterator[set[Name]]) -> set[int]:
         """Wait until each joined process of ``nonces`` has left, failed or died.
@@ -174,11 +198,8 @@ class Host(Member):
             lingering = [n for n in self.of_run("join", names) if n.rest[1] in nonces - left]
             if not lingering or lingering == feared:
                 break
-            feared = lingering if all(map(self._has_died, lingering)) else []
+            feared = lingering if all(self.joiner(join).is_gone() for join in lingering) else []
         return {int(name.rest[0]) for name in lingering}
-
-    def _has_died(self, join: Name) -> bool:
-        return Peer.from_record(self.directory.read(join) or {}).is_gone()
 
     def _clean(self) -> None:
         """Remove the files of this run and of those that were dead before it.

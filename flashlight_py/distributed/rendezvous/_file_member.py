@@ -105,6 +105,10 @@ class Member(abc.ABC):
         """Return who announced ``run``; a peer of unknown fate where its file cannot tell."""
         return Peer.from_record(self.directory.read(Name("run", run)) or {})
 
+    def joiner(self, join: Name) -> Peer:
+        """Return whose join this is; a peer of unknown fate where the file cannot tell."""
+        return Peer.from_record(self.directory.read(join) or {})
+
     # Waiting ----------------------------------------------------------------------------------
 
     def listings(self, deadline: float) -> Iterator[set[Name]]:
@@ -153,10 +157,9 @@ class Member(abc.ABC):
     def _remove_dead_predecessors(self, run: str, names: set[Name]) -> None:
         """Clear the way for a rank that died while it waited and was started again."""
         for name in names:
-            if name.kind == "join" and name.run == run and name.rest[0] == str(self.rank):
-                record = self.directory.read(name)
-                if record is not None and Peer.from_record(record).is_gone():
-                    self.directory.remove(name)
+            is_of_rank = name.kind == "join" and name.run == run and name.rest[0] == str(self.rank)
+            if is_of_rank and self.joiner(name).is_gone():
+                self.directory.remove(name)
 
     def refusal(self, names: set[Name]) -> str | None:
         """Return why a complete run turns this process away, if one does."""

@@ -76,7 +76,8 @@ class SharedDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
-        inside = self.path.is_dir()
+        # os.path and not Path: what we may not look at is no directory of ours, and no crash.
+        inside = os.path.isdir(self.path)
         self._directory = self.path if inside else self.path.parent
         self._prefix = ("flashlight" if inside else self.path.name) + "."
         forms = "|".join(f"{kind}-{_NONCE}{rest}" for kind, rest in _FORMS.items())

@@ -53,6 +53,10 @@ class TcpHost:
         self._people: dict[int, Peer] = {rank: self._me}
         self._round = 0
         self._departed: set[int] = set()
+        # Once this run has failed: why, which ranks know it, and who of them is no member.
+        self._verdict = ""
+        self._told: set[int] = set()
+        self._late: list[Connection] = []
 
     @property
     def _is_complete(self) -> bool:
@@ -140,8 +144,10 @@ class TcpHost:
             return
         if connection in self._strangers:
             self._greet(connection)
+            if connection.is_closed():
+                return
         rank = self._rank_of(connection)
-        if rank is not None:
+        if rank is not None and not self._verdict:
             self._heed(rank, connection)
         if connection.has_ended:
             self._end(connection)
@@ -157,6 +163,11 @@ class TcpHost:
             return
         rank, size, peer = greeting
         self._strangers.remove(connection)
+        if self._verdict:
+            connection.send(Kind.FAILURE, self._verdict.encode(), time.monotonic() + _FAREWELL)
+            self._told.add(rank)
+            self._late.append(connection)
+            return
         self._check_size(connection, rank, size, peer)
         if rank in self._members or rank == 0:
             self._answer_second(connection, rank, peer)
@@ -167,17 +178,18 @@ class TcpHost:
 
     def _check_size(self, connection: Connection, rank: int, size: int, peer: Peer) -> None:
         if size != self.size:
-            raise self.failure(
+            reason = (
                 f"rank {rank} ({peer}) was started with world size {size}, rank 0 ({self._me}) "
-                f"with {self.size}; give every rank the same world size",
-                connection,
+                f"with {self.size}; give every rank the same world size"
             )
+            raise self._disagreement(reason, rank, connection)
 
     def _answer_second(self, connection: Connection, rank: int, peer: Peer) -> None:
         """Two processes claim one rank: before the run stands nobody knows which is right."""
         claim = f"two processes claim rank {rank}: {self._people[rank]} and {peer}"
         if not self._is_complete:
-            raise self.failure(f"{claim}; give every process a rank of its own", connection)
+            reason = f"{claim}; give every process a rank of its own"
+            raise self._disagreement(reason, rank, connection)
         reason = f"{claim}; the run with the first one is under way"
         connection.send(Kind.FAILURE, reason.encode(), time.monotonic() + _FAREWELL)
         self._selector.unregister(connection.wire)
@@ -246,19 +258,34 @@ class TcpHost:
             until = time.monotonic() + _FAREWELL
             while time.monotonic() < until and self._serve(0.0):
                 pass
-        self._tell_failure(reason)
+        self._tell_failure(reason, set())
 
-    def failure(self, reason: str, *others: Connection) -> RendezvousError:
-        """Tell the members and ``others``, and return the error to raise."""
-        self._tell_failure(reason, *others)
+    def _disagreement(self, reason: str, rank: int, culprit: Connection) -> RendezvousError:
+        """Tell everybody that a greeting contradicts, and return the error to raise.
+
+        Ranks are started together: one that comes a moment later ought not to wait in vain.
+        """
+        self._told.add(rank)
+        self._late.append(culprit)
+        culprit.send(Kind.FAILURE, reason.encode(), time.monotonic() + _FAREWELL)
+        self._tell_failure(reason, set(range(1, self.size)))
         return self.error(reason)
 
-    def _tell_failure(self, reason: str, *others: Connection) -> None:
+    def failure(self, reason: str) -> RendezvousError:
+        """Tell the members, and return the error to raise."""
+        self._tell_failure(reason, set())
+        return self.error(reason)
+
+    def _tell_failure(self, reason: str, expected: set[int]) -> None:
+        """Tell the members, and those of the ``expected`` who come within two seconds."""
+        self._verdict = reason
         deadline = time.monotonic() + _FAREWELL
-        told = [*self._members.values(), *others]
-        for connection in told:
-            connection.send(Kind.FAILURE, reason.encode(), deadline)
-        for connection in told:
+        for member in self._members.values():
+            member.send(Kind.FAILURE, reason.encode(), deadline)
+        self._told |= self._members.keys()
+        while expected - self._told and self._serve(deadline):
+            pass
+        for connection in (*self._members.values(), *self._late):
             _part(connection, deadline)
         self._close()
 

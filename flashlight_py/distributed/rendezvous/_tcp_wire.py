@@ -120,6 +120,10 @@ class Connection:
     def close(self) -> None:
         self.wire.close()
 
+    def is_closed(self) -> bool:
+        """Tell whether this side has closed the socket."""
+        return self.wire.fileno() < 0
+
 
 def join_payloads(payloads: Iterable[bytes]) -> bytes:
     """Pack byte strings into one, each after its length."""

@@ -1,0 +1,122 @@
+"""Ranks of a rendezvous as real processes: start, hold, kill and question them."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["Rank", "Ranks", "ranks"]
+
+ROOT = Path(__file__).parents[2]
+FINAL = ("closed", "refused", "crashed", "dying")
+DEADLINE = 30.0
+
+
+class Rank:
+    """One rank: what it has reported so far."""
+
+    def __init__(self, owner: Ranks, plan: dict[str, Any]) -> None:
+        self._owner = owner
+        self.plan = plan
+        self.events: dict[str, dict[str, Any]] = {}
+
+    def await_event(self, *events: str) -> dict[str, Any]:
+        """Return the first of ``events`` that this rank reports, within the deadline."""
+        end = time.monotonic() + DEADLINE
+        while not self.events.keys() & set(events):
+            self._owner.read_reports(end, f"rank {self.plan} to report {events}: {self.events}")
+        return next(self.events[event] for event in events if event in self.events)
+
+    def outcome(self) -> str:
+        """Return how it ended: "closed", or "refused: <the error's text>"."""
+        final = self.await_event(*FINAL)
+        return ": ".join(filter(None, (final["event"], final.get("text"))))
+
+    def refusal(self) -> str:
+        """Return the text of the RendezvousError that this rank raised."""
+        outcome = self.outcome()
+        assert outcome.startswith("refused: "), outcome
+        return outcome.removeprefix("refused: ")
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGUSR1)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    @property
+    def pid(self) -> int:
+        return int(self.await_event("started")["pid"])
+
+
+class Ranks:
+    """Starts ranks in one process group, which ends with it."""
+
+    def __init__(self, **defaults: Any) -> None:
+        self._defaults = {"store": "file", "timeout": 20.0, "lengths": [3, 0, 5], **defaults}
+        self._ranks: list[Rank] = []
+        self._buffer = b""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed.rendezvous_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+
+    def start(self, rank: int, size: int, **plan: Any) -> Rank:
+        """Start ``rank`` of ``size``; ``plan`` adds to or replaces the defaults."""
+        plan = {**self._defaults, "rank": rank, "size": size, "id": len(self._ranks), **plan}
+        plan["path"] = str(plan.get("path", ""))
+        handle = Rank(self, plan)
+        self._ranks.append(handle)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(plan).encode() + b"\n")
+        self._process.stdin.flush()
+        return handle
+
+    def start_all(self, size: int, **plan: Any) -> list[Rank]:
+        return [self.start(rank, size, **plan) for rank in range(size)]
+
+    def run(self, size: int, **plan: Any) -> None:
+        """Start ``size`` ranks and require that all exchange and close."""
+        outcomes = [rank.outcome() for rank in self.start_all(size, **plan)]
+        assert outcomes == ["closed"] * size
+
+    def read_reports(self, end: float, awaited: str) -> None:
+        """Hand the next reports to their ranks; fail at ``end`` with what was ``awaited``."""
+        pipe = self._process.stdout
+        assert pipe is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
+            assert selector.select(max(0.0, end - time.monotonic())), f"waited for {awaited}"
+        read = os.read(pipe.fileno(), 65536)
+        assert read, "the process that forks the ranks has ended"
+        *lines, self._buffer = (self._buffer + read).split(b"\n")
+        for line in lines:
+            event = json.loads(line)
+            self._ranks[event["id"]].events[event["event"]] = event
+
+    def close(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    """Ranks that meet at ``tmp_path / "meeting"`` unless told otherwise."""
+    started = Ranks(path=str(tmp_path / "meeting"))
+    try:
+        yield started
+    finally:
+        started.close()

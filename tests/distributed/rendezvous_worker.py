@@ -1,0 +1,116 @@
+"""A process that forks ranks of a rendezvous on command; the other end is rendezvous_helpers.
+
+It reads one plan per line (JSON) and forks a rank for each, which reports events as JSON lines.
+Forking spares each of the many ranks in these tests the start of an interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.errors import RendezvousError
+
+Plan = dict[str, Any]
+STORES: dict[str, Callable[[Plan], Store]] = {
+    "file": lambda p: FileStore(p["path"], p["rank"], p["size"], p["timeout"]),
+    "tcp": lambda p: TcpStore(p["host"], p["port"], p["rank"], p["size"], p["timeout"]),
+}
+
+
+def report(plan: Plan, event: str, **details: Any) -> None:
+    line = json.dumps({"id": plan["id"], "event": event, "pid": os.getpid(), **details}) + "\n"
+    os.write(1, line.encode())
+
+
+def payload(rank: int, number: int, length: int) -> bytes:
+    """What ``rank`` gives in exchange ``number``; every rank can tell what it must get."""
+    return (b"%d/%d." % (rank, number) * (length // 4 + 1))[:length]
+
+
+def die_before_operation(plan: Plan) -> None:
+    """Kill this rank just before its n-th creation, renaming or removal of a file at the path."""
+    count = 0
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        is_creation = (
+            event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_CREAT
+        )
+        if not is_creation and event not in ("os.rename", "os.remove"):
+            return
+        if str(arguments[0]).startswith(plan["path"]):
+            count += 1
+            if count > plan["die_before"]:
+                report(plan, "dying")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def hold(plan: Plan, moment: str) -> None:
+    """Stop at ``moment`` until the test says go on."""
+    report(plan, moment)
+    if plan.get("hold") == moment:
+        while signal.sigwait([signal.SIGUSR1]) != signal.SIGUSR1:
+            pass
+
+
+def take_part(plan: Plan) -> None:
+    rank, size = plan["rank"], plan["size"]
+    hold(plan, "started")
+    store = STORES[plan["store"]](plan)
+    hold(plan, "constructed")
+    for number, length in enumerate(plan["lengths"]):
+        got = store.exchange(payload(rank, number, length))
+        assert got == [payload(other, number, length) for other in range(size)]
+        hold(plan, f"exchanged {number}")
+    if plan.get("abort"):
+        store.abort(plan["abort"])
+    store.close()
+    report(plan, "closed")
+
+
+@contextlib.contextmanager
+def reporting_errors(plan: Plan) -> Iterator[None]:
+    try:
+        yield
+    except RendezvousError as error:
+        report(plan, "refused", text=str(error))
+    except Exception as error:
+        report(plan, "crashed", text=repr(error))
+        raise
+
+
+def run_rank(plan: Plan) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if "uid" in plan:
+        os.setuid(plan["uid"])
+    if "die_before" in plan:
+        die_before_operation(plan)
+    with reporting_errors(plan):
+        take_part(plan)
+
+
+def main() -> None:
+    # Ranks that end are reaped at once: a zombie would still be listed by the kernel.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    for line in sys.stdin:
+        if os.fork() == 0:
+            try:
+                run_rank(json.loads(line))
+            finally:
+                os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Who started us: one launcher's variables, several at once, half of them, or leftovers."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"}
+BATCH_SHELL = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_NTASKS": "6",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "3(x2)",
+}
+STEP = {
+    **BATCH_SHELL,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "gpu[03-05,9]",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+}
+
+
+def place(found: LaunchEnvironment | None) -> tuple[object, ...]:
+    assert found is not None
+    return found.launcher, found.rank, found.size, found.local_rank, found.local_size
+
+
+def test_nobody_started_us() -> None:
+    assert (
+        detect({"PATH": "/bin", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}) is None
+    )
+
+
+def test_os_environ_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert place(detect())[:3] == ("launcher", 3, 4)
+
+
+def test_torchrun_with_the_place_to_meet() -> None:
+    found = detect(TORCHRUN)
+    assert place(found) == ("launcher", 3, 4, 1, 2)
+    assert found is not None
+    assert (found.master_address, found.master_port, found.file) == ("node1", 29500, None)
+    assert found.variables == ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def test_our_launcher_with_a_file() -> None:
+    found = detect({"RANK": "0", "WORLD_SIZE": "2", "FLASHLIGHT_FILE": "/shared/meet"})
+    assert place(found) == ("launcher", 0, 2, None, None)
+    assert found is not None
+    assert found.file == "/shared/meet"
+
+
+def test_open_mpi_and_hydra() -> None:
+    assert place(detect(OPEN_MPI)) == ("openmpi", 1, 4, 1, 4)
+    assert place(detect(HYDRA)) == ("pmi", 2, 4, 2, 4)
+    mvapich = {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"}
+    assert place(detect(mvapich)) == ("mvapich", 0, 2, None, None)
+
+
+def test_a_slurm_step_with_its_first_host() -> None:
+    found = detect(STEP)
+    assert place(found) == ("slurm", 4, 5, 0, 1)
+    assert found is not None
+    assert found.master_address == "gpu03"
+    assert found.master_port is not None
+    assert 12_000 <= found.master_port < 32_000
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("a,b", "a"), ("gpu[3-5]-ib,x", "gpu3-ib"), ("rack1-n[007]", "rack1-n007")],
+)
+def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
+    found = detect({**STEP, "SLURM_STEP_NODELIST": nodes})
+    assert found is not None
+    assert found.master_address == first
+
+
+def test_a_master_address_given_goes_before_slurms() -> None:
+    found = detect({**STEP, "MASTER_ADDR": "chosen", "MASTER_PORT": "5"})
+    assert found is not None
+    assert (found.master_address, found.master_port) == ("chosen", 5)
+
+
+@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": str(0xFFFFFFFB)}])
+def test_a_slurm_shell_without_srun_is_no_task(step: dict[str, str]) -> None:
+    assert detect({**BATCH_SHELL, **step}) is None
+
+
+def test_an_mpirun_inside_a_slurm_step_counts_before_slurm() -> None:
+    """Hydra starts its proxies by srun: Slurm's numbers are then those of the nodes."""
+    found = detect({**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **HYDRA})
+    assert place(found) == ("pmi", 2, 4, 2, 4)
+    assert found is not None
+    assert found.master_address is None
+
+
+def test_torchrun_inside_a_slurm_step_counts_before_slurm() -> None:
+    assert place(detect({**STEP, **TORCHRUN})) == ("launcher", 3, 4, 1, 2)
+
+
+def test_variables_left_in_the_shell_of_an_mpirun_are_refused() -> None:
+    leftover = {"RANK": "0", "WORLD_SIZE": "1", **OPEN_MPI}
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=1 contradict .*OMPI_COMM_WORLD_SIZE=4"):
+        detect(leftover)
+
+
+def test_variables_that_agree_with_mpirun_are_fine() -> None:
+    assert place(detect({"RANK": "1", "WORLD_SIZE": "4", **OPEN_MPI}))[:3] == ("launcher", 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE is set and PMI_RANK is not"),
+        ({"RANK": "two", "WORLD_SIZE": "2"}, "RANK must be an integer, got 'two'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT is not"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR is not"),
+        ({**STEP, "SLURM_PROCID": "9"}, "SLURM_PROCID=9"),
+    ],
+)
+def test_half_set_or_contradictory_variables_are_named(environ: dict[str, str], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        detect(environ)

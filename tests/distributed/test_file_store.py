@@ -1,0 +1,195 @@
+"""Ranks meet at a path: whole, empty and large exchanges, late ranks, and what must be refused."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.errors import RendezvousError
+from tests.distributed.rendezvous_helpers import Ranks, ranks
+
+__all__ = ["ranks"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_rank_gets_all_payloads_and_no_file_stays(
+    ranks: Ranks, tmp_path: Path, size: int
+) -> None:
+    ranks.run(size, lengths=[3, 0, 1_000_000, 1])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_path_that_is_a_directory_holds_the_files(ranks: Ranks, tmp_path: Path) -> None:
+    first = ranks.start(0, 2, path=tmp_path, hold="exchanged 0")
+    second = ranks.start(1, 2, path=tmp_path, hold="exchanged 0")
+    second.await_event("exchanged 0")
+    assert all(name.startswith("flashlight.") for name in os.listdir(tmp_path))
+    first.resume()
+    second.resume()
+    assert [first.outcome(), second.outcome()] == ["closed", "closed"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_are_for_their_user_alone(ranks: Ranks, tmp_path: Path) -> None:
+    started = ranks.start_all(2, hold="exchanged 0")
+    for rank in started:
+        rank.await_event("exchanged 0")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert len(modes) >= 4
+    assert set(modes.values()) == {0o600}
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_late_rank_is_waited_for(ranks: Ranks, tmp_path: Path, late: int) -> None:
+    plans = [{"hold": "started"} if rank == late else {} for rank in range(3)]
+    started = [ranks.start(rank, 3, **plan) for rank, plan in enumerate(plans)]
+    for rank in started:
+        rank.await_event("started" if rank is started[late] else "constructed")
+    started[late].resume()
+    assert [rank.outcome() for rank in started] == ["closed"] * 3
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_name_is_matched_literally(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, path=tmp_path / "job[1].*+ä")
+    assert os.listdir(tmp_path) == []
+
+
+def test_runs_with_different_names_do_not_see_each_other(ranks: Ranks, tmp_path: Path) -> None:
+    both = ranks.start_all(3, path=tmp_path / "a") + ranks.start_all(2, path=tmp_path / "a.run")
+    assert [rank.outcome() for rank in both] == ["closed"] * 5
+    assert os.listdir(tmp_path) == []
+
+
+def test_missing_ranks_are_named_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    present = [ranks.start(rank, 5, timeout=1.0) for rank in (0, 1, 4)]
+    for rank in present:
+        assert "ranks 2, 3 of 5 have not come within 1 s" in rank.refusal()
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_rank_0_it_is_rank_0_that_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    assert "rank 0 of 2 has not come within 0.5 s" in ranks.start(1, 2, timeout=0.5).refusal()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_rank_missing_in_a_later_exchange_is_named(ranks: Ranks) -> None:
+    ranks.start(2, 3, timeout=2.0, hold="exchanged 0")
+    others = [ranks.start(rank, 3, timeout=2.0) for rank in (0, 1)]
+    for rank in others:
+        assert "rank 2 of 3 has not come within 2 s" in rank.refusal()
+
+
+@pytest.mark.parametrize("twice", [1, 2])
+def test_two_processes_with_one_rank_are_refused(ranks: Ranks, tmp_path: Path, twice: int) -> None:
+    pair = [ranks.start(twice, 3) for _ in range(2)]
+    for rank in pair:
+        rank.await_event("constructed")
+    rest = [ranks.start(rank, 3, hold="started") for rank in {0, 1, 2} - {twice}]
+    # The two are in the directory's listing before a third rank completes the run.
+    pids = [str(rank.pid) for rank in pair]
+    rest[0].resume()
+    for rank in (*pair, rest[0]):
+        text = rank.refusal()
+        assert f"two processes claim rank {twice}" in text
+        assert all(pid in text for pid in pids)
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_ranks_0_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    hosts = [ranks.start(0, 3) for _ in range(2)]
+    guest = ranks.start(1, 3)
+    for rank in hosts:
+        assert re.search("two processes claim rank 0: .*pid.* and .*pid", rank.refusal())
+    assert "two processes claim rank 0" in guest.refusal()
+    assert os.listdir(tmp_path) == []
+
+
+def test_of_two_ranks_0_with_everybody_present_at_most_one_gets_a_run(ranks: Ranks) -> None:
+    """Both gather the same guests, each of which votes once."""
+    guests = [ranks.start(rank, 3, timeout=3.0) for rank in (1, 2)]
+    for guest in guests:
+        guest.await_event("constructed")
+    hosts = [ranks.start(0, 3, timeout=3.0) for _ in range(2)]
+    outcomes = [rank.outcome() for rank in (*hosts, *guests)]
+    # The worker checks every payload it gets: a closed rank has met one complete run.
+    assert outcomes[:2].count("closed") <= 1
+    if "closed" in outcomes:
+        assert outcomes.count("closed") == 3
+
+
+def test_a_late_second_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None:
+    guest = ranks.start(1, 2, hold="exchanged 0")
+    host = ranks.start(0, 2)
+    guest.await_event("exchanged 0")
+    second = ranks.start(1, 2)
+    assert "a run is under way at this path already" in second.refusal()
+    guest.resume()
+    assert [host.outcome(), guest.outcome()] == ["closed", "closed"]
+
+
+def test_a_second_run_at_the_same_path_is_turned_away_and_the_first_goes_on(ranks: Ranks) -> None:
+    guest = ranks.start(1, 2, hold="exchanged 0")
+    host = ranks.start(0, 2)
+    guest.await_event("exchanged 0")
+    for rank in ranks.start_all(2):
+        assert "a run is under way at this path already" in rank.refusal()
+    guest.resume()
+    assert [host.outcome(), guest.outcome()] == ["closed", "closed"]
+
+
+def test_a_wrong_world_size_is_named_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    started = [ranks.start(0, 3), ranks.start(1, 3), ranks.start(2, 4)]
+    for rank in started:
+        text = rank.refusal()
+        assert "rank 2" in text
+        assert "world size 4" in text
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_the_reason_of_an_abort_reaches_everybody(ranks: Ranks, tmp_path: Path, who: int) -> None:
+    plans = [{"abort": "no network", "lengths": [3]} if rank == who else {} for rank in range(3)]
+    started = [ranks.start(rank, 3, **plan) for rank, plan in enumerate(plans)]
+    for rank in started:
+        if rank is not started[who]:
+            assert f"rank {who} gave up: no network" in rank.refusal()
+    assert started[who].outcome() == "closed"
+
+
+def test_a_parent_that_is_missing_or_no_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "absent" / "meeting", tmp_path / "file" / "meeting"):
+        with pytest.raises(RendezvousError, match=re.escape(str(path.parent))):
+            FileStore(path, 0, 2, 1.0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_an_unwritable_directory_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    assert "ermission denied" in ranks.start(0, 2, uid=65534).refusal()
+
+
+def test_a_directory_in_which_nobody_can_create_is_named() -> None:
+    with pytest.raises(RendezvousError, match="/proc/self"):
+        FileStore("/proc/self/meeting", 0, 2, 1.0)
+
+
+@pytest.mark.parametrize(("rank", "size", "timeout"), [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0)])
+def test_senseless_arguments_are_refused(
+    tmp_path: Path, rank: int, size: int, timeout: float
+) -> None:
+    with pytest.raises(ValueError, match="got"):
+        FileStore(tmp_path / "meeting", rank, size, timeout)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_closed_store_says_so(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "meeting", 0, 1, 1.0)
+    assert store.exchange(b"alone") == [b"alone"]
+    store.close()
+    store.close()

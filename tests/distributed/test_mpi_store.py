@@ -1,0 +1,135 @@
+"""Ranks of one mpirun meet through MPI; what cannot work is said before anybody waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashlight_py.distributed.rendezvous import mpi_store
+from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment
+from flashlight_py.errors import BackendUnavailableError, RendezvousError
+
+pytest.importorskip("mpi4py")
+
+ROOT = Path(__file__).parents[2]
+PREAMBLE = """
+import sys
+from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
+from flashlight_py.errors import RendezvousError
+
+def say(text):
+    sys.stdout.write(f"{store.rank}: {text}\\n")
+
+def refusal():
+    try:
+        store.exchange(b"")
+    except RendezvousError as error:
+        return str(error)
+
+store = MpiStore(timeout=TIMEOUT)
+"""
+
+
+def preamble(timeout: float) -> str:
+    return PREAMBLE.replace("TIMEOUT", str(timeout))
+
+
+def mpirun(size: int, script: str, timeout: float = 20.0) -> list[str]:
+    """Run ``script`` on ``size`` ranks and return what they say, sorted; they must end well."""
+    command = [
+        "mpirun",
+        "-n",
+        str(size),
+        sys.executable,
+        "-c",
+        preamble(timeout) + script,
+    ]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    environ = {**os.environ, "PATH": path}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rank_gets_all_payloads(size: int) -> None:
+    script = """
+for length in (3, 0, 1_000_000):
+    got = store.exchange(bytes([store.rank]) * length)
+    assert got == [bytes([rank]) * length for rank in range(store.size)]
+unequal = store.exchange(b"x" * store.rank)
+assert unequal == [b"x" * rank for rank in range(store.size)]
+store.close()
+say(store.size)
+"""
+    assert mpirun(size, script) == [f"{rank}: {size}" for rank in range(size)]
+
+
+def test_a_missing_rank_is_named() -> None:
+    script = """
+store.exchange(b"")
+if store.rank != 1:
+    say("rank 1 of 3 has not come within 1 s" in refusal())
+"""
+    assert mpirun(3, script, timeout=1.0) == ["0: True", "2: True"]
+
+
+def test_the_reason_of_an_abort_reaches_everybody() -> None:
+    script = """
+store.exchange(b"")
+if store.rank == 1:
+    store.abort("no network")
+else:
+    say("rank 1 gave up: no network" in refusal())
+"""
+    assert mpirun(3, script) == ["0: True", "2: True"]
+
+
+def test_ranks_started_by_another_mpi_are_refused() -> None:
+    """A singleton of this MPI inside the environment of another one's mpirun."""
+    environ = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
+    script = preamble(5.0)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "RendezvousError" in done.stderr
+    assert (
+        "says rank 2 of 4 (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE), MPI says 1" in done.stderr
+    )
+
+
+def test_a_world_that_mpi_knows_is_not_refused() -> None:
+    declared = LaunchEnvironment("pmi", 0, 4)
+    mpi_store.check_world(declared, 4)
+    mpi_store.check_world(None, 1)
+    mpi_store.check_world(LaunchEnvironment("pmi", 0, 1), 1)
+    with pytest.raises(RendezvousError, match="MPI says 1"):
+        mpi_store.check_world(declared, 1)
+
+
+@pytest.mark.parametrize("error", [ImportError("No module"), RuntimeError("cannot load MPI")])
+def test_without_mpi_it_is_said_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    class Failing:
+        def __getattr__(self, name: str) -> object:
+            raise error
+
+    # A None in sys.modules is Python's own mark of a module that cannot be imported.
+    package = None if isinstance(error, ImportError) else Failing()
+    monkeypatch.setitem(sys.modules, "mpi4py", package)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    with pytest.raises(BackendUnavailableError, match=r"pip install 'flashlight-py\[mpi\]'"):
+        mpi_store.load_mpi()

@@ -1,0 +1,216 @@
+"""Ranks meet at a port: late, missing and doubled ranks, strangers, and a port that is taken."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.errors import RendezvousError
+from tests.distributed.rendezvous_helpers import Rank, Ranks
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that is free, below those that the kernel hands out by itself."""
+    for candidate in range(20_011, 32_000, 17):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", candidate))
+            except OSError:
+                continue
+            return candidate
+    raise RuntimeError("no free port in [20011, 32000)")
+
+
+@pytest.fixture
+def ranks(port: int) -> Iterator[Ranks]:
+    """Ranks that meet at ``port`` of the loopback address."""
+    started = Ranks(store="tcp", host="127.0.0.1", port=port)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def closed(started: list[Rank]) -> bool:
+    outcomes = [rank.outcome() for rank in started]
+    assert outcomes == ["closed"] * len(started)
+    return True
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_rank_gets_all_payloads(ranks: Ranks, size: int) -> None:
+    ranks.run(size, lengths=[3, 0, 1_000_000, 1])
+
+
+def test_the_port_is_free_again_at_once(ranks: Ranks) -> None:
+    for _ in range(3):
+        ranks.run(2)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_late_rank_is_waited_for(ranks: Ranks, late: int) -> None:
+    plans = [{"hold": "started"} if rank == late else {} for rank in range(3)]
+    started = [ranks.start(rank, 3, **plan) for rank, plan in enumerate(plans)]
+    for rank in started:
+        rank.await_event("started" if rank is started[late] else "constructed")
+    started[late].resume()
+    assert closed(started)
+
+
+def test_missing_ranks_are_named_on_every_rank(ranks: Ranks) -> None:
+    present = [ranks.start(rank, 5, timeout=1.0) for rank in (0, 1, 4)]
+    for rank in present:
+        assert "ranks 2, 3 of 5 have not come within 1 s" in rank.refusal()
+
+
+def test_whose_time_is_up_first_is_told_who_is_missing(ranks: Ranks) -> None:
+    host = ranks.start(0, 3, timeout=20.0)
+    guest = ranks.start(1, 3, timeout=0.5)
+    for rank in (host, guest):
+        assert "rank 2 of 3 has not come" in rank.refusal()
+
+
+def test_without_rank_0_it_is_rank_0_that_is_named(ranks: Ranks, port: int) -> None:
+    text = ranks.start(1, 2, timeout=0.5).refusal()
+    assert "rank 0 of 2 has not come within 0.5 s" in text
+    assert f"127.0.0.1:{port}" in text
+
+
+@pytest.mark.parametrize("moment", ["exchanged 0", "exchanged 2"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_noticed_long_before_the_timeout(
+    ranks: Ranks, victim: int, moment: str
+) -> None:
+    plans = [{"hold": moment} if rank == victim else {} for rank in range(3)]
+    started = [ranks.start(r, 3, timeout=60.0, **plan) for r, plan in enumerate(plans)]
+    started[victim].await_event(moment)
+    started[victim].kill()
+    outcomes = [rank.outcome() for rank in started if rank is not started[victim]]
+    # Whoever needs nothing more of the dead rank ends well.
+    assert all(text == "closed" or f"rank {victim}" in text for text in outcomes)
+    if moment == "exchanged 0":
+        assert all(text.startswith("refused") for text in outcomes)
+
+
+def test_a_rank_may_die_and_start_again_while_others_are_awaited(ranks: Ranks) -> None:
+    host, first = ranks.start(0, 3), ranks.start(1, 3)
+    first.await_event("constructed")
+    first.kill()
+    assert closed([host, ranks.start(1, 3), ranks.start(2, 3)])
+
+
+def test_two_processes_with_one_rank_are_refused(ranks: Ranks) -> None:
+    for rank in (ranks.start(0, 3), ranks.start(1, 3), ranks.start(1, 3)):
+        assert "two processes claim rank 1" in rank.refusal()
+
+
+def test_a_late_second_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None:
+    guest = ranks.start(1, 2, hold="exchanged 0")
+    host = ranks.start(0, 2)
+    guest.await_event("exchanged 0")
+    assert "two processes claim rank 1" in ranks.start(1, 2).refusal()
+    guest.resume()
+    assert closed([host, guest])
+
+
+def test_a_second_rank_0_finds_the_port_in_use(ranks: Ranks) -> None:
+    host = ranks.start(0, 2)
+    host.await_event("constructed")
+    assert "port is in use" in ranks.start(0, 2).refusal()
+    assert closed([host, ranks.start(1, 2)])
+
+
+def test_a_wrong_world_size_is_named_on_every_rank(ranks: Ranks) -> None:
+    for rank in (ranks.start(0, 3), ranks.start(1, 3), ranks.start(2, 4)):
+        text = rank.refusal()
+        assert "rank 2" in text
+        assert "world size 4" in text
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_the_reason_of_an_abort_reaches_everybody(ranks: Ranks, who: int) -> None:
+    plans = [{"abort": "no network", "lengths": [3]} if rank == who else {} for rank in range(3)]
+    started = [ranks.start(rank, 3, **plan) for rank, plan in enumerate(plans)]
+    for rank in started:
+        if rank is not started[who]:
+            assert f"rank {who} gave up: no network" in rank.refusal()
+
+
+STRANGERS = {
+    "nothing": b"",
+    "a browser": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "zeros": bytes(100),
+    "half a header": b"FLrv\x00",
+    "oversized": struct.pack("!4sHHQ", b"FLrv", 1, 1, 1 << 50),
+    "no greeting": struct.pack("!4sHHQ", b"FLrv", 1, 3, 4) + b"data",
+    "greeting of garbage": struct.pack("!4sHHQ", b"FLrv", 1, 1, 4) + b"\xff{]}",
+    "greeting of nonsense": struct.pack("!4sHHQ", b"FLrv", 1, 1, 11) + b'{"rank": 9}',
+    "unknown kind": struct.pack("!4sHHQ", b"FLrv", 1, 99, 0),
+    "another version": struct.pack("!4sHHQ", b"FLrv", 7, 1, 0),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_stranger_gets_no_answer_and_harms_nobody(ranks: Ranks, port: int, kind: str) -> None:
+    host = ranks.start(0, 2)
+    host.await_event("constructed")
+    with socket.create_connection(("127.0.0.1", port), 5.0) as stranger:
+        stranger.sendall(STRANGERS[kind])
+        assert closed([host, ranks.start(1, 2)])
+        stranger.settimeout(5.0)
+        try:
+            answer = stranger.recv(100)
+        except ConnectionResetError:
+            answer = b""
+        assert answer == b""
+
+
+def test_a_flood_of_silent_strangers_does_not_keep_a_rank_out(ranks: Ranks, port: int) -> None:
+    host = ranks.start(0, 2)
+    host.await_event("constructed")
+    strangers = [socket.create_connection(("127.0.0.1", port), 5.0) for _ in range(200)]
+    try:
+        assert closed([host, ranks.start(1, 2)])
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_another_program_at_the_port_is_recognised(ranks: Ranks, port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)) as server:
+        guest = ranks.start(1, 2, timeout=5.0)
+        server.settimeout(10.0)
+        wire, _ = server.accept()
+        with wire:
+            wire.sendall(b"220 mail.example ESMTP\r\n")
+            assert "another program listens there" in guest.refusal()
+
+
+def test_only_the_master_address_is_bound(port: int) -> None:
+    store = TcpStore("127.0.0.1", port, 0, 2, 1.0)
+    try:
+        with socket.socket() as other:
+            other.bind(("127.0.0.2", port))
+    finally:
+        store.close()
+
+
+def test_an_address_of_another_host_is_refused(port: int) -> None:
+    with pytest.raises(RendezvousError, match="MASTER_ADDR is no address of this host"):
+        TcpStore("192.0.2.1", port, 0, 2, 1.0)
+
+
+def test_a_name_that_does_not_resolve_is_refused(port: int) -> None:
+    with pytest.raises(RendezvousError, match="resolve"):
+        TcpStore("no-such-host.invalid", port, 0, 2, 1.0)
+
+
+@pytest.mark.parametrize(("port_", "rank"), [(0, 0), (65536, 0), (1234, 2)])
+def test_senseless_arguments_are_refused(port_: int, rank: int) -> None:
+    with pytest.raises(ValueError, match="got"):
+        TcpStore("127.0.0.1", port_, rank, 2, 1.0)
