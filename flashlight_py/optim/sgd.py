@@ -56,17 +56,16 @@ class SGDOptimizer(FirstOrderOptimizer):
     def step(self) -> None:
         """Change every parameter that has a gradient, in place; gradients stay as they are."""
         for position, variable in enumerate(self.params):
-            grad = variable.grad
-            if grad is not None:
+            if variable.grad is not None:
                 array = variable.data
-                if self.weight_decay:
-                    grad = grad + array * self.weight_decay
-                if self.momentum:
-                    grad = self._with_momentum(position, grad)
-                array -= grad * self._rates[position]
+                array -= self._direction(position, array, variable.grad) * self._rates[position]
 
-    def _with_momentum(self, position: int, grad: Array) -> Array:
+    def _direction(self, position: int, array: Array, grad: Array) -> Array:
         """Fold ``grad`` into the velocity; return the direction of the step."""
+        if self.weight_decay:
+            grad = grad + array * self.weight_decay
+        if not self.momentum:
+            return grad
         momentum, velocity = self._momenta[position], self._velocity[position]
         velocity *= momentum
         velocity += grad

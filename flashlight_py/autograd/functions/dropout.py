@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from flashlight_py.autograd.variable import Variable, record
 from flashlight_py.device import array_module
 from flashlight_py.random import generator
@@ -22,7 +24,7 @@ def dropout(x: Variable, ratio: float) -> Variable:
     if not ratio:
         return x
     array = x.data
-    draw = generator(array_module(array)).random(array.shape, dtype="float32")
+    draw = generator(array_module(array)).random(array.shape, dtype=np.float32)
     mask = (draw >= ratio).astype(array.dtype)
     mask *= 1 / (1 - ratio)
     return record(array * mask, (x, lambda grad: grad * mask))

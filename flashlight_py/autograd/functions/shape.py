@@ -94,8 +94,8 @@ def index(x: Variable, where: Any) -> Variable:
     Raises:
         IndexError: out of range, or not an index.
     """
-    where = _unwrap(where)
     array = x.data
+    where = _as_index(where, array)
     parts = where if isinstance(where, tuple) else (where,)
     basic = all(p is None or p is Ellipsis or isinstance(p, (int, slice)) for p in parts)
 
@@ -111,10 +111,13 @@ def index(x: Variable, where: Any) -> Variable:
     return record(array[where], (x, x_vjp))
 
 
-def _unwrap(where: Any) -> Any:
+def _as_index(where: Any, array: Array) -> Any:
+    """Return an index whose arrays, variables' included, are where ``array`` is."""
     if isinstance(where, tuple):
-        return tuple(_unwrap(part) for part in where)
-    return where.data if isinstance(where, Variable) else where
+        return tuple(_as_index(part, array) for part in where)
+    if isinstance(where, Variable):
+        where = where.data
+    return array_module(array).asarray(where) if hasattr(where, "__array__") else where
 
 
 def astype(x: Variable, dtype: Any) -> Variable:

@@ -1,0 +1,136 @@
+"""A stand-in for CuPy that runs on the CPU and refuses what CuPy refuses.
+
+Its arrays do not turn into NumPy arrays by themselves and do not mix with them. So a test can
+tell, without a GPU, whether a computation stays inside the library of its data.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+
+class StrictArray:
+    """A NumPy array in disguise, with CuPy's manners."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, hidden: np.ndarray) -> None:
+        self.hidden = hidden
+        self.device = SimpleNamespace(id=0)
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        raise TypeError("implicit conversion to a NumPy array is not allowed")
+
+    def get(self) -> np.ndarray:
+        return self.hidden.copy()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "hidden":
+            raise AttributeError(name)
+        value = getattr(self.hidden, name)
+        return wrapped(value) if callable(value) else wrap(value)
+
+    def __getitem__(self, where: Any) -> Any:
+        return wrap(self.hidden[unwrap_index(where)])
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        self.hidden[unwrap_index(where)] = unwrap(value)
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    def __bool__(self) -> bool:
+        return bool(self.hidden)
+
+    def __int__(self) -> int:
+        return int(self.hidden)
+
+    def __float__(self) -> float:
+        return float(self.hidden)
+
+
+def unwrap(value: Any) -> Any:
+    if isinstance(value, StrictArray):
+        return value.hidden
+    if isinstance(value, (list, tuple)):
+        return type(value)(unwrap(each) for each in value)
+    if isinstance(value, np.ndarray):
+        raise TypeError("unsupported type numpy.ndarray")
+    return value
+
+
+def unwrap_index(where: Any) -> Any:
+    if isinstance(where, tuple):
+        return tuple(unwrap_index(each) for each in where)
+    return unwrap(where)
+
+
+def wrap(value: Any) -> Any:
+    """CuPy has no scalars: a result without dimensions is an array."""
+    return StrictArray(np.asarray(value)) if isinstance(value, (np.ndarray, np.generic)) else value
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        out = options.get("out")
+        plain = {name: unwrap(value) for name, value in options.items()}
+        result = function(*map(unwrap, args), **plain)
+        return result if function.__name__ == "item" else (wrap(result) if out is None else out)
+
+    return call
+
+
+def binary(function: Callable[[Any, Any], Any], swapped: bool = False) -> Callable[..., Any]:
+    def call(self: StrictArray, other: Any) -> Any:
+        pair = (self.hidden, unwrap(other))
+        return wrap(function(*(pair[::-1] if swapped else pair)))
+
+    return call
+
+
+def in_place(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def call(self: StrictArray, other: Any) -> StrictArray:
+        self.hidden = function(self.hidden, unwrap(other))
+        return self
+
+    return call
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "and", "or"):
+    _function = getattr(operator, f"__{_name}__")
+    setattr(StrictArray, f"__{_name}__", binary(_function))
+    setattr(StrictArray, f"__r{_name}__", binary(_function, swapped=True))
+    setattr(StrictArray, f"__i{_name}__", in_place(getattr(operator, f"__i{_name}__")))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(StrictArray, f"__{_name}__", binary(getattr(operator, f"__{_name}__")))
+for _name in ("neg", "abs"):
+    _unary = getattr(operator, f"__{_name}__")
+    setattr(StrictArray, f"__{_name}__", lambda self, _unary=_unary: wrap(_unary(self.hidden)))
+
+
+class StrictLibrary(ModuleType):
+    """NumPy's functions on strict arrays, under the name ``cupy``."""
+
+    ndarray = StrictArray
+    random = SimpleNamespace(
+        default_rng=lambda seed: SimpleNamespace(random=wrapped(np.random.default_rng(seed).random))
+    )
+    add = SimpleNamespace(at=wrapped(lambda *args: np.add.at(*args)))
+
+    def __init__(self) -> None:
+        super().__init__("cupy")
+
+    def asarray(self, value: Any, dtype: Any = None) -> StrictArray:
+        """As in CuPy, the way in: takes NumPy arrays too."""
+        hidden = value.hidden if isinstance(value, StrictArray) else value
+        return StrictArray(np.asarray(hidden, dtype))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return wrapped(getattr(np, name))

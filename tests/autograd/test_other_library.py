@@ -1,0 +1,120 @@
+"""Every computation stays in the array library of its data; shown with a stand-in for CuPy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py.autograd import Variable, input, param
+from flashlight_py.autograd import functions as F
+from flashlight_py.nn import (
+    CategoricalCrossEntropy,
+    Dropout,
+    Linear,
+    LogSoftmax,
+    Module,
+    ReLU,
+    Sequential,
+)
+from flashlight_py.optim import (
+    AdamOptimizer,
+    FirstOrderOptimizer,
+    SGDOptimizer,
+    clip_grad_norm,
+)
+from flashlight_py.random import set_seed
+from tests.autograd.cases import CASES, Case
+from tests.autograd.strict_library import StrictArray, StrictLibrary
+
+# These bring NumPy arrays of their own, as labels; the training steps below cover the function.
+STRICT_CASES = [case for case in CASES if not case.name.startswith("categorical")]
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> StrictLibrary:
+    library = StrictLibrary()
+    monkeypatch.setitem(sys.modules, "cupy", library)
+    return library
+
+
+def plain(array: Any) -> np.ndarray:
+    assert isinstance(array, StrictArray)
+    return array.get()
+
+
+@pytest.mark.parametrize("case", STRICT_CASES, ids=[case.name for case in STRICT_CASES])
+def test_value_and_gradients_equal_numpy_s(case: Case, strict: StrictLibrary) -> None:
+    ours = [param(array.copy()) for array in case.arrays]
+    theirs = [param(strict.asarray(array.copy())) for array in case.arrays]  # type: ignore[arg-type]
+    expected, result = case.ours(*ours), case.ours(*theirs)
+    np.testing.assert_array_equal(plain(result.array), expected.array)
+    expected.backward(np.ones(expected.shape))
+    result.backward(strict.asarray(np.ones(expected.shape)))
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(plain(other.grad), one.grad)
+
+
+def train(
+    model: Module, optimizer: FirstOrderOptimizer, x: Variable, labels: Variable
+) -> list[float]:
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = CategoricalCrossEntropy()(model(x), labels)
+        loss.backward()
+        clip_grad_norm(model.params(), 0.5)
+        optimizer.step()
+        losses.append(loss.scalar())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: SGDOptimizer(p, 0.1),
+        lambda p: SGDOptimizer(p, 0.1, 0.9, 0.1, True),
+        lambda p: AdamOptimizer(p, 0.1, weight_decay=0.1),
+    ],
+)
+def test_training_equals_numpy_s(
+    make: Callable[[list[Variable]], FirstOrderOptimizer], strict: StrictLibrary
+) -> None:
+    arrays, labels = np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4), np.array([0, 1, -1])
+    losses = []
+    for convert in (np.asarray, strict.asarray):
+        set_seed(0)
+        model = Sequential(Linear(4, 5), ReLU(), Dropout(0.5), Linear(5, 2), LogSoftmax())
+        model._replace_arrays(convert)  # type: ignore[arg-type]
+        x, target = input(convert(arrays)), input(convert(labels))  # type: ignore[arg-type]
+        set_seed(1)
+        losses.append(train(model, make(model.params()), x, target))
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 3
+
+
+def test_gradient_buffers_are_written_in_place(strict: StrictLibrary) -> None:
+    weight = param(strict.asarray(np.ones((3, 2))))  # type: ignore[arg-type]
+    buffer = weight.grad_buffer = strict.asarray(np.zeros((3, 2)))  # type: ignore[assignment]
+    rows = input(strict.asarray(np.ones((1, 2))))  # type: ignore[arg-type]
+    for expected in (1, 2):
+        F.sum(F.linear(rows, weight)).backward()
+        assert weight.grad is buffer
+        np.testing.assert_array_equal(plain(buffer), np.full((3, 2), expected))
+
+
+def test_the_stand_in_refuses_what_cupy_refuses(strict: StrictLibrary) -> None:
+    """Else the tests above could not fail."""
+    array = strict.asarray(np.ones(2))
+    for mix in (
+        lambda: array + np.ones(2),
+        lambda: np.ones(2) * array,
+        lambda: np.exp(array),
+        lambda: np.asarray(array),
+        lambda: strict.maximum(array, np.zeros(2)),
+    ):
+        with pytest.raises(TypeError):
+            mix()
