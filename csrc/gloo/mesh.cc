@@ -173,8 +173,10 @@ Failure Mesh::explain(int peer, const std::string& what) {
     const Control& control = control_[r];
     if (!control.present) continue;
     const auto status = static_cast<fl_status>(control.status);
-    std::vector<int> missing(control.missing, control.missing + control.missing_count);
-    missing.erase(std::remove(missing.begin(), missing.end(), rank), missing.end());
+    const std::vector<int> missing(control.missing, control.missing + control.missing_count);
+    if (std::find(missing.begin(), missing.end(), rank) != missing.end()) {
+      return {FL_PEER_LOST, {r}, "it gave up waiting for this rank"};
+    }
     const std::string message = "rank " + std::to_string(r) + " gave up: " + control.message;
     if (status == FL_PEER_LOST || status == FL_TIMEOUT) return {status, missing, message};
     return {FL_PEER_LOST, {r}, message};

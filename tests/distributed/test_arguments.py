@@ -1,0 +1,174 @@
+"""Wrong arguments are refused before anything is sent or created, and the message helps."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed import initialize
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ([1.0, 2.0], "list"),
+        ("text", "str"),
+        (3.0, "float"),
+        (None, "NoneType"),
+        (np.float32(3), "float32"),
+        (np.array([object()]), "object"),
+        (np.array(["a"]), "<U1"),
+        (np.array([datetime.datetime.now()], "datetime64[s]"), "datetime64"),
+        (np.zeros(2, [("a", int)]), "'a'"),
+    ],
+)
+def test_what_is_no_array_of_numbers_is_refused_by_name(value: Any, named: str) -> None:
+    with pytest.raises(TypeError, match="all_reduce") as caught:
+        fl.all_reduce(value)
+    assert named in str(caught.value)
+
+
+def test_a_read_only_array_is_refused() -> None:
+    x = np.zeros(3)
+    x.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        fl.all_reduce(x)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "scale", "error", "match"),
+    [
+        (bool, "sum", 1.0, TypeError, "bool"),
+        (bool, "max", 2.0, TypeError, "bool"),
+        (complex, "min", 1.0, TypeError, "complex"),
+        (int, "avg", 1.0, TypeError, "fraction"),
+        (int, "sum", 0.5, ValueError, "whole numbers"),
+        (float, "median", 1.0, ValueError, "sum, prod, min, max, avg"),
+        (float, "sum", float("nan"), ValueError, "finite"),
+        (float, "sum", "2", TypeError, "real number"),
+        (float, "sum", 1j, TypeError, "real number"),
+    ],
+)
+def test_op_and_scale_must_fit_the_dtype(
+    dtype: Any, op: str, scale: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        fl.all_reduce(np.zeros(2, dtype), scale=scale, op=op)
+
+
+def test_every_verb_is_the_identity_alone() -> None:
+    x = np.arange(4.0)
+    assert fl.all_reduce(x, scale=2.0) is x
+    assert x.tolist() == [0, 2, 4, 6]
+    assert fl.all_reduce_multiple([x], scale=0.5, contiguous=True)[0] is x
+    assert fl.broadcast(x) is x
+    assert fl.all_gather(x).tolist() == x.tolist() == fl.reduce_scatter(x).tolist()
+    fl.barrier()
+    fl.sync_distributed()
+    assert (fl.get_world_rank(), fl.get_world_size(), fl.get_local_rank()) == (0, 1, 0)
+    assert fl.distributed_backend() is fl.DistributedBackend.SINGLE
+
+
+def test_a_variable_stands_for_its_array() -> None:
+    v = fl.param(np.ones(3))
+    assert fl.all_reduce(v, scale=3.0) is v
+    assert v.array.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: fl.broadcast(np.zeros(1), root=1), "root must be a rank"),
+        (lambda: fl.broadcast(np.zeros(1), root=-1), "root must be a rank"),
+        (lambda: fl.send(np.zeros(1), 0), "this rank itself"),
+        (lambda: fl.recv(np.zeros(1), 3), "src must be a rank"),
+        (lambda: fl.barrier(timeout=0), "positive number of seconds"),
+        (lambda: fl.reduce_scatter(np.array(1.0)), "first dimension"),
+        (lambda: fl.all_reduce_multiple([X, X]), "twice"),
+        (lambda: fl.CoalescingReducer(1.0, bucket_bytes=0), "bucket_bytes"),
+    ],
+)
+def test_other_arguments(call: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+X = np.zeros(2)
+
+
+def test_a_list_is_checked_whole_before_any_of_it_is_sent() -> None:
+    x = np.ones(2)
+    with pytest.raises(TypeError, match="object"):
+        fl.all_reduce_multiple([x, np.array([object()])], scale=2.0)
+    assert x.tolist() == [1, 1]
+
+
+INIT: list[tuple[Any, tuple[int, int], Any, str]] = [
+    ("mpi", (-1, -1), None, "DistributedInit.MPI"),
+    (7, (-1, -1), None, "DistributedInit.MPI"),
+    (fl.DistributedInit.FILE_SYSTEM, (0, 2), None, "FILE_PATH"),
+    (fl.DistributedInit.FILE_SYSTEM, (0, 2), {"FILE_PATH": ""}, "FILE_PATH"),
+    (fl.DistributedInit.FILE_SYSTEM, (-1, 2), {"FILE_PATH": "x"}, "world_rank must be from 0 to 1"),
+    (fl.DistributedInit.FILE_SYSTEM, (2, 2), {"FILE_PATH": "x"}, "world_rank must be from 0 to 1"),
+    (fl.DistributedInit.FILE_SYSTEM, (0, 0), {"FILE_PATH": "x"}, "world_size must be at least 1"),
+    (fl.DistributedInit.FILE_SYSTEM, (0, "2"), {"FILE_PATH": "x"}, "must be an integer"),
+    (None, (-1, -1), {"TIMOUT": 3}, "did you mean 'TIMEOUT'"),
+    (None, (-1, -1), {"file_path": "x"}, "did you mean 'FILE_PATH'"),
+    (None, (-1, -1), {"TIMEOUT": "soon"}, "positive number of seconds"),
+    (None, (-1, -1), {"TIMEOUT": -1}, "positive number of seconds"),
+    (None, (-1, -1), {"BACKEND": "smoke"}, "must be one of"),
+    (None, (-1, -1), {"MAX_DEVICE_PER_NODE": "0"}, "whole number"),
+    (None, (0, 2), None, "belong to DistributedInit.FILE_SYSTEM"),
+]
+
+
+@pytest.mark.parametrize(("method", "place", "params", "match"), INIT)
+def test_distributed_init_refuses_before_anything_is_created(
+    method: Any,
+    place: Any,
+    params: Any,
+    match: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=match):
+        fl.distributed_init(method, *place, params)
+    assert not fl.is_distributed_init()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_params_must_be_a_mapping() -> None:
+    with pytest.raises(TypeError, match="dict"):
+        fl.distributed_init(params=["FILE_PATH"])  # type: ignore[arg-type]
+
+
+def test_env_without_a_launcher_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initialize, "detect", lambda: None)
+    with pytest.raises(fl.errors.RendezvousError, match="RANK, WORLD_SIZE"):
+        fl.distributed_init(fl.DistributedInit.ENV)
+
+
+def test_a_second_init_warns_and_returns() -> None:
+    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, 0, 1, {"FILE_PATH": "unused"})
+    try:
+        with pytest.warns(RuntimeWarning, match="called again"):
+            fl.distributed_init()
+        assert fl.is_distributed_init()
+    finally:
+        fl.distributed_shutdown()
+    assert not fl.is_distributed_init()
+    fl.distributed_shutdown()  # nothing to do
+
+
+def test_flashlights_names_have_its_values() -> None:
+    assert (fl.DistributedBackend.GLOO, fl.DistributedBackend.NCCL) == (0, 1)
+    assert (fl.DistributedInit.MPI, fl.DistributedInit.FILE_SYSTEM) == (0, 1)
+    assert fl.DistributedConstants.FILE_PATH == "FILE_PATH"
+    assert fl.DistributedConstants.MAX_DEVICE_PER_NODE == "MAX_DEVICE_PER_NODE"
+    assert fl.DistributedConstants.COALESCE_CACHE_SIZE == 20 * 1024 * 1024

@@ -1,0 +1,239 @@
+"""What ranks get wrong against each other raises on every rank, and names who and what."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.distributed.harness import run_outcomes, run_ranks
+
+CALLS: dict[str, Any] = {
+    "shape": lambda rank: fl.all_reduce(np.zeros((2, 3) if rank else (3, 2))),
+    "size": lambda rank: fl.all_reduce(np.zeros(1_000_000 + rank)),
+    "inline and not": lambda rank: fl.all_reduce(np.zeros(10 if rank else 1_000_000)),
+    "dtype": lambda rank: fl.all_reduce(np.zeros(4, np.float32 if rank else np.int32)),
+    "op": lambda rank: fl.all_reduce(np.zeros(4), op="max" if rank else "min"),
+    "scale": lambda rank: fl.all_reduce(np.zeros(4), scale=1.0 + rank),
+    "root": lambda rank: fl.broadcast(np.zeros(4), root=min(rank, 1)),
+    "verb": lambda rank: fl.barrier() if rank else fl.all_reduce(np.zeros(4)),
+    "rest of the shape": lambda rank: fl.all_gather(np.zeros((3, 2 + min(rank, 1)))),
+    "list length": lambda rank: fl.all_reduce_multiple(
+        [np.zeros(3)] * 0 + [np.zeros(3) for _ in range(2 + rank)], contiguous=True
+    ),
+}
+
+
+def mismatch_then_go_on(rank: int, size: int, name: str) -> str:
+    try:
+        CALLS[name](rank)
+    except fl.errors.MismatchError as error:
+        x = np.full(5, 1.0)
+        fl.all_reduce(x)  # the group lives on
+        assert np.all(x == size)
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_mismatch_raises_on_every_rank_and_names_both_calls(
+    pool: Any, name: str, size: int
+) -> None:
+    messages = pool(size).run(mismatch_then_go_on, name)
+    for rank, message in enumerate(messages):
+        assert f"rank {rank} of {size}" in message
+        assert "called different things" in message
+        assert "rank 0 called" in message
+
+
+def mismatch_leaves_the_array(rank: int, size: int) -> list[float]:
+    x = np.arange(3.0 + rank)
+    with pytest.raises(fl.errors.MismatchError):
+        fl.all_reduce(x)
+    return x.tolist()
+
+
+def test_a_mismatch_changes_nothing(pool: Any) -> None:
+    assert pool(2).run(mismatch_leaves_the_array) == [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0]]
+
+
+def send_other_shape(rank: int, size: int) -> str:
+    calls = [lambda: fl.send(np.zeros((2, 3)), 1), lambda: fl.recv(np.zeros((3, 2)), 0)]
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        calls[rank]()
+    fl.barrier()
+    return str(caught.value)
+
+
+def test_send_and_recv_of_different_shapes_raise_on_both(pool: Any) -> None:
+    for message in pool(2).run(send_other_shape):
+        assert "rank 0 called send(float64 (2, 3), tag=0)" in message
+        assert "rank 1 called recv(float64 (3, 2), tag=0)" in message
+
+
+def die_in_the_middle(rank: int, size: int, count: int, victim: int) -> str:
+    fl.all_reduce(np.zeros(count))
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        while True:
+            fl.all_reduce(np.zeros(count))
+    except fl.errors.PeerLostError as error:
+        assert time.monotonic() - started < 10, "the others noticed late"
+        with pytest.raises(fl.errors.GroupClosedError):
+            fl.barrier()
+        return str(error)
+
+
+@pytest.mark.parametrize("count", [10, 2_000_000])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_ends_the_others_and_is_named(count: int, victim: int) -> None:
+    outcomes = run_outcomes(die_in_the_middle, 3, count, victim)
+    assert outcomes[victim].signal == signal.SIGKILL
+    for rank in {0, 1, 2} - {victim}:
+        assert outcomes[rank].ok, outcomes[rank].report()
+        assert f"lost rank {victim}" in outcomes[rank].value
+
+
+def stay_away(rank: int, size: int) -> str:
+    if rank == 1:
+        time.sleep(5)  # what a stuck rank does: nothing
+        with pytest.raises(fl.errors.PeerLostError, match="gave up waiting for this rank"):
+            fl.all_reduce(np.zeros(3))
+        return "stayed away"
+    with pytest.raises(fl.errors.CollectiveTimeoutError) as caught:
+        fl.all_reduce(np.zeros(3))
+    assert isinstance(caught.value, TimeoutError)
+    return str(caught.value)
+
+
+def test_a_rank_that_stays_away_is_named_after_the_timeout() -> None:
+    outcomes = run_outcomes(stay_away, 3, params={"TIMEOUT": 2})
+    for rank in (0, 2):
+        message = outcomes[rank].value
+        assert f"rank {rank} of 3: rank 1 did not join within 2 seconds" in message
+
+
+def barrier_with_timeout(rank: int, size: int) -> str:
+    if rank == 1:
+        time.sleep(3)
+        with pytest.raises(fl.errors.PeerLostError):
+            fl.barrier()
+        return ""
+    with pytest.raises(fl.errors.CollectiveTimeoutError) as caught:
+        fl.barrier(timeout=0.5)
+    return str(caught.value)
+
+
+def test_a_barrier_has_a_timeout_of_its_own() -> None:
+    outcomes = run_outcomes(barrier_with_timeout, 2)
+    assert "rank 1 did not join within 0.5 seconds" in outcomes[0].value
+
+
+def wait_with_timeout(rank: int, size: int) -> None:
+    x = np.full(3, 1.0)
+    if rank == 1:
+        time.sleep(1)
+    work = fl.all_reduce(x, async_op=True)
+    if rank == 0:
+        with pytest.raises(fl.errors.CollectiveTimeoutError, match="still running"):
+            work.wait(timeout=0.1)
+        with pytest.raises(RuntimeError, match="not ended yet"):
+            work.result()
+    assert work.wait() is x
+    assert np.all(x == size)
+
+
+def test_a_wait_that_times_out_can_be_repeated(pool: Any) -> None:
+    pool(2).run(wait_with_timeout)
+
+
+def interrupted(rank: int, size: int) -> str:
+    if rank == 1:
+        time.sleep(2)
+        fl.all_reduce(np.zeros(3))  # what was interrupted is the wait; the operation went on
+        return ""
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        fl.all_reduce(np.zeros(3))
+    assert time.monotonic() - started < 1.5
+    return "interrupted"
+
+
+def test_waiting_answers_ctrl_c() -> None:
+    assert run_outcomes(interrupted, 2)[0].value == "interrupted"
+
+
+def tick_while_waiting(rank: int, size: int) -> int:
+    ticks = 0
+    done = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.wait(0.01):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    if rank == 1:
+        time.sleep(1)
+    fl.all_reduce(np.zeros(3))
+    done.set()
+    thread.join()
+    return ticks
+
+
+def test_waiting_releases_the_gil(pool: Any) -> None:
+    assert pool(2).run(tick_while_waiting)[0] > 20
+
+
+def raise_on_one(rank: int, size: int) -> str:
+    if rank == 1:
+        raise SystemExit(3)
+    with pytest.raises(fl.errors.PeerLostError) as caught:
+        fl.all_reduce(np.zeros(3))
+    return str(caught.value)
+
+
+def test_a_rank_that_exits_is_lost_to_the_others() -> None:
+    outcomes = run_outcomes(raise_on_one, 2)
+    assert outcomes[1].exit_code == 3
+    assert "lost rank 1" in outcomes[0].value
+
+
+def close_and_go_on(rank: int, size: int) -> None:
+    x = np.ones(2)
+    fl.all_reduce(x)
+    fl.distributed_shutdown()
+    assert (fl.get_world_rank(), fl.get_world_size()) == (0, 1)
+    assert not fl.is_distributed_init()
+    assert np.all(fl.all_reduce(np.ones(2)) == 1)
+
+
+def test_after_shutdown_the_world_is_this_process() -> None:
+    run_ranks(close_and_go_on, 2)
+
+
+def init_many_times(rank: int, size: int, path: str) -> int:
+    for _ in range(10):
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": path})
+        x = np.ones(1000)
+        fl.all_reduce(x)
+        assert np.all(x == size)
+        fl.distributed_shutdown()
+    return threading.active_count()
+
+
+def test_init_and_shutdown_can_be_repeated(tmp_path: Any) -> None:
+    counts = run_ranks(init_many_times, 2, str(tmp_path / "meet"), init=None)
+    assert list(tmp_path.iterdir()) == []
+    assert max(counts) < 4

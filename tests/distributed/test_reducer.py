@@ -1,0 +1,69 @@
+"""Both reducers give the scaled sum of every array that was added, whatever the buckets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+
+
+def reduce_many(rank: int, size: int, kind: str, options: dict[str, Any]) -> None:
+    reducer = (
+        fl.InlineReducer(1 / size)
+        if kind == "inline"
+        else fl.CoalescingReducer(1 / size, **options)
+    )
+    for _ in range(3):  # a reducer is used again after finalize
+        shapes = [(10,), (200, 30), (), (0,), (5000,), (3, 4)] * 3
+        dtypes = [np.float32, np.float64] * 9
+        arrays = [
+            np.full(s, float(rank + i), d)
+            for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))
+        ]
+        arrays[1] = np.asfortranarray(arrays[1])
+        for array in arrays:
+            reducer.add(array)
+        reducer.finalize()
+        for i, array in enumerate(arrays):
+            np.testing.assert_allclose(array, i + (size - 1) / 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("inline", {}),
+        ("coalescing", {}),
+        ("coalescing", {"async_op": False}),
+        ("coalescing", {"contiguous": False}),
+        ("coalescing", {"bucket_bytes": 1}),
+        ("coalescing", {"bucket_bytes": 20_000}),
+        ("coalescing", {"bucket_bytes": 20_000, "async_op": False, "contiguous": False}),
+    ],
+)
+def test_a_reducer_gives_the_scaled_sums(
+    pool: Any, size: int, kind: str, options: dict[str, Any]
+) -> None:
+    pool(size).run(reduce_many, kind, options)
+
+
+def abandoned(rank: int, size: int) -> None:
+    reducer = fl.CoalescingReducer(1.0)
+    x = np.ones(3)
+    reducer.add(x)
+    reducer.abandon()
+    reducer.finalize()
+    assert np.all(x == 1)
+
+
+def test_what_was_abandoned_is_not_sent(pool: Any) -> None:
+    pool(2).run(abandoned)
+
+
+def test_a_reducer_refuses_what_all_reduce_refuses() -> None:
+    for reducer in (fl.InlineReducer(1.0), fl.CoalescingReducer(1.0)):
+        with pytest.raises(TypeError, match="list"):
+            reducer.add([1.0])

@@ -1,0 +1,233 @@
+"""Gradients and parameters over ranks: the same training as one rank with the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+
+STEPS, BATCH = 12, 12
+
+
+def build(seed: int = 0) -> Any:
+    fl.set_seed(seed)
+    model = fl.nn.Sequential(fl.nn.Linear(6, 8), fl.nn.Tanh(), fl.nn.Linear(8, 3))
+    return model.astype(np.float64)
+
+
+def batches() -> list[tuple[Any, Any]]:
+    random = np.random.default_rng(7)
+    return [
+        (random.standard_normal((BATCH, 6)), random.standard_normal((BATCH, 3)))
+        for _ in range(STEPS)
+    ]
+
+
+def parameters(model: Any) -> list[Any]:
+    return [p.array.copy() for p in model.params()]
+
+
+def make_reducer(kind: str, size: int) -> Any:
+    if kind == "default":
+        return None
+    if kind == "inline":
+        return fl.InlineReducer(1 / size)
+    return fl.CoalescingReducer(1 / size, bucket_bytes=100 if kind == "small buckets" else 1 << 20)
+
+
+def train(rank: int, size: int, kind: str, optimizer: str) -> list[Any]:
+    """Each rank takes its part of every batch; the mean of the parts is the whole's gradient."""
+    model, criterion = build(), fl.nn.MeanSquaredError()
+    fl.all_reduce_parameters(model)
+    fl.distribute_module_grads(model, reducer=make_reducer(kind, size))
+    if optimizer == "sgd":
+        opt: Any = fl.optim.SGDOptimizer(model.params(), 0.05, momentum=0.9)
+    else:
+        opt = fl.optim.AdamOptimizer(model.params(), 0.01)
+    part = BATCH // size
+    for x, y in batches():
+        mine = slice(rank * part, (rank + 1) * part)
+        opt.zero_grad()
+        criterion(model(fl.input(x[mine])), fl.no_grad(y[mine])).backward()
+        opt.step()
+    return parameters(model)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["default", "inline", "small buckets", "large buckets"])
+def test_training_on_n_ranks_equals_training_on_one(pool: Any, size: int, kind: str) -> None:
+    alone = train(0, 1, "default", "sgd")
+    for result in pool(size).run(train, kind, "sgd"):
+        for got, expected in zip(result, alone, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
+
+
+def test_adam_too(pool: Any) -> None:
+    alone = train(0, 1, "default", "adam")
+    results = pool(4).run(train, "default", "adam")
+    for got, expected in zip(results[3], alone, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
+
+
+def average_parameters(rank: int, size: int) -> list[Any]:
+    model = build(seed=rank)
+    fl.all_reduce_parameters(model)
+    return parameters(model)
+
+
+def test_all_reduce_parameters_averages(pool: Any) -> None:
+    expected = [
+        np.mean(p, axis=0) for p in zip(*(parameters(build(r)) for r in range(3)), strict=True)
+    ]
+    for result in pool(3).run(average_parameters):
+        for got, mean in zip(result, expected, strict=True):
+            np.testing.assert_allclose(got, mean, rtol=1e-15)
+
+
+class Branches(fl.nn.Module):
+    """Two layers, of which a rank uses only its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [fl.nn.Linear(2, 1), fl.nn.Linear(2, 1), fl.nn.Linear(2, 1)]
+        for i, layer in enumerate(self.layers):
+            setattr(self, f"layer{i}", layer.astype(np.float64))
+
+    def forward(self, x: Any, which: int) -> Any:
+        return self.layers[which](x)
+
+
+def unused_parameters(rank: int, size: int) -> list[Any]:
+    fl.set_seed(0)
+    model = Branches()
+    fl.distribute_module_grads(model, scale=1.0)
+    model(fl.input(np.full((1, 2), rank + 1.0)), rank).backward()
+    return [p.grad.copy() for p in model.params()]
+
+
+def test_a_parameter_that_took_no_part_counts_as_zeros(pool: Any) -> None:
+    for grads in pool(2).run(unused_parameters):
+        weights = [grad for grad in grads if grad.shape == (1, 2)]
+        assert [w.tolist() for w in weights] == [[[1, 1]], [[2, 2]], [[0, 0]]]
+
+
+def accumulate(rank: int, size: int, with_no_sync: bool) -> list[Any]:
+    model, criterion = build(), fl.nn.MeanSquaredError()
+    fl.distribute_module_grads(model)
+    for step, (x, y) in enumerate(batches()[:3]):
+        last = step == 2
+        scope = fl.no_sync(model) if with_no_sync and not last else contextlib.nullcontext()
+        with scope:
+            part = slice(rank * BATCH // size, (rank + 1) * BATCH // size)
+            criterion(model(fl.input(x[part])), fl.no_grad(y[part])).backward()
+    return [p.grad.copy() for p in model.params()]
+
+
+@pytest.mark.parametrize("with_no_sync", [True, False])
+def test_gradients_accumulate_over_passes(pool: Any, with_no_sync: bool) -> None:
+    """With the mean, reducing once at the end equals reducing after every pass."""
+    expected = accumulate(0, 1, False)
+    for grads in pool(2).run(accumulate, with_no_sync):
+        for got, want in zip(grads, expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
+
+
+def local_only(rank: int, size: int) -> None:
+    model = build()
+    fl.distribute_module_grads(model)
+    with fl.no_sync(model):
+        model(fl.input(np.full((1, 6), rank + 1.0))).backward(np.ones((1, 3)))
+    first = model.params()[0].grad
+    reference = build()
+    reference(fl.input(np.full((1, 6), rank + 1.0))).backward(np.ones((1, 3)))
+    assert np.array_equal(first, reference.params()[0].grad)
+
+
+def test_no_sync_leaves_gradients_local(pool: Any) -> None:
+    pool(2).run(local_only)
+
+
+def gradients_by_hand(rank: int, size: int) -> list[Any]:
+    model = build()
+    if rank == 0:  # the others computed nothing at all
+        model(fl.input(np.ones((1, 6)))).backward(np.ones((1, 3)))
+    fl.all_reduce_gradients(model, scale=2.0)
+    return [p.grad.copy() for p in model.params()]
+
+
+def test_all_reduce_gradients_sums_and_scales(pool: Any) -> None:
+    expected = gradients_by_hand(0, 1)
+    for grads in pool(2).run(gradients_by_hand):
+        for got, want in zip(grads, expected, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+def differing_modules(rank: int, size: int, what: str) -> str:
+    width = 8 + (rank if what == "shape" else 0)
+    layers = [fl.nn.Linear(6, 8), fl.nn.Linear(8, width)]
+    if what == "count" and rank == 1:
+        layers.append(fl.nn.Linear(8, 8))
+    model = fl.nn.Sequential(*layers)
+    if what == "dtype" and rank == 1:
+        model.astype(np.float64)
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        fl.distribute_module_grads(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["shape", "count", "dtype"])
+def test_modules_that_differ_are_refused_on_every_rank(pool: Any, what: str) -> None:
+    messages = pool(2).run(differing_modules, what)
+    assert len({m.split(": ", 1)[1] for m in messages}) == 1
+    number = {"shape": 2, "count": 4, "dtype": 0}[what]
+    for message in messages:
+        assert f"differ in parameter {number}" in message
+        assert "rank(s) 0" in message
+        assert "rank(s) 1" in message
+
+
+def failing_backward(rank: int, size: int) -> None:
+    """A pass that raises on every rank leaves nothing that disturbs the next one."""
+    model, criterion = build(), fl.nn.MeanSquaredError()
+    fl.distribute_module_grads(model)
+    last = model.params()[0]
+    hook = last.hook
+
+    def explode(variable: Any) -> None:
+        raise ArithmeticError("on purpose")
+
+    last.register_grad_hook(explode)
+    x, y = batches()[0]
+    with pytest.raises(ArithmeticError):
+        criterion(model(fl.input(x)), fl.no_grad(y)).backward()
+    last.register_grad_hook(hook)
+    for p in model.params():
+        p.zero_grad()
+    criterion(model(fl.input(x)), fl.no_grad(y)).backward()
+    reference = build()
+    criterion(reference(fl.input(x)), fl.no_grad(y)).backward()
+    for p, q in zip(model.params(), reference.params(), strict=True):
+        np.testing.assert_allclose(p.grad, q.grad, rtol=1e-14)
+
+
+def test_a_failed_backward_leaves_nothing_behind(pool: Any) -> None:
+    pool(2).run(failing_backward)
+
+
+def test_arguments() -> None:
+    model = build()
+    with pytest.raises(TypeError, match="Module"):
+        fl.distribute_module_grads("model")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one of both"):
+        fl.distribute_module_grads(model, scale=1.0, reducer=fl.InlineReducer(1.0))
+    with (
+        pytest.raises(ValueError, match="distribute_module_grads on this module first"),
+        fl.no_sync(build()),
+    ):
+        pass
+    with pytest.raises(ValueError, match="no parameter"):
+        fl.distribute_module_grads(fl.nn.Sequential(fl.nn.ReLU()))
