@@ -65,8 +65,8 @@ class CoalescingReducer(Reducer):
         scale: factor of every sum, such as 1 / world size for the mean.
         async_op: start full buckets without waiting; they end in ``finalize``.
         contiguous: pack each bucket into one transfer per dtype.
-        bucket_bytes: a bucket is sent when the next array would make it larger than this
-            (default 20 MiB, flashlight's); a larger array travels alone and unpacked.
+        bucket_bytes: a bucket is sent when it is full or the next array would make it larger
+            than this (default 20 MiB, flashlight's); a larger array travels at once and alone.
         group: the process group, default the world.
 
     Raises:
@@ -104,6 +104,8 @@ class CoalescingReducer(Reducer):
             self._flush()
         self._bucket.append(array)
         self._bytes += array.nbytes
+        if self._bytes >= self._limit:
+            self._flush()
 
     def finalize(self) -> None:
         """Send what is left and block until everything has been reduced.

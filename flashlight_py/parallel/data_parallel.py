@@ -9,16 +9,21 @@ So after ``loss.backward()`` the gradients are the reduced ones.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Iterator
 
-from flashlight_py.autograd import Variable, on_backward_end
-from flashlight_py.device import Array, array_module
-from flashlight_py.distributed import get_world_size
+from flashlight_py.autograd import Variable
+from flashlight_py.device import Array
+from flashlight_py.distributed import DistributedConstants, get_world_size
 from flashlight_py.distributed.reducer import CoalescingReducer, Reducer
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import check_modules_agree
+from flashlight_py.parallel.gradient_sync import (
+    GradientSync,
+    flat_buckets,
+    gradient_of,
+    one_by_one,
+)
 
 __all__ = [
     "all_reduce_gradients",
@@ -28,51 +33,8 @@ __all__ = [
 ]
 
 
-class _GradientSync:
-    """Reduces a module's gradients, always in the same order: that of the last parameter first.
-
-    Ranks may finish their gradients in different orders, or not have some at all; the reducer
-    must see the same sequence everywhere. So a gradient waits until those before it were given.
-    """
-
-    def __init__(self, params: list[Variable], reducer: Reducer) -> None:
-        self.params = params[::-1]  # about the order in which a backward pass completes them
-        self.reducer = reducer
-        self.enabled = True
-        self._ready: set[int] = set()
-        self._given = 0
-        for index, param in enumerate(self.params):
-            param.register_grad_hook(functools.partial(self._on_ready, index))
-
-    def _on_ready(self, index: int, _: Variable) -> None:
-        """Autograd: the gradient of the parameter ``index`` is complete."""
-        if not self.enabled:
-            return
-        if not self._ready:
-            on_backward_end(self._on_end)
-        self._ready.add(index)
-        while self._given in self._ready:
-            self._give(self.params[self._given])
-
-    def _on_end(self, completed: bool) -> None:
-        """Autograd: the backward pass is over. Give what is left, and wait for all."""
-        try:
-            while completed and self._given < len(self.params):
-                self._give(self.params[self._given])
-            if completed:
-                self.reducer.finalize()
-        finally:
-            self.reducer.abandon()
-            self._ready.clear()
-            self._given = 0
-
-    def _give(self, param: Variable) -> None:
-        self._given += 1
-        self.reducer.add(_gradient(param))
-
-
 # Which modules are distributed; a module that is gone takes its entry along.
-_synchronizers: weakref.WeakKeyDictionary[Module, _GradientSync] = weakref.WeakKeyDictionary()
+_synchronizers: weakref.WeakKeyDictionary[Module, GradientSync] = weakref.WeakKeyDictionary()
 
 
 def distribute_module_grads(
@@ -82,9 +44,9 @@ def distribute_module_grads(
 
     Collective. Afterwards, when ``backward()`` returns, every parameter's gradient is ``scale``
     times the sum over ranks, in place; a parameter that took no part on a rank counts as zeros
-    there. At least one parameter must take part on each rank. Gradients travel in buckets while
-    the pass goes on. Calling it again replaces what was installed before; it uses the parameters'
-    gradient hooks.
+    there. At least one parameter must take part on each rank. Gradients become views into flat
+    buckets, which travel while the pass goes on. Calling it again replaces what was installed
+    before; it uses the parameters' gradient hooks.
 
     Several synchronised passes without ``zero_grad`` between them reduce the sum so far again:
     right with the default scale, else use :func:`no_sync` for all passes but the last.
@@ -92,7 +54,8 @@ def distribute_module_grads(
     Args:
         module: the same on every rank.
         scale: factor of the sums, default 1 / world size: the mean.
-        reducer: default ``CoalescingReducer(scale)``; it brings its own scale.
+        reducer: is given each gradient by itself, instead of the buckets; it brings its own
+            scale.
 
     Raises:
         TypeError: ``module`` is no Module.
@@ -105,10 +68,16 @@ def distribute_module_grads(
         raise ValueError("distribute_module_grads: a reducer has its own scale; give one of both")
     if not params:
         raise ValueError("distribute_module_grads: the module has no parameter with calc_grad")
-    if reducer is None:
-        reducer = CoalescingReducer(1.0 / get_world_size() if scale is None else scale)
     check_modules_agree(module)
-    _synchronizers[module] = _GradientSync(params, reducer)
+    in_order = params[::-1]  # about the order in which a backward pass completes them
+    if reducer is not None:
+        _synchronizers[module] = GradientSync(one_by_one(in_order), reducer)
+        return
+    factor = 1.0 / get_world_size() if scale is None else scale
+    # A bucket is full when it arrives, and leaves at once.
+    leave = CoalescingReducer(factor, contiguous=False, bucket_bytes=1)
+    units = flat_buckets(in_order, DistributedConstants.COALESCE_CACHE_SIZE)
+    _synchronizers[module] = GradientSync(units, leave)
 
 
 @contextlib.contextmanager
@@ -156,7 +125,7 @@ def all_reduce_gradients(module: Module, scale: float = 1.0) -> None:
         TypeError: ``module`` is no Module.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    _reduce_all([_gradient(param) for param in _trainable(module)], scale)
+    _reduce_all([gradient_of(param) for param in _trainable(module)], scale)
 
 
 def _reduce_all(arrays: list[Array], scale: float) -> None:
@@ -164,13 +133,6 @@ def _reduce_all(arrays: list[Array], scale: float) -> None:
     for array in arrays:
         reducer.add(array)
     reducer.finalize()
-
-
-def _gradient(param: Variable) -> Array:
-    """Return the gradient; zeros take the place of one that this rank did not compute."""
-    if param.grad is None:
-        param.grad = array_module(param.array).zeros_like(param.array)
-    return param.grad
 
 
 def _trainable(module: Module) -> list[Variable]:

@@ -1,0 +1,111 @@
+"""Every way to start, with real launchers and by hand."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness import mpirun_command
+
+MAIN = Path(__file__).with_name("start_main.py")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI_LOCAL", "SLURM_")
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+    return {**kept, **extra}
+
+
+def start(*args: str, **extra: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(MAIN), *args],
+        env=clean_environment(**extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
+    results = [process.communicate(timeout=60) for process in processes]
+    for process, (_, errors) in zip(processes, results, strict=True):
+        assert process.returncode == 0, errors
+    return [out.strip() for out, _ in results]
+
+
+def expected(size: int) -> set[str]:
+    total = float(sum(range(1, size + 1)))
+    return {f"({r}, {size}, {r}, {size}) {[total] * 3} GLOO" for r in range(size)}
+
+
+@pytest.mark.parametrize("method", ["auto", "mpi"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_mpirun(method: str, size: int) -> None:
+    command = [*mpirun_command(size), sys.executable, str(MAIN), method]
+    done = subprocess.run(
+        command, env=clean_environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.splitlines()) == expected(size)
+
+
+def test_a_shared_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "meet")
+    got = finish([start("file", path, str(rank), "3") for rank in range(3)])
+    assert set(got) == expected(3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("method", ["auto", "env"])
+def test_the_variables_of_torchrun(method: str) -> None:
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+    got = finish([start(method, RANK=str(rank), **where) for rank in range(3)])
+    assert set(got) == expected(3)
+
+
+def test_variables_and_a_file(tmp_path: Path) -> None:
+    where = {"FLASHLIGHT_FILE": str(tmp_path / "meet"), "WORLD_SIZE": "2"}
+    got = finish([start("env", RANK=str(rank), **where) for rank in range(2)])
+    assert set(got) == expected(2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_alone_without_a_launcher() -> None:
+    assert finish([start("auto")]) == ["(0, 1, 0, 1) [1.0, 1.0, 1.0] SINGLE"]
+
+
+def test_a_rank_that_would_believe_it_is_alone_refuses() -> None:
+    """As when the mpirun of one MPI starts a program whose mpi4py has loaded another."""
+    process = start("mpi", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "RendezvousError" in errors
+    assert "the environment says rank 1 of 4" in errors
+    assert "MPI says 1" in errors
+
+
+def test_mpi_without_mpi4py_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('no mpi4py here')\n")
+    process = start("mpi", PYTHONPATH=str(tmp_path))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "BackendUnavailableError" in errors
+    assert "pip install 'flashlight-py[mpi]'" in errors
+
+
+def test_a_size_without_a_place_to_meet_says_so() -> None:
+    process = start("env", RANK="0", WORLD_SIZE="2")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "MASTER_ADDR" in errors
