@@ -39,7 +39,7 @@ class AdamOptimizer(FirstOrderOptimizer):
         ValueError: a number is outside its range, or ``params`` is empty.
     """
 
-    def __init__(  # noqa: PLR0917 - flashlight's order of arguments
+    def __init__(
         self,
         params: Iterable[Variable],
         lr: float,

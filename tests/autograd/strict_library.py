@@ -120,7 +120,7 @@ class StrictLibrary(ModuleType):
     random = SimpleNamespace(
         default_rng=lambda seed: SimpleNamespace(random=wrapped(np.random.default_rng(seed).random))
     )
-    add = SimpleNamespace(at=wrapped(lambda *args: np.add.at(*args)))
+    add = SimpleNamespace(at=wrapped(np.add.at))
 
     def __init__(self) -> None:
         super().__init__("cupy")

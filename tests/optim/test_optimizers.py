@@ -81,6 +81,16 @@ def test_momentum_rule() -> None:
     np.testing.assert_allclose(variable.array, expected, rtol=1e-14)
 
 
+def test_nesterov_rule_with_decay() -> None:
+    (variable, _), velocity = run(SETTINGS[3][1], 3), 0.0
+    expected = parameters()[0].array
+    for step in range(3):
+        grad = gradients(step)[0] + 0.2 * expected
+        velocity = 0.9 * velocity + grad
+        expected = expected - 0.1 * (grad + 0.9 * velocity)
+    np.testing.assert_allclose(variable.array, expected, rtol=1e-14)
+
+
 def test_adam_s_first_step_is_the_learning_rate_in_the_gradient_s_direction() -> None:
     """Kingma and Ba, section 2.1: with t = 1, m' / sqrt(v') is the sign of the gradient."""
     (_, variable) = run(SETTINGS[4][1], 1)

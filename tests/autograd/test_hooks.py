@@ -1,0 +1,194 @@
+"""Gradient hooks and what runs when a backward pass ends."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py.autograd import Variable, input, on_backward_end, param
+from flashlight_py.autograd import functions as F
+
+
+def ones(*shape: int, dtype: Any = "float32") -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
+def test_fires_once_with_the_whole_gradient() -> None:
+    x = param(ones(2))
+    seen: list[np.ndarray] = []
+    x.register_grad_hook(lambda v: seen.append(np.array(v.grad)))
+    F.sum(x * 2.0 + x * 3.0 + x).backward()
+    assert len(seen) == 1
+    np.testing.assert_array_equal(seen[0], [6, 6])
+
+
+def test_gets_the_leaf_and_may_replace_its_gradient() -> None:
+    x = param(ones(2))
+
+    def halve(variable: Variable) -> None:
+        assert variable is x
+        assert variable.grad is not None
+        variable.grad = variable.grad / 2
+
+    x.register_grad_hook(halve)
+    F.sum(x).backward()
+    np.testing.assert_array_equal(x.grad, [0.5, 0.5])
+
+
+def test_last_layer_fires_first_and_before_the_pass_reaches_the_first() -> None:
+    order: list[str] = []
+    first, last = param(ones(2)), param(ones(2))
+    first.register_grad_hook(lambda _: order.append("first"))
+    last.register_grad_hook(lambda v: order.append(f"last, first has {first.grad}"))
+    F.sum(F.tanh(first * 2.0) * last).backward()
+    assert order == ["last, first has None", "first"]
+
+
+def test_weight_and_bias_fire_before_the_gradient_of_the_layer_input() -> None:
+    order: list[str] = []
+    x, w, b = param(ones(1, 2)), param(ones(3, 2)), param(ones(3))
+    for name, variable in (("x", x), ("w", w), ("b", b)):
+        variable.register_grad_hook(lambda _, name=name: order.append(name))
+    F.sum(F.linear(x, w, b)).backward()
+    assert order == ["w", "b", "x"]
+
+
+def test_shared_weight_waits_for_its_last_consumer() -> None:
+    w = param(np.full((2, 2), 0.5))
+    seen: list[np.ndarray] = []
+    w.register_grad_hook(lambda v: seen.append(np.array(v.grad)))
+    F.sum(F.linear(F.linear(input(np.ones((1, 2))), w), w)).backward()
+    assert len(seen) == 1
+    np.testing.assert_array_equal(seen[0], w.grad)
+
+
+def test_registering_replaces_and_clearing_removes() -> None:
+    x = param(ones(1))
+    calls: list[str] = []
+    x.register_grad_hook(lambda _: calls.append("old"))
+    x.register_grad_hook(lambda _: calls.append("new"))
+    (x * 1.0).backward()
+    x.clear_grad_hook()
+    (x * 1.0).backward()
+    assert calls == ["new"]
+
+
+def test_unused_variable_is_not_called() -> None:
+    used, unused = param(ones(1)), param(ones(1))
+    unused.register_grad_hook(lambda _: pytest.fail("took no part"))
+    (used * 1.0).backward()
+    assert unused.grad is None
+
+
+def test_backward_on_a_leaf_itself() -> None:
+    x = param(ones(1))
+    seen: list[Variable] = []
+    x.register_grad_hook(seen.append)
+    x.backward()
+    assert seen == [x]
+    np.testing.assert_array_equal(x.grad, [1])
+
+
+class TestBackwardEnd:
+    def test_runs_once_after_every_gradient(self) -> None:
+        x, w = param(ones(1)), param(ones(1))
+        calls: list[tuple[bool, bool]] = []
+        hook = lambda _: on_backward_end(  # noqa: E731
+            lambda completed: calls.append((completed, x.grad is not None))
+        )
+        w.register_grad_hook(hook)
+        ((x * 2.0) * w).backward()
+        assert calls == [(True, True)]
+        w.clear_grad_hook()
+        (x * w).backward()
+        assert len(calls) == 1
+
+    def test_may_give_an_unused_parameter_zeros(self) -> None:
+        used, unused = param(ones(1)), param(ones(2))
+
+        def fill(completed: bool) -> None:
+            assert completed
+            if unused.grad is None:
+                unused.grad = np.zeros_like(unused.array)
+
+        used.register_grad_hook(lambda _: on_backward_end(fill))
+        (used * 1.0).backward()
+        np.testing.assert_array_equal(unused.grad, [0, 0])
+
+    def test_runs_in_order_and_all_of_them_even_if_one_raises(self) -> None:
+        x = param(ones(1))
+        calls: list[str] = []
+
+        def fail(completed: bool) -> None:
+            calls.append("fails")
+            raise OSError("peer lost")
+
+        def hook(_: Variable) -> None:
+            on_backward_end(fail)
+            on_backward_end(lambda _: calls.append("after"))
+
+        x.register_grad_hook(hook)
+        with pytest.raises(OSError, match="peer lost"):
+            (x * 1.0).backward()
+        assert calls == ["fails", "after"]
+
+    def test_is_told_of_a_pass_that_raised_and_nothing_leaks_into_the_next(self) -> None:
+        first, last = param(ones(1)), param(ones(1))
+        ends: list[bool] = []
+
+        def explode(_: Variable) -> None:
+            raise ZeroDivisionError("a hook")
+
+        last.register_grad_hook(lambda _: on_backward_end(ends.append))
+        first.register_grad_hook(explode)
+        with pytest.raises(ZeroDivisionError, match="a hook"):
+            (F.tanh(first) * last).backward()
+        assert ends == [False]
+        with pytest.raises(RuntimeError, match="outside a backward pass"):
+            on_backward_end(ends.append)
+        first.clear_grad_hook()
+        first.zero_grad()
+        last.zero_grad()
+        (first * last).backward()
+        assert ends == [False, True]
+        np.testing.assert_array_equal(first.grad, [1])
+
+    def test_backward_inside_a_hook_is_a_pass_of_its_own(self) -> None:
+        x, inner = param(ones(1)), param(ones(1))
+        calls: list[str] = []
+        inner.register_grad_hook(lambda _: on_backward_end(lambda _: calls.append("inner")))
+
+        def hook(_: Variable) -> None:
+            on_backward_end(lambda _: calls.append("outer"))
+            (inner * 1.0).backward()
+            calls.append("hook done")
+
+        x.register_grad_hook(hook)
+        (x * 1.0).backward()
+        assert calls == ["inner", "hook done", "outer"]
+
+    def test_other_threads_have_passes_of_their_own(self) -> None:
+        x = param(ones(1))
+        refused: list[str] = []
+
+        def elsewhere() -> None:
+            try:
+                on_backward_end(lambda _: None)
+            except RuntimeError as error:
+                refused.append(str(error))
+
+        def hook(_: Variable) -> None:
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+
+        x.register_grad_hook(hook)
+        (x * 1.0).backward()
+        assert len(refused) == 1
+
+    def test_needs_a_callable(self) -> None:
+        with pytest.raises(TypeError, match="callable, got int"):
+            on_backward_end(3)  # type: ignore[arg-type]
