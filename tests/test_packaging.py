@@ -81,18 +81,16 @@ def empty_environment(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources in a folder of their own, so that no build touches the checkout."""
-    folder = tmp_path_factory.mktemp("source") / "flashlight_py"
-    shutil.copytree(ROOT, folder, ignore=NOT_SOURCE)
-    return folder
+def copy_of_sources(folder: Path) -> Path:
+    """The sources in a folder of their own, so that no build meets the products of another."""
+    return Path(shutil.copytree(ROOT, folder / "source", ignore=NOT_SOURCE))
 
 
 @pytest.fixture(scope="module")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    into = tmp_path_factory.mktemp("wheelhouse")
-    run(source / "scripts" / "build_wheel", into)
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    into = folder / "wheelhouse"
+    run(copy_of_sources(folder) / "scripts" / "build_wheel", into)
     (built,) = into.glob("*.whl")
     return built
 
@@ -136,13 +134,21 @@ def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path
         assert "flashlight_py.libs/libgloo" in used
 
 
-def test_package_without_gloo_works_and_says_what_to_do(source: Path, tmp_path: Path) -> None:
+def test_package_without_gloo_works_and_says_what_to_do(tmp_path: Path) -> None:
     """Built where Gloo's headers are hidden, not where the build was told to leave it out."""
     hidden = tmp_path / "no_gloo" / "gloo"
     hidden.mkdir(parents=True)
     (hidden / "context.h").write_text('#error "this machine has no Gloo"\n')
     python = empty_environment(tmp_path / "venv")
-    run(python, "-m", "pip", "install", "--quiet", source, CPATH=str(hidden.parent))
+    run(
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        copy_of_sources(tmp_path),
+        CPATH=str(hidden.parent),
+    )
     alone = (
         "import numpy as np, flashlight_py as fl\n"
         "fl.distributed_init()\n"
@@ -154,7 +160,7 @@ def test_package_without_gloo_works_and_says_what_to_do(source: Path, tmp_path: 
         "import flashlight_py as fl\n"
         "try:\n"
         "    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, 0, 2,\n"
-        f"        {{'FILE_PATH': {str(tmp_path / 'meet')!r}, 'BACKEND': 'gloo'}})\n"
+        f"        {{'FILE_PATH': {str(tmp_path / 'meet')!r}, 'BACKEND': 'gloo', 'TIMEOUT': 5}})\n"
         "except fl.errors.BackendUnavailableError as error:\n"
         "    print(error)\n"
     )
@@ -163,11 +169,13 @@ def test_package_without_gloo_works_and_says_what_to_do(source: Path, tmp_path: 
     assert "libgloo-dev" in told
 
 
-def test_build_can_be_told_to_leave_gloo_out(source: Path, tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, source)
-    run(*command, FLASHLIGHT_WITHOUT_GLOO="1")
-    (built,) = tmp_path.glob("*.whl")
+def test_build_can_be_told_to_leave_gloo_out(tmp_path: Path) -> None:
+    into = tmp_path / "dist"
+    command = (sys.executable, "-m", "build", "--wheel", "--outdir", into)
+    run(*command, copy_of_sources(tmp_path), FLASHLIGHT_WITHOUT_GLOO="1")
+    (built,) = into.glob("*.whl")
     with zipfile.ZipFile(built) as content:
+        assert not any(name.endswith(".so") for name in content.namelist())
         reason = content.read("flashlight_py/_native/gloo.missing.txt").decode()
     assert "FLASHLIGHT_WITHOUT_GLOO" in reason
     assert "libgloo-dev" in reason
