@@ -15,6 +15,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -71,7 +72,7 @@ def main(options: argparse.Namespace) -> None:
         print("[Multi-layer Perceptron] Done!", flush=True)
 
     if is_master and options.save:
-        np.savez(options.save, **model.state_dict())
+        save(model, options.save)
     if is_master and options.plot:
         plot(history, options.plot)
 
@@ -112,7 +113,15 @@ def with_progress(epochs: Iterable[int]) -> Iterable[int]:
         return epochs
     from tqdm import tqdm
 
-    return tqdm(epochs, unit="epoch", leave=False)
+    bar: Iterable[int] = tqdm(epochs, unit="epoch", leave=False)
+    return bar
+
+
+def save(model: fl.nn.Module, file: Path) -> None:
+    """Write every parameter under its name."""
+    state = model.state_dict()
+    arrays: dict[str, Any] = {n: fl.device.to_device(array, "cpu") for n, array in state.items()}
+    np.savez(file, **arrays)
 
 
 def plot(history: list[float], file: Path) -> None:
@@ -123,7 +132,7 @@ def plot(history: list[float], file: Path) -> None:
     axes = figure.subplots()
     axes.plot(range(1, len(history) + 1), history)
     axes.set(yscale="log", xlabel="epoch", ylabel="mean squared error")
-    axes.set_title(f"Perceptron 10-100-1, {fl.get_world_size()} process(es)")
+    axes.set_title(f"Training loss, world size {fl.get_world_size()}")
     axes.grid(which="both", alpha=0.3)
     figure.savefig(file, dpi=150)
 
