@@ -36,6 +36,8 @@ _CODES = {name: code for code, name in enumerate(DTYPES)}
 for name in ("longdouble", "clongdouble"):  # NumPy calls them by their width
     _CODES[np.dtype(name).name] = _CODES[name]
 
+_codes_seen: dict[np.dtype[Any], int] = {}
+
 _OPS = {op.name.lower(): op for op in ReduceOp}
 
 
@@ -80,9 +82,12 @@ def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
     Raises:
         TypeError: arrays of this dtype (object, str, datetime, structured) cannot be sent.
     """
-    code = _CODES.get(dtype.name)
+    code = _codes_seen.get(dtype)  # dtype.name takes NumPy 2 us to put together
     if code is None:
-        raise TypeError(f"{verb} takes {ACCEPTED}; got an array of dtype {dtype}")
+        code = _CODES.get(dtype.name)
+        if code is None:
+            raise TypeError(f"{verb} takes {ACCEPTED}; got an array of dtype {dtype}")
+        _codes_seen[dtype] = code
     return code
 
 

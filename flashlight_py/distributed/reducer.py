@@ -16,7 +16,7 @@ from flashlight_py.distributed.constants import DistributedConstants
 from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.work import Work
 
-__all__ = ["CoalescingReducer", "InlineReducer", "Reducer"]
+__all__ = ["CoalescingReducer", "EagerReducer", "InlineReducer", "Reducer"]
 
 
 class Reducer(abc.ABC):
@@ -56,6 +56,41 @@ class InlineReducer(Reducer):
 
     def finalize(self) -> None:
         """Return at once: nothing is ever pending."""
+
+
+class EagerReducer(Reducer):
+    """Starts each array when it is added, without waiting, and waits in ``finalize``.
+
+    Args:
+        scale: factor of every sum, such as 1 / world size for the mean.
+        group: the process group, default the world.
+    """
+
+    def __init__(self, scale: float, group: ProcessGroup | None = None) -> None:
+        super().__init__(scale, group)
+        self._works: list[Work] = []
+
+    def add(self, array: Any) -> None:
+        """Start reducing ``array`` in place, any shape; it must not be used until ``finalize``.
+
+        Raises:
+            TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        self._works.append(all_reduce(array, self.scale, async_op=True, group=self.group))
+
+    def finalize(self) -> None:
+        """Block until everything has been reduced.
+
+        Raises:
+            DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def abandon(self) -> None:
+        """Forget what is on its way; it cannot be called back."""
+        self._works = []
 
 
 class CoalescingReducer(Reducer):

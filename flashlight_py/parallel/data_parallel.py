@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
 from flashlight_py.distributed import DistributedConstants, get_world_size
-from flashlight_py.distributed.reducer import CoalescingReducer, Reducer
+from flashlight_py.distributed.reducer import CoalescingReducer, EagerReducer, Reducer
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import check_modules_agree
 from flashlight_py.parallel.gradient_sync import (
@@ -74,10 +74,8 @@ def distribute_module_grads(
         _synchronizers[module] = GradientSync(one_by_one(in_order), reducer)
         return
     factor = 1.0 / get_world_size() if scale is None else scale
-    # A bucket is full when it arrives, and leaves at once.
-    leave = CoalescingReducer(factor, contiguous=False, bucket_bytes=1)
     units = flat_buckets(in_order, DistributedConstants.COALESCE_CACHE_SIZE)
-    _synchronizers[module] = GradientSync(units, leave)
+    _synchronizers[module] = GradientSync(units, EagerReducer(factor))
 
 
 @contextlib.contextmanager
