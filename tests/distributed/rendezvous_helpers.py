@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import selectors
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,13 @@ class Rank:
         os.kill(self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        """Kill it, and wait until it is dead: a signal takes effect some time after it was sent."""
+        process = os.pidfd_open(self.pid)
+        try:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            assert select.select([process], [], [], DEADLINE)[0], f"{self.plan} survives SIGKILL"
+        finally:
+            os.close(process)
 
     @property
     def pid(self) -> int:
@@ -87,6 +94,15 @@ class Ranks:
 
     def start_all(self, size: int, **plan: Any) -> list[Rank]:
         return [self.start(rank, size, **plan) for rank in range(size)]
+
+    def start_together(self, ranks: Iterable[int], size: int, **plan: Any) -> list[Rank]:
+        """Start ``ranks`` of ``size`` and let them meet only when all are ready to."""
+        started = [self.start(rank, size, hold="constructed", **plan) for rank in ranks]
+        for rank in started:
+            rank.await_event("constructed")
+        for rank in started:
+            rank.resume()
+        return started
 
     def run(self, size: int, **plan: Any) -> None:
         """Start ``size`` ranks and require that all exchange and close."""

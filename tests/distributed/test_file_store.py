@@ -66,9 +66,8 @@ def test_runs_with_different_names_do_not_see_each_other(ranks: Ranks, tmp_path:
 
 
 def test_missing_ranks_are_named_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
-    present = [ranks.start(rank, 5, timeout=1.0) for rank in (0, 1, 4)]
-    for rank in present:
-        assert "ranks 2, 3 of 5 have not come within 1 s" in rank.refusal()
+    for rank in ranks.start_together((0, 1, 4), 5, timeout=2.0):
+        assert "ranks 2, 3 of 5 have not come within 2 s" in rank.refusal()
     assert os.listdir(tmp_path) == []
 
 
@@ -78,9 +77,8 @@ def test_without_rank_0_it_is_rank_0_that_is_named(ranks: Ranks, tmp_path: Path)
 
 
 def test_a_rank_missing_in_a_later_exchange_is_named(ranks: Ranks) -> None:
-    ranks.start(2, 3, timeout=2.0, hold="exchanged 0")
-    others = [ranks.start(rank, 3, timeout=2.0) for rank in (0, 1)]
-    for rank in others:
+    ranks.start(2, 3, hold="exchanged 0")
+    for rank in ranks.start_together((0, 1), 3, timeout=2.0):
         assert "rank 2 of 3 has not come within 2 s" in rank.refusal()
 
 
