@@ -1,8 +1,7 @@
-// The C ABI as C++ sees it.
+// The C ABI of the Gloo backend, as C++ sees it.
 #pragma once
 
-#include <stddef.h>
-#include <stdint.h>
+#include "../common/abi.h"
 
 extern "C" {
 #include "gloo.cdef.h"

@@ -4,24 +4,19 @@ from pathlib import Path
 
 from cffi import FFI
 
-HERE = Path("csrc/gloo")  # setuptools wants paths relative to setup.py
+CSRC = Path(__file__).parent.parent
+COMMON = ("common/capi.cc", "common/worker.cc", "reduce/reduce.cc")
+SOURCES = ("gloo/capi.cc", "gloo/group.cc", "gloo/collectives.cc", "gloo/mesh.cc")
 
 ffi = FFI()
-ffi.cdef((Path(__file__).parent / "gloo.cdef.h").read_text())
+ffi.cdef((CSRC / "common/types.cdef.h").read_text())
+ffi.cdef((CSRC / "gloo/gloo.cdef.h").read_text())
 ffi.set_source(
     "flashlight_py._native._gloo",
     '#include "csrc/gloo/abi.h"',
     source_extension=".cc",
-    sources=[
-        *(str(HERE / name) for name in ("capi.cc", "group.cc", "collectives.cc", "mesh.cc")),
-        "csrc/reduce/reduce.cc",
-    ],
-    depends=[
-        *(str(HERE / name) for name in ("gloo.cdef.h", "abi.h", "mesh.h", "collectives.h")),
-        str(HERE / "group.h"),
-        "csrc/reduce/reduce.h",
-        "csrc/reduce/half.h",
-    ],
+    sources=[f"csrc/{name}" for name in (*COMMON, *SOURCES)],  # relative to setup.py
+    depends=[f"csrc/{path.relative_to(CSRC)}" for path in sorted(CSRC.glob("*/*.h"))],
     include_dirs=["."],
     libraries=["gloo"],
     # No contraction into fused multiply-adds: the same bits on every machine.

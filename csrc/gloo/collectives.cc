@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../common/signature.h"
 #include "../reduce/reduce.h"
 
 namespace fl {
@@ -14,22 +15,6 @@ constexpr size_t kInlineBytes = 4096;
 
 // Large arrays move in pieces, so that a rank reduces one while the next is on the wire.
 constexpr size_t kChunkBytes = 512 << 10;
-
-bool first_dimension_is_free(int verb) { return verb == FL_ALL_GATHER; }
-
-bool same_call(const fl_signature& a, const fl_signature& b) {
-  if (a.verb != b.verb || a.dtype != b.dtype || a.op != b.op || a.root != b.root ||
-      a.scale != b.scale || a.itemsize != b.itemsize || a.ndim != b.ndim) {
-    return false;
-  }
-  const bool free = first_dimension_is_free(a.verb);
-  if (!free && a.count != b.count) return false;
-  const int dims = std::min(a.ndim, 8);
-  for (int d = free ? 1 : 0; d < dims; ++d) {
-    if (a.shape[d] != b.shape[d]) return false;
-  }
-  return true;
-}
 
 }  // namespace
 

@@ -8,16 +8,6 @@
 
 namespace fl {
 
-// The ranks called different things; each rank's signature says what.
-struct Mismatch : std::exception {
-  const char* what() const noexcept override { return "the ranks called different things"; }
-};
-
-struct Bytes {
-  std::unique_ptr<char[]> data;
-  size_t size = 0;
-};
-
 class Collectives {
  public:
   explicit Collectives(Mesh& mesh);

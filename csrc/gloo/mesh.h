@@ -5,27 +5,17 @@
 #include <gloo/context.h>
 #include <gloo/transport/unbound_buffer.h>
 
-#include <chrono>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "../common/worker.h"
 #include "abi.h"
 
 namespace fl {
 
-using Clock = std::chrono::steady_clock;
 using Buffer = std::unique_ptr<gloo::transport::UnboundBuffer>;
-
-// Why an operation ended, and which ranks it is about.
-struct Failure : std::runtime_error {
-  Failure(fl_status status, std::vector<int> missing, const std::string& message)
-      : std::runtime_error(message), status(status), missing(std::move(missing)) {}
-  fl_status status;
-  std::vector<int> missing;
-};
 
 // Slots keep messages of one kind apart from others on the same connection. Within a slot they
 // arrive in the order they were sent, so one slot serves every operation in turn.
@@ -40,7 +30,7 @@ enum Slot : uint64_t {
   kTagDataSlot = uint64_t{3} << 32,
 };
 
-class Mesh : public gloo::Context {
+class Mesh : public gloo::Context, public Transport {
  public:
   Mesh(int rank, int size, const std::string& host, const std::string& interface,
        double connect_seconds);
@@ -54,24 +44,19 @@ class Mesh : public gloo::Context {
   void wait_recv(gloo::transport::UnboundBuffer& buffer, int peer);
   void wait_send(gloo::transport::UnboundBuffer& buffer, int peer);
 
-  // Begin an operation: waits are bounded by `deadline` as enforce() and, at last, Gloo see it.
-  void begin(Clock::time_point deadline);
-  // From any thread: end the running wait if the deadline has passed.
-  void enforce_deadline();
-  // From any thread: end the running wait and all later ones.
-  void stop();
-
-  // What a broken connection means: which ranks are lost, or why a peer gave up. `peer` is the one
-  // that was waited for, or -1.
-  Failure explain(int peer, const std::string& what);
-
-  // Tell every peer why this rank gives up, then close every connection.
-  void give_up(const Failure& failure) noexcept;
+  void begin(Clock::time_point deadline) override;
+  void enforce_deadline() override;
+  void stop() override;
+  Failure explain(const std::string& what) override { return explain(-1, what); }
+  void give_up(const Failure& failure) noexcept override;
 
  private:
   struct Control;
   template <typename Wait, typename Abort>
   void wait(Wait wait, Abort abort, int peer);
+  // What a broken connection means: which ranks are lost, or why a peer gave up. `peer` is the one
+  // that was waited for, or -1.
+  Failure explain(int peer, const std::string& what);
   std::vector<int> broken_pairs();
   void post_control();
 

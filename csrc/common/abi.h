@@ -1,0 +1,9 @@
+// The shared part of the C ABI, as C++ sees it.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+extern "C" {
+#include "types.cdef.h"
+}

@@ -1,0 +1,45 @@
+// The shared part of the C ABI.
+#include "capi.h"
+
+#include <algorithm>
+
+#include "../reduce/reduce.h"
+
+extern "C" {
+
+fl_status fl_op_wait(fl_op* op, double seconds) {
+  fl::Operation& operation = *op->operation;
+  fl::Queue& queue = *operation.queue;
+  const auto ended = [&] { return operation.status != FL_PENDING; };
+  std::unique_lock<std::mutex> lock(queue.mutex);
+  if (queue.done.wait_for(lock, std::chrono::duration<double>(seconds), ended)) {
+    return operation.status;
+  }
+  if (queue.transport != nullptr) queue.transport->enforce_deadline();
+  return FL_PENDING;
+}
+
+const char* fl_op_message(fl_op* op) { return op->operation->message.c_str(); }
+
+int fl_op_missing(fl_op* op, int* ranks, int capacity) {
+  const auto& missing = op->operation->missing;
+  const int count = std::min(capacity, static_cast<int>(missing.size()));
+  std::copy_n(missing.begin(), count, ranks);
+  return count;
+}
+
+const fl_signature* fl_op_signatures(fl_op* op) { return op->operation->signatures.data(); }
+
+void* fl_op_output(fl_op* op, size_t* bytes) {
+  *bytes = op->operation->output.size;
+  return op->operation->output.data.get();
+}
+
+void fl_op_free(fl_op* op) { delete op; }
+
+int fl_reduce(int dtype, int op, double scale, void* into, const void* const* from, int ranks,
+              size_t count) {
+  return fl::reduce(dtype, op, scale, into, from, ranks, count);
+}
+
+}  // extern "C"

@@ -1,0 +1,27 @@
+// What a rank calls, and whether two ranks call the same.
+#pragma once
+
+#include <algorithm>
+
+#include "abi.h"
+
+namespace fl {
+
+// The ranks may differ in the first dimension of what they give.
+inline bool first_dimension_is_free(int verb) { return verb == FL_ALL_GATHER || verb == FL_GATHER; }
+
+inline bool same_call(const fl_signature& a, const fl_signature& b) {
+  if (a.verb != b.verb || a.dtype != b.dtype || a.op != b.op || a.root != b.root ||
+      a.scale != b.scale || a.itemsize != b.itemsize || a.ndim != b.ndim) {
+    return false;
+  }
+  const bool free = first_dimension_is_free(a.verb);
+  if (!free && a.count != b.count) return false;
+  const int dims = std::min(a.ndim, 8);
+  for (int d = free ? 1 : 0; d < dims; ++d) {
+    if (a.shape[d] != b.shape[d]) return false;
+  }
+  return true;
+}
+
+}  // namespace fl
