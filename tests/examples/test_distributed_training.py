@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
+import select
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import numpy as np
@@ -124,9 +128,11 @@ def test_progress_bar_is_for_terminals_only() -> None:
     pytest.importorskip("tqdm")
     job = ["--epochs", 2, "--samples", 50]
     ours, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     # Both ends stay open until it is read: what a closed terminal showed is gone.
     with os.fdopen(ours, "rb", buffering=0) as screen, os.fdopen(terminal, "wb"):
         (output,) = printed(start(PYTHON, *job, stderr=terminal))
+        assert select.select([screen], [], [], DEADLINE)[0], "nothing was shown"
         assert b"epoch" in screen.read(4096)
     assert len(losses(output)) == 2
     piped = start(PYTHON, *job)
