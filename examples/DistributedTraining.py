@@ -30,7 +30,6 @@ def main(options: argparse.Namespace) -> None:
     # Meet the other processes. Every one runs this same program, with a rank of its own.
     initialise(options)
     world_size = fl.get_world_size()
-    is_master = fl.get_world_rank() == 0
     fl.set_seed(options.seed)
 
     # The samples are shared out: this process trains on its part only.
@@ -52,8 +51,7 @@ def main(options: argparse.Namespace) -> None:
     meter = fl.meter.AverageValueMeter()
     history = []
 
-    if is_master:
-        print("[Multi-layer Perceptron] Started...", flush=True)
+    say("[Multi-layer Perceptron] Started...")
     for epoch in with_progress(range(1, options.epochs + 1)):
         meter.reset()
         for inputs, targets in batches:
@@ -66,14 +64,12 @@ def main(options: argparse.Namespace) -> None:
         mse = np.array(meter.value()[0])
         fl.all_reduce(mse, scale=1 / world_size)
         history.append(float(mse))
-        if is_master:
-            print(f"Epoch: {epoch} Mean Squared Error: {mse:g}", flush=True)
-    if is_master:
-        print("[Multi-layer Perceptron] Done!", flush=True)
+        say(f"Epoch: {epoch} Mean Squared Error: {mse:g}")
+    say("[Multi-layer Perceptron] Done!")
 
-    if is_master and options.save:
+    if fl.get_world_rank() == 0 and options.save:
         save(model, options.save)
-    if is_master and options.plot:
+    if fl.get_world_rank() == 0 and options.plot:
         plot(history, options.plot)
 
 
@@ -104,6 +100,14 @@ def my_batches(options: argparse.Namespace) -> list[tuple[fl.Variable, fl.Variab
     x, y = (fl.device.to_device(array[mine], options.device) for array in (x, y))
     data = fl.dataset.BatchDataset(fl.dataset.TensorDataset([x, y]), options.batch_size)
     return [(fl.input(inputs), fl.no_grad(targets)) for inputs, targets in data]
+
+
+def say(line: str) -> None:
+    """Print on rank 0 only; above the progress bar, if one is shown."""
+    if fl.get_world_rank() == 0:
+        write = sys.modules["tqdm"].tqdm.write if "tqdm" in sys.modules else print
+        write(line)
+        sys.stdout.flush()
 
 
 def with_progress(epochs: Iterable[int]) -> Iterable[int]:
