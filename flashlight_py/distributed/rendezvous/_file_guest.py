@@ -20,27 +20,31 @@ class Guest(Member):
                 record = self.read_listed(Name("roster", run, ("0",)), names)
                 if record is not None and self.nonce in record.get("nonces", []):
                     return self._follow(run, record)
-        raise self.failure(self._nobody(names))
+        # Whoever ended in order wrote so before: so first who has ended, then what is written.
+        ended = {name for name in names if name.kind == "join" and self.joiner(name).is_gone()}
+        raise self.failure(self._nobody(self.last_look(), ended))
 
     def _follow(self, run: str, record: Record) -> list[bytes]:
         self.run, self.nonces = run, record["nonces"]
         self.people = {rank: Peer.from_record(peer) for rank, peer in enumerate(record["people"])}
         return [decode(text) for text in record["payloads"]]
 
-    def _nobody(self, names: set[Name]) -> str:
+    def _nobody(self, names: set[Name], ended: set[Name]) -> str:
         """Say who is missing, as far as a rank can tell that no roster has reached."""
         hosts = [self.announcer(run) for run in sorted(self.joined)]
         who = "; ".join(str(host) for host in hosts if not host.is_gone())
         if not who:
             return self.absent({0})
-        missing = set(range(1, self.size)) - {self.rank} - self._joined_and_living(names)
+        missing = set(range(1, self.size)) - {self.rank} - self._come(names, ended)
         if missing:
             return self.absent(missing)
         return f"rank 0 ({who}) announced a run and has not answered within {self.timeout:g} s"
 
-    def _joined_and_living(self, names: set[Name]) -> set[int]:
-        joins = [name for name in names if name.kind == "join" and name.run in self.joined]
-        return {int(join.rest[0]) for join in joins if not self.joiner(join).is_gone()}
+    def _come(self, names: set[Name], ended: set[Name]) -> set[int]:
+        """Return the ranks that have joined and did not die; to give up in order is not to die."""
+        parted = {name.rest[1] for name in names if name.kind in ("error", "done")}
+        joins = {name for name in names if name.kind == "join" and name.run in self.joined}
+        return {int(join.rest[0]) for join in joins if join.rest[1] in parted or join not in ended}
 
     def take_round(self, payload: bytes, deadline: float) -> list[bytes]:
         """Give ``payload`` and wait for what rank 0 publishes."""

@@ -39,6 +39,7 @@ class Host(Member):
             joins = self._joins(names)
             if len(joins) == self.size - 1:
                 return self._publish_members(joins, payload)
+        self.last_look()
         raise self.failure(self._not_joined(set(range(1, self.size)) - joins.keys()))
 
     def _not_joined(self, missing: set[int]) -> str:

@@ -132,6 +132,15 @@ class Member(abc.ABC):
             self.watch(names)
             yield names
 
+    def last_look(self) -> set[Name]:
+        """Return a listing made after the deadline.
+
+        A rank whose time was up a moment before ours has said why before it ended.
+        """
+        names = self.directory.names(fresh=True)
+        self.watch(names)
+        return names
+
     def fail_if_dead(self, awaited: Iterable[int]) -> None:
         """Raise if a rank that we wait for is known to have died.
 
