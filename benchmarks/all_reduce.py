@@ -1,0 +1,118 @@
+"""all_reduce beside every peer, from 4 bytes to 256 MB, on 2 and 4 ranks.
+
+    python benchmarks/all_reduce.py --json all_reduce.json --plot all_reduce.png
+
+Each library's ranks are processes of their own, in their own environment, started once by the
+library's own launcher. Between their turns they sleep in the read of a socket. For each size the
+contenders take turns, round by round: a barrier, then as many calls in a row as fill a batch; the
+slowest rank's time counts. What is shown are medians of the rounds, and medians of the ratios
+within a round. All call from Python, in place, on arrays of zeros; before, one call on other values
+shows that the sum is right. Sizes are bytes of the array on each rank.
+
+Numbers count on a quiet machine only; the load is printed. OMPI_MCA_* and MPIR_CVAR_* variables
+reach the peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from harness import all_reduce_targets as targets
+from harness.conductor import Case, Conductor, Contender
+from harness.facts import machine_facts
+from harness.launchers import Library
+from harness.options import collective_peers, common_arguments, ours, plan_of
+from harness.plot import plot_times
+from harness.report import (
+    facts_text,
+    left_out_text,
+    ratio_table,
+    size_name,
+    time_table,
+    verdict_table,
+    write_json,
+)
+from harness.statistics import Measurement
+
+SIZES = [4, 64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10]
+SIZES += [megabytes << 20 for megabytes in (1, 4, 16, 64, 256)]
+ROLE = "flashlight_collectives"
+
+
+def contenders(
+    options: argparse.Namespace, ranks: int, nbytes: int, absent: dict[str, str]
+) -> list[Contender]:
+    """Return who is measured in one case."""
+    automatic = ours(ROLE)
+    found = [Contender(targets.OURS, automatic, ranks)]
+    found.append(Contender(targets.ZERO_COPY, automatic, ranks, {"kind": "shared"}))
+    if nbytes == 64 << 20:
+        found += [
+            Contender(title, automatic, ranks, {"dtype": dtype})
+            for title, dtype in targets.HALF_TYPES.items()
+        ]
+    for backend in options.backends:
+        library = ours(ROLE, f"flashlight_py, {backend}", BACKEND=backend)
+        found.append(Contender(library.title, library, ranks))
+    copy = Library(targets.COPY, "copy", Path(sys.executable))
+    return [*found, *collective_peers(options, ranks, absent), Contender(copy.title, copy, 1)]
+
+
+def measure(options: argparse.Namespace, conductor: Conductor) -> list[Measurement]:
+    """Return all cases, those of the same ranks and dtype together, in increasing sizes."""
+    results = []
+    for ranks in options.ranks:
+        for dtype in options.dtypes:
+            for nbytes in options.sizes:
+                case = Case(
+                    Measurement("all_reduce", dtype, nbytes, ranks),
+                    {"verb": "all_reduce", "dtype": dtype, "nbytes": nbytes},
+                    memory=2 * nbytes,
+                )
+                entrants = contenders(options, ranks, nbytes, conductor.absent)
+                results.append(conductor.measure(case, entrants))
+    return results
+
+
+def show(measurements: list[Measurement]) -> None:
+    """Print a table of times and one of ratios for every number of ranks and dtype."""
+    for ranks, dtype in dict.fromkeys((m.ranks, m.dtype) for m in measurements):
+        some = [m for m in measurements if (m.ranks, m.dtype) == (ranks, dtype)]
+        print(f"\n### all_reduce, {dtype}, {ranks} ranks\n")
+        print(time_table(some, "bytes", lambda m: size_name(m.nbytes)))
+        print(f"\nTime of the others divided by that of {targets.OURS}:\n")
+        print(ratio_table(some, "bytes", lambda m: size_name(m.nbytes), targets.OURS))
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments("Time all_reduce beside its peers.", [2, 4], "openmpi,mpich,torch")
+    add = parser.add_argument
+    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array on each rank")
+    add("--dtypes", nargs="+", default=["float32"], help="float32, float16, bfloat16, float64")
+    add("--backends", nargs="*", default=["gloo"], help="of ours, besides the automatic choice")
+    add("--plot", type=Path, metavar="FILE.png", help="draw times against sizes")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = read_options()
+    machine = machine_facts()
+    with Conductor(plan_of(options)) as conductor:
+        measurements = measure(options, conductor)
+    show(measurements)
+    judged = targets.verdicts(measurements, conductor.absent)
+    print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
+    print(left_out_text(measurements, lambda m: f"{m.ranks} ranks {m.dtype} {size_name(m.nbytes)}"))
+    if options.json:
+        write_json(options.json, machine, conductor, measurements, judged)
+    if options.plot:
+        first = [m for m in measurements if m.dtype == options.dtypes[0]]
+        plot_times(first, f"{machine['CPU']}, {machine['cores']} cores", options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Every verb beside every peer, at a few sizes.
+
+    python benchmarks/collectives.py --json collectives.json
+
+The method is that of all_reduce.py. Sizes are bytes of each rank's argument: what it gives to an
+all_gather, what it is given to cut in a reduce_scatter, a scatter or an all_to_all. send_recv is
+there and back between ranks 0 and 1. The root of a broadcast may be done before the others; as
+everywhere it is the slowest rank's time for a batch of calls that counts. Gathers of ours return
+new arrays; the peers write into one that was made before.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from harness.conductor import Case, Conductor, Contender
+from harness.facts import machine_facts
+from harness.options import collective_peers, common_arguments, ours, plan_of
+from harness.report import (
+    facts_text,
+    left_out_text,
+    ratio_table,
+    size_name,
+    time_table,
+    write_json,
+)
+from harness.statistics import Measurement
+
+OURS = "flashlight_py"
+SIZES = [4, 4 << 10, 1 << 20, 64 << 20]
+# Each with the arrays, in units of its argument, that a rank holds at once.
+VERBS = {
+    "all_reduce": lambda ranks: 2,
+    "broadcast": lambda ranks: 2,
+    "reduce": lambda ranks: 2,
+    "all_gather": lambda ranks: 2 + 2 * ranks,
+    "gather": lambda ranks: 2 + ranks,
+    "scatter": lambda ranks: 2,
+    "reduce_scatter": lambda ranks: 3,
+    "all_to_all": lambda ranks: 3,
+    "send_recv": lambda ranks: 2,
+    "barrier": lambda ranks: 0,
+}
+
+
+def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
+    """Return every verb at every size; a barrier has none."""
+    return [
+        _case(verb, options.dtype, nbytes, ranks)
+        for verb in options.verbs
+        for nbytes in (options.sizes if verb != "barrier" else [0])
+    ]
+
+
+def _case(verb: str, dtype: str, nbytes: int, ranks: int) -> Case:
+    task: dict[str, Any] = {"verb": verb, "dtype": dtype, "nbytes": nbytes}
+    return Case(Measurement(verb, dtype, nbytes, ranks), task, VERBS[verb](ranks) * nbytes)
+
+
+def measure(options: argparse.Namespace, conductor: Conductor) -> list[Measurement]:
+    """Return all cases, those of the same number of ranks together."""
+    results = []
+    for ranks in options.ranks:
+        entrants = [Contender(OURS, ours("flashlight_collectives"), ranks)]
+        entrants += collective_peers(options, ranks, conductor.absent)
+        results += [conductor.measure(case, entrants) for case in cases(options, ranks)]
+    return results
+
+
+def label(measurement: Measurement) -> str:
+    """Return the name of a row."""
+    size = f", {size_name(measurement.nbytes)}" if measurement.nbytes else ""
+    return measurement.task + size
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments("Time every verb beside its peers.", [2], "openmpi,mpich,torch")
+    add = parser.add_argument
+    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of each rank's argument")
+    add("--verbs", nargs="+", default=list(VERBS), choices=list(VERBS), metavar="VERB")
+    add("--dtype", default="float32")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = read_options()
+    machine = machine_facts()
+    with Conductor(plan_of(options)) as conductor:
+        measurements = measure(options, conductor)
+    for ranks in options.ranks:
+        some = [m for m in measurements if m.ranks == ranks]
+        print(f"\n### Verbs, {options.dtype}, {ranks} ranks\n")
+        print(time_table(some, "verb", label))
+        print(f"\nTime of the others divided by that of {OURS}:\n")
+        print(ratio_table(some, "verb", label, OURS))
+    print("\n" + facts_text(machine, conductor))
+    print(left_out_text(measurements, lambda m: f"{m.ranks} ranks {label(m)}"))
+    if options.json:
+        write_json(options.json, machine, conductor, measurements, [])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the benchmarks share: every library as idle ranks that a conductor wakes in turn."""

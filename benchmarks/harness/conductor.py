@@ -1,0 +1,211 @@
+"""Who is measured when: everybody in turn, round after round, while all others sleep in a read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from harness.facts import available_bytes, cores
+from harness.launchers import Library
+from harness.statistics import Measurement
+from harness.team import Team, TeamFailed
+
+__all__ = ["Case", "Conductor", "Contender", "Plan"]
+
+MOST_ITERATIONS = 20_000
+FEWEST_ROUNDS = 3
+# Of the free memory; the rest is for what the libraries need inside.
+USABLE_MEMORY = 0.6
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to measure: ``rounds`` rounds of ``batch_seconds`` for each contender.
+
+    Where that takes more than ``case_seconds`` for one case, there are fewer rounds.
+    """
+
+    rounds: int
+    batch_seconds: float
+    case_seconds: float
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What has a line in the table: a library's ranks, and how they are asked.
+
+    ``task`` is added to the case's own, such as another dtype or kind of array.
+    """
+
+    title: str
+    library: Library
+    ranks: int
+    task: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What everybody does: the task, and the bytes that one rank of it needs at the same time."""
+
+    measurement: Measurement
+    task: Mapping[str, Any]
+    memory: int = 0
+
+
+class Conductor:
+    """Starts each library's ranks when first needed, measures, and ends them.
+
+    ``absent`` tells what could not be started, and why; ``details`` what contenders answered when
+    they prepared the last case.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.absent: dict[str, str] = {}
+        self.facts: dict[str, dict[str, str]] = {}
+        self.idle_shares: dict[str, float] = {}
+        self.details: dict[str, list[Any]] = {}
+        self._teams: dict[tuple[str, int], Team] = {}
+
+    def measure(self, case: Case, contenders: Sequence[Contender]) -> Measurement:
+        """Fill in the case's measurement: all rounds of everybody who can do it."""
+        result = case.measurement
+        print(
+            f"  {result.ranks} ranks, {result.task}, {result.dtype}, {result.nbytes} bytes"
+            if result.nbytes
+            else f"  {result.task}",
+            file=sys.stderr,
+            flush=True,
+        )
+        if reason := self._too_large(case, contenders):
+            result.left_out.update(dict.fromkeys((c.title for c in contenders), reason))
+            return result
+        self.details = {}
+        ready = self._prepare(case, contenders, result)
+        iterations = self._calibrate(ready, result)
+        self._rounds(ready, iterations, result)
+        for team in {id(team): team for team in ready.values()}.values():
+            self._guard(team, result, "forget")
+        return result
+
+    def _too_large(self, case: Case, contenders: Iterable[Contender]) -> str:
+        needed = case.memory * sum(contender.ranks for contender in contenders)
+        usable = int(USABLE_MEMORY * available_bytes())
+        if needed <= usable:
+            return ""
+        return f"needs {needed >> 20} MiB of memory for all, of which {usable >> 20} can be used"
+
+    def _prepare(
+        self, case: Case, contenders: Iterable[Contender], result: Measurement
+    ) -> dict[str, Team]:
+        ready = {}
+        for contender in contenders:
+            team = self._team(contender)
+            if team is None:
+                continue
+            task = {**case.task, **contender.task}
+            answers = self._guard(team, result, "prepare", contender.title, task)
+            refused = [detail for status, detail in answers or () if status == "refused"]
+            if refused:
+                result.left_out[contender.title] = refused[0]
+            elif answers:
+                ready[contender.title] = team
+                self.details[contender.title] = [detail for _, detail in answers]
+        return ready
+
+    def _team(self, contender: Contender) -> Team | None:
+        """Return the contender's ranks, started if they are not yet; None if they cannot be."""
+        library = contender.library
+        key = library.title, contender.ranks
+        if key not in self._teams and library.title not in self.absent:
+            try:
+                self._teams[key] = Team(library, contender.ranks, cores())
+            except TeamFailed as failure:
+                self.absent[library.title] = str(failure)
+                return None
+            name = f"{library.title}, {contender.ranks} rank(s)"
+            self.facts[name] = {**self._teams[key].facts, "started": self._teams[key].setting}
+        return self._teams.get(key)
+
+    def _guard(self, team: Team, result: Measurement, *command: Any) -> list[Any] | None:
+        """Ask; a team that fails is left out of this case, and of all that follow, with reason."""
+        try:
+            return team.ask(*command)
+        except TeamFailed as failure:
+            result.left_out[team.title] = str(failure)
+            return None
+
+    def _calibrate(self, ready: Mapping[str, Team], result: Measurement) -> dict[str, int]:
+        """Return how many calls of each take about ``batch_seconds``."""
+        chosen = {}
+        for title, team in ready.items():
+            iterations, seconds = 1, self._time(title, team, 1, result)
+            while (
+                seconds is not None
+                and seconds * iterations < self.plan.batch_seconds / 4
+                and iterations < MOST_ITERATIONS
+            ):
+                iterations = min(10 * iterations, MOST_ITERATIONS)
+                seconds = self._time(title, team, iterations, result)
+            if seconds is not None:
+                fitting = round(self.plan.batch_seconds / seconds)
+                chosen[title] = max(1, min(fitting, MOST_ITERATIONS))
+                result.seconds[title] = [seconds]  # to plan the rounds; replaced by them
+        return chosen
+
+    def _rounds(
+        self, ready: Mapping[str, Team], iterations: Mapping[str, int], result: Measurement
+    ) -> None:
+        """Measure in turn. Each round begins with another one, so that nobody always follows."""
+        titles = list(iterations)
+        count = self._number_of_rounds(iterations, result)
+        result.seconds = {title: [] for title in titles}
+        for number in range(count):
+            turn = number % len(titles) if titles else 0
+            for title in titles[turn:] + titles[:turn]:
+                if title in result.seconds:
+                    self._one_round(title, ready[title], iterations[title], result)
+
+    def _one_round(self, title: str, team: Team, iterations: int, result: Measurement) -> None:
+        seconds = self._time(title, team, iterations, result)
+        if seconds is None:
+            del result.seconds[title]
+        else:
+            result.seconds[title].append(seconds)
+
+    def _number_of_rounds(self, iterations: Mapping[str, int], result: Measurement) -> int:
+        once = sum(
+            result.seconds[title][0] * (count + warm_up(count))
+            for title, count in iterations.items()
+        )
+        fitting = int(self.plan.case_seconds / once) if once else self.plan.rounds
+        return min(self.plan.rounds, max(FEWEST_ROUNDS, fitting))
+
+    def _time(self, title: str, team: Team, iterations: int, result: Measurement) -> float | None:
+        try:
+            return team.seconds_per_call(title, iterations, warm_up(iterations))
+        except TeamFailed as failure:
+            result.left_out[title] = str(failure)
+            return None
+
+    def __enter__(self) -> Conductor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for (title, ranks), team in self._teams.items():
+            team.close()
+            self.idle_shares[f"{title}, {ranks} rank(s)"] = team.idle_share
+        self._teams = {}
+
+
+def warm_up(iterations: int) -> int:
+    """Return how many calls come before those that count: caches are cold after the others."""
+    return max(1, min(iterations // 10, 100))

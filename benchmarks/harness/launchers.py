@@ -1,0 +1,97 @@
+"""How each library's ranks are started: command lines and environment variables, nothing run.
+
+Every peer gets the best setting that its documents offer for the machine at hand; the setting is
+printed with the numbers. Variables such as OMPI_MCA_* and MPIR_CVAR_* that the caller has set
+reach the ranks too and win over what is chosen here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from harness.role import Place
+
+__all__ = ["Launch", "Launcher", "Library", "launch"]
+
+Launcher = Literal["direct", "openmpi", "openmpi-xhc", "mpich"]
+
+# One thread per rank: the ranks are what fills the cores.
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+}
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library in its environment, and the role that its ranks play."""
+
+    title: str
+    role: str
+    python: Path
+    launcher: Launcher = "direct"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to run: one process per command. ``setting`` tells a reader what is particular."""
+
+    commands: list[list[str]]
+    environment: dict[str, str]
+    setting: str
+
+
+def launch(library: Library, ranks: int, cores: int, folder: Path, address: Path) -> Launch:
+    """Return how to start ``ranks`` ranks of ``library``, which call in at ``address``.
+
+    Args:
+        library: what to start.
+        ranks: how many processes.
+        cores: how many cores they have; fewer than ranks makes some MPIs need other settings.
+        folder: the team's own, empty folder.
+        address: the socket where the conductor listens.
+    """
+    workers = [_worker(library, rank, ranks, folder, address) for rank in range(ranks)]
+    if library.launcher == "direct":
+        return Launch(workers, ONE_THREAD, _options(library))
+    starter = _open_mpi if library.launcher.startswith("openmpi") else _mpich
+    flags, variables = starter(ranks, cores, library.launcher == "openmpi-xhc")
+    mpirun = [str(library.python.parent / "mpirun"), *flags, "-n", str(ranks)]
+    setting = " ".join(["mpirun", *flags, *(f"{k}={v}" for k, v in variables.items())])
+    return Launch([[*mpirun, *workers[0]]], {**ONE_THREAD, **variables}, setting)
+
+
+def _worker(library: Library, rank: int, ranks: int, folder: Path, address: Path) -> list[str]:
+    place = json.dumps(asdict(Place(rank, ranks, str(folder), dict(library.options))))
+    return [str(library.python), "-m", "harness.worker", library.role, str(address), place]
+
+
+def _options(library: Library) -> str:
+    chosen = ", ".join(f"{key}={value}" for key, value in library.options.items())
+    return f"one process per rank{', ' + chosen if chosen else ''}"
+
+
+def _open_mpi(ranks: int, cores: int, xhc: bool) -> tuple[list[str], dict[str, str]]:
+    """Root is refused without a flag; more ranks than cores too, and then they have to yield.
+
+    With a core for each rank Open MPI binds and spins by itself, which is its fastest way.
+    """
+    flags = ["--allow-run-as-root"]
+    if ranks > cores:
+        flags += ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+        flags += ["--mca", "mpi_yield_when_idle", "1"]
+    if xhc:
+        flags += ["--mca", "coll_xhc_priority", "100"]
+    return flags, {}
+
+
+def _mpich(ranks: int, cores: int, _xhc: bool) -> tuple[list[str], dict[str, str]]:
+    """MPICH polls 1000 times before it yields; with fewer cores than ranks that costs tenfold."""
+    return [], {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"} if ranks > cores else {}

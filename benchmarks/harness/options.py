@@ -1,0 +1,68 @@
+"""The command line that the benchmarks share, and what it chooses."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from harness.conductor import Contender, Plan
+from harness.environments import PEERS, python_of
+from harness.launchers import Library
+
+__all__ = ["collective_peers", "common_arguments", "ours", "plan_of"]
+
+THOROUGH = Plan(rounds=9, batch_seconds=0.03, case_seconds=9.0)
+QUICK = Plan(rounds=3, batch_seconds=0.004, case_seconds=1.0)
+
+
+def common_arguments(description: str, ranks: list[int], peers: str) -> argparse.ArgumentParser:
+    """Return a parser of what every benchmark understands."""
+    parser = argparse.ArgumentParser(description=description)
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=ranks, help="numbers of processes")
+    add("--peers", default=peers, help=f"comma-separated: {', '.join(PEERS)}")
+    add("--environments", type=Path, help="folder of the peers' .venv-bench-*; default: checkout")
+    add("--quick", action="store_true", help="few and short rounds: to see that it works")
+    add("--rounds", type=int, help="rounds of everybody, for each case")
+    add("--batch-seconds", type=float, help="how long one contender is measured in a round")
+    add("--json", type=Path, metavar="FILE", help="also write everything measured to this file")
+    return parser
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """Return how long to measure."""
+    plan = QUICK if options.quick else THOROUGH
+    return Plan(
+        options.rounds or plan.rounds,
+        options.batch_seconds or plan.batch_seconds,
+        plan.case_seconds,
+    )
+
+
+def ours(role: str, title: str = "flashlight_py", **params: str) -> Library:
+    """Return this package in this environment; ``params`` go to ``distributed_init``."""
+    return Library(title, role, Path(sys.executable), options=params)
+
+
+def collective_peers(
+    options: argparse.Namespace, ranks: int, absent: dict[str, str]
+) -> list[Contender]:
+    """Return the chosen peers that are installed; add the others to ``absent`` with the reason.
+
+    Raises:
+        SystemExit: a chosen peer is unknown.
+    """
+    found = []
+    for name in filter(None, options.peers.split(",")):
+        if name not in PEERS:
+            raise SystemExit(f"--peers: unknown {name!r}; known: {', '.join(PEERS)}")
+        peer = PEERS[name]
+        python = python_of(peer, options.environments)
+        if isinstance(python, str):
+            absent[peer.title] = python
+            continue
+        role = "torch_collectives" if name == "torch" else "mpi_collectives"
+        library = Library(peer.title, role, python, peer.launcher)
+        found.append(Contender(peer.title, library, ranks))
+    return found

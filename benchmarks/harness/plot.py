@@ -1,0 +1,56 @@
+"""Measurements as a picture: time against size, both logarithmic, one line per library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.report import duration, size_name
+from harness.statistics import Measurement, median
+
+__all__ = ["plot_times"]
+
+OURS = "flashlight_py"
+
+
+def plot_times(measurements: Sequence[Measurement], title: str, file: Path) -> None:
+    """Write a PNG with one panel per number of ranks.
+
+    Args:
+        measurements: of one verb and dtype, in increasing sizes.
+        title: over the picture, such as the machine.
+        file: where to write it.
+    """
+    from matplotlib.figure import Figure
+
+    ranks = sorted({m.ranks for m in measurements})
+    figure = Figure(figsize=(5.2 * len(ranks), 4.4), layout="constrained")
+    panels = figure.subplots(1, len(ranks), sharey=True, squeeze=False)[0]
+    for axes, count in zip(panels, ranks, strict=True):
+        _panel(axes, [m for m in measurements if m.ranks == count])
+        axes.set_title(f"{measurements[0].task} {measurements[0].dtype}, {count} ranks")
+    panels[0].set_ylabel("time per call")
+    panels[0].legend(fontsize="small")
+    figure.suptitle(title, fontsize="small")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+
+
+def _panel(axes: object, measurements: list[Measurement]) -> None:
+    from matplotlib.axes import Axes
+    from matplotlib.ticker import FuncFormatter
+
+    assert isinstance(axes, Axes)
+    for name in dict.fromkeys(name for m in measurements for name in m.seconds):
+        points = [(m.nbytes, median(m.seconds[name])) for m in measurements if name in m.seconds]
+        sizes, times = zip(*points, strict=True)
+        width, order = (2.5, 3) if name == OURS else (1.3, 2)
+        axes.plot(sizes, times, marker="o", markersize=3, linewidth=width, zorder=order, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks([m.nbytes for m in measurements][::2])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size_name(round(value))))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: duration(value)))
+    axes.tick_params(axis="x", rotation=45)
+    axes.set_xlabel("bytes of the array on each rank")
+    axes.grid(which="major", alpha=0.3)

@@ -1,0 +1,146 @@
+"""Measurements as Markdown, and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from harness.conductor import Conductor
+from harness.statistics import Measurement, median
+from harness.verdicts import Verdict
+
+__all__ = [
+    "duration",
+    "facts_text",
+    "left_out_text",
+    "ratio_table",
+    "size_name",
+    "time_table",
+    "verdict_table",
+    "write_json",
+]
+
+NOT_MEASURED = "-"
+ANSWERS = {True: "yes", False: "**no**", None: "?"}
+
+Label = Callable[[Measurement], str]
+
+
+def size_name(nbytes: int) -> str:
+    """Return a number of bytes as people write it: 4 B, 64 KB, 256 MB (of 1024)."""
+    for unit, name in ((1 << 20, "MB"), (1 << 10, "KB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:g} {name}"
+    return f"{nbytes} B"
+
+
+def duration(seconds: float) -> str:
+    """Return a time with three digits and a fitting unit."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def time_table(measurements: Sequence[Measurement], head: str, label: Label) -> str:
+    """Return the median times: a row per measurement, a column per contender."""
+
+    def cell(measurement: Measurement, title: str) -> str:
+        values = measurement.seconds.get(title)
+        return duration(median(values)) if values else NOT_MEASURED
+
+    return _table(measurements, head, label, _titles(measurements), cell)
+
+
+def ratio_table(measurements: Sequence[Measurement], head: str, label: Label, ours: str) -> str:
+    """Return how many times faster ``ours`` is than everybody else: medians of rounds' ratios."""
+
+    def cell(measurement: Measurement, title: str) -> str:
+        values = measurement.ratios(title, ours)
+        return f"{median(values):.3g}x" if values else NOT_MEASURED
+
+    others = [title for title in _titles(measurements) if title != ours]
+    return _table(measurements, head, label, others, cell)
+
+
+def _titles(measurements: Iterable[Measurement]) -> list[str]:
+    """Everybody measured at least once, in the order of appearance."""
+    return list(dict.fromkeys(title for m in measurements for title in m.seconds))
+
+
+def _table(
+    measurements: Sequence[Measurement],
+    head: str,
+    label: Label,
+    titles: list[str],
+    cell: Callable[[Measurement, str], str],
+) -> str:
+    rows = [[label(m), *(cell(m, title) for title in titles)] for m in measurements]
+    return markdown([head, *titles], rows)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table, the columns after the first aligned to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def verdict_table(verdicts: Iterable[Verdict]) -> str:
+    """Return target, number needed, number measured, and whether it was reached."""
+    rows = [[v.target, v.needed, v.measured, ANSWERS[v.reached]] for v in verdicts]
+    return markdown(["target", "needed", "measured", "reached"], rows)
+
+
+def facts_text(machine: Mapping[str, str], conductor: Conductor) -> str:
+    """Return the machine, every library's versions and settings, who was absent, who disturbed."""
+    lines = ["machine: " + _pairs(machine)]
+    lines += [f"{title}: {_pairs(facts)}" for title, facts in conductor.facts.items()]
+    lines += [f"ABSENT {title}: {reason}" for title, reason in conductor.absent.items()]
+    shares = conductor.idle_shares
+    if shares:
+        title = max(shares, key=lambda key: shares[key])
+        lines.append(
+            f"while others were measured, an idle rank used at most {100 * shares[title]:.2f} % of "
+            f"a core ({title})"
+        )
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def left_out_text(measurements: Iterable[Measurement], label: Label) -> str:
+    """Return who was left out where, and why; "" if nobody was."""
+    where: dict[tuple[str, str], list[str]] = {}
+    for measurement in measurements:
+        for title, reason in measurement.left_out.items():
+            where.setdefault((title, reason), []).append(label(measurement))
+    return "\n".join(
+        f"- left out: {title} at {', '.join(labels)}: {reason}"
+        for (title, reason), labels in where.items()
+    )
+
+
+def _pairs(facts: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def write_json(
+    file: Path,
+    machine: Mapping[str, str],
+    conductor: Conductor,
+    measurements: Iterable[Measurement],
+    verdicts: Iterable[Verdict],
+) -> None:
+    """Write everything: facts, the seconds of every round, who was left out, and the verdicts."""
+    result: dict[str, Any] = {
+        "machine": dict(machine),
+        "plan": asdict(conductor.plan),
+        "libraries": conductor.facts,
+        "absent": conductor.absent,
+        "idle_share_of_a_core": conductor.idle_shares,
+        "measurements": [asdict(measurement) for measurement in measurements],
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,60 @@
+"""What every rank can do when it is asked, whatever library it has."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Call", "Place", "Refusal", "Role"]
+
+Call = Callable[[], object]
+
+
+class Refusal(Exception):
+    """The library cannot do what was asked; the message says why. Every rank raises it alike."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands. ``folder`` is the team's own and empty; MPI knows rank and size itself.
+
+    ``options`` are the library's, such as the backend to force.
+    """
+
+    rank: int
+    size: int
+    folder: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Role(abc.ABC):
+    """A library, joined to its other ranks, that prepares calls to be timed."""
+
+    rank: int
+    size: int
+
+    @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """What the library raises, on all ranks alike, when it cannot do what it is asked."""
+        return (Refusal,)
+
+    @abc.abstractmethod
+    def facts(self) -> dict[str, str]:
+        """Return the versions and paths that a reader must know."""
+
+    @abc.abstractmethod
+    def prepare(self, task: Mapping[str, Any]) -> tuple[Call, Any]:
+        """Return a call that can be repeated, and what to tell the conductor; collective.
+
+        Raises:
+            Refusal: the library cannot do the task.
+        """
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Block until all ranks are here."""
+
+    def leave(self) -> None:  # noqa: B027  (optional: most libraries end with the process)
+        """Say goodbye to the other ranks; collective."""

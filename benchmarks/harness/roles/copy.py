@@ -1,0 +1,32 @@
+"""The yardstick: one core copies the same bytes once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from harness.role import Call, Place, Role
+
+
+class Copy(Role):
+    """One rank, which talks to nobody."""
+
+    rank, size = 0, 1
+
+    def facts(self) -> dict[str, str]:
+        return {"NumPy": np.__version__}
+
+    def barrier(self) -> None:
+        """There is nobody to wait for."""
+
+    def prepare(self, task: Mapping[str, Any]) -> tuple[Call, Any]:
+        source = np.ones(task["nbytes"], np.uint8)
+        target = np.empty_like(source)
+        return lambda: np.copyto(target, source), None
+
+
+def join(_: Place) -> Copy:
+    """There is nobody to meet."""
+    return Copy()

@@ -1,0 +1,72 @@
+"""The verbs of MPI through mpi4py, on NumPy buffers, in place where MPI can."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from harness.role import Call, Place, Refusal
+from harness.roles.verbs import Builder, CollectiveRole
+
+
+class Mpi(CollectiveRole):
+    """The world that mpirun has started."""
+
+    def __init__(self) -> None:
+        self._comm = MPI.COMM_WORLD
+        self.rank, self.size = self._comm.rank, self._comm.size
+
+    @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        # A dtype that MPI lacks: mpi4py's own lookup fails, or MPI's check of the operation.
+        return (Refusal, MPI.Exception, KeyError, ValueError, TypeError, NotImplementedError)
+
+    def facts(self) -> dict[str, str]:
+        library = MPI.Get_library_version().strip("\0\n ").splitlines()[0]
+        return {"mpi4py": importlib.metadata.version("mpi4py"), "library": library.split(", ")[0]}
+
+    def barrier(self) -> None:
+        self._comm.Barrier()
+
+    def array(self, nbytes: int, dtype: str, kind: str) -> Any:
+        if dtype == "bfloat16":
+            raise Refusal("MPI has no bfloat16")
+        return np.empty(self.elements(nbytes, np.dtype(dtype).itemsize), dtype)
+
+    @property
+    def builders(self) -> Mapping[str, Builder]:
+        comm, place = self._comm, MPI.IN_PLACE
+        root = self.rank == 0
+
+        def part(x: Any) -> Any:
+            return np.empty_like(x[: x.shape[0] // self.size])
+
+        def whole(x: Any) -> Any:
+            return np.empty(x.shape[0] * self.size, x.dtype)
+
+        def with_out(method: Any, x: Any, out: Any) -> tuple[Call, Any]:
+            return lambda: method(x, out), out
+
+        return {
+            "all_reduce": lambda x: (lambda: comm.Allreduce(place, x), x),
+            "reduce": lambda x: with_out(comm.Reduce, x, np.empty_like(x) if root else None),
+            "broadcast": lambda x: (lambda: comm.Bcast(x, 0), x),
+            "all_gather": lambda x: with_out(comm.Allgather, x, whole(x)),
+            "gather": lambda x: with_out(comm.Gather, x, whole(x) if root else None),
+            "scatter": lambda x: with_out(
+                lambda a, b: comm.Scatter(a if root else None, b), x, part(x)
+            ),
+            "reduce_scatter": lambda x: with_out(comm.Reduce_scatter_block, x, part(x)),
+            "all_to_all": lambda x: with_out(comm.Alltoall, x, np.empty_like(x)),
+            "send_recv": lambda x: self.ping_pong(comm.Send, comm.Recv, x),
+            "barrier": lambda x: (comm.Barrier, x),
+        }
+
+
+def join(_: Place) -> Mpi:
+    """MPI knows the other ranks already."""
+    return Mpi()

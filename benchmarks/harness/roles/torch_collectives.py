@@ -1,0 +1,82 @@
+"""The verbs of torch.distributed on its gloo backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.role import Call, Place, Refusal
+from harness.roles import torch_process
+from harness.roles.verbs import Builder, CollectiveRole
+
+
+class Torch(CollectiveRole):
+    """CPU tensors."""
+
+    def __init__(self, place: Place) -> None:
+        torch_process.initialise(place)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        return (Refusal, TypeError, ValueError, NotImplementedError)
+
+    def facts(self) -> dict[str, str]:
+        return torch_process.facts()
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def leave(self) -> None:
+        dist.destroy_process_group()
+
+    def array(self, nbytes: int, dtype: str, kind: str) -> Any:
+        element = getattr(torch, dtype)
+        return torch.empty(self.elements(nbytes, element.itemsize), dtype=element)
+
+    @property
+    def builders(self) -> Mapping[str, Builder]:
+        return {
+            "all_reduce": lambda x: (lambda: dist.all_reduce(x), x),
+            "reduce": lambda x: (lambda: dist.reduce(x, 0), x),
+            "broadcast": lambda x: (lambda: dist.broadcast(x, 0), x),
+            "all_gather": self._all_gather,
+            "gather": self._gather,
+            "scatter": self._scatter,
+            "reduce_scatter": self._reduce_scatter,
+            "all_to_all": self._all_to_all,
+            "send_recv": lambda x: self.ping_pong(dist.send, dist.recv, x),
+            "barrier": lambda x: (dist.barrier, x),
+        }
+
+    def _all_gather(self, x: Any) -> tuple[Call, Any]:
+        out = torch.empty(x.shape[0] * self.size, dtype=x.dtype)
+        return lambda: dist.all_gather_into_tensor(out, x), out
+
+    def _gather(self, x: Any) -> tuple[Call, Any]:
+        if self.rank:
+            return lambda: dist.gather(x), None
+        out = torch.empty(x.shape[0] * self.size, dtype=x.dtype)
+        parts = list(out.chunk(self.size))
+        return lambda: dist.gather(x, parts), out
+
+    def _scatter(self, x: Any) -> tuple[Call, Any]:
+        parts = list(x.chunk(self.size)) if self.rank == 0 else None
+        out = torch.empty(x.shape[0] // self.size, dtype=x.dtype)
+        return lambda: dist.scatter(out, parts), out
+
+    def _reduce_scatter(self, x: Any) -> tuple[Call, Any]:
+        out = torch.empty(x.shape[0] // self.size, dtype=x.dtype)
+        return lambda: dist.reduce_scatter_tensor(out, x), out
+
+    def _all_to_all(self, x: Any) -> tuple[Call, Any]:
+        out = torch.empty_like(x)
+        return lambda: dist.all_to_all_single(out, x), out
+
+
+def join(place: Place) -> Torch:
+    """Meet the other ranks."""
+    return Torch(place)

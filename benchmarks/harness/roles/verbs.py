@@ -1,0 +1,117 @@
+"""What every library's collectives have in common: the tasks, and what the right answer is."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from harness.role import Call, Refusal, Role
+
+__all__ = ["VERBS", "Builder", "CollectiveRole", "Expected", "expected"]
+
+# From an array: the call, and the array that holds the result where the call returns None.
+Builder = Callable[[Any], tuple[Call, Any]]
+Transfer = Callable[[Any, int], object]  # of an array, with a rank
+
+
+class Expected(NamedTuple):
+    """Of a result: elements per element of the input, the first one and the last one."""
+
+    length: float
+    first: float
+    last: float
+
+
+def _everywhere(length: float, first: float, last: float) -> Callable[[int], Expected | None]:
+    return lambda rank: Expected(length, first, last)
+
+
+def _on_root(length: float, first: float, last: float) -> Callable[[int], Expected | None]:
+    return lambda rank: Expected(length, first, last) if rank == 0 else None
+
+
+# The verbs, and per number of ranks what each rank has in the end if rank r gave r + 1 everywhere.
+VERBS: dict[str, Callable[[int], Callable[[int], Expected | None]]] = {
+    "all_reduce": lambda n: _everywhere(1, total(n), total(n)),
+    "reduce": lambda n: _on_root(1, total(n), total(n)),
+    "broadcast": lambda n: _everywhere(1, 1, 1),
+    "all_gather": lambda n: _everywhere(n, 1, n),
+    "gather": lambda n: _on_root(n, 1, n),
+    "scatter": lambda n: _everywhere(1 / n, 1, 1),
+    "reduce_scatter": lambda n: _everywhere(1 / n, total(n), total(n)),
+    "all_to_all": lambda n: _everywhere(1, 1, n),
+    "send_recv": lambda n: lambda rank: Expected(1, 1, 1) if rank < 2 else None,
+    "barrier": lambda n: lambda rank: None,
+}
+
+
+def total(size: int) -> int:
+    """Return 1 + 2 + ... + size."""
+    return size * (size + 1) // 2
+
+
+def expected(verb: str, rank: int, size: int) -> Expected | None:
+    """Return what this rank must have after ``verb``; None: nothing."""
+    return VERBS[verb](size)(rank)
+
+
+class CollectiveRole(Role):
+    """A library's verbs. A subclass says how to make an array, and how to call each verb on it."""
+
+    @property
+    @abc.abstractmethod
+    def builders(self) -> Mapping[str, Builder]:
+        """Return how each verb of VERBS is called on an array."""
+
+    @abc.abstractmethod
+    def array(self, nbytes: int, dtype: str, kind: str) -> Any:
+        """Return a one-dimensional array, not initialised.
+
+        ``kind`` is "" or what the library has besides plain ones. The first dimension is a
+        multiple of the ranks, at least one element each, so that every verb can cut it.
+
+        Raises:
+            Refusal: the library has no such kind or dtype.
+        """
+
+    def prepare(self, task: Mapping[str, Any]) -> tuple[Call, Any]:
+        """Return the verb's call on zeros, after one call whose result was checked."""
+        verb = task["verb"]
+        if verb not in self.builders:
+            raise Refusal(f"has no {verb}")
+        array = self.array(task["nbytes"], task["dtype"], task.get("kind", ""))
+        call, out = self.builders[verb](array)
+        array[...] = self.rank + 1
+        outcome = call()
+        self._check(verb, array.shape[0], out if outcome is None else outcome)
+        # Sums of sums would overflow, and other values than zero could become denormal.
+        array[...] = 0
+        return call, None
+
+    def _check(self, verb: str, count: int, result: Any) -> None:
+        """A library that computes something else has no place in the table."""
+        wanted = expected(verb, self.rank, self.size)
+        if wanted is None:
+            return
+        found = Expected(result.shape[0] / count, float(result[0]), float(result[-1]))
+        if found != wanted:
+            raise RuntimeError(f"{verb}, rank {self.rank}: expected {wanted}, got {found}")
+
+    def ping_pong(self, send: Transfer, recv: Transfer, x: Any) -> tuple[Call, Any]:
+        """Ranks 0 and 1: there and back. The others have nothing to do."""
+
+        def serve() -> None:
+            send(x, 1)
+            recv(x, 1)
+
+        def answer() -> None:
+            recv(x, 0)
+            send(x, 0)
+
+        calls: list[Call] = [serve, answer]
+        return (calls[self.rank] if self.rank < 2 else lambda: None), x
+
+    def elements(self, nbytes: int, itemsize: int) -> int:
+        """Return how many elements ``nbytes`` are, at least one per rank, equally many for each."""
+        return max(1, nbytes // itemsize // self.size) * self.size

@@ -1,0 +1,191 @@
+"""A library's ranks as processes that live through the whole benchmark, and how to talk to them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness.channel import Line, listen, pick_up
+from harness.launchers import Library, launch
+
+__all__ = ["Team", "TeamFailed"]
+
+BENCHMARKS = Path(__file__).parent.parent
+START_SECONDS = 120.0
+ANSWER_SECONDS = 180.0
+LEAVE_SECONDS = 10.0
+QUOTED_LINES = 8  # of what a library that fails has written
+
+
+class TeamFailed(Exception):
+    """The ranks died, did not answer in time or could not start; says which, and their words."""
+
+
+class Team:
+    """The ranks of one library, from the start to ``close``.
+
+    Args:
+        library: what they run.
+        ranks: how many.
+        cores: how many cores they may use.
+
+    Raises:
+        TeamFailed: not all ranks called in within START_SECONDS.
+    """
+
+    def __init__(self, library: Library, ranks: int, cores: int) -> None:
+        self.title, self.ranks = library.title, ranks
+        self.failure = ""
+        self.idle_share = 0.0
+        self._lines: list[Line] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="flashlight-bench-"))
+        self._log = self._folder / "log"
+        self.facts = self._start(library, cores)
+
+    def _start(self, library: Library, cores: int) -> dict[str, str]:
+        address, private = self._folder / "door", self._folder / "ranks"
+        private.mkdir()
+        plan = launch(library, self.ranks, cores, private, address)
+        self.setting = plan.setting
+        with listen(address) as door, self._log.open("wb") as log:
+            for command in plan.commands:
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=BENCHMARKS,
+                        env=_environment(library, plan.environment),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+            return self._pick_up_all(door)
+
+    def _pick_up_all(self, door: socket.socket) -> dict[str, str]:
+        """Return the facts that rank 0 tells when all ranks have called in."""
+        deadline = time.monotonic() + START_SECONDS
+        by_rank: dict[int, tuple[Line, dict[str, str]]] = {}
+        while len(by_rank) < self.ranks:
+            self._await_caller(door, deadline)
+            line = pick_up(door)
+            self._lines.append(line)
+            self._await_one_of([line], deadline, "starting")
+            rank, facts = self._receive(line, "start")
+            by_rank[rank] = line, facts
+        self._lines = [by_rank[rank][0] for rank in range(self.ranks)]
+        return by_rank[0][1]
+
+    def ask(self, *command: Any) -> list[Any]:
+        """Give every rank the same command; return the answers in rank order, once all are in.
+
+        Raises:
+            TeamFailed: a rank is gone or too late. The team is closed, and every later call fails.
+        """
+        if self.failure:
+            raise TeamFailed(self.failure)
+        for line in self._lines:
+            self._send(line, command)
+        deadline = time.monotonic() + ANSWER_SECONDS
+        answers: dict[int, Any] = {}
+        while len(answers) < self.ranks:
+            waiting = {line: i for i, line in enumerate(self._lines) if i not in answers}
+            line = self._await_one_of(waiting, deadline, str(command[0]))
+            answers[waiting[line]] = self._receive(line, str(command[0]))
+        return [answers[rank] for rank in range(self.ranks)]
+
+    def seconds_per_call(self, key: str, iterations: int, warm_up: int) -> float:
+        """Return the seconds that one of ``iterations`` calls took the slowest rank."""
+        return float(max(self.ask("measure", key, iterations, warm_up))) / iterations
+
+    def close(self) -> None:
+        """Let the ranks go home; whoever does not go is killed. Closing twice does nothing."""
+        if self._processes and not self.failure:
+            try:
+                used = self.ask("leave")
+            except TeamFailed:
+                return  # the failure has closed everything
+            self.idle_share = max(cpu / wall if wall else 0.0 for cpu, wall in used)
+        self._end()
+
+    def _send(self, line: Line, command: tuple[Any, ...]) -> None:
+        try:
+            line.send(command)
+        except ConnectionError:
+            self._fail(f"a rank was gone before {command[0]!r}")
+
+    def _receive(self, line: Line, doing: str) -> Any:
+        try:
+            return line.recv()
+        except (EOFError, ConnectionError):
+            self._fail(f"a rank ended during {doing!r}")
+
+    def _await_one_of(self, objects: Iterable[Any], deadline: float, doing: str) -> Any:
+        """Return one of ``objects`` that can be read, once there is one."""
+        ready = wait(objects, max(0.0, deadline - time.monotonic()))
+        return ready[0] if ready else self._fail(f"no answer in time while {doing}")
+
+    def _await_caller(self, door: socket.socket, deadline: float) -> None:
+        """Block until a rank calls in; a process that ends before it did is a failure."""
+        with _Watch(self._processes) as watched:
+            ready = wait([door, *watched.descriptors], max(0.0, deadline - time.monotonic()))
+        if door not in ready:
+            self._fail("a process ended while starting" if ready else "did not start in time")
+
+    def _fail(self, what: str) -> NoReturn:
+        words = self._log.read_text(errors="replace").strip().splitlines()
+        self.failure = "; ".join([what, *words[-QUOTED_LINES:]])
+        self._end()
+        raise TeamFailed(self.failure)
+
+    def _end(self) -> None:
+        for line in self._lines:
+            line.close()
+        for process in self._processes:
+            _end_process(process, LEAVE_SECONDS if not self.failure else 0.1)
+        self._lines, self._processes = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Watch:
+    """Descriptors that become readable when a process ends."""
+
+    def __init__(self, processes: Iterable[subprocess.Popen[bytes]]) -> None:
+        self.descriptors = [os.pidfd_open(process.pid) for process in processes]
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def _environment(library: Library, variables: Mapping[str, str]) -> dict[str, str]:
+    """The caller's environment, which wins, with the library's own programs found first."""
+    merged = {**variables, **os.environ}
+    merged["PATH"] = f"{library.python.parent}{os.pathsep}{merged.get('PATH', '')}"
+    merged.pop("PYTHONPATH", None)
+    return merged
+
+
+def _end_process(process: subprocess.Popen[bytes], patience: float) -> None:
+    """Wait ``patience`` seconds, then end the process and all that it has started."""
+    for number, seconds in ((None, patience), (signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
+        if number is not None:
+            os.killpg(process.pid, number)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            continue
+        return

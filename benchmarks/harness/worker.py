@@ -1,0 +1,99 @@
+"""One rank: joins its library, then waits in a read until the conductor wants something timed.
+
+    python -m harness.worker ROLE SOCKET PLACE
+
+ROLE is a module of ``harness.roles``, SOCKET where the conductor listens, PLACE a Place as JSON.
+Runs in any environment; ends when the conductor does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from harness.channel import Line, call_in
+from harness.role import Call, Place, Role
+
+
+class Idleness:
+    """How much processor time this process takes while it should take none, in seconds."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+
+    def wait(self, line: Line) -> Any:
+        """Block until the next message, and count what was used meanwhile."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        message = line.recv()
+        self.wall += time.perf_counter() - wall
+        self.cpu += time.process_time() - cpu
+        return message
+
+
+class Worker:
+    """Answers the conductor's commands; each is a method of the same name."""
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        self._calls: dict[str, Call] = {}
+
+    def prepare(self, key: str, task: Mapping[str, Any]) -> tuple[str, Any]:
+        """Make ``key`` a call that can be timed; return ("ready", detail) or ("refused", why)."""
+        try:
+            self._calls[key], detail = self._role.prepare(task)
+        except self._role.refusals as error:
+            return "refused", f"{type(error).__name__}: {error}".removeprefix("Refusal: ")
+        return "ready", detail
+
+    def measure(self, key: str, iterations: int, warm_up: int) -> float:
+        """Return the seconds that ``iterations`` calls took this rank, after ``warm_up`` others.
+
+        All ranks start together. Afterwards they meet once more, so that no rank goes to wait
+        outside its library while another still needs it there.
+        """
+        call, barrier = self._calls[key], self._role.barrier
+        for _ in range(warm_up):
+            call()
+        barrier()
+        start = time.perf_counter()
+        for _ in range(iterations):
+            call()
+        seconds = time.perf_counter() - start
+        barrier()
+        return seconds
+
+    def forget(self) -> None:
+        """Free every prepared call and its arrays."""
+        self._calls.clear()
+
+
+def serve(line: Line, role: Role) -> None:
+    """Answer until the conductor says "leave" or is gone."""
+    idleness, worker = Idleness(), Worker(role)
+    line.send((role.rank, role.facts()))
+    try:
+        while (message := idleness.wait(line))[0] != "leave":
+            command, *arguments = message
+            line.send(getattr(worker, command)(*arguments))
+        worker.forget()
+        role.leave()
+        line.send((idleness.cpu, idleness.wall))
+    except (EOFError, ConnectionError):
+        return  # the conductor is gone, and nobody else waits for an answer
+
+
+def main() -> None:
+    """Join, serve, end."""
+    role_name, address, place = sys.argv[1:]
+    module = importlib.import_module(f"harness.roles.{role_name}")
+    role = module.join(Place(**json.loads(place)))
+    with call_in(address) as line:
+        serve(line, role)
+
+
+if __name__ == "__main__":
+    main()
