@@ -6,7 +6,7 @@ every core of a machine or on many hosts. See ``distributed_init`` and ``all_red
 
 from __future__ import annotations
 
-from flashlight_py import autograd, device, distributed, errors, nn, optim, parallel
+from flashlight_py import autograd, dataset, device, distributed, errors, meter, nn, optim, parallel
 from flashlight_py._version import __version__
 from flashlight_py.autograd import Variable, gradcheck, input, no_grad, param
 from flashlight_py.distributed import (
