@@ -15,12 +15,16 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
-SKIP_VARIABLE = "FLASHLIGHT_WITHOUT_GLOO"
-REMEDY = (
-    "Install Gloo's headers and library (Debian, Ubuntu: apt-get install libgloo-dev) and a C++17 "
-    "compiler, then install flashlight-py again: "
-    "pip install --force-reinstall --no-deps --no-cache-dir ."
-)
+NEEDED = {
+    "gloo": "Gloo's headers and library (Debian, Ubuntu: apt-get install libgloo-dev) and ",
+    "shm": "",
+}
+AGAIN = "pip install --force-reinstall --no-deps --no-cache-dir ."
+
+
+def _short_name(ext: Any) -> str:
+    """Return "gloo" for ``flashlight_py._native._gloo``."""
+    return str(ext.name).rpartition(".")[2].lstrip("_")
 
 
 class BuildOptionalExtensions(build_ext):
@@ -34,13 +38,16 @@ class BuildOptionalExtensions(build_ext):
         reason = self._why_not(ext)
         if reason is None:
             return
+        Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # one from an earlier build
         note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(f"{reason}. {REMEDY}\n")
+        remedy = f"Install {NEEDED[_short_name(ext)]}a C++17 compiler, then install again: {AGAIN}"
+        note.write_text(f"{reason}. {remedy}\n")
         self.warn(f"{ext.name} is left out: {reason}")
 
     def _why_not(self, ext: Any) -> str | None:
-        if os.environ.get(SKIP_VARIABLE):
-            return f"{SKIP_VARIABLE} was set when flashlight-py was built"
+        skip = f"FLASHLIGHT_WITHOUT_{_short_name(ext).upper()}"
+        if os.environ.get(skip):
+            return f"{skip} was set when flashlight-py was built"
         try:
             super().build_extension(ext)
         except (CCompilerError, BaseError) as error:
@@ -48,8 +55,7 @@ class BuildOptionalExtensions(build_ext):
         return None
 
     def _note(self, ext: Any) -> Path:
-        name = ext.name.rpartition(".")[2].lstrip("_")
-        return Path(self.get_ext_fullpath(ext.name)).parent / f"{name}.missing.txt"
+        return Path(self.get_ext_fullpath(ext.name)).parent / f"{_short_name(ext)}.missing.txt"
 
     def copy_extensions_to_source(self) -> None:
         """Editable installs: only what was built can be copied; notes go along."""
@@ -63,8 +69,7 @@ class BuildOptionalExtensions(build_ext):
         return os.path.join(self.build_lib, str(name))
 
     def _copy_note(self, ext: Any) -> None:
-        name = ext.name.rpartition(".")[2].lstrip("_")
-        source = Path(self._built(ext)).parent / f"{name}.missing.txt"
+        source = Path(self._built(ext)).parent / f"{_short_name(ext)}.missing.txt"
         target = Path("flashlight_py/_native") / source.name
         target.unlink(missing_ok=True)
         if source.exists():
@@ -76,7 +81,7 @@ class BuildOptionalExtensions(build_ext):
 
 
 setup(
-    cffi_modules=["csrc/gloo/build_gloo.py:ffi"],
+    cffi_modules=["csrc/gloo/build_gloo.py:ffi", "csrc/shm/build_shm.py:ffi"],
     cmdclass={"build_ext": BuildOptionalExtensions},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -20,38 +20,42 @@ class Backend(abc.ABC):
     """Moves arrays between the ``size`` ranks of one group, of which this one is ``rank``.
 
     Each verb is collective, except send and recv, and starts at once; ``Work.wait`` blocks and
-    returns the result. What ranks get wrong against each other raises on all of them: see ``Work``.
+    returns the result. With ``blocking`` the caller waits right away: the backend may run the verb
+    on the caller's thread. What ranks get wrong against each other raises on all: see ``Work``.
     """
 
     kind: DistributedBackend
+    path: str  # what carries the data, in words
     rank: int
     size: int
 
     @abc.abstractmethod
-    def all_reduce(self, array: Array, op: ReduceOp, scale: float) -> Work:
+    def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
         """``array = scale * (rank 0's op rank 1's op ...)`` in place; the result is ``array``."""
 
     @abc.abstractmethod
-    def reduce_scatter(self, array: Array, op: ReduceOp, scale: float) -> Work:
+    def reduce_scatter(
+        self, array: Array, op: ReduceOp, scale: float, blocking: bool = False
+    ) -> Work:
         """Reduce; the result is a new array: this rank's equal part of the first dimension."""
 
     @abc.abstractmethod
-    def broadcast(self, array: Array, root: int) -> Work:
+    def broadcast(self, array: Array, root: int, blocking: bool = False) -> Work:
         """Make ``array`` equal to ``root``'s, in place; the result is ``array``."""
 
     @abc.abstractmethod
-    def all_gather(self, array: Array) -> Work:
+    def all_gather(self, array: Array, blocking: bool = False) -> Work:
         """The result is a new array: all ranks', joined along the first dimension.
 
         First dimensions may differ between ranks; an array has at least one dimension.
         """
 
     @abc.abstractmethod
-    def send(self, array: Array, dst: int, tag: int) -> Work:
+    def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Give ``array`` to rank ``dst``, which must ``recv`` with the same ``tag``."""
 
     @abc.abstractmethod
-    def recv(self, array: Array, src: int, tag: int) -> Work:
+    def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
         """Fill ``array`` with what rank ``src`` sends under ``tag``; the result is ``array``."""
 
     @abc.abstractmethod

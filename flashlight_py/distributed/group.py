@@ -52,7 +52,7 @@ class ProcessGroup:
         """Combine ``x`` of all ranks in place; see :func:`flashlight_py.all_reduce`."""
         array, reduce_op, factor = self._reduction("all_reduce", x, op, scale)
         packed = pack(array)
-        work = self.backend(array).all_reduce(packed, reduce_op, factor)
+        work = self.backend(array).all_reduce(packed, reduce_op, factor, not async_op)
         return _finish(work, x, _unpack(array, packed), async_op)
 
     def all_reduce_multiple(
@@ -99,7 +99,7 @@ class ProcessGroup:
                 f"reduce_scatter: the first dimension must be a multiple of the {self.size} "
                 f"ranks, got shape {array.shape}"
             )
-        work = self.backend(array).reduce_scatter(pack(array), reduce_op, factor)
+        work = self.backend(array).reduce_scatter(pack(array), reduce_op, factor, not async_op)
         return work if async_op else work.wait()
 
     def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Any:
@@ -107,28 +107,28 @@ class ProcessGroup:
         array = as_array("broadcast", x)
         self._check_rank("broadcast", "root", root)
         packed = pack(array)
-        work = self.backend(array).broadcast(packed, root)
+        work = self.backend(array).broadcast(packed, root, not async_op)
         return _finish(work, x, _unpack(array, packed), async_op)
 
     def all_gather(self, x: Any, async_op: bool = False) -> Any:
         """Join ``x`` of all ranks into a new array; see :func:`flashlight_py.all_gather`."""
         array = as_array("all_gather", x)
         rows = array.reshape(1) if array.ndim == 0 else array
-        work = self.backend(array).all_gather(pack(rows))
+        work = self.backend(array).all_gather(pack(rows), not async_op)
         return work if async_op else work.wait()
 
     def send(self, x: Any, dst: int, tag: int = 0) -> None:
         """Give ``x`` to rank ``dst``, blocking; see :func:`flashlight_py.send`."""
         array = as_array("send", x)
         self._check_peer("send", "dst", dst, tag)
-        self.backend(array).send(pack(array), dst, tag).wait()
+        self.backend(array).send(pack(array), dst, tag, blocking=True).wait()
 
     def recv(self, x: Any, src: int, tag: int = 0) -> Any:
         """Fill ``x`` with what ``src`` sends, blocking; see :func:`flashlight_py.recv`."""
         array = as_array("recv", x)
         self._check_peer("recv", "src", src, tag)
         packed = pack(array)
-        work = self.backend(array).recv(packed, src, tag)
+        work = self.backend(array).recv(packed, src, tag, blocking=True)
         return _finish(work, x, _unpack(array, packed), async_op=False)
 
     def barrier(self, timeout: float | None = None) -> None:

@@ -8,19 +8,22 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flashlight_py import _native
-from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.gloo import GlooBackend
-from flashlight_py.distributed.backends.single import SingleBackend
+from flashlight_py.distributed.connect import connect
 from flashlight_py.distributed.constants import DistributedInit
 from flashlight_py.distributed.group import ProcessGroup
-from flashlight_py.distributed.hosts import address_to_bind, host_identity, local_place
+from flashlight_py.distributed.hosts import host_identity, local_place
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.settings import Settings
-from flashlight_py.distributed.world import World, current_world, is_distributed_init, set_world
+from flashlight_py.distributed.world import (
+    World,
+    alone,
+    current_world,
+    is_distributed_init,
+    set_world,
+)
 from flashlight_py.errors import GroupClosedError, RendezvousError
 
 __all__ = ["distributed_init", "distributed_shutdown"]
@@ -69,7 +72,7 @@ def distributed_init(
     method = _method(init_method)
     settings = Settings.from_params(params)
     create = _choose(method, world_rank, world_size, settings)
-    set_world(World(ProcessGroup(SingleBackend())) if create is None else _meet(create, settings))
+    set_world(alone() if create is None else _meet(create, settings))
     atexit.register(_close_at_exit)
     world = current_world()
     if world.group.rank == 0:
@@ -149,7 +152,6 @@ def _by_file(rank: int, size: int, settings: Settings) -> StoreFactory | None:
     _check_place(rank, size)
     if size == 1:
         return None
-    _native.load("gloo")  # absent, it says so before anything is created
     return lambda: FileStore(path, rank, size, settings.timeout)
 
 
@@ -179,7 +181,6 @@ def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactor
     rank, size, timeout = found.rank, found.size, settings.timeout
     file = settings.file_path or found.file
     host, port = found.master_address, found.master_port
-    _native.load("gloo")
     if file is not None:
         return lambda: FileStore(file, rank, size, timeout)
     if host is not None and port is not None:
@@ -206,10 +207,6 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
 
 
 def _connect(store: Store, settings: Settings) -> World:
-    identities = store.exchange(host_identity())
-    local_rank, local_size = local_place(store.rank, identities)
-    backend: Backend = SingleBackend()
-    if store.size > 1:
-        host, interface = address_to_bind(settings.interface, local_size == store.size)
-        backend = GlooBackend(store, host, interface, settings.timeout)
-    return World(ProcessGroup(backend), local_rank, local_size)
+    local_rank, local_size = local_place(store.rank, store.exchange(host_identity()))
+    connection = connect(store, settings)
+    return World(ProcessGroup(connection.backend), local_rank, local_size, connection.why)

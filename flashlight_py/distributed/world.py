@@ -10,8 +10,10 @@ from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.group import ProcessGroup
 
 __all__ = [
+    "alone",
     "World",
     "current_world",
+    "describe",
     "distributed_backend",
     "get_local_rank",
     "get_local_size",
@@ -29,10 +31,16 @@ class World:
     group: ProcessGroup
     local_rank: int = 0
     local_size: int = 1
+    why: str = "the world is this process alone"
+
+
+def alone() -> World:
+    """Return a new world of this process alone."""
+    return World(ProcessGroup(SingleBackend()))
 
 
 # Before distributed_init, and after distributed_shutdown, a process is a world of its own.
-_ALONE = World(ProcessGroup(SingleBackend()))
+_ALONE = alone()
 _world: World | None = None
 
 
@@ -70,6 +78,19 @@ def get_local_rank() -> int:
 def get_local_size() -> int:
     """Return how many processes of the world run on this host."""
     return current_world().local_size
+
+
+def describe() -> str:
+    """Return in a few lines which rank this is, what joins the ranks, and why that was chosen."""
+    world = current_world()
+    group = world.group
+    backend = group.backend()
+    return "\n".join(
+        [
+            f"rank {group.rank} of {group.size}, {world.local_rank} of {world.local_size} here",
+            f"NumPy arrays: {backend.path} ({world.why})",
+        ]
+    )
 
 
 def distributed_backend(array: Any = None) -> DistributedBackend:

@@ -6,6 +6,8 @@ to the last bit, not merely close.
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Any
 
 import ml_dtypes
@@ -16,10 +18,18 @@ import flashlight_py as fl
 
 Array = NDArray[Any]
 
-# backend name -> (world sizes, what distributed_init is told)
+
+def two_hosts(rank: int) -> dict[str, str]:
+    """Ranks 0 and 1 share memory, and so do the others: as on two hosts."""
+    return {"FLASHLIGHT_MEMORY_DOMAIN": "first" if rank < 2 else "second"}
+
+
+# backend name -> (world sizes, how its world is made)
 BACKENDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "single": ((1,), {}),
-    "gloo": ((2, 3, 4), {"BACKEND": "gloo"}),
+    "gloo": ((2, 3, 4), {"params": {"BACKEND": "gloo"}}),
+    "shm": ((2, 3, 4), {"params": {"BACKEND": "shm"}}),
+    "hierarchical": ((3, 5), {"env": two_hosts}),
 }
 WORLDS = [(name, size) for name, (sizes, _) in BACKENDS.items() for size in sizes]
 
@@ -83,21 +93,21 @@ def shape_of(layout: str) -> tuple[int, ...]:
     return {"scalar-shaped": (), "empty": (0, 3), "one element": (1,)}.get(layout, (6, 5))
 
 
-def combined(arrays: list[Array], op: str, scale: float) -> Array:
-    """Combine in rank order; narrow floats in float32, rounded once; integers wrap."""
-    with np.errstate(over="ignore"):
-        return _combined(arrays, op, scale)
+def combined(arrays: list[Array], op: str, scale: float, flat: bool = False) -> Array:
+    """Combine in rank order; narrow floats in float32, rounded once; integers wrap.
 
-
-def _combined(arrays: list[Array], op: str, scale: float) -> Array:
+    On several hosts the ranks of each are combined first, unless ``flat``.
+    """
     dtype = arrays[0].dtype
     narrow = dtype.itemsize == 2 and dtype.kind not in "iu"
-    total = arrays[0].astype(np.float32) if narrow else arrays[0].copy()
-    for array in arrays[1:]:
-        total = BINARY[op](total, array.astype(total.dtype))
-    factor = scale / len(arrays) if op == "avg" else scale
-    if factor != 1.0:
-        total = total * total.real.dtype.type(factor)
+    wide = [array.astype(np.float32) if narrow else array for array in arrays]
+    several = "FLASHLIGHT_MEMORY_DOMAIN" in os.environ and not flat
+    hosts = [wide[:2], wide[2:]] if several else [wide]
+    with np.errstate(over="ignore"):
+        total = functools.reduce(BINARY[op], [functools.reduce(BINARY[op], h) for h in hosts])
+        factor = scale / len(arrays) if op == "avg" else scale
+        if factor != 1.0:
+            total = total * total.real.dtype.type(factor)
     return np.asarray(total).astype(dtype)
 
 
@@ -206,7 +216,7 @@ def reduce_scatter_parts(rank: int, size: int, name: str, rows: int) -> None:
     for op in ops_of(name):
         x = lay_out(everyone[rank], "fortran")
         part = fl.reduce_scatter(x, op=op)
-        expected = combined(everyone, op, 1.0)[rows * rank : rows * (rank + 1)]
+        expected = combined(everyone, op, 1.0, flat=True)[rows * rank : rows * (rank + 1)]
         assert_equal(part, expected, f"reduce_scatter {op} {name}")
         assert_equal(x, everyone[rank], "the argument stays")
 

@@ -13,7 +13,7 @@ from tests.distributed.conformance import BACKENDS, DTYPES, LAYOUTS, WORLDS
 @pytest.fixture(params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
 def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
     name, size = request.param
-    return pool(size, params=BACKENDS[name][1])
+    return pool(size, **BACKENDS[name][1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

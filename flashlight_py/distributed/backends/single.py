@@ -15,31 +15,34 @@ class SingleBackend(Backend):
     """A group of one rank, for NumPy and CuPy arrays alike."""
 
     kind = DistributedBackend.SINGLE
+    path = "nothing moves"
     rank = 0
     size = 1
 
-    def all_reduce(self, array: Array, op: ReduceOp, scale: float) -> Work:
+    def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
         """Multiply ``array`` by ``scale`` in place."""
         scale_in_place(array, scale)
         return Done(array)
 
-    def reduce_scatter(self, array: Array, op: ReduceOp, scale: float) -> Work:
+    def reduce_scatter(
+        self, array: Array, op: ReduceOp, scale: float, blocking: bool = False
+    ) -> Work:
         """Return a scaled copy."""
         return self.all_reduce(array.copy(), op, scale)
 
-    def broadcast(self, array: Array, root: int) -> Work:
+    def broadcast(self, array: Array, root: int, blocking: bool = False) -> Work:
         """Leave ``array`` as it is."""
         return Done(array)
 
-    def all_gather(self, array: Array) -> Work:
+    def all_gather(self, array: Array, blocking: bool = False) -> Work:
         """Return a copy."""
         return Done(array.copy())
 
-    def send(self, array: Array, dst: int, tag: int) -> Work:
+    def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Refuse: there is nobody else."""
         raise ValueError("send: this world has one rank, and a rank cannot send to itself")
 
-    def recv(self, array: Array, src: int, tag: int) -> Work:
+    def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
         """Refuse: there is nobody else."""
         raise ValueError("recv: this world has one rank, and a rank cannot receive from itself")
 

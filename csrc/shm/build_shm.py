@@ -1,0 +1,33 @@
+"""CFFI's description of the extension ``flashlight_py._native._shm`` (API mode, abi3)."""
+
+from pathlib import Path
+
+from cffi import FFI
+
+CSRC = Path(__file__).parent.parent
+COMMON = ("common/capi.cc", "common/worker.cc", "reduce/reduce.cc")
+SOURCES = (
+    "shm/capi.cc",
+    "shm/group.cc",
+    "shm/collectives.cc",
+    "shm/movement.cc",
+    "shm/peers.cc",
+    "shm/segment.cc",
+)
+
+ffi = FFI()
+ffi.cdef((CSRC / "common/types.cdef.h").read_text())
+ffi.cdef((CSRC / "shm/shm.cdef.h").read_text())
+# Python's answer to "has a signal handler asked to stop?", asked while a wait goes on.
+ffi.cdef('extern "Python" int fl_shm_interrupted(void);')
+ffi.set_source(
+    "flashlight_py._native._shm",
+    '#include "csrc/shm/abi.h"',
+    source_extension=".cc",
+    sources=[f"csrc/{name}" for name in (*COMMON, *SOURCES)],  # relative to setup.py
+    depends=[f"csrc/{path.relative_to(CSRC)}" for path in sorted(CSRC.glob("*/*.h"))],
+    include_dirs=["."],
+    # No contraction into fused multiply-adds: the same bits on every machine.
+    extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden"],
+    language="c++",
+)

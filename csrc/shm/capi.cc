@@ -1,0 +1,97 @@
+// The C ABI: every exception becomes a status and a message.
+#include "../common/capi.h"
+
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "abi.h"
+#include "group.h"
+
+struct fl_shm_group {
+  fl::ShmGroup group;
+};
+
+namespace {
+
+constexpr size_t kNonceBytes = 64;
+
+fl::Mapping map(const char* path, bool create, size_t bytes) {
+  return create ? fl::Mapping::create(path, bytes) : fl::Mapping::open(path, bytes);
+}
+
+// Run `body`; what it throws becomes a message and `otherwise`.
+template <typename Result, typename Body>
+Result guarded(Result otherwise, char* message, size_t message_bytes, Body body) {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    fl::copy_message(error.what(), message, message_bytes);
+    return otherwise;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+size_t fl_shm_bytes(int ranks) { return fl::Segment::bytes_for(ranks); }
+
+int fl_shm_probe_create(const char* path, const char* nonce, char* message, size_t message_bytes) {
+  return guarded(-1, message, message_bytes, [&] {
+    const fl::Mapping probe = fl::Mapping::create(path, kNonceBytes);
+    std::strncpy(probe.data(), nonce, kNonceBytes - 1);
+    return 0;
+  });
+}
+
+int fl_shm_probe_read(const char* path, const char* nonce, char* message, size_t message_bytes) {
+  return guarded(-1, message, message_bytes, [&] {
+    const fl::Mapping probe = fl::Mapping::open(path, kNonceBytes);
+    if (std::strncmp(probe.data(), nonce, kNonceBytes - 1) == 0) return 0;
+    fl::copy_message("another file of that name", message, message_bytes);
+    return -1;
+  });
+}
+
+fl_shm_group* fl_shm_open(const char* path, int create, int rank, int size, char* message,
+                          size_t message_bytes) {
+  return guarded<fl_shm_group*>(nullptr, message, message_bytes, [&] {
+    fl::Mapping mapping = map(path, create != 0, fl::Segment::bytes_for(size));
+    return new fl_shm_group{{std::move(mapping), rank, size}};
+  });
+}
+
+fl_op* fl_shm_run(fl_shm_group* group, const fl_signature* signature, void* data, void* output,
+                  int peer, double seconds, int async) {
+  if (async != 0) {
+    return fl::started([&] { return group->group.start(*signature, data, output, peer, seconds); });
+  }
+  try {
+    auto operation = group->group.run(*signature, data, output, peer, seconds);
+    return operation == nullptr ? nullptr : new fl_op{std::move(operation)};
+  } catch (const std::exception&) {
+    const auto error = std::current_exception();
+    return fl::started([&]() -> std::shared_ptr<fl::Operation> { std::rethrow_exception(error); });
+  }
+}
+
+void* fl_shm_add_region(fl_shm_group* group, const char* path, int create, size_t bytes,
+                        char* message, size_t message_bytes) {
+  return guarded<void*>(nullptr, message, message_bytes, [&] {
+    fl::Mapping mapping = map(path, create != 0, bytes * group->group.size());
+    return group->group.add_region(std::move(mapping), bytes);
+  });
+}
+
+void fl_shm_drop_region(fl_shm_group* group, void* array) { group->group.drop_region(array); }
+
+void fl_shm_on_interrupt(fl_shm_group* group, int (*check)(void)) {
+  group->group.on_interrupt(check);
+}
+
+void fl_shm_close(fl_shm_group* group) { delete group; }
+
+}  // extern "C"

@@ -1,0 +1,80 @@
+// The collectives between the ranks of one host, each written once on a Segment.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "../common/worker.h"
+#include "peers.h"
+#include "segment.h"
+
+namespace fl {
+
+// Memory that holds one array of each rank, mapped by all: see Collectives::add_region.
+struct Region {
+  Mapping mapping;
+  size_t stride;  // bytes from one rank's array to the next
+};
+
+// All throw Failure, or Mismatch before anything has changed. One thread at a time may call.
+class Collectives {
+ public:
+  using Seen = std::vector<fl_signature>;
+
+  Collectives(Segment& segment, Peers& peers, int rank, int size);
+
+  void barrier(const fl_signature& mine);
+  void all_reduce(const fl_signature& mine, void* data);
+  void reduce(const fl_signature& mine, void* data);
+  void reduce_scatter(const fl_signature& mine, const void* data, void* output);
+  void broadcast(const fl_signature& mine, void* data);
+  Bytes all_gather(const fl_signature& mine, const void* data);
+  Bytes gather(const fl_signature& mine, const void* data);
+  void scatter(const fl_signature& mine, const void* data, void* output);
+  void all_to_all(const fl_signature& mine, const void* data, void* output);
+  void send(const fl_signature& mine, const void* data, int peer, Seen& seen);
+  void recv(const fl_signature& mine, void* data, int peer, Seen& seen);
+
+  // The last call of every rank, for messages about a mismatch.
+  Seen signatures() const;
+
+  // Arrays in this memory are reduced where they are. Collective in effect: every rank adds the
+  // same regions in the same order. Returns this rank's array.
+  void* add_region(Mapping mapping, size_t stride);
+  void drop_region(const void* array);
+
+  uint32_t next_call() const { return calls_ + 1; }
+
+ private:
+  struct Chunks;
+  const Call& call_of(int rank) const { return segment_.block(rank).calls[calls_ % 2]; }
+  const char* inline_data(int rank, size_t bytes) const;
+  void enter(const fl_signature& mine, const void* data, size_t inline_bytes);
+  uint64_t place_of(const void* data) const;
+  bool all_in_one_place() const;
+  char* in_region(int rank) const;
+
+  void reduce_inline(const fl_signature& mine, const void* data, size_t skip, size_t count,
+                     void* into);
+  void reduce_in_place(const fl_signature& mine, void* data);
+  void exchange_two(const fl_signature& mine, char* data);
+  void reduce_in_parts(const fl_signature& mine, char* data, int collector);
+  template <typename Produce, typename Consume>
+  void stream(size_t chunks, bool produces, bool consumes, Produce produce, Consume consume);
+  template <typename Take>
+  void stream_sections(const void* data, size_t section, int only_source, Take take);
+  Bytes gather_to(const fl_signature& mine, const void* data, bool wanted);
+  void handshake(const fl_signature& mine, int peer, bool sender, Seen& seen);
+  void wait_for_free_slot(uint32_t chunk);
+
+  Segment& segment_;
+  Peers& peers_;
+  const int rank_, size_;
+  uint32_t calls_ = 0;   // calls of this group so far
+  uint32_t chunks_ = 0;  // chunks that have gone through the slots so far
+  std::vector<Region> regions_;  // never moved: a dropped one stays, empty
+  std::vector<const void*> from_;
+};
+
+}  // namespace fl

@@ -1,0 +1,81 @@
+// A counter in shared memory that one process raises and others wait for.
+#pragma once
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+
+namespace fl {
+
+// How long a wait burns the processor before it gives it away, and then before it sleeps.
+struct Patience {
+  int spins;
+  int yields;
+};
+
+inline void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Eight bytes; whoever holds one decides which cache line it shares.
+class Counter {
+ public:
+  // Wraps; two values are compared by the sign of their difference.
+  bool reached(uint32_t target) const {
+    return static_cast<int32_t>(value_.load(std::memory_order_acquire) - target) >= 0;
+  }
+
+  uint32_t value() const { return value_.load(std::memory_order_acquire); }
+
+  // Publish everything that was written before. Only the counter's owner calls it.
+  void raise(uint32_t value) {
+    // A full barrier: a sleeper either sees the new value or is seen here.
+    value_.exchange(value, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_relaxed) != 0) wake();
+  }
+
+  void wake() {
+    syscall(SYS_futex, word(), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+
+  // Wait until the counter has reached `target` or `milliseconds` have passed, roughly. Returns
+  // whether it has.
+  bool wait(uint32_t target, Patience patience, long milliseconds) {
+    for (int i = 0; i < patience.spins; ++i) {
+      if (reached(target)) return true;
+      pause_briefly();
+    }
+    for (int i = 0; i < patience.yields; ++i) {
+      if (reached(target)) return true;
+      sched_yield();
+    }
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = value_.load(std::memory_order_seq_cst);
+    if (static_cast<int32_t>(seen - target) < 0) {
+      const timespec limit{milliseconds / 1000, (milliseconds % 1000) * 1000000};
+      syscall(SYS_futex, word(), FUTEX_WAIT, seen, &limit, nullptr, 0);
+    }
+    sleepers_.fetch_sub(1, std::memory_order_relaxed);
+    return reached(target);
+  }
+
+ private:
+  uint32_t* word() { return reinterpret_cast<uint32_t*>(&value_); }
+
+  std::atomic<uint32_t> value_{0};
+  std::atomic<uint32_t> sleepers_{0};
+};
+
+static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a plain word");
+
+}  // namespace fl

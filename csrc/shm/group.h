@@ -1,0 +1,50 @@
+// The ranks of one host as a group: operations run on the caller's thread, or in turn on one of
+// their own.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "../common/worker.h"
+#include "collectives.h"
+#include "peers.h"
+#include "segment.h"
+
+namespace fl {
+
+class ShmGroup {
+ public:
+  ShmGroup(Mapping mapping, int rank, int size);
+  ~ShmGroup();
+
+  // Null where all went well and there is nothing to fetch.
+  std::shared_ptr<Operation> run(const fl_signature& signature, void* data, void* output, int peer,
+                                 double seconds);
+  std::shared_ptr<Operation> start(const fl_signature& signature, void* data, void* output,
+                                   int peer, double seconds);
+
+  void* add_region(Mapping mapping, size_t stride);
+  void drop_region(const void* array);
+  void on_interrupt(InterruptCheck check) { interrupt_ = check; }
+  int size() const { return size_; }
+
+ private:
+  Bytes dispatch(const fl_signature& signature, void* data, void* output, int peer,
+                 double seconds, InterruptCheck interrupt, Collectives::Seen& seen);
+  std::shared_ptr<Operation> ended(fl_status status, const std::string& message,
+                                    std::vector<int> missing, Collectives::Seen seen);
+
+  const int rank_, size_;
+  Segment segment_;
+  Peers peers_;
+  Collectives collectives_;
+  InterruptCheck interrupt_ = nullptr;
+  std::mutex running_;               // whoever runs an operation holds it
+  std::atomic<int> queued_{0};       // operations that were started and have not ended
+  std::string broken_;               // why the group cannot be used any more
+  std::unique_ptr<Worker> worker_;   // made when first needed; last: it ends before the rest
+};
+
+}  // namespace fl

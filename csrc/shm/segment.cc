@@ -1,0 +1,115 @@
+#include "segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+namespace fl {
+namespace {
+
+constexpr size_t kPage = 4096;
+// Containers give 64 MB of /dev/shm, often less: a segment stays below about ten.
+constexpr size_t kSlotBudget = 8 << 20;
+constexpr size_t kPieceBudget = 2 << 20;
+// Chunks of this size leave room for the arrays themselves in a second-level cache.
+constexpr size_t kMaxChunk = 128 << 10;
+constexpr size_t kMaxPiece = 64 << 10;
+
+size_t pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+size_t chunk_for(int ranks) {
+  const size_t least = pages(ranks * kLine);  // a line for each rank's section
+  return std::max(least, std::min(kMaxChunk, kSlotBudget / (ranks * kSlots) / kPage * kPage));
+}
+
+size_t piece_for(int ranks) {
+  const size_t pairs = static_cast<size_t>(ranks) * ranks;
+  return std::max(8 * kLine, std::min(kMaxPiece, kPieceBudget / (2 * pairs) / kLine * kLine));
+}
+
+[[noreturn]] void fail(const char* what, int error = errno) {
+  throw std::system_error(error, std::generic_category(), what);
+}
+
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  ~Descriptor() { close(fd_); }
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+char* map(int fd, size_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (data == MAP_FAILED) fail("mmap");
+  return static_cast<char*>(data);
+}
+
+}  // namespace
+
+Mapping Mapping::create(const std::string& path, size_t bytes) {
+  const int fd = ::open(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (fd < 0) fail("create");
+  const Descriptor descriptor(fd);
+  // Reserved now, a file system that is too small is an error here; later it would be a SIGBUS.
+  const int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+  if (error != 0) {
+    ::unlink(path.c_str());
+    fail("reserve", error);
+  }
+  return Mapping(map(fd, bytes), bytes);
+}
+
+Mapping Mapping::open(const std::string& path, size_t bytes) {
+  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  if (fd < 0) fail("open");
+  const Descriptor descriptor(fd);
+  struct stat status;
+  if (fstat(fd, &status) != 0) fail("fstat");
+  if (status.st_uid != geteuid() || !S_ISREG(status.st_mode)) fail("belongs to somebody else", EPERM);
+  if (static_cast<size_t>(status.st_size) != bytes) fail("has another size", EINVAL);
+  return Mapping(map(fd, bytes), bytes);
+}
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  return *this;
+}
+
+Mapping::~Mapping() {
+  if (data_ != nullptr) munmap(data_, size_);
+}
+
+size_t Segment::bytes_for(int ranks) {
+  const size_t pairs = static_cast<size_t>(ranks) * ranks;
+  return pages(ranks * sizeof(RankBlock)) + ranks * kSlots * chunk_for(ranks) +
+         pages(pairs * sizeof(Channel)) + pages(2 * pairs * piece_for(ranks));
+}
+
+Segment::Segment(Mapping mapping, int ranks)
+    : mapping_(std::move(mapping)),
+      ranks_(ranks),
+      chunk_bytes_(chunk_for(ranks)),
+      piece_bytes_(piece_for(ranks)) {
+  char* at = mapping_.data();
+  // The file came as zeros, which is how every counter begins.
+  blocks_ = reinterpret_cast<RankBlock*>(at);
+  slots_ = at + pages(ranks * sizeof(RankBlock));
+  at = slots_ + static_cast<size_t>(ranks) * kSlots * chunk_bytes_;
+  channels_ = reinterpret_cast<Channel*>(at);
+  pieces_ = at + pages(static_cast<size_t>(ranks) * ranks * sizeof(Channel));
+}
+
+}  // namespace fl

@@ -1,0 +1,116 @@
+// The memory that the ranks of one host share, and its layout.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "../common/abi.h"
+#include "counter.h"
+
+namespace fl {
+
+// A mapped file in memory (/dev/shm). Unmapped with the object.
+class Mapping {
+ public:
+  // Create the file, exclusively and for this user alone, and reserve its memory; throws
+  // std::system_error. It keeps its name until unlink().
+  static Mapping create(const std::string& path, size_t bytes);
+  // Map a file that this user has created; throws std::system_error.
+  static Mapping open(const std::string& path, size_t bytes);
+
+  Mapping() = default;
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+  ~Mapping();
+
+  char* data() const { return data_; }
+  size_t size() const { return size_; }
+
+ private:
+  Mapping(char* data, size_t size) : data_(data), size_(size) {}
+  char* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+constexpr size_t kLine = 64;
+constexpr size_t kTinyBytes = 16;
+constexpr size_t kInlineBytes = 16384;
+constexpr uint32_t kSlots = 4;
+
+// What a rank tells the others when it calls. A tiny call is told by the first line alone: one
+// cache line goes from core to core. The number is raised last.
+struct alignas(kLine) Call {
+  Counter number;
+  uint32_t kind;    // verb, dtype, op
+  int32_t root;     // root, or 0
+  int64_t count;    // elements
+  double scale;
+  uint64_t shape;   // a hash
+  uint64_t place;   // region and offset of the data, where it lies in shared memory; else 0
+  char tiny[kTinyBytes];
+  alignas(kLine) fl_signature signature;  // for messages; nobody reads it while all is well
+  alignas(kLine) char payload[kInlineBytes];
+};
+static_assert(offsetof(Call, signature) == kLine, "a tiny call is one cache line");
+
+// Why a rank left or gave up.
+struct alignas(kLine) Farewell {
+  static constexpr int kMaxMissing = 32;
+  Counter given;  // 0: still here
+  int32_t status;
+  int32_t missing_count;
+  int32_t missing[kMaxMissing];
+  char message[400];
+};
+
+// What one rank writes and the others read. Counters go on from call to call: nothing is reset.
+struct alignas(kLine) RankBlock {
+  Call calls[2];  // a rank is at most one call ahead of another
+  alignas(kLine) Counter filled;   // chunks that this rank has put into its slots
+  alignas(kLine) Counter reduced;  // chunks of which it has reduced its part
+  alignas(kLine) Counter drained;  // chunks of the others that it needs no more
+  Farewell farewell;
+  alignas(kLine) int32_t pid;
+  uint64_t pid_namespace;
+};
+
+// A one-way channel between two ranks. Both counters count a handshake and then pieces.
+struct alignas(kLine) Channel {
+  Counter sent;
+  fl_signature offer;
+  alignas(kLine) Counter received;
+  fl_signature demand;
+};
+
+// Rank blocks, then the ranks' slots, then channels and their pieces.
+class Segment {
+ public:
+  static size_t bytes_for(int ranks);
+
+  Segment() = default;
+  Segment(Mapping mapping, int ranks);
+
+  RankBlock& block(int rank) const { return blocks_[rank]; }
+  char* slot(int rank, uint32_t chunk) const {
+    return slots_ + (static_cast<size_t>(rank) * kSlots + chunk % kSlots) * chunk_bytes_;
+  }
+  size_t chunk_bytes() const { return chunk_bytes_; }
+  Channel& channel(int from, int to) const { return channels_[from * ranks_ + to]; }
+  char* piece(int from, int to, uint32_t number) const {
+    return pieces_ + (2 * (static_cast<size_t>(from) * ranks_ + to) + number % 2) * piece_bytes_;
+  }
+  size_t piece_bytes() const { return piece_bytes_; }
+
+ private:
+  Mapping mapping_;
+  int ranks_ = 0;
+  RankBlock* blocks_ = nullptr;
+  char* slots_ = nullptr;
+  size_t chunk_bytes_ = 0;
+  Channel* channels_ = nullptr;
+  char* pieces_ = nullptr;
+  size_t piece_bytes_ = 0;
+};
+
+}  // namespace fl

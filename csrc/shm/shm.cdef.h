@@ -1,0 +1,41 @@
+/* The C ABI between Python and the shared-memory collectives. */
+
+typedef struct fl_shm_group fl_shm_group;
+
+/* Bytes of the segment that `ranks` ranks of one host share. */
+size_t fl_shm_bytes(int ranks);
+
+/* Create and reserve a file at `path`, exclusively, mode 0600, or map one that this user has
+   created. `nonce` is written into it, or compared. 0, or -1 with a message. */
+int fl_shm_probe_create(const char *path, const char *nonce, char *message, size_t message_bytes);
+int fl_shm_probe_read(const char *path, const char *nonce, char *message, size_t message_bytes);
+
+/* Map the segment at `path`, creating it where `create` is not 0; the caller unlinks the path
+   once every rank has mapped it. NULL with a message on failure. */
+fl_shm_group *fl_shm_open(const char *path, int create, int rank, int size, char *message,
+                          size_t message_bytes);
+
+/* Run an operation. Where it ended well and there is nothing to fetch, the result is NULL; else
+   a handle: of a failure, of gathered data, or, with `async`, of an operation that now runs on
+   the group's own thread, after all that were started before. `seconds` bounds each wait. `data`
+   and `output` must stay alive and untouched until it has ended.
+
+   all_reduce, reduce, broadcast: in place on data.      barrier: data is NULL.
+   reduce_scatter, all_to_all: data has signature.count elements, output takes the result.
+   all_gather, gather: the ranks' data, one after the other, are given by fl_op_output.
+   scatter: signature.count elements for each rank lie in data on the root; output takes one part.
+   send, recv: data, to and from `peer`. */
+fl_op *fl_shm_run(fl_shm_group *group, const fl_signature *signature, void *data, void *output,
+                  int peer, double seconds, int async);
+
+/* Memory for an array of `bytes` on each rank; operations on it skip the copies. Collective: every
+   rank maps the same file, in the same order. NULL with a message on failure. */
+void *fl_shm_add_region(fl_shm_group *group, const char *path, int create, size_t bytes,
+                        char *message, size_t message_bytes);
+void fl_shm_drop_region(fl_shm_group *group, void *array);
+
+/* Called now and then while the caller's own thread waits in fl_shm_run; not 0: give up. */
+void fl_shm_on_interrupt(fl_shm_group *group, int (*check)(void));
+
+/* Stop the running operation, fail the queued ones, tell the others, unmap, free the group. */
+void fl_shm_close(fl_shm_group *group);

@@ -1,0 +1,227 @@
+"""Several hosts: shared memory inside each, another backend between them, by composition.
+
+An array is reduced inside each host first. Then local rank i of every host exchanges part i of it
+with its counterparts, so that all links and cores are busy, and the parts are shared inside the
+host. Reductions so add the ranks of a host in order, then the hosts in order: the same bits on
+every rank and in every run with the same placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.work import Done, Work
+from flashlight_py.errors import CollectiveTimeoutError, DistributedError, MismatchError
+
+__all__ = ["HierarchicalBackend", "part_of"]
+
+# Below this a part per local rank would only multiply messages: one rank carries everything.
+_SMALL_BYTES = 64 << 10
+
+
+def part_of(count: int, carriers: int, index: int) -> slice:
+    """Return the elements that carrier ``index`` of ``carriers`` exchanges between hosts.
+
+    Example:
+        >>> [part_of(10, 3, i) for i in range(3)]
+        [slice(0, 3, None), slice(3, 6, None), slice(6, 10, None)]
+    """
+    return slice(count * index // carriers, count * (index + 1) // carriers)
+
+
+class HierarchicalBackend(Backend):
+    """Joins the ranks of ``hosts``, each a list of ranks that share memory.
+
+    Args:
+        rank: this process's rank.
+        hosts: ranks of each host; every rank is in exactly one.
+        inside: joins this host's ranks, in the order of ``hosts``.
+        between: joins local rank i of all hosts; None where some host has no such rank.
+        flat: joins all ranks, for verbs that gain nothing from the hierarchy.
+    """
+
+    kind = DistributedBackend.GLOO
+    path = "shared memory inside hosts, Gloo between them"
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        inside: Backend,
+        between: Backend | None,
+        flat: Backend,
+    ) -> None:
+        self.rank, self.size = rank, flat.size
+        self._hosts = [list(host) for host in hosts]
+        self._carriers = min(len(host) for host in hosts)
+        self._inside, self._between, self._flat = inside, between, flat
+        self._host_of = {r: h for h, host in enumerate(self._hosts) for r in host}
+        self._thread: ThreadPoolExecutor | None = None
+        self._running: list[_FutureWork] = []
+
+    def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
+        """Reduce inside the hosts, between them, and share; see ``Backend``."""
+        return self._start(lambda: self._all_reduce(array, op, scale), blocking)
+
+    def _all_reduce(self, array: Array, op: ReduceOp, scale: float) -> Array:
+        narrow = array.dtype.itemsize == 2 and array.dtype.kind not in "iu"
+        wide = array.astype(np.float32) if narrow else array  # to be rounded once
+        flat = wide.reshape(-1)
+
+        def reduce(part: Array, between: Backend) -> None:
+            between.all_reduce(part, op, scale, blocking=True).wait()
+
+        self._both(lambda: self._inside.all_reduce(wide, op, 1.0, blocking=True).wait())
+        self._exchange(flat, reduce)
+        if narrow:
+            array[...] = wide
+        return array
+
+    def broadcast(self, array: Array, root: int, blocking: bool = False) -> Work:
+        """Give it to ``root``'s host, from there to the others; see ``Backend``."""
+        return self._start(lambda: self._broadcast(array, root), blocking)
+
+    def _broadcast(self, array: Array, root: int) -> Array:
+        home = self._host_of[root]
+        local = self._hosts[home].index(root)
+
+        def inside() -> None:
+            if self._host_of[self.rank] == home:
+                self._inside.broadcast(array, local, blocking=True).wait()
+
+        def send(part: Array, between: Backend) -> None:
+            between.broadcast(part, home, blocking=True).wait()
+
+        self._both(inside)
+        self._exchange(array.reshape(-1), send)
+        return array
+
+    def _both(self, inside: Callable[[], Any]) -> None:
+        """Run the step inside the host; a mismatch there is made known to the other hosts."""
+        try:
+            inside()
+        except MismatchError:
+            if self._between is not None:
+                # Calling something else than the others makes them raise as well.
+                _attempt(self._between.barrier)
+            raise
+
+    def _exchange(self, flat: Array, step: Callable[[Array, Backend], None]) -> None:
+        """Do ``step`` between the hosts, each carrier on its part; share the parts inside."""
+        carriers = 1 if flat.nbytes <= _SMALL_BYTES else self._carriers
+        local = self._inside.rank
+        error: DistributedError | None = None
+        if local < carriers and self._between is not None:
+            try:
+                step(flat[part_of(flat.size, carriers, local)], self._between)
+            except DistributedError as caught:
+                error = caught
+        self._agree(error)
+        for carrier in range(carriers):
+            part = flat[part_of(flat.size, carriers, carrier)]
+            self._inside.broadcast(part, carrier, blocking=True).wait()
+
+    def _agree(self, error: DistributedError | None) -> None:
+        """Raise on every rank of the host what one of its carriers met between the hosts."""
+        failed = np.array([error is not None])
+        self._inside.all_reduce(failed, ReduceOp.MAX, 1.0, blocking=True).wait()
+        if error is not None:
+            raise error
+        if failed[0]:
+            raise MismatchError(
+                f"rank {self.rank} of {self.size}: the exchange between the hosts failed on "
+                "another rank of this host, whose own error says why"
+            )
+
+    def reduce_scatter(
+        self, array: Array, op: ReduceOp, scale: float, blocking: bool = False
+    ) -> Work:
+        """Reduce among all ranks at once; see ``Backend``."""
+        return self._start(
+            lambda: self._flat.reduce_scatter(array, op, scale, blocking=True).wait(), blocking
+        )
+
+    def all_gather(self, array: Array, blocking: bool = False) -> Work:
+        """Gather among all ranks at once; see ``Backend``."""
+        return self._start(lambda: self._flat.all_gather(array, blocking=True).wait(), blocking)
+
+    def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
+        """Send through memory inside the host, else between hosts; see ``Backend``."""
+        backend, peer = self._way_to(dst)
+        return self._start(lambda: backend.send(array, peer, tag, blocking=True).wait(), blocking)
+
+    def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
+        """Receive by the way that ``send`` takes; see ``Backend``."""
+        backend, peer = self._way_to(src)
+        return self._start(lambda: backend.recv(array, peer, tag, blocking=True).wait(), blocking)
+
+    def _way_to(self, rank: int) -> tuple[Backend, int]:
+        host = self._hosts[self._host_of[self.rank]]
+        return (self._inside, host.index(rank)) if rank in host else (self._flat, rank)
+
+    def barrier(self, timeout: float | None = None) -> Work:
+        """Wait for all ranks, up to ``timeout`` seconds; see ``Backend``."""
+        return self._start(lambda: self._flat.barrier(timeout).wait(), blocking=True)
+
+    def _start(self, run: Callable[[], Any], blocking: bool) -> Work:
+        """Run here, or on a thread after what was started before: backends keep an order."""
+        self._running = [work for work in self._running if not work.is_completed()]
+        if blocking and not self._running:
+            return Done(run())
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "flashlight_py hierarchical")
+        work = _FutureWork(self._thread.submit(run))
+        self._running.append(work)
+        return work
+
+    def synchronize(self) -> None:
+        """Block until all that was started has ended."""
+        for work in list(self._running):
+            work.wait()
+
+    def close(self) -> None:
+        """Close the backends, which ends what runs, then the thread."""
+        for backend in (self._inside, self._between, self._flat):
+            if backend is not None:
+                backend.close()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(cancel_futures=True)
+
+
+class _FutureWork(Work):
+    """An operation on the thread of a hierarchical backend."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait up to ``timeout`` seconds; see ``Work``."""
+        try:
+            return self._future.result(timeout)
+        except FutureTimeout as error:
+            if self._future.done():
+                raise  # the operation's own timeout
+            raise CollectiveTimeoutError(
+                f"still running after wait(timeout={timeout}) seconds; it goes on"
+            ) from error
+
+    def is_completed(self) -> bool:
+        """Tell whether it has ended."""
+        return self._future.done()
+
+
+def _attempt(barrier: Callable[[], Work]) -> None:
+    """Take part in an operation that is bound to fail; the error that matters is another one."""
+    try:
+        barrier().wait()
+    except DistributedError:
+        return

@@ -1,0 +1,159 @@
+"""NumPy arrays between the processes of one host, through memory that they share.
+
+The native side is csrc/shm. Operations run on the caller's thread, asynchronous ones in turn on a
+thread of the group's own.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+import numpy as np
+
+from flashlight_py import _native
+from flashlight_py.device import Array
+from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
+from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.errors import BackendUnavailableError
+
+__all__ = ["ShmBackend", "map_together", "new_path"]
+
+DIRECTORY = Path("/dev/shm")
+
+
+def new_path() -> Path:
+    """Return a path in shared memory that nobody can guess."""
+    return DIRECTORY / f"flashlight-{secrets.token_hex(12)}"
+
+
+class ShmBackend(NativeBackend):
+    """The ranks of ``store``, which must all run on this host; collective, blocking.
+
+    ``timeout`` (seconds) bounds each wait of an operation.
+
+    Raises:
+        BackendUnavailableError: the native extension is missing, or the shared memory cannot be
+            had (too small, not writable); raised on every rank.
+    """
+
+    path = "shared memory"
+
+    def __init__(self, store: Store, timeout: float) -> None:
+        native = _native.load("shm")
+        super().__init__(native, store.rank, store.size, timeout)
+        self._room = self.ffi.new("char[]", MESSAGE_BYTES)
+        self._dropped: list[Any] = []
+        self._group = map_together(store, self._open)
+        self.lib.fl_shm_on_interrupt(self._group, _answer_to_interrupts(native))
+
+    def _open(self, path: str, create: bool) -> Any:
+        group = self.lib.fl_shm_open(
+            path.encode(), create, self.rank, self.size, self._room, MESSAGE_BYTES
+        )
+        if group == self.ffi.NULL:
+            raise OSError(self.message(self._room))
+        return group
+
+    def _run(self, data: Any, output: Any, peer: int, seconds: float, blocking: bool) -> Any:
+        handle = self.lib.fl_shm_run(
+            self._group, self._signature, data, output, peer, seconds, not blocking
+        )
+        if _interruption.raised is not None:
+            raised, _interruption.raised = _interruption.raised, None
+            self.lib.fl_op_free(handle)
+            raise raised
+        return handle
+
+    def shared_empty(self, store: Store, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an array, not initialised, in memory that all ranks have mapped. Collective.
+
+        Raises:
+            BackendUnavailableError: the shared memory is too small; raised on every rank.
+        """
+        count = int(np.prod(shape, dtype=np.int64))
+        stride = max(4096, -(-count * dtype.itemsize // 4096) * 4096)
+
+        def add(path: str, create: bool) -> Any:
+            data = self.lib.fl_shm_add_region(
+                self._group, path.encode(), create, stride, self._room, MESSAGE_BYTES
+            )
+            if data == self.ffi.NULL:
+                raise OSError(self.message(self._room))
+            return data
+
+        self._drop_regions()
+        data = map_together(store, add)
+        owner = self.ffi.gc(self.ffi.cast("char *", data), self._dropped.append)
+        array: Array = np.frombuffer(self.ffi.buffer(owner, stride), dtype, count).reshape(shape)
+        return array
+
+    def _drop_regions(self) -> None:
+        """Unmap the arrays that were collected; not by the collector, which may run in a wait."""
+        while self._dropped:
+            self.lib.fl_shm_drop_region(self._group, self._dropped.pop())
+
+    def _close(self, group: Any) -> None:
+        self._dropped.clear()
+        self.lib.fl_shm_close(group)
+
+
+def map_together(store: Store, map_path: Callable[[str, bool], Any]) -> Any:
+    """Have rank 0 create a file and every rank map it; then it loses its name. Collective.
+
+    ``map_path(path, create)`` raises OSError where it cannot.
+
+    Raises:
+        BackendUnavailableError: it failed on a rank; raised on every rank.
+    """
+    path, error, mapped = "", "", None
+    if store.rank == 0:
+        path = str(new_path())
+        mapped, error = _attempt(map_path, path, True)
+    path, error = json.loads(store.exchange(json.dumps([path, error]).encode())[0])
+    if not error and store.rank != 0:
+        mapped, error = _attempt(map_path, path, False)
+    errors = [answer.decode() for answer in store.exchange(error.encode())]
+    if store.rank == 0:
+        Path(path).unlink(missing_ok=True)
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+    if failed:
+        raise BackendUnavailableError(
+            f"shared memory ({DIRECTORY}) cannot be used: {'; '.join(failed)}. Give it more room "
+            "(docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm)"
+        )
+    return mapped
+
+
+def _attempt(map_path: Callable[[str, bool], Any], path: str, create: bool) -> tuple[Any, str]:
+    try:
+        return map_path(path, create), ""
+    except OSError as error:
+        return None, str(error)
+
+
+class _Interruption(threading.local):
+    """What a signal handler raised while this thread waited in the library."""
+
+    raised: BaseException | None = None
+
+
+_interruption = _Interruption()
+
+
+def _answer_to_interrupts(native: ModuleType) -> Any:
+    """Return the C function that lets Python's signal handlers run during a wait."""
+
+    def keep(kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
+        _interruption.raised = error
+
+    @native.ffi.def_extern(name="fl_shm_interrupted", error=1, onerror=keep)  # type: ignore[untyped-decorator]
+    def fl_shm_interrupted() -> int:
+        return 0  # the interpreter runs pending handlers on its way here; what they raise is kept
+
+    return native.lib.fl_shm_interrupted

@@ -1,0 +1,119 @@
+"""Which backend joins the ranks of a store, and why that one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashlight_py import _native
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.gloo import GlooBackend
+from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
+from flashlight_py.distributed.backends.shm import ShmBackend
+from flashlight_py.distributed.backends.single import SingleBackend
+from flashlight_py.distributed.hosts import address_to_bind, host_identity
+from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.sub_store import SubStore
+from flashlight_py.distributed.settings import Settings
+from flashlight_py.distributed.topology import ranks_by_memory
+from flashlight_py.errors import BackendUnavailableError
+
+__all__ = ["Connection", "connect"]
+
+_log = logging.getLogger("flashlight_py")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A backend and the reason why it was chosen."""
+
+    backend: Backend
+    why: str
+
+
+def connect(store: Store, settings: Settings) -> Connection:
+    """Join the ranks of ``store``. Collective; every rank comes to the same choice.
+
+    Raises:
+        BackendUnavailableError: the backend that was asked for, or every one, is unavailable.
+        PeerLostError, CollectiveTimeoutError: a rank could not be connected.
+    """
+    if store.size == 1:
+        return Connection(SingleBackend(), "the world is this process alone")
+    if settings.backend == "gloo":
+        return Connection(_gloo(store, settings), "BACKEND is gloo")
+    hosts = ranks_by_memory(store)
+    if settings.backend == "shm":
+        return _only_shm(store, settings, hosts)
+    if len(hosts) == store.size:
+        return Connection(_gloo(store, settings), "no two ranks share memory")
+    return _shared(store, settings, hosts)
+
+
+def _only_shm(store: Store, settings: Settings, hosts: Sequence[Sequence[int]]) -> Connection:
+    if len(hosts) > 1:
+        raise BackendUnavailableError(
+            f"BACKEND is shm, but the ranks do not all share memory; those that do: {hosts}. "
+            "Leave BACKEND out to use Gloo between them"
+        )
+    return Connection(ShmBackend(store, settings.timeout), "BACKEND is shm")
+
+
+def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]]) -> Connection:
+    """Use the memory that ranks share; where that fails on any host, all use Gloo alone."""
+    inside, problem = _inside(store, settings, hosts)
+    problems = [answer.decode() for answer in store.exchange(problem.encode())]
+    failed = next((text for text in problems if text), "")
+    if failed:
+        if inside is not None:
+            inside.close()
+        if store.rank == 0:
+            _log.warning("using Gloo instead of shared memory: %s", failed)
+        return Connection(_gloo(store, settings), f"shared memory cannot be used: {failed}")
+    assert inside is not None
+    if len(hosts) == 1:
+        return Connection(inside, "all ranks share this host's memory")
+    flat, between = _between(store, settings, hosts)
+    backend = HierarchicalBackend(store.rank, hosts, inside, between, flat)
+    sizes = ", ".join(str(len(host)) for host in hosts)
+    return Connection(
+        backend, f"{len(hosts)} hosts with {sizes} ranks: shared memory inside, Gloo between"
+    )
+
+
+def _inside(
+    store: Store, settings: Settings, hosts: Sequence[Sequence[int]]
+) -> tuple[Backend | None, str]:
+    """Join this host's ranks; returns why it failed, if it did. Two exchanges in any case."""
+    mates = next(host for host in hosts if store.rank in host)
+    if len(mates) == 1:
+        store.exchange(b"")
+        store.exchange(b"")
+        return SingleBackend(), ""
+    try:
+        return ShmBackend(SubStore(store, mates), settings.timeout), ""
+    except BackendUnavailableError as error:
+        return None, str(error)
+
+
+def _between(
+    store: Store, settings: Settings, hosts: Sequence[Sequence[int]]
+) -> tuple[Backend, Backend | None]:
+    """Join all ranks, and the ranks of one place on their hosts; three exchanges in any case."""
+    flat = _gloo(store, settings)
+    local = next(host.index(store.rank) for host in hosts if store.rank in host)
+    carriers = min(len(host) for host in hosts)
+    if local >= carriers:
+        store.exchange(b"")
+        store.exchange(b"")
+        return flat, None
+    return flat, _gloo(SubStore(store, [host[local] for host in hosts]), settings)
+
+
+def _gloo(store: Store, settings: Settings) -> Backend:
+    """Connect through Gloo, on the loopback where that joins all; two exchanges."""
+    _native.load("gloo")
+    identities = store.exchange(host_identity())
+    host, interface = address_to_bind(settings.interface, len(set(identities)) == 1)
+    return GlooBackend(store, host, interface, settings.timeout)
