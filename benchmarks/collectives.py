@@ -12,6 +12,7 @@ new arrays; the peers write into one that was made before.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from harness.conductor import Case, Conductor, Contender
@@ -30,7 +31,7 @@ from harness.statistics import Measurement
 OURS = "flashlight_py"
 SIZES = [4, 4 << 10, 1 << 20, 64 << 20]
 # Each with the arrays, in units of its argument, that a rank holds at once.
-VERBS = {
+VERBS: dict[str, Callable[[int], int]] = {
     "all_reduce": lambda ranks: 2,
     "broadcast": lambda ranks: 2,
     "reduce": lambda ranks: 2,

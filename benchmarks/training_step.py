@@ -1,216 +1,115 @@
-"""One training step of the example: hand-written NumPy, flashlight_py, torch where installed.
+"""One training step of the example: by hand, with this package, torch, torch DDP and JAX.
 
-    python benchmarks/training_step.py --steps 2000 --rounds 15 --json step.json
+    python benchmarks/training_step.py --json training_step.json
 
-Linear(10, 100) - ReLU - Linear(100, 1), mean squared error, SGD with momentum, batch 1, float32.
-A step is: drop the gradients, forward, loss, backward, update, read the loss as a number. All
-start from the same parameters; after the first steps their losses are compared, so that nobody
-wins by computing something else. The rounds of all contenders alternate, so that whatever else
-the machine does slows them alike; the median of the rounds counts. One thread each.
+What a step is, and that all start from the same numbers, stands in harness/roles/perceptron.py.
+Everybody's first losses are compared with those of the step that is written by hand, so that
+nobody wins by computing something else. Then all take turns, round by round, each in processes of
+its own; medians of the rounds count. One thread per process. An epoch of N samples takes N steps on
+one rank, and N / 2 on each of two.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-import os
-import platform
-import statistics
-import time
-from collections.abc import Callable
+import sys
 from pathlib import Path
-from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the libraries read it
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flashlight_py import _version
-from flashlight_py.autograd import input
-from flashlight_py.nn import Linear, MeanSquaredError, ReLU, Sequential
-from flashlight_py.optim import SGDOptimizer
-from flashlight_py.random import set_seed
+from harness.conductor import Case, Conductor, Contender
+from harness.environments import PEERS, python_of
+from harness.facts import machine_facts
+from harness.launchers import Library
+from harness.options import common_arguments, ours, plan_of
+from harness.report import (
+    duration,
+    facts_text,
+    left_out_text,
+    markdown,
+    verdict_table,
+    write_json,
+)
+from harness.statistics import Measurement, median
+from harness.step_targets import DDP, EXAMPLE, HAND_WRITTEN, OURS, on_ranks, verdicts
 
-LR, MOMENTUM = 1e-4, 0.9
-WARM_UP = 200
-
-Floats = NDArray[np.float32]
-Step = Callable[[], float]
-
-
-def initial_parameters() -> list[Floats]:
-    """Weight and bias of both layers, as Linear initialises them."""
-    set_seed(0)
-    model = Sequential(Linear(10, 100), Linear(100, 1))
-    return [variable.array.copy() for variable in model.params()]
-
-
-def sample() -> tuple[Floats, Floats]:
-    """One sample ``[1, 10]`` and its target ``[1, 1]``."""
-    x = np.random.default_rng(0).random((1, 10), "float32")
-    return x, (x**3).sum(axis=1, keepdims=True)
+SAMPLES = 10_000  # of the example's epoch
+PLAIN, DISTRIBUTED = {"kind": "plain"}, {"kind": "distributed"}
 
 
-def numpy_step() -> Step:
-    """What one writes by hand: only the needed gradients, momentum updated in place."""
-    params = w1, b1, w2, b2 = initial_parameters()
-    velocities = [np.zeros_like(p) for p in params]
-    x, target = sample()
-
-    def step() -> float:
-        hidden = x @ w1.T + b1
-        active = np.maximum(hidden, 0)
-        error = active @ w2.T + b2 - target
-        loss = np.vdot(error, error) / error.size  # a fifth of the time of np.mean
-        grad_out = error * (2 / error.size)
-        grad_hidden = (grad_out @ w2) * (hidden > 0)
-        grads = (grad_hidden.T @ x, grad_hidden.sum(0), grad_out.T @ active, grad_out.sum(0))
-        for param, velocity, grad in zip(params, velocities, grads, strict=True):
-            np.multiply(velocity, MOMENTUM, out=velocity)
-            np.add(velocity, grad, out=velocity)
-            np.subtract(param, LR * velocity, out=param)
-        return float(loss)
-
-    return step
+def contenders(options: argparse.Namespace, absent: dict[str, str]) -> list[Contender]:
+    """Return who is measured, the reference first."""
+    by_hand = Library(HAND_WRITTEN, "numpy_step", Path(sys.executable))
+    package = ours("flashlight_step")
+    found = [Contender(HAND_WRITTEN, by_hand, 1, PLAIN), Contender(OURS, package, 1, PLAIN)]
+    found += [
+        Contender(on_ranks(EXAMPLE, ranks), package, ranks, DISTRIBUTED)
+        for ranks in sorted({1, *options.ranks})
+    ]
+    for name in filter(None, options.peers.split(",")):
+        python = python_of(PEERS[name], options.environments)
+        if isinstance(python, str):
+            absent[PEERS[name].title] = python
+        else:
+            found += _peer(name, python, options.ranks)
+    return found
 
 
-def flashlight_step() -> Step:
-    """The same with this package, as a user writes it."""
-    model, loss = Sequential(Linear(10, 100), ReLU(), Linear(100, 1)), MeanSquaredError()
-    for variable, array in zip(model.params(), initial_parameters(), strict=True):
-        variable.array = array
-    optimizer = SGDOptimizer(model.params(), LR, MOMENTUM)
-    x, target = sample()
-
-    def step() -> float:
-        optimizer.zero_grad()
-        error = loss(model(input(x)), input(target))
-        error.backward()
-        optimizer.step()
-        return error.scalar()  # type: ignore[no-any-return]
-
-    return step
+def _peer(name: str, python: Path, ranks: list[int]) -> list[Contender]:
+    if name == "jax":
+        return [Contender("JAX, jit", Library("JAX", "jax_step", python), 1, PLAIN)]
+    torch = Library("torch", "torch_step", python)
+    several = [Contender(on_ranks(DDP, n), torch, n, DISTRIBUTED) for n in ranks]
+    return [Contender("torch, eager", torch, 1, PLAIN), *several]
 
 
-def torch_step() -> Step:
-    """The same with torch, eager."""
-    import torch
-
-    torch.set_num_threads(1)
-    model = torch.nn.Sequential(torch.nn.Linear(10, 100), torch.nn.ReLU(), torch.nn.Linear(100, 1))
-    with torch.no_grad():
-        for tensor, array in zip(model.parameters(), initial_parameters(), strict=True):
-            tensor.copy_(torch.from_numpy(array))
-    loss = torch.nn.MSELoss()
-    optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
-    x, target = map(torch.from_numpy, sample())
-
-    def step() -> float:
-        optimizer.zero_grad()
-        error = loss(model(x), target)
-        error.backward()
-        optimizer.step()
-        return float(error.item())
-
-    return step
-
-
-def contenders() -> dict[str, Step]:
-    """Every contender that this environment has, the reference first."""
-    steps = {"hand-written NumPy": numpy_step(), "flashlight_py": flashlight_step()}
-    if importlib.util.find_spec("torch"):
-        steps["torch, eager"] = torch_step()
-    return steps
-
-
-def check_that_all_compute_the_same(steps: dict[str, Step]) -> None:
-    """Run the first steps of all; their losses must agree.
+def check_that_all_compute_the_same(losses: dict[str, list[list[float]]]) -> None:
+    """Compare the first losses of every contender's ranks with the reference's.
 
     Raises:
-        RuntimeError: a contender's losses differ from the reference's.
+        RuntimeError: a contender computes something else.
     """
-    losses = {name: [step() for _ in range(WARM_UP)] for name, step in steps.items()}
-    reference = next(iter(losses.values()))
-    for name, values in losses.items():
-        if not np.allclose(values, reference, rtol=1e-3, atol=1e-6):
-            raise RuntimeError(f"{name} computes other losses than hand-written NumPy")
+    reference = losses[HAND_WRITTEN][0]
+    for title, of_ranks in losses.items():
+        if not all(np.allclose(values, reference, rtol=1e-3, atol=1e-6) for values in of_ranks):
+            raise RuntimeError(f"{title} computes other losses than hand-written NumPy")
 
 
-def seconds_per_step(step: Step, steps: int) -> float:
-    """Return the mean wall time of one step, in seconds."""
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    return (time.perf_counter() - start) / steps
+def table(steps: Measurement, ranks: dict[str, int]) -> str:
+    """Return the medians of a step and an epoch, and the ratio to the reference."""
+    rows = []
+    for title, seconds in steps.seconds.items():
+        epoch = median(seconds) * SAMPLES / ranks[title]
+        ratio = median(steps.ratios(title, HAND_WRITTEN) or [float("nan")])
+        rows.append([title, duration(median(seconds)), duration(epoch), f"{ratio:.3g}"])
+    return markdown(["batch 1", "a step", "an epoch", "a step / hand-written"], rows)
 
 
-def measure(steps: dict[str, Step], count: int, rounds: int) -> dict[str, list[float]]:
-    """Return each contender's microseconds per step in every round."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            times[name].append(1e6 * seconds_per_step(step, count))
-    return times
-
-
-def machine() -> dict[str, str]:
-    """What a reader needs to know to compare these numbers with others."""
-    facts = {
-        "CPU": cpu_model(),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "Python": platform.python_version(),
-        "NumPy": np.__version__,
-        "flashlight_py": _version.__version__,
-    }
-    if importlib.util.find_spec("torch"):
-        import torch
-
-        facts["torch"] = torch.__version__
-    return facts
-
-
-def cpu_model() -> str:
-    """Return the processor's name as Linux tells it, else what Python knows."""
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def table(times: dict[str, list[float]]) -> str:
-    """Return the medians and their ratios to the first contender as a Markdown table."""
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    reference = next(iter(medians.values()))
-    lines = ["| one step, batch 1 | median | fastest round | ratio |", "|---|---:|---:|---:|"]
-    lines += [
-        f"| {name} | {median:.1f} us | {min(times[name]):.1f} us | {median / reference:.2f} |"
-        for name, median in medians.items()
-    ]
-    return "\n".join(lines)
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time one training step of the example.")
-    parser.add_argument("--steps", type=int, default=2000, help="steps in a round")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of every contender")
-    parser.add_argument("--json", type=Path, help="also write all rounds to this file")
-    return parser.parse_args()
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments("Time one training step of the example.", [2], "torch,jax")
+    options = parser.parse_args()
+    unknown = set(filter(None, options.peers.split(","))) - {"torch", "jax"}
+    if unknown:
+        parser.error(f"--peers: only torch and jax train; got {', '.join(sorted(unknown))}")
+    return options
 
 
 def main() -> None:
-    """Measure, print the table, write the file."""
-    options = arguments()
-    steps = contenders()
-    check_that_all_compute_the_same(steps)
-    times = measure(steps, options.steps, options.rounds)
-    facts = machine()
-    print(table(times))
-    print("\n" + ", ".join(f"{name} {value}" for name, value in facts.items()))
+    """Measure, check, print, write."""
+    options = read_options()
+    machine = machine_facts()
+    with Conductor(plan_of(options)) as conductor:
+        entrants = contenders(options, conductor.absent)
+        case = Case(Measurement("training step", "float32", 0, max(options.ranks)), {})
+        steps = conductor.measure(case, entrants)
+        check_that_all_compute_the_same(conductor.details)
+    judged = verdicts(steps, conductor.absent)
+    print("\n" + table(steps, {entrant.title: entrant.ranks for entrant in entrants}))
+    print(f"\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
+    print(left_out_text([steps], lambda m: m.task))
     if options.json:
-        result: dict[str, Any] = {"machine": facts, "microseconds_per_step": times}
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(options.json, machine, conductor, [steps], judged)
 
 
 if __name__ == "__main__":

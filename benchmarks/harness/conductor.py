@@ -73,13 +73,8 @@ class Conductor:
     def measure(self, case: Case, contenders: Sequence[Contender]) -> Measurement:
         """Fill in the case's measurement: all rounds of everybody who can do it."""
         result = case.measurement
-        print(
-            f"  {result.ranks} ranks, {result.task}, {result.dtype}, {result.nbytes} bytes"
-            if result.nbytes
-            else f"  {result.task}",
-            file=sys.stderr,
-            flush=True,
-        )
+        what = f"{result.ranks} ranks, {result.task}, {result.dtype}, {result.nbytes} bytes"
+        print(what, file=sys.stderr, flush=True)
         if reason := self._too_large(case, contenders):
             result.left_out.update(dict.fromkeys((c.title for c in contenders), reason))
             return result
@@ -87,8 +82,8 @@ class Conductor:
         ready = self._prepare(case, contenders, result)
         iterations = self._calibrate(ready, result)
         self._rounds(ready, iterations, result)
-        for team in {id(team): team for team in ready.values()}.values():
-            self._guard(team, result, "forget")
+        for title, team in ready.items():
+            self._guard(team, title, result, "forget")
         return result
 
     def _too_large(self, case: Case, contenders: Iterable[Contender]) -> str:
@@ -107,7 +102,7 @@ class Conductor:
             if team is None:
                 continue
             task = {**case.task, **contender.task}
-            answers = self._guard(team, result, "prepare", contender.title, task)
+            answers = self._guard(team, contender.title, result, "prepare", contender.title, task)
             refused = [detail for status, detail in answers or () if status == "refused"]
             if refused:
                 result.left_out[contender.title] = refused[0]
@@ -130,12 +125,14 @@ class Conductor:
             self.facts[name] = {**self._teams[key].facts, "started": self._teams[key].setting}
         return self._teams.get(key)
 
-    def _guard(self, team: Team, result: Measurement, *command: Any) -> list[Any] | None:
-        """Ask; a team that fails is left out of this case, and of all that follow, with reason."""
+    def _guard(
+        self, team: Team, title: str, result: Measurement, *command: Any
+    ) -> list[Any] | None:
+        """Ask; who fails is left out of this case, and of all that follow, with the reason."""
         try:
             return team.ask(*command)
         except TeamFailed as failure:
-            result.left_out[team.title] = str(failure)
+            result.left_out[title] = str(failure)
             return None
 
     def _calibrate(self, ready: Mapping[str, Team], result: Measurement) -> dict[str, int]:

@@ -116,9 +116,16 @@ def left_out_text(measurements: Iterable[Measurement], label: Label) -> str:
         for title, reason in measurement.left_out.items():
             where.setdefault((title, reason), []).append(label(measurement))
     return "\n".join(
-        f"- left out: {title} at {', '.join(labels)}: {reason}"
+        f"- LEFT OUT {title}: {reason} ({_some(labels)})"
         for (title, reason), labels in where.items()
     )
+
+
+def _some(labels: list[str]) -> str:
+    """The first and the last are enough: cases that follow each other share their fate."""
+    if len(labels) < 3:
+        return " and ".join(labels)
+    return f"{len(labels)} times, {labels[0]} to {labels[-1]}"
 
 
 def _pairs(facts: Mapping[str, str]) -> str:

@@ -1,0 +1,50 @@
+"""The step with this package, as a user and as the example write it."""
+
+from __future__ import annotations
+
+import flashlight_py as fl
+from harness.role import Place
+from harness.roles import flashlight
+from harness.roles.perceptron import LR, MOMENTUM, Step, StepRole, parameters, sample
+
+
+class Flashlight(StepRole):
+    """Distributed: gradients are reduced in every backward pass, also if there is one rank."""
+
+    def __init__(self, place: Place) -> None:
+        flashlight.initialise(place)
+        self.rank, self.size = fl.get_world_rank(), fl.get_world_size()
+
+    def facts(self) -> dict[str, str]:
+        return flashlight.facts()
+
+    def barrier(self) -> None:
+        fl.barrier()
+
+    def leave(self) -> None:
+        fl.distributed_shutdown()
+
+    def step(self, kind: str) -> Step:
+        model = fl.nn.Sequential(fl.nn.Linear(10, 100), fl.nn.ReLU(), fl.nn.Linear(100, 1))
+        loss = fl.nn.MeanSquaredError()
+        for variable, array in zip(model.params(), parameters(), strict=True):
+            variable.array = array
+        if kind == "distributed":
+            fl.all_reduce_parameters(model)
+            fl.distribute_module_grads(model)
+        optimizer = fl.optim.SGDOptimizer(model.params(), LR, MOMENTUM)
+        x, target = sample()
+
+        def step() -> float:
+            optimizer.zero_grad()
+            error = loss(model(fl.input(x)), fl.input(target))
+            error.backward()
+            optimizer.step()
+            return error.scalar()  # type: ignore[no-any-return]
+
+        return step
+
+
+def join(place: Place) -> Flashlight:
+    """Meet the other ranks."""
+    return Flashlight(place)
