@@ -112,6 +112,7 @@ def main() -> None:
     if options.plot:
         first = [m for m in measurements if m.dtype == options.dtypes[0]]
         plot_times(first, f"{machine['CPU']}, {machine['cores']} cores", options.plot)
+    conductor.require(targets.OURS)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,7 @@ def main() -> None:
     print(left_out_text(measurements, lambda m: f"{m.ranks} ranks {label(m)}"))
     if options.json:
         write_json(options.json, machine, conductor, measurements, [])
+    conductor.require(OURS)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ def main() -> None:
     print(left_out_text([steps], lambda m: m.task))
     if options.json:
         write_json(options.json, machine, conductor, [steps], judged)
+    conductor.require("flashlight_py")
 
 
 if __name__ == "__main__":

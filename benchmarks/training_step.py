@@ -110,6 +110,7 @@ def main() -> None:
     print(left_out_text([steps], lambda m: m.task))
     if options.json:
         write_json(options.json, machine, conductor, [steps], judged)
+    conductor.require(OURS)
 
 
 if __name__ == "__main__":

@@ -188,6 +188,15 @@ class Conductor:
             result.left_out[title] = str(failure)
             return None
 
+    def require(self, title: str) -> None:
+        """End the program with a failure if this library could not be started.
+
+        Raises:
+            SystemExit: it could not; says why.
+        """
+        if title in self.absent:
+            raise SystemExit(f"{title} could not be measured: {self.absent[title]}")
+
     def __enter__(self) -> Conductor:
         return self
 

@@ -23,6 +23,7 @@ BENCHMARKS = Path(__file__).parent.parent
 START_SECONDS = 120.0
 ANSWER_SECONDS = 180.0
 LEAVE_SECONDS = 10.0
+DYING_SECONDS = 1.0
 QUOTED_LINES = 8  # of what a library that fails has written
 
 
@@ -110,13 +111,15 @@ class Team:
 
     def close(self) -> None:
         """Let the ranks go home; whoever does not go is killed. Closing twice does nothing."""
-        if self._processes and not self.failure:
-            try:
-                used = self.ask("leave")
-            except TeamFailed:
-                return  # the failure has closed everything
-            self.idle_share = max(cpu / wall if wall else 0.0 for cpu, wall in used)
-        self._end()
+        if self.failure or not self._processes:
+            return
+        try:
+            used = self.ask("leave")
+        except TeamFailed:
+            return  # the failure has closed everything
+        self.idle_share = max(cpu / wall if wall else 0.0 for cpu, wall in used)
+        self._end_processes(LEAVE_SECONDS)
+        shutil.rmtree(self._folder)
 
     def _send(self, line: Line, command: tuple[Any, ...]) -> None:
         try:
@@ -143,18 +146,19 @@ class Team:
             self._fail("a process ended while starting" if ready else "did not start in time")
 
     def _fail(self, what: str) -> NoReturn:
+        """End everything first: a process that dies may have its last words still to write."""
+        self._end_processes(DYING_SECONDS)
         words = self._log.read_text(errors="replace").strip().splitlines()
+        shutil.rmtree(self._folder)
         self.failure = "; ".join([what, *words[-QUOTED_LINES:]])
-        self._end()
         raise TeamFailed(self.failure)
 
-    def _end(self) -> None:
+    def _end_processes(self, patience: float) -> None:
         for line in self._lines:
             line.close()
         for process in self._processes:
-            _end_process(process, LEAVE_SECONDS if not self.failure else 0.1)
+            _end_process(process, patience)
         self._lines, self._processes = [], []
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class _Watch:

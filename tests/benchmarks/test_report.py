@@ -1,0 +1,87 @@
+"""Tables: a row per case, a column per contender, and who was left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.conductor import Conductor, Plan
+from harness.plot import plot_times
+from harness.report import (
+    duration,
+    left_out_text,
+    ratio_table,
+    size_name,
+    time_table,
+    verdict_table,
+    write_json,
+)
+from harness.statistics import Measurement
+from harness.verdicts import Verdict
+
+SMALL = Measurement("all_reduce", "float32", 4, 2, {"ours": [1e-6, 2e-6, 9e-6], "peer": [4e-6] * 3})
+LARGE = Measurement("all_reduce", "float32", 1 << 20, 2, {"ours": [3e-3]}, {"peer": "refused"})
+
+
+def by_size(measurement: Measurement) -> str:
+    return size_name(measurement.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "name"), [(4, "4 B"), (1 << 10, "1 KB"), (96 << 10, "96 KB"), (256 << 20, "256 MB")]
+)
+def test_sizes(nbytes: int, name: str) -> None:
+    assert size_name(nbytes) == name
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(8.31e-7, "0.831 us"), (12.34e-6, "12.3 us"), (0.0051, "5.1 ms"), (2, "2 s")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_times_are_medians_and_who_is_missing_has_a_dash() -> None:
+    assert time_table([SMALL, LARGE], "bytes", by_size).splitlines() == [
+        "| bytes | ours | peer |",
+        "| --- | ---: | ---: |",
+        "| 4 B | 2 us | 4 us |",
+        "| 1 MB | 3 ms | - |",
+    ]
+
+
+def test_ratios_say_how_many_times_faster_ours_is() -> None:
+    rows = ratio_table([SMALL, LARGE], "bytes", by_size, "ours").splitlines()
+    assert rows[0] == "| bytes | peer |"
+    assert rows[2:] == ["| 4 B | 2x |", "| 1 MB | - |"]
+
+
+def test_who_was_left_out_is_told_with_the_reason_and_the_places() -> None:
+    assert left_out_text([SMALL, LARGE], by_size) == "- LEFT OUT peer: refused (1 MB)"
+    assert left_out_text([SMALL], by_size) == ""
+
+
+def test_verdicts_stand_in_a_table() -> None:
+    rows = verdict_table([Verdict("speed", ">= 2x", "1x (4 B)", False)]).splitlines()
+    assert rows[2] == "| speed | >= 2x | 1x (4 B) | **no** |"
+
+
+def test_json_holds_every_round_and_who_was_left_out(tmp_path: Path) -> None:
+    conductor = Conductor(Plan(3, 0.1, 1.0))
+    conductor.absent["torch"] = "not installed"
+    file = tmp_path / "new folder" / "result.json"
+    write_json(file, {"CPU": "a"}, conductor, [SMALL, LARGE], [])
+    result = json.loads(file.read_text())
+    assert result["machine"] == {"CPU": "a"}
+    assert result["absent"] == {"torch": "not installed"}
+    assert result["measurements"][0]["seconds"]["ours"] == [1e-6, 2e-6, 9e-6]
+    assert result["measurements"][1]["left_out"] == {"peer": "refused"}
+
+
+def test_a_plot_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot_times([SMALL, LARGE], "a machine", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

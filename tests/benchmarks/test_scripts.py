@@ -1,0 +1,76 @@
+"""The benchmarks with tiny arguments and no peer: they say who is absent, and succeed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+QUICK = ("--quick", "--rounds", "2", "--batch-seconds", "0.0005", "--ranks", "2")
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+def run(tmp_path: Path, script: str, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """Return what the script prints and what it writes."""
+    file = tmp_path / "result.json"
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(BENCHMARKS / script),
+            *QUICK,
+            *("--environments", str(tmp_path), "--json", str(file)),
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(file.read_text())
+
+
+def test_all_reduce_without_peers(tmp_path: Path) -> None:
+    output, result = run(tmp_path, "all_reduce.py", "--sizes", "4", "4096")
+    for peer in ("Open MPI", "MPICH", "torch gloo"):
+        assert f"- ABSENT {peer}: not installed" in output
+        assert peer in result["absent"]
+    small, larger = result["measurements"]
+    assert (small["nbytes"], larger["nbytes"]) == (4, 4096)
+    assert len(small["seconds"]["flashlight_py"]) == 2
+    assert all(seconds > 0 for seconds in small["seconds"]["copy by one core"])
+    assert "| 4 KB |" in output
+    assert any(verdict["reached"] is None for verdict in result["verdicts"])
+
+
+def test_every_verb_that_is_there_gives_the_right_answer(tmp_path: Path) -> None:
+    _, result = run(tmp_path, "collectives.py", "--sizes", "4", "--verbs", *VERBS)
+    assert [m["task"] for m in result["measurements"]] == VERBS
+    assert [m["left_out"] for m in result["measurements"]] == [{}] * len(VERBS)
+
+
+VERBS = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "send_recv", "barrier"]
+
+
+def test_training_step_without_peers(tmp_path: Path) -> None:
+    output, result = run(tmp_path, "training_step.py")
+    assert "- ABSENT torch gloo: not installed" in output
+    assert "- ABSENT JAX: not installed" in output
+    assert set(result["measurements"][0]["seconds"]) == {
+        "hand-written NumPy",
+        "flashlight_py",
+        "flashlight_py, distributed, 1 rank",
+        "flashlight_py, distributed, 2 ranks",
+    }
+
+
+def test_overlap_measures_all_kinds(tmp_path: Path) -> None:
+    output, result = run(tmp_path, "overlap.py", "--width", "32")
+    assert len(result["measurements"][0]["seconds"]) == 4
+    assert "| 2 ranks, overlapped |" in output

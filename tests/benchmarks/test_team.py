@@ -1,0 +1,58 @@
+"""Ranks of a team: they answer in rank order, sleep between turns, and their end is told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.environments import PEERS, environment_of, python_of
+from harness.launchers import Library
+from harness.team import Team, TeamFailed
+
+
+def library(role: str, python: Path = Path(sys.executable)) -> Library:
+    return Library("a peer", role, python)
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_prepared_call_is_timed_until_it_is_forgotten() -> None:
+    team = Team(library("copy"), 1, cores=1)
+    try:
+        assert team.ask("prepare", "key", {"nbytes": 1 << 20}) == [("ready", None)]
+        assert 0 < team.seconds_per_call("key", 3, 1) < 1
+        assert team.ask("forget") == [None]
+        with pytest.raises(TeamFailed, match="KeyError: 'key'"):
+            team.seconds_per_call("key", 3, 1)
+    finally:
+        team.close()
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_role_that_cannot_start_fails_with_its_own_words() -> None:
+    with pytest.raises(TeamFailed, match=r"ended while starting.*No module named"):
+        Team(library("no_such_role"), 1, cores=1)
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_who_has_failed_is_not_asked_again() -> None:
+    team = Team(library("copy"), 1, cores=1)
+    with pytest.raises(TeamFailed):
+        team.ask("prepare", "key", {})
+    with pytest.raises(TeamFailed, match="nbytes"):
+        team.ask("forget")
+
+
+def test_an_absent_peer_has_a_reason_and_a_remedy(tmp_path: Path) -> None:
+    reason = python_of(PEERS["torch"], tmp_path)
+    assert isinstance(reason, str)
+    assert reason.startswith("not installed")
+    assert reason.endswith("python -m harness.install torch")
+
+
+def test_an_environment_that_could_not_be_made_tells_why(tmp_path: Path) -> None:
+    environment = environment_of(PEERS["mpich"], tmp_path)
+    environment.mkdir()
+    (environment / "failed.txt").write_text("could not be installed: no route to host\n")
+    assert python_of(PEERS["mpich"], tmp_path) == "could not be installed: no route to host"

@@ -1,0 +1,96 @@
+"""A verdict shows the worst place, says how often the number was missed, and never guesses."""
+
+from __future__ import annotations
+
+from harness import all_reduce_targets as targets
+from harness import step_targets
+from harness.statistics import Measurement
+from harness.verdicts import at_least, at_most
+
+MB = 1 << 20
+
+
+def test_at_least_is_reached_if_the_lowest_median_is() -> None:
+    verdict = at_least("speed", 2.0, {"4 B": [2.5, 2.0, 1.0], "4 KB": [9.0]})
+    assert verdict.reached is True
+    assert verdict.measured == "2x (4 B; rounds 1 to 2.5)"
+
+
+def test_at_least_is_missed_if_one_of_several_is() -> None:
+    verdict = at_least("speed", 2.0, {"4 B": [1.9], "4 KB": [9.0]})
+    assert verdict.reached is False
+    assert verdict.measured == "1.9x (4 B; rounds 1.9 to 1.9); missed by 1 of 2"
+
+
+def test_at_most_shows_the_highest() -> None:
+    verdict = at_most("cost", 2.0, {"a": [1.0], "b": [3.0]})
+    assert verdict.reached is False
+    assert verdict.measured.startswith("3x (b;")
+
+
+def test_what_was_not_measured_is_neither_reached_nor_missed() -> None:
+    verdict = at_least("speed", 2.0, {"4 B": []}, "MPICH is absent")
+    assert verdict.reached is None
+    assert verdict.measured == "not measured: MPICH is absent"
+
+
+def test_an_absent_peer_is_named_beside_the_number_of_the_present_one() -> None:
+    assert "MPICH is absent" in at_least("speed", 2.0, {"4 B": [3.0]}, "MPICH is absent").measured
+
+
+def all_reduce(nbytes: int, ranks: int = 2, **seconds: float) -> Measurement:
+    names = {"ours": targets.OURS, "open_mpi": "Open MPI", "mpich": "MPICH", "torch": "torch gloo"}
+    names |= {"copy": targets.COPY, "shared": targets.ZERO_COPY}
+    times = {names.get(name, f"flashlight_py, {name}"): [s] for name, s in seconds.items()}
+    return Measurement("all_reduce", "float32", nbytes, ranks, times)
+
+
+def judged(*measurements: Measurement) -> dict[str, tuple[str, bool | None]]:
+    found = targets.verdicts(measurements, absent={})
+    return {verdict.target: (verdict.measured.split(";")[0], verdict.reached) for verdict in found}
+
+
+def test_against_mpi_the_better_one_counts() -> None:
+    found = judged(all_reduce(64 << 10, ours=1.0, open_mpi=4.0, mpich=1.4))
+    assert found["2 ranks, to the better MPI, from 64 KB"] == ("1.4x (64 KB, MPICH", False)
+    assert found["2 ranks, to the better MPI, to 4 KB"][1] is None
+
+
+def test_every_size_is_judged_by_the_number_for_its_range() -> None:
+    found = judged(
+        all_reduce(4, ours=1.0, open_mpi=1.1, torch=21.0),
+        all_reduce(MB, ours=1.0, open_mpi=2.0, torch=20.0),
+        all_reduce(64 * MB, ours=1.0, open_mpi=2.9, torch=6.0),
+        all_reduce(64 * MB, ranks=4, ours=1.0, open_mpi=3.0),
+    )
+    reached = {target: answer for target, (_, answer) in found.items()}
+    assert reached["2 ranks, to the better MPI, to 4 KB"] is True
+    assert reached["2 ranks, to the better MPI, from 64 KB"] is True
+    assert reached["2 ranks, to the better MPI, from 64 MB"] is False
+    assert reached["2 ranks, to torch gloo, to 1 MB"] is True
+    assert reached["2 ranks, to torch gloo, above 1 MB"] is True
+    assert reached["4 ranks, to the better MPI, 64 MB"] is True
+
+
+def test_at_64_mb_ours_is_judged_against_a_copy_and_its_own_variants() -> None:
+    found = judged(
+        all_reduce(64 * MB, ours=6.0, copy=3.1, shared=5.0, float16=7.0, bfloat16=8.0),
+    )
+    assert found["2 ranks, 64 MB, against a copy by one core"] == ("1.94x (64 MB", True)
+    assert found["2 ranks, 64 MB, shared_empty against a plain array"] == ("1.2x (64 MB", True)
+    half = found["2 ranks, 64 MB, bandwidth of 16-bit floats to float32"]
+    assert half == ("0.75x (bfloat16", False)
+
+
+def test_two_ranks_take_half_of_the_steps_each() -> None:
+    seconds = {
+        step_targets.HAND_WRITTEN: [20.0],
+        step_targets.OURS: [36.0],
+        step_targets.on_ranks(step_targets.EXAMPLE, 1): [40.0],
+        step_targets.on_ranks(step_targets.EXAMPLE, 2): [41.0],
+        step_targets.on_ranks(step_targets.DDP, 2): [2050.0],
+    }
+    found = step_targets.verdicts(Measurement("training step", "float32", 0, 2, seconds), {})
+    assert [verdict.reached for verdict in found] == [True, True, False, True]
+    assert found[1].measured.startswith("1.95x")
+    assert found[3].measured.startswith("50x")
