@@ -61,9 +61,8 @@ class Guest(Member):
         """Raise what another rank has failed with, or because rank 0 has given up."""
         reason = self._run_failure(names) if self.run else self._announced_failure(names)
         if reason is not None:
-            # Rank 0 need not wait for us when it clears up.
-            self._tell("done", {})
-            raise self.error(reason)
+            # Passed on, since another run that we have joined would take our end for a death.
+            raise self.failure(reason)
 
     def _run_failure(self, names: set[Name]) -> str | None:
         reason = self.reported_failure(names)
@@ -86,15 +85,12 @@ class Guest(Member):
         self.directory.write(self.own_name("done", self.run), {})
 
     def give_up(self, reason: str) -> None:
-        """Tell the ranks of our run, or whoever announced one."""
+        """Tell the ranks of every run that may wait for us; nobody reads it in a dead one."""
         if not self.run:
             self.joined |= {name.run for name in self.directory.names(True) if name.kind == "run"}
-        self._tell("error", {"reason": reason, "to": []})
-
-    def _tell(self, kind: str, record: Record) -> None:
-        """Write a last file to every run that may wait for us; nobody reads it in a dead one."""
         for run in sorted(self.joined):
             if self.announcer(run).is_gone():
                 self.directory.remove(self.own_name("join", run))
             elif self.directory.exists(Name("run", run)):
-                self.directory.write(self.own_name(kind, run), record)
+                error = {"reason": reason, "to": []}
+                self.directory.write(self.own_name("error", run), error)

@@ -14,6 +14,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -104,10 +105,15 @@ class SharedDirectory:
             self._refuse("list", error)
 
     def write(self, name: Name, record: Record) -> None:
-        """Create the file ``name``; it appears with its whole content."""
+        """Create the file ``name``; it appears with its whole content.
+
+        Nothing happens if rank 0 clears the run away meanwhile: who waits in it finds it gone.
+        """
         content = json.dumps({"version": VERSION, **record}).encode()
         try:
-            self._make_temporary(content, name.run).rename(self._file(name))
+            temporary = self._make_temporary(content, name.run)
+            with suppress(FileNotFoundError):
+                temporary.rename(self._file(name))
         except OSError as error:
             self._refuse(f"create {name} in", error)
 
