@@ -30,7 +30,8 @@ def plot_times(measurements: Sequence[Measurement], title: str, file: Path) -> N
         _panel(axes, [m for m in measurements if m.ranks == count])
         axes.set_title(f"{measurements[0].task} {measurements[0].dtype}, {count} ranks")
     panels[0].set_ylabel("time per call")
-    panels[0].legend(fontsize="small")
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize="small")
     figure.suptitle(title, fontsize="small")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
@@ -43,6 +44,8 @@ def _panel(axes: object, measurements: list[Measurement]) -> None:
     assert isinstance(axes, Axes)
     for name in dict.fromkeys(name for m in measurements for name in m.seconds):
         points = [(m.nbytes, median(m.seconds[name])) for m in measurements if name in m.seconds]
+        if 2 * len(points) < len(measurements):
+            continue  # measured at single sizes only: that is no line
         sizes, times = zip(*points, strict=True)
         width, order = (2.5, 3) if name == OURS else (1.3, 2)
         axes.plot(sizes, times, marker="o", markersize=3, linewidth=width, zorder=order, label=name)

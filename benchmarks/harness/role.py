@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Call", "Place", "Refusal", "Role"]
+__all__ = ["Call", "Place", "Prepared", "Refusal", "Role", "nothing"]
 
 Call = Callable[[], object]
 
@@ -29,6 +29,22 @@ class Place:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+def nothing() -> None:
+    """Do nothing, as a call of a rank that has no part in it."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call that can be repeated; what to tell the conductor; and what proves its result right.
+
+    ``check`` is collective and raises RuntimeError if the result is wrong.
+    """
+
+    call: Call
+    detail: Any = None
+    check: Call = nothing
+
+
 class Role(abc.ABC):
     """A library, joined to its other ranks, that prepares calls to be timed."""
 
@@ -45,8 +61,8 @@ class Role(abc.ABC):
         """Return the versions and paths that a reader must know."""
 
     @abc.abstractmethod
-    def prepare(self, task: Mapping[str, Any]) -> tuple[Call, Any]:
-        """Return a call that can be repeated, and what to tell the conductor; collective.
+    def prepare(self, task: Mapping[str, Any]) -> Prepared:
+        """Return the call that the task is; collective.
 
         Raises:
             Refusal: the library cannot do the task.

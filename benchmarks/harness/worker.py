@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.channel import Line, call_in
-from harness.role import Call, Place, Role
+from harness.role import Place, Prepared, Role
 
 
 class Idleness:
@@ -39,15 +39,15 @@ class Worker:
 
     def __init__(self, role: Role) -> None:
         self._role = role
-        self._calls: dict[str, Call] = {}
+        self._prepared: dict[str, Prepared] = {}
 
     def prepare(self, key: str, task: Mapping[str, Any]) -> tuple[str, Any]:
         """Make ``key`` a call that can be timed; return ("ready", detail) or ("refused", why)."""
         try:
-            self._calls[key], detail = self._role.prepare(task)
+            self._prepared[key] = self._role.prepare(task)
         except self._role.refusals as error:
             return "refused", f"{type(error).__name__}: {error}".removeprefix("Refusal: ")
-        return "ready", detail
+        return "ready", self._prepared[key].detail
 
     def measure(self, key: str, iterations: int, warm_up: int) -> float:
         """Return the seconds that ``iterations`` calls took this rank, after ``warm_up`` others.
@@ -55,7 +55,7 @@ class Worker:
         All ranks start together. Afterwards they meet once more, so that no rank goes to wait
         outside its library while another still needs it there.
         """
-        call, barrier = self._calls[key], self._role.barrier
+        call, barrier = self._prepared[key].call, self._role.barrier
         for _ in range(warm_up):
             call()
         barrier()
@@ -66,9 +66,13 @@ class Worker:
         barrier()
         return seconds
 
+    def check(self, key: str) -> None:
+        """Call once more, and end with an error if the result is wrong."""
+        self._prepared[key].check()
+
     def forget(self) -> None:
         """Free every prepared call and its arrays."""
-        self._calls.clear()
+        self._prepared.clear()
 
 
 def serve(line: Line, role: Role) -> None:

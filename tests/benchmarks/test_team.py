@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from harness.environments import PEERS, environment_of, python_of
 from harness.launchers import Library
+from harness.roles.verbs import Builder, CollectiveRole, elements
 from harness.team import Team, TeamFailed
+
+
+class SumOfTwo(CollectiveRole):
+    """Rank 0 of 2, whose sum with the other is right only the first few times."""
+
+    rank, size = 0, 2
+
+    def __init__(self, forgetful_after: int) -> None:
+        self._right = forgetful_after
+
+    def facts(self) -> dict[str, str]:
+        return {}
+
+    def barrier(self) -> None:
+        """The other rank is not there."""
+
+    def array(self, nbytes: int, dtype: str, parts: int, kind: str) -> Any:
+        return np.empty(elements(nbytes, np.dtype(dtype).itemsize, parts), dtype)
+
+    @property
+    def builders(self) -> Mapping[str, Builder]:
+        return {"all_reduce": lambda x: (lambda: self._all_reduce(x), x)}
+
+    def _all_reduce(self, x: Any) -> None:
+        self._right -= 1
+        if self._right >= 0:
+            x += 2
 
 
 def library(role: str, python: Path = Path(sys.executable)) -> Library:
@@ -56,3 +87,16 @@ def test_an_environment_that_could_not_be_made_tells_why(tmp_path: Path) -> None
     environment.mkdir()
     (environment / "failed.txt").write_text("could not be installed: no route to host\n")
     assert python_of(PEERS["mpich"], tmp_path) == "could not be installed: no route to host"
+
+
+def test_what_was_prepared_is_checked_before_and_after() -> None:
+    role = SumOfTwo(forgetful_after=2)
+    prepared = role.prepare({"verb": "all_reduce", "nbytes": 8, "dtype": "float32"})
+    prepared.call()
+    with pytest.raises(RuntimeError, match=r"expected Expected\(length=1, first=3, last=3\)"):
+        prepared.check()
+
+
+@pytest.mark.parametrize(("nbytes", "parts", "count"), [(4, 1, 1), (4, 2, 2), (64, 3, 15)])
+def test_arrays_can_be_cut_into_equal_parts(nbytes: int, parts: int, count: int) -> None:
+    assert elements(nbytes, 4, parts) == count

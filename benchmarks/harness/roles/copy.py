@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.role import Call, Place, Role
+from harness.role import Place, Prepared, Role
 
 
 class Copy(Role):
@@ -21,10 +21,10 @@ class Copy(Role):
     def barrier(self) -> None:
         """There is nobody to wait for."""
 
-    def prepare(self, task: Mapping[str, Any]) -> tuple[Call, Any]:
+    def prepare(self, task: Mapping[str, Any]) -> Prepared:
         source = np.ones(task["nbytes"], np.uint8)
         target = np.empty_like(source)
-        return lambda: np.copyto(target, source), None
+        return Prepared(lambda: np.copyto(target, source))
 
 
 def join(_: Place) -> Copy:

@@ -22,7 +22,11 @@ def initialise(place: Place) -> None:
 def facts() -> dict[str, str]:
     """Return the version, and which paths the arrays take, where the package can tell."""
     describe = getattr(fl.distributed, "describe", None)
-    path = fl.distributed_backend().name if describe is None else str(describe())
+    path = (
+        fl.distributed_backend().name
+        if describe is None
+        else "; ".join(str(describe()).splitlines())
+    )
     return {"flashlight_py": fl.__version__, "path": path}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import flashlight_py as fl
 from harness.role import Call, Place, Refusal
 from harness.roles import flashlight
-from harness.roles.verbs import Builder, CollectiveRole
+from harness.roles.verbs import Builder, CollectiveRole, elements
 
 
 class Flashlight(CollectiveRole):
@@ -34,9 +34,9 @@ class Flashlight(CollectiveRole):
     def leave(self) -> None:
         fl.distributed_shutdown()
 
-    def array(self, nbytes: int, dtype: str, kind: str) -> Any:
+    def array(self, nbytes: int, dtype: str, parts: int, kind: str) -> Any:
         element = flashlight.dtype_of(dtype)
-        shape = (self.elements(nbytes, element.itemsize),)
+        shape = (elements(nbytes, element.itemsize, parts),)
         if kind != "shared":
             return np.empty(shape, element)
         create = getattr(fl.distributed, "shared_empty", None)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from harness.role import Call, Place, Role
+from harness.role import Call, Place, Prepared, Role
 from harness.roles import flashlight
 
 LR, MOMENTUM = 1e-6, 0.9
@@ -31,7 +31,7 @@ class Mlp(Role):
     def leave(self) -> None:
         fl.distributed_shutdown()
 
-    def prepare(self, task: Mapping[str, Any]) -> tuple[Call, Any]:
+    def prepare(self, task: Mapping[str, Any]) -> Prepared:
         widths, batch, kind = task["widths"], task["batch"], task["kind"]
         fl.set_seed(0)
         model = fl.nn.Sequential()
@@ -41,7 +41,7 @@ class Mlp(Role):
         if kind == "overlap":
             fl.distribute_module_grads(model)
         reduce = self._reduce_afterwards(model) if kind == "after" else None
-        return _step(model, reduce, batch, widths), None
+        return Prepared(_step(model, reduce, batch, widths))
 
     def _reduce_afterwards(self, model: fl.nn.Module) -> Callable[[], None]:
         return lambda: fl.all_reduce_gradients(model, 1 / self.size)

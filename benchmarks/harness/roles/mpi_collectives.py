@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from harness.role import Call, Place, Refusal
-from harness.roles.verbs import Builder, CollectiveRole
+from harness.roles.verbs import Builder, CollectiveRole, elements
 
 
 class Mpi(CollectiveRole):
@@ -32,10 +32,10 @@ class Mpi(CollectiveRole):
     def barrier(self) -> None:
         self._comm.Barrier()
 
-    def array(self, nbytes: int, dtype: str, kind: str) -> Any:
+    def array(self, nbytes: int, dtype: str, parts: int, kind: str) -> Any:
         if dtype == "bfloat16":
             raise Refusal("MPI has no bfloat16")
-        return np.empty(self.elements(nbytes, np.dtype(dtype).itemsize), dtype)
+        return np.empty(elements(nbytes, np.dtype(dtype).itemsize, parts), dtype)
 
     @property
     def builders(self) -> Mapping[str, Builder]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.role import Call, Role
+from harness.role import Prepared, Role
 
 __all__ = ["LR", "MOMENTUM", "SHAPES", "Floats", "Step", "StepRole", "parameters", "sample"]
 
@@ -50,6 +50,6 @@ class StepRole(Role):
     def step(self, kind: str) -> Step:
         """Return the training step, in its plain or its distributed form."""
 
-    def prepare(self, task: Mapping[str, Any]) -> tuple[Call, Any]:
+    def prepare(self, task: Mapping[str, Any]) -> Prepared:
         step = self.step(task["kind"])
-        return step, [step() for _ in range(FIRST_STEPS)]
+        return Prepared(step, [step() for _ in range(FIRST_STEPS)])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from harness.role import Call, Place, Refusal
 from harness.roles import torch_process
-from harness.roles.verbs import Builder, CollectiveRole
+from harness.roles.verbs import Builder, CollectiveRole, elements
 
 
 class Torch(CollectiveRole):
@@ -33,9 +33,9 @@ class Torch(CollectiveRole):
     def leave(self) -> None:
         dist.destroy_process_group()
 
-    def array(self, nbytes: int, dtype: str, kind: str) -> Any:
+    def array(self, nbytes: int, dtype: str, parts: int, kind: str) -> Any:
         element = getattr(torch, dtype)
-        return torch.empty(self.elements(nbytes, element.itemsize), dtype=element)
+        return torch.empty(elements(nbytes, element.itemsize, parts), dtype=element)
 
     @property
     def builders(self) -> Mapping[str, Builder]:

@@ -6,9 +6,9 @@ import abc
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from harness.role import Call, Refusal, Role
+from harness.role import Call, Prepared, Refusal, Role, nothing
 
-__all__ = ["VERBS", "Builder", "CollectiveRole", "Expected", "expected"]
+__all__ = ["VERBS", "Builder", "CollectiveRole", "Expected", "elements", "expected"]
 
 # From an array: the call, and the array that holds the result where the call returns None.
 Builder = Callable[[Any], tuple[Call, Any]]
@@ -46,6 +46,10 @@ VERBS: dict[str, Callable[[int], Callable[[int], Expected | None]]] = {
 }
 
 
+# These cut their argument into one part for each rank.
+CUTTING = ("scatter", "reduce_scatter", "all_to_all")
+
+
 def total(size: int) -> int:
     """Return 1 + 2 + ... + size."""
     return size * (size + 1) // 2
@@ -65,31 +69,35 @@ class CollectiveRole(Role):
         """Return how each verb of VERBS is called on an array."""
 
     @abc.abstractmethod
-    def array(self, nbytes: int, dtype: str, kind: str) -> Any:
-        """Return a one-dimensional array, not initialised.
+    def array(self, nbytes: int, dtype: str, parts: int, kind: str) -> Any:
+        """Return a one-dimensional array, not initialised, as long as ``elements`` says.
 
-        ``kind`` is "" or what the library has besides plain ones. The first dimension is a
-        multiple of the ranks, at least one element each, so that every verb can cut it.
+        ``kind`` is "" or what the library has besides plain ones.
 
         Raises:
             Refusal: the library has no such kind or dtype.
         """
 
-    def prepare(self, task: Mapping[str, Any]) -> tuple[Call, Any]:
+    def prepare(self, task: Mapping[str, Any]) -> Prepared:
         """Return the verb's call on zeros, after one call whose result was checked."""
         verb = task["verb"]
         if verb not in self.builders:
             raise Refusal(f"has no {verb}")
-        array = self.array(task["nbytes"], task["dtype"], task.get("kind", ""))
+        parts = self.size if verb in CUTTING else 1
+        array = self.array(task["nbytes"], task["dtype"], parts, task.get("kind", ""))
         call, out = self.builders[verb](array)
-        array[...] = self.rank + 1
-        outcome = call()
-        self._check(verb, array.shape[0], out if outcome is None else outcome)
-        # Sums of sums would overflow, and other values than zero could become denormal.
-        array[...] = 0
-        return call, None
 
-    def _check(self, verb: str, count: int, result: Any) -> None:
+        def check() -> None:
+            array[...] = self.rank + 1
+            outcome = call()
+            self._compare(verb, array.shape[0], out if outcome is None else outcome)
+            # Sums of sums would overflow, and other values than zero could become denormal.
+            array[...] = 0
+
+        check()
+        return Prepared(call, check=check)
+
+    def _compare(self, verb: str, count: int, result: Any) -> None:
         """A library that computes something else has no place in the table."""
         wanted = expected(verb, self.rank, self.size)
         if wanted is None:
@@ -110,8 +118,12 @@ class CollectiveRole(Role):
             send(x, 0)
 
         calls: list[Call] = [serve, answer]
-        return (calls[self.rank] if self.rank < 2 else lambda: None), x
+        return (calls[self.rank] if self.rank < 2 else nothing), x
 
-    def elements(self, nbytes: int, itemsize: int) -> int:
-        """Return how many elements ``nbytes`` are, at least one per rank, equally many for each."""
-        return max(1, nbytes // itemsize // self.size) * self.size
+
+def elements(nbytes: int, itemsize: int, parts: int) -> int:
+    """Return how many elements ``nbytes`` are, cut into ``parts`` equal ones, none of them empty.
+
+    All sizes are in bytes.
+    """
+    return max(1, nbytes // itemsize // parts) * parts
