@@ -42,13 +42,13 @@ ROLE = "flashlight_collectives"
 
 
 def contenders(
-    options: argparse.Namespace, ranks: int, nbytes: int, absent: dict[str, str]
+    options: argparse.Namespace, ranks: int, dtype: str, nbytes: int, absent: dict[str, str]
 ) -> list[Contender]:
     """Return who is measured in one case."""
     automatic = ours(ROLE)
     found = [Contender(targets.OURS, automatic, ranks)]
     found.append(Contender(targets.ZERO_COPY, automatic, ranks, {"kind": "shared"}))
-    if nbytes == 64 << 20 and ranks == 2:
+    if (ranks, dtype, nbytes) == (2, "float32", 64 << 20):
         found += [
             Contender(title, automatic, ranks, {"dtype": dtype})
             for title, dtype in targets.HALF_TYPES.items()
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace, conductor: Conductor) -> list[Measureme
                     {"verb": "all_reduce", "dtype": dtype, "nbytes": nbytes},
                     memory=2 * nbytes,
                 )
-                entrants = contenders(options, ranks, nbytes, conductor.absent)
+                entrants = contenders(options, ranks, dtype, nbytes, conductor.absent)
                 results.append(conductor.measure(case, entrants))
     return results
 
