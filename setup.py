@@ -11,13 +11,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
 NEEDED = {
     "gloo": "Gloo's headers and library (Debian, Ubuntu: apt-get install libgloo-dev) and ",
     "shm": "",
+    "fast": "",
 }
 AGAIN = "pip install --force-reinstall --no-deps --no-cache-dir ."
 
@@ -80,7 +81,23 @@ class BuildOptionalExtensions(build_ext):
         return [path for path in super().get_outputs() if Path(path).exists()]
 
 
+def fast_extension() -> Extension:
+    """Return the extension that reads NumPy arrays by itself; also abi3."""
+    import numpy
+
+    return Extension(
+        "flashlight_py._native._fast",
+        sources=["csrc/fast/fast.c"],
+        depends=["csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"],
+        include_dirs=[numpy.get_include()],
+        define_macros=[("Py_LIMITED_API", "0x030A0000")],
+        extra_compile_args=["-O3", "-fvisibility=hidden"],
+        py_limited_api=True,
+    )
+
+
 setup(
+    ext_modules=[fast_extension()],
     cffi_modules=["csrc/gloo/build_gloo.py:ffi", "csrc/shm/build_shm.py:ffi"],
     cmdclass={"build_ext": BuildOptionalExtensions},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

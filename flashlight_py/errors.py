@@ -15,6 +15,7 @@ __all__ = [
     "PeerLostError",
     "CollectiveTimeoutError",
     "BackendUnavailableError",
+    "UnavailableEverywhereError",
     "GroupClosedError",
 ]
 
@@ -48,6 +49,10 @@ class CollectiveTimeoutError(DistributedError, TimeoutError):
 
 class BackendUnavailableError(DistributedError):
     """A backend was asked for that this machine or installation cannot give; says the remedy."""
+
+
+class UnavailableEverywhereError(BackendUnavailableError):
+    """The same, found out together: every rank raises it, so nobody needs to be told."""
 
 
 class GroupClosedError(DistributedError):

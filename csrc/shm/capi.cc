@@ -14,6 +14,11 @@ struct fl_shm_group {
   fl::ShmGroup group;
 };
 
+struct fl_shm_region {
+  std::shared_ptr<fl::Mapping> mapping;
+  void* array;
+};
+
 namespace {
 
 constexpr size_t kNonceBytes = 64;
@@ -78,13 +83,35 @@ fl_op* fl_shm_run(fl_shm_group* group, const fl_signature* signature, void* data
   }
 }
 
-void* fl_shm_add_region(fl_shm_group* group, const char* path, int create, size_t bytes,
-                        char* message, size_t message_bytes) {
-  return guarded<void*>(nullptr, message, message_bytes, [&] {
-    fl::Mapping mapping = map(path, create != 0, bytes * group->group.size());
-    return group->group.add_region(std::move(mapping), bytes);
+int fl_shm_begin(fl_shm_group* group, const fl_signature* signature, const void* data,
+                 double seconds) {
+  return group->group.begin(*signature, data, seconds) ? 1 : 0;
+}
+
+int fl_shm_ready(fl_shm_group* group, int spins) { return group->group.ready(spins) ? 1 : 0; }
+
+fl_op* fl_shm_finish(fl_shm_group* group, const fl_signature* signature, void* data) {
+  try {
+    auto operation = group->group.finish(*signature, data);
+    return operation == nullptr ? nullptr : new fl_op{std::move(operation)};
+  } catch (const std::exception&) {
+    const auto error = std::current_exception();
+    return fl::started([&]() -> std::shared_ptr<fl::Operation> { std::rethrow_exception(error); });
+  }
+}
+
+fl_shm_region* fl_shm_add_region(fl_shm_group* group, const char* path, int create, size_t bytes,
+                                 char* message, size_t message_bytes) {
+  return guarded<fl_shm_region*>(nullptr, message, message_bytes, [&] {
+    const auto mapping = std::make_shared<fl::Mapping>(
+        map(path, create != 0, bytes * group->group.size()));
+    return new fl_shm_region{mapping, group->group.add_region(mapping, bytes)};
   });
 }
+
+void* fl_shm_region_array(fl_shm_region* region) { return region->array; }
+
+void fl_shm_free_region(fl_shm_region* region) { delete region; }
 
 void fl_shm_drop_region(fl_shm_group* group, void* array) { group->group.drop_region(array); }
 

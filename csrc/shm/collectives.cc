@@ -53,8 +53,13 @@ Collectives::Collectives(Segment& segment, Peers& peers, int rank, int size)
 // Entering a call -----------------------------------------------------------------------------
 
 // Tell the others what this rank calls, with `inline_bytes` of data, and hear the same of them.
-// Two sets of calls are enough: who is in call k has read everything of call k-2.
 void Collectives::enter(const fl_signature& mine, const void* data, size_t inline_bytes) {
+  tell(mine, data, inline_bytes);
+  hear(mine);
+}
+
+// Two sets of calls are enough: who is in call k has read everything of call k-2.
+void Collectives::tell(const fl_signature& mine, const void* data, size_t inline_bytes) {
   const uint32_t number = ++calls_;
   Call& call = segment_.block(rank_).calls[number % 2];
   call.kind = kind_of(mine);
@@ -69,13 +74,16 @@ void Collectives::enter(const fl_signature& mine, const void* data, size_t inlin
     std::memcpy(inline_bytes <= kTinyBytes ? call.tiny : call.payload, data, inline_bytes);
   }
   call.number.raise(number);
+}
 
+void Collectives::hear(const fl_signature& mine) {
+  const Call& call = call_of(rank_);
   bool same = true;
   const bool free = first_dimension_is_free(mine.verb);
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    Call& theirs = segment_.block(r).calls[number % 2];
-    peers_.wait(theirs.number, number, r);
+    Call& theirs = segment_.block(r).calls[calls_ % 2];
+    peers_.wait(theirs.number, calls_, r);
     same = same && theirs.kind == call.kind && theirs.root == call.root &&
            theirs.scale == call.scale && theirs.shape == call.shape &&
            (free || theirs.count == call.count);
@@ -100,24 +108,23 @@ void Collectives::barrier(const fl_signature& mine) { enter(mine, nullptr, 0); }
 
 // Arrays in shared memory ---------------------------------------------------------------------
 
-void* Collectives::add_region(Mapping mapping, size_t stride) {
-  char* mine = mapping.data() + rank_ * stride;
+void* Collectives::add_region(std::shared_ptr<Mapping> mapping, size_t stride) {
+  char* mine = mapping->data() + rank_ * stride;
   regions_.push_back({std::move(mapping), stride});
   return mine;
 }
 
 void Collectives::drop_region(const void* array) {
   const uint64_t place = place_of(array);
-  if (place != 0) regions_[(place >> 44) - 1].mapping = Mapping();
+  if (place != 0) regions_[(place >> 44) - 1].mapping = nullptr;
 }
 
 // Region number (from 1) and offset in this rank's part of it.
 uint64_t Collectives::place_of(const void* data) const {
   const char* at = static_cast<const char*>(data);
   for (size_t i = 0; i < regions_.size(); ++i) {
-    const char* mine = regions_[i].mapping.data();
-    if (mine == nullptr) continue;
-    mine += rank_ * regions_[i].stride;
+    if (regions_[i].mapping == nullptr) continue;
+    const char* mine = regions_[i].mapping->data() + rank_ * regions_[i].stride;
     if (at >= mine && at < mine + regions_[i].stride) {
       return static_cast<uint64_t>(i + 1) << 44 | static_cast<uint64_t>(at - mine);
     }
@@ -137,19 +144,34 @@ bool Collectives::all_in_one_place() const {
 char* Collectives::in_region(int rank) const {
   const uint64_t place = call_of(rank_).place;
   const Region& region = regions_[(place >> 44) - 1];
-  return region.mapping.data() + rank * region.stride + (place & ((uint64_t{1} << 44) - 1));
+  return region.mapping->data() + rank * region.stride + (place & ((uint64_t{1} << 44) - 1));
 }
 
 // Reductions ----------------------------------------------------------------------------------
 
 void Collectives::all_reduce(const fl_signature& mine, void* data) {
+  call_all_reduce(mine, data);
+  complete_all_reduce(mine, data);
+}
+
+void Collectives::call_all_reduce(const fl_signature& mine, const void* data) {
   const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
-  if (bytes <= kInlineBytes) {
-    enter(mine, data, bytes);
+  tell(mine, data, bytes <= kInlineBytes ? bytes : 0);
+}
+
+bool Collectives::called() const {
+  for (int r = 0; r < size_; ++r) {
+    if (!call_of(r).number.reached(calls_)) return false;
+  }
+  return true;
+}
+
+void Collectives::complete_all_reduce(const fl_signature& mine, void* data) {
+  hear(mine);
+  if (static_cast<size_t>(mine.count) * mine.itemsize <= kInlineBytes) {
     reduce_inline(mine, data, 0, static_cast<size_t>(mine.count), data);
     return;
   }
-  enter(mine, data, 0);
   if (all_in_one_place()) return reduce_in_place(mine, data);
   if (size_ == 2) return exchange_two(mine, static_cast<char*>(data));
   reduce_in_parts(mine, static_cast<char*>(data), -1);

@@ -13,8 +13,8 @@ namespace fl {
 
 // Memory that holds one array of each rank, mapped by all: see Collectives::add_region.
 struct Region {
-  Mapping mapping;
-  size_t stride;  // bytes from one rank's array to the next
+  std::shared_ptr<Mapping> mapping;  // shared with whoever uses the array; null once dropped
+  size_t stride;                     // bytes from one rank's array to the next
 };
 
 // All throw Failure, or Mismatch before anything has changed. One thread at a time may call.
@@ -26,6 +26,11 @@ class Collectives {
 
   void barrier(const fl_signature& mine);
   void all_reduce(const fl_signature& mine, void* data);
+  // all_reduce in two steps: tell the others, without waiting; then do the rest. Between them,
+  // called() tells whether all others have called as well.
+  void call_all_reduce(const fl_signature& mine, const void* data);
+  bool called() const;
+  void complete_all_reduce(const fl_signature& mine, void* data);
   void reduce(const fl_signature& mine, void* data);
   void reduce_scatter(const fl_signature& mine, const void* data, void* output);
   void broadcast(const fl_signature& mine, void* data);
@@ -41,7 +46,7 @@ class Collectives {
 
   // Arrays in this memory are reduced where they are. Collective in effect: every rank adds the
   // same regions in the same order. Returns this rank's array.
-  void* add_region(Mapping mapping, size_t stride);
+  void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
   void drop_region(const void* array);
 
   uint32_t next_call() const { return calls_ + 1; }
@@ -51,6 +56,8 @@ class Collectives {
   const Call& call_of(int rank) const { return segment_.block(rank).calls[calls_ % 2]; }
   const char* inline_data(int rank, size_t bytes) const;
   void enter(const fl_signature& mine, const void* data, size_t inline_bytes);
+  void tell(const fl_signature& mine, const void* data, size_t inline_bytes);
+  void hear(const fl_signature& mine);
   uint64_t place_of(const void* data) const;
   bool all_in_one_place() const;
   char* in_region(int rank) const;

@@ -24,21 +24,58 @@ std::shared_ptr<Operation> ShmGroup::run(const fl_signature& signature, void* da
     return start(signature, data, output, peer, seconds);
   }
   const std::lock_guard<std::mutex> lock(running_);
+  return guarded([&](Collectives::Seen& seen) {
+    return dispatch(signature, data, output, peer, seconds, interrupt_, seen);
+  });
+}
+
+// Run `body` on the caller's thread; what it throws becomes an operation that has failed.
+template <typename Body>
+std::shared_ptr<Operation> ShmGroup::guarded(Body body) {
   if (!broken_.empty()) return ended(FL_CLOSED, broken_, {}, {});
   Collectives::Seen seen;
   try {
-    Bytes output_bytes = dispatch(signature, data, output, peer, seconds, interrupt_, seen);
-    if (output_bytes.data == nullptr) return nullptr;
+    Bytes output = body(seen);
+    if (output.data == nullptr) return nullptr;
     auto done = ended(FL_OK, "", {}, collectives_.signatures());
-    done->output = std::move(output_bytes);
+    done->output = std::move(output);
     return done;
   } catch (const Mismatch& mismatch) {
+    if (seen.empty()) seen = collectives_.signatures();
     return ended(FL_MISMATCH, mismatch.what(), {}, std::move(seen));
   } catch (const Failure& failure) {
     broken_ = failure.what();
     peers_.give_up(failure);
     return ended(failure.status, failure.what(), failure.missing, {});
   }
+}
+
+bool ShmGroup::begin(const fl_signature& signature, const void* data, double seconds) {
+  if (queued_.load(std::memory_order_acquire) != 0) return false;
+  running_.lock();
+  if (!broken_.empty()) {
+    running_.unlock();
+    return false;
+  }
+  peers_.begin(seconds, collectives_.next_call(), -1, interrupt_);
+  collectives_.call_all_reduce(signature, data);
+  return true;
+}
+
+bool ShmGroup::ready(int spins) const {
+  while (!collectives_.called()) {
+    if (spins-- <= 0) return false;
+    pause_briefly();
+  }
+  return true;
+}
+
+std::shared_ptr<Operation> ShmGroup::finish(const fl_signature& signature, void* data) {
+  const std::lock_guard<std::mutex> lock(running_, std::adopt_lock);
+  return guarded([&](Collectives::Seen&) {
+    collectives_.complete_all_reduce(signature, data);
+    return Bytes();
+  });
 }
 
 std::shared_ptr<Operation> ShmGroup::start(const fl_signature& signature, void* data, void* output,
@@ -100,7 +137,7 @@ std::shared_ptr<Operation> ShmGroup::ended(fl_status status, const std::string& 
   return operation;
 }
 
-void* ShmGroup::add_region(Mapping mapping, size_t stride) {
+void* ShmGroup::add_region(std::shared_ptr<Mapping> mapping, size_t stride) {
   const std::lock_guard<std::mutex> lock(running_);
   return collectives_.add_region(std::move(mapping), stride);
 }

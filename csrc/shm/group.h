@@ -25,12 +25,21 @@ class ShmGroup {
   std::shared_ptr<Operation> start(const fl_signature& signature, void* data, void* output,
                                    int peer, double seconds);
 
-  void* add_region(Mapping mapping, size_t stride);
+  // all_reduce on the caller's thread in two steps, so that a caller who holds a lock can let it
+  // go when the others are late. begin() is false, and nothing has happened, where operations are
+  // queued or the group is broken; else finish() must follow, on the same thread.
+  bool begin(const fl_signature& signature, const void* data, double seconds);
+  bool ready(int spins) const;
+  std::shared_ptr<Operation> finish(const fl_signature& signature, void* data);
+
+  void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
   void drop_region(const void* array);
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
   int size() const { return size_; }
 
  private:
+  template <typename Body>
+  std::shared_ptr<Operation> guarded(Body body);
   Bytes dispatch(const fl_signature& signature, void* data, void* output, int peer,
                  double seconds, InterruptCheck interrupt, Collectives::Seen& seen);
   std::shared_ptr<Operation> ended(fl_status status, const std::string& message,

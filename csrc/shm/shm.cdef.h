@@ -1,6 +1,7 @@
 /* The C ABI between Python and the shared-memory collectives. */
 
 typedef struct fl_shm_group fl_shm_group;
+typedef struct fl_shm_region fl_shm_region;
 
 /* Bytes of the segment that `ranks` ranks of one host share. */
 size_t fl_shm_bytes(int ranks);
@@ -28,10 +29,21 @@ fl_shm_group *fl_shm_open(const char *path, int create, int rank, int size, char
 fl_op *fl_shm_run(fl_shm_group *group, const fl_signature *signature, void *data, void *output,
                   int peer, double seconds, int async);
 
+/* all_reduce on the caller's thread in two steps: begin tells the others (0: nothing has happened,
+   use fl_shm_run); ready says after up to `spins` looks whether all have called; finish waits for
+   them and does the work: NULL, or the handle of a failure. */
+int fl_shm_begin(fl_shm_group *group, const fl_signature *signature, const void *data,
+                 double seconds);
+int fl_shm_ready(fl_shm_group *group, int spins);
+fl_op *fl_shm_finish(fl_shm_group *group, const fl_signature *signature, void *data);
+
 /* Memory for an array of `bytes` on each rank; operations on it skip the copies. Collective: every
-   rank maps the same file, in the same order. NULL with a message on failure. */
-void *fl_shm_add_region(fl_shm_group *group, const char *path, int create, size_t bytes,
-                        char *message, size_t message_bytes);
+   rank maps the same file, in the same order. NULL with a message on failure. The memory lives
+   until the region was freed and the group has dropped the array, or was closed. */
+fl_shm_region *fl_shm_add_region(fl_shm_group *group, const char *path, int create, size_t bytes,
+                                 char *message, size_t message_bytes);
+void *fl_shm_region_array(fl_shm_region *region);
+void fl_shm_free_region(fl_shm_region *region);
 void fl_shm_drop_region(fl_shm_group *group, void *array);
 
 /* Called now and then while the caller's own thread waits in fl_shm_run; not 0: give up. */

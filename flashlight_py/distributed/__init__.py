@@ -11,6 +11,7 @@ from flashlight_py.distributed.api import (
     recv,
     reduce_scatter,
     send,
+    shared_empty,
     sync_distributed,
 )
 from flashlight_py.distributed.constants import (
@@ -23,6 +24,7 @@ from flashlight_py.distributed.initialize import distributed_init, distributed_s
 from flashlight_py.distributed.reducer import CoalescingReducer, InlineReducer, Reducer
 from flashlight_py.distributed.work import Work
 from flashlight_py.distributed.world import (
+    describe,
     distributed_backend,
     get_local_rank,
     get_local_size,
@@ -52,6 +54,8 @@ __all__ = [
     "recv",
     "barrier",
     "sync_distributed",
+    "shared_empty",
+    "describe",
     "ProcessGroup",
     "Work",
     "Reducer",

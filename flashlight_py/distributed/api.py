@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import DTypeLike
+
 from flashlight_py.device import Array
+from flashlight_py.distributed import world
 from flashlight_py.distributed.group import ProcessGroup
-from flashlight_py.distributed.world import current_world
 
 __all__ = [
     "all_gather",
@@ -23,12 +26,13 @@ __all__ = [
     "recv",
     "reduce_scatter",
     "send",
+    "shared_empty",
     "sync_distributed",
 ]
 
 
 def _of(group: ProcessGroup | None) -> ProcessGroup:
-    return current_world().group if group is None else group
+    return world.current_world().group if group is None else group
 
 
 def all_reduce(
@@ -72,6 +76,8 @@ def all_reduce(
         >>> float(x[0, 0])
         1.0
     """
+    if group is None and not async_op and world.fast_all_reduce(x, scale, op) is x:
+        return x
     return _of(group).all_reduce(x, scale, op, async_op)
 
 
@@ -168,6 +174,28 @@ def all_gather(x: Any, async_op: bool = False, group: ProcessGroup | None = None
         TypeError, ValueError, DistributedError: as for :func:`all_reduce`.
     """
     return _of(group).all_gather(x, async_op)
+
+
+def shared_empty(
+    shape: int | Sequence[int], dtype: DTypeLike = np.float32, group: ProcessGroup | None = None
+) -> Array:
+    """Return a new NumPy array, not initialised, that collectives reduce where it is.
+
+    Its memory is shared by the ranks of a host, so nothing is copied on the way; where there is
+    no such memory it is an ordinary array. Views of it count as well. Collective, blocking: every
+    rank must call it, with the same shape and dtype.
+
+    Args:
+        shape: the dimensions.
+        dtype: any that :func:`all_reduce` takes.
+        group: the process group, default the world.
+
+    Raises:
+        ValueError: a dimension is negative.
+        TypeError: the dtype cannot be sent.
+        DistributedError: as for :func:`all_reduce`.
+    """
+    return _of(group).shared_empty(shape, dtype)
 
 
 def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> None:

@@ -8,6 +8,9 @@ in which they are called. ``AVG`` never arrives: it is ``SUM`` with the scale di
 from __future__ import annotations
 
 import abc
+from typing import Any
+
+import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
@@ -32,6 +35,17 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
         """``array = scale * (rank 0's op rank 1's op ...)`` in place; the result is ``array``."""
+
+    def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a new NumPy array, not initialised, that is cheap to reduce. Collective."""
+        return np.empty(shape, dtype)
+
+    def fast_all_reduce(self, array: object, scale: float, op: str) -> object:
+        """Do a blocking all_reduce of whatever a user gave, where there is a short way for it.
+
+        Returns ``array`` where that has been done; None, and nothing has happened, where not.
+        """
+        return None
 
     @abc.abstractmethod
     def reduce_scatter(

@@ -17,7 +17,7 @@ from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.rendezvous.sub_store import SubStore
 from flashlight_py.distributed.settings import Settings
 from flashlight_py.distributed.topology import ranks_by_memory
-from flashlight_py.errors import BackendUnavailableError
+from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
 __all__ = ["Connection", "connect"]
 
@@ -53,7 +53,7 @@ def connect(store: Store, settings: Settings) -> Connection:
 
 def _only_shm(store: Store, settings: Settings, hosts: Sequence[Sequence[int]]) -> Connection:
     if len(hosts) > 1:
-        raise BackendUnavailableError(
+        raise UnavailableEverywhereError(
             f"BACKEND is shm, but the ranks do not all share memory; those that do: {hosts}. "
             "Leave BACKEND out to use Gloo between them"
         )

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+from numpy.typing import DTypeLike
+
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.arrays import as_array, check_reduction, pack, parse_op
+from flashlight_py.distributed.arrays import as_array, check_reduction, dtype_code, pack, parse_op
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -26,6 +29,7 @@ class ProcessGroup:
 
     def __init__(self, backend: Backend, ranks: Sequence[int] | None = None) -> None:
         self._backend: Backend | None = backend
+        self.fast_all_reduce = backend.fast_all_reduce
         self.rank = backend.rank
         self.size = backend.size
         self.ranks = tuple(range(backend.size) if ranks is None else ranks)
@@ -102,6 +106,15 @@ class ProcessGroup:
         work = self.backend(array).reduce_scatter(pack(array), reduce_op, factor, not async_op)
         return work if async_op else work.wait()
 
+    def shared_empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
+        """Return an array that is cheap to reduce; see :func:`flashlight_py.shared_empty`."""
+        extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
+        if any(extent < 0 for extent in extents):
+            raise ValueError(f"shared_empty: a shape has no negative dimensions, got {extents}")
+        kind = np.dtype(dtype)
+        dtype_code("shared_empty", kind)
+        return self.backend().shared_empty(extents, kind)
+
     def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Any:
         """Give every rank ``root``'s ``x``, in place; see :func:`flashlight_py.broadcast`."""
         array = as_array("broadcast", x)
@@ -144,6 +157,7 @@ class ProcessGroup:
     def close(self) -> None:
         """End what runs and free the sockets. Not collective; closing twice does nothing."""
         backend, self._backend = self._backend, None
+        self.fast_all_reduce = _nothing_fast
         if backend is not None:
             backend.close()
 
@@ -183,6 +197,11 @@ class ProcessGroup:
             raise ValueError(f"{verb}: {name}={rank} is this rank itself")
         if not isinstance(tag, int) or not 0 <= tag < 2**31:
             raise ValueError(f"{verb}: tag must be an integer from 0 to 2**31 - 1, got {tag!r}")
+
+
+def _nothing_fast(array: object, scale: float, op: str) -> object:
+    """Leave everything to the ordinary way, which says that the group is closed."""
+    return None
 
 
 def _by_dtype(arrays: list[Array]) -> list[list[Array]]:

@@ -24,7 +24,7 @@ from flashlight_py.distributed.world import (
     is_distributed_init,
     set_world,
 )
-from flashlight_py.errors import GroupClosedError, RendezvousError
+from flashlight_py.errors import GroupClosedError, RendezvousError, UnavailableEverywhereError
 
 __all__ = ["distributed_init", "distributed_shutdown"]
 
@@ -200,6 +200,9 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
     try:
         world = _connect(store, settings)
         store.close()
+    except UnavailableEverywhereError:
+        store.close()
+        raise
     except BaseException as error:
         store.abort(f"{type(error).__name__}: {error}")
         raise

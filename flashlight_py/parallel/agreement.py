@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 
-import numpy as np
-
-from flashlight_py.distributed import all_gather, get_world_rank, get_world_size
+from flashlight_py.distributed import get_world_rank, get_world_size
+from flashlight_py.distributed.exchange import exchange_bytes
+from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Module
 
@@ -22,7 +22,8 @@ def check_modules_agree(module: Module) -> None:
     """
     if get_world_size() == 1:
         return
-    descriptions = [json.loads(text) for text in _exchange(json.dumps(_describe(module)))]
+    backend, mine = current_world().group.backend(), json.dumps(_describe(module))
+    descriptions = [json.loads(text) for text in exchange_bytes(backend, mine.encode())]
     for number, entries in enumerate(itertools.zip_longest(*descriptions, fillvalue="nothing")):
         if len(set(entries)) > 1:
             raise MismatchError(_difference(number, entries))
@@ -33,15 +34,6 @@ def _describe(module: Module) -> list[str]:
         f"{name}: {param.dtype} {tuple(param.shape)}{'' if param.calc_grad else ', frozen'}"
         for name, param in module.named_params().items()
     ]
-
-
-def _exchange(text: str) -> list[str]:
-    """Return every rank's text."""
-    mine = np.frombuffer(bytearray(text, "utf-8"), np.uint8)
-    lengths = all_gather(np.array([mine.size]))
-    joined = all_gather(mine).tobytes()
-    ends = np.cumsum(lengths)
-    return [joined[end - length : end].decode() for end, length in zip(ends, lengths, strict=True)]
 
 
 def _difference(number: int, entries: tuple[str, ...]) -> str:

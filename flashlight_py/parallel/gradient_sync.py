@@ -11,7 +11,8 @@ import functools
 from collections.abc import Callable, Sequence
 
 from flashlight_py.autograd import Variable, on_backward_end
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed import shared_empty
 from flashlight_py.distributed.buckets import plan_buckets
 from flashlight_py.distributed.reducer import Reducer
 
@@ -62,9 +63,19 @@ def _runs_of_one_kind(params: Sequence[Variable]) -> list[list[Variable]]:
     return runs
 
 
+def _new_flat(size: int, like: Array) -> Array:
+    """Return zeros, on the CPU in memory that needs no copy to be reduced. Collective."""
+    if is_cupy(like):
+        flat: Array = array_module(like).zeros(size, like.dtype)
+    else:
+        flat = shared_empty(size, like.dtype)
+        flat[...] = 0
+    return flat
+
+
 def _flat_bucket(params: list[Variable]) -> Unit:
     data = params[0].data
-    flat: Array = array_module(data).zeros(sum(param.size for param in params), data.dtype)
+    flat = _new_flat(sum(param.size for param in params), data)
     start = 0
     for param in params:
         param.grad_buffer = flat[start : start + param.size].reshape(param.shape)

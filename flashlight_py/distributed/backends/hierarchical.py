@@ -19,12 +19,14 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.work import Done, Work
-from flashlight_py.errors import CollectiveTimeoutError, DistributedError, MismatchError
+from flashlight_py.errors import CollectiveTimeoutError, MismatchError
 
 __all__ = ["HierarchicalBackend", "part_of"]
 
 # Below this a part per local rank would only multiply messages: one rank carries everything.
 _SMALL_BYTES = 64 << 10
+# Room for what a rank calls, as text.
+_CALL_BYTES = 200
 
 
 def part_of(count: int, carriers: int, index: int) -> slice:
@@ -72,15 +74,14 @@ class HierarchicalBackend(Backend):
         return self._start(lambda: self._all_reduce(array, op, scale), blocking)
 
     def _all_reduce(self, array: Array, op: ReduceOp, scale: float) -> Array:
+        self._agree(f"all_reduce({_kind(array)}, op={op.name.lower()}, scale={scale:g})")
         narrow = array.dtype.itemsize == 2 and array.dtype.kind not in "iu"
         wide = array.astype(np.float32) if narrow else array  # to be rounded once
-        flat = wide.reshape(-1)
-
-        def reduce(part: Array, between: Backend) -> None:
-            between.all_reduce(part, op, scale, blocking=True).wait()
-
-        self._both(lambda: self._inside.all_reduce(wide, op, 1.0, blocking=True).wait())
-        self._exchange(flat, reduce)
+        self._inside.all_reduce(wide, op, 1.0, blocking=True).wait()
+        self._exchange(
+            wide.reshape(-1),
+            lambda part, between: between.all_reduce(part, op, scale, blocking=True),
+        )
         if narrow:
             array[...] = wide
         return array
@@ -90,55 +91,44 @@ class HierarchicalBackend(Backend):
         return self._start(lambda: self._broadcast(array, root), blocking)
 
     def _broadcast(self, array: Array, root: int) -> Array:
+        self._agree(f"broadcast({_kind(array)}, root={root})")
         home = self._host_of[root]
-        local = self._hosts[home].index(root)
-
-        def inside() -> None:
-            if self._host_of[self.rank] == home:
-                self._inside.broadcast(array, local, blocking=True).wait()
-
-        def send(part: Array, between: Backend) -> None:
-            between.broadcast(part, home, blocking=True).wait()
-
-        self._both(inside)
-        self._exchange(array.reshape(-1), send)
+        if self._host_of[self.rank] == home:
+            local = self._hosts[home].index(root)
+            self._inside.broadcast(array, local, blocking=True).wait()
+        self._exchange(
+            array.reshape(-1), lambda part, between: between.broadcast(part, home, blocking=True)
+        )
         return array
 
-    def _both(self, inside: Callable[[], Any]) -> None:
-        """Run the step inside the host; a mismatch there is made known to the other hosts."""
-        try:
-            inside()
-        except MismatchError:
-            if self._between is not None:
-                # Calling something else than the others makes them raise as well.
-                _attempt(self._between.barrier)
-            raise
-
-    def _exchange(self, flat: Array, step: Callable[[Array, Backend], None]) -> None:
+    def _exchange(self, flat: Array, step: Callable[[Array, Backend], Work]) -> None:
         """Do ``step`` between the hosts, each carrier on its part; share the parts inside."""
         carriers = 1 if flat.nbytes <= _SMALL_BYTES else self._carriers
-        local = self._inside.rank
-        error: DistributedError | None = None
-        if local < carriers and self._between is not None:
-            try:
-                step(flat[part_of(flat.size, carriers, local)], self._between)
-            except DistributedError as caught:
-                error = caught
-        self._agree(error)
+        if self._inside.rank < carriers and self._between is not None:
+            step(flat[part_of(flat.size, carriers, self._inside.rank)], self._between).wait()
         for carrier in range(carriers):
             part = flat[part_of(flat.size, carriers, carrier)]
             self._inside.broadcast(part, carrier, blocking=True).wait()
 
-    def _agree(self, error: DistributedError | None) -> None:
-        """Raise on every rank of the host what one of its carriers met between the hosts."""
-        failed = np.array([error is not None])
-        self._inside.all_reduce(failed, ReduceOp.MAX, 1.0, blocking=True).wait()
-        if error is not None:
-            raise error
-        if failed[0]:
+    def _agree(self, call: str) -> None:
+        """Make sure that all ranks of all hosts call the same, before anything moves."""
+        mine = np.zeros(_CALL_BYTES, np.uint8)
+        text = call.encode()[:_CALL_BYTES]
+        mine[: len(text)] = np.frombuffer(text, np.uint8)
+        local = self._inside.all_gather(mine, blocking=True).wait()
+        # Every host tells its ranks' calls where they differ, else the one that they share.
+        shared = local if len(set(_calls(local))) > 1 else mine
+        everyone = np.zeros(self.size * _CALL_BYTES, np.uint8)
+        if self._inside.rank == 0 and self._between is not None:
+            told = self._between.all_gather(shared, blocking=True).wait()
+            everyone[: told.size] = told
+        self._inside.broadcast(everyone, 0, blocking=True).wait()
+        calls = dict.fromkeys(text for text in _calls(everyone) if text)
+        if len(calls) > 1:
             raise MismatchError(
-                f"rank {self.rank} of {self.size}: the exchange between the hosts failed on "
-                "another rank of this host, whose own error says why"
+                f"rank {self.rank} of {self.size}: the ranks called different things: "
+                f"{'; '.join(calls)}. This rank called {call}. Nothing was changed; make every "
+                "rank call the same"
             )
 
     def reduce_scatter(
@@ -167,6 +157,10 @@ class HierarchicalBackend(Backend):
         host = self._hosts[self._host_of[self.rank]]
         return (self._inside, host.index(rank)) if rank in host else (self._flat, rank)
 
+    def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an array in the memory of this rank's host; see ``Backend``."""
+        return self._inside.shared_empty(shape, dtype)
+
     def barrier(self, timeout: float | None = None) -> Work:
         """Wait for all ranks, up to ``timeout`` seconds; see ``Backend``."""
         return self._start(lambda: self._flat.barrier(timeout).wait(), blocking=True)
@@ -175,12 +169,22 @@ class HierarchicalBackend(Backend):
         """Run here, or on a thread after what was started before: backends keep an order."""
         self._running = [work for work in self._running if not work.is_completed()]
         if blocking and not self._running:
-            return Done(run())
+            return Done(self._run(run))
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "flashlight_py hierarchical")
-        work = _FutureWork(self._thread.submit(run))
+        work = _FutureWork(self._thread.submit(self._run, run))
         self._running.append(work)
         return work
+
+    def _run(self, run: Callable[[], Any]) -> Any:
+        """Run; what breaks one backend ends the others, on which other hosts would wait."""
+        try:
+            return run()
+        except MismatchError:
+            raise
+        except BaseException:
+            self._close_backends()
+            raise
 
     def synchronize(self) -> None:
         """Block until all that was started has ended."""
@@ -189,12 +193,15 @@ class HierarchicalBackend(Backend):
 
     def close(self) -> None:
         """Close the backends, which ends what runs, then the thread."""
-        for backend in (self._inside, self._between, self._flat):
-            if backend is not None:
-                backend.close()
+        self._close_backends()
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown(cancel_futures=True)
+
+    def _close_backends(self) -> None:
+        for backend in (self._inside, self._between, self._flat):
+            if backend is not None:
+                backend.close()
 
 
 class _FutureWork(Work):
@@ -219,9 +226,9 @@ class _FutureWork(Work):
         return self._future.done()
 
 
-def _attempt(barrier: Callable[[], Work]) -> None:
-    """Take part in an operation that is bound to fail; the error that matters is another one."""
-    try:
-        barrier().wait()
-    except DistributedError:
-        return
+def _kind(array: Array) -> str:
+    return f"{array.dtype} {array.shape}"
+
+
+def _calls(texts: Array) -> list[str]:
+    return [row.tobytes().rstrip(b"\0").decode() for row in texts.reshape(-1, _CALL_BYTES)]

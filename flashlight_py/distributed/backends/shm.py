@@ -7,6 +7,8 @@ thread of the group's own.
 from __future__ import annotations
 
 import json
+import logging
+import math
 import secrets
 import threading
 from collections.abc import Callable
@@ -18,13 +20,18 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
+from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend, NativeWork
+from flashlight_py.distributed.exchange import BackendStore
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.errors import BackendUnavailableError
+from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
 __all__ = ["ShmBackend", "map_together", "new_path"]
 
 DIRECTORY = Path("/dev/shm")
+
+_PAGE = 4096
+
+_log = logging.getLogger("flashlight_py")
 
 
 def new_path() -> Path:
@@ -51,6 +58,29 @@ class ShmBackend(NativeBackend):
         self._dropped: list[Any] = []
         self._group = map_together(store, self._open)
         self.lib.fl_shm_on_interrupt(self._group, _answer_to_interrupts(native))
+        self._bind_fast()
+
+    def _bind_fast(self) -> None:
+        """Let plain arrays be reduced by a native function that reads them by itself."""
+        try:
+            bind = _native.load("fast").bind
+        except BackendUnavailableError as error:
+            _log.warning("small reductions take some microseconds longer: %s", error)
+            return
+        steps = ("fl_shm_begin", "fl_shm_ready", "fl_shm_finish")
+        addresses = [self._address_of(self.ffi.addressof(self.lib, step)) for step in steps]
+        group = self._address_of(self._group)
+        function = bind(group, self.size, self.timeout, *addresses, self._fast_failed)
+        self.fast_all_reduce = function  # type: ignore[method-assign]
+
+    def _address_of(self, pointer: Any) -> int:
+        return int(self.ffi.cast("uintptr_t", pointer))
+
+    def _fast_failed(self, address: int) -> None:
+        """Raise what became of an operation of the native function."""
+        handle = self.ffi.cast("fl_op *", address)
+        _raise_interruption(self.lib, handle)
+        NativeWork(self, "all_reduce", handle, None, None, self.timeout).wait()
 
     def _open(self, path: str, create: bool) -> Any:
         group = self.lib.fl_shm_open(
@@ -61,46 +91,63 @@ class ShmBackend(NativeBackend):
         return group
 
     def _run(self, data: Any, output: Any, peer: int, seconds: float, blocking: bool) -> Any:
+        if self._dropped:
+            self._drop_regions()
         handle = self.lib.fl_shm_run(
             self._group, self._signature, data, output, peer, seconds, not blocking
         )
-        if _interruption.raised is not None:
-            raised, _interruption.raised = _interruption.raised, None
-            self.lib.fl_op_free(handle)
-            raise raised
+        _raise_interruption(self.lib, handle)
         return handle
 
-    def shared_empty(self, store: Store, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array, not initialised, in memory that all ranks have mapped. Collective.
 
-        Raises:
-            BackendUnavailableError: the shared memory is too small; raised on every rank.
+        Ordinary memory where the shared one is too small, on every rank, with a warning.
         """
-        count = int(np.prod(shape, dtype=np.int64))
-        stride = max(4096, -(-count * dtype.itemsize // 4096) * 4096)
+        count = math.prod(shape)
+        stride = max(_PAGE, -(-count * dtype.itemsize // _PAGE) * _PAGE)
 
         def add(path: str, create: bool) -> Any:
-            data = self.lib.fl_shm_add_region(
+            region = self.lib.fl_shm_add_region(
                 self._group, path.encode(), create, stride, self._room, MESSAGE_BYTES
             )
-            if data == self.ffi.NULL:
+            if region == self.ffi.NULL:
                 raise OSError(self.message(self._room))
-            return data
+            return region
 
-        self._drop_regions()
-        data = map_together(store, add)
-        owner = self.ffi.gc(self.ffi.cast("char *", data), self._dropped.append)
+        try:
+            region = map_together(BackendStore(self), add)
+        except BackendUnavailableError as error:
+            _log.warning("shared_empty%s gives ordinary memory: %s", shape, error)
+            return np.empty(shape, dtype)
+        pointer = self.ffi.cast("char *", self.lib.fl_shm_region_array(region))
+        owner = self.ffi.gc(pointer, _Freer(self, region))
         array: Array = np.frombuffer(self.ffi.buffer(owner, stride), dtype, count).reshape(shape)
         return array
 
     def _drop_regions(self) -> None:
-        """Unmap the arrays that were collected; not by the collector, which may run in a wait."""
+        """Let the group forget arrays that were collected."""
         while self._dropped:
             self.lib.fl_shm_drop_region(self._group, self._dropped.pop())
 
     def _close(self, group: Any) -> None:
         self._dropped.clear()
+        self.__dict__.pop("fast_all_reduce", None)  # it knows the group's address
         self.lib.fl_shm_close(group)
+
+
+class _Freer:
+    """Frees a region when its array is collected, which may be in the middle of a wait.
+
+    So the group is not told here, where it may hold its lock, but before its next operation.
+    """
+
+    def __init__(self, backend: ShmBackend, region: Any) -> None:
+        self._dropped, self._lib, self._region = backend._dropped, backend.lib, region
+
+    def __call__(self, pointer: Any) -> None:
+        self._dropped.append(pointer)
+        self._lib.fl_shm_free_region(self._region)
 
 
 def map_together(store: Store, map_path: Callable[[str, bool], Any]) -> Any:
@@ -109,21 +156,21 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any]) -> Any:
     ``map_path(path, create)`` raises OSError where it cannot.
 
     Raises:
-        BackendUnavailableError: it failed on a rank; raised on every rank.
+        UnavailableEverywhereError: it failed on a rank; raised on every rank.
     """
     path, error, mapped = "", "", None
     if store.rank == 0:
         path = str(new_path())
         mapped, error = _attempt(map_path, path, True)
-    path, error = json.loads(store.exchange(json.dumps([path, error]).encode())[0])
-    if not error and store.rank != 0:
+    path, problem = json.loads(store.exchange(json.dumps([path, error]).encode())[0])
+    if not problem and store.rank != 0:
         mapped, error = _attempt(map_path, path, False)
     errors = [answer.decode() for answer in store.exchange(error.encode())]
     if store.rank == 0:
         Path(path).unlink(missing_ok=True)
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
     if failed:
-        raise BackendUnavailableError(
+        raise UnavailableEverywhereError(
             f"shared memory ({DIRECTORY}) cannot be used: {'; '.join(failed)}. Give it more room "
             "(docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm)"
         )
@@ -144,6 +191,14 @@ class _Interruption(threading.local):
 
 
 _interruption = _Interruption()
+
+
+def _raise_interruption(lib: Any, handle: Any) -> None:
+    """Raise what a signal handler raised during the wait for ``handle``, if one did."""
+    if _interruption.raised is not None:
+        raised, _interruption.raised = _interruption.raised, None
+        lib.fl_op_free(handle)
+        raise raised
 
 
 def _answer_to_interrupts(native: ModuleType) -> Any:

@@ -1,0 +1,242 @@
+"""What only shared memory has: arrays in it, its size, its names, several hosts beside it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.backends.hierarchical import part_of
+from flashlight_py.distributed.topology import groups_of
+from tests.distributed import conformance
+from tests.distributed.conformance import assert_equal, combined, values
+from tests.distributed.harness import run_outcomes, run_ranks
+
+SHM = {"BACKEND": "shm"}
+
+
+def shared_equals_ordinary(rank: int, size: int, name: str, count: int) -> None:
+    everyone = [values(r, (count,), name) for r in range(size)]
+    for op in conformance.ops_of(name):
+        x = fl.distributed.shared_empty(count, everyone[0].dtype)
+        x[...] = everyone[rank]
+        y = everyone[rank].copy()
+        assert fl.all_reduce(x, op=op) is x
+        fl.all_reduce(y, op=op)
+        assert_equal(x, y, f"{op} of {count} {name}")
+        assert x.tobytes() == y.tobytes()
+        assert_equal(x, combined(everyone, op, 1.0), f"{op} of {count} {name}")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", ["float32", "float16", "int8", "complex128"])
+def test_an_array_in_shared_memory_gives_the_same_bits(pool: Any, size: int, name: str) -> None:
+    for count in (0, 1, 5000, 100_001, 700_000):
+        pool(size, params=SHM).run(shared_equals_ordinary, name, count)
+
+
+def views_and_strangers(rank: int, size: int) -> None:
+    whole = fl.distributed.shared_empty((2, 100_000), np.float64)
+    whole[...] = rank
+    assert fl.all_reduce(whole[1]).base is not None  # a view, in place
+    assert np.all(whole[0] == rank)
+    assert np.all(whole[1] == sum(range(size)))
+    # Ranks that give different places are reduced all the same.
+    other = fl.distributed.shared_empty((100_000,), np.float64)
+    x = [other, whole[0], np.empty(100_000)][rank % 3]
+    x[...] = rank
+    fl.all_reduce(x)
+    assert np.all(x == sum(range(size)))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_views_and_arrays_in_different_places(pool: Any, size: int) -> None:
+    pool(size, params=SHM).run(views_and_strangers)
+
+
+def survive_the_group(rank: int, size: int) -> float:
+    x = fl.distributed.shared_empty(1000)
+    x[...] = 1.0
+    fl.all_reduce(x)
+    fl.distributed_shutdown()
+    x += 1.0
+    return float(x.sum())
+
+
+def test_a_shared_array_outlives_the_group() -> None:
+    assert run_ranks(survive_the_group, 2, params=SHM) == [3000.0, 3000.0]
+
+
+def allocate_and_drop(rank: int, size: int) -> list[int]:
+    def mapped() -> int:
+        return sum(
+            "flashlight-" in line for line in Path("/proc/self/maps").read_text().split("\n")
+        )
+
+    counts = []
+    for _ in range(20):
+        x = fl.distributed.shared_empty(100_000)
+        x[...] = 1
+        fl.all_reduce(x)
+        del x
+        gc.collect()
+        fl.barrier()
+        counts.append(mapped())
+    return counts
+
+
+def test_shared_arrays_that_are_dropped_are_unmapped(pool: Any) -> None:
+    for counts in pool(2, params=SHM).run(allocate_and_drop):
+        assert counts[-1] == counts[0]
+
+
+def shared_empty_arguments(rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match="negative"):
+        fl.distributed.shared_empty((2, -1))
+    with pytest.raises(TypeError, match="object"):
+        fl.distributed.shared_empty(3, object)
+    assert fl.distributed.shared_empty((2, 3), np.int16).shape == (2, 3)
+
+
+@pytest.mark.parametrize("params", [{"BACKEND": "gloo"}, SHM])
+def test_shared_empty_checks_what_it_is_given(pool: Any, params: Any) -> None:
+    pool(2, params=params).run(shared_empty_arguments)
+
+
+def nothing_is_named(rank: int, size: int) -> list[str]:
+    x = fl.distributed.shared_empty(100_000)
+    fl.all_reduce(x)
+    return [name for name in os.listdir("/dev/shm") if name.startswith("flashlight-")]
+
+
+def test_no_file_has_a_name_once_all_have_mapped_it() -> None:
+    assert run_ranks(nothing_is_named, 3, params=SHM) == [[], [], []]
+
+
+def describe(rank: int, size: int) -> tuple[str, str]:
+    return fl.distributed.describe(), fl.distributed_backend().name
+
+
+@pytest.mark.parametrize(
+    ("size", "world", "said"),
+    [
+        (2, {}, "shared memory (all ranks share this host's memory)"),
+        (2, {"params": {"BACKEND": "gloo"}}, "Gloo over TCP (BACKEND is gloo)"),
+        (3, {"env": conformance.two_hosts}, "2 hosts with 2, 1 ranks"),
+    ],
+)
+def test_describe_says_which_way_and_why(pool: Any, size: int, world: Any, said: str) -> None:
+    for rank, (text, backend) in enumerate(pool(size, **world).run(describe)):
+        assert f"rank {rank} of {size}" in text
+        assert said in text
+        assert backend == "GLOO"
+
+
+def each_alone(rank: int) -> dict[str, str]:
+    return {"FLASHLIGHT_MEMORY_DOMAIN": str(rank)}
+
+
+def test_ranks_that_share_no_memory_use_gloo(pool: Any) -> None:
+    text, _ = pool(2, env=each_alone).run(describe)[0]
+    assert "Gloo over TCP (no two ranks share memory)" in text
+
+
+def try_shm(rank: int, size: int, path: str) -> str:
+    params = {"FILE_PATH": path, "BACKEND": "shm"}
+    with pytest.raises(fl.errors.BackendUnavailableError) as caught:
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
+    return str(caught.value)
+
+
+def test_shm_that_cannot_be_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for message in run_ranks(try_shm, 2, str(tmp_path / "meet"), env=each_alone, init=None):
+        assert "do not all share memory" in message
+
+
+def differ_between_hosts(rank: int, size: int) -> str:
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        fl.all_reduce(np.zeros(4 if rank < 2 else 5))
+    return str(caught.value)
+
+
+def differ_within_a_host(rank: int, size: int) -> str:
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        fl.all_reduce(np.zeros(5 if rank == 1 else 4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("differ", [differ_between_hosts, differ_within_a_host])
+def test_a_mismatch_reaches_every_rank_of_every_host(differ: Any) -> None:
+    outcomes = run_outcomes(differ, 5, env=conformance.two_hosts)
+    assert all(outcome.ok for outcome in outcomes), [o.report() for o in outcomes]
+
+
+def test_parts_cover_an_array() -> None:
+    for count in (0, 1, 7, 1000):
+        for carriers in (1, 2, 3, 8):
+            parts = [range(count)[part_of(count, carriers, i)] for i in range(carriers)]
+            assert [i for part in parts for i in part] == list(range(count))
+
+
+def test_groups_of_leaders() -> None:
+    assert groups_of([0, 0, 2, 0, 2, 5]) == [[0, 1, 3], [2, 4], [5]]
+
+
+SMALL_DEV_SHM = """
+set -e
+mount -t tmpfs -o size={size} tmpfs /dev/shm
+for rank in 0 1; do
+  "{python}" -c "
+import logging, numpy as np, flashlight_py as fl
+logging.basicConfig(level=logging.WARNING)
+fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, $rank, 2, {{'FILE_PATH': '{path}'}})
+x = np.full(100_000, $rank + 1.0)
+fl.all_reduce(x)
+y = fl.distributed.shared_empty(1_000_000)
+y[...] = $rank + 1.0
+fl.all_reduce(y)
+assert np.all(x == 3) and np.all(y == 3)
+print(fl.distributed.describe().splitlines()[1])
+fl.distributed_shutdown()
+" &
+done
+wait
+ls -A /dev/shm
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "way", "warning"),
+    [
+        ("64k", "Gloo over TCP", "using Gloo instead of shared memory"),
+        ("6m", "shared memory", "shared_empty(1000000,) gives ordinary memory"),
+    ],
+)
+def test_a_small_dev_shm_is_told_and_gone_around(
+    tmp_path: Path, size: str, way: str, warning: str
+) -> None:
+    """In a mount namespace of its own, with a /dev/shm as small as a container's may be."""
+    script = SMALL_DEV_SHM.format(size=size, python=sys.executable, path=tmp_path / "meet")
+    unshare = subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False)
+    if unshare.returncode != 0:
+        pytest.skip(f"needs to unshare a mount namespace: {unshare.stderr.decode().strip()}")
+    done = subprocess.run(
+        ["unshare", "-m", "bash", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert len(lines) == 2, f"left in /dev/shm: {lines[2:]}"
+    assert all(way in line for line in lines), lines
+    assert warning in done.stderr
+    assert "--shm-size" in done.stderr
