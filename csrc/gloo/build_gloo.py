@@ -16,7 +16,10 @@ ffi.set_source(
     '#include "csrc/gloo/abi.h"',
     source_extension=".cc",
     sources=[f"csrc/{name}" for name in (*COMMON, *SOURCES)],  # relative to setup.py
-    depends=[f"csrc/{path.relative_to(CSRC)}" for path in sorted(CSRC.glob("*/*.h"))],
+    depends=[
+        f"csrc/{path.relative_to(CSRC)}"
+        for path in sorted([*CSRC.glob("*/*.h"), *CSRC.glob("*/*.inc")])
+    ],
     include_dirs=["."],
     libraries=["gloo"],
     # No contraction into fused multiply-adds: the same bits on every machine.

@@ -25,7 +25,10 @@ ffi.set_source(
     '#include "csrc/shm/abi.h"',
     source_extension=".cc",
     sources=[f"csrc/{name}" for name in (*COMMON, *SOURCES)],  # relative to setup.py
-    depends=[f"csrc/{path.relative_to(CSRC)}" for path in sorted(CSRC.glob("*/*.h"))],
+    depends=[
+        f"csrc/{path.relative_to(CSRC)}"
+        for path in sorted([*CSRC.glob("*/*.h"), *CSRC.glob("*/*.inc")])
+    ],
     include_dirs=["."],
     # No contraction into fused multiply-adds: the same bits on every machine.
     extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden"],

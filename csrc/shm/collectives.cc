@@ -5,6 +5,7 @@
 
 #include "../common/signature.h"
 #include "../reduce/reduce.h"
+#include "streaming.h"
 
 namespace fl {
 namespace {
@@ -15,6 +16,13 @@ static_assert(kAhead < kSlots, "a slot is filled again only when its chunk was d
 
 // Parts of a chunk begin on lines of their own, so that ranks do not write to one line.
 constexpr size_t kPartElements = 64;
+
+// Combining these takes longer than moving them, and should be done once, not by each of two.
+bool is_costly(int dtype) {
+  return dtype == kBfloat16 || dtype == kLongDouble || dtype == kComplexLongDouble;
+}
+
+constexpr uint32_t kVote = 1u << 31;
 
 uint32_t kind_of(const fl_signature& s) {
   return static_cast<uint32_t>(s.verb) << 16 | static_cast<uint32_t>(s.dtype) << 8 |
@@ -68,10 +76,14 @@ void Collectives::tell(const fl_signature& mine, const void* data, size_t inline
   call.scale = mine.scale;
   call.shape = hash_of_shape(mine);
   call.place = inline_bytes > 0 ? 0 : place_of(data);
+  if (mine.verb == FL_ALL_REDUCE && inline_bytes == 0) {
+    const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
+    if (choice_.vote(bytes, call.place != 0)) call.kind |= kVote;
+  }
   call.signature = mine;
   call.signature.sequence = number;
   if (inline_bytes > 0) {
-    std::memcpy(inline_bytes <= kTinyBytes ? call.tiny : call.payload, data, inline_bytes);
+    stream_copy(inline_bytes <= kTinyBytes ? call.tiny : call.payload, data, inline_bytes);
   }
   call.number.raise(number);
 }
@@ -84,7 +96,7 @@ void Collectives::hear(const fl_signature& mine) {
     if (r == rank_) continue;
     Call& theirs = segment_.block(r).calls[calls_ % 2];
     peers_.wait(theirs.number, calls_, r);
-    same = same && theirs.kind == call.kind && theirs.root == call.root &&
+    same = same && (theirs.kind | kVote) == (call.kind | kVote) && theirs.root == call.root &&
            theirs.scale == call.scale && theirs.shape == call.shape &&
            (free || theirs.count == call.count);
   }
@@ -172,9 +184,31 @@ void Collectives::complete_all_reduce(const fl_signature& mine, void* data) {
     reduce_inline(mine, data, 0, static_cast<size_t>(mine.count), data);
     return;
   }
+  choice_.begin(static_cast<size_t>(mine.count) * mine.itemsize, all_in_one_place(), calls_);
+  reduce_large(mine, data);
+  choice_.end();
+  choice_.count(votes(), size_);
+}
+
+void Collectives::reduce_large(const fl_signature& mine, void* data) {
   if (all_in_one_place()) return reduce_in_place(mine, data);
-  if (size_ == 2) return exchange_two(mine, static_cast<char*>(data));
+  if (size_ == 2 && !is_costly(mine.dtype)) return exchange_two(mine, static_cast<char*>(data));
   reduce_in_parts(mine, static_cast<char*>(data), -1);
+}
+
+int Collectives::votes() const {
+  int votes = 0;
+  for (int r = 0; r < size_; ++r) votes += (call_of(r).kind & kVote) != 0 ? 1 : 0;
+  return votes;
+}
+
+// Write what the others will read.
+void Collectives::show(void* slot, const void* data, size_t bytes) const {
+  if (choice_.streams()) {
+    stream_copy(slot, data, bytes);
+  } else {
+    std::memcpy(slot, data, bytes);
+  }
 }
 
 void Collectives::reduce(const fl_signature& mine, void* data) {
@@ -212,7 +246,7 @@ void Collectives::reduce_in_place(const fl_signature& mine, void*) {
     char* result = in_region(rank_) + at * item;
     fl::reduce(mine.dtype, mine.op, mine.scale, result, from_.data(), size_, n);
     for (int r = 0; r < size_; ++r) {
-      if (r != rank_) std::memcpy(in_region(r) + at * item, result, n * item);
+      if (r != rank_) show(in_region(r) + at * item, result, n * item);
     }
   }
   RankBlock& block = segment_.block(rank_);
@@ -239,7 +273,7 @@ void Collectives::exchange_two(const fl_signature& mine, char* data) {
   for (uint32_t c = 0; c < number; ++c) {
     for (; filled < std::min(number, c + kAhead); ++filled) {
       wait_for_free_slot(base + filled);
-      std::memcpy(segment_.slot(rank_, base + filled), data + chunks.begin(filled) * chunks.itemsize,
+      show(segment_.slot(rank_, base + filled), data + chunks.begin(filled) * chunks.itemsize,
                   chunks.size(filled) * chunks.itemsize);
       own.filled.raise(base + filled + 1);
     }
@@ -264,6 +298,7 @@ void Collectives::reduce_in_parts(const fl_signature& mine, char* data, int coll
   RankBlock& own = segment_.block(rank_);
   const uint32_t base = chunks_, number = chunks.number();
   const bool collects = collector < 0 || collector == rank_;
+  if (collector >= 0) scratch_.resize(segment_.chunk_bytes());  // a result that is not for this rank
 
   const auto part_begin = [&](uint32_t c, int r) {
     const size_t rows = (chunks.size(c) + kPartElements - 1) / kPartElements;
@@ -275,8 +310,8 @@ void Collectives::reduce_in_parts(const fl_signature& mine, char* data, int coll
     const char* source = data + chunks.begin(c) * item;
     const size_t mine_begin = part_begin(c, rank_) * item;
     const size_t mine_end = part_begin(c, rank_ + 1) * item;
-    std::memcpy(slot, source, mine_begin);
-    std::memcpy(slot + mine_end, source + mine_end, chunks.size(c) * item - mine_end);
+    show(slot, source, mine_begin);
+    show(slot + mine_end, source + mine_end, chunks.size(c) * item - mine_end);
     own.filled.raise(base + c + 1);
   };
   const auto combine = [&](uint32_t c) {
@@ -285,15 +320,16 @@ void Collectives::reduce_in_parts(const fl_signature& mine, char* data, int coll
       if (r != rank_) peers_.wait(segment_.block(r).filled, base + c + 1, r);
       from_[r] = segment_.slot(r, base + c) + begin * item;
     }
+    char* result = collector < 0 ? data + (chunks.begin(c) + begin) * item : scratch_.data();
     from_[rank_] = data + (chunks.begin(c) + begin) * item;
-    char* shown = segment_.slot(rank_, base + c) + begin * item;
-    fl::reduce(mine.dtype, mine.op, mine.scale, shown, from_.data(), size_, n);
+    fl::reduce(mine.dtype, mine.op, mine.scale, result, from_.data(), size_, n);
+    show(segment_.slot(rank_, base + c) + begin * item, result, n * item);
     own.reduced.raise(base + c + 1);
   };
   const auto collect = [&](uint32_t c) {
     for (int r = 0; r < size_; ++r) {
       peers_.wait(segment_.block(r).reduced, base + c + 1, r);
-      if (!collects) continue;
+      if (!collects || (r == rank_ && collector < 0)) continue;
       const size_t begin = part_begin(c, r) * item, end = part_begin(c, r + 1) * item;
       std::memcpy(data + chunks.begin(c) * item + begin, segment_.slot(r, base + c) + begin,
                   end - begin);

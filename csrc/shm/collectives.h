@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../common/worker.h"
+#include "choice.h"
 #include "peers.h"
 #include "segment.h"
 
@@ -74,6 +75,9 @@ class Collectives {
   Bytes gather_to(const fl_signature& mine, const void* data, bool wanted);
   void handshake(const fl_signature& mine, int peer, bool sender, Seen& seen);
   void wait_for_free_slot(uint32_t chunk);
+  void show(void* slot, const void* data, size_t bytes) const;
+  void reduce_large(const fl_signature& mine, void* data);
+  int votes() const;
 
   Segment& segment_;
   Peers& peers_;
@@ -82,6 +86,8 @@ class Collectives {
   uint32_t chunks_ = 0;  // chunks that have gone through the slots so far
   std::vector<Region> regions_;  // never moved: a dropped one stays, empty
   std::vector<const void*> from_;
+  Choice choice_;
+  std::vector<char> scratch_;
 };
 
 }  // namespace fl

@@ -63,6 +63,7 @@ bool ShmGroup::begin(const fl_signature& signature, const void* data, double sec
 }
 
 bool ShmGroup::ready(int spins) const {
+  if (!peers_.may_spin()) spins = 0;
   while (!collectives_.called()) {
     if (spins-- <= 0) return false;
     pause_briefly();

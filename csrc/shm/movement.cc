@@ -5,6 +5,7 @@
 #include "../common/signature.h"
 #include "../reduce/reduce.h"
 #include "collectives.h"
+#include "streaming.h"
 
 namespace fl {
 namespace {
@@ -53,7 +54,7 @@ void Collectives::broadcast(const fl_signature& mine, void* data) {
   const auto size = [&](uint32_t c) { return std::min(chunk, bytes - c * chunk); };
   stream(
       chunks_of(bytes, chunk), rank_ == root, rank_ != root,
-      [&](uint32_t c, char* slot) { std::memcpy(slot, array + c * chunk, size(c)); },
+      [&](uint32_t c, char* slot) { stream_copy(slot, array + c * chunk, size(c)); },
       [&](uint32_t c, uint32_t filled) {
         peers_.wait(segment_.block(root).filled, filled, root);
         std::memcpy(array + c * chunk, segment_.slot(root, filled - 1), size(c));
@@ -96,7 +97,7 @@ Bytes Collectives::gather_to(const fl_signature& mine, const void* data, bool wa
       chunks_of(largest, chunk), bytes > kInlineBytes, wanted,
       [&](uint32_t c, char* slot) {
         const size_t at = std::min(c * chunk, bytes);
-        std::memcpy(slot, source + at, std::min(chunk, bytes - at));
+        stream_copy(slot, source + at, std::min(chunk, bytes - at));
       },
       [&](uint32_t c, uint32_t filled) {
         for (int r = 0; r < size_; ++r) {
@@ -122,7 +123,7 @@ void Collectives::stream_sections(const void* data, size_t section, int only_sou
       [&](uint32_t c, char* slot) {
         const size_t at = c * lane, bytes = std::min(lane, section - at);
         for (int r = 0; r < size_; ++r) {
-          if (r != rank_) std::memcpy(slot + r * lane, source + r * section + at, bytes);
+          if (r != rank_) stream_copy(slot + r * lane, source + r * section + at, bytes);
         }
       },
       [&](uint32_t c, uint32_t filled) {
@@ -216,7 +217,7 @@ void Collectives::send(const fl_signature& mine, const void* data, int peer, See
   const char* source = static_cast<const char*>(data);
   for (uint32_t i = 0; i < number; ++i) {
     if (i >= 2) peers_.wait(channel.received, base + i - 1, peer);
-    std::memcpy(segment_.piece(rank_, peer, i), source + i * piece,
+    stream_copy(segment_.piece(rank_, peer, i), source + i * piece,
                 std::min(piece, bytes - i * piece));
     channel.sent.raise(base + i + 1);
   }

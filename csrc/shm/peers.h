@@ -29,6 +29,9 @@ class Peers : public Transport {
   // interrupted.
   void begin(double seconds, uint32_t call, int only, InterruptCheck interrupt);
 
+  // Whether every rank has a processor of its own to wait on.
+  bool may_spin() const { return patience_.spins > 0; }
+
   void begin(Clock::time_point) override {}
   void enforce_deadline() override {}
   void stop() override { stopped_ = true; }

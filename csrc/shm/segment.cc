@@ -18,7 +18,7 @@ constexpr size_t kPage = 4096;
 constexpr size_t kSlotBudget = 8 << 20;
 constexpr size_t kPieceBudget = 2 << 20;
 // Chunks of this size leave room for the arrays themselves in a second-level cache.
-constexpr size_t kMaxChunk = 128 << 10;
+constexpr size_t kMaxChunk = 256 << 10;
 constexpr size_t kMaxPiece = 64 << 10;
 
 size_t pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }

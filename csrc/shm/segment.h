@@ -42,7 +42,7 @@ constexpr uint32_t kSlots = 4;
 // cache line goes from core to core. The number is raised last.
 struct alignas(kLine) Call {
   Counter number;
-  uint32_t kind;    // verb, dtype, op
+  uint32_t kind;    // verb, dtype, op; and the vote of choice.h
   int32_t root;     // root, or 0
   int64_t count;    // elements
   double scale;
