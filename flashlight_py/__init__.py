@@ -41,6 +41,7 @@ from flashlight_py.parallel import (
     all_reduce_parameters,
     distribute_module_grads,
     no_sync,
+    sync_meter,
 )
 from flashlight_py.random import set_seed
 
@@ -90,4 +91,5 @@ __all__ = [
     "all_reduce_gradients",
     "distribute_module_grads",
     "no_sync",
+    "sync_meter",
 ]

@@ -8,10 +8,12 @@ from flashlight_py.parallel.data_parallel import (
     distribute_module_grads,
     no_sync,
 )
+from flashlight_py.parallel.meters import sync_meter
 
 __all__ = [
     "all_reduce_gradients",
     "all_reduce_parameters",
     "distribute_module_grads",
     "no_sync",
+    "sync_meter",
 ]
