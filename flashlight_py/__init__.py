@@ -34,6 +34,7 @@ from flashlight_py.distributed import (
     recv,
     reduce_scatter,
     send,
+    shared_empty,
     sync_distributed,
 )
 from flashlight_py.parallel import (
@@ -82,6 +83,7 @@ __all__ = [
     "recv",
     "barrier",
     "sync_distributed",
+    "shared_empty",
     "ProcessGroup",
     "Work",
     "Reducer",

@@ -25,8 +25,8 @@ import sys
 import numpy as np
 import flashlight_py as fl
 
-rank, place = int(sys.argv[1]), sys.argv[2]
-params = {"FILE_PATH": place, "BACKEND": "gloo"}
+rank, place, backend = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+params = {"FILE_PATH": place, "BACKEND": backend}
 fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, 2, params)
 fl.set_seed(rank)
 model = fl.nn.Sequential()
@@ -104,6 +104,29 @@ def test_wheel_serves_every_python_and_carries_gloo(wheel: Path) -> None:
     assert not any("missing.txt" in name or name.startswith("tests") for name in names)
 
 
+def train_on_two_ranks(python: Path, folder: Path, backend: str) -> list[str]:
+    """Run TRAIN; return which libgloo each rank has loaded."""
+    program = folder / "train.py"
+    program.write_text(TRAIN)
+    ranks = [
+        subprocess.Popen(
+            [python, "-W", "error", program, str(rank), folder / "rendezvous", backend],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=environment(),
+        )
+        for rank in range(2)
+    ]
+    try:
+        libraries = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    return libraries
+
+
 def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     python = empty_environment(tmp_path / "venv")
     run(python, "-m", "pip", "install", "--quiet", wheel)
@@ -111,25 +134,7 @@ def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path
     assert {line.partition("==")[0] for line in installed.split()} <= {
         "cffi", "flashlight-py", "flashlight_py", "numpy", "pip", "pycparser", "setuptools",
     }  # fmt: skip
-    program = tmp_path / "train.py"
-    program.write_text(TRAIN)
-    ranks = [
-        subprocess.Popen(
-            [python, "-W", "error", program, str(rank), tmp_path / "rendezvous"],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-            env=environment(),
-        )
-        for rank in range(2)
-    ]
-    try:
-        libraries = [rank.communicate(timeout=60)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    for used in libraries:
+    for used in train_on_two_ranks(python, tmp_path, "gloo"):
         assert len(used.split()) == 1, used
         assert "flashlight_py.libs/libgloo" in used
 
@@ -167,6 +172,8 @@ def test_package_without_gloo_works_and_says_what_to_do(tmp_path: Path) -> None:
     told = run(python, "-c", asked)
     assert "could not be compiled" in told
     assert "libgloo-dev" in told
+    assert not list(tmp_path.glob("meet*"))
+    assert train_on_two_ranks(python, tmp_path, "auto") == ["", ""]  # shared memory serves them
 
 
 def test_build_can_be_told_to_leave_gloo_out(tmp_path: Path) -> None:
@@ -175,7 +182,7 @@ def test_build_can_be_told_to_leave_gloo_out(tmp_path: Path) -> None:
     run(*command, copy_of_sources(tmp_path), FLASHLIGHT_WITHOUT_GLOO="1")
     (built,) = into.glob("*.whl")
     with zipfile.ZipFile(built) as content:
-        assert not any(name.endswith(".so") for name in content.namelist())
+        assert not any("_gloo" in name and name.endswith(".so") for name in content.namelist())
         reason = content.read("flashlight_py/_native/gloo.missing.txt").decode()
     assert "FLASHLIGHT_WITHOUT_GLOO" in reason
     assert "libgloo-dev" in reason

@@ -81,7 +81,7 @@ static int describe(PyObject *x, PyObject *scale, PyObject *op, int size, fl_sig
   return 1;
 }
 
-/* all_reduce(x, scale, op): x where it is done, None where Python must do it. */
+/* all_reduce(x, scale, op): x where it is done, NotImplemented where Python must do it. */
 static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   const Binding *binding = PyCapsule_GetPointer(self, NULL);
   fl_signature signature;
@@ -91,9 +91,13 @@ static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t co
     return NULL;
   }
   PyObject *x = args[0];
-  if (!describe(x, args[1], args[2], binding->size, &signature)) Py_RETURN_NONE;
+  if (!describe(x, args[1], args[2], binding->size, &signature)) {
+    Py_RETURN_NOTIMPLEMENTED;
+  }
   void *data = PyArray_DATA((PyArrayObject *)x);
-  if (!binding->begin(binding->group, &signature, data, binding->seconds)) Py_RETURN_NONE;
+  if (!binding->begin(binding->group, &signature, data, binding->seconds)) {
+    Py_RETURN_NOTIMPLEMENTED;
+  }
   const int is_small = signature.count * signature.itemsize <= 4096;
   fl_op *failed;
   if (is_small && binding->ready(binding->group, SPINS_WITH_GIL)) {

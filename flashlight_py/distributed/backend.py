@@ -43,9 +43,10 @@ class Backend(abc.ABC):
     def fast_all_reduce(self, array: object, scale: float, op: str) -> object:
         """Do a blocking all_reduce of whatever a user gave, where there is a short way for it.
 
-        Returns ``array`` where that has been done; None, and nothing has happened, where not.
+        Returns ``array`` where that has been done; NotImplemented, and nothing has happened,
+        where not.
         """
-        return None
+        return NotImplemented
 
     @abc.abstractmethod
     def reduce_scatter(

@@ -201,7 +201,7 @@ class ProcessGroup:
 
 def _nothing_fast(array: object, scale: float, op: str) -> object:
     """Leave everything to the ordinary way, which says that the group is closed."""
-    return None
+    return NotImplemented
 
 
 def _by_dtype(arrays: list[Array]) -> list[list[Array]]:

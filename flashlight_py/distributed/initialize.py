@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flashlight_py import _native
 from flashlight_py.distributed.connect import connect
 from flashlight_py.distributed.constants import DistributedInit
 from flashlight_py.distributed.group import ProcessGroup
@@ -196,6 +197,8 @@ def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactor
 
 
 def _meet(create: StoreFactory, settings: Settings) -> World:
+    if settings.backend != "auto":
+        _native.load(settings.backend)  # absent, it says so before anything is created
     store = create()
     try:
         world = _connect(store, settings)
