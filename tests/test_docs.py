@@ -22,6 +22,7 @@ from tests.distributed.harness import mpirun_command
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PACKAGES = ("autograd", "dataset", "device", "distributed", "errors", "meter", "nn", "optim")
 # A parameter whose name says that it is a duration or a size must have its unit in the docstring.
 UNITS = {"timeout": "seconds", "interval": "seconds", "bytes": "bytes"}
@@ -129,12 +130,19 @@ def test_enough_is_looked_at() -> None:
     assert not any(isinstance(value, Enum) for value in public_names().values())
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("program", blocks("python"))
-def test_programs_of_the_readme_run_on_two_ranks(program: str, tmp_path: Path) -> None:
+PROGRAMS = [
+    pytest.param(program, id=f"{name}-{number}")
+    for name, text in [("README", README), *((page.stem, page.read_text()) for page in DOCS)]
+    for number, program in enumerate(blocks("python", text), 1)
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_of_the_documents_run_on_two_ranks(program: str, tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(program)
     done = subprocess.run(
@@ -176,3 +184,36 @@ def test_links_between_documents_lead_somewhere(document: str) -> None:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def number_in(source: str, constant: str) -> int:
+    """The value of ``constant = 4 << 10`` in a source file of any language."""
+    found = re.search(rf"\b{constant}\s*=\s*([\d <]+)", source)
+    assert found, f"{constant} is not there"
+    return int(eval(found[1]))  # digits, spaces and shifts only
+
+
+THRESHOLDS = re.findall(
+    r"^\| `(\w+)` \| (\S+) \| (\d+)(?: (B|KB|MB))? \|",
+    (ROOT / "docs" / "algorithms.md").read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("constant", "file", "number", "unit"), THRESHOLDS)
+def test_thresholds_of_the_algorithms_are_those_of_the_code(
+    constant: str, file: str, number: str, unit: str
+) -> None:
+    told = int(number) * {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20}[unit]
+    assert number_in((ROOT / file).read_text(), constant) == told
+
+
+def test_thresholds_are_found_at_all() -> None:
+    """The rule above would pass on a table that it cannot read."""
+    assert {"kTinyBytes", "kChunkBytes", "INLINE_BYTES"} <= {row[0] for row in THRESHOLDS}
+    assert len(THRESHOLDS) >= 15
+
+
+def test_every_error_is_explained() -> None:
+    explained = (ROOT / "docs" / "errors.md").read_text()
+    assert not [name for name in fl.errors.__all__ if f"| `{name}` |" not in explained]
