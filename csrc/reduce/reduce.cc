@@ -29,9 +29,13 @@ namespace avx2 {
 
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+// GCC 12 fuses the products of complex numbers here in spite of -ffp-contract=off (into vfmaddsub),
+// which gives other bits. AVX2 without FMA cannot.
+#define FL_FUSES 1
 namespace avx512 {
 #include "kernels.inc"
 }  // namespace avx512
+#undef FL_FUSES
 #pragma GCC pop_options
 #define FL_SEVERAL_KERNELS 1
 #endif
