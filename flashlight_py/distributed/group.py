@@ -30,6 +30,7 @@ class ProcessGroup:
     def __init__(self, backend: Backend, ranks: Sequence[int] | None = None) -> None:
         self._backend: Backend | None = backend
         self.fast_all_reduce = backend.fast_all_reduce
+        self._unfinished: list[Then] = []
         self.rank = backend.rank
         self.size = backend.size
         self.ranks = tuple(range(backend.size) if ranks is None else ranks)
@@ -57,7 +58,7 @@ class ProcessGroup:
         array, reduce_op, factor = self._reduction("all_reduce", x, op, scale)
         packed = pack(array)
         work = self.backend(array).all_reduce(packed, reduce_op, factor, not async_op)
-        return _finish(work, x, _unpack(array, packed), async_op)
+        return self._finish(work, x, _unpack(array, packed), async_op)
 
     def all_reduce_multiple(
         self,
@@ -78,7 +79,7 @@ class ProcessGroup:
             works = [self._all_reduce_packed(same, op, scale) for same in _by_dtype(arrays)]
         else:
             works = [self.all_reduce(array, scale, op, async_op=True) for array in arrays]
-        return _finish(AllOf(works), xs, None, async_op)
+        return self._finish(AllOf(works), xs, None, async_op)
 
     def _all_reduce_packed(self, arrays: list[Array], op: str, scale: float) -> Work:
         """Reduce arrays of one dtype as one."""
@@ -121,7 +122,7 @@ class ProcessGroup:
         self._check_rank("broadcast", "root", root)
         packed = pack(array)
         work = self.backend(array).broadcast(packed, root, not async_op)
-        return _finish(work, x, _unpack(array, packed), async_op)
+        return self._finish(work, x, _unpack(array, packed), async_op)
 
     def all_gather(self, x: Any, async_op: bool = False) -> Any:
         """Join ``x`` of all ranks into a new array; see :func:`flashlight_py.all_gather`."""
@@ -142,7 +143,7 @@ class ProcessGroup:
         self._check_peer("recv", "src", src, tag)
         packed = pack(array)
         work = self.backend(array).recv(packed, src, tag, blocking=True)
-        return _finish(work, x, _unpack(array, packed), async_op=False)
+        return self._finish(work, x, _unpack(array, packed), async_op=False)
 
     def barrier(self, timeout: float | None = None) -> None:
         """Block until every rank is here; see :func:`flashlight_py.barrier`."""
@@ -152,6 +153,9 @@ class ProcessGroup:
 
     def synchronize(self) -> None:
         """Block until every operation that this rank has started in the group has ended."""
+        unfinished, self._unfinished = self._unfinished, []
+        for work in unfinished:
+            work.wait()
         self.backend().synchronize()
 
     def close(self) -> None:
@@ -184,6 +188,29 @@ class ProcessGroup:
         if reduce_op is ReduceOp.AVG:
             return array, ReduceOp.SUM, factor / self.size
         return array, reduce_op, factor
+
+    def _finish(
+        self, work: Work, x: Any, unpack: Callable[[Any], None] | None, async_op: bool
+    ) -> Any:
+        """Return ``x``, or a Work whose result is ``x``, once it is complete."""
+        if not async_op:
+            work.wait()
+            if unpack is not None:
+                unpack(None)
+            return x
+        if isinstance(work, Done) and unpack is None:
+            return Done(x)
+
+        def finish(_: Any) -> Any:
+            if unpack is not None:
+                unpack(None)
+            return x
+
+        then = Then(work, finish)
+        # Whoever synchronises instead of waiting wants the result at home as well.
+        self._unfinished = [other for other in self._unfinished if not other.is_finished()]
+        self._unfinished.append(then)
+        return then
 
     def _check_rank(self, verb: str, name: str, rank: int) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.size:
@@ -221,21 +248,3 @@ def _unpack(array: Array, packed: Array) -> Callable[[Any], None] | None:
         array[...] = packed
 
     return unpack
-
-
-def _finish(work: Work, x: Any, unpack: Callable[[Any], None] | None, async_op: bool) -> Any:
-    """Return ``x``, or a Work whose result is ``x``, once it is complete."""
-    if not async_op:
-        work.wait()
-        if unpack is not None:
-            unpack(None)
-        return x
-    if isinstance(work, Done) and unpack is None:
-        return Done(x)
-
-    def finish(_: Any) -> Any:
-        if unpack is not None:
-            unpack(None)
-        return x
-
-    return Then(work, finish)

@@ -80,6 +80,10 @@ class Then(Work):
         """Tell whether the other operation has ended."""
         return self._work.is_completed()
 
+    def is_finished(self) -> bool:
+        """Tell whether the result has been made."""
+        return self._finish is None
+
 
 class AllOf(Work):
     """Several operations as one; the result is the list of their results."""

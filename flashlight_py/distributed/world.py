@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,20 @@ def set_world(world: World | None) -> None:
     global _world, fast_all_reduce  # noqa: PLW0603  (the one piece of process-wide state)
     _world = world
     fast_all_reduce = current_world().group.fast_all_reduce
+
+
+# Worlds of a parent process. Their threads and sockets are the parent's: a child must neither use
+# nor close nor collect them.
+_inherited: list[World | None] = []
+
+
+def _forget_in_child() -> None:
+    """After a fork: the child is a process of its own, and no rank of its parent's world."""
+    _inherited.append(_world)
+    set_world(None)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_distributed_init() -> bool:

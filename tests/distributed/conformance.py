@@ -184,6 +184,14 @@ def many_in_flight(rank: int, size: int) -> None:
         assert np.all(array == i * size + sum(range(size)))
 
 
+def synchronise_strided(rank: int, size: int) -> None:
+    room = np.full((1000, 2), float(rank))
+    fl.all_reduce(room[:, 1], async_op=True)
+    fl.sync_distributed()
+    assert np.all(room[:, 1] == sum(range(size)))
+    assert np.all(room[:, 0] == rank)
+
+
 def dropped_work_is_safe(rank: int, size: int) -> None:
     """Nobody keeps the Work nor the array; the library still writes into live memory."""
     for i in range(50):

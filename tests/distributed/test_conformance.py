@@ -49,6 +49,10 @@ def test_many_operations_in_flight_and_sync_distributed(ranks: Any) -> None:
     ranks.run(conformance.many_in_flight)
 
 
+def test_sync_distributed_brings_results_home_that_nobody_waits_for(ranks: Any) -> None:
+    ranks.run(conformance.synchronise_strided)
+
+
 def test_a_dropped_work_writes_into_live_memory(ranks: Any) -> None:
     ranks.run(conformance.dropped_work_is_safe)
 

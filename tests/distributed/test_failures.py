@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -257,3 +258,21 @@ def test_init_and_shutdown_can_be_repeated(tmp_path: Any, params: Any) -> None:
     counts = run_ranks(init_many_times, 2, str(tmp_path / "meet"), params, init=None)
     assert list(tmp_path.iterdir()) == []
     assert max(counts) < 4
+
+
+def fork_a_child(rank: int, size: int) -> tuple[int, int]:
+    child = os.fork()
+    if child == 0:
+        alone = (fl.get_world_rank(), fl.get_world_size()) == (0, 1)
+        fl.all_reduce(np.zeros(3))
+        sys.exit(0 if alone and not fl.is_distributed_init() else 1)  # with atexit handlers
+    _, status = os.waitpid(child, 0)
+    x = np.ones(3)
+    fl.all_reduce(x)
+    return os.waitstatus_to_exitcode(status), int(x[0])
+
+
+def test_a_forked_child_is_no_rank_and_leaves_its_parents_world_alone(
+    pool: Any, params: Any
+) -> None:
+    assert pool(2, params=params).run(fork_a_child) == [(0, 2), (0, 2)]
