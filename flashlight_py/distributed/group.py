@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.arrays import as_array, check_reduction, dtype_code, pack, parse_op
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import BackendUnavailableError, GroupClosedError
 
@@ -27,8 +27,15 @@ class ProcessGroup:
     ``async_op=True``, which returns a ``Work``. Used as a context manager it closes at the end.
     """
 
-    def __init__(self, backend: Backend, ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        ranks: Sequence[int] | None = None,
+        join_gpus: Callable[[Backend], Backend] | None = None,
+    ) -> None:
         self._backend: Backend | None = backend
+        self._join_gpus = join_gpus
+        self._gpus: Backend | None = None
         self.fast_all_reduce = backend.fast_all_reduce
         self._unfinished: list[Then] = []
         self.rank = backend.rank
@@ -38,18 +45,33 @@ class ProcessGroup:
     def backend(self, array: Any = None) -> Backend:
         """Return the backend that ``array`` (None: a NumPy array) goes through.
 
+        The first CuPy array of a group joins its GPUs: collective then, and blocking.
+
         Raises:
             GroupClosedError: the group was closed.
             BackendUnavailableError: nothing here moves arrays of this kind.
         """
         if self._backend is None:
             raise GroupClosedError(f"rank {self.rank} of {self.size}: this group is closed")
-        if is_cupy(array) and self._backend.kind is DistributedBackend.GLOO:
-            raise BackendUnavailableError(
-                "a CuPy array in a group of several ranks needs NCCL, and this group has Gloo, "
-                "which moves NumPy arrays; use array.get()"
-            )
+        if self.size > 1 and is_cupy(array):
+            return self._gpus or self.join_gpus()
         return self._backend
+
+    def join_gpus(self) -> Backend:
+        """Join the ranks' GPUs by NCCL, unless they are. Collective and blocking the first time.
+
+        Raises:
+            BackendUnavailableError: NCCL, CuPy or a GPU is missing on a rank; raised on all.
+            DistributedError: NCCL failed, or a rank (named) did not come.
+        """
+        if self._gpus is None:
+            if self._join_gpus is None:
+                raise BackendUnavailableError(
+                    f"rank {self.rank} of {self.size}: CuPy arrays travel through NCCL, and this "
+                    "group was made without it; use array.get()"
+                )
+            self._gpus = self._join_gpus(self.backend())
+        return self._gpus
 
     def all_reduce(
         self, x: Any, scale: float = 1.0, op: str = "sum", async_op: bool = False
@@ -78,8 +100,29 @@ class ProcessGroup:
         if contiguous:
             works = [self._all_reduce_packed(same, op, scale) for same in _by_dtype(arrays)]
         else:
-            works = [self.all_reduce(array, scale, op, async_op=True) for array in arrays]
+            works = self._all_reduce_each(arrays, op, scale)
         return self._finish(AllOf(works), xs, None, async_op)
+
+    def _all_reduce_each(self, arrays: list[Array], op: str, scale: float) -> list[Work]:
+        """Reduce arrays by themselves; those on GPUs begin together, after those of the CPU."""
+        on_gpu = [array for array in arrays if is_cupy(array)]
+        on_cpu = [array for array in arrays if not is_cupy(array)]
+        works: list[Work] = [self.all_reduce(x, scale, op, async_op=True) for x in on_cpu]
+        if on_gpu:
+            works.append(self._all_reduce_together(on_gpu, op, scale))
+        return works
+
+    def _all_reduce_together(self, arrays: list[Array], op: str, scale: float) -> Work:
+        _, reduce_op, factor = self._reduction("all_reduce_multiple", arrays[0], op, scale)
+        packed = [pack(array) for array in arrays]
+        work = self.backend(arrays[0]).all_reduce_many(packed, reduce_op, factor)
+        homes = [_unpack(array, p) for array, p in zip(arrays, packed, strict=True)]
+
+        def unpack(_: Any) -> None:
+            for home in filter(None, homes):
+                home(None)
+
+        return Then(work, unpack)
 
     def _all_reduce_packed(self, arrays: list[Array], op: str, scale: float) -> Work:
         """Reduce arrays of one dtype as one."""
@@ -92,7 +135,7 @@ class ProcessGroup:
                 array[...] = flat[start : start + array.size].reshape(array.shape)
                 start += array.size
 
-        return Then(self.all_reduce(flat, scale, op, async_op=True), unpack)
+        return self._keep(Then(self.all_reduce(flat, scale, op, async_op=True), unpack))
 
     def reduce_scatter(
         self, x: Any, scale: float = 1.0, op: str = "sum", async_op: bool = False
@@ -149,7 +192,7 @@ class ProcessGroup:
         """Block until every rank is here; see :func:`flashlight_py.barrier`."""
         if timeout is not None and not timeout > 0:
             raise ValueError(f"barrier: timeout must be a positive number of seconds: {timeout!r}")
-        self.backend().barrier(timeout).wait()
+        (self._gpus or self.backend()).barrier(timeout).wait()
 
     def synchronize(self) -> None:
         """Block until every operation that this rank has started in the group has ended."""
@@ -157,12 +200,15 @@ class ProcessGroup:
         for work in unfinished:
             work.wait()
         self.backend().synchronize()
+        if self._gpus is not None:
+            self._gpus.synchronize()
 
     def close(self) -> None:
         """End what runs and free the sockets. Not collective; closing twice does nothing."""
-        backend, self._backend = self._backend, None
+        backends = self._gpus, self._backend
+        self._gpus = self._backend = None
         self.fast_all_reduce = _nothing_fast
-        if backend is not None:
+        for backend in filter(None, backends):
             backend.close()
 
     def __enter__(self) -> ProcessGroup:
@@ -207,10 +253,13 @@ class ProcessGroup:
             return x
 
         then = Then(work, finish)
-        # Whoever synchronises instead of waiting wants the result at home as well.
+        return then if unpack is None else self._keep(then)
+
+    def _keep(self, work: Then) -> Then:
+        """Remember a result that is still to be brought home, also if nobody waits for it."""
         self._unfinished = [other for other in self._unfinished if not other.is_finished()]
-        self._unfinished.append(then)
-        return then
+        self._unfinished.append(work)
+        return work
 
     def _check_rank(self, verb: str, name: str, rank: int) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.size:

@@ -186,8 +186,11 @@ def many_in_flight(rank: int, size: int) -> None:
 
 def synchronise_strided(rank: int, size: int) -> None:
     room = np.full((1000, 2), float(rank))
+    packed = [np.full(10, float(rank)), np.full((2, 2), float(rank))]
     fl.all_reduce(room[:, 1], async_op=True)
+    fl.all_reduce_multiple(packed, async_op=True, contiguous=True)
     fl.sync_distributed()
+    assert all(np.all(x == sum(range(size))) for x in packed)
     assert np.all(room[:, 1] == sum(range(size)))
     assert np.all(room[:, 0] == rank)
 
