@@ -1,0 +1,60 @@
+"""What it costs to write what another core reads, through the caches and past them.
+
+Compiles native/stores.cc and runs it in turns, since the answer depends on where the scheduler,
+and a hypervisor, has put the two cores; prints a Markdown table with the range over the rounds.
+This is what csrc/shm/choice.h finds out while it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import tempfile
+from pathlib import Path
+
+from harness.facts import machine_facts
+
+SOURCE = Path(__file__).parent / "native" / "stores.cc"
+SIZES = (16 << 10, 64 << 10, 256 << 10)
+WAYS = ("ordinary", "streamed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "stores"
+        command = ["g++", "-std=c++17", "-O3", "-pthread", str(SOURCE), "-o", str(program)]
+        subprocess.run(command, check=True)
+        rounds = 1 if options.quick else options.rounds
+        results = [measure(program) for _ in range(rounds)]
+    print("| bytes | stores | fill, us | read and add, us |")
+    print("| ---: | --- | ---: | ---: |")
+    for case in results[0]:
+        fill, add = zip(*(result[case] for result in results), strict=True)
+        print(f"| {case[0]} | {case[1]} | {spread(fill)} | {spread(add)} |")
+    print("\n- " + ", ".join(f"{name} {value}" for name, value in machine_facts().items()))
+
+
+def measure(program: Path) -> dict[tuple[int, str], tuple[float, float]]:
+    """Return microseconds for filling and for adding, by size and way."""
+    found = {}
+    for size in SIZES:
+        for way in WAYS:
+            command = [str(program), str(size), way]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            fill, add = map(float, done.stdout.split())
+            found[size, way] = (fill, add)
+    return found
+
+
+def spread(values: tuple[float, ...]) -> str:
+    """Write the median and the range."""
+    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+if __name__ == "__main__":
+    main()
