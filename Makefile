@@ -49,7 +49,7 @@ bench: $(READY) ## run every benchmark beside its peers, into build/bench
 
 clean: ## remove everything that make has created, .venv included
 	rm -rf .venv .venv-bench-* build dist wheelhouse *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f flashlight_py/_native/*.so flashlight_py/_native/*.missing.txt
+	rm -f flashlight_py/_native/*.so flashlight_py/_native/*.missing.txt flashlight_py/_native/_nccl.py
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml setup.py scripts/setup $(SOURCES)

@@ -98,7 +98,7 @@ def fast_extension() -> Extension:
 
 setup(
     ext_modules=[fast_extension()],
-    cffi_modules=["csrc/gloo/build_gloo.py:ffi", "csrc/shm/build_shm.py:ffi"],
+    cffi_modules=[f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "nccl")],
     cmdclass={"build_ext": BuildOptionalExtensions},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -31,6 +31,7 @@ from flashlight_py.distributed.world import (
     get_world_rank,
     get_world_size,
     is_distributed_init,
+    use_local_device,
 )
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "get_world_size",
     "get_local_rank",
     "get_local_size",
+    "use_local_device",
     "all_reduce",
     "all_reduce_multiple",
     "reduce_scatter",

@@ -36,6 +36,8 @@ _CODES = {name: code for code, name in enumerate(DTYPES)}
 for name in ("longdouble", "clongdouble"):  # NumPy calls them by their width
     _CODES[np.dtype(name).name] = _CODES[name]
 
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
+
 _codes_seen: dict[np.dtype[Any], int] = {}
 
 _OPS = {op.name.lower(): op for op in ReduceOp}
@@ -69,11 +71,21 @@ def _from_dlpack(verb: str, value: Any) -> Array:
     if not hasattr(value, "__dlpack__"):
         raise TypeError(f"{verb} takes {ACCEPTED}; got {type(value).__name__}")
     try:
-        return np.from_dlpack(value)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        return _sharing_memory(value)
+    except (BufferError, ImportError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
             f"{verb} cannot use this {type(value).__name__} without a copy: {error}"
         ) from error
+
+
+def _sharing_memory(value: Any) -> Array:
+    """Return a CuPy array where ``value`` is on a GPU, else a NumPy array."""
+    if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] in _DLPACK_CUDA:
+        import cupy
+
+        on_gpu: Array = cupy.from_dlpack(value)
+        return on_gpu
+    return np.from_dlpack(value)
 
 
 def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
@@ -156,7 +168,7 @@ def scale_in_place(array: Array, scale: float) -> None:
     if scale == 1.0:
         return
     if array.dtype.kind in "iu":
-        array *= np.asarray(int(scale), np.int64).astype(array.dtype)
+        array *= np.int64(int(scale)).astype(array.dtype)  # a scalar, which CuPy takes too
     elif array.dtype.itemsize == 2:  # float16 and bfloat16: one rounding, from float32
         array[...] = array.astype(np.float32) * np.float32(scale)
     else:

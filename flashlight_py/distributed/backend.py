@@ -8,13 +8,14 @@ in which they are called. ``AVG`` never arrives: it is ``SUM`` with the scale di
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.work import AllOf, Work
 
 __all__ = ["Backend"]
 
@@ -35,6 +36,12 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
         """``array = scale * (rank 0's op rank 1's op ...)`` in place; the result is ``array``."""
+
+    def all_reduce_many(
+        self, arrays: Sequence[Array], op: ReduceOp, scale: float, blocking: bool = False
+    ) -> Work:
+        """Reduce each of ``arrays`` in place, as ``all_reduce`` does; the result is their list."""
+        return AllOf([self.all_reduce(array, op, scale, blocking) for array in arrays])
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new NumPy array, not initialised, that is cheap to reduce. Collective."""

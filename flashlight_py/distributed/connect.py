@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
+from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.hosts import address_to_bind, host_identity
@@ -19,7 +20,7 @@ from flashlight_py.distributed.settings import Settings
 from flashlight_py.distributed.topology import ranks_by_memory
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
-__all__ = ["Connection", "connect"]
+__all__ = ["Connection", "connect", "gpu_joiner"]
 
 _log = logging.getLogger("flashlight_py")
 
@@ -49,6 +50,17 @@ def connect(store: Store, settings: Settings) -> Connection:
     if len(hosts) == store.size:
         return Connection(_gloo(store, settings), "no two ranks share memory")
     return _shared(store, settings, hosts)
+
+
+def gpu_joiner(rule: DeviceRule, timeout: float) -> Callable[[Backend], Backend]:
+    """Return what joins the GPUs of a group, given its CPU backend; ``timeout`` is in seconds."""
+
+    def join(cpu: Backend) -> Backend:
+        from flashlight_py.distributed.backends.nccl.joining import join_gpus
+
+        return join_gpus(rule, timeout, cpu)
+
+    return join
 
 
 def _only_shm(store: Store, settings: Settings, hosts: Sequence[Sequence[int]]) -> Connection:

@@ -41,7 +41,7 @@ class DistributedConstants:
     TIMEOUT = "TIMEOUT"
     """Seconds that initialisation and each operation may take (default 300)."""
     BACKEND = "BACKEND"
-    """``auto`` (default), ``gloo`` or ``shm``."""
+    """``auto`` (default), ``gloo``, ``shm``; ``nccl`` is ``auto``, and GPUs must be there."""
     INTERFACE = "INTERFACE"
     """Network interface or local address to use between hosts, such as ``eth0``."""
 

@@ -122,7 +122,7 @@ class ProcessGroup:
             for home in filter(None, homes):
                 home(None)
 
-        return Then(work, unpack)
+        return self._keep(Then(work, unpack))
 
     def _all_reduce_packed(self, arrays: list[Array], op: str, scale: float) -> Work:
         """Reduce arrays of one dtype as one."""

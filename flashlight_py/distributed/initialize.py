@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flashlight_py import _native
-from flashlight_py.distributed.connect import connect
+from flashlight_py.distributed.backends.nccl.devices import DeviceRule
+from flashlight_py.distributed.connect import connect, gpu_joiner
 from flashlight_py.distributed.constants import DistributedInit
 from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.hosts import host_identity, local_place
@@ -52,7 +53,8 @@ def distributed_init(
         world_rank: this process's rank, from 0; FILE_SYSTEM only.
         world_size: number of processes; FILE_SYSTEM only.
         params: keys of ``DistributedConstants``: FILE_PATH, TIMEOUT (seconds, default 300, for
-            meeting and later for each operation), INTERFACE, BACKEND, MAX_DEVICE_PER_NODE.
+            meeting and later for each operation), INTERFACE, BACKEND, and MAX_DEVICE_PER_NODE,
+            which joins the GPUs at once; else the first collective of a CuPy array does so.
 
     Raises:
         ValueError: unknown method or params key, rank or size that make no sense, FILE_SYSTEM
@@ -215,4 +217,23 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
 def _connect(store: Store, settings: Settings) -> World:
     local_rank, local_size = local_place(store.rank, store.exchange(host_identity()))
     connection = connect(store, settings)
-    return World(ProcessGroup(connection.backend), local_rank, local_size, connection.why)
+    rule = DeviceRule(store.rank, local_rank, settings.max_device_per_node)
+    group = ProcessGroup(connection.backend, None, gpu_joiner(rule, settings.timeout))
+    _join_gpus_at_once(group, settings)
+    return World(group, local_rank, local_size, connection.why, rule)
+
+
+def _join_gpus_at_once(group: ProcessGroup, settings: Settings) -> None:
+    """Join the GPUs if ``params`` ask for them; else the first CuPy array does so."""
+    required = settings.backend == "nccl"
+    if group.size == 1 or not (required or settings.max_device_per_node is not None):
+        return
+    try:
+        group.join_gpus()
+    except BaseException as error:
+        # MAX_DEVICE_PER_NODE stands in scripts that run on machines without a GPU as well.
+        if not required and isinstance(error, UnavailableEverywhereError):
+            _log.info("MAX_DEVICE_PER_NODE is given, and the GPUs are not joined: %s", error)
+            return
+        group.close()
+        raise

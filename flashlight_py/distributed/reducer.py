@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-from flashlight_py.device import Array
+from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
 from flashlight_py.distributed.arrays import as_array
 from flashlight_py.distributed.constants import DistributedConstants
@@ -66,8 +66,9 @@ class InlineReducer(Reducer):
 class EagerReducer(Reducer):
     """Starts each array when it is added, without waiting, and waits in ``finalize``.
 
-    Small arrays are reduced at once, blocking, unless others are on their way before them: to
-    have a thread do it costs more than it hides.
+    Small NumPy arrays are reduced at once, blocking, unless others are on their way before them:
+    to have a thread do it costs more than it hides. CuPy arrays always overlap: no thread is
+    needed, and waiting at once would make the computation wait.
 
     Args:
         scale: factor of every sum, such as 1 / world size for the mean.
@@ -91,7 +92,7 @@ class EagerReducer(Reducer):
         Raises:
             TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
         """
-        if array.nbytes <= self._inline_bytes and not self._works:
+        if array.nbytes <= self._inline_bytes and not self._works and not is_cupy(array):
             all_reduce(array, self.scale, group=self.group)
         else:
             self._works.append(all_reduce(array, self.scale, async_op=True, group=self.group))

@@ -14,7 +14,7 @@ from flashlight_py.distributed.constants import DistributedConstants as Keys
 __all__ = ["Settings"]
 
 DEFAULT_TIMEOUT = 300.0
-BACKENDS = ("auto", "gloo", "shm")
+BACKENDS = ("auto", "gloo", "shm", "nccl")
 KNOWN = (Keys.FILE_PATH, Keys.MAX_DEVICE_PER_NODE, Keys.TIMEOUT, Keys.BACKEND, Keys.INTERFACE)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from flashlight_py.distributed.backends.nccl import devices
+from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.group import ProcessGroup
@@ -22,6 +24,7 @@ __all__ = [
     "get_world_size",
     "is_distributed_init",
     "set_world",
+    "use_local_device",
 ]
 
 
@@ -33,6 +36,7 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     why: str = "the world is this process alone"
+    device_rule: DeviceRule = field(default_factory=DeviceRule)
 
 
 def alone() -> World:
@@ -109,6 +113,25 @@ def describe() -> str:
             f"NumPy arrays: {backend.path} ({world.why})",
         ]
     )
+
+
+def use_local_device() -> str:
+    """Make this rank's GPU CuPy's current device on this thread, and return its name.
+
+    It is number ``rank % MAX_DEVICE_PER_NODE`` where that is given, as in flashlight, else the
+    rank on this host modulo the number of visible GPUs. Collectives of CuPy arrays take those on
+    this device.
+
+    Returns:
+        A name for ``Module.to`` and ``device.to_device``, such as ``"cuda:1"``.
+
+    Raises:
+        BackendUnavailableError: CuPy is missing, or there is no such GPU.
+    """
+    cupy, count = devices.cuda()
+    index = current_world().device_rule.index(count)
+    cupy.cuda.Device(index).use()
+    return f"cuda:{index}"
 
 
 def distributed_backend(array: Any = None) -> DistributedBackend:

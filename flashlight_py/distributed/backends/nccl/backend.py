@@ -1,0 +1,315 @@
+"""CuPy arrays between the ranks of a group through NCCL.
+
+Every verb is given to the device and the host goes on; see streams.py for the order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.nccl.communicator import Communicator
+from flashlight_py.distributed.backends.nccl.dtypes import BYTES
+from flashlight_py.distributed.backends.nccl.library import version_text
+from flashlight_py.distributed.backends.nccl.messages import agree_with_peer
+from flashlight_py.distributed.backends.nccl.reduction import Reduction
+from flashlight_py.distributed.backends.nccl.streams import CommunicationStream, Flight, Flights
+from flashlight_py.distributed.backends.nccl.watchdog import Watchdog
+from flashlight_py.distributed.backends.nccl.work import StreamWork
+from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.exchange import exchange_bytes
+from flashlight_py.distributed.work import Done, Work
+from flashlight_py.errors import DistributedError, MismatchError
+
+__all__ = ["NcclBackend"]
+
+# How long the others may take to answer when one of them seems to be missing.
+_DIAGNOSIS_SECONDS = 10.0
+_OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}  # ncclRedOp_t
+
+
+class NcclBackend(Backend):
+    """Every rank of ``cpu`` on its GPU, joined by ``communicator``; see joining.py.
+
+    ``cpu`` is the group's backend for NumPy arrays, which stays in use: for barriers, for the
+    sizes of unequal gathers, for agreeing on messages. ``device`` is a CUDA device's index.
+    """
+
+    kind = DistributedBackend.NCCL
+
+    def __init__(self, cpu: Backend, communicator: Communicator, cupy: Any, device: int) -> None:
+        self.rank, self.size, self.device = cpu.rank, cpu.size, device
+        self.functions: Any = communicator.lib
+        version = version_text(communicator.nccl.version)
+        self.path = f"NCCL {version}, here CUDA device {device}"
+        self._cpu, self._communicator, self._cupy = cpu, communicator, cupy
+        self._ffi = communicator.nccl.ffi
+        with self._on_device():
+            self._stream = CommunicationStream(cupy, device)
+        self._stream_handle = self._ffi.cast("cudaStream_t", self._stream.pointer)
+        self._flights = Flights()
+        self._watchdog = Watchdog(cupy, device, communicator, self._flights)
+        communicator.who_is_missing = self._who_is_missing
+
+    def _who_is_missing(self) -> str:
+        """Ask over the CPU's side of the group who is still there."""
+        seconds = min(self._communicator.timeout, _DIAGNOSIS_SECONDS)
+        try:
+            self._cpu.barrier(seconds).wait()
+        except DistributedError as error:
+            return f"Asked over {self._cpu.path}: {error}"
+        return (
+            f"Every rank answered over {self._cpu.path}, so none is gone: they called different "
+            "things, or with different sizes or dtypes, which NCCL does not tell"
+        )
+
+    def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
+        """Reduce in place; see ``Backend``. The order of the terms is NCCL's own."""
+        return self._all_reduce([array], array, op, scale, blocking)
+
+    def all_reduce_many(
+        self, arrays: Sequence[Array], op: ReduceOp, scale: float, blocking: bool = False
+    ) -> Work:
+        """Reduce all ``arrays`` in place, begun as one; see ``Backend``."""
+        return self._all_reduce(arrays, list(arrays), op, scale, blocking)
+
+    def _all_reduce(
+        self, arrays: Sequence[Array], result: Any, op: ReduceOp, scale: float, blocking: bool
+    ) -> Work:
+        pairs = [(array, array) for array in arrays if array.size]
+        begin = functools.partial(
+            self._reduce, "all_reduce", self.functions.ncclAllReduce, pairs, op, scale
+        )
+        return self.launch("all_reduce", begin, [array for array, _ in pairs], result, blocking)
+
+    def reduce_scatter(
+        self, array: Array, op: ReduceOp, scale: float, blocking: bool = False
+    ) -> Work:
+        """Reduce into a new array; see ``Backend``."""
+        part = self.empty((array.shape[0] // self.size, *array.shape[1:]), array)
+        pairs = [(array, part)] if array.size else []
+        function = self.functions.ncclReduceScatter
+        begin = functools.partial(self._reduce, "reduce_scatter", function, pairs, op, scale)
+        return self.launch("reduce_scatter", begin, [array, part][: 2 * len(pairs)], part, blocking)
+
+    def reduce(
+        self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
+    ) -> Work:
+        """Reduce in place on ``root``; the array of every other rank stays as it is."""
+        target = array if self.rank == root else self.empty(array.shape, array)
+        pairs = [(array, target)] if array.size else []
+        begin = functools.partial(
+            self._reduce, "reduce", self.functions.ncclReduce, pairs, op, scale, root
+        )
+        return self.launch("reduce", begin, [array, target][: 2 * len(pairs)], array, blocking)
+
+    def broadcast(self, array: Array, root: int, blocking: bool = False) -> Work:
+        """Receive ``root``'s array in place; see ``Backend``."""
+
+        def begin() -> None:
+            there = self.pointer(array)
+            function = self.functions.ncclBroadcast
+            self.call("broadcast", function, there, there, array.nbytes, BYTES, root)
+
+        return self.launch("broadcast", begin, [array] if array.size else [], array, blocking)
+
+    def all_gather(self, array: Array, blocking: bool = False) -> Work:
+        """Join all ranks' arrays into a new one; see ``Backend``.
+
+        Blocks until every rank has called, even if not ``blocking``: the host must know the size.
+        """
+        rows = self._rows_of_all(array)
+        joined = self.empty((sum(rows), *array.shape[1:]), array)
+        row = joined.nbytes // max(sum(rows), 1)
+        begin = functools.partial(self._gather_rows, array, joined, [row * n for n in rows])
+        kept = [array, joined] if joined.size else []
+        return self.launch("all_gather", begin, kept, joined, blocking)
+
+    def _gather_rows(self, array: Array, joined: Array, lengths: Sequence[int]) -> None:
+        """Gather ``lengths`` bytes from each rank: unequal ones as one broadcast from each."""
+        lib, source = self.functions, self.pointer(array)
+        if len(set(lengths)) == 1:
+            there = self.pointer(joined)
+            self.call("all_gather", lib.ncclAllGather, source, there, array.nbytes, BYTES)
+            return
+        start = 0
+        with self._communicator.together("all_gather"):
+            for root, length in enumerate(lengths):
+                if length:
+                    there = self.pointer(joined, start)
+                    self.call("all_gather", lib.ncclBroadcast, source, there, length, BYTES, root)
+                start += length
+
+    def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
+        """Send; blocks until ``dst`` receives under ``tag``; see ``Backend``."""
+        agree_with_peer(self._cpu, "send", array, dst, tag)
+
+        def begin() -> None:
+            function = self.functions.ncclSend
+            self.call("send", function, self.pointer(array), array.nbytes, BYTES, dst)
+
+        return self.launch("send", begin, [array] if array.size else [], array, blocking)
+
+    def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
+        """Receive in place; blocks until ``src`` sends under ``tag``; see ``Backend``."""
+        agree_with_peer(self._cpu, "recv", array, src, tag)
+
+        def begin() -> None:
+            function = self.functions.ncclRecv
+            self.call("recv", function, self.pointer(array), array.nbytes, BYTES, src)
+
+        return self.launch("recv", begin, [array] if array.size else [], array, blocking)
+
+    def barrier(self, timeout: float | None = None) -> Work:
+        """Block until this rank's collectives have ended and every rank is here (seconds)."""
+        self.synchronize()
+        return self._cpu.barrier(timeout)
+
+    def synchronize(self) -> None:
+        """Block the host until every collective that this rank has started has ended."""
+        newest = self._flights.newest()
+        if newest is not None:
+            StreamWork(self, newest, None).wait(self._communicator.timeout)
+
+    def close(self) -> None:
+        """End the communicator, cutting off what still runs; may be repeated."""
+        self._watchdog.stop()
+        with self._on_device():
+            self._communicator.close()
+        self._flights.clear()
+
+    def launch(
+        self,
+        verb: str,
+        begin: Callable[[], None],
+        arrays: Sequence[Array],
+        result: Any,
+        blocking: bool,
+    ) -> Work:
+        """Give to the device what ``begin`` calls; without ``arrays`` there is nothing to do.
+
+        ``arrays`` are all that the device reads or writes. With ``blocking`` the caller's current
+        stream waits at once; the host does so in neither case.
+
+        Raises:
+            ValueError: an array is on another device than this rank's.
+            DistributedError: as :meth:`Communicator.call`.
+        """
+        self._check_device(verb, arrays)
+        with self._communicator.lock, self._on_device():
+            self._communicator.require(verb)
+            if not arrays:
+                return Done(result)
+            self._stream.follow()
+            begin()
+            flight = Flight(verb, self._stream.mark(), arrays)
+            self._flights.add(flight)
+            if blocking:
+                self._stream.lead(flight.event)
+                return Done(result)
+        return StreamWork(self, flight, result)
+
+    def call(self, verb: str, function: Callable[..., int], *arguments: Any) -> None:
+        """Call a collective of NCCL on the communication stream; see ``Communicator.call``."""
+        communicator, stream = self._communicator, self._stream_handle
+        communicator.call(verb, function, *arguments, communicator.handle, stream)
+
+    def together(self, verb: str) -> contextlib.AbstractContextManager[None]:
+        """Have the calls within begin as one; see ``Communicator.together``."""
+        return self._communicator.together(verb)
+
+    def pointer(self, array: Array, offset: int = 0) -> Any:
+        """Return the address of ``array``'s data, ``offset`` bytes on."""
+        memory: Any = array.data
+        return self._ffi.cast("void *", memory.ptr + offset)
+
+    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
+        """Return a new array of ``like``'s dtype that belongs to the caller's current stream."""
+        with self._on_device():
+            array: Array = self._cupy.empty(shape, like.dtype)
+        return array
+
+    def join(self, flight: Flight) -> None:
+        """Have the current stream wait for ``flight``.
+
+        Raises:
+            DistributedError: the communicator broke while it was on its way.
+        """
+        with self._communicator.lock:
+            if self._communicator.broken is not None and not flight.landed:
+                raise self._communicator.error()
+        with self._on_device():
+            self._stream.lead(flight.event)
+
+    def has_ended(self, flight: Flight) -> bool:
+        """Tell whether ``flight`` has ended, or never will because the communicator broke."""
+        with self._communicator.lock:
+            return self._communicator.broken is not None or flight.ask()
+
+    def _on_device(self) -> Any:
+        """Return a new context: one object must not be entered by two threads."""
+        return self._cupy.cuda.Device(self.device)
+
+    def _check_device(self, verb: str, arrays: Sequence[Array]) -> None:
+        for array in arrays:
+            found = array.device.id  # type: ignore[attr-defined]
+            if found != self.device:
+                raise ValueError(
+                    f"{verb}: rank {self.rank} of {self.size} is joined to the others through "
+                    f"CUDA device {self.device}, and the array is on device {found}; move it "
+                    f"(flashlight_py.device.to_device(x, 'cuda:{self.device}'))"
+                )
+
+    def _rows_of_all(self, array: Array) -> list[int]:
+        """Return every rank's first dimension; the others and the dtype must be the same."""
+        mine = json.dumps([array.dtype.name, *array.shape])
+        everyone = [json.loads(text) for text in exchange_bytes(self._cpu, mine.encode())]
+        for rank, (dtype, *shape) in enumerate(everyone):
+            if dtype != array.dtype.name or shape[1:] != list(array.shape[1:]):
+                raise MismatchError(
+                    f"[all_gather] rank {self.rank} of {self.size}: this rank gave "
+                    f"{array.dtype.name} {array.shape}, rank {rank} {dtype} {tuple(shape)}; only "
+                    "the first dimension may differ"
+                )
+        return [shape[0] for _, *shape in everyone]
+
+    def _reduce(
+        self,
+        verb: str,
+        function: Callable[..., int],
+        pairs: Sequence[tuple[Array, Array]],
+        op: ReduceOp,
+        scale: float,
+        *root: int,
+    ) -> None:
+        """Reduce each pair (source, target), several of them begun as one."""
+        with self._stream.stream:
+            parts = [Reduction(source, target, op, scale) for source, target in pairs]
+        with contextlib.ExitStack() as stack:
+            rules = [stack.enter_context(self._rule(verb, part, op)) for part in parts]
+            if len(parts) > 1:
+                stack.enter_context(self.together(verb))
+            for part, rule in zip(parts, rules, strict=True):
+                there = self.pointer(part.source), self.pointer(part.room)
+                self.call(verb, function, *there, part.count(), part.form.code, rule, *root)
+        with self._stream.stream:
+            for part in parts:
+                part.finish()
+
+    @contextlib.contextmanager
+    def _rule(self, verb: str, part: Reduction, op: ReduceOp) -> Iterator[int]:
+        """Yield NCCL's number of ``op``, with the scale in it where NCCL can do that."""
+        if not part.scaled_by_nccl:
+            yield _OPS[op]
+            return
+        form = part.form
+        kind = part.room.real.dtype if not form.widened else np.dtype(form.dtype)
+        with self._communicator.scaled_sum(verb, part.scale, kind, form.code) as rule:
+            yield rule

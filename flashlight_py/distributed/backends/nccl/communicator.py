@@ -1,0 +1,237 @@
+"""One NCCL communicator: made, called, watched and ended without ever blocking for good.
+
+The communicator is non-blocking: a call that must wait for other ranks returns ``ncclInProgress``
+and is asked about until it has ended or the time is up. NCCL has no wait with a time limit and no
+descriptor to watch, so asking in short intervals is the only way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashlight_py.distributed.backends.nccl.library import NcclLibrary
+from flashlight_py.errors import CollectiveTimeoutError, DistributedError, GroupClosedError
+
+__all__ = ["Communicator"]
+
+_log = logging.getLogger("flashlight_py")
+
+_MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
+_CONFIG_VERSION = 21400  # of the fields that csrc/nccl/nccl.cdef.h declares
+
+_INTERVAL = 0.0005
+# How long the end of an orderly shutdown may take, before the communicator is cut off instead.
+_FINALIZE_SECONDS = 5.0
+
+Diagnosis = Callable[[], str]
+
+
+class Communicator:
+    """This rank's end of a communicator of ``size`` ranks; collective, blocks up to ``timeout``.
+
+    Every call holds ``lock``: the watchdog may end the communicator from its own thread. The
+    current CUDA device is the rank's. ``who_is_missing``, if set, completes the error of a failure.
+
+    Raises:
+        CollectiveTimeoutError: the others did not come in time.
+        DistributedError: NCCL failed, with its own words.
+    """
+
+    def __init__(
+        self,
+        nccl: NcclLibrary,
+        unique_id: bytes,
+        rank: int,
+        size: int,
+        timeout: float,
+    ) -> None:
+        self.nccl, self.lib = nccl, nccl.lib
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self.lock = threading.RLock()
+        self.broken: DistributedError | None = None
+        self.handle: Any = nccl.ffi.NULL
+        self.who_is_missing: Diagnosis | None = None
+        self._state = nccl.ffi.new("ncclResult_t *")
+        self._grouped = False
+        self._failed_in_group: tuple[str, int] | None = None
+        self._create(unique_id)
+
+    def _create(self, unique_id: bytes) -> None:
+        ffi = self.nccl.ffi
+        identity, place = ffi.new("ncclUniqueId *"), ffi.new("ncclComm_t *")
+        ffi.buffer(identity)[:] = unique_id
+        config = ffi.new("ncclConfig_t *")
+        config.size, config.magic = ffi.sizeof("ncclConfig_t"), _MAGIC
+        config.version, config.blocking = _CONFIG_VERSION, 0
+        status = self.lib.ncclCommInitRankConfig(place, self.size, identity[0], self.rank, config)
+        self.handle = place[0]
+        self._check("init", status)
+
+    def call(self, verb: str, function: Callable[..., int], *arguments: Any) -> None:
+        """Call ``function(*arguments, communicator, ...)`` of NCCL, and wait until it has begun.
+
+        Raises:
+            CollectiveTimeoutError: it needs other ranks, and they did not come in time.
+            DistributedError: NCCL refused.
+        """
+        status = function(*arguments)
+        if status == self.lib.ncclSuccess:
+            return
+        if not self._grouped:
+            self._check(verb, status)
+        elif status != self.lib.ncclInProgress and self._failed_in_group is None:
+            self._failed_in_group = (verb, status)
+
+    @contextlib.contextmanager
+    def together(self, verb: str) -> Iterator[None]:
+        """Have the calls within begin as one; their failures are raised at the end.
+
+        Raises:
+            CollectiveTimeoutError, DistributedError: as for :meth:`call`.
+        """
+        self._check(verb, self.lib.ncclGroupStart())
+        self._grouped, self._failed_in_group = True, None
+        try:
+            yield
+        finally:
+            self._grouped = False
+            status = self.lib.ncclGroupEnd()  # also after an error: NCCL counts the levels
+        self._check(*(self._failed_in_group or (verb, status)))
+
+    @contextlib.contextmanager
+    def scaled_sum(self, verb: str, scale: float, kind: np.dtype[Any], code: int) -> Iterator[int]:
+        """Yield NCCL's sum that multiplies each rank's values (dtype ``kind``) by ``scale`` first.
+
+        Raises:
+            DistributedError: NCCL refused.
+        """
+        ffi, lib = self.nccl.ffi, self.lib
+        scalar = _as_scalar(scale, kind)
+        op = ffi.new("ncclRedOp_t *")
+        self.call(
+            verb,
+            lib.ncclRedOpCreatePreMulSum,
+            op,
+            ffi.from_buffer(scalar),
+            code,
+            lib.ncclScalarHostImmediate,
+            self.handle,
+        )
+        try:
+            yield op[0]
+        finally:
+            if self.broken is None:
+                self.call(verb, lib.ncclRedOpDestroy, op[0], self.handle)
+
+    def poll(self) -> int:
+        """Return the communicator's state: ncclSuccess, ncclInProgress, or what went wrong."""
+        status = self.lib.ncclCommGetAsyncError(self.handle, self._state)
+        return int(self._state[0]) if status == self.lib.ncclSuccess else int(status)
+
+    def require(self, verb: str) -> None:
+        """Raise unless the communicator can be used.
+
+        Raises:
+            GroupClosedError: it was closed, or broke before (which the message repeats).
+        """
+        if self.broken is not None:
+            raise GroupClosedError(f"{self._doing(verb)}: NCCL broke before: {self.error()}")
+        if self.handle == self.nccl.ffi.NULL:
+            raise GroupClosedError(f"{self._doing(verb)}: the group is closed")
+
+    def error(self) -> DistributedError:
+        """Return what broke it, and who is missing; for the user's thread, since that may ask."""
+        assert self.broken is not None
+        ask, self.who_is_missing = self.who_is_missing, None
+        if ask is not None:
+            self.broken = type(self.broken)(f"{self.broken}. {ask()}")
+        return self.broken
+
+    def watch(self, verb: str, started: float) -> None:
+        """Break the communicator if it failed, or ``verb`` began too long ago; from any thread.
+
+        ``started`` is a time of ``time.monotonic()``, in seconds.
+        """
+        with self.lock:
+            if self.handle == self.nccl.ffi.NULL:
+                return
+            state = self.poll()
+            if state not in (self.lib.ncclSuccess, self.lib.ncclInProgress):
+                self.fail(self.nccl.failure(self._doing(verb), state))
+            elif time.monotonic() - started > self.timeout:
+                self.fail(self._late(verb))
+
+    def fail(self, error: DistributedError) -> None:
+        """Cut the communicator off because of ``error``: what runs on the device ends."""
+        with self.lock:
+            if self.broken is None:
+                self.broken = error
+                self._abort()
+
+    def close(self) -> None:
+        """End in order where all ranks do so within a few seconds, else cut off."""
+        with self.lock:
+            if self.handle == self.nccl.ffi.NULL:
+                return
+            status = self.lib.ncclCommFinalize(self.handle)
+            if status == self.lib.ncclInProgress:
+                status = self._settle(min(self.timeout, _FINALIZE_SECONDS))
+            if status != self.lib.ncclSuccess:
+                _log.info("%s; cutting NCCL off", self.nccl.failure(self._doing("close"), status))
+                self._abort()
+            else:
+                self._release(self.lib.ncclCommDestroy)
+
+    def _check(self, verb: str, status: int) -> None:
+        """Wait while ``status`` is ncclInProgress; end the communicator if it is a failure."""
+        if status == self.lib.ncclInProgress:
+            status = self._settle(self.timeout)
+        if status == self.lib.ncclInProgress:
+            self.fail(self._late(verb))
+            raise self.error()
+        if status != self.lib.ncclSuccess:
+            self.fail(self.nccl.failure(self._doing(verb), status))
+            raise self.error()
+
+    def _settle(self, seconds: float) -> int:
+        """Return the state once nothing is in progress, or when ``seconds`` are over."""
+        end = time.monotonic() + seconds
+        while (state := self.poll()) == self.lib.ncclInProgress and time.monotonic() < end:
+            time.sleep(_INTERVAL)
+        return state
+
+    def _late(self, verb: str) -> CollectiveTimeoutError:
+        return CollectiveTimeoutError(
+            f"{self._doing(verb)}: expected to end within {self.timeout:g} seconds, and it has "
+            "not. Start a new group when all ranks are back, or allow more by "
+            "params={'TIMEOUT': seconds}"
+        )
+
+    def _doing(self, verb: str) -> str:
+        return f"[{verb}] rank {self.rank} of {self.size}"
+
+    def _abort(self) -> None:
+        self._release(self.lib.ncclCommAbort)
+
+    def _release(self, function: Callable[[Any], int]) -> None:
+        handle, self.handle = self.handle, self.nccl.ffi.NULL
+        if handle == self.nccl.ffi.NULL:
+            return
+        status = function(handle)
+        if status not in (self.lib.ncclSuccess, self.lib.ncclInProgress):
+            _log.warning("%s", self.nccl.failure(self._doing("close"), status))
+
+
+def _as_scalar(scale: float, kind: np.dtype[Any]) -> NDArray[np.uint8]:
+    """Return the bytes of ``scale`` as a ``kind``; integers by way of int64, as on the CPU."""
+    if kind.kind in "iu":
+        return np.array([int(scale)], np.int64).astype(kind).view(np.uint8)
+    return np.array([scale], kind).view(np.uint8)

@@ -1,0 +1,68 @@
+"""How NCCL is to see the arrays of a dtype: a pure decision, from names to codes.
+
+What is only moved (broadcast, gathers, messages) travels as bytes, whatever its dtype. What is
+reduced needs a type that NCCL calculates with; some dtypes are seen as another one.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from flashlight_py.distributed.constants import ReduceOp
+
+__all__ = ["BYTES", "Form", "form_of"]
+
+# ncclDataType_t, as csrc/nccl/nccl.cdef.h declares it.
+_CODES = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+}
+BYTES = _CODES["uint8"]
+
+_SEEN_AS = {"bool": "uint8", "complex64": "float32", "complex128": "float64"}
+# NCCL has no 16-bit integers. Sums and products that wrap in 32 bits are right in the lower 16.
+_WIDENED = {"int16": "int32", "uint16": "int32"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the elements of an array are reduced.
+
+    ``dtype`` is what NCCL calculates with, ``code`` its number of it, ``parts`` how many of these
+    one element has, and ``widened`` whether the array must be converted before and after.
+    """
+
+    dtype: str
+    code: int
+    parts: int = 1
+    widened: bool = False
+
+
+@functools.cache
+def form_of(dtype: str, op: ReduceOp) -> Form:
+    """Return the form in which elements of the dtype of that name are combined by ``op``.
+
+    Raises:
+        TypeError: NCCL cannot do that; says what can.
+    """
+    if dtype in _WIDENED:
+        wide = _WIDENED[dtype]
+        return Form(wide, _CODES[wide], widened=True)
+    if dtype.startswith("complex") and op is not ReduceOp.SUM:
+        raise TypeError(
+            f"NCCL has no {op.name.lower()} of {dtype}: real and imaginary parts are summed on "
+            "their own; reduce on the CPU (x.get()), or all_gather and combine"
+        )
+    seen = _SEEN_AS.get(dtype, dtype)
+    if seen not in _CODES:
+        raise TypeError(f"NCCL reduces {', '.join((*_CODES, *_SEEN_AS, *_WIDENED))}; got {dtype}")
+    return Form(seen, _CODES[seen], parts=2 if dtype.startswith("complex") else 1)

@@ -1,0 +1,168 @@
+"""Finding NCCL's library, opening it, and reading what its statuses mean."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from flashlight_py import _native
+from flashlight_py.errors import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    DistributedError,
+    PeerLostError,
+)
+
+__all__ = ["NcclLibrary", "Opener", "load", "open_first", "version_text"]
+
+VARIABLE = "FLASHLIGHT_NCCL_LIBRARY"
+WHEELS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
+SONAME = "libnccl.so.2"
+
+MINIMUM = 21400
+_WHY_MINIMUM = (
+    "2.14 is needed for ncclCommInitRankConfig and ncclCommFinalize, the non-blocking "
+    "communicators without which a rank that never comes is a hang instead of an error"
+)
+_REMEDY = (
+    f"Install it: pip install 'flashlight-py[cuda12]' (or [cuda13]), or set {VARIABLE} to the "
+    f"path of {SONAME}"
+)
+
+Opener = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class NcclLibrary:
+    """NCCL, opened: ``lib`` has its functions, ``version`` is coded as NCCL does (22703)."""
+
+    ffi: Any
+    lib: Any
+    path: str
+    version: int
+
+    def unique_id(self) -> bytes:
+        """Return a new id of 128 bytes, by which the ranks of a communicator find each other.
+
+        Raises:
+            DistributedError: NCCL cannot make one.
+        """
+        room = self.ffi.new("ncclUniqueId *")
+        status = self.lib.ncclGetUniqueId(room)
+        if status != self.lib.ncclSuccess:
+            raise self.failure("making a unique id", status)
+        return bytes(self.ffi.buffer(room))
+
+    def explain(self, status: int) -> str:
+        """Return what NCCL says of ``status``, and of its last failure."""
+        said = self._text(self.lib.ncclGetErrorString(status))
+        last = self._text(self.lib.ncclGetLastError(self.ffi.NULL))
+        return f"{said} (status {status}); NCCL's last failure: {last or 'none reported'}"
+
+    def failure(self, doing: str, status: int) -> DistributedError:
+        """Return the error that ``status`` stands for; ``doing``: in what, and on which rank."""
+        lib = self.lib
+        kinds = {lib.ncclRemoteError: PeerLostError, lib.ncclTimeout: CollectiveTimeoutError}
+        kind = kinds.get(status, DistributedError)
+        advice = "NCCL_DEBUG=INFO makes NCCL tell more"
+        return kind(
+            f"{doing}: NCCL {version_text(self.version)} says: {self.explain(status)}. {advice}"
+        )
+
+    def _text(self, chars: Any) -> str:
+        text: str = self.ffi.string(chars).decode(errors="replace")
+        return text.strip()
+
+
+@functools.cache
+def load() -> NcclLibrary:
+    """Return NCCL, from the first place that has it: the variable, the wheel, CuPy, the system.
+
+    Raises:
+        BackendUnavailableError: it is nowhere, or too old; names every place that was tried.
+    """
+    ffi = _native.load("nccl").ffi
+    return open_first(ffi, candidates(), ffi.dlopen)
+
+
+def candidates() -> Iterator[tuple[str, str]]:
+    """Yield (place in words, path or soname), in the order of preference.
+
+    What the variable names stands alone: falling back from it would hide a typing error.
+    """
+    named = os.environ.get(VARIABLE)
+    if named:
+        yield VARIABLE, named
+        return
+    for wheel in WHEELS:
+        path = _path_in_wheel(wheel)
+        if path is not None:
+            yield f"the wheel {wheel}", path
+    loaded = _path_in_process()
+    if loaded is not None:
+        yield "already loaded in this process", loaded
+    yield "the system", SONAME
+
+
+def _path_in_wheel(distribution: str) -> str | None:
+    try:
+        files = metadata.files(distribution) or ()
+    except metadata.PackageNotFoundError:
+        return None
+    return next((str(file.locate()) for file in files if file.name == SONAME), None)
+
+
+def _path_in_process() -> str | None:
+    """Return the path of an NCCL that somebody, such as CuPy, has opened in this process."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    paths = (line.partition("/")[2] for line in lines)
+    return next((f"/{path}" for path in paths if Path(path).name.startswith("libnccl.so")), None)
+
+
+def open_first(ffi: Any, places: Iterator[tuple[str, str]], open_path: Opener) -> NcclLibrary:
+    """Return the first library of ``places`` that opens and is new enough.
+
+    Raises:
+        BackendUnavailableError: there is none; says of each place what was wrong.
+    """
+    problems = []
+    for place, path in places:
+        found = _attempt(ffi, open_path, path)
+        if isinstance(found, NcclLibrary):
+            return found
+        problems.append(f"{place}: {found}")
+    raise BackendUnavailableError(
+        f"CuPy arrays travel through NCCL, which was not found ({'; '.join(problems)}). {_REMEDY}"
+    )
+
+
+def _attempt(ffi: Any, open_path: Opener, path: str) -> NcclLibrary | str:
+    """Return the library at ``path``, or the reason why it cannot be used."""
+    try:
+        return _checked(ffi, open_path(path), path)
+    except (OSError, AttributeError, BackendUnavailableError) as error:
+        return str(error)
+
+
+def _checked(ffi: Any, lib: Any, path: str) -> NcclLibrary:
+    room = ffi.new("int *")
+    status = lib.ncclGetVersion(room)
+    if status != lib.ncclSuccess:
+        raise BackendUnavailableError(f"{path}: ncclGetVersion gave status {status}")
+    version = int(room[0])
+    if version < MINIMUM:
+        found = version_text(version)
+        raise BackendUnavailableError(f"{path} is NCCL {found}, too old: {_WHY_MINIMUM}")
+    return NcclLibrary(ffi, lib, path, version)
+
+
+def version_text(code: int) -> str:
+    """Return ``"2.27.3"`` for 22703; versions up to 2.8 are coded with one digit less."""
+    unit = 10_000 if code >= 10_000 else 1_000
+    return f"{code // unit}.{code % unit // 100}.{code % 100}"

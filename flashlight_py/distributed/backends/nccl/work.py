@@ -1,0 +1,55 @@
+"""A collective on the communication stream, as a ``Work``."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from flashlight_py.distributed.backends.nccl.streams import Flight
+from flashlight_py.distributed.work import Work
+from flashlight_py.errors import CollectiveTimeoutError
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.backends.nccl.backend import NcclBackend
+
+__all__ = ["StreamWork"]
+
+# CUDA has no wait with a time limit, and one without would not answer Ctrl-C.
+_INTERVAL = 0.0002
+
+
+class StreamWork(Work):
+    """Waiting makes the caller's current stream wait; the host blocks only for a ``timeout``."""
+
+    def __init__(self, backend: NcclBackend, flight: Flight, result: Any) -> None:
+        self._backend, self._flight, self._result = backend, flight, result
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the result, which the current stream can use; see ``Work``.
+
+        With ``timeout`` the host blocks, up to so many seconds, until the device is done.
+        """
+        if timeout is not None:
+            self.block(timeout)
+        self._backend.join(self._flight)
+        return self._result
+
+    def is_completed(self) -> bool:
+        """Tell whether the device is done with it, or it failed."""
+        return self._backend.has_ended(self._flight)
+
+    def block(self, timeout: float) -> None:
+        """Block the host until it has ended, well or not, for at most ``timeout`` seconds.
+
+        Raises:
+            CollectiveTimeoutError: it has not; it goes on, and can be waited for again.
+        """
+        end = time.monotonic() + timeout
+        while not self.is_completed():
+            if time.monotonic() >= end:
+                raise CollectiveTimeoutError(
+                    f"[{self._flight.verb}] rank {self._backend.rank} of {self._backend.size}: "
+                    f"still running after wait(timeout={timeout:g}) seconds; it goes on, and can "
+                    "be waited for again"
+                )
+            time.sleep(_INTERVAL)
