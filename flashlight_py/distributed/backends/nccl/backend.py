@@ -176,7 +176,9 @@ class NcclBackend(Backend):
         """Block the host until every collective that this rank has started has ended."""
         newest = self._flights.newest()
         if newest is not None:
-            StreamWork(self, newest, None).wait(self._communicator.timeout)
+            work = StreamWork(self, newest, None)
+            work.block()  # the watchdog sees to it that this ends
+            work.wait()
 
     def close(self) -> None:
         """End the communicator, cutting off what still runs; may be repeated."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ class StreamWork(Work):
         """Tell whether the device is done with it, or it failed."""
         return self._backend.has_ended(self._flight)
 
-    def block(self, timeout: float) -> None:
+    def block(self, timeout: float = math.inf) -> None:
         """Block the host until it has ended, well or not, for at most ``timeout`` seconds.
 
         Raises:

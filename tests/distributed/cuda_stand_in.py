@@ -1,0 +1,297 @@
+"""A stand-in for CuPy and NCCL on machines without a GPU: for what the host does, nothing else.
+
+Its arrays are NumPy's in disguise, its streams and events do nothing but keep a log, and its NCCL
+moves bytes over the group's CPU backend, at once. What a test shows with it is which functions of
+NCCL are called, with which addresses, counts, types and operations, in which order with events
+and waits. It shows nothing of CUDA or NCCL themselves: tests/gpu does, where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from flashlight_py import _native
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.nccl import joining
+from flashlight_py.distributed.backends.nccl.library import NcclLibrary
+from flashlight_py.distributed.exchange import exchange_bytes
+
+LOG: list[tuple[Any, ...]] = []
+
+
+class StandInArray(np.ndarray):
+    """A NumPy array that says it is on a GPU."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.__array_interface__["data"][0])
+
+    @property
+    def device(self) -> Any:
+        """The device that is current now: one that was chosen stays chosen in these tests."""
+        return SimpleNamespace(id=getattr(self, "elsewhere", Device.current))
+
+    def get(self) -> np.ndarray:
+        return np.array(self, subok=False)
+
+
+class Event:
+    """``done`` unless a test holds it back."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+        self.number = next(self._numbers)
+        self.done = True
+
+    def record(self, stream: Stream) -> None:
+        LOG.append(("record", stream.name, self.number))
+
+
+class Stream:
+    """The current one is the last that was entered."""
+
+    current: Stream
+
+    def __init__(self, non_blocking: bool = False, name: str = "communication") -> None:
+        self.name = name
+        self.ptr = id(self)
+        self._before: list[Stream] = []
+
+    def wait_event(self, event: Event) -> None:
+        LOG.append(("wait", self.name, event.number))
+
+    def __enter__(self) -> Stream:
+        self._before.append(Stream.current)
+        Stream.current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Stream.current = self._before.pop()
+
+
+Stream.current = Stream(name="default")
+
+
+class Device:
+    current = 0
+
+    def __init__(self, index: int) -> None:
+        self.id = index
+        self.pci_bus_id = f"0000:{index:02x}:00.0"
+
+    def use(self) -> None:
+        Device.current = self.id
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class StandInCupy(ModuleType):
+    """Whatever NumPy has, with arrays of the stand-in as results."""
+
+    ndarray = StandInArray
+
+    def __init__(self, devices: int) -> None:
+        super().__init__("cupy")
+        runtime = SimpleNamespace(getDeviceCount=lambda: devices, CUDARuntimeError=OSError)
+        self.cuda = SimpleNamespace(
+            Stream=Stream,
+            Event=Event,
+            Device=Device,
+            runtime=runtime,
+            get_current_stream=lambda index=-1: Stream.current,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(np, name)
+        return _disguised(value) if callable(value) and not isinstance(value, type) else value
+
+    def asarray(self, value: Any, dtype: Any = None) -> StandInArray:
+        return np.array(value, dtype, subok=False).view(StandInArray)
+
+
+def _disguised(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        result = function(*args, **options)
+        return result.view(StandInArray) if isinstance(result, np.ndarray) else result
+
+    return call
+
+
+class StandInNccl:
+    """NCCL's functions as CFFI would offer them; enumerators are the binding's own."""
+
+    def __init__(self, ffi: Any, cpu: Backend | None) -> None:
+        self.ffi, self._cpu = ffi, cpu
+        for enum in ("ncclResult_t", "ncclRedOp_t", "ncclDataType_t", "ncclScalarResidence_t"):
+            vars(self).update(ffi.typeof(enum).relements)
+        names = {code: name for name, code in ffi.typeof("ncclDataType_t").relements.items()}
+        self._names = {code: name.removeprefix("nccl").lower() for code, name in names.items()}
+        self._scales: dict[int, Any] = {}
+        self._group: list[tuple[Any, ...]] | None = None
+        self._texts = [ffi.new("char[]", text) for text in (b"stand-in status", b"stand-in words")]
+
+    def ncclGetErrorString(self, status: int) -> Any:
+        return self._texts[0]
+
+    def ncclGetLastError(self, comm: Any) -> Any:
+        return self._texts[1]
+
+    def ncclGetUniqueId(self, room: Any) -> int:
+        self.ffi.buffer(room)[:] = bytes(range(128))
+        return 0
+
+    def ncclCommInitRankConfig(
+        self, place: Any, ranks: int, identity: Any, rank: int, config: Any
+    ) -> int:
+        assert (ranks, rank) == (self._cpu.size, self._cpu.rank)
+        assert bytes(self.ffi.buffer(self.ffi.addressof(identity))) == bytes(range(128))
+        assert config.blocking == 0
+        place[0] = self.ffi.cast("ncclComm_t", 1)
+        return 0
+
+    def ncclCommGetAsyncError(self, comm: Any, state: Any) -> int:
+        state[0] = 0
+        return 0
+
+    def ncclCommFinalize(self, comm: Any) -> int:
+        LOG.append(("finalize",))
+        return 0
+
+    def ncclCommDestroy(self, comm: Any) -> int:
+        LOG.append(("destroy",))
+        return 0
+
+    def ncclRedOpCreatePreMulSum(
+        self, op: Any, scalar: Any, code: int, residence: int, comm: Any
+    ) -> int:
+        kind = self._dtype(code)
+        op[0] = 100 + len(self._scales)
+        assert residence == self.ncclScalarHostImmediate
+        self._scales[op[0]] = np.frombuffer(self.ffi.buffer(scalar)[:], kind)[0]
+        return 0
+
+    def ncclRedOpDestroy(self, op: int, comm: Any) -> int:
+        del self._scales[op]
+        return 0
+
+    def ncclGroupStart(self) -> int:
+        assert self._group is None
+        self._group = []
+        return 0
+
+    def ncclGroupEnd(self) -> int:
+        calls, self._group = self._group, None
+        messages = [call for call in calls or () if call[0] in ("send", "recv")]
+        if messages:
+            self._exchange_messages(messages)
+        for call in calls or ():
+            if call[0] not in ("send", "recv"):
+                self._collective(*call)
+        return 0
+
+    def ncclAllReduce(self, *arguments: Any) -> int:
+        return self._do("all_reduce", *arguments)
+
+    def ncclReduceScatter(self, *arguments: Any) -> int:
+        return self._do("reduce_scatter", *arguments)
+
+    def ncclReduce(self, *arguments: Any) -> int:
+        return self._do("reduce", *arguments)
+
+    def ncclBroadcast(self, *arguments: Any) -> int:
+        return self._do("broadcast", *arguments)
+
+    def ncclAllGather(self, *arguments: Any) -> int:
+        return self._do("all_gather", *arguments)
+
+    def ncclSend(self, *arguments: Any) -> int:
+        return self._do("send", *arguments)
+
+    def ncclRecv(self, *arguments: Any) -> int:
+        return self._do("recv", *arguments)
+
+    def _do(self, name: str, *arguments: Any) -> int:
+        LOG.append(("nccl", name, self._group is not None))
+        if self._group is not None:
+            self._group.append((name, *arguments))
+        elif name == "send":
+            source, count, code, peer, _, _ = arguments
+            self._cpu.send(self._at(source, count, code).copy(), peer, 12345, True).wait()
+        elif name == "recv":
+            target, count, code, peer, _, _ = arguments
+            self._cpu.recv(self._at(target, count, code), peer, 12345, True).wait()
+        else:
+            self._collective(name, *arguments)
+        return 0
+
+    def _collective(
+        self, name: str, source: Any, target: Any, count: int, code: int, *rest: Any
+    ) -> None:
+        size, rank = self._cpu.size, self._cpu.rank
+        given = count * size if name == "reduce_scatter" else count
+        op = rest[0] if "reduce" in name else 0
+        sends = name != "broadcast" or rest[0] == rank
+        mine = self._at(source, given, code) if sends else np.empty(0, self._dtype(code))
+        if op in self._scales:
+            mine = (mine * self._scales[op]).astype(mine.dtype)
+        blobs = exchange_bytes(self._cpu, mine.tobytes())
+        everyone = [np.frombuffer(blob, mine.dtype) for blob in blobs]
+        if name == "broadcast":
+            self._at(target, count, code)[:] = everyone[rest[0]]
+        elif name == "all_gather":
+            self._at(target, count * size, code)[:] = np.concatenate(everyone)
+        else:
+            ufunc = {1: np.multiply, 2: np.maximum, 3: np.minimum}.get(op, np.add)
+            total = ufunc.reduce(everyone, dtype=mine.dtype)
+            if name == "reduce_scatter":
+                total = total[rank * count : (rank + 1) * count]
+            if name != "reduce" or rest[1] == rank:
+                self._at(target, count, code)[:] = total
+
+    def _exchange_messages(self, calls: list[tuple[Any, ...]]) -> None:
+        sent = [
+            (peer, self._at(source, count, code).tobytes())
+            for name, source, count, code, peer, _, _ in calls
+            if name == "send"
+        ]
+        everyone = [pickle.loads(blob) for blob in exchange_bytes(self._cpu, pickle.dumps(sent))]
+        inbox = [[data for to, data in sends if to == self._cpu.rank] for sends in everyone]
+        for name, target, count, code, peer, _, _ in calls:
+            if name == "recv":
+                kind = self._dtype(code)
+                self._at(target, count, code)[:] = np.frombuffer(inbox[peer].pop(0), kind)
+        assert not any(inbox), "messages that nobody received"
+
+    def _dtype(self, code: int) -> np.dtype[Any]:
+        name = self._names[code]
+        if name == "bfloat16":
+            import ml_dtypes
+
+            return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(name)
+
+    def _at(self, pointer: Any, count: int, code: int) -> np.ndarray:
+        kind = self._dtype(code)
+        return np.frombuffer(self.ffi.buffer(pointer, count * kind.itemsize), kind)
+
+
+def install(cpu: Backend, devices: int = 8) -> StandInNccl:
+    """Make this process believe that it has ``devices`` GPUs and NCCL 2.27.3."""
+    ffi = _native.load("nccl").ffi
+    nccl = StandInNccl(ffi, cpu)
+    sys.modules["cupy"] = StandInCupy(devices)
+    library = NcclLibrary(ffi, nccl, "stand-in", 22703)
+    joining.load = lambda: library  # type: ignore[assignment]
+    return nccl

@@ -1,0 +1,296 @@
+"""What becomes of failures of NCCL, with a stand-in for it: a machine without a GPU has no others.
+
+A communicator that never settles, one that loses a peer, and the order of events and waits
+between streams cannot be had from the real library here; tests/gpu has them for real.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py import _native
+from flashlight_py.distributed.backends.nccl.backend import NcclBackend
+from flashlight_py.distributed.backends.nccl.communicator import Communicator
+from flashlight_py.distributed.backends.nccl.library import NcclLibrary
+from flashlight_py.distributed.backends.single import SingleBackend
+from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.work import Done, Work
+from flashlight_py.errors import (
+    CollectiveTimeoutError,
+    DistributedError,
+    GroupClosedError,
+    PeerLostError,
+)
+from tests.distributed import cuda_stand_in
+from tests.distributed.cuda_stand_in import LOG, Event, StandInCupy, StandInNccl, Stream
+
+ffi = _native.load("nccl").ffi
+IN_PROGRESS, REMOTE, INVALID_USAGE = 7, 6, 5
+
+
+class Cpu(SingleBackend):
+    """The CPU's side of a group of two, whose other rank never answers."""
+
+    size = 2
+    path = "the CPU"
+
+    def barrier(self, timeout: float | None = None) -> Work:
+        raise CollectiveTimeoutError("rank 1 did not come")
+
+
+class Nccl(StandInNccl):
+    """Does nothing, and answers what a test says."""
+
+    def __init__(self) -> None:
+        super().__init__(ffi, Cpu())
+        self.answers: dict[str, int] = {}
+        self.calls: list[str] = []
+        self.state = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        function = super().__getattribute__(name)
+        if not name.startswith("nccl") or not callable(function):
+            return function
+
+        def call(*arguments: Any) -> Any:
+            self.calls.append(name)
+            return self.answers[name] if name in self.answers else function(*arguments)
+
+        return call
+
+    def ncclCommGetAsyncError(self, comm: Any, state: Any) -> int:
+        state[0] = self.state
+        return 0
+
+    def ncclCommAbort(self, comm: Any) -> int:
+        return 0
+
+    def _do(self, name: str, *arguments: Any) -> int:
+        LOG.append(("nccl", name))
+        return 0
+
+
+@pytest.fixture
+def nccl() -> Nccl:
+    LOG.clear()
+    return Nccl()
+
+
+def communicator(nccl: Nccl, timeout: float = 0.05) -> Communicator:
+    made = Communicator(NcclLibrary(ffi, nccl, "stand-in", 22703), bytes(range(128)), 0, 2, timeout)
+    made.who_is_missing = lambda: "rank 1 is missing"
+    return made
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> StandInCupy:
+    library = StandInCupy(1)
+    monkeypatch.setitem(sys.modules, "cupy", library)
+    return library
+
+
+@pytest.fixture
+def backend(nccl: Nccl, cupy: StandInCupy) -> Any:
+    made = NcclBackend(Cpu(), communicator(nccl, 30.0), cupy, 0)
+    yield made
+    made.close()
+
+
+# The communicator ---------------------------------------------------------------------------
+
+
+def test_joining_ends_with_the_timeout_when_a_rank_does_not_come(nccl: Nccl) -> None:
+    nccl.answers["ncclCommInitRankConfig"] = IN_PROGRESS
+    nccl.state = IN_PROGRESS
+    with pytest.raises(CollectiveTimeoutError, match=r"\[init\] rank 0 of 2.*within 0.05 seconds"):
+        communicator(nccl)
+
+
+def test_a_late_call_cuts_off_once_and_names_who_is_missing(nccl: Nccl) -> None:
+    made = communicator(nccl)
+    nccl.state = IN_PROGRESS
+    with pytest.raises(CollectiveTimeoutError, match="rank 1 is missing"):
+        made.call("all_reduce", lambda: IN_PROGRESS)
+    made.close()
+    assert nccl.calls.count("ncclCommAbort") == 1
+    assert "ncclCommDestroy" not in nccl.calls
+    with pytest.raises(GroupClosedError, match=r"\[broadcast\].*broke before:.*\[all_reduce\]"):
+        made.require("broadcast")
+
+
+def test_a_call_that_is_on_its_way_is_waited_for(nccl: Nccl) -> None:
+    made = communicator(nccl, timeout=30.0)
+    nccl.state = IN_PROGRESS
+    threading.Timer(0.02, vars(nccl).update, [{"state": 0}]).start()
+    made.call("all_reduce", lambda: IN_PROGRESS)
+    assert made.broken is None
+
+
+def test_a_lost_peer_breaks_the_communicator_from_any_thread(nccl: Nccl) -> None:
+    made = communicator(nccl, timeout=30.0)
+    nccl.state = REMOTE
+    watcher = threading.Thread(target=made.watch, args=("all_reduce", time.monotonic()))
+    watcher.start()
+    watcher.join()
+    assert isinstance(made.broken, PeerLostError)
+    assert nccl.calls.count("ncclCommAbort") == 1
+    assert "rank 1 is missing" in str(made.error())
+
+
+def test_what_takes_too_long_is_cut_off_and_what_does_not_is_left(nccl: Nccl) -> None:
+    made = communicator(nccl, timeout=5.0)
+    made.watch("all_reduce", time.monotonic())
+    assert made.broken is None
+    made.watch("all_reduce", time.monotonic() - 6.0)
+    assert isinstance(made.broken, CollectiveTimeoutError)
+
+
+def test_a_failure_inside_a_group_is_raised_after_its_end(nccl: Nccl) -> None:
+    made = communicator(nccl)
+
+    def begin_two() -> None:
+        with made.together("all_reduce"):
+            made.call("all_reduce", lambda: INVALID_USAGE)
+            made.call("all_reduce", lambda: 0)
+
+    with pytest.raises(DistributedError, match=r"status 5"):
+        begin_two()
+    assert nccl.calls.index("ncclGroupEnd") < nccl.calls.index("ncclCommAbort")
+
+
+def test_the_scaled_sum_is_given_back(nccl: Nccl) -> None:
+    made = communicator(nccl)
+    with made.scaled_sum("all_reduce", 0.5, np.dtype("float32"), nccl.ncclFloat32) as op:
+        assert nccl._scales == {op: np.float32(0.5)}
+    assert nccl._scales == {}
+
+
+@pytest.mark.parametrize(("scale", "kind", "scalar"), [(300.0, "uint8", 44), (-3.0, "int64", -3)])
+def test_whole_scales_wrap_as_on_the_cpu(nccl: Nccl, scale: float, kind: str, scalar: int) -> None:
+    codes = {"uint8": nccl.ncclUint8, "int64": nccl.ncclInt64}
+    with communicator(nccl).scaled_sum("all_reduce", scale, np.dtype(kind), codes[kind]) as op:
+        assert nccl._scales[op] == scalar
+
+
+@pytest.mark.parametrize("status", [0, IN_PROGRESS])
+def test_an_orderly_end_destroys(nccl: Nccl, status: int) -> None:
+    made = communicator(nccl)
+    nccl.answers["ncclCommFinalize"] = status
+    made.close()
+    made.close()
+    assert nccl.calls.count("ncclCommDestroy") == 1
+    assert "ncclCommAbort" not in nccl.calls
+
+
+def test_an_end_that_the_others_do_not_join_is_cut_off(nccl: Nccl) -> None:
+    made = communicator(nccl)
+    nccl.answers["ncclCommFinalize"] = nccl.state = IN_PROGRESS
+    made.close()
+    assert nccl.calls.count("ncclCommAbort") == 1
+
+
+# Streams, events and lifetimes --------------------------------------------------------------
+
+
+def test_streams_wait_for_each_other_and_the_host_for_none(backend: Any, cupy: StandInCupy) -> None:
+    x = cupy.asarray(np.ones(4))
+    with Stream(name="mine"):
+        work = backend.all_reduce(x, ReduceOp.SUM, 1.0)
+        assert [entry[:2] for entry in LOG] == [
+            ("record", "mine"),
+            ("wait", "communication"),
+            ("nccl", "all_reduce"),
+            ("record", "communication"),
+        ]
+        assert LOG[0][2] == LOG[1][2]
+        assert work.wait() is x
+    assert LOG[4] == ("wait", "mine", LOG[3][2])
+
+
+def test_a_blocking_verb_orders_the_current_stream_at_once(backend: Any, cupy: StandInCupy) -> None:
+    work = backend.broadcast(cupy.asarray(np.ones(4)), 0, blocking=True)
+    assert isinstance(work, Done)
+    assert LOG[-1] == ("wait", "default", LOG[-2][2])
+
+
+def test_arrays_are_kept_until_the_device_is_done(
+    backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Event, "__init__", not_done)
+    work = backend.all_reduce(cupy.asarray(np.ones(4)), ReduceOp.SUM, 1.0)
+    flight = backend._flights.newest()
+    assert len(flight.arrays) == 1
+    assert not work.is_completed()
+    with pytest.raises(CollectiveTimeoutError, match="still running"):
+        work.wait(timeout=0.01)
+    flight.event.done = True
+    assert work.is_completed()
+    assert len(flight.arrays) == 0
+    assert work.wait(timeout=0.01) is not None
+
+
+def not_done(event: Event, block: bool = False, disable_timing: bool = False) -> None:
+    event.number, event.done = next(Event._numbers), False
+
+
+def test_work_in_flight_when_the_communicator_breaks_raises_what_broke_it(
+    backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = cupy.asarray(np.ones(4))
+    ended = backend.all_reduce(x, ReduceOp.SUM, 1.0)
+    assert ended.is_completed()
+    monkeypatch.setattr(Event, "__init__", not_done)
+    work = backend.all_reduce(x, ReduceOp.SUM, 1.0)
+    flight = backend._flights.newest()
+    backend._communicator.fail(PeerLostError("rank 1 is gone"))
+    flight.event.done = True  # an aborted kernel ends as well, with half an answer
+    assert work.is_completed()
+    with pytest.raises(PeerLostError, match=r"rank 1 is gone\. Asked over the CPU: rank 1 did not"):
+        work.wait()
+    assert ended.wait() is x
+    with pytest.raises(GroupClosedError, match="broke before"):
+        backend.all_reduce(x, ReduceOp.SUM, 1.0)
+
+
+def test_the_watchdog_finds_what_takes_too_long(
+    nccl: Nccl, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = NcclBackend(Cpu(), communicator(nccl), cupy, 0)
+    monkeypatch.setattr(Event, "__init__", not_done)
+    backend.all_reduce(cupy.asarray(np.ones(4)), ReduceOp.SUM, 1.0)
+    with pytest.raises(CollectiveTimeoutError, match=r"within 0.05 seconds.*Asked over the CPU"):
+        backend.synchronize()
+    backend.close()
+    assert nccl.calls.count("ncclCommAbort") == 1
+    assert not any(thread.name == "flashlight-nccl" for thread in threading.enumerate())
+
+
+def test_several_arrays_begin_as_one(backend: Any, nccl: Nccl, cupy: StandInCupy) -> None:
+    arrays = [cupy.asarray(np.ones(n)) for n in (3, 0, 5)]
+    nccl.calls.clear()
+    backend.all_reduce_many(arrays, ReduceOp.SUM, 1.0)
+    assert nccl.calls == ["ncclGroupStart", "ncclAllReduce", "ncclAllReduce", "ncclGroupEnd"]
+    assert sum(entry[0] == "record" for entry in LOG) == 2
+
+
+def test_an_array_on_another_device_is_refused_before_anything_is_sent(
+    backend: Any, nccl: Nccl, cupy: StandInCupy
+) -> None:
+    x = cupy.asarray(np.ones(3))
+    x.elsewhere = 1
+    nccl.calls.clear()
+    with pytest.raises(ValueError, match="device 0, and the array is on device 1"):
+        backend.all_reduce(x, ReduceOp.SUM, 1.0)
+    assert nccl.calls == []
+
+
+def test_the_stand_in_is_never_taken_for_numpy() -> None:
+    assert not isinstance(
+        cuda_stand_in.StandInCupy(1).asarray([1.0]).get(), cuda_stand_in.StandInArray
+    )

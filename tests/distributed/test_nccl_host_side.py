@@ -1,0 +1,69 @@
+"""What the host does for every verb, on real processes with a stand-in for CuPy and NCCL.
+
+Shown here: counts, types, offsets, operations and grouping, on all ranks together. Not shown:
+anything of CUDA or NCCL; the same functions run on them in tests/gpu.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu import verbs
+
+
+@pytest.fixture(params=[2, 3])
+def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
+    return pool(request.param, env={"STAND_IN": "1"})
+
+
+@pytest.mark.parametrize("dtype", verbs.DTYPES)
+def test_all_reduce_of_every_dtype_layout_and_op(ranks: Any, dtype: str) -> None:
+    for layout in verbs.LAYOUTS:
+        ranks.run(verbs.all_reduce_every_op, dtype, layout)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_all_reduce_multiple_of_mixed_arrays(ranks: Any, contiguous: bool, async_op: bool) -> None:
+    ranks.run(verbs.all_reduce_multiple_mixed, contiguous, async_op)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int16", "bool", "complex128"])
+def test_broadcast_gathers_and_composed_verbs(ranks: Any, dtype: str) -> None:
+    for count in (0, 1, 1000):
+        ranks.run(verbs.broadcast_from_each, dtype, count)
+        ranks.run(verbs.all_gather_unequal, dtype, count)
+    if dtype not in ("bool", "complex128"):
+        ranks.run(verbs.composed_verbs, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint16", "complex64"])
+def test_reduce_scatter_keeps_this_ranks_part(ranks: Any, dtype: str) -> None:
+    for rows in (0, 1, 100):
+        ranks.run(verbs.reduce_scatter_parts, dtype, rows)
+
+
+def test_messages(ranks: Any) -> None:
+    for count in (0, 1, 5000):
+        ranks.run(verbs.ring_of_messages, count)
+
+
+def test_a_message_of_another_shape_is_refused_on_both_sides(ranks: Any) -> None:
+    told = ranks.run(verbs.message_of_another_shape)
+    assert "rank 1 float64 (4,)" in told[0]
+    assert "rank 0 float64 (3,)" in told[1]
+
+
+def test_gathers_of_different_shapes_are_refused_everywhere(ranks: Any) -> None:
+    told = ranks.run(verbs.all_gather_of_different_shapes)
+    assert all("only the first dimension may differ" in text for text in told)
+
+
+def test_numpy_and_cupy_arrays_go_their_own_ways_in_one_group(ranks: Any) -> None:
+    assert ranks.run(verbs.side_by_side) == [["GLOO", "NCCL"]] * ranks.size
+
+
+def test_works_and_arrays_may_be_dropped(ranks: Any) -> None:
+    ranks.run(verbs.dropped_work_is_safe)

@@ -1,0 +1,227 @@
+"""What runs on the ranks: every verb on CuPy arrays, compared with NumPy.
+
+NCCL chooses the order of a sum by itself and rounds narrow floats at every step, so floats are
+compared with a tolerance; what only moves, and integers, must be equal.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+import flashlight_py as fl
+from tests.distributed import conformance
+from tests.distributed.conformance import values
+
+# NCCL has no longdouble; CuPy's stable releases know no bfloat16.
+DTYPES = [
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+]
+LAYOUTS = ["contiguous", "fortran", "strided", "reversed", "scalar-shaped", "empty", "one element"]
+TOLERANCE = {"float16": 1e-2, "float32": 1e-5, "complex64": 1e-5}
+
+
+def cupy() -> Any:
+    """CuPy; where a test set STAND_IN, the stand-in of cuda_stand_in.py takes its place."""
+    if os.environ.get("STAND_IN"):
+        install_stand_in()
+    import cupy
+
+    return cupy
+
+
+def install_stand_in() -> None:
+    import sys
+
+    from flashlight_py.distributed.world import current_world
+    from tests.distributed import cuda_stand_in
+
+    if "cupy" not in sys.modules:
+        cuda_stand_in.install(current_world().group.backend())
+
+
+def on_gpu(array: Any, layout: str = "contiguous") -> Any:
+    """The values of ``array`` on this rank's GPU, laid out as asked."""
+    moved = cupy()
+    fl.distributed.use_local_device()
+    if layout == "fortran":
+        return moved.array(array, order="F")
+    if layout == "strided":
+        room = moved.zeros((array.shape[0] * 2, *array.shape[1:]), array.dtype)
+        room[::2] = moved.asarray(array)
+        return room[::2]
+    if layout == "reversed":
+        return moved.asarray(array[::-1].copy())[::-1]
+    return moved.asarray(array)
+
+
+def assert_close(got: Any, expected: Any, name: str, what: str) -> None:
+    host = got.get()
+    assert host.dtype == expected.dtype, what
+    assert host.shape == expected.shape, what
+    if np.dtype(name).kind in "fc":
+        tolerance = TOLERANCE.get(name, 1e-12)
+        np.testing.assert_allclose(host, expected, tolerance, tolerance, err_msg=what)
+    else:
+        np.testing.assert_array_equal(host, expected, err_msg=what)
+
+
+def ops_of(name: str) -> list[str]:
+    ops = conformance.ops_of(name)
+    return [op for op in ops if not (op == "prod" and name.startswith("complex"))]
+
+
+def all_reduce_every_op(rank: int, size: int, name: str, layout: str) -> None:
+    shape = conformance.shape_of(layout)
+    everyone = [values(r, shape, name) for r in range(size)]
+    for op in ops_of(name):
+        for scale in (1.0,) if name == "bool" else (1.0, 3.0):
+            x = on_gpu(everyone[rank], layout)
+            assert fl.all_reduce(x, scale=scale, op=op) is x
+            what = f"all_reduce {name} {layout} {op} scale={scale} on rank {rank} of {size}"
+            expected = conformance.combined(everyone, op, scale, flat=True)
+            assert_close(x, expected.reshape(shape), name, what)
+    if np.dtype(name).kind in "fc":
+        x = on_gpu(everyone[rank], layout)
+        work = fl.all_reduce(x, scale=0.25, async_op=True)
+        assert work.wait() is x
+        assert_close(x, conformance.combined(everyone, "sum", 0.25, flat=True), name, "async")
+
+
+def all_reduce_multiple_mixed(rank: int, size: int, contiguous: bool, async_op: bool) -> None:
+    """CuPy and NumPy arrays in one list: each kind goes its own way."""
+    names = ["float32", "float64", "float32", "int16", "float16", "float32"]
+    shapes = [(3, 4), (5,), (), (2, 2), (0,), (1000,)]
+    everyone = [
+        [values(r, shape, name) for name, shape in zip(names, shapes, strict=True)]
+        for r in range(size)
+    ]
+    host = values(rank, (7,), "float64")
+    xs = [*(on_gpu(x) for x in everyone[rank]), host]
+    xs[0] = on_gpu(everyone[rank][0], "fortran")
+    result = fl.all_reduce_multiple(xs, scale=2.0, contiguous=contiguous, async_op=async_op)
+    got = result.wait() if async_op else result
+    assert all(a is b for a, b in zip(got, xs, strict=True))
+    for i, name in enumerate(names):
+        expected = conformance.combined([arrays[i] for arrays in everyone], "sum", 2.0, flat=True)
+        assert_close(xs[i], expected, name, f"array {i}, contiguous={contiguous}")
+    theirs = [values(r, (7,), "float64") for r in range(size)]
+    np.testing.assert_allclose(host, 2.0 * np.sum(theirs, axis=0), rtol=1e-12)
+
+
+def broadcast_from_each(rank: int, size: int, name: str, count: int) -> None:
+    for root in range(size):
+        for layout in ("contiguous", "strided"):
+            x = on_gpu(values(rank, (count,), name), layout)
+            assert fl.broadcast(x, root=root) is x
+            np.testing.assert_array_equal(x.get(), values(root, (count,), name))
+
+
+def all_gather_unequal(rank: int, size: int, name: str, rows: int) -> None:
+    for lengths in ([rows * r for r in range(size)], [rows] * size):
+        everyone = [values(r, (lengths[r], 3), name) for r in range(size)]
+        for layout in ("contiguous", "fortran"):
+            x = on_gpu(everyone[rank], layout)
+            np.testing.assert_array_equal(fl.all_gather(x).get(), np.concatenate(everyone))
+            np.testing.assert_array_equal(x.get(), everyone[rank])
+    np.testing.assert_array_equal(fl.all_gather(on_gpu(np.array(rank))).get(), np.arange(size))
+
+
+def all_gather_of_different_shapes(rank: int, size: int) -> str:
+    """Return what the mismatch is told as."""
+    try:
+        fl.all_gather(on_gpu(np.zeros((2, 3 + rank))))
+    except fl.errors.MismatchError as error:
+        return str(error)
+    return ""
+
+
+def reduce_scatter_parts(rank: int, size: int, name: str, rows: int) -> None:
+    everyone = [values(r, (rows * size, 2), name) for r in range(size)]
+    for op in ops_of(name):
+        x = on_gpu(everyone[rank], "fortran")
+        part = fl.reduce_scatter(x, op=op)
+        whole = conformance.combined(everyone, op, 1.0, flat=True)
+        assert_close(part, whole[rows * rank : rows * (rank + 1)], name, f"{op} {name}")
+        np.testing.assert_array_equal(x.get(), everyone[rank])
+
+
+def ring_of_messages(rank: int, size: int, count: int) -> None:
+    """Each sends to the next; even ranks send first."""
+    x = on_gpu(values(rank, (count,), "float32"))
+    y = on_gpu(np.zeros(count, np.float32))
+    steps = [
+        lambda: fl.send(x, (rank + 1) % size, tag=7),
+        lambda: fl.recv(y, (rank - 1) % size, tag=7),
+    ]
+    first = 1 if rank % 2 or (size % 2 and rank == size - 1) else 0
+    steps[first]()
+    steps[1 - first]()
+    np.testing.assert_array_equal(y.get(), values((rank - 1) % size, (count,), "float32"))
+
+
+def message_of_another_shape(rank: int, size: int) -> str:
+    """Return what the mismatch is told as, on the sender and on the receiver."""
+    x = on_gpu(np.zeros(3 + rank))
+    try:
+        if rank == 0:
+            fl.send(x, 1)
+        elif rank == 1:
+            fl.recv(x, 0)
+    except fl.errors.MismatchError as error:
+        return str(error)
+    return ""
+
+
+def composed_verbs(rank: int, size: int, name: str) -> None:
+    """reduce, gather, scatter and all_to_all, which the backend has ready."""
+    from flashlight_py.distributed.backends.nccl import collect
+    from flashlight_py.distributed.constants import ReduceOp
+    from flashlight_py.distributed.world import current_world
+
+    everyone = [values(r, (2 * size, 3), name) for r in range(size)]
+    x = on_gpu(everyone[rank])
+    backend: Any = current_world().group.backend(x)
+    for root in range(size):
+        gathered = collect.gather(backend, x, root, blocking=True).wait()
+        assert (gathered is None) == (rank != root)
+        if rank == root:
+            np.testing.assert_array_equal(gathered.get(), np.concatenate(everyone))
+        part = on_gpu(np.zeros((2, 3), name))
+        collect.scatter(backend, x, part, root).wait()
+        np.testing.assert_array_equal(part.get(), everyone[root][2 * rank : 2 * rank + 2])
+        y = on_gpu(everyone[rank])
+        backend.reduce(y, ReduceOp.MAX, 1.0, root).wait()
+        highest = np.maximum.reduce(everyone) if rank == root else everyone[rank]
+        np.testing.assert_array_equal(y.get(), highest)
+    got = collect.all_to_all(backend, x).wait().get()
+    expected = np.concatenate([theirs[2 * rank : 2 * rank + 2] for theirs in everyone])
+    np.testing.assert_array_equal(got, expected)
+
+
+def side_by_side(rank: int, size: int) -> list[str]:
+    """NumPy and CuPy arrays in turn, in one group; returns which backends they took."""
+    for i in range(20):
+        host, device = np.full(100, float(rank + i)), on_gpu(np.full(100, float(rank - i)))
+        works = [fl.all_reduce(host, async_op=True), fl.all_reduce(device, async_op=True)]
+        for work in works:
+            work.wait()
+        total = sum(range(size))
+        assert np.all(host == total + size * i)
+        assert np.all(device.get() == total - size * i)
+    fl.sync_distributed()
+    fl.barrier()
+    return [fl.distributed_backend(array).name for array in (host, device)]
+
+
+def dropped_work_is_safe(rank: int, size: int) -> None:
+    """Nobody keeps the Work nor the array; new arrays must not get memory still in use."""
+    for i in range(50):
+        fl.all_reduce(on_gpu(np.full(50_000, float(i))), async_op=True)
+        on_gpu(np.full(50_000, np.nan))
+    x = on_gpu(np.ones(3))
+    fl.all_reduce(x)
+    assert np.all(x.get() == size)
