@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from flashlight_py import kernels
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.optim.optimizer import (
     FirstOrderOptimizer,
     check_at_least_zero,
@@ -63,10 +64,31 @@ class AdamOptimizer(FirstOrderOptimizer):
     def step(self) -> None:
         """Change every parameter that has a gradient, in place; gradients stay as they are."""
         for position, variable in enumerate(self.params):
-            if variable.grad is not None:
-                array = variable.data
+            if variable.grad is None:
+                continue
+            array = variable.data
+            if is_cupy(array):
+                self._fused(position, array, variable.grad)
+            else:
                 grad = self._with_decay(array, variable.grad)
                 array -= self._scaled_mean(position, grad)
+
+    def _fused(self, position: int, array: Array, grad: Array) -> None:
+        self._steps[position] += 1
+        time = self._steps[position]
+        kernels.adam(
+            array,
+            grad,
+            self._mean[position],
+            self._square[position],
+            self.beta1,
+            self.beta2,
+            self.eps,
+            rate=self._lr / (1 - self.beta1**time),
+            correction=1 - self.beta2**time,
+            shrink=1 - self._lr * self.weight_decay if self.decoupled else 1.0,
+            decay=0.0 if self.decoupled else self.weight_decay,
+        )
 
     def _with_decay(self, array: Array, grad: Array) -> Array:
         if self.weight_decay and self.decoupled:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from flashlight_py import kernels
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array
+from flashlight_py.device import Array, is_cupy
 from flashlight_py.optim.optimizer import (
     FirstOrderOptimizer,
     check_at_least_zero,
@@ -56,9 +57,18 @@ class SGDOptimizer(FirstOrderOptimizer):
     def step(self) -> None:
         """Change every parameter that has a gradient, in place; gradients stay as they are."""
         for position, variable in enumerate(self.params):
-            if variable.grad is not None:
-                array = variable.data
+            if variable.grad is None:
+                continue
+            array = variable.data
+            if is_cupy(array):
+                self._fused(position, array, variable.grad)
+            else:
                 array -= self._direction(position, array, variable.grad) * self._rates[position]
+
+    def _fused(self, position: int, array: Array, grad: Array) -> None:
+        velocity = self._velocity[position] if self.momentum else None
+        decay = self.weight_decay
+        kernels.sgd(array, grad, velocity, self._lr, self.momentum, decay, self.nesterov)
 
     def _direction(self, position: int, array: Array, grad: Array) -> Array:
         """Fold ``grad`` into the velocity; return the direction of the step."""

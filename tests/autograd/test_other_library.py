@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from flashlight_py import kernels
 from flashlight_py.autograd import Variable, input, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.nn import (
@@ -35,10 +36,18 @@ STRICT_CASES = [case for case in CASES if not case.name.startswith("categorical"
 
 
 @pytest.fixture
-def strict(monkeypatch: pytest.MonkeyPatch) -> StrictLibrary:
+def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[StrictLibrary]:
     library = StrictLibrary()
     monkeypatch.setitem(sys.modules, "cupy", library)
-    return library
+    forget_kernels()
+    yield library
+    forget_kernels()  # made by the stand-in, of no use to CuPy
+
+
+def forget_kernels() -> None:
+    for value in vars(kernels).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
 
 
 def plain(array: Any) -> np.ndarray:

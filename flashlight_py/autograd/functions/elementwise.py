@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from flashlight_py import kernels
 from flashlight_py.autograd.variable import Variable, record
-from flashlight_py.device import array_module
+from flashlight_py.device import array_module, is_cupy
 
 __all__ = ["exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "relu", "abs", "clamp"]
 
@@ -58,6 +59,8 @@ def sigmoid(x: Variable) -> Variable:
 def relu(x: Variable) -> Variable:
     """Return ``max(x, 0)``; the slope at 0 is 0."""
     out = array_module(x.data).maximum(x.data, 0)
+    if is_cupy(out):
+        return record(out, (x, lambda grad: kernels.relu_slope(grad, out)))
     return record(out, (x, lambda grad: grad * (out > 0)))
 
 

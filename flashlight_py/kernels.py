@@ -1,0 +1,184 @@
+"""Kernels for CuPy arrays that do in one launch what takes several, each some microseconds long.
+
+They are compiled by CuPy when first used. What is narrower than float32 is computed in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from flashlight_py.device import Array
+
+__all__ = ["adam", "mean_square_error", "relu_slope", "scaled_difference", "sgd"]
+
+
+def sgd(
+    param: Array,
+    grad: Array,
+    velocity: Array | None,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool,
+) -> None:
+    """Change ``param`` and ``velocity`` (None: no momentum) in place; all of one shape and dtype.
+
+    The formula is that of ``optim.SGDOptimizer``.
+    """
+    real = _computed_in(param)
+    if velocity is None:
+        _sgd_plain(real)(grad, lr, weight_decay, param)
+    else:
+        _sgd(real, nesterov)(grad, lr, momentum, weight_decay, param, velocity)
+
+
+@functools.cache
+def _sgd_plain(real: str) -> Any:
+    return _elementwise(
+        f"G grad, {real} lr, {real} decay",
+        "T param",
+        """
+        const R value = R(param);
+        param = T(value - (R(grad) + value * decay) * lr);
+        """,
+        "flashlight_sgd",
+        real,
+    )
+
+
+@functools.cache
+def _sgd(real: str, nesterov: bool) -> Any:
+    step = "slope + speed * momentum" if nesterov else "speed"
+    return _elementwise(
+        f"G grad, {real} lr, {real} momentum, {real} decay",
+        "T param, T velocity",
+        f"""
+        const R value = R(param);
+        const R slope = R(grad) + value * decay;
+        const R speed = R(velocity) * momentum + slope;
+        velocity = T(speed);
+        param = T(value - ({step}) * lr);
+        """,
+        "flashlight_sgd_nesterov" if nesterov else "flashlight_sgd_momentum",
+        real,
+    )
+
+
+def adam(
+    param: Array,
+    grad: Array,
+    mean: Array,
+    square: Array,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    rate: float,
+    correction: float,
+    shrink: float,
+    decay: float,
+) -> None:
+    """Change ``param``, ``mean`` and ``square`` in place; all of one shape and dtype.
+
+    ``rate`` is ``lr / (1 - beta1 ** t)`` and ``correction`` is ``1 - beta2 ** t``; ``shrink`` is
+    the factor of decoupled weight decay, ``decay`` the coefficient of the other kind. The formula
+    is that of ``optim.AdamOptimizer``.
+    """
+    keep = (beta1, 1 - beta1, beta2, 1 - beta2)
+    kernel = _adam(_computed_in(param))
+    kernel(grad, *keep, eps, rate, correction, shrink, decay, param, mean, square)
+
+
+@functools.cache
+def _adam(real: str) -> Any:
+    names = ["beta1", "rest1", "beta2", "rest2", "eps", "rate", "correction", "shrink", "decay"]
+    return _elementwise(
+        "G grad, " + ", ".join(f"{real} {name}" for name in names),
+        "T param, T mean, T square",
+        """
+        const R value = R(param) * shrink;
+        const R slope = R(grad) + value * decay;
+        const R first = R(mean) * beta1 + slope * rest1;
+        const R second = R(square) * beta2 + slope * slope * rest2;
+        mean = T(first);
+        square = T(second);
+        param = T(value - first / (sqrt(second / correction) + eps) * rate);
+        """,
+        "flashlight_adam",
+        real,
+    )
+
+
+def relu_slope(grad: Array, out: Array) -> Array:
+    """Return a new array: ``grad`` where ``out`` (same shape) is above 0, else 0."""
+    slope: Array = _relu_slope()(grad, out)
+    return slope
+
+
+@functools.cache
+def _relu_slope() -> Any:
+    import cupy
+
+    return cupy.ElementwiseKernel(
+        "G grad, T out", "G slope", "slope = out > T(0) ? grad : G(0);", "flashlight_relu_slope"
+    )
+
+
+def mean_square_error(prediction: Array, target: Array) -> Array:
+    """Return the mean of ``(prediction - target) ** 2``, without dimensions.
+
+    The same shape and dtype; narrow floats are summed in float32.
+    """
+    mean: Array = _mean_square_error(_computed_in(prediction))(prediction, target)
+    return mean
+
+
+@functools.cache
+def _mean_square_error(real: str) -> Any:
+    import cupy
+
+    return cupy.ReductionKernel(
+        "T p, T t",
+        "T mean",
+        f"({_c(real)}(p) - {_c(real)}(t)) * ({_c(real)}(p) - {_c(real)}(t))",
+        "a + b",
+        "mean = T(a / _in_ind.size())",
+        "0",
+        "flashlight_mean_square_error",
+        reduce_type=_c(real),
+    )
+
+
+def scaled_difference(a: Array, b: Array, factor: Array, scale: float) -> Array:
+    """Return ``(a - b) * (factor * scale)``, new; ``a`` and ``b`` of one shape and dtype.
+
+    ``factor`` has no dimensions, and stays on the device.
+    """
+    result: Array = _scaled_difference(_computed_in(a))(a, b, factor, scale)
+    return result
+
+
+@functools.cache
+def _scaled_difference(real: str) -> Any:
+    return _elementwise(
+        f"T a, T b, G factor, {real} scale",
+        "T result",
+        "result = T((R(a) - R(b)) * (R(factor) * scale));",
+        "flashlight_scaled_difference",
+        real,
+    )
+
+
+def _elementwise(inputs: str, outputs: str, body: str, name: str, real: str) -> Any:
+    """Return a kernel in whose ``body`` ``R`` is the type that it computes in."""
+    import cupy
+
+    return cupy.ElementwiseKernel(inputs, outputs, f"typedef {_c(real)} R;{body}", name)
+
+
+def _computed_in(array: Array) -> str:
+    return "float64" if array.dtype.itemsize == 8 else "float32"
+
+
+def _c(real: str) -> str:
+    return {"float32": "float", "float64": "double"}[real]
