@@ -19,10 +19,10 @@ READY := .venv/.ready
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example test lint wheel bench clean
+.PHONY: help setup example test test-gpu lint wheel bench clean
 
 help: ## show these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## install what is missing: libgloo-dev, .venv, this package (instant when done)
 
@@ -31,6 +31,9 @@ example: $(READY) ## train flashlight's example on 4 real processes
 
 test: lint ## lint, types, then the whole test suite
 	$(IN_VENV) python -m pytest $(PYTEST)
+
+test-gpu: $(READY) ## the tests of tests/gpu; needs CuPy, NCCL and at least one GPU
+	$(IN_VENV) python -m pytest tests/gpu -m gpu $(PYTEST)
 
 lint: $(READY) ## ruff and mypy
 	$(IN_VENV) ruff check . && ruff format --check . && mypy

@@ -22,6 +22,7 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl import joining
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.exchange import exchange_bytes
+from tests.autograd import compiled_kernels
 
 LOG: list[tuple[Any, ...]] = []
 
@@ -116,6 +117,12 @@ class StandInCupy(ModuleType):
     def __getattr__(self, name: str) -> Any:
         value = getattr(np, name)
         return _disguised(value) if callable(value) and not isinstance(value, type) else value
+
+    def ElementwiseKernel(self, *description: str) -> Callable[..., Any]:
+        return _disguised(compiled_kernels.ElementwiseKernel(*description))
+
+    def ReductionKernel(self, *description: str, **options: str) -> Callable[..., Any]:
+        return _disguised(compiled_kernels.ReductionKernel(*description, **options))
 
     def asarray(self, value: Any, dtype: Any = None) -> StandInArray:
         return np.array(value, dtype, subok=False).view(StandInArray)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.gpu import verbs
+from tests.gpu import test_training, verbs
 
 
 @pytest.fixture(params=[2, 3])
@@ -63,6 +64,15 @@ def test_gathers_of_different_shapes_are_refused_everywhere(ranks: Any) -> None:
 
 def test_numpy_and_cupy_arrays_go_their_own_ways_in_one_group(ranks: Any) -> None:
     assert ranks.run(verbs.side_by_side) == [["GLOO", "NCCL"]] * ranks.size
+
+
+@pytest.mark.parametrize("kind", ["sgd", "nesterov", "adam"])
+def test_training_equals_one_process_on_the_cpu(ranks: Any, kind: str) -> None:
+    """Buckets, hooks and fused steps on arrays of a GPU; the kernels are compiled for the CPU."""
+    expected = test_training.train(0, 1, "cpu", kind)
+    for got in ranks.run(test_training.train, "cuda", kind):
+        for one, other in zip(got, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
 
 
 def test_works_and_arrays_may_be_dropped(ranks: Any) -> None:

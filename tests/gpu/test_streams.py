@@ -1,0 +1,112 @@
+"""Communication and computation overlap, and neither waits for the other without need.
+
+A rank that is held back keeps a collective of the others unfinished for as long as the test
+likes, so what goes on meanwhile is seen without measuring time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.world import current_world
+from tests.gpu import verbs
+from tests.gpu.conftest import world
+
+pytestmark = pytest.mark.gpu
+
+ELEMENTS = 4 << 20
+
+
+@pytest.fixture
+def two(pool: Any) -> Any:
+    return pool(2, **world(2))
+
+
+def wait_for_the_other() -> None:
+    """A barrier of the processes alone: fl.barrier() would wait for the GPU as well."""
+    current_world().group.backend().barrier().wait()
+
+
+def warmed_up(rank: int) -> Any:
+    """This rank's array; the first collective of a kind connects, for which the host waits."""
+    x = verbs.on_gpu(np.full(ELEMENTS, rank + 1.0))
+    fl.all_reduce(x.copy())
+    fl.sync_distributed()
+    return x
+
+
+def compute_while_a_collective_waits(rank: int, size: int) -> None:
+    cupy = verbs.cupy()
+    x = warmed_up(rank)
+    if rank == 1:
+        wait_for_the_other()
+        assert float(fl.all_reduce(x)[0].get()) == 3.0
+        return
+    work = fl.all_reduce(x, async_op=True)
+    product = cupy.ones((500, 500)) @ cupy.ones((500, 500))
+    cupy.cuda.get_current_stream().synchronize()  # the computation ends ...
+    assert float(product[0, 0].get()) == 500.0
+    assert not work.is_completed()  # ... while the collective cannot have
+    work.wait()  # the host goes on, and the stream does not
+    after = cupy.cuda.Event(disable_timing=True)
+    after.record()
+    assert not after.done
+    wait_for_the_other()
+    after.synchronize()
+    assert work.is_completed()
+    assert float(x[0].get()) == 3.0
+
+
+def test_computation_overlaps_and_the_host_does_not_wait(two: Any) -> None:
+    two.run(compute_while_a_collective_waits)
+
+
+def collective_on_a_stream_of_the_user(rank: int, size: int) -> None:
+    """The array is still being written on the user's stream when the collective is called."""
+    cupy = verbs.cupy()
+    warmed_up(rank)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for _ in range(20):
+        with stream:
+            x = cupy.zeros(ELEMENTS)
+            for _ in range(50):
+                x += rank + 1.0
+            fl.all_reduce(x)
+            x *= 2.0
+            assert float(x.sum().get()) == 2.0 * 50 * 3.0 * ELEMENTS
+
+
+def test_the_current_stream_is_honoured(two: Any) -> None:
+    two.run(collective_on_a_stream_of_the_user)
+
+
+def gradients_leave_before_the_pass_ends(rank: int, size: int) -> None:
+    """With rank 1 held back before its pass, rank 0's host comes through the whole of its own."""
+    verbs.cupy()
+    device = fl.distributed.use_local_device()
+    fl.set_seed(0)
+    model = fl.nn.Sequential(*(fl.nn.Linear(1500, 1500, dtype="float64") for _ in range(4)))
+    model.to(device)
+    fl.distribute_module_grads(model)
+    x = fl.input(verbs.on_gpu(np.full((8, 1500), rank + 1.0)))
+    for hold in (False, True):  # the first pass connects
+        if hold and rank == 1:
+            wait_for_the_other()
+        for parameter in model.params():
+            parameter.grad = None
+        (model(x) * model(x)).sum().backward()
+        if hold and rank == 0:
+            wait_for_the_other()  # a backward pass that waited for rank 1 would never come here
+    first = model.params()[0].grad
+    assert first is not None
+    theirs = first.copy()
+    fl.broadcast(theirs, root=0)
+    np.testing.assert_array_equal(first.get(), theirs.get())
+
+
+def test_backward_does_not_make_the_host_wait_for_the_others(two: Any) -> None:
+    two.run(gradients_leave_before_the_pass_ends)

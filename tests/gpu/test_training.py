@@ -1,0 +1,61 @@
+"""Training on 1, 2 and 4 GPU ranks gives what one process on the CPU gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.gpu import verbs
+
+pytestmark = pytest.mark.gpu
+
+SAMPLES, STEPS = 60, 20
+
+
+def train(rank: int, size: int, device: str, kind: str) -> list[np.ndarray]:
+    """Train on this rank's share, one batch of everything per step; return the parameters."""
+    fl.set_seed(0)
+    if device == "cuda":
+        verbs.cupy()
+        device = fl.distributed.use_local_device()
+    model = fl.nn.Sequential(
+        fl.nn.Linear(10, 50, dtype="float64"), fl.nn.ReLU(), fl.nn.Linear(50, 1, dtype="float64")
+    )
+    model.to(device)
+    fl.all_reduce_parameters(model)
+    fl.distribute_module_grads(model)
+    optimizer: Any = (
+        fl.optim.AdamOptimizer(model.params(), 0.01, weight_decay=0.01)
+        if kind == "adam"
+        else fl.optim.SGDOptimizer(model.params(), 0.01, 0.9, 0.001, nesterov=kind == "nesterov")
+    )
+    random = np.random.default_rng(1)
+    x, y = random.random((SAMPLES, 10)), random.random((SAMPLES, 1))
+    inputs, targets = (fl.device.to_device(array[rank::size], device) for array in (x, y))
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = fl.nn.MeanSquaredError()(model(fl.input(inputs)), fl.no_grad(targets))
+        loss.backward()
+        optimizer.step()
+    return [fl.device.to_device(param.array, "cpu") for param in model.params()]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "nesterov", "adam"])
+def test_parameters_equal_those_of_one_process_on_the_cpu(ranks: Any, kind: str) -> None:
+    expected = train(0, 1, "cpu", kind)
+    for got in ranks.run(train, "cuda", kind):
+        for one, other in zip(got, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_moving_a_module_there_and_back_keeps_its_values() -> None:
+    model = fl.nn.Linear(3, 4)
+    before = [param.array.copy() for param in model.params()]
+    model.to("cuda:0")
+    assert all(fl.device.device_of(param.array) == "cuda:0" for param in model.params())
+    model.to("cpu")
+    for param, values in zip(model.params(), before, strict=True):
+        np.testing.assert_array_equal(param.array, values)

@@ -1,0 +1,56 @@
+"""Every verb on CuPy arrays through NCCL, against NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu import verbs
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", verbs.DTYPES)
+def test_all_reduce_of_every_dtype_layout_and_op(ranks: Any, dtype: str) -> None:
+    for layout in verbs.LAYOUTS:
+        ranks.run(verbs.all_reduce_every_op, dtype, layout)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_all_reduce_multiple_of_mixed_arrays(ranks: Any, contiguous: bool, async_op: bool) -> None:
+    ranks.run(verbs.all_reduce_multiple_mixed, contiguous, async_op)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int16", "bool", "complex128"])
+def test_broadcast_and_all_gather(ranks: Any, dtype: str) -> None:
+    for count in (0, 1, 1000, 300_000):
+        ranks.run(verbs.broadcast_from_each, dtype, count)
+        ranks.run(verbs.all_gather_unequal, dtype, count)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint16", "complex64"])
+def test_reduce_scatter_keeps_this_ranks_part(ranks: Any, dtype: str) -> None:
+    for rows in (0, 1, 100, 150_000):
+        ranks.run(verbs.reduce_scatter_parts, dtype, rows)
+
+
+def test_verbs_that_several_ranks_are_needed_for(ranks: Any) -> None:
+    if ranks.size == 1:
+        pytest.skip("a world of one has nobody to send to")
+    for count in (0, 1, 1_000_000):
+        ranks.run(verbs.ring_of_messages, count)
+    for dtype in ("float32", "int16"):
+        ranks.run(verbs.composed_verbs, dtype)
+    assert "rank 1 float64 (4,)" in ranks.run(verbs.message_of_another_shape)[0]
+    assert all(ranks.run(verbs.all_gather_of_different_shapes))
+
+
+def test_numpy_and_cupy_arrays_go_their_own_ways_in_one_group(ranks: Any) -> None:
+    kinds = ["SINGLE", "SINGLE"] if ranks.size == 1 else ["GLOO", "NCCL"]
+    assert ranks.run(verbs.side_by_side) == [kinds] * ranks.size
+
+
+def test_works_and_arrays_may_be_dropped(ranks: Any) -> None:
+    ranks.run(verbs.dropped_work_is_safe)
