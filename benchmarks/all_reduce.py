@@ -11,6 +11,12 @@ other values shows that the sum is right. Sizes are bytes of the array on each r
 
 Numbers count on a quiet machine only; the load is printed. OMPI_MCA_* and MPIR_CVAR_* variables
 reach the peers.
+
+    python benchmarks/all_reduce.py --device cuda --ranks 1 2 4
+
+measures CuPy arrays through NCCL beside cupy.cuda.nccl and, where it is installed, torch's nccl:
+the time until the device is done, and the host's time to launch. Ranks that must share a GPU talk
+over the loopback, all libraries alike.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import sys
 from pathlib import Path
 
 from harness import all_reduce_targets as targets
+from harness import cuda_targets
 from harness.conductor import Case, Conductor, Contender
 from harness.facts import machine_facts
 from harness.launchers import Library
@@ -76,6 +83,21 @@ def measure(options: argparse.Namespace, conductor: Conductor) -> list[Measureme
     return results
 
 
+def measure_cuda(
+    options: argparse.Namespace, conductor: Conductor
+) -> tuple[list[Measurement], cuda_targets.HostTimes]:
+    """Return all cases on the GPU, and the host's seconds to launch, by ranks and bytes."""
+    results, times = [], {}
+    for ranks in options.ranks:
+        for nbytes in options.sizes:
+            measurement = Measurement("all_reduce", "float32", nbytes, ranks)
+            case = Case(measurement, {"dtype": "float32", "nbytes": nbytes})
+            entrants = cuda_targets.contenders(options, ranks, conductor.absent)
+            results.append(conductor.measure(case, entrants))
+            times[ranks, nbytes] = cuda_targets.host_times(conductor)
+    return results, times
+
+
 def show(measurements: list[Measurement]) -> None:
     """Print a table of times and one of ratios for every number of ranks and dtype."""
     for ranks, dtype in dict.fromkeys((m.ranks, m.dtype) for m in measurements):
@@ -93,6 +115,7 @@ def read_options() -> argparse.Namespace:
     add("--sizes", type=int, nargs="+", help="bytes of the array on each rank")
     add("--dtypes", nargs="+", default=["float32"], help="float32, float16, bfloat16, float64")
     add("--backends", nargs="*", default=["gloo"], help="of ours, besides the automatic choice")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: CuPy arrays, by NCCL")
     add("--plot", type=Path, metavar="FILE.png", help="draw times against sizes")
     options = parser.parse_args()
     if options.sizes is None:
@@ -105,9 +128,16 @@ def main() -> None:
     options = read_options()
     machine = machine_facts()
     with Conductor(plan_of(options)) as conductor:
-        measurements = measure(options, conductor)
+        if options.device == "cuda":
+            measurements, times = measure_cuda(options, conductor)
+        else:
+            measurements = measure(options, conductor)
     show(measurements)
-    judged = targets.verdicts(measurements, conductor.absent)
+    if options.device == "cuda":
+        print(f"\n### Host time to launch\n\n{cuda_targets.launch_table(times)}")
+        judged = cuda_targets.verdicts(measurements, times)
+    else:
+        judged = targets.verdicts(measurements, conductor.absent)
     print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
     print(left_out_text(measurements, lambda m: f"{m.ranks} ranks {m.dtype} {size_name(m.nbytes)}"))
     if options.json:

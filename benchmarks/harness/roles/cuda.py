@@ -1,0 +1,80 @@
+"""What every library's all_reduce on a GPU has in common: how it is timed, and the right answer."""
+
+from __future__ import annotations
+
+import abc
+import os
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from harness.role import Call, Place, Prepared, Role
+from harness.roles.verbs import elements, total
+
+__all__ = ["CudaRole", "share_gpus"]
+
+# Launches in a row before the device is waited for. CUDA takes some 1000 before the host blocks.
+LAUNCHES = 100
+SERIES = 15
+
+
+def share_gpus(place: Place, gpus: int) -> None:
+    """Let several ranks use one GPU, if there are fewer ``gpus``, as if on hosts of their own.
+
+    Must come before NCCL is loaded. The numbers then are those of the loopback, for everybody.
+    """
+    if gpus < place.size:
+        os.environ["NCCL_HOSTID"] = f"rank-{place.rank}"
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        os.environ["NCCL_IB_DISABLE"] = "1"
+
+
+class CudaRole(Role):
+    """A library whose all_reduce returns before the device has done it."""
+
+    @abc.abstractmethod
+    def zeros(self, count: int, dtype: str) -> Any:
+        """Return an array on this rank's GPU."""
+
+    @abc.abstractmethod
+    def launcher(self, array: Any) -> Call:
+        """Return the call that starts a sum of ``array`` over the ranks, in place."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Block until the device is done with everything."""
+
+    def prepare(self, task: Mapping[str, Any]) -> Prepared:
+        """Return a call that ends with the device; the detail is the host's seconds to launch."""
+        array = self.zeros(elements(task["nbytes"], 4, 1), task["dtype"])
+        launch = self.launcher(array)
+
+        def call() -> None:
+            launch()
+            self.synchronize()
+
+        def check() -> None:
+            array[...] = self.rank + 1
+            self.synchronize()
+            call()
+            found, expected = {float(array[0]), float(array[-1])}, {float(total(self.size))}
+            if found != expected:
+                raise RuntimeError(f"all_reduce, rank {self.rank}: sum {found}, not {expected}")
+            array[...] = 0
+            self.synchronize()
+
+        check()
+        return Prepared(call, self._seconds_to_launch(launch), check)
+
+    def _seconds_to_launch(self, launch: Call) -> float:
+        """Return the median of what the host takes for one launch, the device apart."""
+        found = []
+        for _ in range(SERIES):
+            self.barrier()
+            start = time.perf_counter()
+            for _ in range(LAUNCHES):
+                launch()
+            found.append((time.perf_counter() - start) / LAUNCHES)
+            self.synchronize()
+        return statistics.median(found)

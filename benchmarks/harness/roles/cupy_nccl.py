@@ -1,0 +1,65 @@
+"""CuPy's own binding of NCCL, on the stream that is current."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cupy
+from cupy.cuda import nccl
+
+from flashlight_py.distributed.rendezvous.file_store import FileStore
+from harness.role import Call, Place
+from harness.roles.cuda import CudaRole, share_gpus
+
+SECONDS = 60.0
+
+
+class CupyNccl(CudaRole):
+    """The bare library: no groups, no checks, no events."""
+
+    def __init__(self, place: Place) -> None:
+        gpus = cupy.cuda.runtime.getDeviceCount()
+        share_gpus(place, gpus)
+        self.rank, self.size = place.rank, place.size
+        cupy.cuda.Device(self.rank % gpus).use()
+        self._store = FileStore(str(Path(place.folder) / "meet"), self.rank, self.size, SECONDS)
+        mine = repr(nccl.get_unique_id()).encode() if self.rank == 0 else b""
+        unique_id = _read_tuple(self._store.exchange(mine)[0].decode())
+        self._communicator = nccl.NcclCommunicator(self.size, unique_id, self.rank)
+
+    def facts(self) -> dict[str, str]:
+        return {"CuPy": cupy.__version__, "NCCL": str(nccl.get_version())}
+
+    def barrier(self) -> None:
+        self.synchronize()
+        self._store.exchange(b"")
+
+    def leave(self) -> None:
+        self._communicator.destroy()
+        self._store.close()
+
+    def zeros(self, count: int, dtype: str) -> Any:
+        return cupy.zeros(count, dtype)
+
+    def launcher(self, array: Any) -> Call:
+        kinds = {"float32": nccl.NCCL_FLOAT32, "float64": nccl.NCCL_FLOAT64}
+        all_reduce, pointer = self._communicator.allReduce, array.data.ptr
+        count, kind, stream = array.size, kinds[array.dtype.name], cupy.cuda.get_current_stream()
+
+        def launch() -> None:
+            all_reduce(pointer, pointer, count, kind, nccl.NCCL_SUM, stream.ptr)
+
+        return launch
+
+    def synchronize(self) -> None:
+        cupy.cuda.Device().synchronize()
+
+
+def _read_tuple(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.strip("()").split(",") if number.strip())
+
+
+def join(place: Place) -> CupyNccl:
+    """Meet the other ranks."""
+    return CupyNccl(place)

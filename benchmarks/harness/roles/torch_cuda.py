@@ -1,0 +1,52 @@
+"""torch.distributed's all_reduce on its nccl backend."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.role import Call, Place
+from harness.roles import torch_process
+from harness.roles.cuda import CudaRole, share_gpus
+
+
+class TorchCuda(CudaRole):
+    """CUDA tensors, asynchronously."""
+
+    def __init__(self, place: Place) -> None:
+        gpus = torch.cuda.device_count()
+        if not gpus:
+            raise RuntimeError("torch sees no CUDA device")
+        share_gpus(place, gpus)
+        torch.cuda.set_device(place.rank % gpus)
+        meeting = (Path(place.folder) / "meet").as_uri()
+        dist.init_process_group("nccl", init_method=meeting, rank=place.rank, world_size=place.size)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def facts(self) -> dict[str, str]:
+        return {**torch_process.facts(), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+
+    def barrier(self) -> None:
+        dist.barrier()
+        torch.cuda.synchronize()
+
+    def leave(self) -> None:
+        dist.destroy_process_group()
+
+    def zeros(self, count: int, dtype: str) -> Any:
+        return torch.zeros(count, dtype=getattr(torch, dtype), device="cuda")
+
+    def launcher(self, array: Any) -> Call:
+        return functools.partial(dist.all_reduce, array, async_op=True)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+def join(place: Place) -> TorchCuda:
+    """Meet the other ranks."""
+    return TorchCuda(place)
