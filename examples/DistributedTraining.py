@@ -29,6 +29,8 @@ MOMENTUM = 0.9
 def main(options: argparse.Namespace) -> None:
     # Meet the other processes. Every one runs this same program, with a rank of its own.
     initialise(options)
+    if options.device == "cuda":
+        options.device = fl.distributed.use_local_device()  # each process has a GPU of its own
     world_size = fl.get_world_size()
     fl.set_seed(options.seed)
 

@@ -57,6 +57,11 @@ class ProcessGroup:
             return self._gpus or self.join_gpus()
         return self._backend
 
+    @property
+    def gpus(self) -> Backend | None:
+        """The backend of CuPy arrays; None until the GPUs are joined."""
+        return self._gpus
+
     def join_gpus(self) -> Backend:
         """Join the ranks' GPUs by NCCL, unless they are. Collective and blocking the first time.
 

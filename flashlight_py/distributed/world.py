@@ -107,11 +107,10 @@ def describe() -> str:
     world = current_world()
     group = world.group
     backend = group.backend()
-    return "\n".join(
-        [
-            f"rank {group.rank} of {group.size}, {world.local_rank} of {world.local_size} here",
-            f"NumPy arrays: {backend.path} ({world.why})",
-        ]
+    gpus = "" if group.gpus is None else f"\nCuPy arrays: {group.gpus.path}"
+    return (
+        f"rank {group.rank} of {group.size}, {world.local_rank} of {world.local_size} here\n"
+        f"NumPy arrays: {backend.path} ({world.why}){gpus}"
     )
 
 
