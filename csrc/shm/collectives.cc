@@ -81,7 +81,7 @@ void Collectives::tell(const fl_signature& mine, const void* data, size_t inline
     if (choice_.vote(bytes, call.place != 0)) call.kind |= kVote;
   }
   call.signature = mine;
-  call.signature.sequence = number;
+  call.signature.sequence = sequence_of(number);
   if (inline_bytes > 0) {
     stream_copy(inline_bytes <= kTinyBytes ? call.tiny : call.payload, data, inline_bytes);
   }
@@ -239,7 +239,8 @@ void Collectives::reduce_in_place(const fl_signature& mine, void*) {
   const size_t rows = (count + kPartElements - 1) / kPartElements;
   const size_t begin = std::min(count, rows * rank_ / size_ * kPartElements);
   const size_t end = std::min(count, rows * (rank_ + 1) / size_ * kPartElements);
-  const size_t step = segment_.chunk_bytes() / size_ / item / kPartElements * kPartElements;
+  const size_t share = segment_.chunk_bytes() / size_ / item;
+  const size_t step = std::max(kPartElements, share / kPartElements * kPartElements);
   for (size_t at = begin; at < end; at += step) {
     const size_t n = std::min(step, end - at);
     for (int r = 0; r < size_; ++r) from_[r] = in_region(r) + at * item;

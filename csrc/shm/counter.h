@@ -39,9 +39,9 @@ class Counter {
 
   // Publish everything that was written before. Only the counter's owner calls it.
   void raise(uint32_t value) {
-    // A full barrier: a sleeper either sees the new value or is seen here.
+    // In one order with wait(): a sleeper either sees the new value or is seen here.
     value_.exchange(value, std::memory_order_seq_cst);
-    if (sleepers_.load(std::memory_order_relaxed) != 0) wake();
+    if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
   }
 
   void wake() {

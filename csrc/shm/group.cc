@@ -44,10 +44,16 @@ std::shared_ptr<Operation> ShmGroup::guarded(Body body) {
     if (seen.empty()) seen = collectives_.signatures();
     return ended(FL_MISMATCH, mismatch.what(), {}, std::move(seen));
   } catch (const Failure& failure) {
-    broken_ = failure.what();
-    peers_.give_up(failure);
-    return ended(failure.status, failure.what(), failure.missing, {});
+    return broken_by(failure);
+  } catch (const std::exception& error) {  // no memory: the others are in the middle of this call
+    return broken_by(peers_.explain(error.what()));
   }
+}
+
+std::shared_ptr<Operation> ShmGroup::broken_by(const Failure& failure) {
+  broken_ = failure.what();
+  peers_.give_up(failure);
+  return ended(failure.status, failure.what(), failure.missing, {});
 }
 
 bool ShmGroup::begin(const fl_signature& signature, const void* data, double seconds) {
@@ -94,8 +100,10 @@ std::shared_ptr<Operation> ShmGroup::start(const fl_signature& signature, void* 
       operation.output = dispatch(signature, data, output, peer, operation.seconds, nullptr,
                                   operation.signatures);
       if (operation.output.data != nullptr) operation.signatures = collectives_.signatures();
-    } catch (const Failure& failure) {
-      broken_ = failure.what();
+    } catch (const Mismatch&) {
+      throw;
+    } catch (const std::exception& error) {
+      broken_ = error.what();
       throw;
     }
   });

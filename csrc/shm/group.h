@@ -40,6 +40,7 @@ class ShmGroup {
  private:
   template <typename Body>
   std::shared_ptr<Operation> guarded(Body body);
+  std::shared_ptr<Operation> broken_by(const Failure& failure);
   Bytes dispatch(const fl_signature& signature, void* data, void* output, int peer,
                  double seconds, InterruptCheck interrupt, Collectives::Seen& seen);
   std::shared_ptr<Operation> ended(fl_status status, const std::string& message,

@@ -196,14 +196,14 @@ void Collectives::handshake(const fl_signature& mine, int peer, bool sender, See
   Channel& channel = sender ? segment_.channel(rank_, peer) : segment_.channel(peer, rank_);
   Counter& own = sender ? channel.sent : channel.received;
   Counter& other = sender ? channel.received : channel.sent;
-  (sender ? channel.offer : channel.demand) = mine;
   const uint32_t number = own.value() + 1;
+  (sender ? channel.offer : channel.demand)[number % 2] = mine;
   own.raise(number);
   peers_.wait(other, number, peer);
-  fl_signature theirs = sender ? channel.demand : channel.offer;
+  fl_signature theirs = (sender ? channel.demand : channel.offer)[number % 2];
   seen[rank_] = mine;
   seen[peer] = theirs;
-  seen[rank_].sequence = seen[peer].sequence = number;
+  seen[rank_].sequence = seen[peer].sequence = sequence_of(number);
   theirs.verb = mine.verb;
   if (!same_call(mine, theirs)) throw Mismatch();
 }

@@ -40,8 +40,8 @@ uint64_t pid_namespace() {
 Peers::Peers(const Segment& segment, int rank, int size)
     : segment_(segment), rank_(rank), size_(size), patience_(patience_for(size)) {
   RankBlock& mine = segment_.block(rank);
-  mine.pid = getpid();
   mine.pid_namespace = pid_namespace();
+  mine.pid = getpid();
 }
 
 Peers::~Peers() {
@@ -81,7 +81,7 @@ void Peers::wait_long(Counter& counter, uint32_t target, int peer) {
 void Peers::check_farewells(const Counter& counter, uint32_t target) {
   for (int r = 0; r < size_; ++r) {
     const Farewell& farewell = segment_.block(r).farewell;
-    if (!matters(r) || farewell.given.value() == 0) continue;
+    if (!matters(r) || farewell.given.value() == 0 || has_done_its_part(r)) continue;
     if (counter.reached(target)) return;
     const auto status = static_cast<fl_status>(farewell.status);
     const std::vector<int> missing(farewell.missing, farewell.missing + farewell.missing_count);
@@ -101,7 +101,7 @@ void Peers::check_deaths(const Counter& counter, uint32_t target) {
   for (int r = 0; r < size_; ++r) {
     pollfd end{pidfds_[r], POLLIN, 0};
     const bool ended = end.fd == kGone || (end.fd >= 0 && poll(&end, 1, 0) == 1);
-    if (ended && matters(r)) dead.push_back(r);
+    if (ended && matters(r) && !has_done_its_part(r)) dead.push_back(r);
   }
   if (dead.empty() || counter.reached(target)) return;
   throw Failure(FL_PEER_LOST, dead, "its process has ended");
@@ -112,10 +112,19 @@ void Peers::open_pidfds() {
   pidfds_.assign(size_, -1);
   for (int r = 0; r < size_; ++r) {
     const RankBlock& block = segment_.block(r);
-    if (r == rank_ || block.pid == 0 || block.pid_namespace != pid_namespace()) continue;
-    pidfds_[r] = static_cast<int>(syscall(SYS_pidfd_open, block.pid, 0));
+    const int32_t pid = block.pid;
+    if (r == rank_ || pid == 0 || block.pid_namespace != pid_namespace()) continue;
+    pidfds_[r] = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
     if (pidfds_[r] < 0) pidfds_[r] = errno == ESRCH ? kGone : -1;
   }
+}
+
+// A rank may be done with a call before others, as one that has little to give to a gather. If it
+// then left in order, nobody waits for it in vain.
+bool Peers::has_done_its_part(int r) const {
+  const RankBlock& block = segment_.block(r);
+  return only_ < 0 && block.farewell.given.value() != 0 && block.farewell.status == FL_OK &&
+         block.calls[call_ % 2].number.reached(call_);
 }
 
 std::vector<int> Peers::not_called() const {

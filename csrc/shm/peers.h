@@ -42,6 +42,7 @@ class Peers : public Transport {
   void wait_long(Counter& counter, uint32_t target, int peer);
   void check_farewells(const Counter& counter, uint32_t target);
   void check_deaths(const Counter& counter, uint32_t target);
+  bool has_done_its_part(int r) const;
   std::vector<int> not_called() const;
   bool matters(int r) const { return r != rank_ && (only_ < 0 || only_ == r); }
   void open_pidfds();

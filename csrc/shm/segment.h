@@ -1,6 +1,7 @@
 // The memory that the ranks of one host share, and its layout.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -71,16 +72,18 @@ struct alignas(kLine) RankBlock {
   alignas(kLine) Counter reduced;  // chunks of which it has reduced its part
   alignas(kLine) Counter drained;  // chunks of the others that it needs no more
   Farewell farewell;
-  alignas(kLine) int32_t pid;
-  uint64_t pid_namespace;
+  alignas(kLine) std::atomic<int32_t> pid;  // written last; 0: not there yet
+  std::atomic<uint64_t> pid_namespace;
 };
 
-// A one-way channel between two ranks. Both counters count a handshake and then pieces.
+// A one-way channel between two ranks. Both counters count a handshake and then pieces. There are
+// two of each signature, as of calls: after a handshake without pieces one side may be at the next
+// while the other still reads.
 struct alignas(kLine) Channel {
   Counter sent;
-  fl_signature offer;
+  fl_signature offer[2];
   alignas(kLine) Counter received;
-  fl_signature demand;
+  fl_signature demand[2];
 };
 
 // Rank blocks, then the ranks' slots, then channels and their pieces.

@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__SSE2__)
+// ThreadSanitizer does not see streamed stores.
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
+#define FL_CAN_STREAM 1
 #include <emmintrin.h>
 #endif
 
@@ -17,7 +19,7 @@ namespace fl {
 constexpr size_t kStreamBytes = 2048;
 
 inline void stream_copy(void* to, const void* from, size_t bytes) {
-#if defined(__SSE2__)
+#ifdef FL_CAN_STREAM
   if (bytes >= kStreamBytes) {
     char* target = static_cast<char*>(to);
     const char* source = static_cast<const char*>(from);
