@@ -105,7 +105,11 @@ class StandInCupy(ModuleType):
 
     def __init__(self, devices: int) -> None:
         super().__init__("cupy")
-        runtime = SimpleNamespace(getDeviceCount=lambda: devices, CUDARuntimeError=OSError)
+        runtime = SimpleNamespace(
+            getDeviceCount=lambda: devices,
+            getDevice=lambda: Device.current,
+            CUDARuntimeError=OSError,
+        )
         self.cuda = SimpleNamespace(
             Stream=Stream,
             Event=Event,
@@ -146,6 +150,7 @@ class StandInNccl:
         names = {code: name for name, code in ffi.typeof("ncclDataType_t").relements.items()}
         self._names = {code: name.removeprefix("nccl").lower() for code, name in names.items()}
         self._scales: dict[int, Any] = {}
+        self._numbers = itertools.count(100)
         self._group: list[tuple[Any, ...]] | None = None
         self._texts = [ffi.new("char[]", text) for text in (b"stand-in status", b"stand-in words")]
 
@@ -184,7 +189,7 @@ class StandInNccl:
         self, op: Any, scalar: Any, code: int, residence: int, comm: Any
     ) -> int:
         kind = self._dtype(code)
-        op[0] = 100 + len(self._scales)
+        op[0] = next(self._numbers)
         assert residence == self.ncclScalarHostImmediate
         self._scales[op[0]] = np.frombuffer(self.ffi.buffer(scalar)[:], kind)[0]
         return 0

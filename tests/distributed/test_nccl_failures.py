@@ -164,18 +164,20 @@ def test_a_failure_inside_a_group_is_raised_after_its_end(nccl: Nccl) -> None:
     assert nccl.calls.index("ncclGroupEnd") < nccl.calls.index("ncclCommAbort")
 
 
-def test_the_scaled_sum_is_given_back(nccl: Nccl) -> None:
+def test_scaled_sums_are_kept_up_to_a_number(nccl: Nccl) -> None:
     made = communicator(nccl)
-    with made.scaled_sum("all_reduce", 0.5, np.dtype("float32"), nccl.ncclFloat32) as op:
-        assert nccl._scales == {op: np.float32(0.5)}
-    assert nccl._scales == {}
+    for scale in (*range(2, 70), 69):
+        op = made.scaled_sum("all_reduce", scale / 64, "float32", nccl.ncclFloat32)
+        assert nccl._scales[op] == np.float32(scale / 64)
+    assert len(nccl._scales) == 64
+    assert nccl.calls.count("ncclRedOpCreatePreMulSum") == 68
 
 
 @pytest.mark.parametrize(("scale", "kind", "scalar"), [(300.0, "uint8", 44), (-3.0, "int64", -3)])
 def test_whole_scales_wrap_as_on_the_cpu(nccl: Nccl, scale: float, kind: str, scalar: int) -> None:
     codes = {"uint8": nccl.ncclUint8, "int64": nccl.ncclInt64}
-    with communicator(nccl).scaled_sum("all_reduce", scale, np.dtype(kind), codes[kind]) as op:
-        assert nccl._scales[op] == scalar
+    op = communicator(nccl).scaled_sum("all_reduce", scale, kind, codes[kind])
+    assert nccl._scales[op] == scalar
 
 
 @pytest.mark.parametrize("status", [0, IN_PROGRESS])

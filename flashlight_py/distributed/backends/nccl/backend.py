@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
@@ -33,6 +31,7 @@ __all__ = ["NcclBackend"]
 # How long the others may take to answer when one of them seems to be missing.
 _DIAGNOSIS_SECONDS = 10.0
 _OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}  # ncclRedOp_t
+_ALONE = contextlib.nullcontext()
 
 
 class NcclBackend(Backend):
@@ -256,8 +255,10 @@ class NcclBackend(Backend):
             return self._communicator.broken is not None or flight.ask()
 
     def _on_device(self) -> Any:
-        """Return a new context: one object must not be entered by two threads."""
-        return self._cupy.cuda.Device(self.device)
+        """Return a context in which this rank's device is the current one."""
+        if self._cupy.cuda.runtime.getDevice() == self.device:
+            return _ALONE
+        return self._cupy.cuda.Device(self.device)  # a new one: threads must not share it
 
     def _check_device(self, verb: str, arrays: Sequence[Array]) -> None:
         for array in arrays:
@@ -292,26 +293,18 @@ class NcclBackend(Backend):
         *root: int,
     ) -> None:
         """Reduce each pair (source, target), several of them begun as one."""
-        with self._stream.stream:
-            parts = [Reduction(source, target, op, scale) for source, target in pairs]
-        with contextlib.ExitStack() as stack:
-            rules = [stack.enter_context(self._rule(verb, part, op)) for part in parts]
-            if len(parts) > 1:
-                stack.enter_context(self.together(verb))
+        stream = self._stream.stream
+        parts = [Reduction(stream, source, target, op, scale) for source, target in pairs]
+        rules = [self._rule(verb, part, op) for part in parts]
+        with self.together(verb) if len(parts) > 1 else _ALONE:
             for part, rule in zip(parts, rules, strict=True):
                 there = self.pointer(part.source), self.pointer(part.room)
-                self.call(verb, function, *there, part.count(), part.form.code, rule, *root)
-        with self._stream.stream:
-            for part in parts:
-                part.finish()
+                self.call(verb, function, *there, part.count, part.form.code, rule, *root)
+        for part in parts:
+            part.finish()
 
-    @contextlib.contextmanager
-    def _rule(self, verb: str, part: Reduction, op: ReduceOp) -> Iterator[int]:
-        """Yield NCCL's number of ``op``, with the scale in it where NCCL can do that."""
-        if not part.scaled_by_nccl:
-            yield _OPS[op]
-            return
-        form = part.form
-        kind = part.room.real.dtype if not form.widened else np.dtype(form.dtype)
-        with self._communicator.scaled_sum(verb, part.scale, kind, form.code) as rule:
-            yield rule
+    def _rule(self, verb: str, part: Reduction, op: ReduceOp) -> int:
+        """Return NCCL's number of ``op``, with the factor in it."""
+        if part.factor == 1.0:
+            return _OPS[op]
+        return self._communicator.scaled_sum(verb, part.factor, part.form.dtype, part.form.code)

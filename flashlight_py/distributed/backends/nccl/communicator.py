@@ -28,6 +28,7 @@ _MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
 _CONFIG_VERSION = 21400  # of the fields that csrc/nccl/nccl.cdef.h declares
 
 _INTERVAL = 0.0005
+_MOST_SCALED_SUMS = 64
 # How long the end of an orderly shutdown may take, before the communicator is cut off instead.
 _FINALIZE_SECONDS = 5.0
 
@@ -60,6 +61,7 @@ class Communicator:
         self.handle: Any = nccl.ffi.NULL
         self.who_is_missing: Diagnosis | None = None
         self._state = nccl.ffi.new("ncclResult_t *")
+        self._scaled_sums: dict[tuple[float, str], int] = {}
         self._grouped = False
         self._failed_in_group: tuple[str, int] | None = None
         self._create(unique_id)
@@ -106,30 +108,33 @@ class Communicator:
             status = self.lib.ncclGroupEnd()  # also after an error: NCCL counts the levels
         self._check(*(self._failed_in_group or (verb, status)))
 
-    @contextlib.contextmanager
-    def scaled_sum(self, verb: str, scale: float, kind: np.dtype[Any], code: int) -> Iterator[int]:
-        """Yield NCCL's sum that multiplies each rank's values (dtype ``kind``) by ``scale`` first.
+    def scaled_sum(self, verb: str, scale: float, dtype: str, code: int) -> int:
+        """Return NCCL's number of the sum that multiplies each rank's values by ``scale`` first.
+
+        The values are of the dtype of that name, which NCCL calls ``code``. Kept for the next
+        time, up to a number that no training comes near.
 
         Raises:
             DistributedError: NCCL refused.
         """
+        found = self._scaled_sums.get((scale, dtype))
+        if found is None:
+            if len(self._scaled_sums) >= _MOST_SCALED_SUMS:
+                self._forget_oldest_scaled_sum(verb)
+            found = self._new_scaled_sum(verb, scale, dtype, code)
+            self._scaled_sums[scale, dtype] = found
+        return found
+
+    def _new_scaled_sum(self, verb: str, scale: float, dtype: str, code: int) -> int:
         ffi, lib = self.nccl.ffi, self.lib
-        scalar = _as_scalar(scale, kind)
-        op = ffi.new("ncclRedOp_t *")
-        self.call(
-            verb,
-            lib.ncclRedOpCreatePreMulSum,
-            op,
-            ffi.from_buffer(scalar),
-            code,
-            lib.ncclScalarHostImmediate,
-            self.handle,
-        )
-        try:
-            yield op[0]
-        finally:
-            if self.broken is None:
-                self.call(verb, lib.ncclRedOpDestroy, op[0], self.handle)
+        op, scalar = ffi.new("ncclRedOp_t *"), ffi.from_buffer(_as_scalar(scale, dtype))
+        here = lib.ncclScalarHostImmediate
+        self.call(verb, lib.ncclRedOpCreatePreMulSum, op, scalar, code, here, self.handle)
+        return int(op[0])
+
+    def _forget_oldest_scaled_sum(self, verb: str) -> None:
+        op = self._scaled_sums.pop(next(iter(self._scaled_sums)))
+        self.call(verb, self.lib.ncclRedOpDestroy, op, self.handle)
 
     def poll(self) -> int:
         """Return the communicator's state: ncclSuccess, ncclInProgress, or what went wrong."""
@@ -230,8 +235,13 @@ class Communicator:
             _log.warning("%s", self.nccl.failure(self._doing("close"), status))
 
 
-def _as_scalar(scale: float, kind: np.dtype[Any]) -> NDArray[np.uint8]:
-    """Return the bytes of ``scale`` as a ``kind``; integers by way of int64, as on the CPU."""
+def _as_scalar(scale: float, dtype: str) -> NDArray[np.uint8]:
+    """Return the bytes of ``scale`` in the dtype of that name.
+
+    Integers come by way of int64, so that they wrap as on the CPU. Only who has made an array of
+    bfloat16 has taught NumPy its name.
+    """
+    kind = np.dtype(dtype)
     if kind.kind in "iu":
         return np.array([int(scale)], np.int64).astype(kind).view(np.uint8)
     return np.array([scale], kind).view(np.uint8)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import scale_in_place
-from flashlight_py.distributed.backends.nccl.dtypes import form_of
+from flashlight_py.distributed.backends.nccl.dtypes import Form, form_of
 from flashlight_py.distributed.constants import ReduceOp
 
 __all__ = ["Reduction"]
@@ -15,36 +18,42 @@ __all__ = ["Reduction"]
 class Reduction:
     """``target = scale * (op over the ranks' source)``; ``target`` may be ``source`` itself.
 
-    Made, and finished, with the communication stream as the current one: what is converted here
-    belongs to that stream, in order with the collective.
+    What must be converted is converted on ``stream``, in order with the collective, and belongs
+    to that stream.
     """
 
-    def __init__(self, source: Array, target: Array, op: ReduceOp, scale: float) -> None:
-        self.form = form_of(source.dtype.name, op)
-        self.target = target
-        self.summed = op is ReduceOp.SUM
-        self.scale = scale
+    def __init__(
+        self, stream: Any, source: Array, target: Array, op: ReduceOp, scale: float
+    ) -> None:
+        self.form = _form(source.dtype, op)
+        self.count = target.size * self.form.parts
         self.source, self.room = source, target
+        self._stream, self._target = stream, target
+        # NCCL multiplies the terms of a sum on their way, and nothing else.
+        self.factor = scale if op is ReduceOp.SUM else 1.0
+        self._scale = 1.0 if op is ReduceOp.SUM else scale
         if self.form.widened:
-            self.source = source.astype(self.form.dtype)
-            same = target is source
-            self.room = self.source if same else _empty(target, self.form.dtype)
+            self._widen()
 
-    @property
-    def scaled_by_nccl(self) -> bool:
-        """Whether each rank's values are multiplied on their way: sums only."""
-        return self.summed and self.scale != 1.0
-
-    def count(self) -> int:
-        """Return how many elements of NCCL's type the result has."""
-        return int(self.room.size) * self.form.parts
+    def _widen(self) -> None:
+        with self._stream:
+            same = self._target is self.source
+            self.source = self.source.astype(self.form.dtype)
+            self.room = self.source if same else _empty(self._target, self.form.dtype)
 
     def finish(self) -> None:
-        """Scale what NCCL cannot scale, and convert back."""
-        if self.form.widened:
-            self.target[...] = self.room
-        if not self.summed:
-            scale_in_place(self.target, self.scale)
+        """Convert back, and scale what NCCL cannot scale; for after the call."""
+        if not self.form.widened and self._scale == 1.0:
+            return
+        with self._stream:
+            if self.form.widened:
+                self._target[...] = self.room
+            scale_in_place(self._target, self._scale)
+
+
+@functools.cache
+def _form(dtype: np.dtype[Any], op: ReduceOp) -> Form:
+    return form_of(dtype.name, op)  # the name takes NumPy 2 us to put together
 
 
 def _empty(like: Array, dtype: str) -> Any:

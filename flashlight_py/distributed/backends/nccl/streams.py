@@ -30,14 +30,19 @@ class CommunicationStream:
         # Not ordered with the legacy default stream, which would serialise what is to overlap.
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.pointer = int(self.stream.ptr)
+        self._ready = cupy.cuda.Event(disable_timing=True)
 
     def follow(self) -> None:
         """Have what comes next wait for all that the caller's current stream has so far."""
-        self.stream.wait_event(self._marked(self._current()))
+        # One event serves every call: a wait is for the record that came last before it.
+        self._ready.record(self._current())
+        self.stream.wait_event(self._ready)
 
     def mark(self) -> Any:
         """Return an event that is done when all that was given to this stream is."""
-        return self._marked(self.stream)
+        event = self._cuda.Event(disable_timing=True)
+        event.record(self.stream)
+        return event
 
     def lead(self, event: Any) -> None:
         """Have the caller's current stream wait for ``event``."""
@@ -45,11 +50,6 @@ class CommunicationStream:
 
     def _current(self) -> Any:
         return self._cuda.get_current_stream(self._index)
-
-    def _marked(self, stream: Any) -> Any:
-        event = self._cuda.Event(disable_timing=True)
-        event.record(stream)
-        return event
 
 
 @dataclass
