@@ -31,7 +31,7 @@ from tests.distributed import cuda_stand_in
 from tests.distributed.cuda_stand_in import LOG, Event, StandInCupy, StandInNccl, Stream
 
 ffi = _native.load("nccl").ffi
-IN_PROGRESS, REMOTE, INVALID_USAGE = 7, 6, 5
+IN_PROGRESS, REMOTE, INVALID_USAGE, SYSTEM_ERROR = 7, 6, 5, 2
 
 
 class Cpu(SingleBackend):
@@ -84,7 +84,7 @@ def nccl() -> Nccl:
 
 def communicator(nccl: Nccl, timeout: float = 0.05) -> Communicator:
     made = Communicator(NcclLibrary(ffi, nccl, "stand-in", 22703), bytes(range(128)), 0, 2, timeout)
-    made.who_is_missing = lambda: "rank 1 is missing"
+    made.who_is_missing = lambda: (None, "rank 1 is missing")
     return made
 
 
@@ -141,6 +141,15 @@ def test_a_lost_peer_breaks_the_communicator_from_any_thread(nccl: Nccl) -> None
     assert isinstance(made.broken, PeerLostError)
     assert nccl.calls.count("ncclCommAbort") == 1
     assert "rank 1 is missing" in str(made.error())
+
+
+def test_who_is_found_to_be_gone_is_lost_whatever_nccl_calls_it(nccl: Nccl) -> None:
+    made = communicator(nccl)
+    made.who_is_missing = lambda: (PeerLostError, "rank 1 is gone")
+    nccl.state = SYSTEM_ERROR
+    made.watch("all_reduce", time.monotonic())
+    assert type(made.error()) is PeerLostError
+    assert type(made.error()) is PeerLostError  # nobody is asked twice
 
 
 def test_what_takes_too_long_is_cut_off_and_what_does_not_is_left(nccl: Nccl) -> None:

@@ -24,7 +24,7 @@ from flashlight_py.distributed.backends.nccl.work import StreamWork
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.exchange import exchange_bytes
 from flashlight_py.distributed.work import Done, Work
-from flashlight_py.errors import DistributedError, MismatchError
+from flashlight_py.errors import DistributedError, MismatchError, PeerLostError
 
 __all__ = ["NcclBackend"]
 
@@ -57,14 +57,15 @@ class NcclBackend(Backend):
         self._watchdog = Watchdog(cupy, device, communicator, self._flights)
         communicator.who_is_missing = self._who_is_missing
 
-    def _who_is_missing(self) -> str:
+    def _who_is_missing(self) -> tuple[type[DistributedError] | None, str]:
         """Ask over the CPU's side of the group who is still there."""
         seconds = min(self._communicator.timeout, _DIAGNOSIS_SECONDS)
         try:
             self._cpu.barrier(seconds).wait()
         except DistributedError as error:
-            return f"Asked over {self._cpu.path}: {error}"
-        return (
+            lost = PeerLostError if isinstance(error, PeerLostError) else None
+            return lost, f"Asked over {self._cpu.path}: {error}"
+        return None, (
             f"Every rank answered over {self._cpu.path}, so none is gone: they called different "
             "things, or with different sizes or dtypes, which NCCL does not tell"
         )

@@ -32,7 +32,8 @@ _MOST_SCALED_SUMS = 64
 # How long the end of an orderly shutdown may take, before the communicator is cut off instead.
 _FINALIZE_SECONDS = 5.0
 
-Diagnosis = Callable[[], str]
+# What is wrong in words, and the class of error that it is, if that is known better now.
+Diagnosis = Callable[[], tuple[type[DistributedError] | None, str]]
 
 
 class Communicator:
@@ -157,7 +158,8 @@ class Communicator:
         assert self.broken is not None
         ask, self.who_is_missing = self.who_is_missing, None
         if ask is not None:
-            self.broken = type(self.broken)(f"{self.broken}. {ask()}")
+            kind, found = ask()
+            self.broken = (kind or type(self.broken))(f"{self.broken}. {found}")
         return self.broken
 
     def watch(self, verb: str, started: float) -> None:
