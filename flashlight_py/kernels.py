@@ -10,7 +10,7 @@ from typing import Any
 
 from flashlight_py.device import Array
 
-__all__ = ["adam", "mean_square_error", "relu_slope", "scaled_difference", "sgd"]
+__all__ = ["adam", "add_bias_relu", "mean_square_error", "relu_slope", "scaled_difference", "sgd"]
 
 
 def sgd(
@@ -122,6 +122,22 @@ def _relu_slope() -> Any:
     return cupy.ElementwiseKernel(
         "G grad, T out", "G slope", "slope = out > T(0) ? grad : G(0);", "flashlight_relu_slope"
     )
+
+
+def add_bias_relu(product: Array, bias: Array) -> None:
+    """Make ``product`` the larger of ``product + bias`` and 0, in place.
+
+    ``bias`` has the length of the last dimension of ``product``, and its dtype.
+    """
+    _add_bias_relu()(bias, product)
+
+
+@functools.cache
+def _add_bias_relu() -> Any:
+    import cupy
+
+    body = "const T sum = out + bias; out = sum < T(0) ? T(0) : sum;"  # nan stays
+    return cupy.ElementwiseKernel("T bias", "T out", body, "flashlight_bias_relu")
 
 
 def mean_square_error(prediction: Array, target: Array) -> Array:

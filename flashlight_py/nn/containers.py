@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from flashlight_py.autograd import Variable
+from flashlight_py.autograd import functions as F
+from flashlight_py.device import is_cupy
+from flashlight_py.nn.activations import ReLU
+from flashlight_py.nn.linear import Linear
 from flashlight_py.nn.module import Module
 
 __all__ = ["Container", "Sequential"]
@@ -62,6 +67,22 @@ class Sequential(Container):
 
     def forward(self, x: Any) -> Any:
         """Return ``x`` passed through all modules in order."""
+        if isinstance(x, Variable) and is_cupy(x.data):
+            return self._with_fewer_launches(x)
         for module in self._members:
             x = module.forward(x)
+        return x
+
+    def _with_fewer_launches(self, x: Any) -> Any:
+        """Do the same on a GPU, where a linear map and the ReLU after it share a launch."""
+        position = 0
+        while position < len(self._members):
+            module = self._members[position]
+            after = self._members[position + 1] if position + 1 < len(self._members) else None
+            if type(module) is Linear and module.bias is not None and type(after) is ReLU:
+                x = F.linear_relu(x, module.weight, module.bias)
+                position += 2
+            else:
+                x = module.forward(x)
+                position += 1
         return x

@@ -55,6 +55,10 @@ def cross_entropy(reduction: str) -> Case:
     )
 
 
+def t_linear_relu(t: Any, *arrays: Any) -> Any:
+    return t.relu(t.nn.functional.linear(*arrays))
+
+
 CASES = [
     Case("negative", F.negative, lambda t, x: -x, (A,)),
     Case("add", F.add, lambda t, x, y: x + y, (A, B)),
@@ -129,6 +133,8 @@ CASES = [
     Case("log_softmax_axis", lambda x: F.log_softmax(x, 0), lambda t, x: x.log_softmax(0), (A,)),
     Case("linear", F.linear, t_linear := lambda t, *v: t.nn.functional.linear(*v), (A, B)),
     Case("linear_bias", F.linear, t_linear, (A, signed(2, 4), signed(2))),
+    Case("linear_relu", F.linear_relu, t_linear_relu, (A, signed(2, 4), signed(2))),
+    Case("linear_relu_vector", F.linear_relu, t_linear_relu, (ROW, signed(2, 4), signed(2))),
     Case("linear_one_row", F.linear, t_linear, (signed(1, 4), signed(2, 4), signed(2))),
     Case("linear_vector", F.linear, t_linear, (ROW, signed(2, 4), signed(2))),
     Case("linear_batched", F.linear, t_linear, (CUBE, signed(2, 4), signed(2))),

@@ -132,7 +132,10 @@ class StrictLibrary(ModuleType):
         super().__init__("cupy")
 
     def ElementwiseKernel(self, *description: str) -> Callable[..., Any]:
-        return wrapped(compiled_kernels.ElementwiseKernel(*description))
+        kernel = compiled_kernels.ElementwiseKernel(*description)
+        launch: Any = wrapped(kernel)
+        launch.launches = lambda: kernel.launches
+        return launch  # type: ignore[no-any-return]
 
     def ReductionKernel(self, *description: str, **options: str) -> Callable[..., Any]:
         return wrapped(compiled_kernels.ReductionKernel(*description, **options))

@@ -127,3 +127,19 @@ def test_the_stand_in_refuses_what_cupy_refuses(strict: StrictLibrary) -> None:
     ):
         with pytest.raises(TypeError):
             mix()
+
+
+def test_a_bias_and_a_relu_share_a_launch_and_so_do_their_slopes(strict: StrictLibrary) -> None:
+    set_seed(0)
+    model = Sequential(Linear(4, 5), ReLU(), Linear(5, 2))
+    model._replace_arrays(strict.asarray)  # type: ignore[arg-type]
+    x = input(strict.asarray(np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4)))  # type: ignore[arg-type]
+    F.sum(model(x)).backward()
+    together, slope = kernels._add_bias_relu(), kernels._relu_slope()
+    assert (together.launches(), slope.launches()) == (1, 1)
+
+
+def test_nan_comes_through_a_fused_relu(strict: StrictLibrary) -> None:
+    parts = [np.array([[np.nan], [1.0]]), np.ones((1, 1)), np.zeros(1)]
+    out = F.linear_relu(*(input(strict.asarray(part)) for part in parts))  # type: ignore[arg-type]
+    np.testing.assert_array_equal(plain(out.array), parts[0])

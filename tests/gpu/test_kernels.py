@@ -70,6 +70,23 @@ def test_relu_and_mean_squared_error(dtype: str) -> None:
         np.testing.assert_allclose(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@EVERY_FLOAT
+def test_linear_with_relu(dtype: str) -> None:
+    def value_and_gradients(x: Any, weight: Any, bias: Any) -> Any:
+        params = [fl.param(array) for array in (x, weight, bias)]
+        out = F.linear_relu(*params)
+        F.sum(out).backward()
+        sums = [(array * array).sum() for array in (out.array, *(p.grad for p in params))]
+        return fl.device.array_module(x).stack(sums)
+
+    shapes = (20, 30), (40, 30), (40,)
+    wide = [rows("float64", seed, shape) for seed, shape in enumerate(shapes)]
+    expected, _ = both(value_and_gradients, *wide)
+    _, got = both(value_and_gradients, *(array.astype(dtype) for array in wide))
+    # A matrix product adds many terms; its order is the library's.
+    np.testing.assert_allclose(got, expected, rtol=100 * TOLERANCE[dtype])
+
+
 def test_kernels_take_any_layout() -> None:
     import cupy
 

@@ -25,7 +25,7 @@ from flashlight_py.autograd.functions.elementwise import (
     sqrt,
     tanh,
 )
-from flashlight_py.autograd.functions.linear import linear
+from flashlight_py.autograd.functions.linear import linear, linear_relu
 from flashlight_py.autograd.functions.losses import categorical_cross_entropy, mean_squared_error
 from flashlight_py.autograd.functions.matrix import matmul
 from flashlight_py.autograd.functions.reduction import max, mean, min, sum, var
@@ -66,6 +66,7 @@ __all__ = [
     "min",
     "matmul",
     "linear",
+    "linear_relu",
     "reshape",
     "moddims",
     "flat",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from flashlight_py import kernels
+from flashlight_py.autograd.functions.elementwise import relu
 from flashlight_py.autograd.functions.shape import reshape
 from flashlight_py.autograd.variable import Variable, record
-from flashlight_py.device import Array
+from flashlight_py.device import Array, is_cupy
 
-__all__ = ["linear"]
+__all__ = ["linear", "linear_relu"]
 
 
 def linear(x: Variable, weight: Variable, bias: Variable | None = None) -> Variable:
@@ -42,6 +44,55 @@ def _linear_2d(x: Variable, weight: Variable, bias: Variable | None) -> Variable
         return record(out, (weight, weight_vjp), (x, lambda grad: grad.dot(w)))
     out += bias.data
     return record(out, (weight, weight_vjp), (bias, _sum_rows), (x, lambda grad: grad.dot(w)))
+
+
+def linear_relu(x: Variable, weight: Variable, bias: Variable) -> Variable:
+    """Return ``max(linear(x, weight, bias), 0)``; on a GPU, bias and maximum are one launch.
+
+    Args:
+        x: shape ``[..., in]``.
+        weight: shape ``[out, in]``.
+        bias: shape ``[out]``.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+    _check_shapes(x, weight, bias)
+    rows = x.data
+    fits = rows.ndim == 2 and rows.dtype == weight.data.dtype == bias.data.dtype
+    return _fused(x, weight, bias) if fits and is_cupy(rows) else relu(linear(x, weight, bias))
+
+
+def _fused(x: Variable, weight: Variable, bias: Variable) -> Variable:
+    rows, w = x.data, weight.data
+    out = rows.dot(w.T)
+    kernels.add_bias_relu(out, bias.data)
+    slope = _SlopeOnce(out)
+
+    def weight_vjp(grad: Array) -> Any:
+        through = slope(grad)
+        return through.T.dot(rows, out=_buffer_for(weight, through, rows))
+
+    return record(
+        out,
+        (weight, weight_vjp),
+        (bias, lambda grad: _sum_rows(slope(grad))),
+        (x, lambda grad: slope(grad).dot(w)),
+    )
+
+
+class _SlopeOnce:
+    """What a gradient is before the ReLU, computed once for all that need it."""
+
+    def __init__(self, out: Array) -> None:
+        self._out = out
+        self._grad: Array | None = None
+        self._through: Array = out
+
+    def __call__(self, grad: Array) -> Array:
+        if grad is not self._grad:
+            self._grad, self._through = grad, kernels.relu_slope(grad, self._out)
+        return self._through
 
 
 def _sum_rows(grad: Array) -> Any:
