@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.autograd import functions as F
 from flashlight_py.distributed.world import current_world
 from tests.gpu import verbs
 from tests.gpu.conftest import world
@@ -98,7 +99,7 @@ def gradients_leave_before_the_pass_ends(rank: int, size: int) -> None:
             wait_for_the_other()
         for parameter in model.params():
             parameter.grad = None
-        (model(x) * model(x)).sum().backward()
+        F.sum(model(x) * model(x)).backward()
         if hold and rank == 0:
             wait_for_the_other()  # a backward pass that waited for rank 1 would never come here
     first = model.params()[0].grad
