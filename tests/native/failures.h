@@ -1,0 +1,17 @@
+// Ranks that leave, come late, stop in the middle or are killed: the others hear of it.
+#pragma once
+
+#include "random.h"
+
+namespace stress {
+
+// Each returns after all ranks have ended; what is wrong ends the program.
+void test_leaving(Random& random);
+void test_leaving_after_a_small_part();
+void test_lateness(Random& random);
+void test_stopping_half_way(Random& random);
+void test_closing_while_busy(Random& random);
+void test_out_of_memory();
+void test_kill(Random& random);
+
+}  // namespace stress

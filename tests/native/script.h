@@ -1,0 +1,46 @@
+// What each rank calls, and what must come of it; made beforehand, so that ranks run freely.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "world.h"
+
+namespace stress {
+
+using Block = std::shared_ptr<const std::vector<char>>;
+
+enum class How { kRun, kStart, kInTwoSteps };
+
+struct Step {
+  fl_signature signature{};
+  int peer = -1;
+  How how = How::kRun;
+  bool wait = true;           // at once, for what was started
+  int region = -1;            // the data lies in this one; else in memory of its own
+  size_t offset = 0;          // bytes, in the region or from an aligned address
+  int adds = -1, drops = -1;  // regions, before the call; then there is no call
+  Block data;                 // before the call; null: none
+  Block data_after;           // null: unchanged
+  Block output_after;         // of the output or of what was gathered; null: none
+  size_t output_bytes = 0;
+  bool gathers = false;  // the library makes the output
+  fl_status status = FL_OK;
+  std::vector<fl_signature> seen;  // with FL_MISMATCH; sequence 0: not this rank's business
+};
+
+struct Script {
+  explicit Script(int ranks) : steps(ranks) {}
+  std::vector<std::vector<Step>> steps;  // by rank
+};
+
+// Seconds after which a wait means that something hangs.
+constexpr double kForever = 100;
+
+// Call all steps of `rank` and compare.
+void play(fl::ShmGroup& group, World& world, int rank, const std::vector<Step>& steps);
+
+std::string describe(const fl_signature& signature);
+
+}  // namespace stress

@@ -1,0 +1,102 @@
+// stress ROUNDS [SEED]: what csrc/shm and csrc/reduce do, at random, against what they promise.
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "calls.h"
+#include "check.h"
+#include "failures.h"
+#include "kernels.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace stress;
+
+constexpr int kCallsInAWorld = 12;
+
+struct Course {
+  int ranks;
+  uint32_t calls_before;
+  size_t largest_bytes;
+  bool processes;
+};
+
+// Seconds that a world may take, however busy the machine; one that hangs ends the program.
+constexpr unsigned kPatience = 200;
+
+void one_world(uint64_t seed, const Course& course) {
+  alarm(kPatience);
+  Random random(seed);
+  World world(course.ranks, course.calls_before, {course.largest_bytes + 16384, 65536 + 4096});
+  Author author(world, Random(random.bits()), course.largest_bytes);
+  const Script script = author.write(kCallsInAWorld);
+  situation() = "world of seed " + std::to_string(seed) + ", " + std::to_string(course.ranks) +
+                " ranks" + (course.processes ? " in processes" : "") + ", after " +
+                std::to_string(course.calls_before) + " calls";
+  const auto run = [&](int rank) {
+    if (course.processes) alarm(kPatience);  // not inherited
+    const auto group = world.join(rank);
+    play(*group, world, rank, script.steps[rank]);
+  };  // and leave at once, whatever the others still do
+  course.processes ? in_processes(course.ranks, -1, run) : in_threads(course.ranks, run);
+}
+
+// Mostly 1 to 8 ranks with arrays of several chunks; now and then as many as are rare.
+Course some_course(Random& random, long number) {
+  Course course{1 + static_cast<int>(random.below(8)), 0, 0, false};
+  if (random.one_in(2)) course.calls_before = 0u - static_cast<uint32_t>(random.below(30));
+  course.processes = !kOneAddress && random.one_in(3);
+  // Slots are used again from the fifth chunk on.
+  course.largest_bytes = random.one_in(2) ? 600000 : course.ranks > 4 ? 1700000 : 2300000;
+  if (number % 40 == 20) {
+    const int crowds[] = {13, 34, 66, 96};
+    course.ranks = crowds[number / 40 % 4];
+    course.largest_bytes = 60000;
+  }
+  return course;
+}
+
+void failures(Random& random, long rounds) {
+  alarm(2 * kPatience);
+  if (!kOneAddress) test_leaving_after_a_small_part();
+  for (long i = 0; i < rounds; ++i) {
+    test_leaving(random);
+    test_closing_while_busy(random);
+    if (!kOneAddress) test_kill(random);
+    if (i % 8 == 0) test_lateness(random);
+    if (i % 8 == 4) test_stopping_half_way(random);
+  }
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+  test_out_of_memory();  // the sanitizers' allocators end the program instead
+#endif
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 2) {
+    std::fprintf(stderr, "usage: stress ROUNDS [SEED]\n");
+    return 2;
+  }
+  const long rounds = std::atol(argv[1]), worlds = rounds / kCallsInAWorld + 1;
+  const uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  const auto started = std::chrono::steady_clock::now();
+  Random random(seed);
+  failures(random, worlds / 8 + 1);
+  long calls = 0;
+  for (long i = 0; i < worlds; ++i, calls += kCallsInAWorld) {
+    one_world(seed * 1000000 + i, some_course(random, i));
+  }
+  const long reductions = test_kernels(seed, worlds / 4 + 1);
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+  std::printf(
+      "%ld calls in %ld worlds, %ld failures, %ld reductions by every instruction set: "
+      "all right (%.0f s, seed %llu)\n",
+      calls, worlds, worlds / 8 + 1, reductions, seconds, static_cast<unsigned long long>(seed));
+  return 0;
+}

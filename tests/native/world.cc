@@ -1,0 +1,144 @@
+#include "world.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "check.h"
+
+// Linked with --wrap=mmap,--wrap=munmap.
+extern "C" {
+void* __real_mmap(void* at, size_t bytes, int protection, int flags, int fd, off_t offset);
+int __real_munmap(void* at, size_t bytes);
+}
+
+namespace {
+
+struct Shared {
+  void* at;
+  int users;
+};
+
+std::mutex mutex;
+std::map<std::pair<dev_t, ino_t>, Shared> mapped;
+
+}  // namespace
+
+extern "C" {
+
+// One address for all mappings of a file, where that is wanted.
+void* __wrap_mmap(void* at, size_t bytes, int protection, int flags, int fd, off_t offset) {
+  struct stat status;
+  if (!stress::kOneAddress || fd < 0 || fstat(fd, &status) != 0) {
+    return __real_mmap(at, bytes, protection, flags, fd, offset);
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  Shared& shared = mapped[{status.st_dev, status.st_ino}];
+  if (shared.users++ == 0) shared.at = __real_mmap(at, bytes, protection, flags, fd, offset);
+  return shared.at;
+}
+
+int __wrap_munmap(void* at, size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (auto entry = mapped.begin(); entry != mapped.end(); ++entry) {
+    if (entry->second.at != at) continue;
+    if (--entry->second.users > 0) return 0;
+    mapped.erase(entry);
+    break;
+  }
+  return __real_munmap(at, bytes);
+}
+
+}  // extern "C"
+
+namespace stress {
+namespace {
+
+// How private members are reached: access is not checked in explicit instantiations.
+template <typename Tag, typename Tag::Member member>
+struct Reach {
+  friend typename Tag::Member member_of(Tag) { return member; }
+};
+
+struct CollectivesOfGroup {
+  using Member = fl::Collectives fl::ShmGroup::*;
+  friend Member member_of(CollectivesOfGroup);
+};
+template struct Reach<CollectivesOfGroup, &fl::ShmGroup::collectives_>;
+
+struct Calls {
+  using Member = uint32_t fl::Collectives::*;
+  friend Member member_of(Calls);
+};
+template struct Reach<Calls, &fl::Collectives::calls_>;
+
+struct ChunksSoFar {
+  using Member = uint32_t fl::Collectives::*;
+  friend Member member_of(ChunksSoFar);
+};
+template struct Reach<ChunksSoFar, &fl::Collectives::chunks_>;
+
+// Under the eyes of the leftovers check, and without a name soon after.
+std::string new_path() {
+  static int number = 0;
+  return "/dev/shm/flashlight-stress-" + std::to_string(getpid()) + "-" + std::to_string(number++);
+}
+
+std::vector<fl::Mapping> map_for_each(int ranks, size_t bytes) {
+  const std::string path = new_path();
+  std::vector<fl::Mapping> mappings;
+  mappings.push_back(fl::Mapping::create(path, bytes));
+  for (int r = 1; r < ranks; ++r) mappings.push_back(fl::Mapping::open(path, bytes));
+  unlink(path.c_str());
+  return mappings;
+}
+
+// As if `calls` calls, chunks, messages and pieces had gone before.
+void preset(const fl::Segment& segment, int ranks, uint32_t calls) {
+  for (int r = 0; r < ranks; ++r) {
+    fl::RankBlock& block = segment.block(r);
+    block.calls[calls % 2].number.raise(calls);
+    block.calls[(calls - 1) % 2].number.raise(calls - 1);
+    block.filled.raise(calls);
+    block.reduced.raise(calls);
+    block.drained.raise(calls);
+    for (int to = 0; to < ranks; ++to) {
+      segment.channel(r, to).sent.raise(calls);
+      segment.channel(r, to).received.raise(calls);
+    }
+  }
+}
+
+}  // namespace
+
+World::World(int ranks, uint32_t calls, const std::vector<size_t>& region_strides)
+    : ranks(ranks), calls(calls), strides(region_strides) {
+  const size_t bytes = fl::Segment::bytes_for(ranks);
+  std::vector<fl::Mapping> all = map_for_each(ranks + 1, bytes);
+  const fl::Segment segment(std::move(all.back()), ranks);
+  all.pop_back();
+  mappings = std::move(all);
+  chunk_bytes = segment.chunk_bytes();
+  piece_bytes = segment.piece_bytes();
+  if (calls != 0) preset(segment, ranks, calls);
+  for (size_t stride : strides) {
+    regions.emplace_back();
+    for (fl::Mapping& mapping : map_for_each(ranks, stride * ranks)) {
+      regions.back().push_back(std::make_shared<fl::Mapping>(std::move(mapping)));
+    }
+  }
+}
+
+std::unique_ptr<fl::ShmGroup> World::join(int rank) {
+  auto group = std::make_unique<fl::ShmGroup>(std::move(mappings[rank]), rank, ranks);
+  fl::Collectives& collectives = (*group).*member_of(CollectivesOfGroup());
+  collectives.*member_of(Calls()) = calls;
+  collectives.*member_of(ChunksSoFar()) = calls;
+  return group;
+}
+
+}  // namespace stress
