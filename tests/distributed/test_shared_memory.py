@@ -194,7 +194,7 @@ set -e
 mount -t tmpfs -o size={size} tmpfs /dev/shm
 for rank in 0 1; do
   "{python}" -c "
-import logging, numpy as np, flashlight_py as fl
+import logging, sys, numpy as np, flashlight_py as fl
 logging.basicConfig(level=logging.WARNING)
 fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, $rank, 2, {{'FILE_PATH': '{path}'}})
 x = np.full(100_000, $rank + 1.0)
@@ -203,7 +203,8 @@ y = fl.distributed.shared_empty(1_000_000)
 y[...] = $rank + 1.0
 fl.all_reduce(y)
 assert np.all(x == 3) and np.all(y == 3)
-print(fl.distributed.describe().splitlines()[1])
+# One write: the lines of ranks that share a pipe must not be mixed.
+sys.stdout.write(fl.distributed.describe().splitlines()[1] + chr(10))
 fl.distributed_shutdown()
 " &
 done
