@@ -101,10 +101,10 @@ class NativeBackend(Backend):
         if handle == self.ffi.NULL:
             return Done(result)
         work = NativeWork(self, name, handle, array, result, seconds)
-        if not blocking:
-            # The library writes into the array whether or not anybody keeps the Work.
-            self._running = [other for other in self._running if not other.is_completed()]
-            self._running.append(work)
+        # The library writes into the array whether or not anybody keeps the Work, also after Ctrl-C
+        # has ended a blocking wait for it.
+        self._running = [other for other in self._running if not other.is_completed()]
+        self._running.append(work)
         return work
 
     def _describe(
