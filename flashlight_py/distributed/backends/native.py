@@ -130,6 +130,10 @@ class NativeBackend(Backend):
         text: str = self.ffi.string(room).decode(errors="replace")
         return text
 
+    def forget(self, work: NativeWork) -> None:
+        """Let go of an operation that has ended, and of whose end the caller hears now."""
+        self._running = [other for other in self._running if other is not work]
+
     def synchronize(self) -> None:
         """Block until all that was started has ended; raises what the first failure raises."""
         for work in list(self._running):
@@ -179,6 +183,7 @@ class NativeWork(Work):
             while (status := wait(self._handle, self._slice(end))) == pending:
                 if time.monotonic() >= end:
                     raise CollectiveTimeoutError(self._still_running(timeout))
+        self._backend.forget(self)
         return self._finish(status)
 
     def _slice(self, end: float) -> float:
