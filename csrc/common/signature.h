@@ -11,9 +11,12 @@ namespace fl {
 inline uint64_t sequence_of(uint32_t number) { return number != 0 ? number : uint64_t{1} << 32; }
 
 // The ranks may differ in the first dimension of what they give.
-inline bool first_dimension_is_free(int verb) { return verb == FL_ALL_GATHER || verb == FL_GATHER; }
+inline bool first_dimension_is_free(int verb) {
+  return verb == FL_ALL_GATHER || verb == FL_GATHER || verb == FL_ALL_TO_ALL_UNEVEN;
+}
 
 inline bool same_call(const fl_signature& a, const fl_signature& b) {
+  if (a.ndim == FL_ANY || b.ndim == FL_ANY) return a.verb == b.verb && a.root == b.root;
   if (a.verb != b.verb || a.dtype != b.dtype || a.op != b.op || a.root != b.root ||
       a.scale != b.scale || a.itemsize != b.itemsize || a.ndim != b.ndim) {
     return false;

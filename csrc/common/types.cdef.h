@@ -25,10 +25,13 @@ typedef enum {
   FL_GATHER = 9,
   FL_SCATTER = 10,
   FL_ALL_TO_ALL = 11,
+  FL_ALL_TO_ALL_UNEVEN = 12,
 } fl_verb;
 
 /* What a rank calls. Every rank's travels ahead of the payload and must equal every other's;
-   all_gather alone lets the first dimension differ. */
+   all_gather, gather and all_to_all_uneven let the first dimension differ, and a rank that is not
+   the root of a scatter may leave out what it expects: ndim is FL_ANY then. */
+#define FL_ANY -1
 typedef struct {
   uint64_t sequence; /* calls of this group so far, this one included; filled in by the library */
   int32_t verb;      /* fl_verb */
@@ -42,6 +45,13 @@ typedef struct {
   int64_t shape[8];  /* the first eight dimensions */
 } fl_signature;
 
+/* What all_to_all_uneven is given as data: this rank's sections, one after the other, and the bytes
+   that each rank has for each: bytes[source * ranks + destination], the same on every rank. */
+typedef struct {
+  const void *data;
+  const int64_t *bytes;
+} fl_sections;
+
 typedef struct fl_op fl_op;
 
 /* Wait up to `seconds` for the operation to end. FL_PENDING when it has not. */
@@ -51,7 +61,7 @@ const char *fl_op_message(fl_op *op);
 int fl_op_missing(fl_op *op, int *ranks, int capacity);
 /* What each rank called, of those whose signature arrived (the others have sequence 0). */
 const fl_signature *fl_op_signatures(fl_op *op);
-/* What all_gather received; lives as long as the handle. */
+/* What all_gather, gather and a scatter without output received; lives as long as the handle. */
 void *fl_op_output(fl_op *op, size_t *bytes);
 /* Free the handle. An operation that has not ended goes on. */
 void fl_op_free(fl_op *op);
