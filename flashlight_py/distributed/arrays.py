@@ -15,6 +15,7 @@ __all__ = [
     "as_array",
     "check_reduction",
     "dtype_code",
+    "dtype_of_code",
     "pack",
     "parse_op",
     "scale_in_place",
@@ -101,6 +102,16 @@ def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
             raise TypeError(f"{verb} takes {ACCEPTED}; got an array of dtype {dtype}")
         _codes_seen[dtype] = code
     return code
+
+
+def dtype_of_code(code: int) -> np.dtype[Any]:
+    """Return the dtype of a native code: the inverse of ``dtype_code``."""
+    if DTYPES[code] == "bfloat16":
+        import ml_dtypes
+
+        narrow: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return narrow
+    return np.dtype(DTYPES[code])
 
 
 def parse_op(verb: str, op: str) -> ReduceOp:

@@ -1,15 +1,16 @@
 """What a backend owes. Everything above it is validation, everything below it is transport.
 
 A backend is given arrays that are C-contiguous, writable, of native byte order and of a dtype
-and op that go together; ranks agree on nothing yet. Operations of one backend run in the order
-in which they are called. ``AVG`` never arrives: it is ``SUM`` with the scale divided by the size.
+and op that go together; ranks agree on nothing yet. Collectives of one backend run in the order
+in which they are called; messages between two ranks run beside them, those of one direction and
+tag in order. ``AVG`` never arrives: it is ``SUM`` with the scale divided by the size.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,16 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.work import AllOf, Work
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "Message"]
+
+
+class Message(NamedTuple):
+    """One end of a message: an array that goes to ``peer``, or that what ``peer`` sends fills."""
+
+    sends: bool
+    array: Array
+    peer: int
+    tag: int
 
 
 class Backend(abc.ABC):
@@ -62,6 +72,12 @@ class Backend(abc.ABC):
         """Reduce; the result is a new array: this rank's equal part of the first dimension."""
 
     @abc.abstractmethod
+    def reduce(
+        self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
+    ) -> Work:
+        """Reduce into ``root``'s array, in place; the others' stay as they are."""
+
+    @abc.abstractmethod
     def broadcast(self, array: Array, root: int, blocking: bool = False) -> Work:
         """Make ``array`` equal to ``root``'s, in place; the result is ``array``."""
 
@@ -73,12 +89,44 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
+    def gather(self, array: Array, root: int, blocking: bool = False) -> Work:
+        """As ``all_gather``, for ``root`` alone; the result is None elsewhere."""
+
+    @abc.abstractmethod
+    def scatter(
+        self, array: Array | None, part: Array | None, root: int, blocking: bool = False
+    ) -> Work:
+        """Give rank r ``array[r]`` of ``root``; the others' ``array`` is None.
+
+        The result is ``part``, filled; or, where that is None, a new array.
+        """
+
+    @abc.abstractmethod
+    def all_to_all(self, array: Array, blocking: bool = False) -> Work:
+        """Give rank r the r-th equal part of the first dimension.
+
+        The result is a new array: the parts that came, joined in rank order.
+        """
+
+    @abc.abstractmethod
+    def all_to_all_uneven(self, array: Array, rows: Sequence[int], blocking: bool = False) -> Work:
+        """As ``all_to_all``, with ``rows[r]`` rows for rank r; waits until all tell theirs."""
+
+    @abc.abstractmethod
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Give ``array`` to rank ``dst``, which must ``recv`` with the same ``tag``."""
 
     @abc.abstractmethod
     def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
         """Fill ``array`` with what rank ``src`` sends under ``tag``; the result is ``array``."""
+
+    def exchange(self, messages: Sequence[Message], blocking: bool = False) -> Work:
+        """Send and receive several messages at once; the result is the list of their arrays."""
+        works = [
+            (self.send if message.sends else self.recv)(message.array, message.peer, message.tag)
+            for message in messages
+        ]
+        return AllOf(works)
 
     @abc.abstractmethod
     def barrier(self, timeout: float | None = None) -> Work:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from flashlight_py import _native
-from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend, NativeWork
+from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
+from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError
 
@@ -64,7 +65,7 @@ class GlooBackend(NativeBackend):
         at = slice(self.rank * stride, (self.rank + 1) * stride)
         addresses = b"".join(blob[at] for blob in theirs)
         op = self.lib.fl_gloo_connect(self._group, addresses, stride, self.timeout)
-        NativeWork(self, "connect", op, addresses, None, self.timeout).wait()
+        NativeWork(self, "connect", op, addresses, NOTHING, self.timeout).wait()
 
     def _address(self, peer: int) -> bytes:
         room = self.ffi.new("char[]", MESSAGE_BYTES)

@@ -19,7 +19,7 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.work import Done, Work
-from flashlight_py.errors import CollectiveTimeoutError, MismatchError
+from flashlight_py.errors import CollectiveTimeoutError, DistributedError, MismatchError
 
 __all__ = ["HierarchicalBackend", "part_of"]
 
@@ -75,7 +75,7 @@ class HierarchicalBackend(Backend):
 
     def _all_reduce(self, array: Array, op: ReduceOp, scale: float) -> Array:
         self._agree(f"all_reduce({_kind(array)}, op={op.name.lower()}, scale={scale:g})")
-        narrow = array.dtype.itemsize == 2 and array.dtype.kind not in "iu"
+        narrow = _is_narrow(array)
         wide = array.astype(np.float32) if narrow else array  # to be rounded once
         self._inside.all_reduce(wide, op, 1.0, blocking=True).wait()
         self._exchange(
@@ -143,15 +143,59 @@ class HierarchicalBackend(Backend):
         """Gather among all ranks at once; see ``Backend``."""
         return self._start(lambda: self._flat.all_gather(array, blocking=True).wait(), blocking)
 
+    def reduce(
+        self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
+    ) -> Work:
+        """Reduce inside the hosts, then between them to ``root``'s; see ``Backend``."""
+        return self._start(lambda: self._reduce(array, op, scale, root), blocking)
+
+    def _reduce(self, array: Array, op: ReduceOp, scale: float, root: int) -> Array:
+        call = f"reduce({_kind(array)}, root={root}, op={op.name.lower()}, scale={scale:g})"
+        self._agree(call)
+        home = self._host_of[root]
+        place = self._hosts[home].index(root)
+        leader = place if place < self._carriers else 0  # of every host; only carriers are joined
+        total = array.astype(np.float32) if _is_narrow(array) else array.copy()
+        self._inside.reduce(total, op, 1.0, leader, blocking=True).wait()
+        if self._inside.rank == leader and self._between is not None:
+            self._between.reduce(total, op, scale, home, blocking=True).wait()
+        if self._host_of[self.rank] == home and place != leader:
+            self._inside.broadcast(total, leader, blocking=True).wait()
+        if self.rank == root:
+            array[...] = total
+        return array
+
+    def gather(self, array: Array, root: int, blocking: bool = False) -> Work:
+        """Gather among all ranks at once; see ``Backend``."""
+        return self._start(lambda: self._flat.gather(array, root, blocking=True).wait(), blocking)
+
+    def scatter(
+        self, array: Array | None, part: Array | None, root: int, blocking: bool = False
+    ) -> Work:
+        """Scatter among all ranks at once; see ``Backend``."""
+        return self._start(
+            lambda: self._flat.scatter(array, part, root, blocking=True).wait(), blocking
+        )
+
+    def all_to_all(self, array: Array, blocking: bool = False) -> Work:
+        """Exchange among all ranks at once; see ``Backend``."""
+        return self._start(lambda: self._flat.all_to_all(array, blocking=True).wait(), blocking)
+
+    def all_to_all_uneven(self, array: Array, rows: Sequence[int], blocking: bool = False) -> Work:
+        """Exchange among all ranks at once; see ``Backend``."""
+        return self._start(
+            lambda: self._flat.all_to_all_uneven(array, rows, blocking=True).wait(), blocking
+        )
+
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Send through memory inside the host, else between hosts; see ``Backend``."""
         backend, peer = self._way_to(dst)
-        return self._start(lambda: backend.send(array, peer, tag, blocking=True).wait(), blocking)
+        return _Guarded(backend.send(array, peer, tag, blocking), self._close_backends)
 
     def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
         """Receive by the way that ``send`` takes; see ``Backend``."""
         backend, peer = self._way_to(src)
-        return self._start(lambda: backend.recv(array, peer, tag, blocking=True).wait(), blocking)
+        return _Guarded(backend.recv(array, peer, tag, blocking), self._close_backends)
 
     def _way_to(self, rank: int) -> tuple[Backend, int]:
         host = self._hosts[self._host_of[self.rank]]
@@ -224,6 +268,32 @@ class _FutureWork(Work):
     def is_completed(self) -> bool:
         """Tell whether it has ended."""
         return self._future.done()
+
+
+class _Guarded(Work):
+    """A message; what breaks the backend that carries it ends the others as well."""
+
+    def __init__(self, work: Work, close: Callable[[], None]) -> None:
+        self._work, self._close = work, close
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait up to ``timeout`` seconds; see ``Work``."""
+        try:
+            return self._work.wait(timeout)
+        except MismatchError:
+            raise
+        except DistributedError:
+            if self._work.is_completed():
+                self._close()
+            raise
+
+    def is_completed(self) -> bool:
+        """Tell whether it has ended."""
+        return self._work.is_completed()
+
+
+def _is_narrow(array: Array) -> bool:
+    return array.dtype.itemsize == 2 and array.dtype.kind not in "iu"
 
 
 def _kind(array: Array) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import math
-import time
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -14,16 +13,17 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.arrays import dtype_code
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.native_errors import failure
+from flashlight_py.distributed.backends.native_work import GATHERED, SCATTERED, NativeWork, Received
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.work import Done, Work
-from flashlight_py.errors import CollectiveTimeoutError, GroupClosedError
+from flashlight_py.errors import GroupClosedError
 
 __all__ = ["MESSAGE_BYTES", "NativeBackend"]
 
-# How long a wait stays inside the library: signal handlers (Ctrl-C) run in between.
-_SLICE_SECONDS = 0.1
 MESSAGE_BYTES = 1024
+_ARRAY = object()
+# In the place of a root: this all_gather tells the rows of an uneven all_to_all.
+ROWS_OF_ALL_TO_ALL = 1
 
 
 class NativeBackend(Backend):
@@ -52,10 +52,23 @@ class NativeBackend(Backend):
     ) -> Work:
         """Reduce in rank order into a new array; see ``Backend``."""
         part = np.empty((array.shape[0] // self.size, *array.shape[1:]), array.dtype)
-        verb = self.lib.FL_REDUCE_SCATTER
         return self._start(
-            "reduce_scatter", verb, array, op=op, scale=scale, output=part, blocking=blocking
+            "reduce_scatter",
+            self.lib.FL_REDUCE_SCATTER,
+            array,
+            op=op,
+            scale=scale,
+            output=part,
+            result=part,
+            blocking=blocking,
         )
+
+    def reduce(
+        self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
+    ) -> Work:
+        """Reduce in rank order into ``root``'s array; see ``Backend``."""
+        verb = self.lib.FL_REDUCE
+        return self._start("reduce", verb, array, op=op, scale=scale, root=root, blocking=blocking)
 
     def broadcast(self, array: Array, root: int, blocking: bool = False) -> Work:
         """Receive ``root``'s array in place; see ``Backend``."""
@@ -64,7 +77,63 @@ class NativeBackend(Backend):
     def all_gather(self, array: Array, blocking: bool = False) -> Work:
         """Join all ranks' arrays into a new one; see ``Backend``."""
         verb = self.lib.FL_ALL_GATHER
-        return self._start("all_gather", verb, array, output=GATHERED, blocking=blocking)
+        return self._start("all_gather", verb, array, result=GATHERED, blocking=blocking)
+
+    def gather(self, array: Array, root: int, blocking: bool = False) -> Work:
+        """Join all ranks' arrays into a new one on ``root``; see ``Backend``."""
+        verb, result = self.lib.FL_GATHER, GATHERED if self.rank == root else None
+        return self._start("gather", verb, array, root=root, result=result, blocking=blocking)
+
+    def scatter(
+        self, array: Array | None, part: Array | None, root: int, blocking: bool = False
+    ) -> Work:
+        """Receive this rank's part of ``root``'s array; see ``Backend``."""
+        if array is not None and part is None:
+            part = np.empty(array.shape[1:], array.dtype)
+        return self._start(
+            "scatter",
+            self.lib.FL_SCATTER,
+            array,
+            like=part,
+            root=root,
+            output=part,
+            result=SCATTERED if part is None else part,
+            blocking=blocking,
+        )
+
+    def all_to_all(self, array: Array, blocking: bool = False) -> Work:
+        """Exchange equal parts; see ``Backend``."""
+        got, verb = np.empty_like(array), self.lib.FL_ALL_TO_ALL
+        return self._start("all_to_all", verb, array, output=got, result=got, blocking=blocking)
+
+    def all_to_all_uneven(self, array: Array, rows: Sequence[int], blocking: bool = False) -> Work:
+        """Exchange parts of different sizes; see ``Backend``."""
+        rows_of_all = self._rows_of_all(rows)
+        row = array.itemsize * math.prod(array.shape[1:])
+        bytes_of_all = np.ascontiguousarray(rows_of_all * row)
+        got = np.empty((int(rows_of_all[:, self.rank].sum()), *array.shape[1:]), array.dtype)
+        sections = self.ffi.new("fl_sections *")
+        sections.data = self._pointer(array)
+        sections.bytes = self.ffi.cast("int64_t *", bytes_of_all.ctypes.data)
+        return self._start(
+            "all_to_all",
+            self.lib.FL_ALL_TO_ALL_UNEVEN,
+            array,
+            data=sections,
+            keep=(array, bytes_of_all, sections),
+            output=got,
+            result=got,
+            blocking=blocking,
+        )
+
+    def _rows_of_all(self, rows: Sequence[int]) -> Array:
+        """Return how many rows each rank (first index) has for each; blocking."""
+        verb, mine = self.lib.FL_ALL_GATHER, np.array(rows, np.int64)
+        work = self._start(
+            "all_to_all", verb, mine, root=ROWS_OF_ALL_TO_ALL, result=GATHERED, blocking=True
+        )
+        table: Array = work.wait().reshape(self.size, self.size)
+        return table
 
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Send; ends when ``dst`` has received; see ``Backend``."""
@@ -88,19 +157,30 @@ class NativeBackend(Backend):
         scale: float = 1.0,
         root: int = 0,
         peer: int = -1,
-        output: Array | _Gathered | None = None,
+        like: Array | None = None,
+        data: Any = None,
+        keep: Any = None,
+        output: Array | None = None,
+        result: Any = _ARRAY,
         timeout: float | None = None,
         blocking: bool = False,
     ) -> Work:
+        """Start ``verb`` on ``array``, described by ``like`` (else itself).
+
+        ``data`` is what the library gets instead of the array's address, ``keep`` what must live as
+        long as the operation, ``result`` what the Work gives (else the array).
+        """
         if self._group is None:
             raise GroupClosedError(f"[{name}] rank {self.rank} of {self.size}: the group is closed")
         seconds = self.timeout if timeout is None else timeout
-        self._describe(name, verb, array, op, scale, root)
-        result = array if output is None else output
-        handle = self._run(self._pointer(array), self._pointer(output), peer, seconds, blocking)
+        self._describe(name, verb, array if like is None else like, op, scale, root)
+        result = array if result is _ARRAY else result
+        pointer = self._pointer(array) if data is None else data
+        handle = self._run(pointer, self._pointer(output), peer, seconds, blocking)
         if handle == self.ffi.NULL:
             return Done(result)
-        work = NativeWork(self, name, handle, array, result, seconds)
+        kept = (array, output, keep)
+        work = NativeWork(self, name, handle, kept, Received(result, array, root), seconds)
         # The library writes into the array whether or not anybody keeps the Work, also after Ctrl-C
         # has ended a blocking wait for it.
         self._running = [other for other in self._running if not other.is_completed()]
@@ -112,16 +192,18 @@ class NativeBackend(Backend):
     ) -> None:
         signature = self._signature
         signature.verb, signature.op, signature.scale, signature.root = verb, op, scale, root
-        shape: Sequence[int] = () if array is None else array.shape
-        signature.dtype = 0 if array is None else dtype_code(name, array.dtype)
-        signature.itemsize = 0 if array is None else array.itemsize
-        signature.count = math.prod(shape) if array is not None else 0
-        signature.ndim = len(shape)
+        if array is None:
+            signature.dtype = signature.itemsize = signature.count = 0
+            signature.ndim = self.lib.FL_ANY if verb == self.lib.FL_SCATTER else 0
+            return
+        shape = array.shape
+        signature.dtype, signature.itemsize = dtype_code(name, array.dtype), array.itemsize
+        signature.count, signature.ndim = math.prod(shape), len(shape)
         for d, extent in enumerate(shape[:8]):
             signature.shape[d] = extent
 
-    def _pointer(self, array: Array | _Gathered | None) -> Any:
-        if not isinstance(array, np.ndarray):
+    def _pointer(self, array: Array | None) -> Any:
+        if array is None:
             return self.ffi.NULL
         return self.ffi.cast("void *", array.ctypes.data)
 
@@ -149,92 +231,3 @@ class NativeBackend(Backend):
     @abc.abstractmethod
     def _close(self, group: Any) -> None:
         """Free the library's ``group``."""
-
-
-class _Gathered:
-    """Marks that the result is what the library received."""
-
-
-GATHERED = _Gathered()
-
-
-class NativeWork(Work):
-    """A handle on a native operation; keeps the arrays alive that it works on."""
-
-    def __init__(
-        self, backend: NativeBackend, name: str, handle: Any, data: Any, result: Any, seconds: float
-    ) -> None:
-        self._backend = backend
-        self._name = name
-        self._lib = backend.lib
-        self._handle = backend.ffi.gc(handle, backend.lib.fl_op_free)
-        self._data = data
-        self._result = result
-        self._seconds = seconds
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait up to ``timeout`` seconds; see ``Work``."""
-        wait, pending = self._lib.fl_op_wait, self._lib.FL_PENDING
-        if timeout is None:
-            while (status := wait(self._handle, _SLICE_SECONDS)) == pending:
-                pass
-        else:
-            end = time.monotonic() + timeout
-            while (status := wait(self._handle, self._slice(end))) == pending:
-                if time.monotonic() >= end:
-                    raise CollectiveTimeoutError(self._still_running(timeout))
-        self._backend.forget(self)
-        return self._finish(status)
-
-    def _slice(self, end: float) -> float:
-        return min(_SLICE_SECONDS, max(0.0, end - time.monotonic()))
-
-    def _still_running(self, timeout: float) -> str:
-        return (
-            f"[{self._name}] rank {self._backend.rank} of {self._backend.size}: still running "
-            f"after wait(timeout={timeout:g}) seconds; it goes on, and can be waited for again"
-        )
-
-    def is_completed(self) -> bool:
-        """Tell whether it has ended."""
-        return bool(self._lib.fl_op_wait(self._handle, 0.0) != self._lib.FL_PENDING)
-
-    def _finish(self, status: int) -> Any:
-        backend = self._backend
-        if status != self._lib.FL_OK:
-            raise failure(
-                backend.ffi,
-                self._lib,
-                self._handle,
-                status,
-                self._name,
-                backend.rank,
-                backend.size,
-                self._seconds,
-            )
-        if self._result is GATHERED:
-            self._result = self._gathered()
-        return self._result
-
-    def _gathered(self) -> Array:
-        """Wrap what the library received, without a copy; the array keeps the handle alive."""
-        ffi = self._backend.ffi
-        count = ffi.new("size_t *")
-        pointer = self._lib.fl_op_output(self._handle, count)
-        owner = ffi.gc(ffi.cast("char *", pointer), _Keep(self._handle))
-        flat = np.frombuffer(ffi.buffer(owner, count[0]), np.uint8)
-        like = self._data
-        signatures = self._lib.fl_op_signatures(self._handle)
-        rows = sum(signatures[rank].shape[0] for rank in range(self._backend.size))
-        joined: Array = flat.view(like.dtype).reshape(rows, *like.shape[1:])
-        return joined
-
-
-class _Keep:
-    """A destructor that does nothing but hold a reference."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __call__(self, pointer: Any) -> None:
-        """The handle goes with this object."""

@@ -20,7 +20,8 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend, NativeWork
+from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
+from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.exchange import BackendStore
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
@@ -80,7 +81,7 @@ class ShmBackend(NativeBackend):
         """Raise what became of an operation of the native function."""
         handle = self.ffi.cast("fl_op *", address)
         _raise_interruption(self.lib, handle)
-        NativeWork(self, "all_reduce", handle, None, None, self.timeout).wait()
+        NativeWork(self, "all_reduce", handle, None, NOTHING, self.timeout).wait()
 
     def _open(self, path: str, create: bool) -> Any:
         group = self.lib.fl_shm_open(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flashlight_py.device import Array
 from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.backend import Backend
@@ -30,11 +32,39 @@ class SingleBackend(Backend):
         """Return a scaled copy."""
         return self.all_reduce(array.copy(), op, scale)
 
+    def reduce(
+        self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
+    ) -> Work:
+        """Multiply ``array`` by ``scale`` in place."""
+        return self.all_reduce(array, op, scale)
+
     def broadcast(self, array: Array, root: int, blocking: bool = False) -> Work:
         """Leave ``array`` as it is."""
         return Done(array)
 
     def all_gather(self, array: Array, blocking: bool = False) -> Work:
+        """Return a copy."""
+        return Done(array.copy())
+
+    def gather(self, array: Array, root: int, blocking: bool = False) -> Work:
+        """Return a copy."""
+        return Done(array.copy())
+
+    def scatter(
+        self, array: Array | None, part: Array | None, root: int, blocking: bool = False
+    ) -> Work:
+        """Return a copy of the one part there is."""
+        assert array is not None  # this rank is the root
+        if part is None:
+            return Done(array[0].copy())
+        part[...] = array[0]
+        return Done(part)
+
+    def all_to_all(self, array: Array, blocking: bool = False) -> Work:
+        """Return a copy."""
+        return Done(array.copy())
+
+    def all_to_all_uneven(self, array: Array, rows: Sequence[int], blocking: bool = False) -> Work:
         """Return a copy."""
         return Done(array.copy())
 

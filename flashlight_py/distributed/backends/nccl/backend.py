@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from flashlight_py.device import Array
-from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backend import Backend, Message
+from flashlight_py.distributed.backends.nccl import collect
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.dtypes import BYTES
 from flashlight_py.distributed.backends.nccl.library import version_text
-from flashlight_py.distributed.backends.nccl.messages import agree_with_peer
+from flashlight_py.distributed.backends.nccl.messages import (
+    agree_on_messages,
+    in_order,
+    rows_of_all,
+)
 from flashlight_py.distributed.backends.nccl.reduction import Reduction
 from flashlight_py.distributed.backends.nccl.streams import CommunicationStream, Flight, Flights
 from flashlight_py.distributed.backends.nccl.watchdog import Watchdog
 from flashlight_py.distributed.backends.nccl.work import StreamWork
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
-from flashlight_py.distributed.exchange import exchange_bytes
-from flashlight_py.distributed.work import Done, Work
-from flashlight_py.errors import DistributedError, MismatchError, PeerLostError
+from flashlight_py.distributed.work import Done, Then, Work
+from flashlight_py.errors import DistributedError, PeerLostError
 
 __all__ = ["NcclBackend"]
 
@@ -125,7 +130,7 @@ class NcclBackend(Backend):
 
         Blocks until every rank has called, even if not ``blocking``: the host must know the size.
         """
-        rows = self._rows_of_all(array)
+        rows = rows_of_all(self._cpu, "all_gather", array)
         joined = self.empty((sum(rows), *array.shape[1:]), array)
         row = joined.nbytes // max(sum(rows), 1)
         begin = functools.partial(self._gather_rows, array, joined, [row * n for n in rows])
@@ -147,25 +152,63 @@ class NcclBackend(Backend):
                     self.call("all_gather", lib.ncclBroadcast, source, there, length, BYTES, root)
                 start += length
 
+    def gather(self, array: Array, root: int, blocking: bool = False) -> Work:
+        """Join all ranks' arrays on ``root``; blocks until every rank has called."""
+        rows = rows_of_all(self._cpu, "gather", array)
+        return collect.gather(self, array, rows, root, blocking)
+
+    def scatter(
+        self, array: Array | None, part: Array | None, root: int, blocking: bool = False
+    ) -> Work:
+        """Fill ``part``; blocks until every rank has called; see ``Backend``."""
+        if part is None:
+            assert array is not None  # other ranks know by their part that a GPU is meant
+            part = self.empty(array.shape[1:], array)
+        rows_of_all(self._cpu, "scatter", part, equal=True)
+        return collect.scatter(self, array, part, root, blocking)
+
+    def all_to_all(self, array: Array, blocking: bool = False) -> Work:
+        """Exchange equal parts; blocks until every rank has called; see ``Backend``."""
+        rows_of_all(self._cpu, "all_to_all", array, equal=True)
+        rows = [array.shape[0] // self.size] * self.size
+        return collect.all_to_all(self, array, rows, rows, blocking)
+
+    def all_to_all_uneven(self, array: Array, rows: Sequence[int], blocking: bool = False) -> Work:
+        """Exchange parts of different sizes; blocks until every rank has called."""
+        rows_of_all(self._cpu, "all_to_all", array)
+        table = self._cpu.all_gather(np.array(rows, np.int64), blocking=True).wait()
+        take = [int(n) for n in table.reshape(self.size, self.size)[:, self.rank]]
+        return collect.all_to_all(self, array, rows, take, blocking)
+
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Send; blocks until ``dst`` receives under ``tag``; see ``Backend``."""
-        agree_with_peer(self._cpu, "send", array, dst, tag)
-
-        def begin() -> None:
-            function = self.functions.ncclSend
-            self.call("send", function, self.pointer(array), array.nbytes, BYTES, dst)
-
-        return self.launch("send", begin, [array] if array.size else [], array, blocking)
+        return self._one(Message(True, array, dst, tag), blocking)
 
     def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
         """Receive in place; blocks until ``src`` sends under ``tag``; see ``Backend``."""
-        agree_with_peer(self._cpu, "recv", array, src, tag)
+        return self._one(Message(False, array, src, tag), blocking)
+
+    def _one(self, message: Message, blocking: bool) -> Work:
+        verb = "send" if message.sends else "recv"
+        return Then(self._exchange(verb, [message], blocking), lambda arrays: arrays[0])
+
+    def exchange(self, messages: Sequence[Message], blocking: bool = False) -> Work:
+        """Send and receive, begun as one; blocks until the peers do their part."""
+        return self._exchange("exchange", messages, blocking)
+
+    def _exchange(self, verb: str, messages: Sequence[Message], blocking: bool) -> Work:
+        agree_on_messages(self._cpu, messages)
+        full = [message for message in in_order(messages) if message.array.size]
+        lib = self.functions
 
         def begin() -> None:
-            function = self.functions.ncclRecv
-            self.call("recv", function, self.pointer(array), array.nbytes, BYTES, src)
+            with self.together(verb) if len(full) > 1 else _ALONE:
+                for sends, array, peer, _ in full:
+                    function = lib.ncclSend if sends else lib.ncclRecv
+                    self.call(verb, function, self.pointer(array), array.nbytes, BYTES, peer)
 
-        return self.launch("recv", begin, [array] if array.size else [], array, blocking)
+        arrays = [message.array for message in messages]
+        return self.launch(verb, begin, [message.array for message in full], arrays, blocking)
 
     def barrier(self, timeout: float | None = None) -> Work:
         """Block until this rank's collectives have ended and every rank is here (seconds)."""
@@ -270,19 +313,6 @@ class NcclBackend(Backend):
                     f"CUDA device {self.device}, and the array is on device {found}; move it "
                     f"(flashlight_py.device.to_device(x, 'cuda:{self.device}'))"
                 )
-
-    def _rows_of_all(self, array: Array) -> list[int]:
-        """Return every rank's first dimension; the others and the dtype must be the same."""
-        mine = json.dumps([array.dtype.name, *array.shape])
-        everyone = [json.loads(text) for text in exchange_bytes(self._cpu, mine.encode())]
-        for rank, (dtype, *shape) in enumerate(everyone):
-            if dtype != array.dtype.name or shape[1:] != list(array.shape[1:]):
-                raise MismatchError(
-                    f"[all_gather] rank {self.rank} of {self.size}: this rank gave "
-                    f"{array.dtype.name} {array.shape}, rank {rank} {dtype} {tuple(shape)}; only "
-                    "the first dimension may differ"
-                )
-        return [shape[0] for _, *shape in everyone]
 
     def _reduce(
         self,

@@ -1,64 +1,72 @@
 """The collectives that NCCL has no function for (before 2.28): messages, begun as one.
 
-Each moves bytes, blocks of equal size, one per rank; blocks of unequal size are for the caller to
-cut. A rank's message to itself is a message too, as NCCL allows.
+Each moves bytes, one block per rank. A rank's message to itself is a message too, as NCCL allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.dtypes import BYTES
 from flashlight_py.distributed.work import Work
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 
 __all__ = ["all_to_all", "gather", "scatter"]
 
 
-def gather(backend: NcclBackend, array: Array, root: int, blocking: bool = False) -> Work:
-    """Join the arrays of all ranks, of one shape, along the first dimension on ``root``.
-
-    The result is a new array there, None elsewhere.
-    """
-    here = backend.rank == root
-    joined = _blocks(backend, array) if here else None
+def gather(
+    backend: NcclBackend, array: Array, rows: Sequence[int], root: int, blocking: bool
+) -> Work:
+    """Join the arrays of all ranks, of ``rows`` rows, on ``root``; the result is None elsewhere."""
+    joined = None
+    if backend.rank == root:
+        joined = backend.empty((sum(rows), *array.shape[1:]), array)
+    lengths = [n * _row(array) for n in rows]
 
     def messages() -> None:
         _send(backend, "gather", array, 0, array.nbytes, root)
         if joined is not None:
-            _receive_all(backend, "gather", joined)
+            _receive_all(backend, "gather", joined, lengths)
 
     return _launch(backend, "gather", messages, [array, joined], joined, blocking)
 
 
 def scatter(
-    backend: NcclBackend, source: Array | None, part: Array, root: int, blocking: bool = False
+    backend: NcclBackend, array: Array | None, part: Array, root: int, blocking: bool
 ) -> Work:
-    """Fill ``part`` with this rank's part of ``source``, which only ``root`` has, in rank order."""
-    whole = source if backend.rank == root else None
+    """Fill ``part`` with this rank's part of ``array``, which only ``root`` has, in rank order."""
 
     def messages() -> None:
-        if whole is not None:
-            _send_all(backend, "scatter", whole)
+        if array is not None:
+            _send_all(backend, "scatter", array, [part.nbytes] * backend.size)
         _receive(backend, "scatter", part, 0, part.nbytes, root)
 
-    return _launch(backend, "scatter", messages, [part, whole], part, blocking)
+    return _launch(backend, "scatter", messages, [part, array], part, blocking)
 
 
-def all_to_all(backend: NcclBackend, array: Array, blocking: bool = False) -> Work:
-    """Give each rank its equal part of ``array``; the result is a new one of the parts got."""
-    got = backend.empty(array.shape, array)
+def all_to_all(
+    backend: NcclBackend, array: Array, give: Sequence[int], take: Sequence[int], blocking: bool
+) -> Work:
+    """Give rank r ``give[r]`` rows and take ``take[r]``; the result is a new array of what came."""
+    got, row = backend.empty((sum(take), *array.shape[1:]), array), _row(array)
 
     def messages() -> None:
-        _send_all(backend, "all_to_all", array)
-        _receive_all(backend, "all_to_all", got)
+        _send_all(backend, "all_to_all", array, [n * row for n in give])
+        _receive_all(backend, "all_to_all", got, [n * row for n in take])
 
     return _launch(backend, "all_to_all", messages, [array, got], got, blocking)
 
 
-def _blocks(backend: NcclBackend, array: Array) -> Array:
-    return backend.empty((array.shape[0] * backend.size, *array.shape[1:]), array)
+def _row(array: Array) -> int:
+    """Return the bytes of one row."""
+    row = array.dtype.itemsize
+    for extent in array.shape[1:]:
+        row *= extent
+    return row
 
 
 def _launch(
@@ -77,27 +85,31 @@ def _launch(
     return backend.launch(verb, begin, kept, result, blocking)
 
 
-def _send_all(backend: NcclBackend, verb: str, array: Array) -> None:
-    length = array.nbytes // backend.size
-    for rank in range(backend.size):
-        _send(backend, verb, array, rank * length, length, rank)
+def _send_all(backend: NcclBackend, verb: str, array: Array, lengths: Sequence[int]) -> None:
+    start = 0
+    for rank, length in enumerate(lengths):
+        _send(backend, verb, array, start, length, rank)
+        start += length
 
 
-def _receive_all(backend: NcclBackend, verb: str, array: Array) -> None:
-    length = array.nbytes // backend.size
-    for rank in range(backend.size):
-        _receive(backend, verb, array, rank * length, length, rank)
+def _receive_all(backend: NcclBackend, verb: str, array: Array, lengths: Sequence[int]) -> None:
+    start = 0
+    for rank, length in enumerate(lengths):
+        _receive(backend, verb, array, start, length, rank)
+        start += length
 
 
 def _send(
     backend: NcclBackend, verb: str, array: Array, offset: int, length: int, peer: int
 ) -> None:
-    function = backend.functions.ncclSend
-    backend.call(verb, function, backend.pointer(array, offset), length, BYTES, peer)
+    if length:
+        function = backend.functions.ncclSend
+        backend.call(verb, function, backend.pointer(array, offset), length, BYTES, peer)
 
 
 def _receive(
     backend: NcclBackend, verb: str, array: Array, offset: int, length: int, peer: int
 ) -> None:
-    function = backend.functions.ncclRecv
-    backend.call(verb, function, backend.pointer(array, offset), length, BYTES, peer)
+    if length:
+        function = backend.functions.ncclRecv
+        backend.call(verb, function, backend.pointer(array, offset), length, BYTES, peer)

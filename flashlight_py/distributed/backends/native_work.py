@@ -1,0 +1,140 @@
+"""A native operation in flight, and the array that it receives."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashlight_py.device import Array
+from flashlight_py.distributed.arrays import dtype_of_code
+from flashlight_py.distributed.backends.native_errors import failure
+from flashlight_py.distributed.work import Work
+from flashlight_py.errors import CollectiveTimeoutError
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.backends.native import NativeBackend
+
+__all__ = ["GATHERED", "NOTHING", "SCATTERED", "NativeWork", "Received"]
+
+# How long a wait stays inside the library: signal handlers (Ctrl-C) run in between.
+_SLICE_SECONDS = 0.1
+
+# In the place of a result: it is what the library received, the rows of all ranks or one part.
+GATHERED, SCATTERED = object(), object()
+
+
+class Received:
+    """What an operation gives: a result that is there already, or is made of what came."""
+
+    def __init__(self, result: Any, like: Array | None, root: int) -> None:
+        self._result, self._like, self._root = result, like, root
+
+    def get(self, backend: NativeBackend, handle: Any) -> Any:
+        """Return the result of the operation, which has ended well."""
+        if self._result is GATHERED:
+            self._result = self._gathered(backend, handle)
+        elif self._result is SCATTERED:
+            self._result = self._scattered(backend, handle)
+        return self._result
+
+    def _gathered(self, backend: NativeBackend, handle: Any) -> Array:
+        """Wrap the rows of all ranks."""
+        assert self._like is not None
+        signatures = backend.lib.fl_op_signatures(handle)
+        rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
+        return _wrap(backend, handle, self._like.dtype, (rows, *self._like.shape[1:]))
+
+    def _scattered(self, backend: NativeBackend, handle: Any) -> Array:
+        """Wrap this rank's part, of the dtype and shape that the root has told."""
+        told = backend.lib.fl_op_signatures(handle)[self._root]
+        shape = tuple(told.shape[d] for d in range(told.ndim))
+        return _wrap(backend, handle, dtype_of_code(told.dtype), shape)
+
+
+NOTHING = Received(None, None, 0)
+
+
+def _wrap(
+    backend: NativeBackend, handle: Any, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> Array:
+    """Return what the library received, without a copy; the array keeps the handle alive."""
+    ffi, count = backend.ffi, backend.ffi.new("size_t *")
+    pointer = backend.lib.fl_op_output(handle, count)
+    owner = ffi.gc(ffi.cast("char *", pointer), _Keep(handle))
+    array: Array = np.frombuffer(ffi.buffer(owner, count[0]), np.uint8).view(dtype).reshape(shape)
+    return array
+
+
+class NativeWork(Work):
+    """A handle on a native operation; keeps the arrays alive that it works on."""
+
+    def __init__(
+        self,
+        backend: NativeBackend,
+        name: str,
+        handle: Any,
+        kept: Any,
+        received: Received,
+        seconds: float,
+    ) -> None:
+        self._backend = backend
+        self._name = name
+        self._lib = backend.lib
+        self._handle = backend.ffi.gc(handle, backend.lib.fl_op_free)
+        self._kept = kept
+        self._received = received
+        self._seconds = seconds
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait up to ``timeout`` seconds; see ``Work``."""
+        wait, pending = self._lib.fl_op_wait, self._lib.FL_PENDING
+        if timeout is None:
+            while (status := wait(self._handle, _SLICE_SECONDS)) == pending:
+                pass
+        else:
+            end = time.monotonic() + timeout
+            while (status := wait(self._handle, self._slice(end))) == pending:
+                if time.monotonic() >= end:
+                    raise CollectiveTimeoutError(self._still_running(timeout))
+        self._backend.forget(self)
+        return self._finish(status)
+
+    def _slice(self, end: float) -> float:
+        return min(_SLICE_SECONDS, max(0.0, end - time.monotonic()))
+
+    def _still_running(self, timeout: float) -> str:
+        return (
+            f"[{self._name}] rank {self._backend.rank} of {self._backend.size}: still running "
+            f"after wait(timeout={timeout:g}) seconds; it goes on, and can be waited for again"
+        )
+
+    def is_completed(self) -> bool:
+        """Tell whether it has ended."""
+        return bool(self._lib.fl_op_wait(self._handle, 0.0) != self._lib.FL_PENDING)
+
+    def _finish(self, status: int) -> Any:
+        backend = self._backend
+        if status != self._lib.FL_OK:
+            raise failure(
+                backend.ffi,
+                self._lib,
+                self._handle,
+                status,
+                self._name,
+                backend.rank,
+                backend.size,
+                self._seconds,
+            )
+        return self._received.get(backend, self._handle)
+
+
+class _Keep:
+    """A destructor that does nothing but hold a reference."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __call__(self, pointer: Any) -> None:
+        """The handle goes with this object."""
