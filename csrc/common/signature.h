@@ -30,4 +30,20 @@ inline bool same_call(const fl_signature& a, const fl_signature& b) {
   return true;
 }
 
+// Whether a send and a receive go together.
+inline bool same_message(fl_signature a, const fl_signature& b) {
+  a.verb = b.verb;
+  return same_call(a, b);
+}
+
+// Whether all ranks call the same, which all of them answer alike: two that leave out what they
+// expect are measured by one that does not.
+inline bool all_same(const fl_signature* calls, int ranks) {
+  const auto* full = std::find_if(calls, calls + ranks,
+                                  [](const fl_signature& call) { return call.ndim != FL_ANY; });
+  const fl_signature& measure = full == calls + ranks ? *calls : *full;
+  return std::all_of(calls, calls + ranks,
+                     [&](const fl_signature& call) { return same_call(measure, call); });
+}
+
 }  // namespace fl

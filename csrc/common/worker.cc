@@ -43,40 +43,8 @@ void Worker::work() {
       operation = std::move(pending_.front());
       pending_.pop_front();
     }
-    execute(*operation);
+    execute(transport_, *operation);
   }
-}
-
-void Worker::execute(Operation& operation) {
-  if (!broken_.empty()) return finish(operation, FL_CLOSED, broken_);
-  const auto limit = std::chrono::duration<double>(operation.seconds);
-  transport_.begin(Clock::now() + std::chrono::duration_cast<Clock::duration>(limit));
-  Failure failure(FL_OK, {}, "");
-  try {
-    operation.run(operation);
-    return finish(operation, FL_OK);
-  } catch (const Mismatch& mismatch) {
-    return finish(operation, FL_MISMATCH, mismatch.what());
-  } catch (const Failure& caught) {
-    failure = caught;
-  } catch (const std::exception& error) {
-    failure = transport_.explain(error.what());
-  }
-  broken_ = failure.what();
-  transport_.give_up(failure);
-  finish(operation, failure.status, failure.what(), failure.missing);
-}
-
-void Worker::finish(Operation& operation, fl_status status, std::string message,
-                   std::vector<int> missing) {
-  {
-    std::lock_guard<std::mutex> lock(operation.queue->mutex);
-    operation.message = std::move(message);
-    operation.missing = std::move(missing);
-    operation.run = nullptr;
-    operation.status = status;
-  }
-  operation.queue->done.notify_all();
 }
 
 }  // namespace fl

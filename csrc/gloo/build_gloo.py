@@ -5,7 +5,13 @@ from pathlib import Path
 from cffi import FFI
 
 CSRC = Path(__file__).parent.parent
-COMMON = ("common/capi.cc", "common/worker.cc", "reduce/reduce.cc")
+COMMON = (
+    "common/capi.cc",
+    "common/lanes.cc",
+    "common/operation.cc",
+    "common/worker.cc",
+    "reduce/reduce.cc",
+)
 SOURCES = ("gloo/capi.cc", "gloo/group.cc", "gloo/collectives.cc", "gloo/mesh.cc")
 
 ffi = FFI()

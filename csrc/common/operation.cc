@@ -1,0 +1,60 @@
+#include "operation.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace fl {
+
+void Transport::fail(const Failure& failure) noexcept {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_broken_) return;
+    why_ = failure.what();
+    is_broken_.store(true, std::memory_order_release);
+  }
+  give_up(failure);
+}
+
+std::string Transport::why_broken() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return why_;
+}
+
+Clock::time_point deadline_after(double seconds) {
+  constexpr double kLongest = 1e9;  // more would not fit the clock
+  const auto limit = std::chrono::duration<double>(std::min(seconds, kLongest));
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
+}
+
+void execute(Transport& transport, Operation& operation) noexcept {
+  if (transport.is_broken()) return finish(operation, FL_CLOSED, transport.why_broken());
+  operation.deadline = deadline_after(operation.seconds);
+  transport.begin(operation.deadline);
+  Failure failure(FL_OK, {}, "");
+  try {
+    operation.run(operation);
+    return finish(operation, FL_OK);
+  } catch (const Mismatch& mismatch) {
+    return finish(operation, FL_MISMATCH, mismatch.what());
+  } catch (const Failure& caught) {
+    failure = caught;
+  } catch (const std::exception& error) {
+    failure = transport.explain(error.what());
+  }
+  transport.fail(failure);
+  finish(operation, failure.status, failure.what(), failure.missing);
+}
+
+void finish(Operation& operation, fl_status status, const std::string& message,
+            std::vector<int> missing) {
+  {
+    const std::lock_guard<std::mutex> lock(operation.queue->mutex);
+    operation.message = message;
+    operation.missing = std::move(missing);
+    operation.run = nullptr;
+    operation.status = status;
+  }
+  operation.queue->done.notify_all();
+}
+
+}  // namespace fl

@@ -1,0 +1,86 @@
+// Operations: what was started and can be waited for, and how it ends.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "failure.h"
+
+namespace fl {
+
+using Clock = std::chrono::steady_clock;
+
+// What moves the bytes of a group, and whether it still can.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  // From any thread: end the running waits whose deadline has passed.
+  virtual void enforce_deadline() = 0;
+  // From any thread: end all running waits and all later ones.
+  virtual void stop() = 0;
+  // What an unexpected error of a running operation means.
+  virtual Failure explain(const std::string& what) = 0;
+  // Tell every peer why this rank gives up. fail() calls it, once.
+  virtual void give_up(const Failure& failure) noexcept = 0;
+
+  // An operation of one thread at a time begins: its waits end at `deadline`. For a Worker alone.
+  virtual void begin(Clock::time_point) {}
+
+  // From any thread: this failure ends the group; the first one counts. Operations that still run,
+  // on whatever thread, must end soon, those that come later with FL_CLOSED at once.
+  void fail(const Failure& failure) noexcept;
+  bool is_broken() const { return is_broken_.load(std::memory_order_acquire); }
+  // Why; empty while all is well.
+  std::string why_broken() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::atomic<bool> is_broken_{false};
+  std::string why_;
+};
+
+struct Bytes {
+  std::unique_ptr<char[]> data;
+  size_t size = 0;
+};
+
+// What those who run operations and those who hold them share; it outlives the group.
+struct Queue {
+  std::mutex mutex;
+  std::condition_variable work;    // something to do, or time to end
+  std::condition_variable done;    // an operation has ended
+  Transport* transport = nullptr;  // null once the group is closed
+};
+
+struct Operation {
+  std::shared_ptr<Queue> queue;
+  double seconds = 0;
+  Clock::time_point deadline = Clock::time_point::max();  // of its waits, from when it begins to run
+  std::function<void(Operation&)> run;
+  // Results; readable once status is no longer FL_PENDING.
+  fl_status status = FL_PENDING;
+  std::string message;
+  std::vector<int> missing;
+  std::vector<fl_signature> signatures;
+  Bytes output;
+};
+
+// `seconds` from now, or the end of time where that is nearer.
+Clock::time_point deadline_after(double seconds);
+
+// Run `operation` on this thread to its end, unless the transport is broken. What it throws becomes
+// its status; anything but Mismatch breaks the transport.
+void execute(Transport& transport, Operation& operation) noexcept;
+
+// End `operation` without running it.
+void finish(Operation& operation, fl_status status, const std::string& message = {},
+            std::vector<int> missing = {});
+
+}  // namespace fl
