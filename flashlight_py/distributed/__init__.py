@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from flashlight_py.distributed.api import (
     all_gather,
+    all_gather_object,
     all_reduce,
     all_reduce_multiple,
+    all_to_all,
     barrier,
+    batch_isend_irecv,
     broadcast,
+    broadcast_object,
+    gather,
+    gather_object,
+    irecv,
+    isend,
+    new_group,
     recv,
+    reduce,
     reduce_scatter,
+    scatter,
+    scatter_object,
     send,
+    sendrecv,
     shared_empty,
+    split,
     sync_distributed,
 )
 from flashlight_py.distributed.constants import (
@@ -22,6 +36,7 @@ from flashlight_py.distributed.constants import (
 from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.initialize import distributed_init, distributed_shutdown
 from flashlight_py.distributed.reducer import CoalescingReducer, InlineReducer, Reducer
+from flashlight_py.distributed.verbs.point_to_point import P2POp
 from flashlight_py.distributed.work import Work
 from flashlight_py.distributed.world import (
     describe,
@@ -49,11 +64,26 @@ __all__ = [
     "use_local_device",
     "all_reduce",
     "all_reduce_multiple",
+    "reduce",
     "reduce_scatter",
     "broadcast",
     "all_gather",
+    "gather",
+    "scatter",
+    "all_to_all",
     "send",
     "recv",
+    "isend",
+    "irecv",
+    "sendrecv",
+    "batch_isend_irecv",
+    "P2POp",
+    "broadcast_object",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object",
+    "new_group",
+    "split",
     "barrier",
     "sync_distributed",
     "shared_empty",

@@ -44,18 +44,18 @@ _codes_seen: dict[np.dtype[Any], int] = {}
 _OPS = {op.name.lower(): op for op in ReduceOp}
 
 
-def as_array(verb: str, value: Any) -> Array:
+def as_array(verb: str, value: Any, writes: bool = True) -> Array:
     """Return the array that ``value`` is or holds, sharing its memory.
 
     Raises:
         TypeError: ``value`` is no array, or of a dtype that cannot be sent.
-        ValueError: it is read-only, and the verbs work in place.
+        ValueError: it is read-only, and the verb ``writes`` into it.
     """
     array = getattr(value, "array", value) if not isinstance(value, np.ndarray) else value
     if not isinstance(array, np.ndarray) and not is_cupy(array):
         array = _from_dlpack(verb, array)
     dtype_code(verb, array.dtype)
-    if not is_cupy(array) and not array.flags.writeable:
+    if writes and not is_cupy(array) and not array.flags.writeable:
         raise ValueError(
             f"{verb} works in place and the array is read-only (shape {array.shape}, dtype "
             f"{array.dtype}); pass a copy: {verb}(x.copy())"

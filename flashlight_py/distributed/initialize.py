@@ -12,7 +12,7 @@ from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.connect import connect, gpu_joiner
 from flashlight_py.distributed.constants import DistributedInit
-from flashlight_py.distributed.group import ProcessGroup
+from flashlight_py.distributed.group import Joiner, ProcessGroup
 from flashlight_py.distributed.hosts import host_identity, local_place
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
 from flashlight_py.distributed.rendezvous.file_store import FileStore
@@ -218,7 +218,10 @@ def _connect(store: Store, settings: Settings) -> World:
     local_rank, local_size = local_place(store.rank, store.exchange(host_identity()))
     connection = connect(store, settings)
     rule = DeviceRule(store.rank, local_rank, settings.max_device_per_node)
-    group = ProcessGroup(connection.backend, None, gpu_joiner(rule, settings.timeout))
+    joiner = Joiner(
+        lambda members: connect(members, settings).backend, gpu_joiner(rule, settings.timeout)
+    )
+    group = ProcessGroup(connection.backend, None, joiner)
     _join_gpus_at_once(group, settings)
     return World(group, local_rank, local_size, connection.why, rule)
 

@@ -1,9 +1,4 @@
-"""The public verbs. Each acts on the world, or on the group that is given.
-
-An array is a ``numpy.ndarray``, a ``cupy.ndarray``, anything with DLPack whose memory can be
-shared, or a ``Variable`` (its array is meant). Before ``distributed_init`` the world is rank 0
-of 1, and every verb is the identity, times the scale.
-"""
+"""The reductions: what ranks have is combined."""
 
 from __future__ import annotations
 
@@ -15,24 +10,10 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array
 from flashlight_py.distributed import world
+from flashlight_py.distributed.api._world import of
 from flashlight_py.distributed.group import ProcessGroup
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_reduce_multiple",
-    "barrier",
-    "broadcast",
-    "recv",
-    "reduce_scatter",
-    "send",
-    "shared_empty",
-    "sync_distributed",
-]
-
-
-def _of(group: ProcessGroup | None) -> ProcessGroup:
-    return world.current_world().group if group is None else group
+__all__ = ["all_reduce", "all_reduce_multiple", "reduce", "reduce_scatter", "shared_empty"]
 
 
 def all_reduce(
@@ -78,7 +59,7 @@ def all_reduce(
     """
     if group is None and not async_op and world.fast_all_reduce(x, scale, op) is x:
         return x
-    return _of(group).all_reduce(x, scale, op, async_op)
+    return of(group).all_reduce(x, scale, op, async_op)
 
 
 def all_reduce_multiple(
@@ -108,7 +89,38 @@ def all_reduce_multiple(
         TypeError, DistributedError: as for :func:`all_reduce`; every array is checked before
             any is sent.
     """
-    return _of(group).all_reduce_multiple(xs, scale, op, async_op, contiguous)
+    return of(group).all_reduce_multiple(xs, scale, op, async_op, contiguous)
+
+
+def reduce(
+    x: Any,
+    root: int = 0,
+    op: str = "sum",
+    scale: float = 1.0,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any:
+    """Combine ``x`` of all ranks; afterwards rank ``root`` holds ``scale`` times the result.
+
+    In place on ``root``; the arrays of the other ranks stay as they are. Values are combined in
+    rank order, as by :func:`all_reduce`, with the same bits.
+
+    Args:
+        x: array; the same shape and dtype on every rank.
+        root: rank in the group.
+        op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"`` or ``"max"``.
+        scale: real number that the result is multiplied by.
+        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
+        group: the process group, default the world.
+
+    Returns:
+        ``x``, or the ``Work``. Blocks unless ``async_op``.
+
+    Raises:
+        ValueError: ``root`` is no rank of the group, or as for :func:`all_reduce`.
+        TypeError, DistributedError: as for :func:`all_reduce`.
+    """
+    return of(group).reduce(x, root, op, scale, async_op)
 
 
 def reduce_scatter(
@@ -134,46 +146,7 @@ def reduce_scatter(
         ValueError: the first dimension cannot be cut so, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    return _of(group).reduce_scatter(x, scale, op, async_op)
-
-
-def broadcast(
-    x: Any, root: int = 0, async_op: bool = False, group: ProcessGroup | None = None
-) -> Any:
-    """Give every rank the ``x`` of rank ``root``, in place.
-
-    Args:
-        x: array; the same shape and dtype on every rank.
-        root: rank in the group.
-        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
-        group: the process group, default the world.
-
-    Returns:
-        ``x``, or the ``Work``. Blocks unless ``async_op``.
-
-    Raises:
-        ValueError: ``root`` is no rank of the group, or ``x`` is read-only.
-        TypeError, DistributedError: as for :func:`all_reduce`.
-    """
-    return _of(group).broadcast(x, root, async_op)
-
-
-def all_gather(x: Any, async_op: bool = False, group: ProcessGroup | None = None) -> Any:
-    """Join the ``x`` of all ranks along the first dimension, in rank order.
-
-    Args:
-        x: array; the first dimension may differ between ranks, the others and the dtype must
-            not. A scalar-shaped array counts as one row.
-        async_op: return a ``Work`` at once; its ``wait()`` returns the new array.
-        group: the process group, default the world.
-
-    Returns:
-        A new array of shape ``(sum of first dimensions, *x.shape[1:])``, or the ``Work``.
-
-    Raises:
-        TypeError, ValueError, DistributedError: as for :func:`all_reduce`.
-    """
-    return _of(group).all_gather(x, async_op)
+    return of(group).reduce_scatter(x, scale, op, async_op)
 
 
 def shared_empty(
@@ -195,51 +168,4 @@ def shared_empty(
         TypeError: the dtype cannot be sent.
         DistributedError: as for :func:`all_reduce`.
     """
-    return _of(group).shared_empty(shape, dtype)
-
-
-def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> None:
-    """Give array ``x`` (any shape and dtype) to rank ``dst``. Blocks until it has been received.
-
-    ``tag`` is a number from 0 to 2**31 - 1 that the receiver must ask for.
-
-    Raises:
-        ValueError: ``dst`` is no other rank of the group, or ``tag`` is out of range.
-        MismatchError: ``dst`` receives another shape or dtype; raised on both.
-        TypeError, DistributedError: as for :func:`all_reduce`.
-    """
-    _of(group).send(x, dst, tag)
-
-
-def recv(x: Any, src: int, tag: int = 0, group: ProcessGroup | None = None) -> Array:
-    """Fill array ``x``, in place, with what rank ``src`` sends under ``tag``. Blocks; returns x.
-
-    Shape and dtype must be those of the array that is sent.
-
-    Raises:
-        ValueError: ``src`` is no other rank of the group, or ``tag`` is out of range.
-        MismatchError: ``src`` sends another shape or dtype; raised on both.
-        TypeError, DistributedError: as for :func:`all_reduce`.
-    """
-    result: Array = _of(group).recv(x, src, tag)
-    return result
-
-
-def barrier(timeout: float | None = None, group: ProcessGroup | None = None) -> None:
-    """Block until every rank of the group has called it, up to ``timeout`` seconds.
-
-    Raises:
-        ValueError: ``timeout`` is not positive.
-        CollectiveTimeoutError: a rank (named) did not come in time.
-        DistributedError: as for :func:`all_reduce`.
-    """
-    _of(group).barrier(timeout)
-
-
-def sync_distributed(group: ProcessGroup | None = None) -> None:
-    """Block until every operation that this rank has started has ended, as flashlight names it.
-
-    Raises:
-        DistributedError: one of them failed; as for :func:`all_reduce`.
-    """
-    _of(group).synchronize()
+    return of(group).shared_empty(shape, dtype)

@@ -1,0 +1,136 @@
+"""The movements: arrays go from rank to rank as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flashlight_py.distributed.api._world import of
+from flashlight_py.distributed.group import ProcessGroup
+
+__all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
+
+
+def broadcast(
+    x: Any, root: int = 0, async_op: bool = False, group: ProcessGroup | None = None
+) -> Any:
+    """Give every rank the ``x`` of rank ``root``, in place.
+
+    Args:
+        x: array; the same shape and dtype on every rank.
+        root: rank in the group.
+        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
+        group: the process group, default the world.
+
+    Returns:
+        ``x``, or the ``Work``. Blocks unless ``async_op``.
+
+    Raises:
+        ValueError: ``root`` is no rank of the group, or ``x`` is read-only.
+        TypeError, DistributedError: as for :func:`all_reduce`.
+    """
+    return of(group).broadcast(x, root, async_op)
+
+
+def all_gather(x: Any, async_op: bool = False, group: ProcessGroup | None = None) -> Any:
+    """Join the ``x`` of all ranks along the first dimension, in rank order.
+
+    Args:
+        x: array; the first dimension may differ between ranks, the others and the dtype must
+            not. A scalar-shaped array counts as one row.
+        async_op: return a ``Work`` at once; its ``wait()`` returns the new array.
+        group: the process group, default the world.
+
+    Returns:
+        A new array of shape ``(sum of first dimensions, *x.shape[1:])``, or the ``Work``.
+
+    Raises:
+        TypeError, ValueError, DistributedError: as for :func:`all_reduce`.
+    """
+    return of(group).all_gather(x, async_op)
+
+
+def gather(x: Any, root: int = 0, async_op: bool = False, group: ProcessGroup | None = None) -> Any:
+    """Join the ``x`` of all ranks along the first dimension, in rank order, on one rank.
+
+    Args:
+        x: array; the first dimension may differ between ranks, the others and the dtype must
+            not. A scalar-shaped array counts as one row.
+        root: rank in the group that gets the result.
+        async_op: return a ``Work`` at once; its ``wait()`` returns what this would.
+        group: the process group, default the world.
+
+    Returns:
+        On ``root`` a new array of shape ``(sum of first dimensions, *x.shape[1:])``, elsewhere
+        None; or the ``Work``. Blocks unless ``async_op``.
+
+    Raises:
+        ValueError: ``root`` is no rank of the group.
+        TypeError, DistributedError: as for :func:`all_reduce`.
+    """
+    return of(group).gather(x, root, async_op)
+
+
+def scatter(
+    xs: Any = None,
+    root: int = 0,
+    out: Any = None,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any:
+    """Give each rank its part of what rank ``root`` has.
+
+    The other ranks need not know what comes: dtype and shape travel along. CuPy arrays are the
+    exception: the other ranks pass ``out``, which tells that a GPU is meant.
+
+    Args:
+        xs: on ``root`` a list or tuple with one array per rank, all of one shape (at most eight
+            dimensions) and dtype, or one array whose first dimension is cut into equal parts;
+            on the other ranks not looked at.
+        root: rank in the group.
+        out: array that is filled in place, in place of a new one.
+        async_op: return a ``Work`` at once; its ``wait()`` returns the part.
+        group: the process group, default the world.
+
+    Returns:
+        This rank's part, a new array, or ``out``; or the ``Work``. Blocks unless ``async_op``.
+
+    Raises:
+        ValueError: ``root`` is no rank of the group, or what it gives cannot be cut so, or does
+            not fit its own ``out``.
+        MismatchError: ``out`` of a rank is of another shape or dtype than the parts; raised on
+            every rank.
+        TypeError, DistributedError: as for :func:`all_reduce`.
+    """
+    return of(group).scatter(xs, root, out, async_op)
+
+
+def all_to_all(
+    x: Any,
+    rows: Sequence[int] | None = None,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any:
+    """Give each rank a part of ``x`` and join what comes from each, in rank order.
+
+    Args:
+        x: array whose first dimension is cut into equal parts, one per rank; left as it is. The
+            dimensions after it and the dtype must be the same on every rank.
+        rows: how many rows rank 0, 1, ... gets, where parts are unequal. All ranks give it or
+            none does; what it holds may differ. They tell each other first, so that even with
+            ``async_op`` the call blocks until every rank has called.
+        async_op: return a ``Work`` at once; its ``wait()`` returns the new array.
+        group: the process group, default the world.
+
+    Returns:
+        A new array, of the shape of ``x`` when parts are equal; or the ``Work``.
+
+    Raises:
+        ValueError: the first dimension cannot be cut so.
+        TypeError, DistributedError: as for :func:`all_reduce`.
+
+    Example:
+        >>> fl.all_to_all(np.arange(3))  # one process: its own part
+        array([0, 1, 2])
+    """
+    return of(group).all_to_all(x, rows, async_op)

@@ -1,0 +1,123 @@
+"""Messages between two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flashlight_py.device import Array
+from flashlight_py.distributed.api._world import of
+from flashlight_py.distributed.group import ProcessGroup
+from flashlight_py.distributed.verbs.point_to_point import P2POp
+from flashlight_py.distributed.work import Work
+
+__all__ = ["batch_isend_irecv", "irecv", "isend", "recv", "send", "sendrecv"]
+
+
+def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> None:
+    """Give array ``x`` (any shape and dtype) to rank ``dst``. Blocks until it has been received.
+
+    ``tag`` is a number from 0 to 2**31 - 1 that the receiver must ask for. Messages from one rank
+    to another are matched by tag; those under one tag in the order in which they were sent.
+
+    Raises:
+        ValueError: ``dst`` is no other rank of the group, or ``tag`` is out of range.
+        CollectiveTimeoutError: ``dst`` did not ask for it in time; tells the tag that it asks for.
+        MismatchError: ``dst`` receives another shape or dtype; raised on both.
+        TypeError, DistributedError: as for :func:`all_reduce`.
+    """
+    of(group).send(x, dst, tag)
+
+
+def recv(x: Any, src: int, tag: int = 0, group: ProcessGroup | None = None) -> Array:
+    """Fill array ``x``, in place, with what rank ``src`` sends under ``tag``. Blocks; returns x.
+
+    Shape and dtype must be those of the array that is sent.
+
+    Raises:
+        ValueError: ``src`` is no other rank of the group, or ``tag`` is out of range.
+        CollectiveTimeoutError: ``src`` did not send it in time; tells the tag that it sends.
+        MismatchError: ``src`` sends another shape or dtype; raised on both.
+        TypeError, DistributedError: as for :func:`all_reduce`.
+    """
+    result: Array = of(group).recv(x, src, tag)
+    return result
+
+
+def isend(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Work:
+    """Begin to give array ``x`` to rank ``dst``, and return a ``Work`` at once.
+
+    As :func:`send`, but it runs beside collectives and other messages. ``x`` must not change until
+    ``wait()`` has returned, which is when it has been received; the result is ``x``. A message to
+    this rank itself is copied at once. CuPy arrays are the exception: the call blocks until the
+    peer has called too, and an exchange needs :func:`sendrecv` or :func:`batch_isend_irecv`.
+
+    Raises:
+        TypeError, ValueError, DistributedError: as for :func:`send`.
+    """
+    return of(group).isend(x, dst, tag)
+
+
+def irecv(x: Any, src: int, tag: int = 0, group: ProcessGroup | None = None) -> Work:
+    """Begin to fill array ``x`` with what rank ``src`` sends, and return a ``Work`` at once.
+
+    As :func:`recv`, but it runs beside collectives and other messages. ``x`` must not be used
+    until ``wait()`` has returned it.
+
+    Raises:
+        TypeError, ValueError, DistributedError: as for :func:`recv`.
+    """
+    return of(group).irecv(x, src, tag)
+
+
+def sendrecv(
+    x: Any,
+    dst: int,
+    out: Any,
+    src: int,
+    tag: int = 0,
+    recv_tag: int | None = None,
+    group: ProcessGroup | None = None,
+) -> Any:
+    """Give ``x`` to rank ``dst`` and fill ``out``, in place, with what rank ``src`` sends.
+
+    Both at once, so that rings and exchanges need no order; blocks until both have ended. ``dst``
+    and ``src`` may be this rank itself, and ``out`` may share memory with ``x``.
+
+    Args:
+        x: array to send.
+        dst: rank in the group that gets it.
+        out: array to fill, of the shape and dtype that ``src`` sends.
+        src: rank in the group that it comes from.
+        tag: of what is sent.
+        recv_tag: of what is received; default ``tag``.
+        group: the process group, default the world.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError, ValueError, DistributedError: as for :func:`send` and :func:`recv`.
+
+    Example:
+        >>> x, out = np.arange(3), np.zeros(3, int)
+        >>> size, rank = fl.get_world_size(), fl.get_world_rank()
+        >>> fl.sendrecv(x, (rank + 1) % size, out, (rank - 1) % size)  # a ring of one
+        array([0, 1, 2])
+    """
+    return of(group).sendrecv(x, dst, out, src, tag, recv_tag)
+
+
+def batch_isend_irecv(ops: Sequence[P2POp], group: ProcessGroup | None = None) -> Work:
+    """Begin several messages at once; the ``Work``'s result is the list of their arrays.
+
+    Every one is checked before any begins.
+
+    Args:
+        ops: sends and receives, in any order.
+        group: the process group, default the world.
+
+    Raises:
+        TypeError, ValueError, DistributedError: as for :func:`send` and :func:`recv`.
+    """
+    return of(group).batch_isend_irecv(ops)

@@ -1,0 +1,1 @@
+"""What a process group can do, one family of verbs per file."""

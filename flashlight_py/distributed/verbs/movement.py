@@ -1,0 +1,137 @@
+"""Movement: arrays go from rank to rank as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flashlight_py.device import Array, array_module
+from flashlight_py.distributed.arrays import as_array, pack
+from flashlight_py.distributed.verbs.base import Verbs, unpack_into
+from flashlight_py.distributed.work import Work
+
+__all__ = ["Movement"]
+
+_SCATTER_DIMENSIONS = 8  # that travel with the call, so that ranks need not know the shape
+
+
+class Movement(Verbs):
+    """``broadcast``, the gathers, ``scatter`` and ``all_to_all``."""
+
+    def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Any:
+        """Give every rank ``root``'s ``x``, in place; see :func:`flashlight_py.broadcast`."""
+        array = as_array("broadcast", x)
+        self._check_rank("broadcast", "root", root)
+        packed = pack(array)
+        work = self.backend(array).broadcast(packed, root, not async_op)
+        return self._finish(work, x, unpack_into(array, packed), async_op)
+
+    def all_gather(self, x: Any, async_op: bool = False) -> Any:
+        """Join ``x`` of all ranks into a new array; see :func:`flashlight_py.all_gather`."""
+        rows = _rows("all_gather", x)
+        return _answer(self.backend(rows).all_gather(pack(rows), not async_op), async_op)
+
+    def gather(self, x: Any, root: int = 0, async_op: bool = False) -> Any:
+        """Join ``x`` of all ranks on one; see :func:`flashlight_py.gather`."""
+        self._check_rank("gather", "root", root)
+        rows = _rows("gather", x)
+        return _answer(self.backend(rows).gather(pack(rows), root, not async_op), async_op)
+
+    def scatter(
+        self, xs: Any = None, root: int = 0, out: Any = None, async_op: bool = False
+    ) -> Any:
+        """Give each rank its part of ``xs`` on one; see :func:`flashlight_py.scatter`."""
+        self._check_rank("scatter", "root", root)
+        whole = self._whole(xs) if self.rank == root else None
+        home = None if out is None else as_array("scatter", out)
+        part = None if home is None else pack(home)
+        if whole is not None and part is not None:
+            _require_same(part, whole)
+        work = self.backend(whole if part is None else part).scatter(
+            whole, part, root, not async_op
+        )
+        if home is None or part is None:
+            return _answer(work, async_op)
+        return self._finish(work, out, unpack_into(home, part), async_op)
+
+    def _whole(self, xs: Any) -> Array:
+        """Return what the root scatters as one array of shape (size, part's shape)."""
+        if xs is None:
+            raise ValueError(
+                f"scatter: rank {self.rank} is the root and must give the arrays, got None"
+            )
+        if isinstance(xs, list | tuple):
+            return self._stacked(xs)
+        array = as_array("scatter", xs, writes=False)
+        if array.ndim == 0 or array.shape[0] % self.size:
+            raise ValueError(
+                f"scatter: the first dimension must be a multiple of the {self.size} ranks, got "
+                f"shape {array.shape}"
+            )
+        part = (array.shape[0] // self.size, *array.shape[1:])
+        return _limited(pack(array).reshape(self.size, *part))
+
+    def _stacked(self, xs: Sequence[Any]) -> Array:
+        if len(xs) != self.size:
+            raise ValueError(f"scatter: one array for each of the {self.size} ranks, got {len(xs)}")
+        arrays = [as_array("scatter", x, writes=False) for x in xs]
+        first = arrays[0]
+        for rank, array in enumerate(arrays):
+            if array.shape != first.shape or array.dtype != first.dtype:
+                raise ValueError(
+                    f"scatter: all parts must be alike; that for rank 0 is {first.dtype} "
+                    f"{first.shape}, that for rank {rank} {array.dtype} {array.shape}"
+                )
+        stacked: Array = array_module(first).stack(arrays)
+        return _limited(pack(stacked))
+
+    def all_to_all(self, x: Any, rows: Sequence[int] | None = None, async_op: bool = False) -> Any:
+        """Give each rank its part of ``x``; see :func:`flashlight_py.all_to_all`."""
+        array = as_array("all_to_all", x, writes=False)
+        if rows is not None:
+            counts = self._check_rows(array, rows)
+            work = self.backend(array).all_to_all_uneven(pack(array), counts, not async_op)
+            return _answer(work, async_op)
+        if array.ndim == 0 or array.shape[0] % self.size:
+            raise ValueError(
+                f"all_to_all: the first dimension must be a multiple of the {self.size} ranks, got "
+                f"shape {array.shape}; rows= tells unequal parts"
+            )
+        return _answer(self.backend(array).all_to_all(pack(array), not async_op), async_op)
+
+    def _check_rows(self, array: Array, rows: Sequence[int]) -> list[int]:
+        counts = [int(count) for count in rows]
+        have = array.shape[0] if array.ndim else 0
+        if len(counts) != self.size or min(counts) < 0 or sum(counts) != have or not array.ndim:
+            raise ValueError(
+                f"all_to_all: rows must tell for each of the {self.size} ranks how many of the "
+                f"rows of x (shape {array.shape}) it gets, {have} in all; got {counts}"
+            )
+        return counts
+
+
+def _rows(verb: str, x: Any) -> Array:
+    """Return ``x`` as rows; a scalar-shaped array is one row."""
+    array = as_array(verb, x, writes=False)
+    return array.reshape(1) if array.ndim == 0 else array
+
+
+def _answer(work: Work, async_op: bool) -> Any:
+    return work if async_op else work.wait()
+
+
+def _limited(whole: Array) -> Array:
+    if whole.ndim > _SCATTER_DIMENSIONS + 1:
+        raise ValueError(
+            f"scatter: a part has at most {_SCATTER_DIMENSIONS} dimensions, got shape "
+            f"{whole.shape[1:]}; reshape it"
+        )
+    return whole
+
+
+def _require_same(part: Array, whole: Array) -> None:
+    if part.shape != whole.shape[1:] or part.dtype != whole.dtype:
+        raise ValueError(
+            f"scatter: out is {part.dtype} {part.shape}, and a part of xs {whole.dtype} "
+            f"{whole.shape[1:]}; they must be alike"
+        )

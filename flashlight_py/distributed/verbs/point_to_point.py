@@ -1,0 +1,158 @@
+"""Messages: one rank gives, another takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed.arrays import as_array, pack
+from flashlight_py.distributed.backend import Message
+from flashlight_py.distributed.verbs.base import Verbs, unpack_into
+from flashlight_py.distributed.verbs.self_mail import SelfMail
+from flashlight_py.distributed.work import AllOf, Work
+
+__all__ = ["P2POp", "PointToPoint"]
+
+
+class P2POp:
+    """One message of :func:`flashlight_py.batch_isend_irecv`.
+
+    Args:
+        kind: ``"send"`` or ``"recv"``.
+        x: the array that is sent, or filled in place.
+        peer: the other rank.
+        tag: a number from 0 to 2**31 - 1.
+
+    Raises:
+        ValueError: ``kind`` is something else.
+    """
+
+    def __init__(self, kind: str, x: Any, peer: int, tag: int = 0) -> None:
+        if kind not in ("send", "recv"):
+            raise ValueError(f"P2POp: kind must be 'send' or 'recv', got {kind!r}")
+        self.kind, self.x, self.peer, self.tag = kind, x, peer, tag
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank is the one that sends."""
+        return self.kind == "send"
+
+    def __repr__(self) -> str:
+        return f"P2POp({self.kind!r}, peer={self.peer}, tag={self.tag})"
+
+
+class PointToPoint(Verbs):
+    """``send``, ``recv`` and their relatives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mail = SelfMail()
+
+    def send(self, x: Any, dst: int, tag: int = 0) -> None:
+        """Give ``x`` to rank ``dst``, blocking; see :func:`flashlight_py.send`."""
+        array = self._message("send", x, dst, tag)
+        self._refuse_self("send", "dst", dst)
+        self.backend(array).send(pack(array), dst, tag, blocking=True).wait()
+
+    def recv(self, x: Any, src: int, tag: int = 0) -> Any:
+        """Fill ``x`` with what ``src`` sends, blocking; see :func:`flashlight_py.recv`."""
+        array = self._message("recv", x, src, tag)
+        self._refuse_self("recv", "src", src)
+        packed = pack(array)
+        work = self.backend(array).recv(packed, src, tag, blocking=True)
+        return self._finish(work, x, unpack_into(array, packed), async_op=False)
+
+    def isend(self, x: Any, dst: int, tag: int = 0) -> Work:
+        """Begin to give ``x`` to rank ``dst``; see :func:`flashlight_py.isend`."""
+        return self._begin_all([P2POp("send", x, dst, tag)])[0]
+
+    def irecv(self, x: Any, src: int, tag: int = 0) -> Work:
+        """Begin to fill ``x`` with what ``src`` sends; see :func:`flashlight_py.irecv`."""
+        return self._begin_all([P2POp("recv", x, src, tag)])[0]
+
+    def batch_isend_irecv(self, ops: Sequence[P2POp]) -> Work:
+        """Begin several messages; see :func:`flashlight_py.batch_isend_irecv`."""
+        return AllOf(self._begin_all(ops))
+
+    def _begin_all(self, ops: Sequence[P2POp]) -> list[Work]:
+        """Check all messages, then begin them: those of GPUs together, after those of the CPU."""
+        checked = [(op, self._message(f"i{op.kind}", op.x, op.peer, op.tag)) for op in ops]
+        packed = [pack(array) for _, array in checked]
+        on_gpu = [
+            index
+            for index, (op, array) in enumerate(checked)
+            if self.size > 1 and op.peer != self.rank and is_cupy(array)
+        ]
+        works = [
+            None if index in on_gpu else self._begin(op, room)
+            for index, ((op, _), room) in enumerate(zip(checked, packed, strict=True))
+        ]
+        if on_gpu:
+            messages = [_message_of(checked[index][0], packed[index]) for index in on_gpu]
+            together = self.backend(packed[on_gpu[0]]).exchange(messages)
+            for index in on_gpu:
+                works[index] = together
+        return [
+            self._home(op, array, room, work)
+            for (op, array), room, work in zip(checked, packed, works, strict=True)
+            if work is not None
+        ]
+
+    def sendrecv(
+        self, x: Any, dst: int, out: Any, src: int, tag: int = 0, recv_tag: int | None = None
+    ) -> Any:
+        """Send and receive at once, blocking; see :func:`flashlight_py.sendrecv`."""
+        receiving = P2POp("recv", out, src, tag if recv_tag is None else recv_tag)
+        outgoing = self._message("sendrecv", x, dst, tag)
+        if _may_overlap(outgoing, self._message("sendrecv", out, src, receiving.tag)):
+            outgoing = outgoing.copy()
+        works = self._begin_all([P2POp("send", outgoing, dst, tag), receiving])
+        try:
+            works[1].wait()
+        finally:
+            works[0].wait()
+        return out
+
+    def _begin(self, op: P2POp, packed: Array) -> Work:
+        """Begin one message of a NumPy array, or one to this rank itself."""
+        if op.peer == self.rank:
+            self.backend()  # a closed group takes no mail
+            return self._mail.send(packed, op.tag) if op.sends else self._mail.recv(packed, op.tag)
+        backend = self.backend(packed)
+        begin = backend.send if op.sends else backend.recv
+        return begin(packed, op.peer, op.tag)
+
+    def _home(self, op: P2POp, array: Array, packed: Array, work: Work) -> Work:
+        """Return ``work`` with the user's own array as its result, brought home if received."""
+        unpack = None if op.sends else unpack_into(array, packed)
+        finished: Work = self._finish(work, op.x, unpack, async_op=True)
+        return finished
+
+    def _message(self, verb: str, x: Any, peer: int, tag: int) -> Array:
+        """Check everything that a message is given, and return its array."""
+        sends = verb in ("send", "isend")
+        array = as_array(verb, x, writes=not sends)
+        self._check_rank(verb, "dst" if sends else "src", peer)
+        if not isinstance(tag, int) or not 0 <= tag < 2**31:
+            raise ValueError(f"{verb}: tag must be an integer from 0 to 2**31 - 1, got {tag!r}")
+        return array
+
+    def _refuse_self(self, verb: str, name: str, peer: int) -> None:
+        if peer == self.rank:
+            raise ValueError(
+                f"{verb}: {name}={peer} is this rank itself, and would wait for itself; use isend "
+                "and irecv, or sendrecv"
+            )
+
+
+def _message_of(op: P2POp, array: Array) -> Message:
+    return Message(op.sends, array, op.peer, op.tag)
+
+
+def _may_overlap(one: Array, other: Array) -> bool:
+    if is_cupy(one) or is_cupy(other):
+        return one is other
+    return np.may_share_memory(one, other)

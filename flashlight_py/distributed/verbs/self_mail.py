@@ -1,0 +1,78 @@
+"""Messages of a rank to itself: they never leave the process."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import Any
+
+from flashlight_py.device import Array
+from flashlight_py.distributed.work import Done, Work
+from flashlight_py.errors import MismatchError
+
+__all__ = ["SelfMail"]
+
+
+class SelfMail:
+    """What was sent and not yet received, and what waits to be filled, by tag and in order."""
+
+    def __init__(self) -> None:
+        self._letters: defaultdict[int, deque[Array]] = defaultdict(deque)
+        self._readers: defaultdict[int, deque[_Reader]] = defaultdict(deque)
+
+    def send(self, array: Array, tag: int) -> Work:
+        """Fill the oldest receive under ``tag``, or keep a copy for the next one."""
+        if self._readers[tag]:
+            self._readers[tag].popleft().fill(array)
+        else:
+            self._letters[tag].append(array.copy())
+        return Done(array)
+
+    def recv(self, array: Array, tag: int) -> Work:
+        """Fill ``array`` with the oldest message under ``tag``, or with the next one to come."""
+        reader = _Reader(array, tag)
+        if self._letters[tag]:
+            reader.fill(self._letters[tag].popleft())
+        else:
+            self._readers[tag].append(reader)
+        return reader
+
+
+class _Reader(Work):
+    """A receive from oneself."""
+
+    def __init__(self, array: Array, tag: int) -> None:
+        self._array, self._tag = array, tag
+        self._filled = False
+        self._error: MismatchError | None = None
+
+    def fill(self, letter: Array) -> None:
+        """Take what was sent, if it is of the right shape and dtype."""
+        array = self._array
+        if letter.shape != array.shape or letter.dtype != array.dtype:
+            self._error = MismatchError(
+                f"[irecv] from this rank itself, under tag {self._tag}: {letter.dtype} "
+                f"{letter.shape} was sent and {array.dtype} {array.shape} is to be filled; make "
+                "them alike"
+            )
+        else:
+            array[...] = letter
+            self._filled = True
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the array; it cannot come later than this, so ``timeout`` (seconds) is not used.
+
+        Raises:
+            MismatchError: nothing was sent, or another shape or dtype.
+        """
+        if self._error is not None:
+            raise self._error
+        if not self._filled:
+            raise MismatchError(
+                f"[irecv] this rank waits for a message from itself under tag {self._tag} that it "
+                "has not sent; call isend first"
+            )
+        return self._array
+
+    def is_completed(self) -> bool:
+        """Tell whether it was sent."""
+        return self._filled or self._error is not None

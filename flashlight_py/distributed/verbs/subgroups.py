@@ -1,0 +1,139 @@
+"""Groups of some of a group's ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.exchange import exchange_bytes
+from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.verbs.base import Verbs
+from flashlight_py.errors import MismatchError
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.group import ProcessGroup
+
+__all__ = ["MemberStore", "Subgroups"]
+
+# Users' tags begin at 0: this one is for members that are about to become a group.
+_TAG = -1
+
+
+class Subgroups(Verbs):
+    """``new_group`` and ``split``."""
+
+    def new_group(self, ranks: Sequence[int]) -> ProcessGroup:
+        """Make a group of some ranks of this one; see :func:`flashlight_py.new_group`."""
+        members = self._check_members(ranks)
+        self._agree("new_group", json.dumps(members))
+        return self._found(members)
+
+    def split(self, color: int | None, key: int = 0) -> ProcessGroup:
+        """Make a group of those with one color; see :func:`flashlight_py.split`."""
+        if color is not None and (not isinstance(color, int) or isinstance(color, bool)):
+            raise ValueError(f"split: color must be an integer, or None to stay out; got {color!r}")
+        if not isinstance(key, int):
+            raise ValueError(f"split: key must be an integer, got {key!r}")
+        told = exchange_bytes(self.backend(), json.dumps(["split", color, key]).encode())
+        choices = [_as_choice(text, rank, self) for rank, text in enumerate(told)]
+        mates = [(k, rank) for rank, (c, k) in enumerate(choices) if c == color and c is not None]
+        return self._found([rank for _, rank in sorted(mates)])
+
+    def _check_members(self, ranks: Sequence[int]) -> list[int]:
+        members = [int(rank) for rank in ranks]
+        for rank in members:
+            self._check_rank("new_group", "each of ranks", rank)
+        if len(set(members)) < len(members):
+            raise ValueError(f"new_group: a rank is in the list twice: {members}")
+        if not members:
+            raise ValueError("new_group: a group has at least one rank, got none")
+        return members
+
+    def _agree(self, verb: str, mine: str) -> None:
+        """Make sure that all ranks of this group ask for the same new one."""
+        told = exchange_bytes(self.backend(), f"{verb} {mine}".encode())
+        asked = [text.decode() for text in told]
+        if len(set(asked)) > 1:
+            calls = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(asked))
+            raise MismatchError(
+                f"[{verb}] rank {self.rank} of {self.size}: the ranks asked for different groups "
+                f"({calls}). Every rank of the parent must give the same list"
+            )
+
+    def _found(self, members: list[int]) -> ProcessGroup:
+        if self.rank not in members:
+            return self._outside(members)
+        return self._inside(members, MemberStore(self.backend(), members))
+
+    def _inside(self, members: list[int], store: Store) -> ProcessGroup:
+        raise NotImplementedError  # ProcessGroup knows how a group is made
+
+    def _outside(self, members: list[int]) -> ProcessGroup:
+        raise NotImplementedError  # ProcessGroup knows how a group is made
+
+
+def _as_choice(text: bytes, rank: int, group: Verbs) -> tuple[int | None, int]:
+    """Return the color and key that ``rank`` chose."""
+    if not text.startswith(b'["split"'):
+        raise MismatchError(
+            f"[split] rank {group.rank} of {group.size}: rank {rank} called {text.decode()} "
+            "instead; make every rank of the parent call the same"
+        )
+    _, color, key = json.loads(text)
+    return color, key
+
+
+class MemberStore(Store):
+    """Some ranks of a joined backend as a store; the others have nothing to do with it.
+
+    The first of ``members`` hears all and tells all, by messages.
+    """
+
+    def __init__(self, backend: Backend, members: Sequence[int]) -> None:
+        self._backend, self._members = backend, list(members)
+        self.rank, self.size = self._members.index(backend.rank), len(self._members)
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Give ``payload`` and return every member's; collective among them, blocking.
+
+        Raises:
+            DistributedError: as ``Work.wait``.
+        """
+        hub, *others = self._members
+        if self.rank != 0:
+            self._tell(hub, payload)
+            return _unpack(self._hear(hub), self.size)
+        payloads = [payload, *(self._hear(member) for member in others)]
+        for member in others:
+            self._tell(member, _pack(payloads))
+        return payloads
+
+    def close(self) -> None:
+        """Do nothing: the backend goes on."""
+
+    def _tell(self, peer: int, payload: bytes) -> None:
+        room = np.frombuffer(bytearray(payload), np.uint8)
+        self._backend.send(np.array([room.size]), peer, _TAG, blocking=True).wait()
+        self._backend.send(room, peer, _TAG, blocking=True).wait()
+
+    def _hear(self, peer: int) -> bytes:
+        length = np.zeros(1, np.int64)
+        self._backend.recv(length, peer, _TAG, blocking=True).wait()
+        room = np.empty(length[0], np.uint8)
+        self._backend.recv(room, peer, _TAG, blocking=True).wait()
+        return room.tobytes()
+
+
+def _pack(payloads: Sequence[bytes]) -> bytes:
+    lengths = np.array([len(payload) for payload in payloads], np.int64)
+    return lengths.tobytes() + b"".join(payloads)
+
+
+def _unpack(packed: bytes, count: int) -> list[bytes]:
+    lengths = np.frombuffer(packed[: 8 * count], np.int64)
+    ends = np.cumsum(lengths) + 8 * count
+    return [packed[end - n : end] for end, n in zip(ends, lengths, strict=True)]
