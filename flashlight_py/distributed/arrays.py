@@ -48,11 +48,10 @@ def as_array(verb: str, value: Any) -> Array:
 
     Raises:
         TypeError: ``value`` is no array, or of a dtype that cannot be sent.
-        ValueError: it is read-only or a tensor that requires grad, and the verbs work in place.
+        ValueError: it is read-only, a tensor that requires grad, or a Variable that was computed
+            from others and needs a gradient; the verbs work in place.
     """
-    array = getattr(value, "array", value) if not isinstance(value, np.ndarray) else value
-    if not isinstance(array, np.ndarray) and not is_cupy(array):
-        array = _of_other_library(verb, array)
+    array = value if isinstance(value, np.ndarray) else _held_by(verb, value)
     dtype_code(verb, array.dtype)
     if not is_cupy(array) and not array.flags.writeable:
         raise ValueError(
@@ -62,8 +61,19 @@ def as_array(verb: str, value: Any) -> Array:
     return array
 
 
-def _of_other_library(verb: str, value: Any) -> Array:
-    view = shared_view(verb, value)
+def _held_by(verb: str, value: Any) -> Array:
+    """Return the array of a Variable, or of another library."""
+    if getattr(value, "has_history", False):
+        raise ValueError(
+            f"{verb} works in place on an array that it knows no gradient of, and this Variable "
+            f"(shape {value.shape}) was computed from others and needs one: the gradients would be "
+            "silently wrong. Use the verbs of flashlight_py.functional, which are differentiable; "
+            f"or, where no gradient is to flow, {verb}(x.array)"
+        )
+    array: Array = getattr(value, "array", value)
+    if isinstance(array, np.ndarray) or is_cupy(array):
+        return array
+    view = shared_view(verb, array)
     if view is None:
         raise TypeError(f"{verb} takes {ACCEPTED}; got {type(value).__name__}")
     return view
