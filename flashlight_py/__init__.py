@@ -38,6 +38,9 @@ from flashlight_py.distributed import (
     sync_distributed,
 )
 from flashlight_py.parallel import (
+    DistributedDataContainer,
+    DistributedSampler,
+    ShardedDataset,
     all_reduce_gradients,
     all_reduce_parameters,
     distribute_module_grads,
@@ -94,4 +97,7 @@ __all__ = [
     "distribute_module_grads",
     "no_sync",
     "sync_meter",
+    "DistributedDataContainer",
+    "DistributedSampler",
+    "ShardedDataset",
 ]
