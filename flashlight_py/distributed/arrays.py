@@ -70,10 +70,9 @@ def _held_by(verb: str, value: Any) -> Array:
             "silently wrong. Use the verbs of flashlight_py.functional, which are differentiable; "
             f"or, where no gradient is to flow, {verb}(x.array)"
         )
-    array: Array = getattr(value, "array", value)
-    if isinstance(array, np.ndarray) or is_cupy(array):
-        return array
-    view = shared_view(verb, array)
+    held: Any = getattr(value, "array", value)
+    known = isinstance(held, np.ndarray) or is_cupy(held)
+    view: Array | None = held if known else shared_view(verb, held)
     if view is None:
         raise TypeError(f"{verb} takes {ACCEPTED}; got {type(value).__name__}")
     return view
