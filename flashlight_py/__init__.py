@@ -53,6 +53,9 @@ from flashlight_py.distributed import (
     sync_distributed,
 )
 from flashlight_py.parallel import (
+    DistributedDataContainer,
+    DistributedSampler,
+    ShardedDataset,
     all_reduce_gradients,
     all_reduce_parameters,
     distribute_module_grads,
@@ -124,4 +127,7 @@ __all__ = [
     "distribute_module_grads",
     "no_sync",
     "sync_meter",
+    "DistributedDataContainer",
+    "DistributedSampler",
+    "ShardedDataset",
 ]

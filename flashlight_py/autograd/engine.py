@@ -8,14 +8,19 @@ A vjp returns a new array, its argument, or a view of its argument, and never ch
 argument. So the engine can tell who owns what, and copies only where two gradients would share
 memory. It also sums broadcast dimensions away and casts, so that no vjp has to.
 
+Operations that do more than compute, such as exchanging messages, can be recorded as ordered: a
+pass visits those in the reverse of the order of recording, whatever the graph looks like.
+
 All bookkeeping lives in local dictionaries: a pass that raises leaves nothing behind.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 from flashlight_py.device import Array, array_module
@@ -25,7 +30,14 @@ if TYPE_CHECKING:
 
     from flashlight_py.autograd.variable import Variable
 
-__all__ = ["Node", "Vjp", "backward_from_leaf", "backward_from_node", "on_backward_end"]
+__all__ = [
+    "Node",
+    "OrderedNode",
+    "Vjp",
+    "backward_from_leaf",
+    "backward_from_node",
+    "on_backward_end",
+]
 
 Vjp: TypeAlias = Callable[[Array], Array]
 Target: TypeAlias = Union["Node", "Variable"]
@@ -48,6 +60,24 @@ class Node:
         self.shape = shape
         self.dtype = dtype
         self.edges = edges
+
+
+_recorded = itertools.count()
+
+
+class OrderedNode(Node):
+    """An operation that a pass visits before all ordered ones that were recorded earlier."""
+
+    __slots__ = ("turn",)
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype[np.generic],
+        edges: tuple[tuple[Target, Vjp], ...],
+    ) -> None:
+        super().__init__(shape, dtype, edges)
+        self.turn = -next(_recorded)
 
 
 class _Pass(threading.local):
@@ -116,13 +146,18 @@ def _contribute(leaf: Variable, seed: Array) -> None:
 
 
 def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
-    """Visit nodes as soon as all their consumers are done; finish a leaf with its last one."""
+    """Visit nodes as soon as all their consumers are done; finish a leaf with its last one.
+
+    Ordered nodes wait until nothing else is ready. Then the latest of those below ``root`` is among
+    them, for whatever consumes it was recorded later, and has been visited.
+    """
     pending = _count_consumers(root)
     grads = {root: seed}
     owned: set[Node] = set()  # nodes whose gradient is a sum made here, hence ours to add into
     ready = [root]
-    while ready:
-        node = ready.pop()
+    ordered: list[tuple[int, OrderedNode]] = []  # a heap
+    while ready or ordered:
+        node = ready.pop() if ready else heappop(ordered)[1]
         grad = grads.pop(node)
         for target, vjp in node.edges or ():
             contribution = vjp(grad)
@@ -130,7 +165,10 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
             if isinstance(target, Node):
                 _add_to_node(target, contribution, grads, owned)
                 if not pending[target]:
-                    ready.append(target)
+                    if type(target) is OrderedNode:
+                        heappush(ordered, (target.turn, target))
+                    else:
+                        ready.append(target)
             else:
                 _accumulate(target, contribution, grad)
                 if target.hook is not None and not pending[target]:

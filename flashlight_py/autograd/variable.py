@@ -9,13 +9,23 @@ import numpy as np
 
 from flashlight_py.autograd.engine import (
     Node,
+    OrderedNode,
     Vjp,
     backward_from_leaf,
     backward_from_node,
 )
 from flashlight_py.device import Array, array_module, is_cupy, to_device
 
-__all__ = ["GradHook", "Operand", "Variable", "input", "no_grad", "param", "record"]
+__all__ = [
+    "GradHook",
+    "Operand",
+    "Variable",
+    "input",
+    "no_grad",
+    "param",
+    "record",
+    "record_in_order",
+]
 
 GradHook: TypeAlias = "Callable[[Variable], None]"
 Operand: TypeAlias = "Variable | Array | float"
@@ -96,6 +106,15 @@ class Variable:
         if value:
             _require_floating(self.data)
         self._calc_grad = bool(value)
+
+    @property
+    def has_history(self) -> bool:
+        """Whether a backward pass can go from this variable to those it was computed from.
+
+        False for a leaf, without anything that has ``calc_grad`` below, and once a backward pass
+        has freed the graph.
+        """
+        return self.node is not None and self.node.edges is not None
 
     @property
     def grad_buffer(self) -> Array | None:
@@ -295,6 +314,22 @@ def record(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) -> Variable
     edges = tuple([(x.node or x, vjp) for x, vjp in inputs if x._calc_grad])
     result._calc_grad = bool(edges)
     result.node = Node(array.shape, array.dtype, edges) if edges else None
+    return result
+
+
+def record_in_order(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) -> Variable:
+    """Return what :func:`record` returns, for an operation that does more than compute.
+
+    A backward pass visits those below it in the reverse of the order in which they were recorded
+    here, so that the messages of a forward pass have their answers in reverse order.
+
+    Args:
+        array: the result.
+        inputs: each input with its vector-Jacobian product (see ``engine``).
+    """
+    result = record(array, *inputs)
+    if result.node is not None:
+        result.node = OrderedNode(result.node.shape, result.node.dtype, result.node.edges or ())
     return result
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.foreign import shared_view
 
 __all__ = [
     "DTYPES",
@@ -22,8 +23,9 @@ __all__ = [
 ]
 
 ACCEPTED = (
-    "a numpy.ndarray, cupy.ndarray, flashlight_py.Variable or an array with DLPack, of dtype bool, "
-    "int8 to int64, uint8 to uint64, float16, bfloat16, float32, float64, longdouble or complex"
+    "a numpy.ndarray, cupy.ndarray, torch.Tensor, flashlight_py.Variable or an array with DLPack "
+    "or the buffer protocol, of dtype bool, int8 to int64, uint8 to uint64, float16, bfloat16, "
+    "float32, float64, longdouble or complex"
 )
 
 # In the order of csrc/reduce/reduce.h. bfloat16 is told by its name: NumPy knows it only once
@@ -37,8 +39,6 @@ _CODES = {name: code for code, name in enumerate(DTYPES)}
 for name in ("longdouble", "clongdouble"):  # NumPy calls them by their width
     _CODES[np.dtype(name).name] = _CODES[name]
 
-_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
-
 _codes_seen: dict[np.dtype[Any], int] = {}
 
 _OPS = {op.name.lower(): op for op in ReduceOp}
@@ -49,11 +49,10 @@ def as_array(verb: str, value: Any, writes: bool = True) -> Array:
 
     Raises:
         TypeError: ``value`` is no array, or of a dtype that cannot be sent.
-        ValueError: it is read-only, and the verb ``writes`` into it.
+        ValueError: it is read-only and the verb ``writes`` into it, a tensor that requires grad, or
+            a Variable that was computed from others and needs a gradient.
     """
-    array = getattr(value, "array", value) if not isinstance(value, np.ndarray) else value
-    if not isinstance(array, np.ndarray) and not is_cupy(array):
-        array = _from_dlpack(verb, array)
+    array = value if isinstance(value, np.ndarray) else _held_by(verb, value, writes)
     dtype_code(verb, array.dtype)
     if writes and not is_cupy(array) and not array.flags.writeable:
         raise ValueError(
@@ -63,30 +62,21 @@ def as_array(verb: str, value: Any, writes: bool = True) -> Array:
     return array
 
 
-def _from_dlpack(verb: str, value: Any) -> Array:
-    if isinstance(value, np.generic):
-        raise TypeError(
-            f"{verb} works in place and a NumPy scalar ({type(value).__name__}) cannot change; "
-            "pass np.array(x)"
+def _held_by(verb: str, value: Any, writes: bool) -> Array:
+    """Return the array of a Variable, or of another library."""
+    if getattr(value, "has_history", False):
+        raise ValueError(
+            f"{verb} works in place on an array that it knows no gradient of, and this Variable "
+            f"(shape {value.shape}) was computed from others and needs one: the gradients would be "
+            "silently wrong. Use the verbs of flashlight_py.functional, which are differentiable; "
+            f"or, where no gradient is to flow, {verb}(x.array)"
         )
-    if not hasattr(value, "__dlpack__"):
+    held: Any = getattr(value, "array", value)
+    known = isinstance(held, np.ndarray) or is_cupy(held)
+    view: Array | None = held if known else shared_view(verb, held, writes)
+    if view is None:
         raise TypeError(f"{verb} takes {ACCEPTED}; got {type(value).__name__}")
-    try:
-        return _sharing_memory(value)
-    except (BufferError, ImportError, RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(
-            f"{verb} cannot use this {type(value).__name__} without a copy: {error}"
-        ) from error
-
-
-def _sharing_memory(value: Any) -> Array:
-    """Return a CuPy array where ``value`` is on a GPU, else a NumPy array."""
-    if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] in _DLPACK_CUDA:
-        import cupy
-
-        on_gpu: Array = cupy.from_dlpack(value)
-        return on_gpu
-    return np.from_dlpack(value)
+    return view
 
 
 def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:

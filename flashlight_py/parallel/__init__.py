@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashlight_py.parallel.data_container import DistributedDataContainer
 from flashlight_py.parallel.data_parallel import (
     all_reduce_gradients,
     all_reduce_parameters,
@@ -9,6 +10,8 @@ from flashlight_py.parallel.data_parallel import (
     no_sync,
 )
 from flashlight_py.parallel.meters import sync_meter
+from flashlight_py.parallel.sampler import DistributedSampler
+from flashlight_py.parallel.sharded_dataset import ShardedDataset
 
 __all__ = [
     "all_reduce_gradients",
@@ -16,4 +19,7 @@ __all__ = [
     "distribute_module_grads",
     "no_sync",
     "sync_meter",
+    "DistributedDataContainer",
+    "DistributedSampler",
+    "ShardedDataset",
 ]

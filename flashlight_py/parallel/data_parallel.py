@@ -29,6 +29,7 @@ __all__ = [
     "all_reduce_gradients",
     "all_reduce_parameters",
     "distribute_module_grads",
+    "gradient_sync_of",
     "no_sync",
 ]
 
@@ -75,7 +76,19 @@ def distribute_module_grads(
         return
     factor = 1.0 / get_world_size() if scale is None else scale
     units = flat_buckets(in_order, DistributedConstants.COALESCE_CACHE_SIZE)
-    _synchronizers[module] = GradientSync(units, EagerReducer(factor))
+    _synchronizers[module] = GradientSync(units, EagerReducer(factor), averages=scale is None)
+
+
+def gradient_sync_of(module: Module, caller: str) -> GradientSync:
+    """Return what :func:`distribute_module_grads` has installed.
+
+    Raises:
+        ValueError: nothing; the message says that ``caller`` needs it.
+    """
+    sync = _synchronizers.get(module)
+    if sync is None:
+        raise ValueError(f"{caller}: call distribute_module_grads on this module first")
+    return sync
 
 
 @contextlib.contextmanager
@@ -88,9 +101,7 @@ def no_sync(module: Module) -> Iterator[None]:
     Raises:
         ValueError: ``distribute_module_grads`` was not called for this module.
     """
-    sync = _synchronizers.get(module)
-    if sync is None:
-        raise ValueError("no_sync: call distribute_module_grads on this module first")
+    sync = gradient_sync_of(module, "no_sync")
     before, sync.enabled = sync.enabled, False
     try:
         yield

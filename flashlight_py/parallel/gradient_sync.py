@@ -99,12 +99,18 @@ def _bring_home(param: Variable) -> None:
 
 
 class GradientSync:
-    """Gives units to ``reducer`` in order, as hooks complete them, and finishes with the pass."""
+    """Gives units to ``reducer`` in order, as hooks complete them, and finishes with the pass.
 
-    def __init__(self, units: list[Unit], reducer: Reducer) -> None:
+    ``averages``: the reducer leaves the mean over the ranks. ``prepare(array, first)``, where it
+    is set, may change each array in place before it is given; ``first``: it begins a pass.
+    """
+
+    def __init__(self, units: list[Unit], reducer: Reducer, averages: bool = False) -> None:
         self.enabled = True
+        self.averages = averages
+        self.reducer = reducer
+        self.prepare: Callable[[Array, bool], None] | None = None
         self._units = units
-        self._reducer = reducer
         self._given = 0  # units that this pass has given to the reducer
         self._touched: list[Unit] | None = None  # with gradients in this pass; None between passes
         for unit in units:
@@ -132,9 +138,9 @@ class GradientSync:
             if completed:
                 while self._given < len(self._units):
                     self._give_next()
-                self._reducer.finalize()
+                self.reducer.finalize()
             else:
-                self._reducer.abandon()
+                self.reducer.abandon()
         finally:
             for unit in self._touched or ():
                 unit.pending = len(unit.params)
@@ -142,6 +148,20 @@ class GradientSync:
             self._given = 0
 
     def _give_next(self) -> None:
-        unit = self._units[self._given]
+        array = self._units[self._given].collect()
+        if self.prepare is not None:
+            self.prepare(array, self._given == 0)
         self._given += 1
-        self._reducer.add(unit.collect())
+        self.reducer.add(array)
+
+    def give_zeros(self) -> None:
+        """Take part in a pass of the other ranks: the gradients become what they get. Blocks.
+
+        Raises:
+            DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        for unit in self._units:
+            array = unit.collect()
+            array[...] = 0
+            self.reducer.add(array)
+        self.reducer.finalize()

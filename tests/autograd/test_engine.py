@@ -14,6 +14,7 @@ import pytest
 
 from flashlight_py.autograd import Variable, input, param
 from flashlight_py.autograd import functions as F
+from flashlight_py.autograd.variable import record_in_order
 
 LONG = 10_000
 
@@ -69,6 +70,45 @@ def test_consumer_outside_the_loss_does_not_hold_the_pass_up() -> None:
     F.sum(hidden).backward()
     np.testing.assert_array_equal(x.grad, [3, 3])
     assert unused.shape == (2,)
+
+
+def noted(x: Variable, name: str, visits: list[str]) -> Variable:
+    """``2 * x`` as an ordered operation, which notes that a backward pass has visited it."""
+
+    def vjp(grad: Any) -> Any:
+        visits.append(name)
+        return grad * 2
+
+    return record_in_order(x.array * 2, (x, vjp))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_ordered_operations_are_visited_in_reverse_whatever_the_graph(swapped: bool) -> None:
+    visits: list[str] = []
+    x = param(ones(2))
+    a = noted(x, "a", visits)
+    b = noted(x * 3.0, "b", visits)
+    c = noted(a, "c", visits)
+    d = noted(b + c, "d", visits)
+    beside = noted(x, "beside", visits)
+    noted(x, "not below the loss", visits)
+    parts = [F.sum(d), F.exp(F.sum(beside)) * 0.0, F.sum(a)]
+    total, *rest = reversed(parts) if swapped else parts
+    for part in rest:
+        total = total + part
+    total.backward()
+    assert visits == ["beside", "d", "c", "b", "a"]
+    np.testing.assert_array_equal(x.grad, [22, 22])  # 2 * (3 * 2 + 2 * 2) + 2
+
+
+def test_history_ends_with_the_pass_that_frees_it() -> None:
+    x = param(ones(2))
+    y = x * 2.0
+    assert not x.has_history
+    assert y.has_history
+    F.sum(y).backward()
+    assert not y.has_history
+    assert not (input(ones(2)) * 2.0).has_history
 
 
 def test_gradients_accumulate_over_passes() -> None:

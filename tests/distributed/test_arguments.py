@@ -80,6 +80,17 @@ def test_a_variable_stands_for_its_array() -> None:
     assert v.array.tolist() == [3, 3, 3]
 
 
+@pytest.mark.parametrize("verb", [fl.all_reduce, fl.broadcast, fl.all_gather, fl.reduce_scatter])
+def test_a_variable_with_a_history_is_sent_to_the_differentiable_verbs(verb: Any) -> None:
+    h = fl.param(np.ones(3)) * 2.0
+    with pytest.raises(ValueError, match=f"{verb.__name__} .*flashlight_py.functional"):
+        verb(h)
+    verb(h.array)
+    h.backward(np.ones(3))
+    verb(h)  # the graph is gone, so nothing can go wrong
+    verb(fl.input(np.ones(3)) * 2.0)  # no gradient was asked for
+
+
 @pytest.mark.parametrize(
     ("call", "match"),
     [

@@ -40,7 +40,8 @@ class Reductions(Verbs):
         xs = list(xs)
         checked = [self._reduction("all_reduce_multiple", x, op, scale) for x in xs]
         arrays = [array for array, _, _ in checked]
-        if len({id(array) for array in arrays}) < len(arrays):
+        # Of one tensor given twice, two arrays are made; of one array in two Variables, none.
+        if any(len({id(each) for each in given}) < len(xs) for given in (xs, arrays)):
             raise ValueError("all_reduce_multiple: the same array is in the list twice")
         works: list[Work]
         if contiguous:

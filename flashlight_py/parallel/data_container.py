@@ -1,0 +1,124 @@
+"""This rank's share of some data, as if it were all there is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, SupportsIndex
+
+from flashlight_py.dataset import Dataset
+from flashlight_py.dataset.dataset import Indices, Sample
+from flashlight_py.dataset.shares import contiguous_share
+from flashlight_py.parallel.place import find_place
+
+__all__ = ["DistributedDataContainer"]
+
+
+class Indexed(Protocol):
+    """Has a length, and an element for each index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+class DistributedDataContainer(Dataset):
+    """This rank's share of ``data``, which is anything with ``len`` and ``[]``.
+
+    Rank r's share are neighbouring elements; sizes differ by one at most, the longer shares come
+    first, and no element is in two. Lists, arrays (by their first dimension) and datasets will
+    do; the elements are what ``data`` gives, made when they are asked for. Where those are
+    tuples of arrays the container is a dataset like others, to be batched or prefetched.
+
+    Not collective: every rank cuts its own ``data``, so the length must be the same everywhere.
+    Which samples a step takes depends on the number of ranks here; with
+    :class:`flashlight_py.ShardedDataset` it does not. The name is that of Lux.jl, where the
+    last share alone is shorter.
+
+    Args:
+        data: its length is asked for once.
+        rank: which share, in [0, size); default that of the world.
+        size: how many shares; default the size of the world. Give both or neither.
+
+    Raises:
+        TypeError: ``data`` has no length or no ``[]``, or is a mapping.
+        ValueError: ``rank`` is not in [0, size), or one of both is missing.
+
+    Example:
+        >>> share = DistributedDataContainer("abcde", rank=1, size=2)
+        >>> len(share), share[0], share[-1], list(share)
+        (2, 'd', 'e', ['d', 'e'])
+    """
+
+    def __init__(self, data: Indexed, rank: int | None = None, size: int | None = None) -> None:
+        self._place = find_place("DistributedDataContainer", rank, size)
+        self._data = data
+        self._positions = contiguous_share(_length(data), self._place.rank, self._place.size)
+
+    def __len__(self) -> int:
+        """Return the number of elements in this rank's share."""
+        return len(self._positions)
+
+    def get(self, index: int) -> Any:
+        """Return element ``index`` of the share, which is in [0, len).
+
+        Raises:
+            NotInitializedError: the world is another one than when the container was made.
+        """
+        return self._current()[self._positions[index]]
+
+    def take(self, indices: Indices) -> Sample:
+        """Return one batch of the share, as ``data`` makes it where it is a dataset."""
+        data = self._current()
+        if isinstance(data, Dataset):
+            return data.take(indices + self._positions.start)
+        return super().take(indices)
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+        """Return an element of the share, or those of a slice as ``data`` gives them.
+
+        Raises:
+            IndexError: ``index`` is not in [-len, len).
+            TypeError: ``index`` is neither an integer nor a slice, or ``data`` takes no slice.
+            NotInitializedError: as ``get``.
+        """
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        data = self._current()
+        try:
+            return data[_slice_of(self._positions[index])]
+        except TypeError as error:
+            raise TypeError(
+                f"DistributedDataContainer: its data, of type {type(data).__name__}, gives no "
+                f"slices ({error}); take single elements"
+            ) from error
+
+    def _current(self) -> Indexed:
+        """Return the data, if the share is still the one that the world gave."""
+        self._place.require_world("DistributedDataContainer")
+        return self._data
+
+
+def _length(data: Indexed) -> int:
+    kind = type(data).__name__
+    if isinstance(data, Mapping):
+        raise TypeError(
+            f"DistributedDataContainer: the keys of a {kind} are no positions to be shared out; "
+            "give a sequence, an array or a Dataset, such as TensorDataset(list(data.values()))"
+        )
+    if not hasattr(data, "__getitem__"):
+        raise TypeError(f"DistributedDataContainer: data of type {kind} cannot be indexed by []")
+    try:
+        return len(data)
+    except TypeError as error:
+        raise TypeError(
+            f"DistributedDataContainer: data of type {kind} has no length ({error})"
+        ) from error
+
+
+def _slice_of(positions: range) -> slice:
+    """Return the slice that takes ``positions``, all at least 0, from a sequence."""
+    if not positions:
+        return slice(0, 0)
+    # Going down, the range may stop at -1, which a slice would take for the last element.
+    stop = positions.stop if positions.stop >= 0 else None
+    return slice(positions.start, stop, positions.step)

@@ -1,0 +1,96 @@
+"""The indices of this rank's samples, in an order that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flashlight_py.dataset.shares import strided_share
+from flashlight_py.parallel.epochs import Epochs
+from flashlight_py.parallel.place import find_place
+
+__all__ = ["DistributedSampler"]
+
+
+class DistributedSampler:
+    """This rank's indices of ``n`` samples, in a new order for each epoch.
+
+    One permutation of all samples, the same on every rank, is dealt out like cards: rank r of s
+    gets its entries r, r + s, r + 2 s, ... So what the ranks have consumed when each took k
+    samples are the permutation's first s k entries: if together they take B samples per step (B
+    a multiple of s, B / s each), step t covers its entries [B t, B (t + 1)), whatever s is.
+    Contiguous shares have no such property, and a seed of one's own for each rank gives shares
+    that overlap.
+
+    No sample comes twice and none is padded. Without ``drop_last`` every sample comes once, for
+    evaluation: numbers of samples differ by one at most, so ranks may end after different
+    numbers of steps. With ``drop_last`` the last n % size of the order are left out, other ones
+    in each epoch, and every rank gets the same number, as training needs.
+
+    Making one and ``set_epoch`` are collective, unless rank and size are given: all ranks then
+    compare n, shuffle, seed, drop_last and epoch. Iterating is not, and communicates nothing: it
+    may happen in a thread or on one rank only. It begins anew each time, in the epoch's order.
+
+    Args:
+        n: number of samples, the same on every rank.
+        shuffle: whether the order is a random one; else it is 0, 1, 2, ... in every epoch.
+        seed: at least 0, the same on every rank. With the epoch it decides the order, on every
+            platform alike.
+        drop_last: whether every rank gets n // size samples.
+        rank: which share, in [0, size); default that of the world.
+        size: how many shares; default the size of the world. Give both or neither; given ones
+            are not compared with other ranks.
+
+    Raises:
+        TypeError: an argument that must be an integer is none.
+        ValueError: ``n`` or ``seed`` is negative, ``rank`` is not in [0, size), or one of both
+            is missing.
+        MismatchError: ranks differ in an argument; on every rank, naming ranks and values.
+        DistributedError: as :func:`flashlight_py.all_reduce`.
+
+    Example:
+        >>> [list(DistributedSampler(5, rank=rank, size=2)) for rank in range(2)]
+        [[3, 4, 0], [1, 2]]
+    """
+
+    def __init__(
+        self,
+        n: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        what, drop_last = "DistributedSampler", bool(drop_last)
+        place = find_place(what, rank, size)
+        self._epochs = Epochs(what, place, n, shuffle, seed, drop_last=drop_last)
+        self._positions = strided_share(self._epochs.n, place.rank, place.size, drop_last)
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, 0 at first."""
+        return self._epochs.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the order of ``epoch``, before iterating. Collective, as said above; blocking.
+
+        Raises:
+            TypeError: ``epoch`` is not an integer.
+            ValueError: ``epoch`` is negative.
+            MismatchError: ranks go to different epochs; on every rank, and the epoch stays.
+            NotInitializedError: the world is another one than when the sampler was made.
+            DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        self._epochs.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Return the number of this rank's samples."""
+        return len(self._positions)
+
+    def __iter__(self) -> Iterator[int]:
+        """Go through this rank's indices.
+
+        Raises:
+            NotInitializedError: the world is another one than when the sampler was made.
+        """
+        return iter(self._epochs.at(self._positions).tolist())

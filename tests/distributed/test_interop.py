@@ -1,0 +1,208 @@
+"""Arrays of other libraries go through every verb: in place, without a copy, or a clear refusal."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import importlib.util
+import mmap
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+
+HAS_ML_DTYPES = importlib.util.find_spec("ml_dtypes") is not None
+
+
+class OnlyDlpack:
+    """An array of a library that offers DLPack and nothing else."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.values.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.values.__dlpack_device__()
+
+    def __getitem__(self, index: int) -> Any:
+        return self.values[index]
+
+
+def mapped() -> mmap.mmap:
+    memory = mmap.mmap(-1, 4)
+    memory[:] = bytes([1, 2, 3, 4])
+    return memory
+
+
+# Four numbers each, in memory that somebody else than NumPy owns.
+MAKERS: dict[str, Callable[[], Any]] = {
+    "array.array of float": lambda: array.array("f", [1, 2, 3, 4]),
+    "array.array of int": lambda: array.array("q", [1, 2, 3, 4]),
+    "bytearray": lambda: bytearray([1, 2, 3, 4]),
+    "memoryview": lambda: memoryview(array.array("d", [1, 2, 3, 4])),
+    "mmap": mapped,
+    "ctypes": lambda: (ctypes.c_double * 4)(1, 2, 3, 4),
+    "multiprocessing.RawArray": lambda: multiprocessing.RawArray("i", [1, 2, 3, 4]),
+    "multiprocessing.Array": lambda: multiprocessing.Array("d", [1, 2, 3, 4]),
+    "DLPack": lambda: OnlyDlpack(np.array([1.0, 2.0, 3.0, 4.0])),
+}
+
+
+def numbers(x: Any) -> list[float]:
+    return [float(x[i]) for i in range(4)]
+
+
+def every_verb_in_place(rank: int, size: int, kind: str) -> None:
+    make = MAKERS[kind]
+    x = make()
+    assert fl.all_reduce(x) is x
+    assert numbers(x) == [size * n for n in (1, 2, 3, 4)]
+    work = fl.all_reduce(x, op="max", async_op=True)
+    assert work.wait() is x
+    same = make()
+    assert fl.all_reduce_multiple([x, same], op="min")[1] is same
+    assert fl.broadcast(x, root=1) is x
+    gathered = fl.all_gather(make())
+    assert isinstance(gathered, np.ndarray)
+    assert gathered.tolist() == [1, 2, 3, 4] * size
+    assert fl.reduce_scatter(make()).tolist() == [[2, 4], [6, 8]][rank]
+    if rank == 0:
+        fl.send(x, 1)
+    else:
+        received = make()
+        assert fl.recv(received, 0) is received
+        assert numbers(received) == numbers(x)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_memory_of_others_goes_through_every_verb(pool: Any, kind: str) -> None:
+    pool(2).run(every_verb_in_place, kind)
+
+
+def test_the_same_memory_twice_is_refused() -> None:
+    x = array.array("d", [1, 2])
+    with pytest.raises(ValueError, match="twice"):
+        fl.all_reduce_multiple([x, x])
+
+
+@pytest.mark.parametrize(
+    "value", [b"abcd", memoryview(b"abcd"), memoryview(array.array("d", [1])).toreadonly()]
+)
+def test_read_only_memory_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"read-only.*np\.array"):
+        fl.all_reduce(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (ctypes.c_void_p * 2)(),
+        memoryview(bytearray(4)).cast("c"),
+        (ctypes.c_wchar * 2)(),
+    ],
+)
+def test_memory_that_holds_no_numbers_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="all_reduce"):
+        fl.all_reduce(value)
+
+
+# PyTorch --------------------------------------------------------------------------------------
+
+TORCH_DTYPES = [
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("uint8", "int8", "int16", "int32", "int64"),
+]
+
+
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+
+def research_code(rank: int, size: int) -> list[float]:
+    """What somebody writes who has tensors and no wish to know of NumPy."""
+    import torch
+
+    gradient = torch.full((3, 2), float(rank + 1))
+    fl.all_reduce(gradient, scale=1 / size)
+    weights = torch.arange(4.0) if rank == 0 else torch.zeros(4)
+    fl.broadcast(weights)
+    losses = torch.from_numpy(fl.all_gather(torch.tensor([float(rank)])))
+    assert losses.tolist() == list(range(size))
+    flag = torch.tensor(rank == 0)
+    fl.all_reduce(flag, op="max")
+    assert bool(flag)
+    return [*gradient.flatten().tolist(), *weights.tolist()]
+
+
+def test_research_code_with_tensors(pool: Any, torch: Any) -> None:
+    assert pool(2).run(research_code) == [[1.5] * 6 + [0, 1, 2, 3]] * 2
+
+
+def reduce_tensor(rank: int, size: int, dtype: str) -> None:
+    import torch
+
+    for tensor in (
+        torch.ones(5, 3, dtype=getattr(torch, dtype)),
+        torch.ones(6, 4, dtype=getattr(torch, dtype)).t()[1:, ::2],
+        torch.ones((), dtype=getattr(torch, dtype)),
+        torch.ones(0, 3, dtype=getattr(torch, dtype)),
+    ):
+        address, expected = tensor.data_ptr(), torch.full_like(tensor, size)
+        assert fl.all_reduce(tensor) is tensor
+        assert (tensor.data_ptr(), bool((tensor == expected).all())) == (address, True)
+        work = fl.all_reduce(tensor, async_op=True)
+        assert work.wait() is tensor
+        assert bool((tensor == expected * size).all())
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_tensors_of_every_dtype_and_layout(pool: Any, torch: Any, dtype: str) -> None:
+    if dtype == "bfloat16" and not HAS_ML_DTYPES:
+        pytest.skip("needs ml_dtypes: pip install 'flashlight-py[bfloat16]'")
+    pool(2).run(reduce_tensor, dtype)
+
+
+def test_a_tensor_that_requires_grad_is_refused_and_its_detached_self_taken(torch: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"requires grad.*x\.detach\(\)"):
+        fl.all_reduce(weight)
+    fl.all_reduce(weight.detach(), scale=2.0)
+    assert weight.tolist() == [2, 2, 2]
+    with torch.no_grad():
+        assert fl.all_reduce(weight, scale=2.0) is weight
+    assert weight.tolist() == [4, 4, 4]
+
+
+def test_tensors_without_memory_of_their_own_are_refused(torch: Any) -> None:
+    for tensor in (
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.eye(3).to_sparse(),
+        torch.zeros(3, device="meta"),
+        torch.zeros(3, dtype=torch.float8_e4m3fn),
+    ):
+        with pytest.raises(TypeError, match="without a copy"):
+            fl.all_reduce(tensor)
+
+
+def test_the_same_tensor_twice_is_refused(torch: Any) -> None:
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match="twice"):
+        fl.all_reduce_multiple([x, x])
+
+
+# JAX ------------------------------------------------------------------------------------------
+
+
+def test_arrays_of_jax_are_refused_because_they_never_change() -> None:
+    jax = pytest.importorskip("jax", reason="needs JAX: pip install jax")
+    with pytest.raises(ValueError, match=r"ArrayImpl is read-only.*np\.array"):
+        fl.all_reduce(jax.numpy.ones(3))
+    with pytest.raises(TypeError, match=r"ArrayImpl without a copy.*np\.array"):
+        fl.all_reduce(jax.numpy.ones(3, jax.numpy.bfloat16))
