@@ -1,0 +1,335 @@
+"""Random programs: lists of calls that every rank makes, each compared with NumPy, or with MPI.
+
+A call is plain data, so that hypothesis can draw and shrink it and the ranks can be sent it.
+What every rank gives is computed from the call and the rank, so any rank knows all inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+import flashlight_py as fl
+from tests.distributed.conformance import (
+    DTYPES,
+    Array,
+    assert_equal,
+    combined,
+    dtype_of,
+    lay_out,
+    ops_of,
+    values,
+)
+
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+MOVEMENTS = ("broadcast", "all_gather", "gather", "scatter", "all_to_all", "all_to_all_uneven")
+MESSAGES = ("sendrecv", "crossing messages")
+VERBS = (*REDUCTIONS, *MOVEMENTS, *MESSAGES)
+# Rows are narrow or wide, so that arrays lie on both sides of every threshold of the libraries.
+WIDTHS = (1, 3, 700, 30_000)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One verb; ``members`` are ranks of the world, in the group's order."""
+
+    verb: str
+    dtype: str
+    rows: int
+    width: int
+    layout: str
+    root: int
+    op: str
+    scale: float
+    async_op: bool
+    members: tuple[int, ...]
+
+    def array(self, member: int, rows: int | None = None) -> Array:
+        """What rank ``member`` of the group gives."""
+        count = self.rows if rows is None else rows
+        return values(self.members[member], (count, self.width), self.dtype)
+
+    def unequal(self, member: int) -> Array:
+        """The same with a first dimension of its own."""
+        return self.array(member, self.rows * (member % 3))
+
+    def rows_between(self, source: int, destination: int) -> int:
+        return (self.rows * (source + 2 * destination)) % 5
+
+
+@st.composite
+def calls(draw: Any, size: int, verbs: Sequence[str] = VERBS) -> Call:
+    """Draw a call for a world of ``size`` ranks."""
+    dtype = draw(st.sampled_from(DTYPES))
+    op = draw(st.sampled_from(ops_of(dtype)))
+    scales = [1.0] if dtype == "bool" else [1.0, 2.0] if _is_whole(dtype) else [1.0, 0.375]
+    layouts = ["contiguous", "fortran", "strided", "reversed"]
+    members = draw(st.permutations(range(size)))[: draw(st.integers(1, size))]
+    whole = draw(st.booleans())
+    chosen = tuple(range(size)) if whole else tuple(members)
+    return Call(
+        verb=draw(st.sampled_from(verbs)),
+        dtype=dtype,
+        rows=draw(st.integers(0, 4)),
+        width=draw(st.sampled_from(WIDTHS)),
+        layout=draw(st.sampled_from(layouts)),
+        root=draw(st.integers(0, len(chosen) - 1)),
+        op=op,
+        scale=draw(st.sampled_from(scales)),
+        async_op=draw(st.booleans()),
+        members=chosen,
+    )
+
+
+def _is_whole(dtype: str) -> bool:
+    return dtype_of(dtype).kind in "iu"
+
+
+# What runs on the ranks ---------------------------------------------------------------------
+
+
+def run_program(rank: int, size: int, program: Sequence[Call], with_mpi: bool = False) -> None:
+    """Make every call; each is checked before the next."""
+    groups: dict[tuple[int, ...], fl.ProcessGroup] = {}
+    for call in program:
+        if call.members not in groups:
+            groups[call.members] = fl.new_group(call.members)
+        group = groups[call.members]
+        if group.is_member:
+            _STEPS[call.verb](call, group)
+            if with_mpi and call.verb in _ORACLES:
+                _ORACLES[call.verb](call, group)
+    for group in groups.values():
+        group.close()
+    fl.barrier()
+
+
+def _given(call: Call, group: fl.ProcessGroup) -> tuple[Array, list[Array]]:
+    everyone = [call.array(member) for member in range(group.size)]
+    return lay_out(everyone[group.rank], call.layout), everyone
+
+
+def _result(call: Call, answer: Any) -> Any:
+    return answer.wait() if call.async_op else answer
+
+
+def _all_reduce(call: Call, group: fl.ProcessGroup) -> None:
+    x, everyone = _given(call, group)
+    answer = fl.all_reduce(x, call.scale, call.op, call.async_op, group)
+    assert _result(call, answer) is x
+    assert_equal(x, _combined(call, everyone), repr(call))
+
+
+def _reduce(call: Call, group: fl.ProcessGroup) -> None:
+    x, everyone = _given(call, group)
+    answer = fl.reduce(x, call.root, call.op, call.scale, call.async_op, group)
+    assert _result(call, answer) is x
+    here = group.rank == call.root
+    assert_equal(x, _combined(call, everyone) if here else everyone[group.rank], repr(call))
+
+
+def _combined(call: Call, everyone: list[Array]) -> Array:
+    return combined(everyone, call.op, call.scale, flat=True)
+
+
+def _reduce_scatter(call: Call, group: fl.ProcessGroup) -> None:
+    rows, rank, size = call.rows, group.rank, group.size
+    everyone = [call.array(member, rows * size) for member in range(size)]
+    x = lay_out(everyone[rank], call.layout)
+    answer = fl.reduce_scatter(x, call.scale, call.op, call.async_op, group)
+    expected = _combined(call, everyone)[rows * rank : rows * (rank + 1)]
+    assert_equal(_result(call, answer), expected, repr(call))
+    assert_equal(x, everyone[rank], "the argument stays")
+
+
+def _broadcast(call: Call, group: fl.ProcessGroup) -> None:
+    x, everyone = _given(call, group)
+    assert _result(call, fl.broadcast(x, call.root, call.async_op, group)) is x
+    assert_equal(x, everyone[call.root], repr(call))
+
+
+def _all_gather(call: Call, group: fl.ProcessGroup) -> None:
+    everyone = [call.unequal(member) for member in range(group.size)]
+    x = lay_out(everyone[group.rank], call.layout)
+    x.flags.writeable = False
+    answer = fl.all_gather(x, call.async_op, group)
+    assert_equal(_result(call, answer), np.concatenate(everyone), repr(call))
+
+
+def _gather(call: Call, group: fl.ProcessGroup) -> None:
+    everyone = [call.unequal(member) for member in range(group.size)]
+    x = lay_out(everyone[group.rank], call.layout)
+    got = _result(call, fl.gather(x, call.root, call.async_op, group))
+    if group.rank == call.root:
+        assert_equal(got, np.concatenate(everyone), repr(call))
+    else:
+        assert got is None, repr(call)
+
+
+def _scatter(call: Call, group: fl.ProcessGroup) -> None:
+    whole = values(99, (group.size * call.rows, call.width), call.dtype)
+    parts = np.split(whole, group.size)
+    xs: Any = None
+    if group.rank == call.root:
+        as_list = call.layout == "fortran"
+        xs = [lay_out(p, "fortran") for p in parts] if as_list else lay_out(whole, call.layout)
+    out = np.empty_like(parts[0]) if call.layout == "strided" or group.rank % 2 else None
+    got = _result(call, fl.scatter(xs, call.root, out, call.async_op, group))
+    assert out is None or got is out
+    assert_equal(got, parts[group.rank], repr(call))
+
+
+def _all_to_all(call: Call, group: fl.ProcessGroup) -> None:
+    size, rank = group.size, group.rank
+    everyone = [call.array(member, call.rows * size) for member in range(size)]
+    x = lay_out(everyone[rank], call.layout)
+    got = _result(call, fl.all_to_all(x, None, call.async_op, group))
+    expected = np.concatenate([np.split(array, size)[rank] for array in everyone])
+    assert_equal(got, expected, repr(call))
+
+
+def _all_to_all_uneven(call: Call, group: fl.ProcessGroup) -> None:
+    size, rank = group.size, group.rank
+    table = [[call.rows_between(s, d) for d in range(size)] for s in range(size)]
+    everyone = [call.array(s, sum(table[s])) for s in range(size)]
+    x = lay_out(everyone[rank], call.layout)
+    got = _result(call, fl.all_to_all(x, table[rank], call.async_op, group))
+    pieces = [np.split(everyone[s], np.cumsum(table[s])[:-1])[rank] for s in range(size)]
+    assert_equal(got, np.concatenate(pieces), repr(call))
+
+
+def _sendrecv(call: Call, group: fl.ProcessGroup) -> None:
+    x, everyone = _given(call, group)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    out = x if call.async_op else lay_out(np.zeros_like(everyone[0]), call.layout)
+    got = fl.sendrecv(x, after, out, before, tag=call.rows, group=group)
+    assert got is out
+    assert_equal(out, everyone[before], repr(call))
+
+
+def _crossing_messages(call: Call, group: fl.ProcessGroup) -> None:
+    """Everybody sends everybody, itself too, two messages, and takes them in another order."""
+    size, rank = group.size, group.rank
+    outs = {
+        (peer, tag): lay_out(np.zeros_like(call.array(peer)), call.layout)
+        for peer in range(size)
+        for tag in (0, 1)
+    }
+    sends = [
+        fl.P2POp("send", lay_out(call.array(rank, call.rows), call.layout), peer, tag)
+        for peer in range(size)
+        for tag in (1, 0)
+    ]
+    receives = [fl.P2POp("recv", out, peer, tag) for (peer, tag), out in outs.items()]
+    ops = sends + receives if call.async_op else receives + sends
+    fl.batch_isend_irecv(ops, group).wait()
+    for (peer, _), out in outs.items():
+        assert_equal(out, call.array(peer), repr(call))
+
+
+_STEPS: dict[str, Callable[[Call, fl.ProcessGroup], None]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "all_to_all_uneven": _all_to_all_uneven,
+    "sendrecv": _sendrecv,
+    "crossing messages": _crossing_messages,
+}
+
+
+# The same calls made of the MPI library -------------------------------------------------------
+
+
+def _communicator(group: fl.ProcessGroup) -> Any:
+    from mpi4py import MPI
+
+    members = MPI.COMM_WORLD.group.Incl(group.ranks)
+    communicator = MPI.COMM_WORLD.Create_group(members)
+    members.Free()
+    return communicator
+
+
+def _oracle(step: Callable[[Any, Call, fl.ProcessGroup], tuple[Any, Any]]) -> Any:
+    """Have ``step`` return (MPI's answer, ours) and compare them."""
+
+    def check(call: Call, group: fl.ProcessGroup) -> None:
+        if dtype_of(call.dtype).itemsize == 2 and not _is_whole(call.dtype):
+            return  # MPI has no float16
+        communicator = _communicator(group)
+        theirs, ours = step(communicator, call, group)
+        communicator.Free()
+        if theirs is None:
+            assert ours is None
+        else:
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=repr(call))
+
+    return check
+
+
+def _mpi_op(call: Call) -> Any:
+    from mpi4py import MPI
+
+    if call.dtype == "bool":
+        return {"min": MPI.LAND, "max": MPI.LOR}[call.op]
+    names = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+    return names[call.op]
+
+
+def _scaled(call: Call, array: Array, size: int) -> Array:
+    factor = call.scale / size if call.op == "avg" else call.scale
+    return array if factor == 1.0 else (array * factor).astype(array.dtype)
+
+
+def _mpi_all_reduce(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[Any, Any]:
+    x = call.array(group.rank)
+    theirs = np.empty_like(x)
+    comm.Allreduce(x, theirs, _mpi_op(call))
+    ours = fl.all_reduce(x.copy(), call.scale, call.op, group=group)
+    return _scaled(call, theirs, group.size), ours
+
+
+def _mpi_reduce(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[Any, Any]:
+    x = call.array(group.rank)
+    theirs = np.empty_like(x)
+    comm.Reduce(x, theirs, _mpi_op(call), call.root)
+    ours = fl.reduce(x.copy(), call.root, call.op, call.scale, group=group)
+    here = group.rank == call.root
+    return _scaled(call, theirs, group.size) if here else x, ours
+
+
+def _mpi_broadcast(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[Any, Any]:
+    theirs = call.array(group.rank)
+    ours = fl.broadcast(theirs.copy(), call.root, group=group)
+    comm.Bcast(theirs, call.root)
+    return theirs, ours
+
+
+def _mpi_all_gather(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[Any, Any]:
+    x = call.unequal(group.rank)
+    theirs = np.concatenate(comm.allgather(x))
+    return theirs, fl.all_gather(x, group=group)
+
+
+def _mpi_all_to_all(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[Any, Any]:
+    x = call.array(group.rank, call.rows * group.size)
+    theirs = np.empty_like(x)
+    comm.Alltoall(x, theirs)
+    return theirs, fl.all_to_all(x, group=group)
+
+
+_ORACLES: dict[str, Callable[[Call, fl.ProcessGroup], None]] = {
+    "all_reduce": _oracle(_mpi_all_reduce),
+    "reduce": _oracle(_mpi_reduce),
+    "broadcast": _oracle(_mpi_broadcast),
+    "all_gather": _oracle(_mpi_all_gather),
+    "all_to_all": _oracle(_mpi_all_to_all),
+}

@@ -1,0 +1,60 @@
+"""Every verb on every backend by random programs, against NumPy and against the MPI library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.distributed.conformance import BACKENDS
+from tests.distributed.programs import VERBS, Call, calls, run_program
+
+CALLS = 12  # per program: the ranks are asked once for all of them
+WORLDS = [("single", 1), ("gloo", 2), ("gloo", 5), ("shm", 2), ("shm", 3), ("shm", 5)]
+WORLDS += [("hierarchical", 4), ("hierarchical", 5)]
+
+# The same programs every time; sizes are small, so they are found by many examples, not by chance.
+repeatable = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=20,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@pytest.fixture(params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
+def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
+    name, size = request.param
+    return pool(size, **BACKENDS[name][1])
+
+
+@repeatable
+@given(data=st.data())
+def test_programs_of_every_verb_give_what_numpy_gives(ranks: Any, data: st.DataObject) -> None:
+    program = data.draw(st.lists(calls(ranks.size), min_size=1, max_size=CALLS))
+    ranks.run(run_program, program)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_in_every_size(ranks: Any, verb: str) -> None:
+    """Rows of every width, whatever the random programs have left out."""
+    everyone = tuple(range(ranks.size))
+    program = [
+        Call(verb, "float32", rows, width, "contiguous", root, "sum", 1.0, async_op, everyone)
+        for rows in (0, 1, 3)
+        for width in (1, 1000, 5000, 100_000)
+        for root in {0, ranks.size - 1}
+        for async_op in (False, True)
+    ]
+    ranks.run(run_program, program)
+
+
+@repeatable
+@given(data=st.data())
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_programs_give_what_mpi_gives(pool: Any, backend: str, data: st.DataObject) -> None:
+    ranks = pool(3, init="mpi", params={"BACKEND": backend})
+    program = data.draw(st.lists(calls(3), min_size=1, max_size=CALLS))
+    ranks.run(run_program, program, True)
