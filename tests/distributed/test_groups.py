@@ -1,0 +1,205 @@
+"""Groups of some ranks: who is in them, what they may do at once, how they end."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.group import ProcessGroup
+from tests.distributed.conformance import BACKENDS
+from tests.distributed.harness import run_ranks
+
+
+@pytest.fixture(params=[("gloo", 4), ("shm", 4), ("hierarchical", 5)], ids=lambda w: w[0])
+def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
+    name, size = request.param
+    return pool(size, **BACKENDS[name][1])
+
+
+def total(group: ProcessGroup, value: float) -> float:
+    return float(fl.all_reduce(np.array([value]), group=group)[0])
+
+
+def members_in_the_order_given(rank: int, size: int) -> None:
+    with fl.new_group([3, 1]) as group:
+        assert group.size == 2
+        assert group.ranks == (3, 1)
+        assert group.is_member == (rank in (1, 3))
+        assert group.rank == {3: 0, 1: 1}.get(rank, -1)
+        if group.is_member:
+            assert total(group, rank) == 4.0
+            gathered = fl.all_gather(np.array([rank]), group=group)
+            assert gathered.tolist() == [3, 1]
+            assert fl.broadcast_object(rank, root=0, group=group) == 3
+    assert total(fl.new_group(range(size)), 1.0) == size
+
+
+def test_a_new_group_has_its_members_in_the_order_given(ranks: Any) -> None:
+    ranks.run(members_in_the_order_given)
+
+
+def splits_by_color_and_key(rank: int, size: int) -> None:
+    group = fl.split(rank % 2, key=-rank)
+    expected = [r for r in range(size) if r % 2 == rank % 2][::-1]
+    assert group.ranks == tuple(expected)
+    assert total(group, 1.0) == len(expected)
+    group.close()
+    outside = fl.split(None if rank == 0 else 7)
+    assert outside.is_member == (rank != 0)
+    if rank != 0:
+        assert outside.ranks == tuple(range(1, size))
+
+
+def test_a_split_is_by_color_then_key_then_rank(ranks: Any) -> None:
+    ranks.run(splits_by_color_and_key)
+
+
+def groups_of_groups(rank: int, size: int) -> None:
+    outer = fl.new_group([0, 2, 3])
+    if not outer.is_member:
+        return
+    inner = outer.new_group([2, 0])  # ranks of the outer group: 3 and 0 of the world
+    assert inner.ranks == (3, 0)
+    if inner.is_member:
+        assert total(inner, rank) == 3.0
+        alone = inner.split(inner.rank)
+        assert (alone.ranks, alone.size, alone.rank) == ((rank,), 1, 0)
+        assert total(alone, 5.0) == 5.0
+    outer.close()  # closes the groups made of it
+    if inner.is_member:
+        with pytest.raises(fl.errors.GroupClosedError, match="closed"):
+            inner.barrier()
+
+
+def test_a_group_can_be_made_of_a_groups_ranks_and_ends_with_it(ranks: Any) -> None:
+    ranks.run(groups_of_groups)
+
+
+def in_flight_together(rank: int, size: int) -> None:
+    """Collectives of three groups, begun in different orders by different ranks."""
+    everyone = fl.new_group(range(size))
+    parity, half = fl.split(rank % 2), fl.split(int(rank < 2))
+    begun = [(everyone, size), (parity, parity.size), (half, half.size)]
+    for _ in range(20):
+        arrays = [np.ones(50_000) for _ in begun]
+        order = range(3) if rank % 2 else (2, 1, 0)
+        works = [fl.all_reduce(arrays[i], async_op=True, group=begun[i][0]) for i in order]
+        for work in works:
+            work.wait()
+        for array, (_, expected) in zip(arrays, begun, strict=True):
+            assert np.all(array == expected)
+    for group, _ in begun:
+        group.close()
+
+
+def test_collectives_of_different_groups_are_in_flight_together(ranks: Any) -> None:
+    ranks.run(in_flight_together)
+
+
+def outsiders_are_told(rank: int, size: int) -> list[str]:
+    group = fl.new_group([0, 1])
+    if group.is_member:
+        return []
+    said = []
+    x = np.ones(2)
+    for call in (
+        lambda: group.all_reduce(x),
+        group.barrier,
+        lambda: group.broadcast_object(1),
+        lambda: group.all_gather(x),
+        lambda: group.new_group([0]),
+        lambda: group.all_gather_object(1),
+    ):
+        with pytest.raises(ValueError, match="not in the group") as caught:
+            call()
+        said.append(str(caught.value))
+    assert np.all(x == 1)
+    group.close()
+    return said
+
+
+def test_a_rank_outside_a_group_gets_a_clear_answer(ranks: Any) -> None:
+    for said in ranks.run(outsiders_are_told)[2:]:
+        assert all("[0, 1]" in text and "is_member" in text for text in said)
+
+
+def refused_lists(rank: int, size: int) -> None:
+    for members, match in (
+        ([0, size], f"0 to {size - 1}; got {size}"),
+        ([0, -1], "got -1"),
+        ([1, 1], "twice"),
+        ([], "at least one rank"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fl.new_group(members)
+    with pytest.raises(ValueError, match="color must be an integer"):
+        fl.split("red")  # type: ignore[arg-type]
+    fl.barrier()  # nothing was sent
+
+
+def test_wrong_lists_of_ranks_are_refused_before_anything_is_sent(ranks: Any) -> None:
+    ranks.run(refused_lists)
+
+
+def different_lists(rank: int, size: int) -> str:
+    try:
+        fl.new_group([0, 1] if rank else [0, 2])
+    except fl.errors.MismatchError as error:
+        fl.barrier()
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_ask_for_different_groups_are_told_on_every_rank(ranks: Any) -> None:
+    for rank, message in enumerate(ranks.run(different_lists)):
+        assert f"rank {rank} of {ranks.size}" in message
+        assert "rank 0: new_group [0, 2]" in message
+        assert "rank 1: new_group [0, 1]" in message
+
+
+def closed_groups(rank: int, size: int) -> None:
+    with fl.new_group([0, 1]) as group:
+        pass
+    if group.is_member:
+        for call in (
+            lambda: group.all_reduce(np.ones(2)),
+            lambda: group.send(np.ones(2), 1 - rank),
+            lambda: group.isend(np.ones(2), 1 - rank),
+            lambda: group.gather_object(3),
+        ):
+            with pytest.raises(fl.errors.GroupClosedError, match=f"rank {rank} of 2"):
+                call()
+        group.close()
+    assert re.search("closed|not a member", repr(group))
+    assert total(fl.new_group(range(size)), 1.0) == size
+
+
+def test_a_closed_group_says_so_and_leaves_the_others_alone(ranks: Any) -> None:
+    ranks.run(closed_groups)
+
+
+def many_groups(rank: int, size: int) -> None:
+    for _ in range(30):
+        with fl.split(rank % 2) as group:
+            assert total(group, 1.0) == group.size
+
+
+def test_groups_come_and_go(ranks: Any) -> None:
+    ranks.run(many_groups)
+
+
+def shutdown_with_open_groups(rank: int, size: int) -> None:
+    group = fl.new_group(range(size))
+    total(group, 1.0)
+    fl.distributed_shutdown()
+    with pytest.raises(fl.errors.GroupClosedError):
+        group.barrier()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_the_end_of_the_world_closes_its_groups(backend: str) -> None:
+    run_ranks(shutdown_with_open_groups, 2, params={"BACKEND": backend})
