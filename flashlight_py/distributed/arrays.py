@@ -19,6 +19,7 @@ __all__ = [
     "dtype_of_code",
     "pack",
     "parse_op",
+    "require_length",
     "scale_in_place",
 ]
 
@@ -162,6 +163,15 @@ def pack(array: Array) -> Array:
     xp = array_module(array)
     packed: Array = xp.array(array, dtype=array.dtype.newbyteorder("="), order="C")
     return packed
+
+
+def require_length(verb: str, out: Array, rows: int, rank: int, size: int) -> None:
+    """Raise ValueError where ``out`` has another first dimension than the ``rows`` that came."""
+    if out.shape[0] != rows:
+        raise ValueError(
+            f"[{verb}] rank {rank} of {size}: out has {out.shape[0]} rows, and {rows} came from "
+            "all ranks together; out was not changed, and the other ranks have their result"
+        )
 
 
 def scale_in_place(array: Array, scale: float) -> None:

@@ -67,9 +67,17 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def reduce_scatter(
-        self, array: Array, op: ReduceOp, scale: float, blocking: bool = False
+        self,
+        array: Array,
+        op: ReduceOp,
+        scale: float,
+        blocking: bool = False,
+        out: Array | None = None,
     ) -> Work:
-        """Reduce; the result is a new array: this rank's equal part of the first dimension."""
+        """Reduce; the result is this rank's equal part of the first dimension.
+
+        Here and below, the result is ``out``, filled, where that is given, else a new array.
+        """
 
     @abc.abstractmethod
     def reduce(
@@ -82,35 +90,44 @@ class Backend(abc.ABC):
         """Make ``array`` equal to ``root``'s, in place; the result is ``array``."""
 
     @abc.abstractmethod
-    def all_gather(self, array: Array, blocking: bool = False) -> Work:
-        """The result is a new array: all ranks', joined along the first dimension.
+    def all_gather(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
+        """The result is all ranks' arrays, joined along the first dimension.
 
-        First dimensions may differ between ranks; an array has at least one dimension.
+        First dimensions may differ between ranks; an array has at least one dimension. ``out``
+        of another length than what comes raises ValueError, when all has come.
         """
 
     @abc.abstractmethod
-    def gather(self, array: Array, root: int, blocking: bool = False) -> Work:
+    def gather(
+        self, array: Array, root: int, blocking: bool = False, out: Array | None = None
+    ) -> Work:
         """As ``all_gather``, for ``root`` alone; the result is None elsewhere."""
 
     @abc.abstractmethod
     def scatter(
-        self, array: Array | None, part: Array | None, root: int, blocking: bool = False
+        self, array: Array | None, root: int, blocking: bool = False, out: Array | None = None
     ) -> Work:
-        """Give rank r ``array[r]`` of ``root``; the others' ``array`` is None.
-
-        The result is ``part``, filled; or, where that is None, a new array.
-        """
+        """Give rank r ``array[r]`` of ``root``; the others' ``array`` is None."""
 
     @abc.abstractmethod
-    def all_to_all(self, array: Array, blocking: bool = False) -> Work:
+    def all_to_all(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
         """Give rank r the r-th equal part of the first dimension.
 
-        The result is a new array: the parts that came, joined in rank order.
+        The result is the parts that came, joined in rank order.
         """
 
     @abc.abstractmethod
-    def all_to_all_uneven(self, array: Array, rows: Sequence[int], blocking: bool = False) -> Work:
-        """As ``all_to_all``, with ``rows[r]`` rows for rank r; waits until all tell theirs."""
+    def all_to_all_uneven(
+        self,
+        array: Array,
+        rows: Sequence[int],
+        blocking: bool = False,
+        out: Array | None = None,
+    ) -> Work:
+        """As ``all_to_all``, with ``rows[r]`` rows for rank r; waits until all tell theirs.
+
+        As for ``all_gather``, ``out`` must have the length of what comes.
+        """
 
     @abc.abstractmethod
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:

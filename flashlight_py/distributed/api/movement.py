@@ -32,43 +32,58 @@ def broadcast(
     return of(group).broadcast(x, root, async_op)
 
 
-def all_gather(x: Any, async_op: bool = False, group: ProcessGroup | None = None) -> Any:
+def all_gather(
+    x: Any, out: Any = None, async_op: bool = False, group: ProcessGroup | None = None
+) -> Any:
     """Join the ``x`` of all ranks along the first dimension, in rank order.
 
     Args:
         x: array; the first dimension may differ between ranks, the others and the dtype must
-            not. A scalar-shaped array counts as one row.
-        async_op: return a ``Work`` at once; its ``wait()`` returns the new array.
+            not. A scalar-shaped array counts as one row. Left as it is.
+        out: array of shape ``(sum of first dimensions, *x.shape[1:])`` that is filled in place,
+            in place of a new one: large results are then not allocated anew in every call.
+        async_op: return a ``Work`` at once; its ``wait()`` returns the result.
         group: the process group, default the world.
 
     Returns:
-        A new array of shape ``(sum of first dimensions, *x.shape[1:])``, or the ``Work``.
+        A new array of shape ``(sum of first dimensions, *x.shape[1:])``, or ``out``; or the
+        ``Work``.
 
     Raises:
-        TypeError, ValueError, DistributedError: as for :func:`all_reduce`.
+        ValueError: ``out`` has another shape or dtype; where only its first dimension is wrong,
+            this is known when all have called, and the other ranks have their result.
+        TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    return of(group).all_gather(x, async_op)
+    return of(group).all_gather(x, out, async_op)
 
 
-def gather(x: Any, root: int = 0, async_op: bool = False, group: ProcessGroup | None = None) -> Any:
+def gather(
+    x: Any,
+    root: int = 0,
+    out: Any = None,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any:
     """Join the ``x`` of all ranks along the first dimension, in rank order, on one rank.
 
     Args:
         x: array; the first dimension may differ between ranks, the others and the dtype must
             not. A scalar-shaped array counts as one row.
         root: rank in the group that gets the result.
+        out: on ``root``, array that is filled in place, as for :func:`all_gather`; elsewhere not
+            looked at.
         async_op: return a ``Work`` at once; its ``wait()`` returns what this would.
         group: the process group, default the world.
 
     Returns:
-        On ``root`` a new array of shape ``(sum of first dimensions, *x.shape[1:])``, elsewhere
-        None; or the ``Work``. Blocks unless ``async_op``.
+        On ``root`` a new array of shape ``(sum of first dimensions, *x.shape[1:])`` or ``out``,
+        elsewhere None; or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
-        ValueError: ``root`` is no rank of the group.
+        ValueError: ``root`` is no rank of the group, or ``out`` does not fit.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    return of(group).gather(x, root, async_op)
+    return of(group).gather(x, root, out, async_op)
 
 
 def scatter(
@@ -108,6 +123,7 @@ def scatter(
 def all_to_all(
     x: Any,
     rows: Sequence[int] | None = None,
+    out: Any = None,
     async_op: bool = False,
     group: ProcessGroup | None = None,
 ) -> Any:
@@ -119,18 +135,19 @@ def all_to_all(
         rows: how many rows rank 0, 1, ... gets, where parts are unequal. All ranks give it or
             none does; what it holds may differ. They tell each other first, so that even with
             ``async_op`` the call blocks until every rank has called.
-        async_op: return a ``Work`` at once; its ``wait()`` returns the new array.
+        out: array that is filled in place, as for :func:`all_gather`.
+        async_op: return a ``Work`` at once; its ``wait()`` returns the result.
         group: the process group, default the world.
 
     Returns:
-        A new array, of the shape of ``x`` when parts are equal; or the ``Work``.
+        A new array, of the shape of ``x`` when parts are equal, or ``out``; or the ``Work``.
 
     Raises:
-        ValueError: the first dimension cannot be cut so.
+        ValueError: the first dimension cannot be cut so, or ``out`` does not fit.
         TypeError, DistributedError: as for :func:`all_reduce`.
 
     Example:
         >>> fl.all_to_all(np.arange(3))  # one process: its own part
         array([0, 1, 2])
     """
-    return of(group).all_to_all(x, rows, async_op)
+    return of(group).all_to_all(x, rows, out, async_op)

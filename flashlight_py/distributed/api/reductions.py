@@ -127,6 +127,7 @@ def reduce_scatter(
     x: Any,
     scale: float = 1.0,
     op: str = "sum",
+    out: Any = None,
     async_op: bool = False,
     group: ProcessGroup | None = None,
 ) -> Any:
@@ -136,17 +137,19 @@ def reduce_scatter(
         x: array whose first dimension is a multiple of the number of ranks; left as it is.
         scale: real number that the result is multiplied by.
         op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"`` or ``"max"``.
-        async_op: return a ``Work`` at once; its ``wait()`` returns the new array.
+        out: array of the part's shape that is filled in place, in place of a new one.
+        async_op: return a ``Work`` at once; its ``wait()`` returns the part.
         group: the process group, default the world.
 
     Returns:
-        A new array of shape ``(x.shape[0] // size, *x.shape[1:])``, or the ``Work``.
+        A new array of shape ``(x.shape[0] // size, *x.shape[1:])`` or ``out``; or the ``Work``.
 
     Raises:
-        ValueError: the first dimension cannot be cut so, or as for :func:`all_reduce`.
+        ValueError: the first dimension cannot be cut so, ``out`` does not fit, or as for
+            :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    return of(group).reduce_scatter(x, scale, op, async_op)
+    return of(group).reduce_scatter(x, scale, op, out, async_op)
 
 
 def shared_empty(

@@ -131,18 +131,6 @@ class HierarchicalBackend(Backend):
                 "rank call the same"
             )
 
-    def reduce_scatter(
-        self, array: Array, op: ReduceOp, scale: float, blocking: bool = False
-    ) -> Work:
-        """Reduce among all ranks at once; see ``Backend``."""
-        return self._start(
-            lambda: self._flat.reduce_scatter(array, op, scale, blocking=True).wait(), blocking
-        )
-
-    def all_gather(self, array: Array, blocking: bool = False) -> Work:
-        """Gather among all ranks at once; see ``Backend``."""
-        return self._start(lambda: self._flat.all_gather(array, blocking=True).wait(), blocking)
-
     def reduce(
         self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
     ) -> Work:
@@ -165,27 +153,50 @@ class HierarchicalBackend(Backend):
             array[...] = total
         return array
 
-    def gather(self, array: Array, root: int, blocking: bool = False) -> Work:
+    def reduce_scatter(
+        self,
+        array: Array,
+        op: ReduceOp,
+        scale: float,
+        blocking: bool = False,
+        out: Array | None = None,
+    ) -> Work:
+        """Reduce among all ranks at once; see ``Backend``."""
+        return self._flatly(lambda flat: flat.reduce_scatter(array, op, scale, True, out), blocking)
+
+    def all_gather(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
         """Gather among all ranks at once; see ``Backend``."""
-        return self._start(lambda: self._flat.gather(array, root, blocking=True).wait(), blocking)
+        return self._flatly(lambda flat: flat.all_gather(array, True, out), blocking)
+
+    def gather(
+        self, array: Array, root: int, blocking: bool = False, out: Array | None = None
+    ) -> Work:
+        """Gather among all ranks at once; see ``Backend``."""
+        return self._flatly(lambda flat: flat.gather(array, root, True, out), blocking)
 
     def scatter(
-        self, array: Array | None, part: Array | None, root: int, blocking: bool = False
+        self, array: Array | None, root: int, blocking: bool = False, out: Array | None = None
     ) -> Work:
         """Scatter among all ranks at once; see ``Backend``."""
-        return self._start(
-            lambda: self._flat.scatter(array, part, root, blocking=True).wait(), blocking
-        )
+        return self._flatly(lambda flat: flat.scatter(array, root, True, out), blocking)
 
-    def all_to_all(self, array: Array, blocking: bool = False) -> Work:
+    def all_to_all(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
         """Exchange among all ranks at once; see ``Backend``."""
-        return self._start(lambda: self._flat.all_to_all(array, blocking=True).wait(), blocking)
+        return self._flatly(lambda flat: flat.all_to_all(array, True, out), blocking)
 
-    def all_to_all_uneven(self, array: Array, rows: Sequence[int], blocking: bool = False) -> Work:
+    def all_to_all_uneven(
+        self,
+        array: Array,
+        rows: Sequence[int],
+        blocking: bool = False,
+        out: Array | None = None,
+    ) -> Work:
         """Exchange among all ranks at once; see ``Backend``."""
-        return self._start(
-            lambda: self._flat.all_to_all_uneven(array, rows, blocking=True).wait(), blocking
-        )
+        return self._flatly(lambda flat: flat.all_to_all_uneven(array, rows, True, out), blocking)
+
+    def _flatly(self, verb: Callable[[Backend], Work], blocking: bool) -> Work:
+        """Have the backend that joins all ranks do it: the hierarchy would save nothing."""
+        return self._start(lambda: verb(self._flat).wait(), blocking)
 
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Send through memory inside the host, else between hosts; see ``Backend``."""

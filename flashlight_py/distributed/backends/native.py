@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.arrays import dtype_code
+from flashlight_py.distributed.arrays import dtype_code, require_length
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.native_work import GATHERED, SCATTERED, NativeWork, Received
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
-from flashlight_py.distributed.work import Done, Work
+from flashlight_py.distributed.work import Done, Then, Work
 from flashlight_py.errors import GroupClosedError
 
 __all__ = ["MESSAGE_BYTES", "NativeBackend"]
@@ -48,10 +48,16 @@ class NativeBackend(Backend):
         return self._start("all_reduce", verb, array, op=op, scale=scale, blocking=blocking)
 
     def reduce_scatter(
-        self, array: Array, op: ReduceOp, scale: float, blocking: bool = False
+        self,
+        array: Array,
+        op: ReduceOp,
+        scale: float,
+        blocking: bool = False,
+        out: Array | None = None,
     ) -> Work:
-        """Reduce in rank order into a new array; see ``Backend``."""
-        part = np.empty((array.shape[0] // self.size, *array.shape[1:]), array.dtype)
+        """Reduce in rank order; see ``Backend``."""
+        shape = (array.shape[0] // self.size, *array.shape[1:])
+        part = np.empty(shape, array.dtype) if out is None else out
         return self._start(
             "reduce_scatter",
             self.lib.FL_REDUCE_SCATTER,
@@ -74,53 +80,87 @@ class NativeBackend(Backend):
         """Receive ``root``'s array in place; see ``Backend``."""
         return self._start("broadcast", self.lib.FL_BROADCAST, array, root=root, blocking=blocking)
 
-    def all_gather(self, array: Array, blocking: bool = False) -> Work:
-        """Join all ranks' arrays into a new one; see ``Backend``."""
-        verb = self.lib.FL_ALL_GATHER
-        return self._start("all_gather", verb, array, result=GATHERED, blocking=blocking)
+    def all_gather(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
+        """Join all ranks' arrays; see ``Backend``."""
+        return self._gather("all_gather", self.lib.FL_ALL_GATHER, array, 0, blocking, out)
 
-    def gather(self, array: Array, root: int, blocking: bool = False) -> Work:
-        """Join all ranks' arrays into a new one on ``root``; see ``Backend``."""
-        verb, result = self.lib.FL_GATHER, GATHERED if self.rank == root else None
-        return self._start("gather", verb, array, root=root, result=result, blocking=blocking)
+    def gather(
+        self, array: Array, root: int, blocking: bool = False, out: Array | None = None
+    ) -> Work:
+        """Join all ranks' arrays on ``root``; see ``Backend``."""
+        return self._gather("gather", self.lib.FL_GATHER, array, root, blocking, out)
+
+    def _gather(
+        self, name: str, verb: int, array: Array, root: int, blocking: bool, out: Array | None
+    ) -> Work:
+        """Start a gather; the library fills ``out`` if what comes has its size."""
+        room = None
+        if out is not None:
+            room = self.ffi.new("fl_room *", (self._pointer(out), out.nbytes))
+        wanted = verb == self.lib.FL_ALL_GATHER or self.rank == root
+        return self._start(
+            name,
+            verb,
+            array,
+            root=root,
+            output=out,
+            room=room,
+            result=GATHERED if wanted else None,
+            blocking=blocking,
+        )
 
     def scatter(
-        self, array: Array | None, part: Array | None, root: int, blocking: bool = False
+        self, array: Array | None, root: int, blocking: bool = False, out: Array | None = None
     ) -> Work:
         """Receive this rank's part of ``root``'s array; see ``Backend``."""
-        if array is not None and part is None:
-            part = np.empty(array.shape[1:], array.dtype)
+        if array is not None and out is None:
+            out = np.empty(array.shape[1:], array.dtype)
         return self._start(
             "scatter",
             self.lib.FL_SCATTER,
             array,
-            like=part,
+            like=out,
             root=root,
-            output=part,
-            result=SCATTERED if part is None else part,
+            output=out,
+            result=SCATTERED if out is None else out,
             blocking=blocking,
         )
 
-    def all_to_all(self, array: Array, blocking: bool = False) -> Work:
+    def all_to_all(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
         """Exchange equal parts; see ``Backend``."""
-        got, verb = np.empty_like(array), self.lib.FL_ALL_TO_ALL
+        got, verb = np.empty_like(array) if out is None else out, self.lib.FL_ALL_TO_ALL
         return self._start("all_to_all", verb, array, output=got, result=got, blocking=blocking)
 
-    def all_to_all_uneven(self, array: Array, rows: Sequence[int], blocking: bool = False) -> Work:
+    def all_to_all_uneven(
+        self,
+        array: Array,
+        rows: Sequence[int],
+        blocking: bool = False,
+        out: Array | None = None,
+    ) -> Work:
         """Exchange parts of different sizes; see ``Backend``."""
-        rows_of_all = self._rows_of_all(rows)
+        table = self._rows_of_all(rows)
+        come = int(table[:, self.rank].sum())
+        if out is not None and out.shape[0] == come:
+            return self._exchange_sections(array, table, out, blocking)
+        got = np.empty((come, *array.shape[1:]), array.dtype)
+        work = self._exchange_sections(array, table, got, blocking)
+        if out is None:
+            return work
+        return Then(work, lambda _: require_length("all_to_all", out, come, self.rank, self.size))
+
+    def _exchange_sections(self, array: Array, table: Array, got: Array, blocking: bool) -> Work:
         row = array.itemsize * math.prod(array.shape[1:])
-        bytes_of_all = np.ascontiguousarray(rows_of_all * row)
-        got = np.empty((int(rows_of_all[:, self.rank].sum()), *array.shape[1:]), array.dtype)
-        sections = self.ffi.new("fl_sections *")
-        sections.data = self._pointer(array)
-        sections.bytes = self.ffi.cast("int64_t *", bytes_of_all.ctypes.data)
+        bytes_of_all = np.ascontiguousarray(table * row)
+        table_pointer = self.ffi.cast("int64_t *", bytes_of_all.ctypes.data)
+        sections = self.ffi.new("fl_sections *", (self._pointer(array), table_pointer))
+        verb = self.lib.FL_ALL_TO_ALL_UNEVEN
         return self._start(
             "all_to_all",
-            self.lib.FL_ALL_TO_ALL_UNEVEN,
+            verb,
             array,
             data=sections,
-            keep=(array, bytes_of_all, sections),
+            keep=(bytes_of_all, sections),
             output=got,
             result=got,
             blocking=blocking,
@@ -161,26 +201,29 @@ class NativeBackend(Backend):
         data: Any = None,
         keep: Any = None,
         output: Array | None = None,
+        room: Any = None,
         result: Any = _ARRAY,
         timeout: float | None = None,
         blocking: bool = False,
     ) -> Work:
         """Start ``verb`` on ``array``, described by ``like`` (else itself).
 
-        ``data`` is what the library gets instead of the array's address, ``keep`` what must live as
-        long as the operation, ``result`` what the Work gives (else the array).
+        ``data`` and ``room`` are what the library gets in place of the addresses of array and
+        output, ``keep`` what must live as long as the operation, ``result`` what the Work gives
+        (else the array).
         """
         if self._group is None:
             raise GroupClosedError(f"[{name}] rank {self.rank} of {self.size}: the group is closed")
         seconds = self.timeout if timeout is None else timeout
         self._describe(name, verb, array if like is None else like, op, scale, root)
         result = array if result is _ARRAY else result
-        pointer = self._pointer(array) if data is None else data
-        handle = self._run(pointer, self._pointer(output), peer, seconds, blocking)
+        source = self._pointer(array) if data is None else data
+        target = self._pointer(output) if room is None else room
+        handle = self._run(source, target, peer, seconds, blocking)
         if handle == self.ffi.NULL:
-            return Done(result)
-        kept = (array, output, keep)
-        work = NativeWork(self, name, handle, kept, Received(result, array, root), seconds)
+            return Done(output if result is GATHERED else result)
+        received = Received(name, result, array, output, root)
+        work = NativeWork(self, name, handle, (array, output, room, keep), received, seconds)
         # The library writes into the array whether or not anybody keeps the Work, also after Ctrl-C
         # has ended a blocking wait for it.
         self._running = [other for other in self._running if not other.is_completed()]

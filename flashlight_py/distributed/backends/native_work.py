@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.arrays import dtype_of_code
+from flashlight_py.distributed.arrays import dtype_of_code, require_length
 from flashlight_py.distributed.backends.native_errors import failure
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import CollectiveTimeoutError
@@ -28,8 +28,11 @@ GATHERED, SCATTERED = object(), object()
 class Received:
     """What an operation gives: a result that is there already, or is made of what came."""
 
-    def __init__(self, result: Any, like: Array | None, root: int) -> None:
-        self._result, self._like, self._root = result, like, root
+    def __init__(
+        self, name: str, result: Any, like: Array | None, out: Array | None, root: int
+    ) -> None:
+        self._name, self._result, self._like = name, result, like
+        self._out, self._root = out, root
 
     def get(self, backend: NativeBackend, handle: Any) -> Any:
         """Return the result of the operation, which has ended well."""
@@ -40,10 +43,13 @@ class Received:
         return self._result
 
     def _gathered(self, backend: NativeBackend, handle: Any) -> Array:
-        """Wrap the rows of all ranks."""
+        """Return the rows of all ranks: ``out``, if the library has filled it, or a new array."""
         assert self._like is not None
         signatures = backend.lib.fl_op_signatures(handle)
         rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
+        if self._out is not None:
+            require_length(self._name, self._out, rows, backend.rank, backend.size)
+            return self._out
         return _wrap(backend, handle, self._like.dtype, (rows, *self._like.shape[1:]))
 
     def _scattered(self, backend: NativeBackend, handle: Any) -> Array:
@@ -53,7 +59,7 @@ class Received:
         return _wrap(backend, handle, dtype_of_code(told.dtype), shape)
 
 
-NOTHING = Received(None, None, 0)
+NOTHING = Received("", None, None, None, 0)
 
 
 def _wrap(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.arrays import scale_in_place
+from flashlight_py.distributed.arrays import require_length, scale_in_place
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.work import Done, Work
@@ -27,10 +27,15 @@ class SingleBackend(Backend):
         return Done(array)
 
     def reduce_scatter(
-        self, array: Array, op: ReduceOp, scale: float, blocking: bool = False
+        self,
+        array: Array,
+        op: ReduceOp,
+        scale: float,
+        blocking: bool = False,
+        out: Array | None = None,
     ) -> Work:
         """Return a scaled copy."""
-        return self.all_reduce(array.copy(), op, scale)
+        return self.all_reduce(_copy(array, out), op, scale)
 
     def reduce(
         self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
@@ -42,31 +47,36 @@ class SingleBackend(Backend):
         """Leave ``array`` as it is."""
         return Done(array)
 
-    def all_gather(self, array: Array, blocking: bool = False) -> Work:
+    def all_gather(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
         """Return a copy."""
-        return Done(array.copy())
+        return Done(_copy(array, out))
 
-    def gather(self, array: Array, root: int, blocking: bool = False) -> Work:
+    def gather(
+        self, array: Array, root: int, blocking: bool = False, out: Array | None = None
+    ) -> Work:
         """Return a copy."""
-        return Done(array.copy())
+        return Done(_copy(array, out))
 
     def scatter(
-        self, array: Array | None, part: Array | None, root: int, blocking: bool = False
+        self, array: Array | None, root: int, blocking: bool = False, out: Array | None = None
     ) -> Work:
         """Return a copy of the one part there is."""
         assert array is not None  # this rank is the root
-        if part is None:
-            return Done(array[0].copy())
-        part[...] = array[0]
-        return Done(part)
+        return Done(_copy(array[0], out))
 
-    def all_to_all(self, array: Array, blocking: bool = False) -> Work:
+    def all_to_all(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
         """Return a copy."""
-        return Done(array.copy())
+        return Done(_copy(array, out))
 
-    def all_to_all_uneven(self, array: Array, rows: Sequence[int], blocking: bool = False) -> Work:
+    def all_to_all_uneven(
+        self,
+        array: Array,
+        rows: Sequence[int],
+        blocking: bool = False,
+        out: Array | None = None,
+    ) -> Work:
         """Return a copy."""
-        return Done(array.copy())
+        return Done(_copy(array, out))
 
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Refuse: there is nobody else."""
@@ -85,3 +95,11 @@ class SingleBackend(Backend):
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _copy(array: Array, out: Array | None) -> Array:
+    if out is None:
+        return array.copy()
+    require_length("a copy", out, array.shape[0] if array.ndim else 1, 0, 1)
+    out[...] = array
+    return out

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.arrays import as_array, check_reduction, parse_op
+from flashlight_py.distributed.arrays import as_array, check_reduction, pack, parse_op
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.work import Done, Then, Work
 
-__all__ = ["Verbs", "unpack_into"]
+__all__ = ["Room", "Verbs", "unpack_into"]
+
+
+class Room(NamedTuple):
+    """Where a result goes: what the user gave, its array, and a form that backends can fill."""
+
+    given: Any
+    array: Array | None
+    packed: Array | None
 
 
 class Verbs(abc.ABC):
@@ -28,9 +36,11 @@ class Verbs(abc.ABC):
     def backend(self, array: Any = None) -> Backend:
         """Return the backend that ``array`` (None: a NumPy array) goes through."""
 
-    def _reduction(self, verb: str, x: Any, op: str, scale: float) -> tuple[Array, ReduceOp, float]:
+    def _reduction(
+        self, verb: str, x: Any, op: str, scale: float, writes: bool = True
+    ) -> tuple[Array, ReduceOp, float]:
         """Check everything that a reduction is given; an average becomes a scaled sum."""
-        array = as_array(verb, x)
+        array = as_array(verb, x, writes)
         reduce_op = parse_op(verb, op)
         factor = check_reduction(verb, array.dtype, reduce_op, scale)
         if reduce_op is ReduceOp.AVG:
@@ -56,6 +66,32 @@ class Verbs(abc.ABC):
 
         then = Then(work, finish)
         return then if unpack is None else self._keep(then)
+
+    def _room(self, verb: str, out: Any, like: Array, shape: tuple[int | None, ...]) -> Room:
+        """Return where a result of ``shape`` goes; None stands for an extent that is not known."""
+        if out is None:
+            return Room(None, None, None)
+        array = as_array(verb, out)
+        known = [e is None or e == got for e, got in zip(shape, array.shape, strict=False)]
+        if array.ndim != len(shape) or not all(known) or array.dtype != like.dtype:
+            extents = ", ".join("any" if extent is None else str(extent) for extent in shape)
+            raise ValueError(
+                f"{verb}: out must be {like.dtype} ({extents}), got {array.dtype} {array.shape}"
+            )
+        return Room(out, array, pack(array))
+
+    def _finish_into(self, work: Work, room: Room, async_op: bool) -> Any:
+        """Return what came: a new array, or the ``out`` that the user gave; or a Work for it."""
+        if room.array is None or room.packed is None:
+            return work if async_op else work.wait()
+        return self._finish(work, room.given, unpack_into(room.array, room.packed), async_op)
+
+    def _require_equal_parts(self, verb: str, array: Array, advice: str = "") -> None:
+        if array.ndim == 0 or array.shape[0] % self.size:
+            raise ValueError(
+                f"{verb}: the first dimension must be a multiple of the {self.size} ranks, got "
+                f"shape {array.shape}{advice}"
+            )
 
     def _keep(self, work: Then) -> Then:
         """Remember a result that is still to be brought home, also if nobody waits for it."""

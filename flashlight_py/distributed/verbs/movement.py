@@ -7,8 +7,7 @@ from typing import Any
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import as_array, pack
-from flashlight_py.distributed.verbs.base import Verbs, unpack_into
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.verbs.base import Room, Verbs, unpack_into
 
 __all__ = ["Movement"]
 
@@ -26,16 +25,21 @@ class Movement(Verbs):
         work = self.backend(array).broadcast(packed, root, not async_op)
         return self._finish(work, x, unpack_into(array, packed), async_op)
 
-    def all_gather(self, x: Any, async_op: bool = False) -> Any:
-        """Join ``x`` of all ranks into a new array; see :func:`flashlight_py.all_gather`."""
+    def all_gather(self, x: Any, out: Any = None, async_op: bool = False) -> Any:
+        """Join ``x`` of all ranks; see :func:`flashlight_py.all_gather`."""
         rows = _rows("all_gather", x)
-        return _answer(self.backend(rows).all_gather(pack(rows), not async_op), async_op)
+        room = self._room("all_gather", out, rows, (None, *rows.shape[1:]))
+        work = self.backend(rows).all_gather(pack(rows), not async_op, room.packed)
+        return self._finish_into(work, room, async_op)
 
-    def gather(self, x: Any, root: int = 0, async_op: bool = False) -> Any:
+    def gather(self, x: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
         """Join ``x`` of all ranks on one; see :func:`flashlight_py.gather`."""
         self._check_rank("gather", "root", root)
         rows = _rows("gather", x)
-        return _answer(self.backend(rows).gather(pack(rows), root, not async_op), async_op)
+        given = out if self.rank == root else None
+        room = self._room("gather", given, rows, (None, *rows.shape[1:]))
+        work = self.backend(rows).gather(pack(rows), root, not async_op, room.packed)
+        return self._finish_into(work, room, async_op)
 
     def scatter(
         self, xs: Any = None, root: int = 0, out: Any = None, async_op: bool = False
@@ -43,16 +47,14 @@ class Movement(Verbs):
         """Give each rank its part of ``xs`` on one; see :func:`flashlight_py.scatter`."""
         self._check_rank("scatter", "root", root)
         whole = self._whole(xs) if self.rank == root else None
-        home = None if out is None else as_array("scatter", out)
-        part = None if home is None else pack(home)
-        if whole is not None and part is not None:
-            _require_same(part, whole)
-        work = self.backend(whole if part is None else part).scatter(
-            whole, part, root, not async_op
+        told = whole[0] if whole is not None else None if out is None else as_array("scatter", out)
+        room = (
+            Room(None, None, None) if told is None else self._room("scatter", out, told, told.shape)
         )
-        if home is None or part is None:
-            return _answer(work, async_op)
-        return self._finish(work, out, unpack_into(home, part), async_op)
+        backend = self.backend(told)
+        return self._finish_into(
+            backend.scatter(whole, root, not async_op, room.packed), room, async_op
+        )
 
     def _whole(self, xs: Any) -> Array:
         """Return what the root scatters as one array of shape (size, part's shape)."""
@@ -63,11 +65,7 @@ class Movement(Verbs):
         if isinstance(xs, list | tuple):
             return self._stacked(xs)
         array = as_array("scatter", xs, writes=False)
-        if array.ndim == 0 or array.shape[0] % self.size:
-            raise ValueError(
-                f"scatter: the first dimension must be a multiple of the {self.size} ranks, got "
-                f"shape {array.shape}"
-            )
+        self._require_equal_parts("scatter", array)
         part = (array.shape[0] // self.size, *array.shape[1:])
         return _limited(pack(array).reshape(self.size, *part))
 
@@ -85,19 +83,25 @@ class Movement(Verbs):
         stacked: Array = array_module(first).stack(arrays)
         return _limited(pack(stacked))
 
-    def all_to_all(self, x: Any, rows: Sequence[int] | None = None, async_op: bool = False) -> Any:
+    def all_to_all(
+        self,
+        x: Any,
+        rows: Sequence[int] | None = None,
+        out: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         """Give each rank its part of ``x``; see :func:`flashlight_py.all_to_all`."""
-        array = as_array("all_to_all", x, writes=False)
-        if rows is not None:
+        array, blocking = as_array("all_to_all", x, writes=False), not async_op
+        backend = self.backend(array)
+        if rows is None:
+            self._require_equal_parts("all_to_all", array, "; rows= tells unequal parts")
+            room = self._room("all_to_all", out, array, array.shape)
+            work = backend.all_to_all(pack(array), blocking, room.packed)
+        else:
             counts = self._check_rows(array, rows)
-            work = self.backend(array).all_to_all_uneven(pack(array), counts, not async_op)
-            return _answer(work, async_op)
-        if array.ndim == 0 or array.shape[0] % self.size:
-            raise ValueError(
-                f"all_to_all: the first dimension must be a multiple of the {self.size} ranks, got "
-                f"shape {array.shape}; rows= tells unequal parts"
-            )
-        return _answer(self.backend(array).all_to_all(pack(array), not async_op), async_op)
+            room = self._room("all_to_all", out, array, (None, *array.shape[1:]))
+            work = backend.all_to_all_uneven(pack(array), counts, blocking, room.packed)
+        return self._finish_into(work, room, async_op)
 
     def _check_rows(self, array: Array, rows: Sequence[int]) -> list[int]:
         counts = [int(count) for count in rows]
@@ -116,10 +120,6 @@ def _rows(verb: str, x: Any) -> Array:
     return array.reshape(1) if array.ndim == 0 else array
 
 
-def _answer(work: Work, async_op: bool) -> Any:
-    return work if async_op else work.wait()
-
-
 def _limited(whole: Array) -> Array:
     if whole.ndim > _SCATTER_DIMENSIONS + 1:
         raise ValueError(
@@ -127,11 +127,3 @@ def _limited(whole: Array) -> Array:
             f"{whole.shape[1:]}; reshape it"
         )
     return whole
-
-
-def _require_same(part: Array, whole: Array) -> None:
-    if part.shape != whole.shape[1:] or part.dtype != whole.dtype:
-        raise ValueError(
-            f"scatter: out is {part.dtype} {part.shape}, and a part of xs {whole.dtype} "
-            f"{whole.shape[1:]}; they must be alike"
-        )

@@ -96,17 +96,22 @@ class Reductions(Verbs):
         return self._finish(work, x, home, async_op)
 
     def reduce_scatter(
-        self, x: Any, scale: float = 1.0, op: str = "sum", async_op: bool = False
+        self,
+        x: Any,
+        scale: float = 1.0,
+        op: str = "sum",
+        out: Any = None,
+        async_op: bool = False,
     ) -> Any:
         """Combine ``x`` and keep one part; see :func:`flashlight_py.reduce_scatter`."""
-        array, reduce_op, factor = self._reduction("reduce_scatter", x, op, scale)
-        if array.ndim == 0 or array.shape[0] % self.size:
-            raise ValueError(
-                f"reduce_scatter: the first dimension must be a multiple of the {self.size} "
-                f"ranks, got shape {array.shape}"
-            )
-        work = self.backend(array).reduce_scatter(pack(array), reduce_op, factor, not async_op)
-        return work if async_op else work.wait()
+        array, reduce_op, factor = self._reduction("reduce_scatter", x, op, scale, writes=False)
+        self._require_equal_parts("reduce_scatter", array)
+        shape = (array.shape[0] // self.size, *array.shape[1:])
+        room = self._room("reduce_scatter", out, array, shape)
+        blocking = not async_op
+        backend = self.backend(array)
+        work = backend.reduce_scatter(pack(array), reduce_op, factor, blocking, room.packed)
+        return self._finish_into(work, room, async_op)
 
     def shared_empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
         """Return an array that is cheap to reduce; see :func:`flashlight_py.shared_empty`."""

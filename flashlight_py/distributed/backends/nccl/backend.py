@@ -28,6 +28,7 @@ from flashlight_py.distributed.backends.nccl.streams import CommunicationStream,
 from flashlight_py.distributed.backends.nccl.watchdog import Watchdog
 from flashlight_py.distributed.backends.nccl.work import StreamWork
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.exchange import exchange_bytes
 from flashlight_py.distributed.work import Done, Then, Work
 from flashlight_py.errors import DistributedError, PeerLostError
 
@@ -95,10 +96,15 @@ class NcclBackend(Backend):
         return self.launch("all_reduce", begin, [array for array, _ in pairs], result, blocking)
 
     def reduce_scatter(
-        self, array: Array, op: ReduceOp, scale: float, blocking: bool = False
+        self,
+        array: Array,
+        op: ReduceOp,
+        scale: float,
+        blocking: bool = False,
+        out: Array | None = None,
     ) -> Work:
-        """Reduce into a new array; see ``Backend``."""
-        part = self.empty((array.shape[0] // self.size, *array.shape[1:]), array)
+        """Reduce to this rank's part; see ``Backend``."""
+        part = self._room(out, array.shape[0] // self.size, array)
         pairs = [(array, part)] if array.size else []
         function = self.functions.ncclReduceScatter
         begin = functools.partial(self._reduce, "reduce_scatter", function, pairs, op, scale)
@@ -125,13 +131,13 @@ class NcclBackend(Backend):
 
         return self.launch("broadcast", begin, [array] if array.size else [], array, blocking)
 
-    def all_gather(self, array: Array, blocking: bool = False) -> Work:
-        """Join all ranks' arrays into a new one; see ``Backend``.
+    def all_gather(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
+        """Join all ranks' arrays; see ``Backend``.
 
         Blocks until every rank has called, even if not ``blocking``: the host must know the size.
         """
         rows = rows_of_all(self._cpu, "all_gather", array)
-        joined = self.empty((sum(rows), *array.shape[1:]), array)
+        joined = self._fitting("all_gather", out, sum(rows), array)
         row = joined.nbytes // max(sum(rows), 1)
         begin = functools.partial(self._gather_rows, array, joined, [row * n for n in rows])
         kept = [array, joined] if joined.size else []
@@ -152,33 +158,60 @@ class NcclBackend(Backend):
                     self.call("all_gather", lib.ncclBroadcast, source, there, length, BYTES, root)
                 start += length
 
-    def gather(self, array: Array, root: int, blocking: bool = False) -> Work:
+    def gather(
+        self, array: Array, root: int, blocking: bool = False, out: Array | None = None
+    ) -> Work:
         """Join all ranks' arrays on ``root``; blocks until every rank has called."""
         rows = rows_of_all(self._cpu, "gather", array)
-        return collect.gather(self, array, rows, root, blocking)
+        here = self.rank == root
+        joined = self._fitting("gather", out, sum(rows), array) if here else None
+        return collect.gather(self, array, joined, rows, root, blocking)
 
     def scatter(
-        self, array: Array | None, part: Array | None, root: int, blocking: bool = False
+        self, array: Array | None, root: int, blocking: bool = False, out: Array | None = None
     ) -> Work:
-        """Fill ``part``; blocks until every rank has called; see ``Backend``."""
-        if part is None:
-            assert array is not None  # other ranks know by their part that a GPU is meant
-            part = self.empty(array.shape[1:], array)
-        rows_of_all(self._cpu, "scatter", part, equal=True)
-        return collect.scatter(self, array, part, root, blocking)
+        """Give each rank its part; blocks until every rank has called; see ``Backend``."""
+        if out is None:
+            assert array is not None  # other ranks know by their out that a GPU is meant
+            out = self.empty(array.shape[1:], array)
+        rows_of_all(self._cpu, "scatter", out, equal=True)
+        return collect.scatter(self, array, out, root, blocking)
 
-    def all_to_all(self, array: Array, blocking: bool = False) -> Work:
+    def all_to_all(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
         """Exchange equal parts; blocks until every rank has called; see ``Backend``."""
         rows_of_all(self._cpu, "all_to_all", array, equal=True)
         rows = [array.shape[0] // self.size] * self.size
-        return collect.all_to_all(self, array, rows, rows, blocking)
+        got = self._room(out, array.shape[0], array)
+        return collect.all_to_all(self, array, got, rows, rows, blocking)
 
-    def all_to_all_uneven(self, array: Array, rows: Sequence[int], blocking: bool = False) -> Work:
+    def all_to_all_uneven(
+        self,
+        array: Array,
+        rows: Sequence[int],
+        blocking: bool = False,
+        out: Array | None = None,
+    ) -> Work:
         """Exchange parts of different sizes; blocks until every rank has called."""
         rows_of_all(self._cpu, "all_to_all", array)
         table = self._cpu.all_gather(np.array(rows, np.int64), blocking=True).wait()
         take = [int(n) for n in table.reshape(self.size, self.size)[:, self.rank]]
-        return collect.all_to_all(self, array, rows, take, blocking)
+        got = self._fitting("all_to_all", out, sum(take), array)
+        return collect.all_to_all(self, array, got, rows, take, blocking)
+
+    def _room(self, out: Array | None, rows: int, like: Array) -> Array:
+        return self.empty((rows, *like.shape[1:]), like) if out is None else out
+
+    def _fitting(self, verb: str, out: Array | None, rows: int, like: Array) -> Array:
+        """Return room for what comes; one of another length is found out before anything moves."""
+        fits = out is None or out.shape[0] == rows
+        problem = "" if fits else f"rank {self.rank} gave an out of {out.shape[0]} rows"  # type: ignore[union-attr]
+        wrong = [text.decode() for text in exchange_bytes(self._cpu, problem.encode()) if text]
+        if wrong:
+            raise ValueError(
+                f"[{verb}] rank {self.rank} of {self.size}: {rows} rows come from all ranks "
+                f"together, and {', '.join(wrong)}; nothing was sent"
+            )
+        return self._room(out, rows, like)
 
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Send; blocks until ``dst`` receives under ``tag``; see ``Backend``."""

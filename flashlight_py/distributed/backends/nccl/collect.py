@@ -19,12 +19,14 @@ __all__ = ["all_to_all", "gather", "scatter"]
 
 
 def gather(
-    backend: NcclBackend, array: Array, rows: Sequence[int], root: int, blocking: bool
+    backend: NcclBackend,
+    array: Array,
+    joined: Array | None,
+    rows: Sequence[int],
+    root: int,
+    blocking: bool,
 ) -> Work:
-    """Join the arrays of all ranks, of ``rows`` rows, on ``root``; the result is None elsewhere."""
-    joined = None
-    if backend.rank == root:
-        joined = backend.empty((sum(rows), *array.shape[1:]), array)
+    """Fill ``joined``, which only ``root`` has, with the arrays of all ranks, of ``rows`` rows."""
     lengths = [n * _row(array) for n in rows]
 
     def messages() -> None:
@@ -49,10 +51,15 @@ def scatter(
 
 
 def all_to_all(
-    backend: NcclBackend, array: Array, give: Sequence[int], take: Sequence[int], blocking: bool
+    backend: NcclBackend,
+    array: Array,
+    got: Array,
+    give: Sequence[int],
+    take: Sequence[int],
+    blocking: bool,
 ) -> Work:
-    """Give rank r ``give[r]`` rows and take ``take[r]``; the result is a new array of what came."""
-    got, row = backend.empty((sum(take), *array.shape[1:]), array), _row(array)
+    """Give rank r ``give[r]`` rows and fill ``got`` with ``take[r]`` rows of rank r."""
+    row = _row(array)
 
     def messages() -> None:
         _send_all(backend, "all_to_all", array, [n * row for n in give])
