@@ -4,9 +4,9 @@
 
 The method is that of all_reduce.py. Sizes are bytes of each rank's argument: what it gives to an
 all_gather, what it is given to cut in a reduce_scatter, a scatter or an all_to_all. send_recv is
-there and back between ranks 0 and 1. The root of a broadcast may be done before the others; as
-everywhere it is the slowest rank's time for a batch of calls that counts. Gathers of ours return
-new arrays; the peers write into one that was made before.
+there and back between ranks 0 and 1, sendrecv a step around a ring. The root of a broadcast may be
+done before the others; as everywhere it is the slowest rank's time for a batch of calls that
+counts. Where a result is not in place, everybody writes it into an array that was made before.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from harness import collectives_targets
 from harness.conductor import Case, Conductor, Contender
 from harness.facts import machine_facts
 from harness.options import collective_peers, common_arguments, ours, plan_of
@@ -24,6 +25,7 @@ from harness.report import (
     ratio_table,
     size_name,
     time_table,
+    verdict_table,
     write_json,
 )
 from harness.statistics import Measurement
@@ -41,6 +43,7 @@ VERBS: dict[str, Callable[[int], int]] = {
     "reduce_scatter": lambda ranks: 3,
     "all_to_all": lambda ranks: 3,
     "send_recv": lambda ranks: 2,
+    "sendrecv": lambda ranks: 3,
     "barrier": lambda ranks: 0,
 }
 
@@ -77,7 +80,7 @@ def label(measurement: Measurement) -> str:
 
 def read_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = common_arguments("Time every verb beside its peers.", [2], "openmpi,mpich,torch")
+    parser = common_arguments("Time every verb beside its peers.", [2, 4], "openmpi,mpich,torch")
     add = parser.add_argument
     add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of each rank's argument")
     add("--verbs", nargs="+", default=list(VERBS), choices=list(VERBS), metavar="VERB")
@@ -97,10 +100,11 @@ def main() -> None:
         print(time_table(some, "verb", label))
         print(f"\nTime of the others divided by that of {OURS}:\n")
         print(ratio_table(some, "verb", label, OURS))
-    print("\n" + facts_text(machine, conductor))
+    judged = collectives_targets.verdicts(measurements, conductor.absent)
+    print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
     print(left_out_text(measurements, lambda m: f"{m.ranks} ranks {label(m)}"))
     if options.json:
-        write_json(options.json, machine, conductor, measurements, [])
+        write_json(options.json, machine, conductor, measurements, judged)
     conductor.require(OURS)
 
 

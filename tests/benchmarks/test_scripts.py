@@ -55,7 +55,8 @@ def test_every_verb_that_is_there_gives_the_right_answer(tmp_path: Path) -> None
     assert [m["left_out"] for m in result["measurements"]] == [{}] * len(VERBS)
 
 
-VERBS = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "send_recv", "barrier"]
+VERBS = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"]
+VERBS += ["all_to_all", "send_recv", "sendrecv", "barrier"]
 
 
 def test_training_step_without_peers(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,36 +45,34 @@ class Flashlight(CollectiveRole):
 
     @property
     def builders(self) -> Mapping[str, Builder]:
+        root = self.rank == 0
+
+        def part(x: Any) -> Any:
+            return np.empty_like(x[: x.shape[0] // self.size])
+
+        def whole(x: Any) -> Any:
+            return np.empty(x.shape[0] * self.size, x.dtype)
+
+        def with_out(verb: Callable[..., Any], x: Any, out: Any) -> tuple[Call, Any]:
+            return lambda: verb(x, out=out), out
+
         return {
-            "all_reduce": functools.partial(_call, "all_reduce"),
-            "reduce": functools.partial(_call, "reduce"),
-            "broadcast": functools.partial(_call, "broadcast"),
-            "all_gather": functools.partial(_call, "all_gather"),
-            "gather": functools.partial(_call, "gather"),
-            "scatter": self._scatter,
-            "reduce_scatter": functools.partial(_call, "reduce_scatter"),
-            "all_to_all": functools.partial(_call, "all_to_all"),
+            "all_reduce": lambda x: (lambda: fl.all_reduce(x), x),
+            "reduce": lambda x: (lambda: fl.reduce(x), x),
+            "broadcast": lambda x: (lambda: fl.broadcast(x), x),
+            "all_gather": lambda x: with_out(fl.all_gather, x, whole(x)),
+            "gather": lambda x: with_out(fl.gather, x, whole(x) if root else None),
+            "scatter": lambda x: with_out(fl.scatter, x if root else None, part(x)),
+            "reduce_scatter": lambda x: with_out(fl.reduce_scatter, x, part(x)),
+            "all_to_all": lambda x: with_out(fl.all_to_all, x, np.empty_like(x)),
             "send_recv": lambda x: self.ping_pong(fl.send, fl.recv, x),
+            "sendrecv": self._sendrecv,
             "barrier": lambda x: (fl.barrier, x),
         }
 
-    def _scatter(self, x: Any) -> tuple[Call, Any]:
-        scatter = _verb("scatter")
-        parts = np.split(x, self.size) if self.rank == 0 else None
-        own = np.empty_like(x[: x.shape[0] // self.size])
-        return lambda: scatter(parts), own
-
-
-def _verb(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] | None = getattr(fl, name, None)
-    if found is None:
-        raise Refusal(f"flashlight_py has no {name}")
-    return found
-
-
-def _call(name: str, x: Any) -> tuple[Call, Any]:
-    verb = _verb(name)
-    return lambda: verb(x), x
+    def _sendrecv(self, x: Any) -> tuple[Call, Any]:
+        out, after, before = np.empty_like(x), *self.neighbours()
+        return lambda: fl.sendrecv(x, after, out, before), out
 
 
 def join(place: Place) -> Flashlight:

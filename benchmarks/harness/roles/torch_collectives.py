@@ -49,6 +49,7 @@ class Torch(CollectiveRole):
             "reduce_scatter": self._reduce_scatter,
             "all_to_all": self._all_to_all,
             "send_recv": lambda x: self.ping_pong(dist.send, dist.recv, x),
+            "sendrecv": self._sendrecv,
             "barrier": lambda x: (dist.barrier, x),
         }
 
@@ -75,6 +76,17 @@ class Torch(CollectiveRole):
     def _all_to_all(self, x: Any) -> tuple[Call, Any]:
         out = torch.empty_like(x)
         return lambda: dist.all_to_all_single(out, x), out
+
+    def _sendrecv(self, x: Any) -> tuple[Call, Any]:
+        out, after, before = torch.empty_like(x), *self.neighbours()
+
+        def call() -> None:
+            sent = dist.isend(x, after)
+            dist.recv(out, before)
+            if sent is not None:
+                sent.wait()
+
+        return call, out
 
 
 def join(place: Place) -> Torch:

@@ -42,6 +42,8 @@ VERBS: dict[str, Callable[[int], Callable[[int], Expected | None]]] = {
     "reduce_scatter": lambda n: _everywhere(1 / n, total(n), total(n)),
     "all_to_all": lambda n: _everywhere(1, 1, n),
     "send_recv": lambda n: lambda rank: Expected(1, 1, 1) if rank < 2 else None,
+    # Around a ring: from the rank before.
+    "sendrecv": lambda n: lambda rank: Expected(1, (rank - 1) % n + 1, (rank - 1) % n + 1),
     "barrier": lambda n: lambda rank: None,
 }
 
@@ -105,6 +107,10 @@ class CollectiveRole(Role):
         found = Expected(result.shape[0] / count, float(result[0]), float(result[-1]))
         if found != wanted:
             raise RuntimeError(f"{verb}, rank {self.rank}: expected {wanted}, got {found}")
+
+    def neighbours(self) -> tuple[int, int]:
+        """Return the ranks after and before this one, around a ring."""
+        return (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
     def ping_pong(self, send: Transfer, recv: Transfer, x: Any) -> tuple[Call, Any]:
         """Ranks 0 and 1: there and back. The others have nothing to do."""
