@@ -9,14 +9,25 @@ COMMON = (
     "common/capi.cc",
     "common/lanes.cc",
     "common/operation.cc",
-    "common/worker.cc",
     "reduce/reduce.cc",
 )
-SOURCES = ("gloo/capi.cc", "gloo/group.cc", "gloo/collectives.cc", "gloo/mesh.cc")
+SOURCES = (
+    "gloo/capi.cc",
+    "gloo/group.cc",
+    "gloo/collectives.cc",
+    "gloo/reductions.cc",
+    "gloo/movement.cc",
+    "gloo/point_to_point.cc",
+    "gloo/notices.cc",
+    "gloo/waiter.cc",
+    "gloo/mesh.cc",
+)
 
 ffi = FFI()
 ffi.cdef((CSRC / "common/types.cdef.h").read_text())
 ffi.cdef((CSRC / "gloo/gloo.cdef.h").read_text())
+# Python's answer to "has a signal handler asked to stop?", asked while a wait goes on.
+ffi.cdef('extern "Python" int fl_gloo_interrupted(void);')
 ffi.set_source(
     "flashlight_py._native._gloo",
     '#include "csrc/gloo/abi.h"',

@@ -42,9 +42,19 @@ fl_op* fl_gloo_connect(fl_group* group, const char* addresses, size_t address_by
   });
 }
 
+void fl_gloo_on_interrupt(fl_group* group, int (*check)(void)) {
+  group->group.on_interrupt(check);
+}
+
 fl_op* fl_gloo_run(fl_group* group, const fl_signature* signature, void* data, void* output,
-                   int peer, double seconds) {
-  return fl::started([&] { return group->group.start(*signature, data, output, peer, seconds); });
+                   int peer, double seconds, int async) {
+  fl_op* op = fl::started([&] {
+    return async != 0 ? group->group.start(*signature, data, output, peer, seconds)
+                      : group->group.run(*signature, data, output, peer, seconds);
+  });
+  if (op->operation != nullptr) return op;
+  delete op;
+  return nullptr;
 }
 
 void fl_gloo_close(fl_group* group) { delete group; }

@@ -1,4 +1,4 @@
-// The collectives, each written once on a Mesh. All are called by the group's one worker thread.
+// The collectives, each written once on a Mesh.
 #pragma once
 
 #include <memory>
@@ -8,6 +8,24 @@
 
 namespace fl {
 
+// A run of bytes in an array; and one for each rank.
+struct Part {
+  size_t begin = 0;
+  size_t bytes = 0;
+};
+using Parts = std::vector<Part>;
+
+// One operation as it runs.
+struct Call {
+  const fl_signature& mine;
+  std::vector<fl_signature>& seen;  // gets every rank's signature that arrives
+  Waiter& waiter;
+
+  size_t bytes() const { return static_cast<size_t>(mine.count) * mine.itemsize; }
+};
+
+// Each throws Failure, or Mismatch before any payload has moved, or what Gloo throws where a
+// connection is broken already. One thread at a time may call.
 class Collectives {
  public:
   explicit Collectives(Mesh& mesh);
@@ -16,39 +34,59 @@ class Collectives {
   // Post the receives of the first headers; once, when every peer is connected.
   void open();
 
-  // Each throws Failure, or Mismatch before any payload has moved, or what Gloo throws where a
-  // connection is broken already. `seen` gets every rank's
-  // signature that arrived.
-  using Seen = std::vector<fl_signature>;
-  void barrier(const fl_signature& mine, Seen& seen);
-  void all_reduce(const fl_signature& mine, void* data, Seen& seen);
-  void reduce_scatter(const fl_signature& mine, const void* data, void* output, Seen& seen);
-  void broadcast(const fl_signature& mine, void* data, Seen& seen);
-  Bytes all_gather(const fl_signature& mine, const void* data, Seen& seen);
-  void send(const fl_signature& mine, void* data, int peer, Seen& seen);
-  void recv(const fl_signature& mine, void* data, int peer, Seen& seen);
+  void barrier(Call& call);
+  void all_reduce(Call& call, void* data);
+  void reduce(Call& call, void* data);
+  void reduce_scatter(Call& call, const void* data, void* output);
+  void broadcast(Call& call, void* data);
+  Bytes all_gather(Call& call, const void* data);
+  Bytes gather(Call& call, const void* data);
+  Bytes scatter(Call& call, const void* data, void* output);
+  void all_to_all(Call& call, const void* data, void* output);
+  void all_to_all_uneven(Call& call, const fl_sections& sections, void* output);
 
  private:
-  struct Frame;
-  struct Part;
-  void exchange_headers(const fl_signature& mine, const void* payload, size_t bytes, Seen& seen);
+  // Payloads up to this size travel inside the header, in one step instead of two.
+  static constexpr size_t kInlineBytes = 4096;
+  struct Frame {
+    uint64_t arrived;  // written by the sender, cleared by the receiver
+    fl_signature signature;
+    char payload[kInlineBytes];
+  };
+  class ReductionInParts;
+
+  void meet(Call& call, const void* data, const Parts& give);
+  void tell(const Call& call, const void* data, const Parts& give);
+  void hear(Call& call);
   void post_headers();
-  void reduce_inline(const fl_signature& mine, size_t skip, size_t count, void* into);
-  void reduce_parts(const fl_signature& mine, const void* data, void* output,
-                    const std::vector<Part>& parts, bool gather);
-  void exchange_parts(const std::vector<Part>& mine, const void* from,
-                      const std::vector<Part>& theirs, void* into);
-  void handshake(const fl_signature& mine, int peer, bool sender, Seen& seen);
-  void check(const Seen& seen, const fl_signature& mine);
+  std::vector<int> not_arrived() const;
+
+  Parts same_for_all(size_t bytes) const;
+  Parts equal_sections(size_t bytes) const;
+
+  void reduce_inline(const Call& call, const void* data, size_t skip, size_t count, void* into);
+  void reduce_in_parts(Call& call, const void* data, char* output, const Parts& parts,
+                       int collector);
+  gloo::transport::UnboundBuffer& slot(int r, size_t c);
+  void* own_room();
+  void make_slots();
+
+  void deliver(Call& call, const void* from, const Parts& give, void* into, const Parts& take);
+  void move_large(Call& call, const void* from, const Parts& give, char* into, const Parts& take);
+  void give_parts(Call& call, const void* data, const Parts& parts);
+  void pass_on_part(Call& call, char* data, const Parts& parts);
+  Bytes gather_to(Call& call, const void* data, bool wanted, const Parts& give);
 
   Mesh& mesh_;
   const int rank_;
   const int size_;
-  std::unique_ptr<Frame> outgoing_;
+  std::vector<Frame> outgoing_;  // one per peer, as the following
   std::vector<Frame> incoming_;
-  Buffer outgoing_buffer_;
+  std::vector<Buffer> outgoing_buffers_;
   std::vector<Buffer> incoming_buffers_;
-  std::vector<char> scratch_;
+  // Of large reductions: what came from each peer, kept from one to the next.
+  std::unique_ptr<char[]> scratch_;
+  std::vector<Buffer> slots_;
 };
 
 }  // namespace fl

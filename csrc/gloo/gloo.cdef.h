@@ -1,5 +1,4 @@
-/* The C ABI between Python and Gloo. Calls that start an operation return at once; the group's
-   worker thread runs them in the order they came. */
+/* The C ABI between Python and Gloo. */
 
 typedef struct fl_group fl_group;
 
@@ -13,20 +12,37 @@ fl_group *fl_gloo_create(int rank, int size, const char *host, const char *inter
    small. All addresses of a group have the same number of bytes. */
 int fl_gloo_address(fl_group *group, int peer, char *address, size_t address_bytes);
 
-/* The calls below start an operation and return at once; never NULL. `seconds` bounds the
-   operation's time from when it begins to run. `data` and `output` must stay alive and untouched
-   until it has ended. */
+/* The calls below start an operation. `seconds` bounds the operation's time from when it begins to
+   run. `data` and `output` must stay alive and untouched until it has ended. */
 
-/* Connect to every peer: `addresses` holds, in rank order, what each rank gave for this one. */
+/* Connect to every peer: `addresses` holds, in rank order, what each rank gave for this one.
+   Returns at once; never NULL. */
 fl_op *fl_gloo_connect(fl_group *group, const char *addresses, size_t address_bytes,
                        double seconds);
 
-/* all_reduce, broadcast: in place on data.      barrier: data is NULL.
-   reduce_scatter: data has signature.count elements in all, output takes this rank's part.
-   all_gather: the ranks' data, one after the other, are given by fl_op_output.
-   send, recv: data, to and from `peer`. */
-fl_op *fl_gloo_run(fl_group *group, const fl_signature *signature, void *data, void *output,
-                   int peer, double seconds);
+/* Run an operation on the caller's thread, or, with `async` or where others that were started must
+   come first, on one of the group's own. Where it has ended well and there is nothing to fetch, the
+   result is NULL; else a handle: of a failure, of what was received, or of an operation that runs.
+   Collectives run in the order in which they are called; messages run beside them, those with the
+   same peer, direction and tag in order.
 
-/* Stop the running operation, fail the queued ones, close the sockets, free the group. */
+   all_reduce, broadcast: in place on data.      barrier: data is NULL.
+   reduce: in place on the root's data; the others' stays as it is.
+   reduce_scatter, all_to_all: data has signature.count elements in all; output takes the result.
+   all_to_all_uneven: data is an fl_sections; output takes the sections for this rank, in rank order.
+   all_gather, gather: the ranks' data, one after the other, are given by fl_op_output; on a rank
+   that is not the root of a gather that is empty.
+   scatter: the signature describes one part. On the root, data has one for each rank; elsewhere it
+   is NULL, and ndim may be FL_ANY. output takes this rank's part; where it is NULL, fl_op_output
+   gives it, and the root's signature says what it is.
+   send, recv: data, to and from `peer`; the signature's root is the tag. */
+fl_op *fl_gloo_run(fl_group *group, const fl_signature *signature, void *data, void *output,
+                   int peer, double seconds, int async);
+
+/* Called now and then while the caller's own thread waits in fl_gloo_run; not 0: give up, and end
+   the group. */
+void fl_gloo_on_interrupt(fl_group *group, int (*check)(void));
+
+/* Stop what runs, fail what is queued, close the sockets, free the group. Nobody may call it any
+   more; threads that are in fl_gloo_run come back first. */
 void fl_gloo_close(fl_group *group);

@@ -1,13 +1,14 @@
-// A group of processes joined by Gloo: a mesh, the collectives on it, and the thread they run on.
+// A group of processes joined by Gloo: a mesh, what runs on it, and on which threads.
 #pragma once
 
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "../common/worker.h"
+#include "../common/lanes.h"
 #include "collectives.h"
 #include "mesh.h"
+#include "point_to_point.h"
 
 namespace fl {
 
@@ -18,18 +19,30 @@ class Group {
 
   int size() const { return mesh_->size; }
   std::vector<char> address(int peer) { return mesh_->address(peer); }
+  // Ask `check` now and then while run() waits; not 0: give up. Before the first run().
+  void on_interrupt(InterruptCheck check) { interrupt_ = check; }
+
   std::shared_ptr<Operation> connect(std::vector<char> addresses, size_t bytes, double seconds);
+  // Start an operation on a thread of the group's own.
   std::shared_ptr<Operation> start(const fl_signature& signature, void* data, void* output,
                                    int peer, double seconds);
+  // Run an operation on the caller's thread, unless others must come first: then it is started.
+  // Null where it has ended well and there is nothing to fetch.
+  std::shared_ptr<Operation> run(const fl_signature& signature, void* data, void* output, int peer,
+                                 double seconds);
 
  private:
-  void dispatch(Operation& operation, const fl_signature& signature, void* data, void* output,
-                int peer);
+  std::function<void(Operation&)> task(const fl_signature& signature, void* data, void* output,
+                                       int peer, InterruptCheck interrupt);
+  Bytes dispatch(Call& call, void* data, void* output, int peer);
 
   std::unique_ptr<Mesh> mesh_;
   Collectives collectives_;
-  uint64_t sequence_ = 0;
-  Worker worker_;  // last: it ends before what it works on
+  PointToPoint point_to_point_;
+  InterruptCheck interrupt_ = nullptr;
+  uint32_t calls_ = 0;  // collectives so far
+  std::shared_ptr<Queue> ended_ = std::make_shared<Queue>();  // of operations that run() has ended
+  Lanes lanes_;  // last: it ends before what it works on
 };
 
 }  // namespace fl

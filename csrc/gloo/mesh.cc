@@ -14,9 +14,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Gloo's own limit on a wait comes after ours: when it fires, it closes the connections before
-// this rank could tell the others why.
-constexpr milliseconds kGrace{5000};
 // A reason that cannot be delivered in this time is not worth waiting for.
 constexpr milliseconds kGoodbye{500};
 
@@ -28,16 +25,24 @@ std::shared_ptr<gloo::transport::Device> create_device(const std::string& host,
   return gloo::transport::tcp::CreateDevice(attributes);
 }
 
+std::string in_words_for_others(std::string message, int rank) {
+  const std::string self = "this rank", name = "rank " + std::to_string(rank);
+  for (size_t at; (at = message.find(self)) != std::string::npos;) {
+    message.replace(at, self.size(), name);
+  }
+  return message;
+}
+
 }  // namespace
 
 // Why a rank gave up, as it travels.
 struct Mesh::Control {
   static constexpr int kMaxMissing = 32;
-  int32_t present;
   int32_t status;
   int32_t missing_count;
   int32_t missing[kMaxMissing];
   char message[512];
+  int32_t present;  // last: when it is there, all is
 };
 
 Mesh::Mesh(int rank, int size, const std::string& host, const std::string& interface,
@@ -96,86 +101,41 @@ void Mesh::post_control() {
   }
 }
 
-void Mesh::begin(Clock::time_point deadline) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  deadline_ = deadline;
-  timed_out_ = false;
-}
-
-void Mesh::enforce_deadline() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (waiting_ != nullptr && Clock::now() >= deadline_) {
-    timed_out_ = true;
-    abort_(*waiting_);
+// Gloo tells those who wait to receive that a connection broke, and so the receive of the control
+// message knows. A wait that has been ended before it began only looks.
+bool Mesh::is_lost(int peer) {
+  const std::lock_guard<std::mutex> lock(asking_);
+  const Buffer& control = control_buffers_[peer];
+  if (control == nullptr) return false;
+  try {
+    control->abortWaitRecv();
+    control->waitRecv(kTick);
+  } catch (const std::exception&) {
+    return true;
   }
+  return control_[peer].present != 0;
 }
 
 void Mesh::stop() {
+  watch_.end(Failure(FL_CLOSED, {}, "the group was closed"));
   std::lock_guard<std::mutex> lock(mutex_);
   stopped_ = true;
-  if (waiting_ != nullptr) abort_(*waiting_);
   // A pair that is still connecting waits on itself; closing it is what ends that wait.
   if (connecting_) closeConnections();
-}
-
-template <typename Wait, typename Abort>
-void Mesh::wait(Wait wait, Abort abort, int peer) {
-  milliseconds limit;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (stopped_) throw Failure(FL_CLOSED, {}, "the group was closed");
-    abort_ = abort;
-    waiting_ = wait.buffer;
-    const auto left = std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now());
-    limit = std::max(left, milliseconds(0)) + kGrace;
-  }
-  bool finished = false;
-  std::string error;
-  try {
-    finished = wait(limit);
-  } catch (const std::exception& exception) {
-    error = exception.what();
-  }
-  std::lock_guard<std::mutex> lock(mutex_);
-  waiting_ = nullptr;
-  if (finished) return;
-  if (stopped_) throw Failure(FL_CLOSED, {}, "the group was closed");
-  if (timed_out_ || Clock::now() >= deadline_) throw Failure(FL_TIMEOUT, {peer}, "timed out");
-  throw explain(peer, error);
-}
-
-namespace {
-
-struct RecvWait {
-  gloo::transport::UnboundBuffer* buffer;
-  bool operator()(milliseconds limit) const { return buffer->waitRecv(limit); }
-};
-
-struct SendWait {
-  gloo::transport::UnboundBuffer* buffer;
-  bool operator()(milliseconds limit) const { return buffer->waitSend(limit); }
-};
-
-}  // namespace
-
-void Mesh::wait_recv(gloo::transport::UnboundBuffer& buffer, int peer) {
-  wait(RecvWait{&buffer}, +[](gloo::transport::UnboundBuffer& b) { b.abortWaitRecv(); }, peer);
-}
-
-void Mesh::wait_send(gloo::transport::UnboundBuffer& buffer, int peer) {
-  wait(SendWait{&buffer}, +[](gloo::transport::UnboundBuffer& b) { b.abortWaitSend(); }, peer);
 }
 
 // A connection broke. A peer that gave up has said why before it closed, and that reason is the
 // true one; otherwise the pairs that are broken by now tell who is gone.
 Failure Mesh::explain(int peer, const std::string& what) {
+  if (const auto reason = watch_.reason()) return *reason;
   for (int r = 0; r < size; ++r) {
     const Control& control = control_[r];
-    if (!control.present) continue;
+    if (control.present == 0) continue;
     const auto status = static_cast<fl_status>(control.status);
     const std::vector<int> missing(control.missing, control.missing + control.missing_count);
     if (std::find(missing.begin(), missing.end(), rank) != missing.end()) {
-      return {FL_PEER_LOST, {r}, "it gave up waiting for this rank"};
+      return {FL_PEER_LOST, {r},
+              std::string("it gave up waiting for this rank: ") + control.message};
     }
     const std::string message = "rank " + std::to_string(r) + " gave up: " + control.message;
     if (status == FL_PEER_LOST || status == FL_TIMEOUT) return {status, missing, message};
@@ -202,33 +162,38 @@ std::vector<int> Mesh::broken_pairs() {
   return broken;
 }
 
+// Before the other operations end: what they have begun to send must not stand in the way.
 void Mesh::give_up(const Failure& failure) noexcept {
   try {
-    Control control{};
-    control.present = 1;
-    control.status = failure.status;
-    for (int r : failure.missing) {
-      if (control.missing_count < Control::kMaxMissing) {
-        control.missing[control.missing_count++] = r;
-      }
-    }
-    std::strncpy(control.message, failure.what(), sizeof control.message - 1);
-    const auto buffer = createUnboundBuffer(&control, sizeof control);
-    int sent = 0;
-    for (int peer = 0; peer < size; ++peer) {
-      if (peer == rank) continue;
-      try {
-        buffer->send(peer, kControlSlot);
-        ++sent;
-      } catch (const std::exception&) {
-        continue;  // this peer is gone, the next may not be
-      }
-    }
-    while (sent-- > 0) buffer->waitSend(kGoodbye);
+    tell_others(failure);
   } catch (const std::exception&) {
     // A peer that takes nothing more hears of it when the connection closes.
   }
+  watch_.end(failure);
   closeConnections();
+}
+
+void Mesh::tell_others(const Failure& failure) {
+  Control control{};
+  control.present = 1;
+  control.status = failure.status;
+  for (int r : failure.missing) {
+    if (control.missing_count < Control::kMaxMissing) control.missing[control.missing_count++] = r;
+  }
+  const std::string message = in_words_for_others(failure.what(), rank);
+  std::strncpy(control.message, message.c_str(), sizeof control.message - 1);
+  const Buffer buffer = createUnboundBuffer(&control, sizeof control);
+  int sent = 0;
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer == rank) continue;
+    try {
+      buffer->send(peer, kControlSlot);
+      ++sent;
+    } catch (const std::exception&) {
+      continue;  // this peer is gone, the next may not be
+    }
+  }
+  while (sent-- > 0) buffer->waitSend(kGoodbye);
 }
 
 }  // namespace fl

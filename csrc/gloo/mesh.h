@@ -1,5 +1,5 @@
-// Connected sockets between all ranks of a group, on Gloo's unbound buffers, with waits that
-// another thread can end and failures that name ranks.
+// Connected sockets between all ranks of a group, on Gloo's unbound buffers, with failures that
+// name ranks.
 #pragma once
 
 #include <gloo/context.h>
@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "../common/worker.h"
 #include "abi.h"
+#include "waiter.h"
 
 namespace fl {
 
@@ -23,14 +23,17 @@ enum Slot : uint64_t {
   kHeaderSlot = 1,
   kControlSlot,
   kReduceSlot,
-  kGatherSlot,
+  kPartSlot,
+  kNoticeSlot,
   kProbeSlot,
-  kTagHeaderSlot = uint64_t{1} << 32,  // plus the tag, for the three below
-  kTagReplySlot = uint64_t{2} << 32,
-  kTagDataSlot = uint64_t{3} << 32,
+  kDataSlot = uint64_t{1} << 32,  // plus the tag, for the two below: see slot_of
+  kThanksSlot = uint64_t{2} << 32,
 };
 
-class Mesh : public gloo::Context, public Transport {
+// Tags are any 32 bits; those of one kind end where the next kind's begin.
+inline uint64_t slot_of(Slot kind, int32_t tag) { return kind + static_cast<uint32_t>(tag); }
+
+class Mesh : public gloo::Context, public Transport, public Connections {
  public:
   Mesh(int rank, int size, const std::string& host, const std::string& interface,
        double connect_seconds);
@@ -40,36 +43,36 @@ class Mesh : public gloo::Context, public Transport {
   // Throws Failure. `addresses` holds `size` addresses of `bytes` bytes each.
   void connect(const char* addresses, size_t bytes);
 
-  // Wait for one send or receive of `buffer` with `peer` to finish. Throws Failure.
-  void wait_recv(gloo::transport::UnboundBuffer& buffer, int peer);
-  void wait_send(gloo::transport::UnboundBuffer& buffer, int peer);
+  // What sends `bytes` bytes at `data`, or receives them there: then they are written.
+  Buffer buffer(const void* data, size_t bytes) {
+    return createUnboundBuffer(const_cast<void*>(data), bytes);
+  }
+  Watch& watch() { return watch_; }
 
-  void begin(Clock::time_point deadline) override;
-  void enforce_deadline() override;
+  bool is_lost(int peer) override;
+  // What a broken connection means: which ranks are lost, or why a peer gave up. `peer` is the one
+  // that was waited for, or -1.
+  Failure explain(int peer, const std::string& what) override;
+
+  void enforce_deadline() override {}  // the watch does, whether or not anybody asks
   void stop() override;
   Failure explain(const std::string& what) override { return explain(-1, what); }
   void give_up(const Failure& failure) noexcept override;
 
  private:
   struct Control;
-  template <typename Wait, typename Abort>
-  void wait(Wait wait, Abort abort, int peer);
-  // What a broken connection means: which ranks are lost, or why a peer gave up. `peer` is the one
-  // that was waited for, or -1.
-  Failure explain(int peer, const std::string& what);
   std::vector<int> broken_pairs();
   void post_control();
+  void tell_others(const Failure& failure);
 
   std::mutex mutex_;
-  void (*abort_)(gloo::transport::UnboundBuffer&) = nullptr;  // ends the running wait
-  gloo::transport::UnboundBuffer* waiting_ = nullptr;
-  Clock::time_point deadline_ = Clock::time_point::max();
-  bool timed_out_ = false;
   bool stopped_ = false;
   bool connecting_ = false;
 
+  std::mutex asking_;             // of is_lost
   std::vector<Control> control_;  // one per peer: why it gave up, when it has
   std::vector<Buffer> control_buffers_;
+  Watch watch_{*this};  // last: it ends before what it looks at
 };
 
 }  // namespace fl

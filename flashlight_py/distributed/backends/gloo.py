@@ -1,6 +1,7 @@
 """NumPy arrays between processes through Gloo, over TCP.
 
-The native side is csrc/gloo: one operation after the other, on a thread of the group's own.
+The native side is csrc/gloo. Operations run on the caller's thread, asynchronous ones on threads of
+the group's own: collectives in turn, messages beside them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from flashlight_py import _native
+from flashlight_py.distributed.backends.interrupts import (
+    answer_to_interrupts,
+    raise_interruption,
+)
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.rendezvous.store import Store
@@ -30,8 +35,11 @@ class GlooBackend(NativeBackend):
     path = "Gloo over TCP"
 
     def __init__(self, store: Store, host: str, interface: str, timeout: float) -> None:
-        super().__init__(_native.load("gloo"), store.rank, store.size, timeout)
+        native = _native.load("gloo")
+        super().__init__(native, store.rank, store.size, timeout)
         self._group = self._create(host, interface)
+        answer = answer_to_interrupts(native, "fl_gloo_interrupted")
+        self.lib.fl_gloo_on_interrupt(self._group, answer)
         try:
             self._connect(store)
         except BaseException:
@@ -75,7 +83,11 @@ class GlooBackend(NativeBackend):
         return bytes(self.ffi.buffer(room, count))
 
     def _run(self, data: Any, output: Any, peer: int, seconds: float, blocking: bool) -> Any:
-        return self.lib.fl_gloo_run(self._group, self._signature, data, output, peer, seconds)
+        handle = self.lib.fl_gloo_run(
+            self._group, self._signature, data, output, peer, seconds, not blocking
+        )
+        raise_interruption(self.lib, handle)
+        return handle
 
     def _close(self, group: Any) -> None:
         self.lib.fl_gloo_close(group)

@@ -10,16 +10,18 @@ import json
 import logging
 import math
 import secrets
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, TracebackType
 from typing import Any
 
 import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
+from flashlight_py.distributed.backends.interrupts import (
+    answer_to_interrupts,
+    raise_interruption,
+)
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.exchange import BackendStore
@@ -58,7 +60,9 @@ class ShmBackend(NativeBackend):
         self._room = self.ffi.new("char[]", MESSAGE_BYTES)
         self._dropped: list[Any] = []
         self._group = map_together(store, self._open)
-        self.lib.fl_shm_on_interrupt(self._group, _answer_to_interrupts(native))
+        self.lib.fl_shm_on_interrupt(
+            self._group, answer_to_interrupts(native, "fl_shm_interrupted")
+        )
         self._bind_fast()
 
     def _bind_fast(self) -> None:
@@ -80,7 +84,7 @@ class ShmBackend(NativeBackend):
     def _fast_failed(self, address: int) -> None:
         """Raise what became of an operation of the native function."""
         handle = self.ffi.cast("fl_op *", address)
-        _raise_interruption(self.lib, handle)
+        raise_interruption(self.lib, handle)
         NativeWork(self, "all_reduce", handle, None, NOTHING, self.timeout).wait()
 
     def _open(self, path: str, create: bool) -> Any:
@@ -97,7 +101,7 @@ class ShmBackend(NativeBackend):
         handle = self.lib.fl_shm_run(
             self._group, self._signature, data, output, peer, seconds, not blocking
         )
-        _raise_interruption(self.lib, handle)
+        raise_interruption(self.lib, handle)
         return handle
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -183,33 +187,3 @@ def _attempt(map_path: Callable[[str, bool], Any], path: str, create: bool) -> t
         return map_path(path, create), ""
     except OSError as error:
         return None, str(error)
-
-
-class _Interruption(threading.local):
-    """What a signal handler raised while this thread waited in the library."""
-
-    raised: BaseException | None = None
-
-
-_interruption = _Interruption()
-
-
-def _raise_interruption(lib: Any, handle: Any) -> None:
-    """Raise what a signal handler raised during the wait for ``handle``, if one did."""
-    if _interruption.raised is not None:
-        raised, _interruption.raised = _interruption.raised, None
-        lib.fl_op_free(handle)
-        raise raised
-
-
-def _answer_to_interrupts(native: ModuleType) -> Any:
-    """Return the C function that lets Python's signal handlers run during a wait."""
-
-    def keep(kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
-        _interruption.raised = error
-
-    @native.ffi.def_extern(name="fl_shm_interrupted", error=1, onerror=keep)  # type: ignore[untyped-decorator]
-    def fl_shm_interrupted() -> int:
-        return 0  # the interpreter runs pending handlers on its way here; what they raise is kept
-
-    return native.lib.fl_shm_interrupted

@@ -1,0 +1,201 @@
+// The collectives that move data without combining it.
+#include <algorithm>
+#include <cstring>
+
+#include "collectives.h"
+
+namespace fl {
+namespace {
+
+// Up to here the root of a broadcast sends all to all: one step is shorter than two.
+constexpr size_t kDirectBytes = 64 << 10;
+
+// A broadcast is passed on in pieces, each as soon as it is there.
+constexpr size_t kPieceBytes = 512 << 10;
+
+// Call `visit(offset, bytes)` for each piece.
+template <typename Visit>
+void for_each_piece(size_t bytes, Visit visit) {
+  for (size_t at = 0; at < bytes; at += kPieceBytes) visit(at, std::min(kPieceBytes, bytes - at));
+}
+
+// Room for what is given by fl_op_output: never a null pointer.
+Bytes room_for(size_t bytes) { return {std::unique_ptr<char[]>(new char[bytes + 1]), bytes}; }
+
+// The root's array in a part for each other rank.
+Parts parts_for_others(size_t bytes, int ranks, int root) {
+  Parts parts(ranks);
+  const int others = ranks - 1;
+  size_t begin = 0;
+  for (int r = 0, i = 0; r < ranks; ++r) {
+    if (r == root) continue;
+    const size_t end = ++i == others ? bytes : bytes / others * i;
+    parts[r] = {begin, end - begin};
+    begin = end;
+  }
+  return parts;
+}
+
+}  // namespace
+
+// Take what came with the headers, then move the rest.
+void Collectives::deliver(Call& call, const void* from, const Parts& give, void* into,
+                          const Parts& take) {
+  char* const place = static_cast<char*>(into);
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_ || take[r].bytes == 0 || take[r].bytes > kInlineBytes) continue;
+    std::memcpy(place + take[r].begin, incoming_[r].payload, take[r].bytes);
+  }
+  post_headers();
+  move_large(call, from, give, place, take);
+}
+
+// Send give[r] of `from` to every rank r and receive take[r] of `into` from it, all at once, except
+// what was small.
+void Collectives::move_large(Call& call, const void* from, const Parts& give, char* into,
+                             const Parts& take) {
+  const char* const source = static_cast<const char*>(from);
+  std::vector<Buffer> sends(size_), receives(size_);
+  for (int step = 1; step < size_; ++step) {
+    const int r = (rank_ + step) % size_;
+    if (take[r].bytes > kInlineBytes) {
+      receives[r] = mesh_.buffer(into + take[r].begin, take[r].bytes);
+      receives[r]->recv(r, kPartSlot);
+    }
+    if (give[r].bytes > kInlineBytes) {
+      sends[r] = mesh_.buffer(source + give[r].begin, give[r].bytes);
+      sends[r]->send(r, kPartSlot);
+    }
+  }
+  const Part& own = give[rank_];
+  if (take[rank_].bytes > 0) std::memcpy(into + take[rank_].begin, source + own.begin, own.bytes);
+  for (int r = 0; r < size_; ++r) {
+    if (receives[r]) call.waiter.received(*receives[r], r);
+  }
+  for (int r = 0; r < size_; ++r) {
+    if (sends[r]) call.waiter.sent(*sends[r], r);
+  }
+}
+
+// Large: every other rank gets a part of its own from the root and passes it on, so that the
+// root's link carries the array once instead of n-1 times.
+void Collectives::broadcast(Call& call, void* data) {
+  const int root = call.mine.root;
+  Parts give(size_), take(size_);
+  if (call.bytes() <= kDirectBytes) {
+    if (rank_ == root) give = same_for_all(call.bytes());
+    if (rank_ != root) take[root] = {0, call.bytes()};
+    meet(call, data, give);
+    return deliver(call, data, give, data, take);
+  }
+  meet(call, nullptr, give);
+  post_headers();
+  const Parts parts = parts_for_others(call.bytes(), size_, root);
+  if (rank_ == root) {
+    give_parts(call, data, parts);
+  } else {
+    pass_on_part(call, static_cast<char*>(data), parts);
+  }
+}
+
+void Collectives::give_parts(Call& call, const void* data, const Parts& parts) {
+  const Buffer whole = mesh_.buffer(data, call.bytes());
+  size_t longest = 0;
+  for (const Part& part : parts) longest = std::max(longest, part.bytes);
+  std::vector<int> sent;
+  for_each_piece(longest, [&](size_t at, size_t) {
+    for (int r = 0; r < size_; ++r) {
+      if (r == rank_ || at >= parts[r].bytes) continue;
+      whole->send(r, kPartSlot, parts[r].begin + at, std::min(kPieceBytes, parts[r].bytes - at));
+      sent.push_back(r);
+    }
+  });
+  for (int r : sent) call.waiter.sent(*whole, r);
+}
+
+void Collectives::pass_on_part(Call& call, char* data, const Parts& parts) {
+  const int root = call.mine.root;
+  const Part& own = parts[rank_];
+  const Buffer passed_on = mesh_.buffer(data + own.begin, own.bytes);
+  std::vector<Buffer> arrivals(size_);
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    const Part& part = r == root ? own : parts[r];
+    arrivals[r] = mesh_.buffer(data + part.begin, part.bytes);
+    for_each_piece(part.bytes,
+                   [&](size_t at, size_t n) { arrivals[r]->recv(r, kPartSlot, at, n); });
+  }
+  std::vector<int> sent;
+  for_each_piece(own.bytes, [&](size_t at, size_t n) {
+    call.waiter.received(*arrivals[root], root);
+    for (int step = 1; step < size_; ++step) {
+      const int r = (rank_ + step) % size_;
+      if (r == root) continue;
+      passed_on->send(r, kPartSlot, at, n);
+      sent.push_back(r);
+    }
+  });
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_ || r == root) continue;
+    for_each_piece(parts[r].bytes, [&](size_t, size_t) { call.waiter.received(*arrivals[r], r); });
+  }
+  for (int r : sent) call.waiter.sent(*passed_on, r);
+}
+
+Bytes Collectives::all_gather(Call& call, const void* data) {
+  return gather_to(call, data, true, same_for_all(call.bytes()));
+}
+
+Bytes Collectives::gather(Call& call, const void* data) {
+  Parts give(size_);
+  give[call.mine.root] = {0, call.bytes()};
+  return gather_to(call, data, rank_ == call.mine.root, give);
+}
+
+Bytes Collectives::gather_to(Call& call, const void* data, bool wanted, const Parts& give) {
+  meet(call, data, give);
+  Parts take(size_);
+  size_t total = 0;
+  for (int r = 0; wanted && r < size_; ++r) {
+    take[r] = {total, static_cast<size_t>(call.seen[r].count) * call.mine.itemsize};
+    total += take[r].bytes;
+  }
+  Bytes output = room_for(total);
+  deliver(call, data, give, output.data.get(), take);
+  return output;
+}
+
+// Only the root need know the size of a part before the headers have come.
+Bytes Collectives::scatter(Call& call, const void* data, void* output) {
+  const int root = call.mine.root;
+  Parts give(size_), take(size_);
+  if (rank_ == root) give = equal_sections(call.bytes());
+  meet(call, data, give);
+  const fl_signature& told = call.seen[root];
+  take[root] = {0, static_cast<size_t>(told.count) * told.itemsize};
+  Bytes part;
+  if (output == nullptr) part = room_for(take[root].bytes);
+  deliver(call, data, give, output != nullptr ? output : part.data.get(), take);
+  return part;
+}
+
+void Collectives::all_to_all(Call& call, const void* data, void* output) {
+  const Parts sections = equal_sections(call.bytes() / size_);
+  meet(call, data, sections);
+  deliver(call, data, sections, output, sections);
+}
+
+void Collectives::all_to_all_uneven(Call& call, const fl_sections& sections, void* output) {
+  Parts give(size_), take(size_);
+  size_t given = 0, taken = 0;
+  for (int r = 0; r < size_; ++r) {
+    give[r] = {given, static_cast<size_t>(sections.bytes[rank_ * size_ + r])};
+    take[r] = {taken, static_cast<size_t>(sections.bytes[r * size_ + rank_])};
+    given += give[r].bytes;
+    taken += take[r].bytes;
+  }
+  meet(call, sections.data, give);
+  deliver(call, sections.data, give, output, take);
+}
+
+}  // namespace fl

@@ -1,0 +1,64 @@
+// What two ranks tell each other of the messages between them: each end of a message gives notice
+// of itself to the other end, before the payload moves.
+#pragma once
+
+#include <condition_variable>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "mesh.h"
+
+namespace fl {
+
+// Payloads up to this size travel inside the sender's notice, in one step instead of two.
+constexpr size_t kInlineMessage = 4096;
+
+inline size_t bytes_of(const fl_signature& call) {
+  return static_cast<size_t>(call.count) * call.itemsize;
+}
+inline bool is_large(const fl_signature& call) { return bytes_of(call) > kInlineMessage; }
+
+struct Notice {
+  fl_signature call;
+  char payload[kInlineMessage];
+};
+
+// A notice that has arrived, with what a small send sends.
+struct Told {
+  fl_signature call;
+  std::vector<char> payload;
+};
+
+// Notices of all messages with a peer come through one slot, whose receives are posted ahead, so
+// that a notice arrives in one step. Of the threads that wait for notices of a peer, one reads for
+// all of them.
+class Notices {
+ public:
+  explicit Notices(Mesh& mesh);
+  ~Notices();
+
+  // Post the first receives; once, when every peer is connected.
+  void open();
+
+  // Give `peer` notice. `notice` must stay until Waiter::sent() of the buffer that is returned.
+  Buffer give(const Notice& notice, int peer);
+
+  // Wait for the next notice of `peer` with this verb and tag; throws Failure.
+  Told hear(int peer, int verb, int32_t tag, Waiter& waiter);
+
+  // What `peer` has told and nobody here has heard yet.
+  std::vector<fl_signature> unheard(int peer);
+
+ private:
+  struct Line;
+  void post(Line& line, int peer, size_t place);
+  void read(Line& line, std::unique_lock<std::mutex>& lock, int peer, Waiter& waiter);
+
+  Mesh& mesh_;
+  std::vector<std::unique_ptr<Line>> lines_;  // by peer
+};
+
+}  // namespace fl

@@ -1,0 +1,235 @@
+// The collectives that combine the ranks' arrays.
+#include <algorithm>
+#include <utility>
+
+#include "../reduce/reduce.h"
+#include "collectives.h"
+
+namespace fl {
+namespace {
+
+// Pieces of each part that are on the wire or being reduced.
+constexpr size_t kDepth = 2;
+
+// Who gets the reduced parts, where it is not one rank.
+constexpr int kNobody = -1, kEverybody = -2;
+
+// Large arrays move in pieces, so that a rank reduces one while the next is on the wire. With many
+// ranks they are smaller: each rank has kDepth of every other's at once.
+size_t piece_bytes(int ranks) {
+  constexpr size_t kSmallest = 64 << 10, kLargest = 512 << 10, kOfAll = 2 << 20;
+  return std::clamp(kOfAll / ranks / kSmallest * kSmallest, kSmallest, kLargest);
+}
+
+Parts even_parts(const fl_signature& mine, int ranks) {
+  const size_t count = static_cast<size_t>(mine.count), item = mine.itemsize;
+  Parts parts(ranks);
+  for (int r = 0; r < ranks; ++r) {
+    const size_t begin = count / ranks * r + std::min<size_t>(r, count % ranks);
+    const size_t length = count / ranks + (static_cast<size_t>(r) < count % ranks ? 1 : 0);
+    parts[r] = {begin * item, length * item};
+  }
+  return parts;
+}
+
+}  // namespace
+
+// A direct reduce-scatter (rank p gets part p of every rank and reduces in rank order), after
+// which every part goes to those who want it.
+//
+// Piece c of every part is on the wire while piece c-1 is being reduced. Who collects gets a
+// reduced piece into the place it came from: its owner can only send it after it has received that
+// place's old contents from everybody, so nothing unsent is lost.
+class Collectives::ReductionInParts {
+ public:
+  // `output` takes this rank's reduced part; null: it only passes through, on its way to the
+  // collector.
+  ReductionInParts(Collectives& group, Call& call, const void* data, char* output, Parts parts,
+                   int collector);
+  void run();
+
+ private:
+  Part piece(int r, size_t c) const;
+  bool collects(int r) const { return collector_ == kEverybody || collector_ == r; }
+  int peer(int step) const { return (rank_ + step) % size_; }
+  void start(size_t c);
+  void combine(size_t c);
+  void give(size_t at, size_t bytes);
+  void finish();
+
+  Collectives& group_;
+  Waiter& waiter_;
+  const fl_signature& mine_;
+  const int rank_, size_, collector_;
+  const Parts parts_;
+  const size_t piece_bytes_;
+  char* const data_;
+  char* const output_;
+  const Buffer sends_, results_;
+  std::vector<Buffer> collected_;
+  std::vector<const void*> from_;
+  std::vector<int> sent_, given_;  // to whom, of what is to be waited for
+};
+
+Collectives::ReductionInParts::ReductionInParts(Collectives& group, Call& call, const void* data,
+                                                char* output, Parts parts, int collector)
+    : group_(group),
+      waiter_(call.waiter),
+      mine_(call.mine),
+      rank_(group.rank_),
+      size_(group.size_),
+      collector_(collector),
+      parts_(std::move(parts)),
+      piece_bytes_(piece_bytes(size_) / mine_.itemsize * mine_.itemsize),
+      data_(static_cast<char*>(const_cast<void*>(data))),
+      output_(output),
+      sends_(group.mesh_.buffer(data, call.bytes())),
+      results_(output != nullptr ? group.mesh_.buffer(output, parts_[rank_].bytes)
+                                 : group.mesh_.buffer(group.own_room(), kDepth * piece_bytes_)),
+      collected_(size_),
+      from_(size_) {
+  for (int r = 0; r < size_ && collects(rank_); ++r) {
+    collected_[r] = group.mesh_.buffer(data_ + parts_[r].begin, parts_[r].bytes);
+  }
+}
+
+// Bytes of piece `c` of rank r's part; none where the part has ended.
+Part Collectives::ReductionInParts::piece(int r, size_t c) const {
+  const size_t begin = std::min(c * piece_bytes_, parts_[r].bytes);
+  return {parts_[r].begin + begin, std::min(piece_bytes_, parts_[r].bytes - begin)};
+}
+
+void Collectives::ReductionInParts::run() {
+  size_t longest = 0;
+  for (const Part& part : parts_) longest = std::max(longest, part.bytes);
+  const size_t rounds = (longest + piece_bytes_ - 1) / piece_bytes_;
+  for (size_t c = 0; c < std::min(kDepth - 1, rounds); ++c) start(c);
+  for (size_t c = 0; c < rounds; ++c) {
+    if (c + kDepth - 1 < rounds) start(c + kDepth - 1);
+    combine(c);
+  }
+  finish();
+}
+
+void Collectives::ReductionInParts::start(size_t c) {
+  for (int step = 1; step < size_; ++step) {
+    const int r = peer(step);
+    const Part own = piece(rank_, c), theirs = piece(r, c);
+    if (own.bytes > 0) group_.slot(r, c).recv(r, kReduceSlot, 0, own.bytes);
+    if (theirs.bytes == 0) continue;
+    if (collects(rank_)) collected_[r]->recv(r, kPartSlot, c * piece_bytes_, theirs.bytes);
+    sends_->send(r, kReduceSlot, theirs.begin, theirs.bytes);
+    sent_.push_back(r);
+  }
+}
+
+void Collectives::ReductionInParts::combine(size_t c) {
+  const Part own = piece(rank_, c);
+  if (own.bytes == 0) return;
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_) waiter_.received(group_.slot(r, c), r);
+    from_[r] = r == rank_ ? data_ + own.begin : group_.slot(r, c).ptr;
+  }
+  if (output_ == nullptr && c >= kDepth) waiter_.sent(*results_, given_[c - kDepth]);
+  const size_t at = (output_ != nullptr ? c : c % kDepth) * piece_bytes_;
+  char* result = static_cast<char*>(results_->ptr) + at;
+  fl::reduce(mine_.dtype, mine_.op, mine_.scale, result, from_.data(), size_,
+             own.bytes / mine_.itemsize);
+  give(at, own.bytes);
+}
+
+void Collectives::ReductionInParts::give(size_t at, size_t bytes) {
+  for (int step = 1; step < size_; ++step) {
+    const int r = peer(step);
+    if (!collects(r)) continue;
+    results_->send(r, kPartSlot, at, bytes);
+    given_.push_back(r);
+  }
+}
+
+void Collectives::ReductionInParts::finish() {
+  for (int r : sent_) waiter_.sent(*sends_, r);
+  const size_t waited_for = output_ != nullptr ? 0 : given_.size() - std::min(given_.size(), kDepth);
+  for (size_t i = waited_for; i < given_.size(); ++i) waiter_.sent(*results_, given_[i]);
+  if (!collects(rank_)) return;
+  for (int r = 0; r < size_; ++r) {
+    for (size_t c = 0; r != rank_ && piece(r, c).bytes > 0; ++c) waiter_.received(*collected_[r], r);
+  }
+}
+
+// What came of piece `c` from rank r: memory of its own for each of kDepth pieces.
+gloo::transport::UnboundBuffer& Collectives::slot(int r, size_t c) {
+  return *slots_[r * kDepth + c % kDepth];
+}
+
+// Nothing comes from this rank itself: its own slots are free.
+void* Collectives::own_room() { return slot(rank_, 0).ptr; }
+
+void Collectives::make_slots() {
+  const size_t bytes = piece_bytes(size_);
+  scratch_.reset(new char[size_ * kDepth * bytes]);
+  for (size_t i = 0; i < size_ * kDepth; ++i) {
+    slots_.push_back(mesh_.buffer(scratch_.get() + i * bytes, bytes));
+  }
+}
+
+void Collectives::reduce_in_parts(Call& call, const void* data, char* output, const Parts& parts,
+                                  int collector) {
+  if (slots_.empty()) make_slots();
+  ReductionInParts(*this, call, data, output, parts, collector).run();
+}
+
+void Collectives::reduce_inline(const Call& call, const void* data, size_t skip, size_t count,
+                                void* into) {
+  std::vector<const void*> from(size_);
+  for (int r = 0; r < size_; ++r) from[r] = incoming_[r].payload;
+  from[rank_] = static_cast<const char*>(data) + skip;
+  fl::reduce(call.mine.dtype, call.mine.op, call.mine.scale, into, from.data(), size_, count);
+}
+
+// Small: everybody has everybody's data and reduces it. Large: bytes sent per rank are 2 (n-1)/n of
+// the array, as for a ring, in 2 steps instead of 2 (n-1), and with a sum that does not depend on
+// where in the ring a part began.
+void Collectives::all_reduce(Call& call, void* data) {
+  const bool small = call.bytes() <= kInlineBytes;
+  meet(call, data, same_for_all(small ? call.bytes() : 0));
+  if (small) reduce_inline(call, data, 0, call.mine.count, data);
+  post_headers();
+  if (small) return;
+  const Parts parts = even_parts(call.mine, size_);
+  char* own = static_cast<char*>(data) + parts[rank_].begin;
+  reduce_in_parts(call, data, own, parts, kEverybody);
+}
+
+// Large: the root gets (n-1)/n of an array twice, once to reduce its part and once reduced, instead
+// of n-1 arrays. With two ranks it is the same; then the root reduces all, and gets nothing back.
+void Collectives::reduce(Call& call, void* data) {
+  const int root = call.mine.root;
+  const bool small = call.bytes() <= kInlineBytes;
+  Parts give(size_);
+  if (small) give[root] = {0, call.bytes()};
+  meet(call, data, give);
+  if (small && rank_ == root) reduce_inline(call, data, 0, call.mine.count, data);
+  post_headers();
+  if (small) return;
+  Parts parts = even_parts(call.mine, size_);
+  if (size_ == 2) {
+    parts[root] = {0, call.bytes()};
+    parts[1 - root] = {0, 0};
+  }
+  char* own = rank_ == root ? static_cast<char*>(data) + parts[root].begin : nullptr;
+  reduce_in_parts(call, data, own, parts, root);
+}
+
+void Collectives::reduce_scatter(Call& call, const void* data, void* output) {
+  const size_t count = static_cast<size_t>(call.mine.count) / size_;
+  const Parts sections = equal_sections(count * call.mine.itemsize);
+  const bool small = sections[0].bytes <= kInlineBytes;
+  meet(call, data, sections);
+  if (small) reduce_inline(call, data, sections[rank_].begin, count, output);
+  post_headers();
+  if (small) return;
+  reduce_in_parts(call, data, static_cast<char*>(output), sections, kNobody);
+}
+
+}  // namespace fl

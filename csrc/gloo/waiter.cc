@@ -1,0 +1,143 @@
+#include "waiter.h"
+
+#include <algorithm>
+
+namespace fl {
+namespace {
+
+// Longer than any deadline that matters: the watch ends waits, not Gloo.
+constexpr std::chrono::hours kForever{10000};
+
+}  // namespace
+
+Watch::Watch(Connections& connections)
+    : connections_(connections), thread_(&Watch::work, this) {}
+
+Watch::~Watch() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closing_ = true;
+  }
+  changed_.notify_one();
+  thread_.join();
+}
+
+void Watch::end(const Failure& reason) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!reason_) reason_ = reason;
+  for (Waiter* waiter : waiters_) waiter->wake();
+}
+
+std::optional<Failure> Watch::reason() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return reason_;
+}
+
+void Watch::add(Waiter& waiter) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  waiters_.push_back(&waiter);
+  if (ticking_) return;
+  ticking_ = true;
+  changed_.notify_one();
+}
+
+void Watch::remove(Waiter& waiter) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  waiters_.erase(std::find(waiters_.begin(), waiters_.end(), &waiter));
+}
+
+// Ticks while there are waiters, and one tick longer: operations that follow each other closely
+// wake nobody.
+void Watch::work() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!closing_) {
+    if (waiters_.empty()) {
+      ticking_ = false;
+      changed_.wait(lock, [&] { return closing_ || ticking_; });
+    }
+    changed_.wait_for(lock, kTick, [&] { return closing_; });
+    wake_those_who_should_know();
+  }
+}
+
+void Watch::wake_those_who_should_know() {
+  const auto now = Clock::now();
+  for (Waiter* waiter : waiters_) {
+    if (waiter->should_know(now)) waiter->wake();
+  }
+}
+
+Waiter::Waiter(Watch& watch, Clock::time_point deadline, InterruptCheck interrupt)
+    : watch_(watch), deadline_(deadline), interrupt_(interrupt) {
+  watch_.add(*this);
+}
+
+Waiter::~Waiter() { watch_.remove(*this); }
+
+void Waiter::received(gloo::transport::UnboundBuffer& buffer, int peer) {
+  using gloo::transport::UnboundBuffer;
+  wait(buffer, peer, &UnboundBuffer::waitRecv, &UnboundBuffer::abortWaitRecv);
+}
+
+void Waiter::sent(gloo::transport::UnboundBuffer& buffer, int peer) {
+  using gloo::transport::UnboundBuffer;
+  wait(buffer, peer, &UnboundBuffer::waitSend, &UnboundBuffer::abortWaitSend);
+}
+
+// A wait that was woken has not lost what it waits for: it can be taken up again.
+void Waiter::wait(gloo::transport::UnboundBuffer& buffer, int peer, Wait wait, Abort abort) {
+  for (;;) {
+    enter(buffer, peer, abort);
+    bool finished = false;
+    std::optional<std::string> error;
+    try {
+      finished = (buffer.*wait)(nullptr, kForever);
+    } catch (const std::exception& exception) {
+      error = exception.what();
+    }
+    leave();
+    if (finished) break;
+    if (error) throw watch_.connections_.explain(peer, *error);
+    look_around(peer);
+  }
+  doomed_ = false;
+}
+
+void Waiter::enter(gloo::transport::UnboundBuffer& buffer, int peer, Abort abort) {
+  const std::lock_guard<std::mutex> lock(watch_.mutex_);
+  if (watch_.reason_) throw Failure(*watch_.reason_);
+  buffer_ = &buffer;
+  abort_ = abort;
+  peer_ = peer;
+}
+
+void Waiter::leave() noexcept {
+  const std::lock_guard<std::mutex> lock(watch_.mutex_);
+  buffer_ = nullptr;
+}
+
+// The watch's mutex is held. Waking one that has just finished does no harm: its next wait of this
+// buffer returns at once, finds nothing the matter, and waits on.
+void Waiter::wake() noexcept {
+  if (buffer_ != nullptr) (buffer_->*abort_)();
+}
+
+bool Waiter::should_know(Clock::time_point now) const {
+  if (buffer_ == nullptr) return false;
+  return watch_.reason_ || interrupt_ != nullptr || now >= deadline_ ||
+         watch_.connections_.is_lost(peer_);
+}
+
+void Waiter::look_around(int peer) {
+  if (const auto reason = watch_.reason()) throw Failure(*reason);
+  if (interrupt_ != nullptr && interrupt_() != 0) {
+    throw Failure(FL_CLOSED, {}, "a signal handler interrupted the operation");
+  }
+  if (Clock::now() >= deadline_) throw Failure(FL_TIMEOUT, {peer}, "timed out");
+  if (!watch_.connections_.is_lost(peer)) return;
+  // Gloo tells only some of those who wait on a broken connection.
+  if (doomed_) throw watch_.connections_.explain(peer, "the connection broke");
+  doomed_ = true;
+}
+
+}  // namespace fl

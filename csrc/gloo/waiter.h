@@ -1,0 +1,101 @@
+// Waits for Gloo's sends and receives, of operations that run beside each other, and what ends
+// them early: a deadline, a signal handler, a lost peer, the end of the group.
+#pragma once
+
+#include <gloo/transport/unbound_buffer.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../common/operation.h"
+
+namespace fl {
+
+// Called now and then while a caller's own thread waits; not 0: give up (a signal handler said so).
+using InterruptCheck = int (*)();
+
+// How often a wait is looked after, and the longest that its end may come late.
+constexpr std::chrono::milliseconds kTick{100};
+
+// What is known of the connections that are waited on.
+class Connections {
+ public:
+  virtual ~Connections() = default;
+  virtual bool is_lost(int peer) = 0;
+  // What an error of a wait for `peer` means.
+  virtual Failure explain(int peer, const std::string& what) = 0;
+};
+
+class Waiter;
+
+// Looks after all waits of a group, on a thread of its own. Gloo's own limit on a wait is no help:
+// when it fires, it closes the connections before this rank could tell the others why.
+class Watch {
+ public:
+  explicit Watch(Connections& connections);
+  ~Watch();
+  Watch(const Watch&) = delete;
+
+  // End every wait, and those to come, with `reason`; the first one counts.
+  void end(const Failure& reason) noexcept;
+  // Why waits have been ended, if they have.
+  std::optional<Failure> reason() const;
+
+ private:
+  friend class Waiter;
+  void add(Waiter& waiter);
+  void remove(Waiter& waiter) noexcept;
+  void work();
+  void wake_those_who_should_know();
+
+  Connections& connections_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Waiter*> waiters_;
+  std::optional<Failure> reason_;
+  bool closing_ = false;
+  bool ticking_ = false;
+  std::thread thread_;  // last: it begins when all else is there
+};
+
+// The waits of one operation, on one thread.
+class Waiter {
+ public:
+  Waiter(Watch& watch, Clock::time_point deadline, InterruptCheck interrupt);
+  ~Waiter();
+  Waiter(const Waiter&) = delete;
+
+  // Wait for one receive, or send, of `buffer` with `peer` to finish. Throws Failure.
+  void received(gloo::transport::UnboundBuffer& buffer, int peer);
+  void sent(gloo::transport::UnboundBuffer& buffer, int peer);
+
+  // For a thread that waits for `peer` in another way, once in a tick: throws Failure where there
+  // is no point in waiting on.
+  void look_around(int peer);
+
+ private:
+  friend class Watch;
+  using Wait = bool (gloo::transport::UnboundBuffer::*)(int*, std::chrono::milliseconds);
+  using Abort = void (gloo::transport::UnboundBuffer::*)();
+  void wait(gloo::transport::UnboundBuffer& buffer, int peer, Wait wait, Abort abort);
+  void enter(gloo::transport::UnboundBuffer& buffer, int peer, Abort abort);
+  void leave() noexcept;
+  void wake() noexcept;
+  bool should_know(Clock::time_point now) const;
+
+  Watch& watch_;
+  const Clock::time_point deadline_;
+  const InterruptCheck interrupt_;
+  bool doomed_ = false;  // the peer is lost, but its last words may still be read
+  // What is waited for; guarded by the watch's mutex.
+  gloo::transport::UnboundBuffer* buffer_ = nullptr;
+  Abort abort_ = nullptr;
+  int peer_ = -1;
+};
+
+}  // namespace fl
