@@ -44,6 +44,7 @@ from flashlight_py.parallel import (
     all_reduce_gradients,
     all_reduce_parameters,
     distribute_module_grads,
+    join,
     no_sync,
     sync_meter,
 )
@@ -96,6 +97,7 @@ __all__ = [
     "all_reduce_gradients",
     "distribute_module_grads",
     "no_sync",
+    "join",
     "sync_meter",
     "DistributedDataContainer",
     "DistributedSampler",

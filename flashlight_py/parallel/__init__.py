@@ -9,6 +9,7 @@ from flashlight_py.parallel.data_parallel import (
     distribute_module_grads,
     no_sync,
 )
+from flashlight_py.parallel.join import Joined, join
 from flashlight_py.parallel.meters import sync_meter
 from flashlight_py.parallel.sampler import DistributedSampler
 from flashlight_py.parallel.sharded_dataset import ShardedDataset
@@ -18,6 +19,8 @@ __all__ = [
     "all_reduce_parameters",
     "distribute_module_grads",
     "no_sync",
+    "join",
+    "Joined",
     "sync_meter",
     "DistributedDataContainer",
     "DistributedSampler",
