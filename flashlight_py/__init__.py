@@ -41,6 +41,7 @@ from flashlight_py.distributed import (
     shared_empty,
     sync_distributed,
 )
+from flashlight_py.launch import spawn
 from flashlight_py.parallel import (
     DistributedDataContainer,
     DistributedSampler,
@@ -107,6 +108,7 @@ __all__ = [
     "no_sync",
     "join",
     "sync_meter",
+    "spawn",
     "DistributedDataContainer",
     "DistributedSampler",
     "ShardedDataset",
