@@ -68,8 +68,11 @@ def _task(name: str, fn: object, args: object, params: object) -> bytes:
             "if __name__ == '__main__':"
         ) from error
     del preparation["authkey"]  # a secret: it goes through the links and never lies in a file
+    has_script = _has_script(preparation)
+    if not has_script:
+        preparation.pop("init_main_from_path", None)
     try:
-        return pickle.dumps(preparation) + dumps((fn, args, params), _has_script(preparation))
+        return pickle.dumps(preparation) + dumps((fn, args, params), has_script)
     except TypeError as error:
         raise TypeError(f"{name}: the function or its arguments {error}") from error
 
