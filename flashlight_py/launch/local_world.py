@@ -13,6 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import suppress
 from multiprocessing import spawn as mp_spawn
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -119,7 +120,8 @@ class LocalWorld:
             place = [folder, str(theirs.fileno()), str(os.getpid())]
             command = [*_interpreter(), str(RANK_MAIN), *place]
             self._processes.append(processes.start(command, environ, [theirs.fileno()]))
-        ours.send_bytes(multiprocessing.current_process().authkey)
+        with suppress(BrokenPipeError):  # a rank that has died already is noticed later
+            ours.send_bytes(multiprocessing.current_process().authkey)
 
     def results(self, ends: float) -> list[bytes]:
         """Wait for every rank's pickled result, until the time ``ends`` (of ``time.monotonic``).

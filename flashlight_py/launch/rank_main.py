@@ -34,7 +34,8 @@ def main() -> None:
     """Do the task, report, and stay until all ranks have returned."""
     folder, link, parent = sys.argv[1], Connection(int(sys.argv[2])), int(sys.argv[3])
     die_with_parent(parent)
-    faulthandler.enable()
+    if sys.stderr is not None:
+        faulthandler.enable()  # a crash in native code shows where it was
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Whole lines, and at once: also in a pipe, and also with PYTHONUNBUFFERED.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)

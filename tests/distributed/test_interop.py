@@ -210,7 +210,7 @@ def test_the_program_of_the_page_for_pytorch_runs(torch: Any, tmp_path: Path) ->
     command = [sys.executable, "-c", program]
     environments = [rank_variables(rank, 2, str(tmp_path / "meeting")) for rank in range(2)]
     running = [subprocess.Popen(command, env={**os.environ, **each}) for each in environments]
-    assert [process.wait(60) for process in running] == [0, 0]
+    assert [process.wait(100) for process in running] == [0, 0]
 
 
 # JAX ------------------------------------------------------------------------------------------
