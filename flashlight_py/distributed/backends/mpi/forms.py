@@ -3,7 +3,7 @@
 What it cannot, or not so that all ranks get the same bits, has no form: ``reduction.py`` then
 combines it here. Minima and maxima of floats travel as integers in the same order, because MPI's
 comparison makes the result depend on the order of ranks where there is a NaN or a zero of the other
-sign. 16-bit floats travel as float32 and are rounded once.
+sign. 16-bit floats are summed as float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -48,15 +48,27 @@ class Form:
 
 def form_of(mpi: Any, array: Array, op: ReduceOp) -> Form | None:
     """Return the form for reducing arrays like ``array`` by ``op``, if there is one."""
-    kind, does = array.dtype.kind, getattr(mpi, op.name)
     if is_cupy(array):
         return None
-    if kind == "b":
-        return Form(mpi.UINT8_T, does, lambda a: a.view(np.uint8), _decode_plain)
-    if kind in "iu":
-        return Form(_type(mpi, array.dtype), does, _same, _decode_plain)
-    extreme = op in (ReduceOp.MIN, ReduceOp.MAX)
+    kind, extreme = array.dtype.kind, op in (ReduceOp.MIN, ReduceOp.MAX)
+    if kind in "biu":
+        return _integer_form(mpi, array, op, extreme)
     return _extreme_form(mpi, array, op) if extreme else _arithmetic_form(mpi, array, op)
+
+
+def _integer_form(mpi: Any, array: Array, op: ReduceOp, extreme: bool) -> Form:
+    """Return integers as they are for MIN and MAX, else as unsigned ones, which wrap around.
+
+    Of 8 and 16 bits some libraries (Open MPI, by AVX) make sums that saturate: they go as 32.
+    """
+    does, bits = getattr(mpi, op.name), array.itemsize * 8
+    if extreme:
+        same = np.dtype(np.uint8) if array.dtype.kind == "b" else array.dtype
+        return Form(_type(mpi, same), does, lambda a: a.view(same), _decode_plain)
+    if bits < 32:
+        return Form(mpi.UINT32_T, does, lambda a: a.astype(np.uint32), _decode_narrowed)
+    unsigned = np.dtype(f"uint{bits}")
+    return Form(_type(mpi, unsigned), does, lambda a: a.view(unsigned), _decode_plain)
 
 
 def _arithmetic_form(mpi: Any, array: Array, op: ReduceOp) -> Form | None:
@@ -81,6 +93,11 @@ def _decode_plain(carrier: Array, out: Array, scale: float) -> None:
     values = carrier.view(out.dtype)
     if not np.may_share_memory(values, out):
         out[...] = values.reshape(out.shape)
+    scale_in_place(out, scale)
+
+
+def _decode_narrowed(carrier: Array, out: Array, scale: float) -> None:
+    out[...] = carrier.astype(out.dtype).reshape(out.shape)
     scale_in_place(out, scale)
 
 

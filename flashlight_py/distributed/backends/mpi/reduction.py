@@ -91,7 +91,7 @@ class Reduction:
         carrier = form.encode(array.reshape(-1))
         in_part = carrier.itemsize == part.itemsize
         reduced = (
-            part.reshape(-1).view(carrier.dtype) if in_part else np.empty(part.size, np.float32)
+            part.reshape(-1).view(carrier.dtype) if in_part else np.empty(part.size, carrier.dtype)
         )
         yield from self._reduce_scatter(carrier.reshape(self._size, -1), reduced, form)
         _decode(form, reduced, part, scale)
