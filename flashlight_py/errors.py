@@ -17,6 +17,7 @@ __all__ = [
     "BackendUnavailableError",
     "UnavailableEverywhereError",
     "GroupClosedError",
+    "RankFailedError",
 ]
 
 
@@ -57,3 +58,16 @@ class UnavailableEverywhereError(BackendUnavailableError):
 
 class GroupClosedError(DistributedError):
     """The group was shut down, or broke in an earlier operation (which the message repeats)."""
+
+
+class RankFailedError(DistributedError):
+    """A process that was started as a rank raised, exited or was killed before it had returned.
+
+    ``rank`` is its number. ``exit_code`` is the code it exited with, or minus the signal that
+    killed it; None where it raised.
+    """
+
+    def __init__(self, message: str, rank: int = -1, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code

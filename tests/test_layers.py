@@ -33,9 +33,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "distributed.rendezvous": ("errors",),
     "distributed": ("errors", "device", "_native"),
     "parallel": (*FRAMEWORK, "dataset", "meter", "distributed"),
+    # The program of a rank imports the package (""), as the script of a user does.
+    "launch.rank_main": ("launch", ""),
     "launch": ("errors", "distributed.rendezvous"),
 }
-OPTIONAL = {"mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax"}
+OPTIONAL = {"mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax", "cloudpickle"}
 
 
 def name_of(module: Path) -> str:

@@ -34,6 +34,14 @@ from flashlight_py.distributed.constants import (
     DistributedInit,
 )
 from flashlight_py.distributed.group import ProcessGroup
+from flashlight_py.distributed.hooks import (
+    Bfloat16Compression,
+    Bucket,
+    Compression,
+    Float16Compression,
+    PowerSGDCompression,
+    TopKCompression,
+)
 from flashlight_py.distributed.initialize import distributed_init, distributed_shutdown
 from flashlight_py.distributed.reducer import CoalescingReducer, InlineReducer, Reducer
 from flashlight_py.distributed.verbs.point_to_point import P2POp
@@ -93,4 +101,10 @@ __all__ = [
     "Reducer",
     "InlineReducer",
     "CoalescingReducer",
+    "Bucket",
+    "Compression",
+    "Float16Compression",
+    "Bfloat16Compression",
+    "TopKCompression",
+    "PowerSGDCompression",
 ]

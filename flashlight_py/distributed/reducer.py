@@ -7,14 +7,19 @@ gradients; ranks must give it the same arrays in the same order.
 from __future__ import annotations
 
 import abc
+import math
 from typing import Any
 
-from flashlight_py.device import Array, is_cupy
+from flashlight_py.device import Array, device_of, is_cupy
 from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
 from flashlight_py.distributed.arrays import as_array
 from flashlight_py.distributed.constants import DistributedConstants
 from flashlight_py.distributed.group import ProcessGroup
+from flashlight_py.distributed.hooks.bucket import CommunicationHook
+from flashlight_py.distributed.hooks.compression import check_hook
+from flashlight_py.distributed.hooks.packing import reduce_packed
 from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.world import current_world
 
 __all__ = ["CoalescingReducer", "EagerReducer", "InlineReducer", "Reducer"]
 
@@ -122,9 +127,13 @@ class CoalescingReducer(Reducer):
         bucket_bytes: a bucket is sent when it is full or the next array would make it larger
             than this (default 20 MiB, flashlight's); a larger array travels at once and alone.
         group: the process group, default the world.
+        hook: reduces the buckets in a way of its own, such as ``Float16Compression()``. They then
+            hold one dtype on one device each, and are told apart by their order since
+            ``finalize``: add the same arrays in the same order in every step.
 
     Raises:
-        ValueError: ``bucket_bytes`` is not positive.
+        ValueError: ``bucket_bytes`` is not positive, or there is a hook and not ``contiguous``.
+        TypeError: ``hook`` is not callable.
     """
 
     def __init__(
@@ -134,10 +143,17 @@ class CoalescingReducer(Reducer):
         contiguous: bool = True,
         bucket_bytes: int = DistributedConstants.COALESCE_CACHE_SIZE,
         group: ProcessGroup | None = None,
+        hook: CommunicationHook | None = None,
     ) -> None:
         super().__init__(scale, group)
         if bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+        if hook is not None:
+            check_hook(hook)
+            if not contiguous:
+                raise ValueError("CoalescingReducer: a hook needs buckets that are contiguous")
+        self._hook = hook
+        self._hooked = 0  # buckets that the hook was given since finalize
         self._async = async_op
         self._contiguous = contiguous
         self._limit = bucket_bytes
@@ -154,7 +170,9 @@ class CoalescingReducer(Reducer):
             TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
         """
         array = as_array("CoalescingReducer.add", array)
-        if self._bytes + array.nbytes > self._limit:
+        if self._hook is not None:
+            check_hook(self._hook, [[array]])
+        if self._bytes + array.nbytes > self._limit or self._differs(array):
             self._flush()
         self._bucket.append(array)
         self._bytes += array.nbytes
@@ -168,17 +186,27 @@ class CoalescingReducer(Reducer):
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
         self._flush()
-        works, self._works = self._works, []
+        works, self._works, self._hooked = self._works, [], 0
         for work in works:
             work.wait()
 
     def abandon(self) -> None:
         """Forget what was collected. What is on its way cannot be called back."""
-        self._bucket, self._bytes, self._works = [], 0, []
+        self._bucket, self._bytes, self._works, self._hooked = [], 0, [], 0
+
+    def _differs(self, array: Array) -> bool:
+        """Tell whether a hook must not be given ``array`` together with those before it."""
+        if self._hook is None or not self._bucket:
+            return False
+        other = self._bucket[-1]
+        return array.dtype.name != other.dtype.name or device_of(array) != device_of(other)
 
     def _flush(self) -> None:
         bucket, self._bucket, self._bytes = self._bucket, [], 0
         if not bucket:
+            return
+        if self._hook is not None:
+            self._give(self._hook, bucket)
             return
         packed = self._contiguous and len(bucket) > 1
         work = all_reduce_multiple(
@@ -186,3 +214,13 @@ class CoalescingReducer(Reducer):
         )
         if self._async:
             self._works.append(work)
+
+    def _give(self, hook: CommunicationHook, bucket: list[Array]) -> None:
+        number, self._hooked = self._hooked, self._hooked + 1
+        group = current_world().group if self.group is None else self.group
+        inline_bytes = 0 if self._async else math.inf
+        work = reduce_packed(hook, bucket, number, self.scale, group, inline_bytes)
+        if self._async:
+            self._works.append(work)
+        else:
+            work.wait()

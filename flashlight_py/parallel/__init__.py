@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashlight_py.parallel import functional
 from flashlight_py.parallel.data_container import DistributedDataContainer
 from flashlight_py.parallel.data_parallel import (
     all_reduce_gradients,
@@ -9,15 +10,21 @@ from flashlight_py.parallel.data_parallel import (
     distribute_module_grads,
     no_sync,
 )
+from flashlight_py.parallel.gradcheck import gradcheck_over_ranks
+from flashlight_py.parallel.join import Joined, join
 from flashlight_py.parallel.meters import sync_meter
 from flashlight_py.parallel.sampler import DistributedSampler
 from flashlight_py.parallel.sharded_dataset import ShardedDataset
 
 __all__ = [
+    "functional",
+    "gradcheck_over_ranks",
     "all_reduce_gradients",
     "all_reduce_parameters",
     "distribute_module_grads",
     "no_sync",
+    "join",
+    "Joined",
     "sync_meter",
     "DistributedDataContainer",
     "DistributedSampler",

@@ -15,11 +15,14 @@ from collections.abc import Iterator
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
 from flashlight_py.distributed import DistributedConstants, get_world_size
+from flashlight_py.distributed.hook_reducer import HookReducer
+from flashlight_py.distributed.hooks import CommunicationHook
 from flashlight_py.distributed.reducer import CoalescingReducer, EagerReducer, Reducer
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import check_modules_agree
 from flashlight_py.parallel.gradient_sync import (
     GradientSync,
+    buffers_of,
     flat_buckets,
     gradient_of,
     one_by_one,
@@ -39,7 +42,10 @@ _synchronizers: weakref.WeakKeyDictionary[Module, GradientSync] = weakref.WeakKe
 
 
 def distribute_module_grads(
-    module: Module, scale: float | None = None, reducer: Reducer | None = None
+    module: Module,
+    scale: float | None = None,
+    reducer: Reducer | None = None,
+    hook: CommunicationHook | None = None,
 ) -> None:
     """Reduce the module's gradients over the ranks in every backward pass from now on.
 
@@ -57,16 +63,21 @@ def distribute_module_grads(
         scale: factor of the sums, default 1 / world size: the mean.
         reducer: is given each gradient by itself, instead of the buckets; it brings its own
             scale.
+        hook: reduces the buckets in a way of its own, such as ``fl.Float16Compression()``; made
+            alike on every rank, and for this module alone.
 
     Raises:
-        TypeError: ``module`` is no Module.
-        ValueError: both ``scale`` and ``reducer`` are given, or there is nothing to train.
+        TypeError: ``module`` is no Module, ``hook`` is not callable or compresses other dtypes.
+        ValueError: both ``scale`` and ``reducer`` are given, or ``hook`` and ``reducer``, or there
+            is nothing to train.
         MismatchError: ranks' modules differ; names the first parameter that does.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     params = _trainable(module)
     if scale is not None and reducer is not None:
         raise ValueError("distribute_module_grads: a reducer has its own scale; give one of both")
+    if hook is not None and reducer is not None:
+        raise ValueError("distribute_module_grads: give the hook to the reducer, not beside it")
     if not params:
         raise ValueError("distribute_module_grads: the module has no parameter with calc_grad")
     check_modules_agree(module)
@@ -76,7 +87,11 @@ def distribute_module_grads(
         return
     factor = 1.0 / get_world_size() if scale is None else scale
     units = flat_buckets(in_order, DistributedConstants.COALESCE_CACHE_SIZE)
-    _synchronizers[module] = GradientSync(units, EagerReducer(factor), averages=scale is None)
+    if hook is None:
+        reducer = EagerReducer(factor)
+    else:
+        reducer = HookReducer(factor, hook, [buffers_of(unit.params) for unit in units])
+    _synchronizers[module] = GradientSync(units, reducer, averages=scale is None)
 
 
 def gradient_sync_of(module: Module, caller: str) -> GradientSync:

@@ -16,7 +16,7 @@ from flashlight_py.distributed import shared_empty
 from flashlight_py.distributed.buckets import plan_buckets
 from flashlight_py.distributed.reducer import Reducer
 
-__all__ = ["GradientSync", "flat_buckets", "gradient_of", "one_by_one"]
+__all__ = ["GradientSync", "buffers_of", "flat_buckets", "gradient_of", "one_by_one"]
 
 
 class Unit:
@@ -87,6 +87,11 @@ def _flat_bucket(params: list[Variable]) -> Unit:
         return flat
 
     return Unit(params, collect)
+
+
+def buffers_of(params: Sequence[Variable]) -> list[Array]:
+    """Return where the gradients of these parameters lie in their bucket."""
+    return [param.buffer for param in params if param.buffer is not None]
 
 
 def _bring_home(param: Variable) -> None:

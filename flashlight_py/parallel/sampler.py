@@ -23,8 +23,8 @@ class DistributedSampler:
 
     No sample comes twice and none is padded. Without ``drop_last`` every sample comes once, for
     evaluation: numbers of samples differ by one at most, so ranks may end after different
-    numbers of steps. With ``drop_last`` the last n % size of the order are left out, other ones
-    in each epoch, and every rank gets the same number, as training needs.
+    numbers of steps. With ``drop_last`` every rank gets the same number, as training needs: the
+    last n % size of the order are left out, if shuffled other ones in each epoch.
 
     Making one and ``set_epoch`` are collective, unless rank and size are given: all ranks then
     compare n, shuffle, seed, drop_last and epoch. Iterating is not, and communicates nothing: it

@@ -1,0 +1,90 @@
+"""A rank that did not return: what it tells of its end, and whose end was the first cause."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flashlight_py.errors import (
+    CollectiveTimeoutError,
+    GroupClosedError,
+    PeerLostError,
+    RankFailedError,
+    RendezvousError,
+)
+from flashlight_py.launch.processes import describe_exit
+
+__all__ = ["Failure", "first_cause"]
+
+# What a rank raises when another one has failed.
+_CONSEQUENCES = (PeerLostError, CollectiveTimeoutError, GroupClosedError, RendezvousError)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended.
+
+    ``what`` completes the sentence "rank 1 of 4 ...", ``at`` is the time in seconds of the clock
+    that all processes of a machine share (``time.monotonic``), ``follows`` tells that it may be
+    no more than the consequence of another rank's failure. ``exit_code`` is that of a process
+    which ended without raising, or minus the signal.
+    """
+
+    what: str
+    at: float
+    follows: bool = False
+    traceback: str = ""
+    exit_code: int | None = None
+
+    @classmethod
+    def of_exception(cls, error: BaseException, at: float) -> Failure:
+        """Describe what a rank's call raised; ``SystemExit`` counts as an exit."""
+        text = "".join(traceback.format_exception(error)).rstrip()
+        if isinstance(error, SystemExit):
+            code = _code_of(error)
+            return cls(f"exited with code {code}", at, traceback=text, exit_code=code)
+        return cls(f"raised {_in_one_line(error)}", at, _is_consequence(error), text)
+
+    @classmethod
+    def of_exit(cls, code: int, at: float) -> Failure:
+        """Describe a process that ended without a report: its exit code, or minus the signal."""
+        return cls(f"{describe_exit(code)} before it had returned", at, exit_code=code)
+
+    def as_error(self, what_was_done: str, rank: int, size: int) -> RankFailedError:
+        """Return the exception that tells of this failure."""
+        others = "; the other ranks were ended" if size > 1 else ""
+        message = f"{what_was_done}: rank {rank} of {size} {self.what}{others}"
+        if self.traceback:
+            message = f"{message}\n\n{self.traceback}"
+        return RankFailedError(message, rank, self.exit_code)
+
+
+def first_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
+    """Return the (rank, failure) that the others most likely follow from."""
+    return min(failures, key=lambda each: (each[1].follows, each[1].at))
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Return the class and the beginning of the message, as the last lines of a traceback do."""
+    lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
+    return next(line for line in lines if not line.startswith(" "))  # a SyntaxError's place is
+
+
+def _code_of(error: SystemExit) -> int:
+    """Return the exit code that Python makes of ``sys.exit``'s argument."""
+    if error.code is None:
+        return 0
+    return error.code if isinstance(error.code, int) else 1
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Tell whether ``error``, or what led to it, says that another rank has failed."""
+    seen: list[BaseException] = []
+    led_to: BaseException | None = error
+    while led_to is not None and led_to not in seen:
+        if isinstance(led_to, _CONSEQUENCES):
+            return True
+        seen.append(led_to)
+        led_to = led_to.__cause__ or led_to.__context__
+    return False

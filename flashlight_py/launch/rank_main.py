@@ -1,0 +1,119 @@
+"""The program of one rank of ``spawn``: ``python rank_main.py FOLDER LINK PARENT``.
+
+FOLDER holds the task, LINK is the inherited descriptor of a connection to the parent, PARENT its
+process number. The key of multiprocessing comes through the link and one report goes back. A rank
+that has returned then waits for the parent to close the link, so that nobody leaves the world while
+others compute.
+
+Run by its path, it imports nothing of ours before the parent's ``sys.path`` is in place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing import spawn
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+def main() -> None:
+    """Do the task, report, and stay until all ranks have returned."""
+    folder, link, parent = sys.argv[1], Connection(int(sys.argv[2])), int(sys.argv[3])
+    die_with_parent(parent)
+    if sys.stderr is not None:
+        faulthandler.enable()  # a crash in native code shows where it was
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Whole lines, and at once: also in a pipe, and also with PYTHONUNBUFFERED.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    # The end of the link must mean the end of this process, also if one that it forked lives on.
+    os.register_at_fork(after_in_child=link.close)
+    multiprocessing.current_process().authkey = link.recv_bytes()
+    if _report(link, Path(folder)):
+        with suppress(EOFError, ConnectionResetError):
+            link.recv_bytes()
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread of ``parent`` that started it ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _report(link: Connection, folder: Path) -> bool:
+    """Do the task and tell the parent how it went; True if it could be done."""
+    try:
+        result = _do(folder)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
+        from flashlight_py.launch.failures import Failure
+
+        link.send(Failure.of_exception(error, time.monotonic()))
+        return False
+    link.send(None)
+    link.send_bytes(result)
+    return True
+
+
+def _do(folder: Path) -> bytes:
+    """Load the task, call the function in an initialised world, return the pickled result."""
+    with (folder / "task").open("rb") as file:
+        _become_the_script(pickle.load(file))
+        fn, args, params = pickle.load(file)
+    rank = _join_world(folder, params)
+    result = fn(rank, *args)
+
+    from flashlight_py.launch.pickling import dumps
+
+    try:
+        return dumps(result)
+    except TypeError as error:
+        raise TypeError(f"the result, of type {type(result).__qualname__}, {error}") from error
+
+
+def _become_the_script(preparation: dict[str, Any]) -> None:
+    """Take over the parent's ``sys.path`` and arguments, and import its script.
+
+    Meanwhile multiprocessing refuses to start processes: a script that does so unconditionally
+    would start them in every process again.
+    """
+    process: Any = multiprocessing.current_process()
+    process._inheriting = True
+    try:
+        spawn.prepare(preparation)
+    finally:
+        del process._inheriting
+
+
+def _join_world(folder: Path, params: Mapping[str, Any]) -> int:
+    import flashlight_py as fl
+
+    if not fl.is_distributed_init():  # the script may do so when it is imported
+        fl.distributed_init(fl.DistributedInit.ENV, params=params)
+    # All have met and have their task, so the folder can go: whatever happens, it is not left.
+    if fl.get_world_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.environ["FLASHLIGHT_FILE"] = f"{folder}-again"  # after a shutdown they may meet anew
+    return fl.get_world_rank()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)  # the parent tells of it

@@ -1,0 +1,109 @@
+"""One differentiable collective: what all ranks agree on in its forward and its backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+
+from flashlight_py.autograd import Variable
+from flashlight_py.autograd.variable import record_in_order
+from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.world import current_world
+from flashlight_py.errors import MismatchError
+
+__all__ = ["Call", "copy_of", "group_or_world", "readable", "require_variable"]
+
+# How many differentiable collectives each group has had: the same number on all of its ranks.
+_calls: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+class Call:
+    """A differentiable collective of ``group``, numbered as all its ranks number it.
+
+    ``rows`` are numbers that the ranks have told each other, one from each.
+    """
+
+    def __init__(self, verb: str, group: ProcessGroup) -> None:
+        self.group = group
+        self.rows: list[int] = []
+        self._verb = verb
+        self._number = _calls.get(group, 0) + 1
+
+    def record(
+        self, v: Variable, result: Array, vjp: Callable[[Array], Array], rows: int = 0
+    ) -> Variable:
+        """Return ``result`` as a variable whose backward pass calls ``vjp`` on every rank.
+
+        It has a gradient on all ranks if ``v`` has one on any. Collective: to be called when the
+        forward pass of the collective has succeeded.
+
+        Raises:
+            MismatchError: another rank is at another differentiable collective.
+        """
+        table = self._meet(False, v.calc_grad, rows)
+        _calls[self.group] = self._number
+        self.rows = table[:, 1].tolist()
+        if not table[:, 0].any():
+            return Variable(result)
+        # A rank that needs no gradient takes part in the backward pass for the others' sake.
+        source = v if v.calc_grad else Variable(v.data, calc_grad=True)
+
+        def meet_and_answer(grad: Array) -> Array:
+            self._meet(True)
+            return vjp(grad)
+
+        return record_in_order(result, (source, meet_and_answer))
+
+    def _meet(self, backward: bool, *facts: int) -> Array:
+        """Return every rank's ``facts``, one rank a row, if all are where this rank is."""
+        group = self.group
+        mine = np.array([self._number, backward, *facts, 0, 0][:4], np.int64)
+        table = np.zeros((group.size, mine.size), np.int64)
+        table[group.rank] = mine
+        group.all_reduce(table)  # only this rank's row is not zero: the sum is a gathering
+        if (table[:, :2] != mine[:2]).any():
+            raise MismatchError(self._difference(table))
+        return table[:, 2:]
+
+    def _difference(self, table: Array) -> str:
+        where = [
+            f"rank {rank}: the {'backward' if backward else 'forward'} pass of number {number}"
+            for rank, (number, backward) in enumerate(table[:, :2].tolist())
+        ]
+        return (
+            f"[functional.{self._verb}] rank {self.group.rank} of {self.group.size}: the ranks are "
+            f"at different differentiable collectives of this group: {', '.join(where)}. Let "
+            "backward() reach the results of the same calls on every rank, and in the same passes; "
+            "a rank that has no use for a result adds 0 times its sum to the loss"
+        )
+
+
+def require_variable(verb: str, v: object) -> None:
+    """Refuse what has no gradient.
+
+    Raises:
+        TypeError: ``v`` is no Variable.
+    """
+    if not isinstance(v, Variable):
+        raise TypeError(
+            f"functional.{verb} takes a flashlight_py.Variable, got {type(v).__name__}; wrap data "
+            f"in flashlight_py.input, or use flashlight_py.{verb}, which works on arrays"
+        )
+
+
+def group_or_world(group: ProcessGroup | None) -> ProcessGroup:
+    """Return ``group``, else the group of the world as it is now."""
+    return current_world().group if group is None else group
+
+
+def copy_of(array: Array) -> Array:
+    """Return a new array of the same values for a verb to work on in place."""
+    return array_module(array).array(array, order="C")  # type: ignore[no-any-return]
+
+
+def readable(array: Array) -> Array:
+    """Return ``array`` for a verb that only reads it, but refuses what it could not write to."""
+    return array if is_cupy(array) or array.flags.writeable else copy_of(array)

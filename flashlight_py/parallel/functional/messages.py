@@ -1,0 +1,136 @@
+"""Differentiable messages: the gradient of what was sent comes back from where it went."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from flashlight_py.autograd import Variable
+from flashlight_py.autograd.variable import record_in_order
+from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed import ProcessGroup
+from flashlight_py.parallel.functional.call import group_or_world, readable, require_variable
+
+__all__ = ["recv", "send"]
+
+Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
+
+# Tags of gradients: this bit, the tag of the message, and its number among those of its tag. So a
+# gradient finds its message in whatever order the backward passes are run.
+_GRADIENT = 1 << 30
+_TAGS = _NUMBERS = 1 << 15
+
+# How many messages of a direction, peer and tag each group has had.
+_messages: weakref.WeakKeyDictionary[ProcessGroup, Counter[tuple[str, int, int]]]
+_messages = weakref.WeakKeyDictionary()
+
+
+def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Variable:
+    """Give ``v`` to rank ``dst``, which must call :func:`recv`. Blocks until it has been received.
+
+    Gradient: rank dst's y = x, hence dJ/dx = g_dst, which ``dst`` sends back in its backward pass.
+
+    Args:
+        v: any shape and dtype.
+        dst: another rank of the group.
+        tag: from 0 to 32767; ``dst`` must ask for it.
+        group: the process group, default the world.
+
+    Returns:
+        A token: a variable of no dimensions with the value 0. Its backward pass blocks until the
+        gradient comes, so ``backward()`` must reach it: call ``token.backward()``, or add it to
+        this rank's loss where there is one. The gradient comes as ``dst`` sends it, whatever the
+        token is multiplied by. If ``v`` needs no gradient, the token has none either, and ``dst``
+        must run no backward pass, or use :func:`flashlight_py.recv`.
+
+    Raises:
+        TypeError: ``v`` is no Variable, or as :func:`flashlight_py.send`.
+        ValueError: ``dst`` is no other rank of the group, or ``tag`` is out of range.
+        DistributedError: as :func:`flashlight_py.send`.
+    """
+    require_variable("send", v)
+    group = group_or_world(group)
+    _check_tag("send", tag)
+    array = readable(v.data)
+    group.send(array, dst, tag)
+    answer = _tag_of_gradient(group, "to", dst, tag)
+    shape, dtype, xp = array.shape, array.dtype, array_module(array)
+
+    def receive_gradient(_: Array) -> Array:
+        grad: Array = group.recv(xp.empty(shape, dtype), dst, answer)
+        return grad
+
+    floating = dtype if dtype.kind == "f" else np.dtype(np.float32)
+    return record_in_order(xp.zeros((), floating), (v, receive_gradient))
+
+
+def recv(like: Like, src: int, tag: int = 0, group: ProcessGroup | None = None) -> Variable:
+    """Return what rank ``src`` sends under ``tag`` by :func:`send`. Blocks.
+
+    Gradient: y = x of rank src, hence dJ/dx = g: the gradient is sent back to ``src``, blocking
+    until that runs the backward pass of its token.
+
+    Args:
+        like: a variable or an array of the shape and dtype that is sent, also on a GPU; or the
+            shape and the dtype, as a tuple.
+        src: another rank of the group.
+        tag: from 0 to 32767.
+        group: the process group, default the world.
+
+    Returns:
+        A new variable; with a gradient where its dtype is a real floating one.
+
+    Raises:
+        TypeError: ``like`` is none of these, or as :func:`flashlight_py.recv`.
+        ValueError: ``src`` is no other rank of the group, or ``tag`` is out of range.
+        MismatchError: ``src`` sends another shape or dtype; raised on both.
+        DistributedError: as :func:`flashlight_py.recv`.
+    """
+    group = group_or_world(group)
+    _check_tag("recv", tag)
+    array: Array = group.recv(_room_for(like), src, tag)
+    answer = _tag_of_gradient(group, "from", src, tag)
+    if array.dtype.kind != "f":
+        return Variable(array)
+    source = Variable(array_module(array).zeros((), array.dtype), calc_grad=True)
+
+    def send_gradient(grad: Array) -> Array:
+        group.send(readable(grad), src, answer)
+        return source.data  # this rank has nothing below
+
+    return record_in_order(array, (source, send_gradient))
+
+
+def _check_tag(verb: str, tag: int) -> None:
+    if not isinstance(tag, int) or not 0 <= tag < _TAGS:
+        raise ValueError(
+            f"functional.{verb}: tag must be an integer from 0 to {_TAGS - 1} (the others belong "
+            f"to gradients), got {tag!r}"
+        )
+
+
+def _tag_of_gradient(group: ProcessGroup, direction: str, peer: int, tag: int) -> int:
+    """Return the tag for the gradient of the message that has just come or gone."""
+    counts = _messages.setdefault(group, Counter())
+    number = counts[direction, peer, tag]
+    counts[direction, peer, tag] += 1
+    return _GRADIENT + tag * _NUMBERS + number % _NUMBERS
+
+
+def _room_for(like: Any) -> Array:
+    """Return a new array, not initialised."""
+    if isinstance(like, tuple) and len(like) == 2:
+        return np.empty(*like)
+    array = like.data if isinstance(like, Variable) else like
+    if not isinstance(array, np.ndarray) and not is_cupy(array):
+        raise TypeError(
+            "functional.recv needs to know what comes: a variable or an array like it, or a tuple "
+            f"(shape, dtype); got {type(like).__name__}"
+        )
+    room: Array = array_module(array).empty(array.shape, array.dtype)
+    return room

@@ -1,0 +1,111 @@
+"""Gradients against central differences, where a rank's input changes the other ranks' losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from flashlight_py.autograd import Variable, functions, param
+from flashlight_py.device import Array, array_module
+from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.exchange import exchange_bytes
+from flashlight_py.distributed.world import current_world
+
+__all__ = ["gradcheck_over_ranks"]
+
+
+def gradcheck_over_ranks(
+    function: Callable[..., Variable],
+    arrays: Sequence[Array],
+    step: float = 1e-6,
+    tolerance: float = 1e-6,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Compare the gradients of J, the sum of all ranks' losses, with central differences, or raise.
+
+    For functions made of ``fl.functional``. A rank's loss is its result, weighted with fixed
+    numbers of its own and summed. Every element of every array of every rank is moved by ``step``
+    to both sides, while all ranks compute: meant for small arrays, which are copied, not changed.
+    Collective, blocking.
+
+    Args:
+        function: takes one variable per array, and may differ between ranks, as long as their
+            collectives meet; smooth within ``step``.
+        arrays: float64 arrays of this rank at which to check; of any shapes, also none.
+        step: how far to move an element.
+        tolerance: largest allowed difference, relative to 1 or to the larger gradient.
+        group: the process group, default the world.
+
+    Raises:
+        TypeError: an array is not float64, too coarse a dtype for differences.
+        AssertionError: a gradient differs, on any rank; raised on every rank; names the rank, the
+            input, the element and both numbers.
+        DistributedError: as :func:`flashlight_py.all_reduce`.
+    """
+    for array in arrays:
+        if array.dtype != "float64":
+            raise TypeError(
+                f"gradcheck_over_ranks needs float64 arrays, got {array.dtype}; cast them first"
+            )
+    group = current_world().group if group is None else group
+    variables = [param(array.copy()) for array in arrays]
+
+    def loss() -> Variable:
+        result = function(*variables)
+        weights = array_module(result.data).linspace(0.5, 1.5, result.size) + 0.3 * group.rank
+        return functions.sum(functions.mul(result, weights.reshape(result.shape)))
+
+    def objective() -> float:
+        return float(group.all_reduce(np.array(loss().scalar())))
+
+    own = loss()
+    if own.calc_grad:
+        own.backward()
+    numeric = _central_differences(objective, variables, step, group)
+    problems = exchange_bytes(group.backend(), _problem(variables, numeric, tolerance).encode())
+    told = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(problems) if text]
+    if told:
+        raise AssertionError(f"gradcheck_over_ranks: {'; '.join(told)}")
+
+
+def _central_differences(
+    objective: Callable[[], float], variables: list[Variable], step: float, group: ProcessGroup
+) -> list[float]:
+    """Return the slopes of ``objective`` by this rank's elements; all ranks take their turns."""
+    own = list(_cells(variables))
+    counts = group.all_gather(np.array([len(own)]))
+    numeric = []
+    for owner, count in enumerate(counts.tolist()):
+        for number in range(count):
+            cell, place = own[number] if owner == group.rank else (np.zeros(1), 0)
+            centre = cell[place].copy()
+            cell[place] = centre + step
+            above = objective()
+            cell[place] = centre - step
+            below = objective()
+            cell[place] = centre
+            if owner == group.rank:
+                numeric.append((above - below) / (2 * step))
+    return numeric
+
+
+def _cells(variables: list[Variable]) -> Iterator[tuple[Array, int]]:
+    for variable in variables:
+        flat = variable.data.reshape(-1)  # a view: the copy that was made is contiguous
+        yield from ((flat, place) for place in range(variable.size))
+
+
+def _problem(variables: list[Variable], numeric: list[float], tolerance: float) -> str:
+    """Return where a gradient first differs; one that is missing counts as zeros."""
+    slopes = iter(numeric)
+    for position, variable in enumerate(variables):
+        grad = np.zeros(variable.size) if variable.grad is None else variable.grad.reshape(-1)
+        for element in range(variable.size):
+            found, expected = float(grad[element]), next(slopes)
+            if not abs(found - expected) <= tolerance * max(1.0, abs(found), abs(expected)):
+                return (
+                    f"input {position}, element {element}: backward gave {found!r}, "
+                    f"central differences {expected!r}"
+                )
+    return ""

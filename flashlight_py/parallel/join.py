@@ -1,0 +1,216 @@
+"""Training on unequal numbers of batches: a rank that has run out takes part with zeros.
+
+In every synchronised backward pass the ranks first add up two numbers: how many samples they have
+in this pass, and how many of them still train. A rank whose loop has ended answers with two zeros;
+as long as somebody trains, it gives zeros to the reductions of that pass too. So nobody waits for
+a rank without data, and it knows, without any further message, when all have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed import ProcessGroup, all_reduce
+from flashlight_py.distributed.arrays import scale_in_place
+from flashlight_py.distributed.world import current_world
+from flashlight_py.errors import MismatchError
+from flashlight_py.nn import Module
+from flashlight_py.optim import FirstOrderOptimizer
+from flashlight_py.parallel.data_parallel import gradient_sync_of
+from flashlight_py.parallel.gradient_sync import GradientSync
+
+__all__ = ["Joined", "join"]
+
+
+class Joined:
+    """What :func:`flashlight_py.join` gives to the body of its ``with``."""
+
+    def __init__(self, sync: GradientSync, group: ProcessGroup) -> None:
+        self._sync = sync
+        self._group = group
+        self._count = 1
+        self._counting = False  # whether count() was called since the last synchronised pass
+        self._weight = 1.0
+        self._own_passes = 0
+        self._all_passes = 0
+
+    def count(self, samples: SupportsIndex) -> None:
+        """Tell how many samples the gradients of the next backward pass come from.
+
+        They weigh so much in the average. It holds until the next call; without any, every pass
+        counts 1. Between two synchronised passes (in ``no_sync``) the numbers add up. Sends
+        nothing.
+
+        Args:
+            samples: a whole number, at least 0; with 0 this rank's gradients are left out.
+
+        Raises:
+            TypeError: ``samples`` is no whole number.
+            ValueError: it is negative.
+        """
+        number = operator.index(samples)
+        if number < 0:
+            raise ValueError(f"count: a batch has at least 0 samples, got {number}")
+        self._count = self._count + number if self._counting else number
+        self._counting = True
+
+    def _prepare(self, array: Array, first: bool) -> None:
+        """Weigh a gradient of this rank's own pass before it is added to the others'."""
+        if first:
+            self._begin_own_pass()
+        if not self._sync.averages:
+            return
+        if self._weight:
+            scale_in_place(array, self._weight)
+        else:
+            array[...] = 0  # a batch of no samples may have nan for its mean
+
+    def _begin_own_pass(self) -> None:
+        total, _ = self._add_up(self._count, 1)
+        # The reducer divides by the number of ranks, so weights are relative to the mean count.
+        self._weight = self._count * self._group.size / total if total else 0.0
+        self._counting = False
+        self._own_passes += 1
+        self._all_passes += 1
+
+    def _add_up(self, samples: int, training: int) -> tuple[int, int]:
+        """Return the sums over all ranks; of a kind and shape that no gradient has."""
+        message = np.array([[samples, training]], np.int64)
+        all_reduce(message, group=self._sync.reducer.group)
+        return int(message[0, 0]), int(message[0, 1])
+
+    def _take_part_until_all_have_ended(self) -> None:
+        rank, size = self._group.rank, self._group.size
+        try:
+            while self._add_up(0, 0)[1]:
+                self._all_passes += 1
+                self._sync.give_zeros()
+        except MismatchError as error:
+            raise MismatchError(
+                f"join: rank {rank} of {size} has run out of data and takes part in the backward "
+                "passes of one module alone; another rank called something else. Keep other "
+                f"collectives out of the body of join, and use join on every rank ({error})"
+            ) from error
+
+    def _a_rank_that_trained_to_the_last(self) -> int:
+        """Return the lowest one, the same on every rank; 0 where nobody had any batch."""
+        rank, size = self._group.rank, self._group.size
+        best = np.array([rank if self._own_passes == self._all_passes else size])
+        return int(self._group.all_reduce(best, op="min")[0])
+
+
+@contextlib.contextmanager
+def join(module: Module, optimizer: FirstOrderOptimizer | None = None) -> Iterator[Joined]:
+    """Within the context, ranks may run different numbers of backward passes, also none at all.
+
+    ``with fl.join(module) as joined:`` goes around the loop over a rank's batches. A rank whose
+    loop has ended stays at the end of the ``with`` and gives zeros to the others' reductions,
+    until all have ended. Every gradient is the average weighted by the counts given to
+    :meth:`Joined.count`: the sum of count * gradient over the ranks, divided by the sum of the
+    counts. At the end all parameters and buffers (and the optimizer's state) become those of the
+    lowest rank that trained to the last.
+
+    Where ``distribute_module_grads`` was given a scale or a reducer, gradients are summed and
+    scaled by it as ever, over the ranks that still have data, and counts play no part.
+
+    Every rank must use it, and in its body start no collectives but those of the module's own
+    backward passes. Each synchronised pass takes one more ``all_reduce``, of 16 bytes and
+    blocking, before its first bucket; buckets travel while the pass goes on, as ever. What was
+    accumulated in ``no_sync`` when a loop ends is not used.
+
+    The end of the ``with`` is collective and blocks; the beginning sends nothing. If the body
+    raises, this rank leaves at once, without waiting for the others, which then raise
+    ``PeerLostError`` when it exits, or ``CollectiveTimeoutError``.
+
+    Args:
+        module: given to ``distribute_module_grads`` before.
+        optimizer: one whose state shall be the same on every rank afterwards.
+
+    Raises:
+        TypeError: ``optimizer`` is none of ``fl.optim``.
+        ValueError: ``distribute_module_grads`` was not called for this module, or another join is
+            open on this rank.
+        MismatchError: a rank called other collectives in the body, or did not use ``join``.
+        DistributedError: as :func:`flashlight_py.all_reduce`.
+    """
+    sync = gradient_sync_of(module, "join")
+    if optimizer is not None and not isinstance(optimizer, FirstOrderOptimizer):
+        raise TypeError(f"join: expected an optimizer of fl.optim, got {type(optimizer).__name__}")
+    group = sync.reducer.group or current_world().group
+    joined = Joined(sync, group)
+    with _the_only_one(joined):
+        sync.prepare = joined._prepare
+        try:
+            yield joined
+            joined._take_part_until_all_have_ended()
+        finally:
+            sync.prepare = None
+    root = joined._a_rank_that_trained_to_the_last()
+    _give_state(module, optimizer, root, group)
+
+
+_open: list[Joined] = []
+
+
+@contextlib.contextmanager
+def _the_only_one(joined: Joined) -> Iterator[None]:
+    """Refuse a second join: a rank without data could not tell whose passes the others run."""
+    if _open:
+        raise ValueError(
+            "join: another join is open on this rank, and one without data could not tell whose "
+            "backward pass comes next. Make the modules parts of one module and join that"
+        )
+    _open.append(joined)
+    try:
+        yield
+    finally:
+        _open.remove(joined)
+
+
+def _give_state(
+    module: Module, optimizer: FirstOrderOptimizer | None, root: int, group: ProcessGroup
+) -> None:
+    """Make parameters, buffers and the optimizer's state those of rank ``root``."""
+    for array in module.state_dict().values():
+        group.broadcast(array, root)
+    if optimizer is not None:
+        _give_optimizer_state(optimizer, root, group)
+
+
+def _give_optimizer_state(optimizer: FirstOrderOptimizer, root: int, group: ProcessGroup) -> None:
+    state = optimizer.state_dict()
+    leaves = list(_leaves(state))
+    for leaf in leaves:
+        if _is_array(leaf):
+            group.broadcast(leaf, root)
+    numbers = np.array([leaf for leaf in leaves if not _is_array(leaf)], np.float64)
+    group.broadcast(numbers, root)
+    optimizer.load_state_dict(_with_numbers(state, iter(numbers.tolist())))
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or is_cupy(value)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """Yield the arrays and numbers in nested dicts and lists."""
+    if isinstance(tree, (dict, list)):
+        for branch in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(branch)
+    else:
+        yield tree
+
+
+def _with_numbers(tree: Any, numbers: Iterator[float]) -> Any:
+    """Return ``tree`` with other numbers, in the order of ``_leaves``."""
+    if isinstance(tree, dict):
+        return {name: _with_numbers(branch, numbers) for name, branch in tree.items()}
+    if isinstance(tree, list):
+        return [_with_numbers(branch, numbers) for branch in tree]
+    return tree if _is_array(tree) else type(tree)(next(numbers))

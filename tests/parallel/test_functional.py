@@ -1,0 +1,242 @@
+"""Differentiable collectives: their gradients are those of the sum of all ranks' losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.autograd import functions as F
+from flashlight_py.parallel import gradcheck_over_ranks
+
+BACKENDS = ["gloo", "shm"]
+SIZES = [1, 2, 3]
+D = fl.functional
+
+over_worlds = pytest.mark.parametrize(
+    ("size", "backend"), [(1, "gloo"), *((n, b) for n in SIZES[1:] for b in BACKENDS)]
+)
+
+
+def world(pool: Any, size: int, backend: str) -> Any:
+    return pool(size, params={"BACKEND": backend}) if size > 1 else pool(1)
+
+
+def numbers(rank: int, *shape: int) -> Any:
+    return np.random.default_rng([rank, *shape]).standard_normal(shape)
+
+
+def uneven(rank: int, size: int) -> Any:
+    """As many rows as the rank's number, so none on rank 0."""
+    return numbers(rank, rank, 2)
+
+
+def two_in_one_graph(x: Any) -> Any:
+    """Neither depends on the other, and the ranks' graphs name them in another order."""
+    total, gathered = D.all_reduce(F.sin(x)), D.all_gather(x * x)
+    parts = [F.sum(total * x), F.sum(gathered) * F.sum(gathered)]
+    first, second = parts if fl.get_world_rank() % 2 else reversed(parts)
+    return first + second
+
+
+def one_after_the_other(x: Any) -> Any:
+    y = F.tanh(D.all_reduce(x, "avg", 3.0))
+    return D.reduce_scatter(D.all_gather(F.exp(y * x)) * y[0, 0])
+
+
+# What each rank computes, and from what.
+CASES: dict[str, tuple[Callable[..., Any], Callable[[int, int], list[Any]]]] = {
+    "all_reduce sum": (D.all_reduce, lambda r, n: [numbers(r, 2, 3)]),
+    "all_reduce avg": (
+        lambda x: F.exp(D.all_reduce(x, "avg", 0.7)) * x,
+        lambda r, n: [numbers(r, 2, 3)],
+    ),
+    "all_reduce scalar": (lambda x: D.all_reduce(F.sum(x)), lambda r, n: [numbers(r, 4)]),
+    "all_gather": (lambda x: F.exp(D.all_gather(x)), lambda r, n: [numbers(r, 2, 2)]),
+    "all_gather uneven": (
+        lambda x: F.exp(D.all_gather(x)),
+        lambda r, n: [numbers(r, 2 * r + 1, 2)],
+    ),
+    "all_gather of nothing on rank 0": (
+        lambda x: F.exp(D.all_gather(x)),
+        lambda r, n: [uneven(r, n)],
+    ),
+    "all_gather of nothing at all": (D.all_gather, lambda r, n: [np.zeros((0, 2))]),
+    "all_gather scalar": (lambda x: D.all_gather(F.sum(x * x)), lambda r, n: [numbers(r, 3)]),
+    "all_gather transposed": (
+        lambda x: D.all_gather(F.transpose(x)) * 2.0,
+        lambda r, n: [numbers(r, 3, 2)],
+    ),
+    "reduce_scatter sum": (
+        lambda x: F.exp(D.reduce_scatter(x, scale=0.5)),
+        lambda r, n: [numbers(r, 2 * n, 2)],
+    ),
+    "reduce_scatter avg": (lambda x: D.reduce_scatter(x, "avg"), lambda r, n: [numbers(r, n)]),
+    "broadcast": (lambda x: F.exp(D.broadcast(x)) * x, lambda r, n: [numbers(r, 3)]),
+    "broadcast from the last": (
+        lambda x: F.sin(D.broadcast(x, fl.get_world_size() - 1)),
+        lambda r, n: [numbers(r, 2, 2)],
+    ),
+    "two in one graph": (two_in_one_graph, lambda r, n: [numbers(r, 2, 2)]),
+    "one after the other": (one_after_the_other, lambda r, n: [numbers(r, 2, 2)]),
+    "twice the same": (
+        lambda x: D.all_reduce(x) * D.all_reduce(x * x),
+        lambda r, n: [numbers(r, 3)],
+    ),
+}
+
+
+def check_gradient(rank: int, size: int, name: str) -> None:
+    function, arrays = CASES[name]
+    gradcheck_over_ranks(function, arrays(rank, size))
+
+
+@over_worlds
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_all_ranks_losses(
+    pool: Any, size: int, backend: str, name: str
+) -> None:
+    world(pool, size, backend).run(check_gradient, name)
+
+
+def forward(rank: int, size: int) -> None:
+    x = np.arange(6.0).reshape(3, 2) + rank
+    v = fl.input(x)
+    everyone = [np.arange(6.0).reshape(3, 2) + r for r in range(size)]
+    results = {
+        "sum": (D.all_reduce(v), np.sum(everyone, axis=0)),
+        "avg": (D.all_reduce(v, "avg", 2.0), 2 * np.mean(everyone, axis=0)),
+        "gathered": (D.all_gather(v), np.concatenate(everyone)),
+        "part": (
+            D.reduce_scatter(fl.input(np.repeat(x[:1], size, 0))),
+            np.sum(everyone, axis=0)[:1],
+        ),
+        "broadcast": (D.broadcast(v, size - 1), everyone[-1]),
+        "whole numbers": (D.all_reduce(fl.input(np.array(rank))), np.array(sum(range(size)))),
+    }
+    for got, expected in results.values():
+        np.testing.assert_allclose(got.array, expected, rtol=1e-15)
+        assert got.dtype == expected.dtype
+        assert not got.calc_grad
+    assert x[0, 0] == rank, "works out of place"
+
+
+@over_worlds
+def test_results_are_those_of_the_verbs(pool: Any, size: int, backend: str) -> None:
+    world(pool, size, backend).run(forward)
+
+
+def gradient_on_one_rank(rank: int, size: int) -> Any:
+    """Only rank 1's input learns, but it is the others' losses that depend on it."""
+    x = fl.Variable(np.array([2.0, 3.0]), calc_grad=rank == 1)
+    y = D.broadcast(D.all_reduce(x * float(rank)), 0)
+    assert y.calc_grad, "rank 1 waits for the gradients of all"
+    F.sum(y * float(rank + 1)).backward()
+    return x.grad
+
+
+def test_ranks_without_a_gradient_take_part_in_those_of_the_others(pool: Any) -> None:
+    grads = pool(3).run(gradient_on_one_rank)
+    assert grads[0] is None
+    assert grads[1].tolist() == [6, 6]
+    assert grads[2] is None
+
+
+def arrays_that_are_read_only(rank: int, size: int) -> Any:
+    x = fl.param(np.broadcast_to(np.ones(1), (2, 3)))
+    F.sum(D.all_gather(x)).backward()  # the gradient of a sum is a read-only view
+    F.sum(D.reduce_scatter(D.all_gather(x))).backward()
+    return x.grad
+
+
+def test_arrays_may_be_read_only(pool: Any) -> None:
+    for grad in pool(2).run(arrays_that_are_read_only):
+        assert grad.tolist() == [[4, 4, 4], [4, 4, 4]]
+
+
+def retained(rank: int, size: int) -> Any:
+    x = fl.param(np.ones(2))
+    loss = F.sum(D.all_reduce(x))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return x.grad
+
+
+def test_a_graph_can_be_used_twice(pool: Any) -> None:
+    for grad in pool(2).run(retained):
+        assert grad.tolist() == [4, 4]
+
+
+class HalfLinear(fl.nn.Module):
+    """A linear layer whose inputs are shared out; the ranks' partial results are added up."""
+
+    def __init__(self, rank: int, size: int, whole: Any) -> None:
+        super().__init__()
+        self.columns = np.array_split(np.arange(whole.weight.shape[1]), size)[rank]
+        self.weight = fl.param(whole.weight.array[:, self.columns].copy())
+
+    def forward(self, x: Any) -> Any:
+        return D.all_reduce(F.linear(x[:, self.columns], self.weight))
+
+
+def tensor_parallel(rank: int, size: int) -> Any:
+    fl.set_seed(0)
+    first = fl.nn.Linear(4, 7).astype(np.float64)
+    second = HalfLinear(rank, size, fl.nn.Linear(7, 2).astype(np.float64))
+    model = fl.nn.Sequential(first, fl.nn.Tanh(), second)
+    optimizer = fl.optim.SGDOptimizer(model.params(), 0.1, momentum=0.9)
+    for step in range(5):
+        optimizer.zero_grad()
+        # Every rank computes the same loss, so each has its share of it.
+        prediction = model(fl.input(numbers(step, 3, 4)))
+        loss = fl.nn.MeanSquaredError()(prediction, fl.no_grad(numbers(step, 3, 2)))
+        (loss * (1 / size)).backward()
+        fl.all_reduce_gradients(first)  # what each rank's part of the second layer asks for
+        optimizer.step()
+    return first.params()[0].array, D.all_gather(F.transpose(second.weight)).array
+
+
+@over_worlds
+def test_a_layer_shared_out_trains_as_a_whole_one(pool: Any, size: int, backend: str) -> None:
+    expected = tensor_parallel(0, 1)
+    for result in world(pool, size, backend).run(tensor_parallel):
+        for got, want in zip(result, expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
+
+
+def test_arguments() -> None:
+    for verb in (D.all_reduce, D.all_gather, D.reduce_scatter, D.broadcast):
+        with pytest.raises(TypeError, match=f"functional.{verb.__name__} takes a .*Variable"):
+            verb(np.ones(3))  # type: ignore[arg-type]
+    v = fl.param(np.ones(3))
+    for reduction in (D.all_reduce, D.reduce_scatter):
+        with pytest.raises(ValueError, match="'sum' or 'avg', got 'max'"):
+            reduction(v, "max")
+        with pytest.raises(TypeError, match="real number"):
+            reduction(v, scale="2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="root must be a rank"):
+        D.broadcast(v, 1)
+    with pytest.raises(ValueError, match="first dimension"):
+        D.reduce_scatter(fl.param(np.array(1.0)))
+
+
+def wrong_gradient(rank: int, size: int) -> str:
+    def halved(x: Any) -> Any:
+        y = D.all_reduce(x)
+        return y if rank else y * fl.no_grad(y.array)
+
+    with pytest.raises(AssertionError) as caught:
+        gradcheck_over_ranks(halved, [np.ones(2)])
+    return str(caught.value)
+
+
+def test_gradcheck_finds_a_wrong_gradient_and_tells_every_rank(pool: Any) -> None:
+    first, second = pool(2).run(wrong_gradient)
+    assert first == second
+    assert "rank 0: input 0, element 0: backward gave" in first
+    assert "rank 1: input 0, element 0: backward gave" in first
+    with pytest.raises(TypeError, match="float64"):
+        gradcheck_over_ranks(lambda x: x, [np.ones(1, np.float32)])

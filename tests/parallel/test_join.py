@@ -1,0 +1,348 @@
+"""Unequal numbers of batches: the same training as one process that weighs by samples."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.distributed.harness import run_outcomes
+
+BACKENDS = ["gloo", "shm"]
+# Batches of each rank.
+SCHEDULES = [(3,), (0,), (3, 1), (0, 2), (2, 2), (0, 0), (2, 5, 0), (4, 1, 4)]
+by_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+class Counting(fl.nn.Module):
+    """Two layers, and a buffer that counts the passes of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = fl.nn.Sequential(fl.nn.Linear(6, 8), fl.nn.Tanh(), fl.nn.Linear(8, 3))
+        self.add_buffer("passes", np.zeros(1, np.int64))
+
+    def forward(self, x: Any) -> Any:
+        self.passes += 1
+        return self.layers(x)
+
+
+def build() -> Any:
+    fl.set_seed(0)
+    return Counting().astype(np.float64)
+
+
+def batch(rank: int, step: int) -> tuple[Any, Any]:
+    """Every rank's batches have other sizes, and change."""
+    random = np.random.default_rng([rank, step])
+    count = 1 + (3 * rank + 5 * step) % 7
+    return random.standard_normal((count, 6)), random.standard_normal((count, 3))
+
+
+def backward(model: Any, x: Any, y: Any) -> None:
+    fl.nn.MeanSquaredError()(model(fl.input(x)), fl.no_grad(y)).backward()
+
+
+def sgd(model: Any) -> Any:
+    return fl.optim.SGDOptimizer(model.params(), 0.05, momentum=0.9)
+
+
+def result(model: Any, optimizer: Any) -> list[Any]:
+    arrays = [*model.state_dict().values(), *optimizer.state_dict().get("velocity", ())]
+    return [array.copy() for array in arrays]
+
+
+def alone(*schedules: tuple[int, ...], weighted: bool = True, total: float = 0) -> list[Any]:
+    """Train in one process; ``total``: what the sum of gradients is divided by, if no weights."""
+    model = build()
+    optimizer = sgd(model)
+    for schedule in schedules:
+        for step in range(max(schedule)):
+            batches = [batch(rank, step) for rank, n in enumerate(schedule) if step < n]
+            weights = [len(x) if weighted else 1 for x, _ in batches]
+            parts = [gradients(model, x, y) for x, y in batches]
+            for param, *grads in zip(model.params(), *parts, strict=True):
+                summed = sum(w * g for w, g in zip(weights, grads, strict=True))
+                param.grad = summed / (total or sum(weights))
+            optimizer.step()
+    model.passes[:] = sum(max(schedule) for schedule in schedules)
+    return result(model, optimizer)
+
+
+def gradients(model: Any, x: Any, y: Any) -> list[Any]:
+    model.zero_grad()
+    backward(model, x, y)
+    return [param.grad for param in model.params()]
+
+
+def check(results: list[Any], expected: list[Any]) -> None:
+    for got in results:
+        for mine, first, want in zip(got, results[0], expected, strict=True):
+            np.testing.assert_array_equal(mine, first)
+            np.testing.assert_allclose(mine, want, rtol=0, atol=1e-10)
+
+
+@contextlib.contextmanager
+def small_buckets() -> Iterator[None]:
+    before = fl.DistributedConstants.COALESCE_CACHE_SIZE
+    fl.DistributedConstants.COALESCE_CACHE_SIZE = 200  # bytes: every parameter by itself
+    try:
+        yield
+    finally:
+        fl.DistributedConstants.COALESCE_CACHE_SIZE = before
+
+
+def train(rank: int, size: int, *schedules: tuple[int, ...], count: bool = True, **how: Any) -> Any:
+    model = build()
+    optimizer = sgd(model)
+    with small_buckets():
+        fl.distribute_module_grads(model, **how)
+    for schedule in schedules:
+        with fl.join(model, optimizer) as joined:
+            for step in range(schedule[rank]):
+                x, y = batch(rank, step)
+                if count:
+                    joined.count(len(x))
+                optimizer.zero_grad()
+                backward(model, x, y)
+                optimizer.step()
+    return result(model, optimizer)
+
+
+@by_backend
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_training_equals_one_process_with_weights(
+    pool: Any, backend: str, schedule: tuple[int, ...]
+) -> None:
+    world = pool(len(schedule), params={"BACKEND": backend}) if len(schedule) > 1 else pool(1)
+    check(world.run(train, schedule), alone(schedule))
+
+
+@by_backend
+def test_it_can_be_used_again(pool: Any, backend: str) -> None:
+    schedules = (1, 3, 0), (2, 2, 2), (0, 0, 1)
+    world = pool(3, params={"BACKEND": backend})
+    check(world.run(train, *schedules), alone(*schedules))
+
+
+def train_with(rank: int, size: int, schedule: tuple[int, ...], kind: str) -> Any:
+    if kind == "no counts":
+        return train(rank, size, schedule, count=False)
+    if kind == "scale":
+        return train(rank, size, schedule, scale=1 / size)
+    if kind == "inline":
+        return train(rank, size, schedule, reducer=fl.InlineReducer(1 / size))
+    return train(rank, size, schedule, reducer=fl.CoalescingReducer(1 / size, bucket_bytes=500))
+
+
+def test_without_counts_every_rank_with_data_weighs_the_same(pool: Any) -> None:
+    schedule = (1, 3)
+    check(pool(2).run(train_with, schedule, "no counts"), alone(schedule, weighted=False))
+
+
+@pytest.mark.parametrize("kind", ["scale", "inline", "coalescing"])
+def test_with_a_scale_of_ones_own_gradients_are_summed(pool: Any, kind: str) -> None:
+    schedule = (1, 3)
+    check(pool(2).run(train_with, schedule, kind), alone(schedule, weighted=False, total=2))
+
+
+def train_compressed(rank: int, size: int, schedule: tuple[int, ...]) -> Any:
+    return train(rank, size, schedule, hook=fl.Float16Compression())
+
+
+def test_compressing_hooks_take_part(pool: Any) -> None:
+    first, *others = pool(3).run(train_compressed, (1, 3, 0))
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    for got, want in zip(first, alone((1, 3, 0)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-2)
+
+
+def accumulate(rank: int, size: int, steps: int) -> Any:
+    """Rank r trains for ``steps - r`` steps of two passes, the first of them not synchronised."""
+    model = build()
+    optimizer = sgd(model)
+    fl.distribute_module_grads(model)
+    with fl.join(model, optimizer) as joined:
+        for step in range(steps - rank):
+            optimizer.zero_grad()
+            for half in range(2):
+                x, y = batch(rank, 2 * step + half)
+                joined.count(len(x))
+                with contextlib.nullcontext() if half else fl.no_sync(model):
+                    backward(model, x, y)
+            optimizer.step()
+        with fl.no_sync(model):
+            backward(model, x, y)  # begun and not finished: not used
+    return [param.array.copy() for param in model.params()]
+
+
+def test_counts_of_accumulated_passes_add_up(pool: Any) -> None:
+    model = build()
+    optimizer = sgd(model)
+    for step in range(3):
+        summed, samples = [np.zeros_like(param.array) for param in model.params()], 0
+        for rank in (0, 1):
+            if step < 3 - rank:
+                pair = [batch(rank, 2 * step + half) for half in range(2)]
+                count = sum(len(x) for x, _ in pair)
+                samples += count
+                for grads in (gradients(model, x, y) for x, y in pair):
+                    summed = [s + count * g for s, g in zip(summed, grads, strict=True)]
+        for param, grad in zip(model.params(), summed, strict=True):
+            param.grad = grad / samples
+        optimizer.step()
+    check(pool(2).run(accumulate, 3), [param.array for param in model.params()])
+
+
+def adam_state(rank: int, size: int) -> Any:
+    model = build()
+    optimizer = fl.optim.AdamOptimizer(model.params(), 0.01 * (rank + 1))
+    fl.distribute_module_grads(model)
+    with fl.join(model, optimizer):
+        for step in range(rank):
+            optimizer.zero_grad()
+            backward(model, *batch(rank, step))
+            optimizer.step()
+    return optimizer.state_dict()
+
+
+def test_the_optimizers_state_is_that_of_the_rank_that_trained_to_the_last(pool: Any) -> None:
+    first, second = pool(2).run(adam_state)
+    assert first["lr"] == second["lr"] == 0.02
+    assert first["steps"] == second["steps"] == [1] * 4
+    assert type(first["steps"][0]) is int
+    for name in ("mean", "square"):
+        for mine, other in zip(first[name], second[name], strict=True):
+            np.testing.assert_array_equal(mine, other)
+
+
+def empty_batch(rank: int, size: int) -> list[Any]:
+    """The mean over no samples is nan; with a count of 0 it is nobody's business."""
+    model = build()
+    fl.distribute_module_grads(model)
+    with fl.join(model) as joined, np.errstate(invalid="ignore", divide="ignore"):
+        x, y = batch(0, 0)
+        joined.count(len(x) if rank else 0)
+        loss = fl.nn.MeanSquaredError()(model(fl.input(x)), fl.no_grad(y))
+        loss.backward(np.array(1.0 if rank else np.nan))
+    return [param.grad.copy() for param in model.params()]
+
+
+def test_a_batch_of_no_samples_is_left_out(pool: Any) -> None:
+    check(pool(2).run(empty_batch), gradients(build(), *batch(0, 0)))
+
+
+def nested(rank: int, size: int) -> Any:
+    models = build(), build()
+    for model in models:
+        fl.distribute_module_grads(model)
+    with fl.join(models[0]):
+        for model in models:
+            with pytest.raises(ValueError, match="another join is open"), fl.join(model):
+                raise AssertionError("was not refused")
+        if rank:
+            backward(models[0], *batch(rank, 0))
+    assert models[0].params()[0].grad is not None
+    return train(rank, size, (1, 2))
+
+
+def test_a_join_within_a_join_is_refused_and_harms_nothing(pool: Any) -> None:
+    check(pool(2).run(nested), alone((1, 2)))
+
+
+def joined_passes(model: Any, rank: int, passes: int, after: Any) -> None:
+    with fl.join(model):
+        for step in range(passes):
+            backward(model, *batch(rank, step))
+            after()
+
+
+def fail() -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+def raise_in_the_body(rank: int, size: int) -> None:
+    model = build()
+    fl.distribute_module_grads(model)
+    with pytest.raises(ZeroDivisionError):
+        joined_passes(model, rank, 2, fail)
+    # Both have left by the exception, so nothing is pending, and the module is as before.
+    backward(model, *batch(rank, 1))
+    with fl.join(model):
+        pass
+
+
+def test_an_exception_leaves_the_body_at_once(pool: Any) -> None:
+    pool(2).run(raise_in_the_body)
+
+
+def fail_on_one(rank: int, size: int, error: type[BaseException]) -> str:
+    model = build()
+    fl.distribute_module_grads(model)
+    expected = fl.errors.PeerLostError, fl.errors.CollectiveTimeoutError
+    try:
+        with fl.join(model):
+            backward(model, *batch(rank, 0))
+            if rank == 1:
+                raise error("on purpose")
+            if rank == 2:
+                backward(model, *batch(rank, 1))
+    except expected as caught:
+        return f"{type(caught).__name__}: {caught}"
+    return "joined as if nothing had happened"
+
+
+@by_backend
+def test_a_rank_that_raises_does_not_join(backend: str) -> None:
+    world = {"params": {"BACKEND": backend, "TIMEOUT": 3}}
+    outcomes = run_outcomes(fail_on_one, 3, ZeroDivisionError, **world)
+    assert outcomes[1].kind == "raised"
+    assert "on purpose" in outcomes[1].report()
+    for rank in (0, 2):
+        assert "TimeoutError: " in outcomes[rank].value
+        assert "rank 1 did not join" in outcomes[rank].value
+
+
+@by_backend
+def test_a_rank_that_exits_is_lost_to_those_that_join(backend: str) -> None:
+    outcomes = run_outcomes(fail_on_one, 3, SystemExit, params={"BACKEND": backend})
+    for rank in (0, 2):
+        assert outcomes[rank].value.startswith("PeerLostError")
+        assert "lost rank 1" in outcomes[rank].value
+
+
+def other_collectives(rank: int, size: int) -> str:
+    model = build()
+    fl.distribute_module_grads(model)
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        joined_passes(model, rank, rank, lambda: fl.all_reduce(np.zeros(2)))
+    fl.barrier()
+    return str(caught.value)
+
+
+def test_other_collectives_in_the_body_raise_on_every_rank(pool: Any) -> None:
+    first, second = pool(2).run(other_collectives)
+    assert "join: rank 0 of 2 has run out of data" in first
+    assert "called all_reduce(float64 (2,)" in first
+    assert "called all_reduce(float64 (2,)" in second
+
+
+def test_arguments() -> None:
+    model = build()
+    with pytest.raises(ValueError, match="distribute_module_grads"), fl.join(model):
+        pass
+    fl.distribute_module_grads(model)
+    with pytest.raises(TypeError, match="optimizer"), fl.join(model, "sgd"):  # type: ignore[arg-type]
+        pass
+    with fl.join(model) as joined:
+        joined.count(np.int32(3))
+        with pytest.raises(ValueError, match="at least 0"):
+            joined.count(-1)
+        with pytest.raises(TypeError, match="float"):
+            joined.count(1.5)  # type: ignore[arg-type]
