@@ -1,7 +1,6 @@
 #include "lanes.h"
 
 #include <algorithm>
-#include <system_error>
 
 namespace fl {
 
@@ -33,10 +32,7 @@ Lanes::~Lanes() {
 
 std::shared_ptr<Operation> Lanes::submit(const Lane& lane, double seconds,
                                          std::function<void(Operation&)> run) {
-  auto operation = std::make_shared<Operation>();
-  operation->queue = queue_;
-  operation->seconds = seconds;
-  operation->run = std::move(run);
+  auto operation = make(seconds, std::move(run));
   {
     const std::lock_guard<std::mutex> lock(queue_->mutex);
     const auto busy = find(lane);
@@ -45,10 +41,8 @@ std::shared_ptr<Operation> Lanes::submit(const Lane& lane, double seconds,
       return operation;
     }
     busy_.push_back({lane, {}});
-    if (hand_over(lane, operation)) return operation;
   }
-  finish(*operation, FL_FAILED, "no thread can be had for another message");
-  leave(lane);
+  begin(lane, operation);
   return operation;
 }
 
@@ -60,15 +54,27 @@ bool Lanes::enter(const Lane& lane) {
 }
 
 void Lanes::leave(const Lane& lane) noexcept {
-  for (;;) {
-    Pending operation;
-    {
-      const std::lock_guard<std::mutex> lock(queue_->mutex);
-      operation = next(lane);
-      if (operation == nullptr || hand_over(lane, operation)) return;
-    }
-    finish(*operation, FL_FAILED, "no thread can be had for another message");
+  Pending operation;
+  {
+    const std::lock_guard<std::mutex> lock(queue_->mutex);
+    operation = next(lane);
   }
+  if (operation != nullptr) begin(lane, std::move(operation));
+}
+
+std::shared_ptr<Operation> Lanes::go_on(const Lane& lane, double seconds,
+                                        std::function<void(Operation&)> run) {
+  auto operation = make(seconds, std::move(run));
+  begin(lane, operation);
+  return operation;
+}
+
+Lanes::Pending Lanes::make(double seconds, std::function<void(Operation&)> run) const {
+  auto operation = std::make_shared<Operation>();
+  operation->queue = queue_;
+  operation->seconds = seconds;
+  operation->run = std::move(run);
+  return operation;
 }
 
 std::vector<Lanes::Busy>::iterator Lanes::find(const Lane& lane) {
@@ -89,20 +95,28 @@ Lanes::Pending Lanes::next(const Lane& lane) {
   return operation;
 }
 
-// Give the head of a lane to a thread; false where none can be had.
-bool Lanes::hand_over(const Lane& lane, Pending operation) {
-  ready_.emplace_back(lane, std::move(operation));
-  if (idle_ >= ready_.size()) {
-    queue_->work.notify_one();
-    return true;
+// Let a thread run the head of a lane, or where none can be had end it, and the next one.
+void Lanes::begin(const Lane& lane, Pending operation) noexcept {
+  while (operation != nullptr) {
+    {
+      const std::lock_guard<std::mutex> lock(queue_->mutex);
+      if (hand_over(lane, operation)) return;
+    }
+    finish(*operation, FL_FAILED, "no thread can be had for another message");
+    const std::lock_guard<std::mutex> lock(queue_->mutex);
+    operation = next(lane);
   }
+}
+
+bool Lanes::hand_over(const Lane& lane, const Pending& operation) noexcept {
   try {
-    threads_.emplace_back(&Lanes::work, this);
-    return true;
-  } catch (const std::system_error&) {
-    ready_.pop_back();
+    if (idle_ <= ready_.size()) threads_.emplace_back(&Lanes::work, this);
+    ready_.emplace_back(lane, operation);
+  } catch (const std::exception&) {
     return false;
   }
+  queue_->work.notify_one();
+  return true;
 }
 
 void Lanes::work() {

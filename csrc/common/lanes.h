@@ -54,9 +54,12 @@ class Lanes {
   std::shared_ptr<Operation> submit(const Lane& lane, double seconds,
                                     std::function<void(Operation&)> run);
 
-  // True where nothing runs or waits in this lane: it is the caller's then, until leave().
+  // True where nothing runs or waits in this lane: it is the caller's then, until leave(), or until
+  // it lets a thread go on with what it has begun.
   bool enter(const Lane& lane);
   void leave(const Lane& lane) noexcept;
+  std::shared_ptr<Operation> go_on(const Lane& lane, double seconds,
+                                   std::function<void(Operation&)> run);
 
  private:
   using Pending = std::shared_ptr<Operation>;
@@ -65,9 +68,11 @@ class Lanes {
     std::list<Pending> waiting;  // behind what runs, or is about to
   };
 
+  Pending make(double seconds, std::function<void(Operation&)> run) const;
   std::vector<Busy>::iterator find(const Lane& lane);
   Pending next(const Lane& lane);
-  bool hand_over(const Lane& lane, Pending operation);
+  void begin(const Lane& lane, Pending operation) noexcept;
+  bool hand_over(const Lane& lane, const Pending& operation) noexcept;
   void work();
 
   Transport& transport_;

@@ -20,6 +20,8 @@ std::string Transport::why_broken() const {
   return why_;
 }
 
+Bytes make_bytes(size_t size) { return {std::unique_ptr<char[]>(new char[size + 1]), size}; }
+
 Clock::time_point deadline_after(double seconds) {
   constexpr double kLongest = 1e9;  // more would not fit the clock
   const auto limit = std::chrono::duration<double>(std::min(seconds, kLongest));

@@ -51,6 +51,9 @@ struct Bytes {
   size_t size = 0;
 };
 
+// Room for `size` bytes, not initialised; never a null pointer.
+Bytes make_bytes(size_t size);
+
 // What those who run operations and those who hold them share; it outlives the group.
 struct Queue {
   std::mutex mutex;

@@ -52,6 +52,13 @@ typedef struct {
   const int64_t *bytes;
 } fl_sections;
 
+/* What all_gather and gather may be given as output: room that is filled where exactly as many bytes
+   come. */
+typedef struct {
+  void *data;
+  size_t bytes;
+} fl_room;
+
 typedef struct fl_op fl_op;
 
 /* Wait up to `seconds` for the operation to end. FL_PENDING when it has not. */
@@ -61,7 +68,8 @@ const char *fl_op_message(fl_op *op);
 int fl_op_missing(fl_op *op, int *ranks, int capacity);
 /* What each rank called, of those whose signature arrived (the others have sequence 0). */
 const fl_signature *fl_op_signatures(fl_op *op);
-/* What all_gather, gather and a scatter without output received; lives as long as the handle. */
+/* What all_gather, gather and a scatter without output received, unless it went into a room; lives
+   as long as the handle. */
 void *fl_op_output(fl_op *op, size_t *bytes);
 /* Free the handle. An operation that has not ended goes on. */
 void fl_op_free(fl_op *op);

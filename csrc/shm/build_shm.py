@@ -16,7 +16,13 @@ SOURCES = (
     "shm/capi.cc",
     "shm/group.cc",
     "shm/collectives.cc",
+    "shm/reductions.cc",
     "shm/movement.cc",
+    "shm/sections.cc",
+    "shm/message.cc",
+    "shm/sending.cc",
+    "shm/receiving.cc",
+    "shm/delivery.cc",
     "shm/peers.cc",
     "shm/segment.cc",
 )

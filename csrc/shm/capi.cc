@@ -1,6 +1,7 @@
 // The C ABI: every exception becomes a status and a message.
 #include "../common/capi.h"
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -38,6 +39,23 @@ Result guarded(Result otherwise, char* message, size_t message_bytes, Body body)
   }
 }
 
+// Inside a handler: the handle of an operation that could not be started.
+fl_op* failed_to_start() {
+  const auto error = std::current_exception();
+  return fl::started([&]() -> std::shared_ptr<fl::Operation> { std::rethrow_exception(error); });
+}
+
+// What `run` returns, as a handle where there is anything to tell.
+template <typename Run>
+fl_op* handle(Run run) {
+  try {
+    auto operation = run();
+    return operation == nullptr ? nullptr : new fl_op{std::move(operation)};
+  } catch (const std::exception&) {
+    return failed_to_start();
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -72,14 +90,20 @@ fl_shm_group* fl_shm_open(const char* path, int create, int rank, int size, char
 fl_op* fl_shm_run(fl_shm_group* group, const fl_signature* signature, void* data, void* output,
                   int peer, double seconds, int async) {
   if (async != 0) {
-    return fl::started([&] { return group->group.start(*signature, data, output, peer, seconds); });
+    return handle([&] { return group->group.start(*signature, data, output, peer, seconds); });
   }
+  return handle([&] { return group->group.run(*signature, data, output, peer, seconds); });
+}
+
+void fl_shm_exchange(fl_shm_group* group, const fl_message* messages, int count, double seconds,
+                     fl_op** results) {
   try {
-    auto operation = group->group.run(*signature, data, output, peer, seconds);
-    return operation == nullptr ? nullptr : new fl_op{std::move(operation)};
+    auto ended = group->group.exchange(messages, count, seconds);
+    for (int i = 0; i < count; ++i) {
+      results[i] = ended[i] == nullptr ? nullptr : new fl_op{std::move(ended[i])};
+    }
   } catch (const std::exception&) {
-    const auto error = std::current_exception();
-    return fl::started([&]() -> std::shared_ptr<fl::Operation> { std::rethrow_exception(error); });
+    std::generate_n(results, count, failed_to_start);
   }
 }
 
@@ -91,13 +115,7 @@ int fl_shm_begin(fl_shm_group* group, const fl_signature* signature, const void*
 int fl_shm_ready(fl_shm_group* group, int spins) { return group->group.ready(spins) ? 1 : 0; }
 
 fl_op* fl_shm_finish(fl_shm_group* group, const fl_signature* signature, void* data) {
-  try {
-    auto operation = group->group.finish(*signature, data);
-    return operation == nullptr ? nullptr : new fl_op{std::move(operation)};
-  } catch (const std::exception&) {
-    const auto error = std::current_exception();
-    return fl::started([&]() -> std::shared_ptr<fl::Operation> { std::rethrow_exception(error); });
-  }
+  return handle([&] { return group->group.finish(*signature, data); });
 }
 
 fl_shm_region* fl_shm_add_region(fl_shm_group* group, const char* path, int create, size_t bytes,

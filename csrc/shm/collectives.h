@@ -1,11 +1,14 @@
 // The collectives between the ranks of one host, each written once on a Segment.
+//
+// collectives.cc: how a call is entered; reductions.cc, movement.cc, sections.cc: the verbs.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
-#include "../common/worker.h"
+#include "../common/operation.h"
 #include "choice.h"
 #include "peers.h"
 #include "segment.h"
@@ -18,12 +21,16 @@ struct Region {
   size_t stride;                     // bytes from one rank's array to the next
 };
 
-// All throw Failure, or Mismatch before anything has changed. One thread at a time may call.
+// All throw Failure, or Mismatch before anything has changed. One thread at a time may call, and
+// says how long with begin() first.
 class Collectives {
  public:
   using Seen = std::vector<fl_signature>;
 
   Collectives(Segment& segment, Peers& peers, int rank, int size);
+
+  // The next call: each of its waits may take `seconds`, and be interrupted on the caller's thread.
+  void begin(double seconds, InterruptCheck interrupt);
 
   void barrier(const fl_signature& mine);
   void all_reduce(const fl_signature& mine, void* data);
@@ -35,12 +42,13 @@ class Collectives {
   void reduce(const fl_signature& mine, void* data);
   void reduce_scatter(const fl_signature& mine, const void* data, void* output);
   void broadcast(const fl_signature& mine, void* data);
-  Bytes all_gather(const fl_signature& mine, const void* data);
-  Bytes gather(const fl_signature& mine, const void* data);
-  void scatter(const fl_signature& mine, const void* data, void* output);
+  // Where `room` is null, or what comes does not fit exactly, it is returned.
+  Bytes all_gather(const fl_signature& mine, const void* data, const fl_room* room);
+  Bytes gather(const fl_signature& mine, const void* data, const fl_room* room);
+  // Where `output` is null, the part is returned.
+  Bytes scatter(const fl_signature& mine, const void* data, void* output);
   void all_to_all(const fl_signature& mine, const void* data, void* output);
-  void send(const fl_signature& mine, const void* data, int peer, Seen& seen);
-  void recv(const fl_signature& mine, void* data, int peer, Seen& seen);
+  void all_to_all_uneven(const fl_signature& mine, const fl_sections& sections, void* output);
 
   // The last call of every rank, for messages about a mismatch.
   Seen signatures() const;
@@ -50,15 +58,15 @@ class Collectives {
   void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
   void drop_region(const void* array);
 
-  uint32_t next_call() const { return calls_ + 1; }
-
  private:
   struct Chunks;
+  struct Sections;
   const Call& call_of(int rank) const { return segment_.block(rank).calls[calls_ % 2]; }
   const char* inline_data(int rank, size_t bytes) const;
   void enter(const fl_signature& mine, const void* data, size_t inline_bytes);
   void tell(const fl_signature& mine, const void* data, size_t inline_bytes);
   void hear(const fl_signature& mine);
+  bool all_call_the_same() const;
   uint64_t place_of(const void* data) const;
   bool all_in_one_place() const;
   char* in_region(int rank) const;
@@ -68,19 +76,26 @@ class Collectives {
   void reduce_in_place(const fl_signature& mine, void* data);
   void exchange_two(const fl_signature& mine, char* data);
   void reduce_in_parts(const fl_signature& mine, char* data, int collector);
-  template <typename Produce, typename Consume>
-  void stream(size_t chunks, bool produces, bool consumes, Produce produce, Consume consume);
-  template <typename Take>
-  void stream_sections(const void* data, size_t section, int only_source, Take take);
-  Bytes gather_to(const fl_signature& mine, const void* data, bool wanted);
-  void handshake(const fl_signature& mine, int peer, bool sender, Seen& seen);
-  void wait_for_free_slot(uint32_t chunk);
-  void show(void* slot, const void* data, size_t bytes) const;
   void reduce_large(const fl_signature& mine, void* data);
   int votes() const;
 
+  Bytes gather_to(const fl_signature& mine, const void* data, const fl_room* room, bool wanted);
+  void exchange_sections(const fl_signature& mine, const Sections& sections, const void* data,
+                         void* output);
+  void move_sections(Sections sections, const void* data, void* output);
+  void stream_sections(const Sections& sections, const void* data,
+                       const std::function<void(uint32_t)>& consume);
+
+  using Produce = std::function<void(uint32_t chunk, char* slot)>;
+  using Consume = std::function<void(uint32_t chunk, uint32_t filled)>;
+  void stream(size_t chunks, bool produces, bool consumes, const Produce& produce,
+              const Consume& consume);
+  void wait_for_free_slot(uint32_t chunk);
+  void show(void* slot, const void* data, size_t bytes) const;
+
   Segment& segment_;
   Peers& peers_;
+  Watch watch_;  // of the running call
   const int rank_, size_;
   uint32_t calls_ = 0;   // calls of this group so far
   uint32_t chunks_ = 0;  // chunks that have gone through the slots so far

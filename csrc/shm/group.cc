@@ -1,69 +1,130 @@
 #include "group.h"
 
+#include <algorithm>
+#include <list>
 #include <utility>
 
 namespace fl {
+namespace {
+
+// Beside other threads of this process, which need the processor.
+constexpr Patience kInALane{0, 20};
+
+bool is_message(const fl_signature& s) { return s.verb == FL_SEND || s.verb == FL_RECV; }
+
+Lane lane_of(const fl_signature& s, int peer) { return {peer, s.verb == FL_SEND, s.root}; }
+
+// A lane that was entered.
+class Turn {
+ public:
+  Turn(Lanes& lanes, const Lane& lane) : lanes_(&lanes), lane_(lane) {}
+  ~Turn() {
+    if (lanes_ != nullptr) lanes_->leave(lane_);
+  }
+  Turn(const Turn&) = delete;
+
+  const Lane& lane() const { return lane_; }
+  std::shared_ptr<Operation> go_on(double seconds, std::function<void(Operation&)> run) {
+    return std::exchange(lanes_, nullptr)->go_on(lane_, seconds, std::move(run));
+  }
+
+  const Message* last = nullptr;  // in this lane
+
+ private:
+  Lanes* lanes_;
+  const Lane lane_;
+};
+
+std::unique_ptr<Message> make_message(Mail& mail, const fl_signature& s, void* data, int peer) {
+  return s.verb == FL_SEND ? make_send(mail, s, data, peer) : make_receive(mail, s, data, peer);
+}
+
+// Nothing, of a message that was received; `seen` tells of one that does not match.
+Bytes end_of(const Message& message, std::vector<fl_signature>& seen) {
+  if (!message.is_mismatched()) return {};
+  seen = message.signatures();
+  throw Mismatch();
+}
+
+}  // namespace
 
 ShmGroup::ShmGroup(Mapping mapping, int rank, int size)
     : rank_(rank),
       size_(size),
       segment_(std::move(mapping), size),
       peers_(segment_, rank, size),
-      collectives_(segment_, peers_, rank, size) {}
+      collectives_(segment_, peers_, rank, size),
+      mail_(segment_, rank, size),
+      lanes_(std::make_unique<Lanes>(peers_)) {}
 
 ShmGroup::~ShmGroup() {
   peers_.stop();
+  lanes_.reset();
   worker_.reset();
+  const std::lock_guard<std::mutex> lock(running_);  // on another thread of the caller's
   peers_.give_up(Failure(FL_OK, {}, "left"));
 }
 
 // On the caller's own thread, unless operations are queued: they come first.
-std::shared_ptr<Operation> ShmGroup::run(const fl_signature& signature, void* data, void* output,
-                                         int peer, double seconds) {
+ShmGroup::Result ShmGroup::run(const fl_signature& signature, void* data, void* output, int peer,
+                               double seconds) {
+  if (is_message(signature)) return run_message(signature, data, peer, seconds);
   if (queued_.load(std::memory_order_acquire) != 0) {
-    return start(signature, data, output, peer, seconds);
+    return start_collective(signature, data, output, seconds);
   }
   const std::lock_guard<std::mutex> lock(running_);
-  return guarded([&](Collectives::Seen& seen) {
-    return dispatch(signature, data, output, peer, seconds, interrupt_, seen);
+  return guarded([&](Seen& seen) {
+    return dispatch(signature, data, output, seconds, interrupt_, seen);
   });
 }
 
-// Run `body` on the caller's thread; what it throws becomes an operation that has failed.
+ShmGroup::Result ShmGroup::start(const fl_signature& signature, void* data, void* output, int peer,
+                                 double seconds) {
+  return is_message(signature) ? start_message(signature, data, peer, seconds)
+                               : start_collective(signature, data, output, seconds);
+}
+
+// Run `body` on the caller's thread; what it throws becomes an operation that has failed. `seen`
+// are the signatures that go with what it returns or throws.
 template <typename Body>
-std::shared_ptr<Operation> ShmGroup::guarded(Body body) {
-  if (!broken_.empty()) return ended(FL_CLOSED, broken_, {}, {});
-  Collectives::Seen seen;
+ShmGroup::Result ShmGroup::guarded(Body body) {
+  if (peers_.is_broken()) return ended(FL_CLOSED, peers_.why_broken(), {}, {});
+  Seen seen;
+  Failure failure(FL_OK, {}, "");
   try {
     Bytes output = body(seen);
     if (output.data == nullptr) return nullptr;
-    auto done = ended(FL_OK, "", {}, collectives_.signatures());
+    auto done = ended(FL_OK, "", {}, std::move(seen));
     done->output = std::move(output);
     return done;
   } catch (const Mismatch& mismatch) {
-    if (seen.empty()) seen = collectives_.signatures();
     return ended(FL_MISMATCH, mismatch.what(), {}, std::move(seen));
-  } catch (const Failure& failure) {
-    return broken_by(failure);
+  } catch (const Failure& caught) {
+    failure = caught;
   } catch (const std::exception& error) {  // no memory: the others are in the middle of this call
-    return broken_by(peers_.explain(error.what()));
+    failure = peers_.explain(error.what());
   }
-}
-
-std::shared_ptr<Operation> ShmGroup::broken_by(const Failure& failure) {
-  broken_ = failure.what();
-  peers_.give_up(failure);
+  peers_.fail(failure);
   return ended(failure.status, failure.what(), failure.missing, {});
 }
 
+ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message,
+                                 std::vector<int> missing, Seen seen) {
+  auto operation = std::make_shared<Operation>();
+  operation->queue = std::make_shared<Queue>();
+  operation->status = status;
+  operation->message = message;
+  operation->missing = std::move(missing);
+  operation->signatures = std::move(seen);
+  return operation;
+}
+
+// Collectives ---------------------------------------------------------------------------------
+
 bool ShmGroup::begin(const fl_signature& signature, const void* data, double seconds) {
-  if (queued_.load(std::memory_order_acquire) != 0) return false;
+  if (queued_.load(std::memory_order_acquire) != 0 || peers_.is_broken()) return false;
   running_.lock();
-  if (!broken_.empty()) {
-    running_.unlock();
-    return false;
-  }
-  peers_.begin(seconds, collectives_.next_call(), -1, interrupt_);
+  collectives_.begin(seconds, interrupt_);
   collectives_.call_all_reduce(signature, data);
   return true;
 }
@@ -77,17 +138,22 @@ bool ShmGroup::ready(int spins) const {
   return true;
 }
 
-std::shared_ptr<Operation> ShmGroup::finish(const fl_signature& signature, void* data) {
+ShmGroup::Result ShmGroup::finish(const fl_signature& signature, void* data) {
   const std::lock_guard<std::mutex> lock(running_, std::adopt_lock);
-  return guarded([&](Collectives::Seen&) {
-    collectives_.complete_all_reduce(signature, data);
+  return guarded([&](Seen& seen) {
+    try {
+      collectives_.complete_all_reduce(signature, data);
+    } catch (const Mismatch&) {
+      seen = collectives_.signatures();
+      throw;
+    }
     return Bytes();
   });
 }
 
-std::shared_ptr<Operation> ShmGroup::start(const fl_signature& signature, void* data, void* output,
-                                           int peer, double seconds) {
-  if (worker_ == nullptr) worker_ = std::make_unique<Worker>(peers_);
+ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void* data,
+                                            void* output, double seconds) {
+  std::call_once(needs_worker_, [&] { worker_ = std::make_unique<Worker>(peers_); });
   queued_.fetch_add(1, std::memory_order_acq_rel);
   return worker_->submit(seconds, [=](Operation& operation) {
     const struct Leave {
@@ -95,25 +161,20 @@ std::shared_ptr<Operation> ShmGroup::start(const fl_signature& signature, void* 
       ~Leave() { queued.fetch_sub(1, std::memory_order_acq_rel); }
     } leave{queued_};
     const std::lock_guard<std::mutex> lock(running_);
-    if (!broken_.empty()) throw Failure(FL_CLOSED, {}, broken_);
-    try {
-      operation.output = dispatch(signature, data, output, peer, operation.seconds, nullptr,
-                                  operation.signatures);
-      if (operation.output.data != nullptr) operation.signatures = collectives_.signatures();
-    } catch (const Mismatch&) {
-      throw;
-    } catch (const std::exception& error) {
-      broken_ = error.what();
-      throw;
-    }
+    if (peers_.is_broken()) throw Failure(FL_CLOSED, {}, peers_.why_broken());
+    operation.output =
+        dispatch(signature, data, output, operation.seconds, nullptr, operation.signatures);
   });
 }
 
-Bytes ShmGroup::dispatch(const fl_signature& s, void* data, void* output, int peer, double seconds,
-                         InterruptCheck interrupt, Collectives::Seen& seen) {
-  const bool pairwise = s.verb == FL_SEND || s.verb == FL_RECV;
-  peers_.begin(seconds, collectives_.next_call(), pairwise ? peer : -1, interrupt);
-  if (pairwise) seen.assign(size_, fl_signature{});
+Bytes ShmGroup::dispatch(const fl_signature& s, void* data, void* output, double seconds,
+                         InterruptCheck interrupt, Seen& seen) {
+  collectives_.begin(seconds, interrupt);
+  const auto* room = static_cast<const fl_room*>(output);  // of the gathers
+  const auto with_shapes = [&](Bytes received) {
+    seen = collectives_.signatures();
+    return received;
+  };
   try {
     switch (s.verb) {
       case FL_ALL_REDUCE: collectives_.all_reduce(s, data); return {};
@@ -121,29 +182,19 @@ Bytes ShmGroup::dispatch(const fl_signature& s, void* data, void* output, int pe
       case FL_BROADCAST: collectives_.broadcast(s, data); return {};
       case FL_REDUCE: collectives_.reduce(s, data); return {};
       case FL_REDUCE_SCATTER: collectives_.reduce_scatter(s, data, output); return {};
-      case FL_ALL_GATHER: return collectives_.all_gather(s, data);
-      case FL_GATHER: return collectives_.gather(s, data);
-      case FL_SCATTER: collectives_.scatter(s, data, output); return {};
+      case FL_ALL_GATHER: return with_shapes(collectives_.all_gather(s, data, room));
+      case FL_GATHER: return with_shapes(collectives_.gather(s, data, room));
+      case FL_SCATTER: return with_shapes(collectives_.scatter(s, data, output));
       case FL_ALL_TO_ALL: collectives_.all_to_all(s, data, output); return {};
-      case FL_SEND: collectives_.send(s, data, peer, seen); return {};
-      case FL_RECV: collectives_.recv(s, data, peer, seen); return {};
+      case FL_ALL_TO_ALL_UNEVEN:
+        collectives_.all_to_all_uneven(s, *static_cast<const fl_sections*>(data), output);
+        return {};
       default: throw Failure(FL_FAILED, {}, "unknown verb");
     }
   } catch (const Mismatch&) {
-    if (!pairwise) seen = collectives_.signatures();
+    seen = collectives_.signatures();
     throw;
   }
-}
-
-std::shared_ptr<Operation> ShmGroup::ended(fl_status status, const std::string& message,
-                                            std::vector<int> missing, Collectives::Seen seen) {
-  auto operation = std::make_shared<Operation>();
-  operation->queue = std::make_shared<Queue>();
-  operation->status = status;
-  operation->message = message;
-  operation->missing = std::move(missing);
-  operation->signatures = std::move(seen);
-  return operation;
 }
 
 void* ShmGroup::add_region(std::shared_ptr<Mapping> mapping, size_t stride) {
@@ -154,6 +205,75 @@ void* ShmGroup::add_region(std::shared_ptr<Mapping> mapping, size_t stride) {
 void ShmGroup::drop_region(const void* array) {
   const std::lock_guard<std::mutex> lock(running_);
   collectives_.drop_region(array);
+}
+
+// Messages ------------------------------------------------------------------------------------
+
+ShmGroup::Result ShmGroup::run_message(const fl_signature& signature, void* data, int peer,
+                                       double seconds) {
+  const Lane lane = lane_of(signature, peer);
+  if (!lanes_->enter(lane)) return start_message(signature, data, peer, seconds);
+  const Turn turn(*lanes_, lane);
+  const auto message = make_message(mail_, signature, data, peer);
+  return guarded([&](Seen& seen) {
+    deliver(mail_, peers_, {message.get()}, {seconds, interrupt_, peers_.patience()});
+    return end_of(*message, seen);
+  });
+}
+
+// What can be done at once is done here: an offer is made, or what is there already is taken.
+ShmGroup::Result ShmGroup::start_message(const fl_signature& signature, void* data, int peer,
+                                         double seconds) {
+  const Lane lane = lane_of(signature, peer);
+  const std::shared_ptr<Message> message = make_message(mail_, signature, data, peer);
+  const auto run = [=](Operation& operation) {
+    deliver(mail_, peers_, {message.get()}, {operation.seconds, nullptr, kInALane});
+    end_of(*message, operation.signatures);
+  };
+  if (!lanes_->enter(lane)) return lanes_->submit(lane, seconds, run);
+  Turn turn(*lanes_, lane);
+  auto result = guarded([&](Seen& seen) {
+    message->step();
+    return end_of(*message, seen);
+  });
+  const bool goes_on = result == nullptr && !message->has_ended();
+  return goes_on ? turn.go_on(seconds, run) : result;
+}
+
+std::vector<ShmGroup::Result> ShmGroup::exchange(const fl_message* messages, int count,
+                                                 double seconds) {
+  std::vector<Result> results(count);
+  std::vector<std::unique_ptr<Message>> own(count);
+  std::vector<Message*> all;
+  std::list<Turn> turns;
+  for (int i = 0; i < count; ++i) {
+    const auto& [signature, data, peer] = messages[i];
+    const Lane lane = lane_of(signature, peer);
+    auto turn = std::find_if(turns.begin(), turns.end(),
+                             [&](const Turn& one) { return one.lane() == lane; });
+    if (turn == turns.end() && lanes_->enter(lane)) {
+      turn = turns.emplace(turns.end(), *lanes_, lane);
+    }
+    if (turn == turns.end()) {
+      results[i] = start_message(signature, data, peer, seconds);
+      continue;
+    }
+    own[i] = make_message(mail_, signature, data, peer);
+    own[i]->follow(std::exchange(turn->last, own[i].get()));
+    all.push_back(own[i].get());
+  }
+  const Result failure = guarded([&](Seen&) {
+    deliver(mail_, peers_, all, {seconds, interrupt_, peers_.patience()});
+    return Bytes();
+  });
+  for (int i = 0; i < count; ++i) {
+    if (own[i] == nullptr) continue;
+    if (!own[i]->has_ended()) results[i] = failure;
+    if (own[i]->is_mismatched()) {
+      results[i] = ended(FL_MISMATCH, Mismatch().what(), {}, own[i]->signatures());
+    }
+  }
+  return results;
 }
 
 }  // namespace fl

@@ -1,14 +1,19 @@
-// The ranks of one host as a group: operations run on the caller's thread, or in turn on one of
-// their own.
+// The ranks of one host as a group. Collectives run on the caller's thread, or in turn on one of
+// their own; messages on the caller's thread, or in lanes beside them.
 #pragma once
 
 #include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
+#include "../common/lanes.h"
 #include "../common/worker.h"
+#include "abi.h"
 #include "collectives.h"
+#include "delivery.h"
+#include "message.h"
 #include "peers.h"
 #include "segment.h"
 
@@ -16,21 +21,25 @@ namespace fl {
 
 class ShmGroup {
  public:
+  // What became of a call: null where all went well and there is nothing to fetch.
+  using Result = std::shared_ptr<Operation>;
+
   ShmGroup(Mapping mapping, int rank, int size);
   ~ShmGroup();
 
-  // Null where all went well and there is nothing to fetch.
-  std::shared_ptr<Operation> run(const fl_signature& signature, void* data, void* output, int peer,
-                                 double seconds);
-  std::shared_ptr<Operation> start(const fl_signature& signature, void* data, void* output,
-                                   int peer, double seconds);
+  Result run(const fl_signature& signature, void* data, void* output, int peer, double seconds);
+  Result start(const fl_signature& signature, void* data, void* output, int peer, double seconds);
+
+  // Several messages at once, on the caller's thread; those with something before them in their
+  // lane are started.
+  std::vector<Result> exchange(const fl_message* messages, int count, double seconds);
 
   // all_reduce on the caller's thread in two steps, so that a caller who holds a lock can let it
   // go when the others are late. begin() is false, and nothing has happened, where operations are
   // queued or the group is broken; else finish() must follow, on the same thread.
   bool begin(const fl_signature& signature, const void* data, double seconds);
   bool ready(int spins) const;
-  std::shared_ptr<Operation> finish(const fl_signature& signature, void* data);
+  Result finish(const fl_signature& signature, void* data);
 
   void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
   void drop_region(const void* array);
@@ -38,23 +47,27 @@ class ShmGroup {
   int size() const { return size_; }
 
  private:
+  using Seen = std::vector<fl_signature>;
   template <typename Body>
-  std::shared_ptr<Operation> guarded(Body body);
-  std::shared_ptr<Operation> broken_by(const Failure& failure);
-  Bytes dispatch(const fl_signature& signature, void* data, void* output, int peer,
-                 double seconds, InterruptCheck interrupt, Collectives::Seen& seen);
-  std::shared_ptr<Operation> ended(fl_status status, const std::string& message,
-                                    std::vector<int> missing, Collectives::Seen seen);
+  Result guarded(Body body);
+  Result ended(fl_status status, const std::string& message, std::vector<int> missing, Seen seen);
+  Bytes dispatch(const fl_signature& signature, void* data, void* output, double seconds,
+                 InterruptCheck interrupt, Seen& seen);
+  Result start_collective(const fl_signature& signature, void* data, void* output, double seconds);
+  Result run_message(const fl_signature& signature, void* data, int peer, double seconds);
+  Result start_message(const fl_signature& signature, void* data, int peer, double seconds);
 
   const int rank_, size_;
   Segment segment_;
   Peers peers_;
   Collectives collectives_;
+  Mail mail_;
   InterruptCheck interrupt_ = nullptr;
-  std::mutex running_;               // whoever runs an operation holds it
-  std::atomic<int> queued_{0};       // operations that were started and have not ended
-  std::string broken_;               // why the group cannot be used any more
-  std::unique_ptr<Worker> worker_;   // made when first needed; last: it ends before the rest
+  std::mutex running_;              // whoever runs a collective holds it
+  std::atomic<int> queued_{0};      // collectives that were started and have not ended
+  std::once_flag needs_worker_;
+  std::unique_ptr<Worker> worker_;  // made when first needed
+  std::unique_ptr<Lanes> lanes_;
 };
 
 }  // namespace fl

@@ -13,9 +13,6 @@
 namespace fl {
 namespace {
 
-// How long a sleep lasts before a rank looks around: for farewells, deaths, signals, the deadline.
-constexpr long kSliceMilliseconds = 20;
-
 // In place of a file descriptor: this process had ended before one could be had.
 constexpr int kGone = -2;
 
@@ -37,6 +34,8 @@ uint64_t pid_namespace() {
 
 }  // namespace
 
+// Peers ---------------------------------------------------------------------------------------
+
 Peers::Peers(const Segment& segment, int rank, int size)
     : segment_(segment), rank_(rank), size_(size), patience_(patience_for(size)) {
   RankBlock& mine = segment_.block(rank);
@@ -50,62 +49,45 @@ Peers::~Peers() {
   }
 }
 
-void Peers::begin(double seconds, uint32_t call, int only, InterruptCheck interrupt) {
-  seconds_ = seconds;
-  call_ = call;
-  only_ = only;
-  interrupt_ = interrupt;
-}
-
-void Peers::wait_long(Counter& counter, uint32_t target, int peer) {
-  if (counter.wait(target, patience_, kSliceMilliseconds)) return;
-  const auto deadline =
-      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds_));
-  for (;;) {
-    check_farewells(counter, target);
-    check_deaths(counter, target);
-    if (stopped_) throw Failure(FL_CLOSED, {}, "the group was closed");
-    if (interrupt_ != nullptr && interrupt_() != 0) {
-      throw Failure(FL_CLOSED, {}, "a signal handler interrupted the operation");
-    }
-    if (counter.wait(target, Patience{0, 0}, kSliceMilliseconds)) return;
-    if (Clock::now() >= deadline) {
-      auto missing = not_called();
-      if (missing.empty()) missing.push_back(peer);
-      throw Failure(FL_TIMEOUT, missing, "timed out");
-    }
+std::optional<Failure> Peers::loss(const Concern& concern) {
+  if (auto told = farewell(concern)) return told;
+  const std::vector<int> gone = dead(concern);
+  if (!gone.empty()) {
+    if (auto told = farewell(concern)) return told;  // who could say why it ended said so before
+    return Failure(FL_PEER_LOST, gone, "its process has ended");
   }
+  if (stopped_) return Failure(FL_CLOSED, {}, "the group was closed");
+  if (is_broken()) return Failure(FL_CLOSED, {}, why_broken());
+  return std::nullopt;
 }
 
-// A rank that has gone may have raised the counter just before: then all is well here.
-void Peers::check_farewells(const Counter& counter, uint32_t target) {
+std::optional<Failure> Peers::farewell(const Concern& concern) const {
   for (int r = 0; r < size_; ++r) {
     const Farewell& farewell = segment_.block(r).farewell;
-    if (!matters(r) || farewell.given.value() == 0 || has_done_its_part(r)) continue;
-    if (counter.reached(target)) return;
+    if (farewell.given.value() == 0 || !matters(r, concern)) continue;
     const auto status = static_cast<fl_status>(farewell.status);
     const std::vector<int> missing(farewell.missing, farewell.missing + farewell.missing_count);
-    if (status == FL_OK) throw Failure(FL_PEER_LOST, {r}, "it has left the group");
+    if (status == FL_OK) return Failure(FL_PEER_LOST, {r}, "it has left the group");
     if (std::find(missing.begin(), missing.end(), rank_) != missing.end()) {
-      throw Failure(FL_PEER_LOST, {r}, "it gave up waiting for this rank");
+      return Failure(FL_PEER_LOST, {r}, "it gave up waiting for this rank");
     }
     const std::string message = "rank " + std::to_string(r) + " gave up: " + farewell.message;
-    if (status == FL_PEER_LOST || status == FL_TIMEOUT) throw Failure(status, missing, message);
-    throw Failure(FL_PEER_LOST, {r}, message);
+    if (status == FL_PEER_LOST || status == FL_TIMEOUT) return Failure(status, missing, message);
+    return Failure(FL_PEER_LOST, {r}, message);
   }
+  return std::nullopt;
 }
 
-void Peers::check_deaths(const Counter& counter, uint32_t target) {
+std::vector<int> Peers::dead(const Concern& concern) {
+  const std::lock_guard<std::mutex> lock(mutex_);
   if (pidfds_.empty()) open_pidfds();
   std::vector<int> dead;
   for (int r = 0; r < size_; ++r) {
+    if (!matters(r, concern)) continue;
     pollfd end{pidfds_[r], POLLIN, 0};
-    const bool ended = end.fd == kGone || (end.fd >= 0 && poll(&end, 1, 0) == 1);
-    if (ended && matters(r) && !has_done_its_part(r)) dead.push_back(r);
+    if (end.fd == kGone || (end.fd >= 0 && poll(&end, 1, 0) == 1)) dead.push_back(r);
   }
-  if (dead.empty() || counter.reached(target)) return;
-  check_farewells(counter, target);  // who could say why it ended said so before
-  throw Failure(FL_PEER_LOST, dead, "its process has ended");
+  return dead;
 }
 
 // Opened when first needed; a rank may be gone by then.
@@ -122,17 +104,20 @@ void Peers::open_pidfds() {
 
 // A rank may be done with a call before others, as one that has little to give to a gather. If it
 // then left in order, nobody waits for it in vain.
-bool Peers::has_done_its_part(int r) const {
+bool Peers::matters(int r, const Concern& concern) const {
+  if (r == rank_) return false;
+  if (concern.only >= 0) return r == concern.only;
   const RankBlock& block = segment_.block(r);
-  return only_ < 0 && block.farewell.given.value() != 0 && block.farewell.status == FL_OK &&
-         block.calls[call_ % 2].number.reached(call_);
+  const bool left_in_order = block.farewell.given.value() != 0 && block.farewell.status == FL_OK;
+  return !(left_in_order && block.calls[concern.call % 2].number.reached(concern.call));
 }
 
-std::vector<int> Peers::not_called() const {
+std::vector<int> Peers::not_called(const Concern& concern) const {
   std::vector<int> missing;
-  if (only_ >= 0) return missing;
+  if (concern.only >= 0) return missing;
   for (int r = 0; r < size_; ++r) {
-    if (r != rank_ && !segment_.block(r).calls[call_ % 2].number.reached(call_)) missing.push_back(r);
+    const Counter& number = segment_.block(r).calls[concern.call % 2].number;
+    if (r != rank_ && !number.reached(concern.call)) missing.push_back(r);
   }
   return missing;
 }
@@ -149,6 +134,36 @@ void Peers::give_up(const Failure& failure) noexcept {
   }
   std::strncpy(farewell.message, failure.what(), sizeof farewell.message - 1);
   farewell.given.raise(1);
+}
+
+void Peers::stop() {
+  stopped_ = true;
+  segment_.block(rank_).bell.ring(~0u);
+}
+
+// Watch ---------------------------------------------------------------------------------------
+
+// A rank that has gone may have raised the counter just before: then all is well here.
+void Watch::wait_long(Counter& counter, uint32_t target, int peer) {
+  if (counter.wait(target, peers_->patience(), kSliceMilliseconds)) return;
+  const Clock::time_point since = Clock::now();
+  do {
+    if (const auto lost = loss()) {
+      if (counter.reached(target)) return;
+      throw *lost;
+    }
+    check(since, peer);
+  } while (!counter.wait(target, Patience{0, 0}, kSliceMilliseconds));
+}
+
+void Watch::check(Clock::time_point since, int peer) {
+  if (interrupt_ != nullptr && interrupt_() != 0) {
+    throw Failure(FL_CLOSED, {}, "a signal handler interrupted the operation");
+  }
+  if (std::chrono::duration<double>(Clock::now() - since).count() < seconds_) return;
+  auto missing = peers_->not_called(concern_);
+  if (missing.empty()) missing.push_back(peer);
+  throw Failure(FL_TIMEOUT, missing, "timed out");
 }
 
 }  // namespace fl

@@ -2,10 +2,11 @@
 #pragma once
 
 #include <atomic>
+#include <mutex>
+#include <optional>
 #include <vector>
 
-#include "../common/failure.h"
-#include "../common/worker.h"
+#include "../common/operation.h"
 #include "segment.h"
 
 namespace fl {
@@ -13,49 +14,75 @@ namespace fl {
 // Called now and then while a caller's own thread waits; not 0: give up (a signal handler said so).
 using InterruptCheck = int (*)();
 
+// How long a sleep lasts before a rank looks around: for farewells, deaths, signals, the deadline.
+constexpr long kSliceMilliseconds = 20;
+
+// Whom an operation needs: the rank `only`, whatever becomes of the others, or where that is -1 all
+// that have not done their part of the collective number `call`.
+struct Concern {
+  int only = -1;
+  uint32_t call = 0;
+};
+
+// Of all operations; any thread may call.
 class Peers : public Transport {
  public:
   Peers(const Segment& segment, int rank, int size);
   ~Peers() override;
   Peers(const Peers&) = delete;
 
-  // Wait until a counter of rank `peer` has reached `target`; throws Failure.
-  void wait(Counter& counter, uint32_t target, int peer) {
-    if (!counter.reached(target)) wait_long(counter, target, peer);
-  }
+  // Why an operation waits in vain: somebody it needs has gone, or this rank itself.
+  std::optional<Failure> loss(const Concern& concern);
+  // The ranks that have not called yet.
+  std::vector<int> not_called(const Concern& concern) const;
 
-  // Begin an operation that may take `seconds`: the collective number `call`, or one with `only`
-  // that rank (else -1), whatever becomes of the others. On the caller's own thread it can be
-  // interrupted.
-  void begin(double seconds, uint32_t call, int only, InterruptCheck interrupt);
-
+  const Patience& patience() const { return patience_; }
   // Whether every rank has a processor of its own to wait on.
   bool may_spin() const { return patience_.spins > 0; }
 
-  void begin(Clock::time_point) override {}
   void enforce_deadline() override {}
-  void stop() override { stopped_ = true; }
+  void stop() override;
   Failure explain(const std::string& what) override { return {FL_FAILED, {}, what}; }
   void give_up(const Failure& failure) noexcept override;
 
  private:
-  void wait_long(Counter& counter, uint32_t target, int peer);
-  void check_farewells(const Counter& counter, uint32_t target);
-  void check_deaths(const Counter& counter, uint32_t target);
-  bool has_done_its_part(int r) const;
-  std::vector<int> not_called() const;
-  bool matters(int r) const { return r != rank_ && (only_ < 0 || only_ == r); }
+  std::optional<Failure> farewell(const Concern& concern) const;
+  std::vector<int> dead(const Concern& concern);
+  bool matters(int r, const Concern& concern) const;
   void open_pidfds();
 
   const Segment& segment_;
   const int rank_, size_;
   const Patience patience_;
-  double seconds_ = 0;
-  uint32_t call_ = 0;
-  int only_ = -1;
-  InterruptCheck interrupt_ = nullptr;
   std::atomic<bool> stopped_{false};
-  std::vector<int> pidfds_;  // by rank; empty until first needed; -1 where there is none
+  std::mutex mutex_;          // of what follows
+  std::vector<int> pidfds_;   // by rank; empty until first needed; -1 where there is none
+};
+
+// The waits of one operation, on one thread.
+class Watch {
+ public:
+  // Each wait may take `seconds`. On the caller's own thread it can be interrupted.
+  Watch(Peers& peers, Concern concern, double seconds, InterruptCheck interrupt)
+      : peers_(&peers), concern_(concern), seconds_(seconds), interrupt_(interrupt) {}
+
+  // Wait until a counter of rank `peer` has reached `target`; throws Failure.
+  void wait(Counter& counter, uint32_t target, int peer) {
+    if (!counter.reached(target)) wait_long(counter, target, peer);
+  }
+
+  // For whoever sleeps by other means: why a wait that began at `since` should end. What has come
+  // meanwhile counts more than `loss`, so that it is asked for first.
+  std::optional<Failure> loss() { return peers_->loss(concern_); }
+  void check(Clock::time_point since, int peer);
+
+ private:
+  void wait_long(Counter& counter, uint32_t target, int peer);
+
+  Peers* peers_;
+  Concern concern_;
+  double seconds_;
+  InterruptCheck interrupt_;
 };
 
 }  // namespace fl

@@ -19,18 +19,27 @@ constexpr size_t kSlotBudget = 8 << 20;
 constexpr size_t kPieceBudget = 2 << 20;
 // Chunks of this size leave room for the arrays themselves in a second-level cache.
 constexpr size_t kMaxChunk = 256 << 10;
-constexpr size_t kMaxPiece = 64 << 10;
+constexpr size_t kMaxPiece = 32 << 10;
+constexpr size_t kOfferBudget = 2 << 20;
+constexpr uint32_t kMinOffers = 8;
 
 size_t pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 size_t chunk_for(int ranks) {
-  const size_t least = pages(ranks * kLine);  // a line for each rank's section
+  const size_t least = pages(2 * ranks * kLine);  // two lines for each rank's section
   return std::max(least, std::min(kMaxChunk, kSlotBudget / (ranks * kSlots) / kPage * kPage));
 }
 
 size_t piece_for(int ranks) {
+  const size_t all = (kPieces + 1) * static_cast<size_t>(ranks) * ranks;
+  return std::max(4 * kLine, std::min(kMaxPiece, kPieceBudget / all / kLine * kLine));
+}
+
+uint32_t offers_for(int ranks) {
   const size_t pairs = static_cast<size_t>(ranks) * ranks;
-  return std::max(8 * kLine, std::min(kMaxPiece, kPieceBudget / (2 * pairs) / kLine * kLine));
+  uint32_t offers = kMaxOffers;
+  while (offers > kMinOffers && pairs * offers * sizeof(Offer) > kOfferBudget) offers /= 2;
+  return offers;
 }
 
 [[noreturn]] void fail(const char* what, int error = errno) {
@@ -95,21 +104,26 @@ Mapping::~Mapping() {
 size_t Segment::bytes_for(int ranks) {
   const size_t pairs = static_cast<size_t>(ranks) * ranks;
   return pages(ranks * sizeof(RankBlock)) + ranks * kSlots * chunk_for(ranks) +
-         pages(pairs * sizeof(Channel)) + pages(2 * pairs * piece_for(ranks));
+         pages(pairs * sizeof(Channel)) + pages(pairs * offers_for(ranks) * sizeof(Offer)) +
+         pages(pairs * (kPieces + 1) * piece_for(ranks));
 }
 
 Segment::Segment(Mapping mapping, int ranks)
     : mapping_(std::move(mapping)),
       ranks_(ranks),
       chunk_bytes_(chunk_for(ranks)),
+      offers_per_channel_(offers_for(ranks)),
       piece_bytes_(piece_for(ranks)) {
+  const size_t pairs = static_cast<size_t>(ranks) * ranks;
   char* at = mapping_.data();
   // The file came as zeros, which is how every counter begins.
   blocks_ = reinterpret_cast<RankBlock*>(at);
   slots_ = at + pages(ranks * sizeof(RankBlock));
   at = slots_ + static_cast<size_t>(ranks) * kSlots * chunk_bytes_;
   channels_ = reinterpret_cast<Channel*>(at);
-  pieces_ = at + pages(static_cast<size_t>(ranks) * ranks * sizeof(Channel));
+  at += pages(pairs * sizeof(Channel));
+  offers_ = reinterpret_cast<Offer*>(at);
+  pieces_ = at + pages(pairs * offers_per_channel_ * sizeof(Offer));
 }
 
 }  // namespace fl

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "../common/abi.h"
+#include "bell.h"
 #include "counter.h"
 
 namespace fl {
@@ -72,21 +73,44 @@ struct alignas(kLine) RankBlock {
   alignas(kLine) Counter reduced;  // chunks of which it has reduced its part
   alignas(kLine) Counter drained;  // chunks of the others that it needs no more
   Farewell farewell;
+  alignas(kLine) Bell bell;  // for the threads of this rank that wait for messages
   alignas(kLine) std::atomic<int32_t> pid;  // written last; 0: not there yet
   std::atomic<uint64_t> pid_namespace;
 };
 
-// A one-way channel between two ranks. Both counters count a handshake and then pieces. There are
-// two of each signature, as of calls: after a handshake without pieces one side may be at the next
-// while the other still reads.
-struct alignas(kLine) Channel {
-  Counter sent;
-  fl_signature offer[2];
-  alignas(kLine) Counter received;
-  fl_signature demand[2];
+constexpr uint32_t kMaxOffers = 64;  // messages to one rank that wait for a receive; see offers()
+constexpr uint32_t kWanted = 16;     // receives that a sender can look up while they wait
+constexpr uint32_t kPieces = 4;      // of a channel, which a long message goes through in turn
+
+// What became of an offer.
+enum Answer : int32_t {
+  kTaken,     // it has been received
+  kAccepted,  // what has not come with it may flow when it is its turn
+  kRefused,   // the receiver calls something else
 };
 
-// Rank blocks, then the ranks' slots, then channels and their pieces.
+// A message that a rank has for another.
+struct alignas(kLine) Offer {
+  std::atomic<uint32_t> answers;  // how many this place has got, from the receiver
+  Answer answer;                  // the last one
+  uint32_t turn;                  // of the accepted ones, whose this is
+  uint32_t eager;                 // bytes that came with the offer
+  fl_signature signature;         // the sender's; once refused the receiver's
+};
+static_assert(sizeof(Offer) == 2 * kLine);
+
+// From one rank to another: its offers lie in a table, of which `places` tells which is which, and
+// the data of accepted ones flows through the pieces, one after the other.
+struct alignas(kLine) Channel {
+  std::atomic<uint32_t> posted;  // offers so far, by the sender
+  std::atomic<uint32_t> filled;  // pieces so far
+  uint8_t places[kMaxOffers];    // of the latest offers, by their number
+  alignas(kLine) std::atomic<uint32_t> drained;  // pieces so far, by the receiver
+  std::atomic<uint32_t> wanting;                 // bits: which of these tags it waits for
+  std::atomic<int32_t> wanted[kWanted];
+};
+
+// Rank blocks, then the ranks' slots, then channels, their offers and their pieces.
 class Segment {
  public:
   static size_t bytes_for(int ranks);
@@ -100,18 +124,33 @@ class Segment {
   }
   size_t chunk_bytes() const { return chunk_bytes_; }
   Channel& channel(int from, int to) const { return channels_[from * ranks_ + to]; }
+  // Places for offers in each channel, a power of two.
+  uint32_t offers() const { return offers_per_channel_; }
+  Offer& offer(int from, int to, uint32_t place) const {
+    return offers_[(from * ranks_ + to) * offers_per_channel_ + place];
+  }
   char* piece(int from, int to, uint32_t number) const {
-    return pieces_ + (2 * (static_cast<size_t>(from) * ranks_ + to) + number % 2) * piece_bytes_;
+    return pieces_of(from, to) + number % kPieces * piece_bytes_;
+  }
+  // The data that comes with an offer, of one at a time.
+  char* eager_piece(int from, int to) const {
+    return pieces_of(from, to) + kPieces * piece_bytes_;
   }
   size_t piece_bytes() const { return piece_bytes_; }
 
  private:
+  char* pieces_of(int from, int to) const {
+    return pieces_ + (static_cast<size_t>(from) * ranks_ + to) * (kPieces + 1) * piece_bytes_;
+  }
+
   Mapping mapping_;
   int ranks_ = 0;
   RankBlock* blocks_ = nullptr;
   char* slots_ = nullptr;
   size_t chunk_bytes_ = 0;
   Channel* channels_ = nullptr;
+  Offer* offers_ = nullptr;
+  uint32_t offers_per_channel_ = 0;
   char* pieces_ = nullptr;
   size_t piece_bytes_ = 0;
 };

@@ -16,18 +16,42 @@ int fl_shm_probe_read(const char *path, const char *nonce, char *message, size_t
 fl_shm_group *fl_shm_open(const char *path, int create, int rank, int size, char *message,
                           size_t message_bytes);
 
-/* Run an operation. Where it ended well and there is nothing to fetch, the result is NULL; else
-   a handle: of a failure, of gathered data, or, with `async`, of an operation that now runs on
-   the group's own thread, after all that were started before. `seconds` bounds each wait. `data`
-   and `output` must stay alive and untouched until it has ended.
+/* Run an operation. Where it ended well and there is nothing to fetch, the result is NULL; else a
+   handle: of a failure, of what was received, or of an operation that goes on, which it does with
+   `async` unless it could be done at once. `seconds` bounds each wait. `data` and `output` must
+   stay alive and untouched until it has ended.
 
-   all_reduce, reduce, broadcast: in place on data.      barrier: data is NULL.
+   Collectives that were started run on a thread of the group's own, one after the other; those
+   without `async` on the caller's, after them. Messages run beside collectives and beside each
+   other, and are matched by tag; those of one direction between two ranks and with one tag in
+   order, on the caller's thread where no earlier one goes on. Up to 64 sends to a rank (fewer in a
+   group of more than 16) can wait for their receives; further ones wait until the receiver waits for
+   them, or until one of those is received.
+
+   all_reduce, reduce, broadcast: in place on data; reduce leaves the others' data as it is.
+   barrier: data is NULL.
    reduce_scatter, all_to_all: data has signature.count elements, output takes the result.
-   all_gather, gather: the ranks' data, one after the other, are given by fl_op_output.
-   scatter: signature.count elements for each rank lie in data on the root; output takes one part.
-   send, recv: data, to and from `peer`. */
+   all_to_all_uneven: data is an fl_sections *; output takes what came, in rank order.
+   all_gather, gather: the ranks' data, one after the other, go into output, which is NULL or an
+     fl_room *; where they do not fit exactly they are given by fl_op_output.
+   scatter: signature.count elements for each rank lie in data on the root. output takes one part;
+     where it is NULL, and it is where the signature says FL_ANY, fl_op_output gives it.
+   send, recv: data, to and from `peer`, which is another rank. */
 fl_op *fl_shm_run(fl_shm_group *group, const fl_signature *signature, void *data, void *output,
                   int peer, double seconds, int async);
+
+/* A send or a receive, with the tag as its signature's root. */
+typedef struct {
+  fl_signature signature;
+  void *data;
+  int peer;
+} fl_message;
+
+/* Run several messages at once, on the caller's thread. results[i] is NULL where message i has ended
+   well, else a handle: of its failure, or, where an earlier message of its lane still goes on, of one
+   that was started. */
+void fl_shm_exchange(fl_shm_group *group, const fl_message *messages, int count, double seconds,
+                     fl_op **results);
 
 /* all_reduce on the caller's thread in two steps: begin tells the others (0: nothing has happened,
    use fl_shm_run); ready says after up to `spins` looks whether all have called; finish waits for
@@ -46,8 +70,8 @@ void *fl_shm_region_array(fl_shm_region *region);
 void fl_shm_free_region(fl_shm_region *region);
 void fl_shm_drop_region(fl_shm_group *group, void *array);
 
-/* Called now and then while the caller's own thread waits in fl_shm_run; not 0: give up. */
+/* Called now and then while the caller's own thread waits in one of these; not 0: give up. */
 void fl_shm_on_interrupt(fl_shm_group *group, int (*check)(void));
 
-/* Stop the running operation, fail the queued ones, tell the others, unmap, free the group. */
+/* Stop the running operations, fail the queued ones, tell the others, unmap, free the group. */
 void fl_shm_close(fl_shm_group *group);

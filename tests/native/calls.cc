@@ -258,9 +258,10 @@ void Author::add_gather(int verb) {
     wanted.insert(wanted.end(), given->begin(), given->end());
     call.push_back(step(signature(verb, dtype, 0, root, 1.0, count), given));
   }
-  const Block all = block(std::move(wanted)), nothing = block({});
+  const Block all = block(std::move(wanted));
   for (int r = 0; r < world_.ranks; ++r) {
-    call[r].output_after = verb == FL_ALL_GATHER || r == root ? all : nothing;
+    if (verb == FL_GATHER && r != root) continue;
+    call[r].output_after = all;
     call[r].gathers = true;
   }
   push(std::move(call));

@@ -50,6 +50,7 @@ Step Author::mismatched(const fl_signature& s) {
   wrong.status = FL_MISMATCH;
   const bool has_output =
       s.verb == FL_REDUCE_SCATTER || s.verb == FL_SCATTER || s.verb == FL_ALL_TO_ALL;
+  wrong.gathers = s.verb == FL_ALL_GATHER || s.verb == FL_GATHER;
   wrong.output_bytes = has_output ? s.count * s.itemsize : 0;
   return wrong;
 }
@@ -108,7 +109,7 @@ void Author::add_message_mismatch() {
   for (int i = 0; i < 5; ++i) {
     Step send = mismatched(signature(FL_SEND, dtype, 0, i, 1.0, count));
     Step receive = mismatched(i % 2 != 0 ? signature(FL_RECV, dtype, 0, i, 1.0, count + 1)
-                                         : signature(FL_RECV, dtype, 0, -1, 1.0, count));
+                                         : signature(FL_RECV, dtype == 1 ? 2 : 1, 0, i, 1.0, count));
     send.peer = to;
     receive.peer = from;
     std::vector<fl_signature> seen(world_.ranks);

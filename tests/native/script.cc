@@ -60,10 +60,9 @@ class Running {
  private:
   void call() {
     const fl_signature& s = step_.signature;
-    const auto started = [&] {
-      return group_.start(s, data_, output_.get(), step_.peer, kForever);
-    };
-    const auto run = [&] { return group_.run(s, data_, output_.get(), step_.peer, kForever); };
+    void* output = step_.gathers ? nullptr : output_.get();
+    const auto started = [&] { return group_.start(s, data_, output, step_.peer, kForever); };
+    const auto run = [&] { return group_.run(s, data_, output, step_.peer, kForever); };
     switch (step_.how) {
       case How::kStart:
         handle_.operation = started();

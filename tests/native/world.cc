@@ -82,6 +82,12 @@ struct ChunksSoFar {
 };
 template struct Reach<ChunksSoFar, &fl::Collectives::chunks_>;
 
+struct MailOfGroup {
+  using Member = fl::Mail fl::ShmGroup::*;
+  friend Member member_of(MailOfGroup);
+};
+template struct Reach<MailOfGroup, &fl::ShmGroup::mail_>;
+
 // Under the eyes of the leftovers check, and without a name soon after.
 std::string new_path() {
   static int number = 0;
@@ -107,8 +113,9 @@ void preset(const fl::Segment& segment, int ranks, uint32_t calls) {
     block.reduced.raise(calls);
     block.drained.raise(calls);
     for (int to = 0; to < ranks; ++to) {
-      segment.channel(r, to).sent.raise(calls);
-      segment.channel(r, to).received.raise(calls);
+      segment.channel(r, to).posted = calls;
+      segment.channel(r, to).filled = calls;
+      segment.channel(r, to).drained = calls;
     }
   }
 }
@@ -138,6 +145,7 @@ std::unique_ptr<fl::ShmGroup> World::join(int rank) {
   fl::Collectives& collectives = (*group).*member_of(CollectivesOfGroup());
   collectives.*member_of(Calls()) = calls;
   collectives.*member_of(ChunksSoFar()) = calls;
+  for (int r = 0; r < ranks; ++r) ((*group).*member_of(MailOfGroup())).from(r).seen = calls;
   return group;
 }
 

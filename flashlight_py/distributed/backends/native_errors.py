@@ -61,32 +61,69 @@ def _ranks(ranks: list[int]) -> str:
 def _mismatch(where: str, lib: Any, signatures: Any, size: int) -> str:
     """List what the ranks called, ranks that agree on one line."""
     groups: dict[str, list[int]] = {}
-    for rank in range(size):
-        if signatures[rank].sequence:
-            groups.setdefault(_call(lib, signatures[rank]), []).append(rank)
+    heard = [rank for rank in range(size) if signatures[rank].sequence]
+    for rank in heard:
+        groups.setdefault(_call(lib, signatures[rank]), []).append(rank)
     calls = "; ".join(f"{_ranks(ranks)} called {call}" for call, ranks in groups.items())
-    number = max(signatures[rank].sequence for rank in range(size))
     return (
-        f"{where}: the ranks called different things in call {number} of this group: {calls}. "
-        "Nothing was changed; make every rank call the same"
+        f"{where}: the ranks called different things in {_number(lib, signatures, heard)}: "
+        f"{calls}. Nothing was changed; make every rank call the same"
     )
+
+
+def _number(lib: Any, signatures: Any, heard: list[int]) -> str:
+    """Say which call it was, or which message between two ranks."""
+    number = max(signatures[rank].sequence for rank in heard)
+    for sender in heard:
+        if signatures[sender].verb == lib.FL_SEND:
+            receiver = next(rank for rank in heard if rank != sender)
+            return f"message {number} from rank {sender} to rank {receiver}"
+    return f"call {number} of this group"
 
 
 def _call(lib: Any, signature: Any) -> str:
     """Write a signature as the call that it stands for."""
-    verb = signature.verb
-    if verb == lib.FL_BARRIER:
-        return "barrier()"
-    extents = [signature.shape[d] for d in range(min(signature.ndim, 8))]
-    shape = ", ".join(map(str, extents)) + ("," if len(extents) == 1 else "")
-    array = f"{DTYPES[signature.dtype]} ({shape})"
-    if verb in (lib.FL_ALL_REDUCE, lib.FL_REDUCE_SCATTER):
-        name = "all_reduce" if verb == lib.FL_ALL_REDUCE else "reduce_scatter"
-        op = ReduceOp(signature.op).name.lower()
-        return f"{name}({array}, op={op}, scale={signature.scale:g})"
-    if verb == lib.FL_BROADCAST:
-        return f"broadcast({array}, root={signature.root})"
-    if verb == lib.FL_ALL_GATHER:
-        return f"all_gather({array})"
-    name = "send" if verb == lib.FL_SEND else "recv"
-    return f"{name}({array}, tag={signature.root})"
+    # An uneven all_to_all first gathers everybody's rows, with a root that no all_gather has.
+    tells_rows = signature.verb == lib.FL_ALL_GATHER and signature.root != 0
+    if tells_rows:
+        return "all_to_all(rows=...)"
+    name = _name(lib, signature)
+    arguments = [] if signature.verb == lib.FL_BARRIER else [_array(lib, signature)]
+    if signature.verb in (lib.FL_ALL_REDUCE, lib.FL_REDUCE_SCATTER, lib.FL_REDUCE):
+        arguments.append(f"op={ReduceOp(signature.op).name.lower()}")
+        arguments.append(f"scale={signature.scale:g}")
+    if signature.verb in (lib.FL_REDUCE, lib.FL_BROADCAST, lib.FL_GATHER, lib.FL_SCATTER):
+        arguments.append(f"root={signature.root}")
+    if signature.verb in (lib.FL_SEND, lib.FL_RECV):
+        arguments.append(f"tag={signature.root}")
+    if signature.verb == lib.FL_ALL_TO_ALL_UNEVEN:
+        arguments.append("rows=...")
+    return f"{name}({', '.join(filter(None, arguments))})"
+
+
+def _name(lib: Any, signature: Any) -> str:
+    """Return the verb that a user has called."""
+    names = {
+        lib.FL_ALL_REDUCE: "all_reduce",
+        lib.FL_REDUCE: "reduce",
+        lib.FL_REDUCE_SCATTER: "reduce_scatter",
+        lib.FL_BROADCAST: "broadcast",
+        lib.FL_ALL_GATHER: "all_gather",
+        lib.FL_GATHER: "gather",
+        lib.FL_SCATTER: "scatter",
+        lib.FL_ALL_TO_ALL: "all_to_all",
+        lib.FL_ALL_TO_ALL_UNEVEN: "all_to_all",
+        lib.FL_BARRIER: "barrier",
+        lib.FL_SEND: "send",
+        lib.FL_RECV: "recv",
+    }
+    return names.get(signature.verb, f"verb {signature.verb}")
+
+
+def _array(lib: Any, signature: Any) -> str:
+    """Describe the array of a call; nothing where the rank does not know it yet."""
+    if signature.ndim == lib.FL_ANY:
+        return ""
+    extents = [str(signature.shape[d]) for d in range(min(signature.ndim, 8))]
+    shape = ", ".join(extents) + ("," if len(extents) == 1 else "")
+    return f"{DTYPES[signature.dtype]} ({shape})"

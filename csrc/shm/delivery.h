@@ -1,0 +1,23 @@
+// Runs messages to their end.
+#pragma once
+
+#include <vector>
+
+#include "message.h"
+#include "peers.h"
+
+namespace fl {
+
+// How a thread waits for messages, and for how long at most without any progress.
+struct Waiting {
+  double seconds;
+  InterruptCheck interrupt;  // on the caller's own thread
+  Patience patience;
+};
+
+// Step on with all of `messages` at once, on this thread, until each of them has ended. Throws
+// Failure where one never will; what has not ended then never will either.
+void deliver(Mail& mail, Peers& peers, const std::vector<Message*>& messages,
+             const Waiting& waiting);
+
+}  // namespace fl

@@ -1,0 +1,38 @@
+#include "message.h"
+
+namespace fl {
+
+Mail::Mail(Segment& segment, int rank, int size)
+    : segment(segment),
+      rank(rank),
+      size(size),
+      outboxes_(std::make_unique<Outbox[]>(size)),
+      inboxes_(std::make_unique<Inbox[]>(size)) {}
+
+Message::Message(Mail& mail, const fl_signature& mine, int from, int to)
+    : mail_(mail),
+      from_(from),
+      to_(to),
+      channel_(mail.segment.channel(from, to)),
+      bytes_(static_cast<size_t>(mine.count) * mine.itemsize),
+      mine_(mine) {}
+
+std::vector<fl_signature> Message::signatures() const {
+  std::vector<fl_signature> seen(mail_.size);
+  seen[mail_.rank] = mine_;
+  seen[peer()] = theirs_;
+  return seen;
+}
+
+std::string Message::peer_is(const char* doing, const std::vector<int32_t>& tags) const {
+  constexpr size_t kShown = 4;
+  std::string text = "rank " + std::to_string(peer()) + " is ";
+  if (tags.empty()) return text + "not " + doing;
+  text += doing + std::string(" with tag ");
+  for (size_t i = 0; i < std::min(tags.size(), kShown); ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(tags[i]);
+  }
+  return text + (tags.size() > kShown ? " and more" : "");
+}
+
+}  // namespace fl

@@ -1,0 +1,120 @@
+// Messages from one rank to another: matched by tag, beside each other and beside collectives.
+//
+// The sender puts an offer into a table that it shares with the receiver, with the data if that is
+// small and the place for it free. Whoever receives takes the oldest offer with its tag, compares
+// what the two have called, and answers. The rest of a long message then flows through the pieces
+// of the channel: one message at a time, in the order in which they were accepted, so that all of
+// them come to their end. What one end does is done by any of its threads, under the end's lock;
+// what the other end reads is written by atomics, and the bell rings.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "peers.h"
+#include "segment.h"
+
+namespace fl {
+
+// This rank's end of the channel to a peer, shared by the threads that send there.
+struct Outbox {
+  std::mutex mutex;
+  uint64_t taken = 0;             // bits: places of the table with an offer in them
+  bool eager_taken = false;       // the piece for data that comes with an offer
+  int short_of_places = 0;        // sends that wait for one
+  std::atomic<uint32_t> turn{0};  // the accepted message whose pieces flow
+};
+
+// This rank's end of the channel from a peer.
+struct Inbox {
+  struct Known {
+    int32_t tag;
+    uint32_t place;
+  };
+  std::mutex mutex;
+  std::vector<Known> known;       // offers that wait for a receive, oldest first
+  uint32_t seen = 0;              // offers that were known so far
+  uint32_t accepted = 0;          // long messages
+  std::atomic<uint32_t> turn{0};  // the accepted message whose pieces flow
+};
+
+// Both ends of all channels of this rank.
+class Mail {
+ public:
+  Mail(Segment& segment, int rank, int size);
+
+  Outbox& to(int peer) { return outboxes_[peer]; }
+  Inbox& from(int peer) { return inboxes_[peer]; }
+
+  Segment& segment;
+  const int rank, size;
+
+ private:
+  std::unique_ptr<Outbox[]> outboxes_;
+  std::unique_ptr<Inbox[]> inboxes_;
+};
+
+// One send or receive. It goes on where step() is called, which never blocks; it must be called
+// until the message has ended, on one thread at a time.
+class Message {
+ public:
+  virtual ~Message() = default;
+
+  // Do what can be done now; whether anything could.
+  virtual bool step() = 0;
+  // Called once before a longer wait.
+  virtual void settle() {}
+  // What the peer does instead, after a wait in vain.
+  virtual std::string what_keeps_it() = 0;
+
+  // Not before that one has ended. null: at once.
+  void follow(const Message* earlier) { earlier_ = earlier; }
+  bool may_step() const { return !ended_ && (earlier_ == nullptr || earlier_->ended_); }
+
+  bool has_ended() const { return ended_; }
+  // The ends called different things; nothing was moved.
+  bool is_mismatched() const { return mismatched_; }
+  // What both have called, by rank, once they know of each other.
+  std::vector<fl_signature> signatures() const;
+
+  int peer() const { return from_ == mail_.rank ? to_ : from_; }
+  // Of the bell that rings for it.
+  uint32_t bits() const { return 1u << ((from_ * 5 + to_) % 32); }
+
+ protected:
+  Message(Mail& mail, const fl_signature& mine, int from, int to);
+  size_t piece_size(size_t at) const { return std::min(mail_.segment.piece_bytes(), bytes_ - at); }
+  void ring_peer() { mail_.segment.block(peer()).bell.ring(bits()); }
+  std::string peer_is(const char* doing, const std::vector<int32_t>& tags) const;
+  void ring_own() { mail_.segment.block(mail_.rank).bell.ring(bits()); }
+
+  Mail& mail_;
+  const int from_, to_;
+  Channel& channel_;
+  const size_t bytes_;
+  fl_signature mine_, theirs_{};
+  bool ended_ = false, mismatched_ = false;
+
+ private:
+  const Message* earlier_ = nullptr;
+};
+
+std::unique_ptr<Message> make_send(Mail& mail, const fl_signature& mine, const void* data,
+                                   int peer);
+std::unique_ptr<Message> make_receive(Mail& mail, const fl_signature& mine, void* data, int peer);
+
+// What the ends tell each other, in one order with the bell: see there.
+inline void publish(std::atomic<uint32_t>& counter, uint32_t value) {
+  counter.exchange(value, std::memory_order_seq_cst);
+}
+
+inline uint32_t look(const std::atomic<uint32_t>& counter) {
+  return counter.load(std::memory_order_seq_cst);
+}
+
+}  // namespace fl

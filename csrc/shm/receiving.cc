@@ -1,0 +1,159 @@
+// The receiver's end of a message.
+#include <algorithm>
+#include <cstring>
+
+#include "../common/signature.h"
+#include "message.h"
+
+namespace fl {
+namespace {
+
+class Receiving final : public Message {
+ public:
+  Receiving(Mail& mail, const fl_signature& mine, void* data, int peer)
+      : Message(mail, mine, peer, mail.rank),
+        inbox_(mail.from(peer)),
+        data_(static_cast<char*>(data)) {}
+
+  bool step() override {
+    switch (state_) {
+      case kWaits: return accept();
+      case kWaitsForTurn: return begin_to_flow();
+      case kFlows: return drain();
+    }
+    return false;
+  }
+
+  // Let the sender know what this rank waits for.
+  void settle() override {
+    if (state_ != kWaits) return;
+    const std::lock_guard<std::mutex> lock(inbox_.mutex);
+    const uint32_t wanting = look(channel_.wanting);
+    if (wanted_ != kWanted || ~wanting << (32 - kWanted) == 0) return;
+    wanted_ = static_cast<uint32_t>(__builtin_ctz(~wanting));
+    channel_.wanted[wanted_] = mine_.root;
+    publish(channel_.wanting, wanting | 1u << wanted_);
+    ring_peer();
+  }
+
+  std::string what_keeps_it() override {
+    const std::string here = ", this rank receives with tag " + std::to_string(mine_.root);
+    if (state_ != kWaits) return "the message stopped half way" + here;
+    std::vector<int32_t> tags;
+    const std::lock_guard<std::mutex> lock(inbox_.mutex);
+    for (const Inbox::Known& known : inbox_.known) tags.push_back(known.tag);
+    return peer_is("sending", tags) + here;
+  }
+
+ private:
+  bool accept() {
+    const uint32_t posted = look(channel_.posted);
+    if (has_looked_ && posted == posted_) return false;
+    posted_ = posted;
+    has_looked_ = true;
+    Offer* offer = nullptr;
+    {
+      const std::lock_guard<std::mutex> lock(inbox_.mutex);
+      read_offers(posted);
+      offer = find();
+      if (offer == nullptr) return false;
+      theirs_ = offer->signature;
+      mine_.sequence = theirs_.sequence;
+      stop_wanting();
+      if (!same_message(mine_, theirs_)) return refuse(*offer);
+      received_ = offer->eager;
+      if (received_ < bytes_) promise(*offer);
+    }
+    if (received_ > 0) std::memcpy(data_, mail_.segment.eager_piece(from_, to_), received_);
+    if (received_ == bytes_) {
+      answer(*offer, kTaken);
+      ended_ = true;
+    }
+    return true;
+  }
+
+  // Move new offers from the table into the list of those that are known.
+  void read_offers(uint32_t posted) {
+    while (static_cast<int32_t>(posted - inbox_.seen) > 0) {
+      const uint32_t place = channel_.places[++inbox_.seen % mail_.segment.offers()];
+      inbox_.known.push_back({mail_.segment.offer(from_, to_, place).signature.root, place});
+    }
+  }
+
+  // The oldest offer with this tag, which is known no more then.
+  Offer* find() {
+    const auto known =
+        std::find_if(inbox_.known.begin(), inbox_.known.end(),
+                     [&](const Inbox::Known& one) { return one.tag == mine_.root; });
+    if (known == inbox_.known.end()) return nullptr;
+    Offer& offer = mail_.segment.offer(from_, to_, known->place);
+    inbox_.known.erase(known);
+    return &offer;
+  }
+
+  void stop_wanting() {
+    if (wanted_ == kWanted) return;
+    publish(channel_.wanting, look(channel_.wanting) & ~(1u << wanted_));
+    wanted_ = kWanted;
+  }
+
+  bool refuse(Offer& offer) {
+    offer.signature = mine_;
+    answer(offer, kRefused);
+    mismatched_ = ended_ = true;
+    return true;
+  }
+
+  void promise(Offer& offer) {
+    turn_ = offer.turn = inbox_.accepted++;
+    answer(offer, kAccepted);
+    state_ = kWaitsForTurn;
+  }
+
+  // From here on the sender may put something else there.
+  void answer(Offer& offer, Answer answer) {
+    offer.answer = answer;
+    publish(offer.answers, look(offer.answers) + 1);
+    ring_peer();
+  }
+
+  bool begin_to_flow() {
+    if (look(inbox_.turn) != turn_) return false;
+    state_ = kFlows;
+    drain();
+    return true;
+  }
+
+  bool drain() {
+    uint32_t drained = look(channel_.drained);
+    const uint32_t before = drained;
+    while (received_ < bytes_ && look(channel_.filled) != drained) {
+      const size_t size = piece_size(received_);
+      std::memcpy(data_ + received_, mail_.segment.piece(from_, to_, drained), size);
+      received_ += size;
+      publish(channel_.drained, ++drained);
+      ring_peer();
+    }
+    if (received_ == bytes_) {
+      publish(inbox_.turn, turn_ + 1);
+      ring_own();
+      ended_ = true;
+    }
+    return drained != before;
+  }
+
+  Inbox& inbox_;
+  char* const data_;
+  enum { kWaits, kWaitsForTurn, kFlows } state_ = kWaits;
+  bool has_looked_ = false;
+  uint32_t posted_ = 0, turn_ = 0, wanted_ = kWanted;
+  size_t received_ = 0;  // bytes
+};
+
+}  // namespace
+
+std::unique_ptr<Message> make_receive(Mail& mail, const fl_signature& mine, void* data, int peer) {
+  return std::make_unique<Receiving>(mail, mine, data, peer);
+}
+
+}  // namespace fl

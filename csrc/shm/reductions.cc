@@ -1,0 +1,203 @@
+// The verbs that combine arrays.
+#include <algorithm>
+#include <cstring>
+
+#include "../reduce/reduce.h"
+#include "collectives.h"
+
+namespace fl {
+namespace {
+
+// A pipeline stage runs this many chunks ahead of the next, to have work while peers catch up.
+constexpr uint32_t kAhead = 2;
+static_assert(kAhead < kSlots, "a slot is filled again only when its chunk was drained");
+
+// Parts of a chunk begin on lines of their own, so that ranks do not write to one line.
+constexpr size_t kPartElements = 64;
+
+// Combining these takes longer than moving them, and should be done once, not by each of two.
+bool is_costly(int dtype) {
+  return dtype == kBfloat16 || dtype == kLongDouble || dtype == kComplexLongDouble;
+}
+
+}  // namespace
+
+// How an array goes through the slots: the element ranges of its chunks.
+struct Collectives::Chunks {
+  size_t elements, itemsize, per_chunk;
+
+  Chunks(const fl_signature& s, size_t chunk_bytes)
+      : elements(static_cast<size_t>(s.count)),
+        itemsize(s.itemsize),
+        per_chunk(chunk_bytes / s.itemsize / kPartElements * kPartElements) {}
+
+  uint32_t number() const { return static_cast<uint32_t>((elements + per_chunk - 1) / per_chunk); }
+  size_t begin(uint32_t c) const { return c * per_chunk; }
+  size_t size(uint32_t c) const { return std::min(per_chunk, elements - begin(c)); }
+};
+
+void Collectives::all_reduce(const fl_signature& mine, void* data) {
+  call_all_reduce(mine, data);
+  complete_all_reduce(mine, data);
+}
+
+void Collectives::call_all_reduce(const fl_signature& mine, const void* data) {
+  const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
+  tell(mine, data, bytes <= kInlineBytes ? bytes : 0);
+}
+
+bool Collectives::called() const {
+  for (int r = 0; r < size_; ++r) {
+    if (!call_of(r).number.reached(calls_)) return false;
+  }
+  return true;
+}
+
+void Collectives::complete_all_reduce(const fl_signature& mine, void* data) {
+  hear(mine);
+  if (static_cast<size_t>(mine.count) * mine.itemsize <= kInlineBytes) {
+    reduce_inline(mine, data, 0, static_cast<size_t>(mine.count), data);
+    return;
+  }
+  choice_.begin(static_cast<size_t>(mine.count) * mine.itemsize, all_in_one_place(), calls_);
+  reduce_large(mine, data);
+  choice_.end();
+  choice_.count(votes(), size_);
+}
+
+void Collectives::reduce_large(const fl_signature& mine, void* data) {
+  if (all_in_one_place()) return reduce_in_place(mine, data);
+  if (size_ == 2 && !is_costly(mine.dtype)) return exchange_two(mine, static_cast<char*>(data));
+  reduce_in_parts(mine, static_cast<char*>(data), -1);
+}
+
+void Collectives::reduce(const fl_signature& mine, void* data) {
+  const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
+  if (bytes <= kInlineBytes) {
+    enter(mine, data, bytes);
+    if (rank_ == mine.root) reduce_inline(mine, data, 0, static_cast<size_t>(mine.count), data);
+    return;
+  }
+  enter(mine, data, 0);
+  reduce_in_parts(mine, static_cast<char*>(data), mine.root);
+}
+
+// One shot: everybody's data came with the call, and everybody reduces it.
+void Collectives::reduce_inline(const fl_signature& mine, const void* data, size_t skip,
+                                size_t count, void* into) {
+  const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
+  for (int r = 0; r < size_; ++r) {
+    from_[r] = (r == rank_ ? static_cast<const char*>(data) : inline_data(r, bytes)) + skip;
+  }
+  fl::reduce(mine.dtype, mine.op, mine.scale, into, from_.data(), size_, count);
+}
+
+// Every array is mapped by everyone: each rank reduces its part of all of them where it lies, and
+// writes the result into all of them. Nobody else touches that part.
+void Collectives::reduce_in_place(const fl_signature& mine, void*) {
+  const size_t count = static_cast<size_t>(mine.count), item = mine.itemsize;
+  const size_t rows = (count + kPartElements - 1) / kPartElements;
+  const size_t begin = std::min(count, rows * rank_ / size_ * kPartElements);
+  const size_t end = std::min(count, rows * (rank_ + 1) / size_ * kPartElements);
+  const size_t share = segment_.chunk_bytes() / size_ / item;
+  const size_t step = std::max(kPartElements, share / kPartElements * kPartElements);
+  for (size_t at = begin; at < end; at += step) {
+    const size_t n = std::min(step, end - at);
+    for (int r = 0; r < size_; ++r) from_[r] = in_region(r) + at * item;
+    char* result = in_region(rank_) + at * item;
+    fl::reduce(mine.dtype, mine.op, mine.scale, result, from_.data(), size_, n);
+    for (int r = 0; r < size_; ++r) {
+      if (r != rank_) show(in_region(r) + at * item, result, n * item);
+    }
+  }
+  RankBlock& block = segment_.block(rank_);
+  const uint32_t done = ++chunks_;
+  block.filled.raise(done);
+  block.drained.raise(done);
+  block.reduced.raise(done);
+  for (int r = 0; r < size_; ++r) watch_.wait(segment_.block(r).reduced, done, r);
+}
+
+// Two ranks: each shows the other its array, chunk by chunk, and adds what it sees to its own.
+void Collectives::exchange_two(const fl_signature& mine, char* data) {
+  const Chunks chunks(mine, segment_.chunk_bytes());
+  const int peer = 1 - rank_;
+  RankBlock &own = segment_.block(rank_), &theirs = segment_.block(peer);
+  const uint32_t base = chunks_, number = chunks.number();
+  uint32_t filled = 0;
+  for (uint32_t c = 0; c < number; ++c) {
+    for (; filled < std::min(number, c + kAhead); ++filled) {
+      wait_for_free_slot(base + filled);
+      show(segment_.slot(rank_, base + filled), data + chunks.begin(filled) * chunks.itemsize,
+                  chunks.size(filled) * chunks.itemsize);
+      own.filled.raise(base + filled + 1);
+    }
+    watch_.wait(theirs.filled, base + c + 1, peer);
+    char* result = data + chunks.begin(c) * chunks.itemsize;
+    from_[rank_] = result;
+    from_[peer] = segment_.slot(peer, base + c);
+    fl::reduce(mine.dtype, mine.op, mine.scale, result, from_.data(), 2, chunks.size(c));
+    own.drained.raise(base + c + 1);
+  }
+  chunks_ = base + number;
+  own.reduced.raise(chunks_);
+}
+
+// More ranks: of each chunk every rank reduces one part and shows the result, which the others
+// collect. `collector` is the only rank that does, or -1 for all.
+//
+// A part is read and written by one rank alone, so its result can take the place of its input.
+void Collectives::reduce_in_parts(const fl_signature& mine, char* data, int collector) {
+  const Chunks chunks(mine, segment_.chunk_bytes());
+  const size_t item = chunks.itemsize;
+  RankBlock& own = segment_.block(rank_);
+  const uint32_t base = chunks_, number = chunks.number();
+  const bool collects = collector < 0 || collector == rank_;
+  if (collector >= 0) scratch_.resize(segment_.chunk_bytes());  // a result that is not for this rank
+
+  const auto part_begin = [&](uint32_t c, int r) {
+    const size_t rows = (chunks.size(c) + kPartElements - 1) / kPartElements;
+    return std::min(chunks.size(c), rows * r / size_ * kPartElements);
+  };
+  const auto fill = [&](uint32_t c) {
+    wait_for_free_slot(base + c);
+    char* slot = segment_.slot(rank_, base + c);
+    const char* source = data + chunks.begin(c) * item;
+    const size_t mine_begin = part_begin(c, rank_) * item;
+    const size_t mine_end = part_begin(c, rank_ + 1) * item;
+    show(slot, source, mine_begin);
+    show(slot + mine_end, source + mine_end, chunks.size(c) * item - mine_end);
+    own.filled.raise(base + c + 1);
+  };
+  const auto combine = [&](uint32_t c) {
+    const size_t begin = part_begin(c, rank_), n = part_begin(c, rank_ + 1) - begin;
+    for (int r = 0; r < size_; ++r) {
+      if (r != rank_) watch_.wait(segment_.block(r).filled, base + c + 1, r);
+      from_[r] = segment_.slot(r, base + c) + begin * item;
+    }
+    char* result = collector < 0 ? data + (chunks.begin(c) + begin) * item : scratch_.data();
+    from_[rank_] = data + (chunks.begin(c) + begin) * item;
+    fl::reduce(mine.dtype, mine.op, mine.scale, result, from_.data(), size_, n);
+    show(segment_.slot(rank_, base + c) + begin * item, result, n * item);
+    own.reduced.raise(base + c + 1);
+  };
+  const auto collect = [&](uint32_t c) {
+    for (int r = 0; r < size_; ++r) {
+      watch_.wait(segment_.block(r).reduced, base + c + 1, r);
+      if (!collects || (r == rank_ && collector < 0)) continue;
+      const size_t begin = part_begin(c, r) * item, end = part_begin(c, r + 1) * item;
+      std::memcpy(data + chunks.begin(c) * item + begin, segment_.slot(r, base + c) + begin,
+                  end - begin);
+    }
+    own.drained.raise(base + c + 1);
+  };
+
+  for (uint32_t step = 0; step < number + kAhead; ++step) {
+    if (step < number) fill(step);
+    if (step >= 1 && step - 1 < number) combine(step - 1);
+    if (step >= kAhead) collect(step - kAhead);
+  }
+  chunks_ = base + number;
+}
+
+}  // namespace fl
