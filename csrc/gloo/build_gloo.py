@@ -18,6 +18,7 @@ SOURCES = (
     "gloo/reductions.cc",
     "gloo/movement.cc",
     "gloo/point_to_point.cc",
+    "gloo/message.cc",
     "gloo/notices.cc",
     "gloo/waiter.cc",
     "gloo/mesh.cc",

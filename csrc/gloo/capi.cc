@@ -57,6 +57,20 @@ fl_op* fl_gloo_run(fl_group* group, const fl_signature* signature, void* data, v
   return nullptr;
 }
 
+int fl_gloo_exchange(fl_group* group, const fl_message* messages, int count, double seconds,
+                     fl_op** failed) {
+  bool entered = true;
+  fl_op* op = fl::started([&] {
+    return group->group.exchange(messages, count, seconds, &entered);
+  });
+  if (op->operation == nullptr) {
+    delete op;
+    op = nullptr;
+  }
+  *failed = op;
+  return entered ? 1 : 0;
+}
+
 void fl_gloo_close(fl_group* group) { delete group; }
 
 }  // extern "C"

@@ -12,8 +12,8 @@ Collectives::Collectives(Mesh& mesh)
     : mesh_(mesh),
       rank_(mesh.rank),
       size_(mesh.size),
-      outgoing_(size_),
-      incoming_(size_),
+      outgoing_(new Frame[size_]),
+      incoming_(new Frame[size_]),
       outgoing_buffers_(size_),
       incoming_buffers_(size_) {}
 
@@ -50,7 +50,9 @@ void Collectives::post_headers() {
 void Collectives::meet(Call& call, const void* data, const Parts& give) {
   tell(call, data, give);
   hear(call);
-  if (all_same(call.seen.data(), size_)) return;
+  const bool same = all_same(call.seen.data(), size_);
+  const bool told = call.mine.verb != FL_SCATTER || call.seen[call.mine.root].ndim != FL_ANY;
+  if (same && told) return;
   post_headers();
   throw Mismatch();
 }
@@ -74,9 +76,9 @@ void Collectives::hear(Call& call) {
     for (int r = 0; r < size_; ++r) {
       if (r != rank_) call.waiter.sent(*outgoing_buffers_[r], r);
     }
-  } catch (Failure& failure) {
-    if (failure.status == FL_TIMEOUT) failure.missing = not_arrived();
-    throw;
+  } catch (const TimedOut& failure) {
+    const auto missing = not_arrived();
+    throw Failure(FL_TIMEOUT, missing.empty() ? failure.missing : missing, failure.what());
   }
   for (int r = 0; r < size_; ++r) call.seen[r] = incoming_[r].signature;
   call.seen[rank_] = call.mine;

@@ -39,15 +39,17 @@ class Collectives {
   void reduce(Call& call, void* data);
   void reduce_scatter(Call& call, const void* data, void* output);
   void broadcast(Call& call, void* data);
-  Bytes all_gather(Call& call, const void* data);
-  Bytes gather(Call& call, const void* data);
+  // Where `room` has the size of what comes, it is filled, and the result is empty.
+  Bytes all_gather(Call& call, const void* data, const fl_room* room);
+  Bytes gather(Call& call, const void* data, const fl_room* room);
   Bytes scatter(Call& call, const void* data, void* output);
   void all_to_all(Call& call, const void* data, void* output);
   void all_to_all_uneven(Call& call, const fl_sections& sections, void* output);
 
  private:
-  // Payloads up to this size travel inside the header, in one step instead of two.
-  static constexpr size_t kInlineBytes = 4096;
+  // Payloads up to this size travel inside the header, in one step instead of two. Copying more
+  // takes longer than the step.
+  static constexpr size_t kInlineBytes = 64 << 10;
   struct Frame {
     uint64_t arrived;  // written by the sender, cleared by the receiver
     fl_signature signature;
@@ -75,13 +77,15 @@ class Collectives {
   void move_large(Call& call, const void* from, const Parts& give, char* into, const Parts& take);
   void give_parts(Call& call, const void* data, const Parts& parts);
   void pass_on_part(Call& call, char* data, const Parts& parts);
-  Bytes gather_to(Call& call, const void* data, bool wanted, const Parts& give);
+  Bytes gather_to(Call& call, const void* data, bool wanted, const Parts& give,
+                  const fl_room* room);
 
   Mesh& mesh_;
   const int rank_;
   const int size_;
-  std::vector<Frame> outgoing_;  // one per peer, as the following
-  std::vector<Frame> incoming_;
+  // One per peer, as the following. Memory that no payload reaches is never touched.
+  std::unique_ptr<Frame[]> outgoing_;
+  std::unique_ptr<Frame[]> incoming_;
   std::vector<Buffer> outgoing_buffers_;
   std::vector<Buffer> incoming_buffers_;
   // Of large reductions: what came from each peer, kept from one to the next.

@@ -35,14 +35,26 @@ fl_op *fl_gloo_connect(fl_group *group, const char *addresses, size_t address_by
    scatter: the signature describes one part. On the root, data has one for each rank; elsewhere it
    is NULL, and ndim may be FL_ANY. output takes this rank's part; where it is NULL, fl_op_output
    gives it, and the root's signature says what it is.
-   send, recv: data, to and from `peer`; the signature's root is the tag. */
+   send, recv: data, to and from `peer`; the signature's root is the tag. A send ends when its
+   receiver has called and the last byte is on its way. */
 fl_op *fl_gloo_run(fl_group *group, const fl_signature *signature, void *data, void *output,
                    int peer, double seconds, int async);
 
-/* Called now and then while the caller's own thread waits in fl_gloo_run; not 0: give up, and end
-   the group. */
+/* Send and receive several messages at once on the caller's thread: 1, and `failed` is NULL or the
+   handle of a failure. Where another message of the same peer, direction and tag must come first,
+   or is among them: 0, and nothing has happened. */
+typedef struct {
+  fl_signature signature;
+  void *data;
+  int peer;
+} fl_message;
+int fl_gloo_exchange(fl_group *group, const fl_message *messages, int count, double seconds,
+                     fl_op **failed);
+
+/* Called now and then while the caller's own thread waits in fl_gloo_run or fl_gloo_exchange; not
+   0: give up, and end the group. */
 void fl_gloo_on_interrupt(fl_group *group, int (*check)(void));
 
 /* Stop what runs, fail what is queued, close the sockets, free the group. Nobody may call it any
-   more; threads that are in fl_gloo_run come back first. */
+   more; threads that are in it come back first. */
 void fl_gloo_close(fl_group *group);

@@ -1,5 +1,6 @@
 #include "group.h"
 
+#include <exception>
 #include <stdexcept>
 #include <utility>
 
@@ -8,12 +9,12 @@
 namespace fl {
 namespace {
 
+// Collectives come one after the other: they share a lane, which no message has.
+constexpr Lane kCollectives{-1, false, 0};
+
 bool is_message(const fl_signature& signature) {
   return signature.verb == FL_SEND || signature.verb == FL_RECV;
 }
-
-// Collectives come one after the other: they share a lane, which no message has.
-constexpr Lane kCollectives{-1, false, 0};
 
 Lane lane_of(const fl_signature& signature, int peer) {
   if (!is_message(signature)) return kCollectives;
@@ -21,6 +22,26 @@ Lane lane_of(const fl_signature& signature, int peer) {
 }
 
 }  // namespace
+
+// The lanes that a caller's thread is in.
+class Group::Stay {
+ public:
+  explicit Stay(Lanes& lanes) : lanes_(lanes) {}
+  ~Stay() {
+    for (const Lane& lane : entered_) lanes_.leave(lane);
+  }
+  Stay(const Stay&) = delete;
+
+  bool enter(const Lane& lane) {
+    if (!lanes_.enter(lane)) return false;
+    entered_.push_back(lane);
+    return true;
+  }
+
+ private:
+  Lanes& lanes_;
+  std::vector<Lane> entered_;
+};
 
 Group::Group(int rank, int size, const std::string& host, const std::string& interface,
              double connect_seconds)
@@ -41,55 +62,99 @@ std::shared_ptr<Operation> Group::connect(std::vector<char> addresses, size_t by
 
 std::shared_ptr<Operation> Group::start(const fl_signature& signature, void* data, void* output,
                                         int peer, double seconds) {
-  return lanes_.submit(lane_of(signature, peer), seconds,
-                       task(signature, data, output, peer, nullptr));
+  if (is_message(signature)) return start_message({signature, data, peer}, seconds);
+  return lanes_.submit(kCollectives, seconds, collective(signature, data, output, nullptr));
 }
 
 std::shared_ptr<Operation> Group::run(const fl_signature& signature, void* data, void* output,
                                       int peer, double seconds) {
-  const Lane lane = lane_of(signature, peer);
-  if (!lanes_.enter(lane)) return start(signature, data, output, peer, seconds);
-  const struct Leave {
-    Lanes& lanes;
-    const Lane& lane;
-    ~Leave() { lanes.leave(lane); }
-  } leave{lanes_, lane};
+  Stay stay(lanes_);
+  if (!stay.enter(lane_of(signature, peer))) return start(signature, data, output, peer, seconds);
+  return run_here(seconds, is_message(signature)
+                               ? messages({{signature, data, peer}}, interrupt_)
+                               : collective(signature, data, output, interrupt_));
+}
+
+std::shared_ptr<Operation> Group::exchange(const fl_message* messages, int count, double seconds,
+                                           bool* entered) {
+  Stay stay(lanes_);
+  for (int i = 0; i < count; ++i) {
+    *entered = stay.enter(lane_of(messages[i].signature, messages[i].peer));
+    if (!*entered) return nullptr;
+  }
+  return run_here(seconds, this->messages({messages, messages + count}, interrupt_));
+}
+
+std::shared_ptr<Operation> Group::run_here(double seconds, Task task) {
   auto operation = std::make_shared<Operation>();
   operation->queue = ended_;
   operation->seconds = seconds;
-  operation->run = task(signature, data, output, peer, interrupt_);
+  operation->run = std::move(task);
   execute(*mesh_, *operation);
   const bool nothing_to_fetch = operation->status == FL_OK && operation->output.data == nullptr;
   return nothing_to_fetch ? nullptr : operation;
 }
 
-std::function<void(Operation&)> Group::task(const fl_signature& signature, void* data,
-                                            void* output, int peer, InterruptCheck interrupt) {
-  return [this, mine = signature, data, output, peer, interrupt](Operation& operation) mutable {
-    if (!is_message(mine)) mine.sequence = sequence_of(++calls_);
-    operation.signatures.assign(mesh_->size, fl_signature{});
-    Waiter waiter(mesh_->watch(), operation.deadline, interrupt);
-    Call call{mine, operation.signatures, waiter};
-    operation.output = dispatch(call, data, output, peer);
+// Messages ------------------------------------------------------------------------------------
+
+Group::Task Group::messages(std::vector<fl_message> messages, InterruptCheck interrupt) {
+  return [this, messages = std::move(messages), interrupt](Operation& operation) {
+    const int count = static_cast<int>(messages.size());
+    end(point_to_point_.begin(messages.data(), count), operation, interrupt);
   };
 }
 
-Bytes Group::dispatch(Call& call, void* data, void* output, int peer) {
+void Group::end(const PointToPoint::Messages& begun, Operation& operation,
+                InterruptCheck interrupt) {
+  operation.signatures.assign(mesh_->size, fl_signature{});
+  Waiter waiter(mesh_->watch(), operation.deadline, interrupt);
+  point_to_point_.end(begun, waiter, operation.signatures);
+}
+
+// What needs no waiting happens at once, the rest on a thread of the group's own.
+std::shared_ptr<Operation> Group::start_message(const fl_message& message, double seconds) {
+  const Lane lane = lane_of(message.signature, message.peer);
+  if (!lanes_.enter(lane)) return lanes_.submit(lane, seconds, messages({message}, nullptr));
+  std::shared_ptr<PointToPoint::Messages> begun;
+  std::exception_ptr error;
+  try {
+    begun = std::make_shared<PointToPoint::Messages>(point_to_point_.begin(&message, 1));
+  } catch (const std::exception&) {
+    error = std::current_exception();
+  }
+  return lanes_.go_on(lane, seconds, [this, begun, error](Operation& operation) {
+    if (error) std::rethrow_exception(error);
+    end(*begun, operation, nullptr);
+  });
+}
+
+// Collectives ---------------------------------------------------------------------------------
+
+Group::Task Group::collective(const fl_signature& signature, void* data, void* output,
+                              InterruptCheck interrupt) {
+  return [this, mine = signature, data, output, interrupt](Operation& operation) mutable {
+    mine.sequence = sequence_of(++calls_);
+    operation.signatures.assign(mesh_->size, fl_signature{});
+    Waiter waiter(mesh_->watch(), operation.deadline, interrupt);
+    Call call{mine, operation.signatures, waiter};
+    operation.output = dispatch(call, data, output);
+  };
+}
+
+Bytes Group::dispatch(Call& call, void* data, void* output) {
   switch (call.mine.verb) {
     case FL_BARRIER: collectives_.barrier(call); return {};
     case FL_ALL_REDUCE: collectives_.all_reduce(call, data); return {};
     case FL_REDUCE: collectives_.reduce(call, data); return {};
     case FL_REDUCE_SCATTER: collectives_.reduce_scatter(call, data, output); return {};
     case FL_BROADCAST: collectives_.broadcast(call, data); return {};
-    case FL_ALL_GATHER: return collectives_.all_gather(call, data);
-    case FL_GATHER: return collectives_.gather(call, data);
+    case FL_ALL_GATHER: return collectives_.all_gather(call, data, static_cast<fl_room*>(output));
+    case FL_GATHER: return collectives_.gather(call, data, static_cast<fl_room*>(output));
     case FL_SCATTER: return collectives_.scatter(call, data, output);
     case FL_ALL_TO_ALL: collectives_.all_to_all(call, data, output); return {};
     case FL_ALL_TO_ALL_UNEVEN:
       collectives_.all_to_all_uneven(call, *static_cast<fl_sections*>(data), output);
       return {};
-    case FL_SEND: point_to_point_.send(call, data, peer); return {};
-    case FL_RECV: point_to_point_.recv(call, data, peer); return {};
     default: throw std::invalid_argument("unknown verb");
   }
 }

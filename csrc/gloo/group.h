@@ -30,11 +30,20 @@ class Group {
   // Null where it has ended well and there is nothing to fetch.
   std::shared_ptr<Operation> run(const fl_signature& signature, void* data, void* output, int peer,
                                  double seconds);
+  // The same for several messages at once; where others must come first, nothing has happened.
+  std::shared_ptr<Operation> exchange(const fl_message* messages, int count, double seconds,
+                                      bool* entered);
 
  private:
-  std::function<void(Operation&)> task(const fl_signature& signature, void* data, void* output,
-                                       int peer, InterruptCheck interrupt);
-  Bytes dispatch(Call& call, void* data, void* output, int peer);
+  class Stay;
+  using Task = std::function<void(Operation&)>;
+  std::shared_ptr<Operation> run_here(double seconds, Task task);
+  Task collective(const fl_signature& signature, void* data, void* output,
+                  InterruptCheck interrupt);
+  Bytes dispatch(Call& call, void* data, void* output);
+  std::shared_ptr<Operation> start_message(const fl_message& message, double seconds);
+  Task messages(std::vector<fl_message> messages, InterruptCheck interrupt);
+  void end(const PointToPoint::Messages& begun, Operation& operation, InterruptCheck interrupt);
 
   std::unique_ptr<Mesh> mesh_;
   Collectives collectives_;

@@ -35,6 +35,20 @@ std::string in_words_for_others(std::string message, int rank) {
 
 }  // namespace
 
+uint64_t slot_of(const fl_signature& call) {
+  uint64_t hash = 1469598103934665603u;
+  const auto add = [&](uint64_t value) {
+    for (int i = 0; i < 8; ++i, value >>= 8) hash = (hash ^ (value & 0xff)) * 1099511628211u;
+  };
+  uint64_t scale;
+  std::memcpy(&scale, &call.scale, sizeof scale);
+  for (const int64_t value : {call.root, call.dtype, call.op, call.itemsize, call.ndim}) add(value);
+  add(scale);
+  add(call.count);
+  for (int d = 0; d < std::min(call.ndim, 8); ++d) add(call.shape[d]);
+  return std::max<uint64_t>(hash, kFirstFreeSlot);
+}
+
 // Why a rank gave up, as it travels.
 struct Mesh::Control {
   static constexpr int kMaxMissing = 32;

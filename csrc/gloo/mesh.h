@@ -26,12 +26,12 @@ enum Slot : uint64_t {
   kPartSlot,
   kNoticeSlot,
   kProbeSlot,
-  kDataSlot = uint64_t{1} << 32,  // plus the tag, for the two below: see slot_of
-  kThanksSlot = uint64_t{2} << 32,
+  kFirstFreeSlot,
 };
 
-// Tags are any 32 bits; those of one kind end where the next kind's begin.
-inline uint64_t slot_of(Slot kind, int32_t tag) { return kind + static_cast<uint32_t>(tag); }
+// The slot of a large payload of a message, a different one for whatever differs in `call`: FNV-1a
+// over what same_message compares. That two share one is as likely as a random 64-bit number is hit.
+uint64_t slot_of(const fl_signature& call);
 
 class Mesh : public gloo::Context, public Transport, public Connections {
  public:

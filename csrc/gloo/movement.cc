@@ -7,9 +7,6 @@
 namespace fl {
 namespace {
 
-// Up to here the root of a broadcast sends all to all: one step is shorter than two.
-constexpr size_t kDirectBytes = 64 << 10;
-
 // A broadcast is passed on in pieces, each as soon as it is there.
 constexpr size_t kPieceBytes = 512 << 10;
 
@@ -19,8 +16,6 @@ void for_each_piece(size_t bytes, Visit visit) {
   for (size_t at = 0; at < bytes; at += kPieceBytes) visit(at, std::min(kPieceBytes, bytes - at));
 }
 
-// Room for what is given by fl_op_output: never a null pointer.
-Bytes room_for(size_t bytes) { return {std::unique_ptr<char[]>(new char[bytes + 1]), bytes}; }
 
 // The root's array in a part for each other rank.
 Parts parts_for_others(size_t bytes, int ranks, int root) {
@@ -82,7 +77,7 @@ void Collectives::move_large(Call& call, const void* from, const Parts& give, ch
 void Collectives::broadcast(Call& call, void* data) {
   const int root = call.mine.root;
   Parts give(size_), take(size_);
-  if (call.bytes() <= kDirectBytes) {
+  if (call.bytes() <= kInlineBytes) {
     if (rank_ == root) give = same_for_all(call.bytes());
     if (rank_ != root) take[root] = {0, call.bytes()};
     meet(call, data, give);
@@ -142,17 +137,18 @@ void Collectives::pass_on_part(Call& call, char* data, const Parts& parts) {
   for (int r : sent) call.waiter.sent(*passed_on, r);
 }
 
-Bytes Collectives::all_gather(Call& call, const void* data) {
-  return gather_to(call, data, true, same_for_all(call.bytes()));
+Bytes Collectives::all_gather(Call& call, const void* data, const fl_room* room) {
+  return gather_to(call, data, true, same_for_all(call.bytes()), room);
 }
 
-Bytes Collectives::gather(Call& call, const void* data) {
+Bytes Collectives::gather(Call& call, const void* data, const fl_room* room) {
   Parts give(size_);
   give[call.mine.root] = {0, call.bytes()};
-  return gather_to(call, data, rank_ == call.mine.root, give);
+  return gather_to(call, data, rank_ == call.mine.root, give, room);
 }
 
-Bytes Collectives::gather_to(Call& call, const void* data, bool wanted, const Parts& give) {
+Bytes Collectives::gather_to(Call& call, const void* data, bool wanted, const Parts& give,
+                             const fl_room* room) {
   meet(call, data, give);
   Parts take(size_);
   size_t total = 0;
@@ -160,8 +156,10 @@ Bytes Collectives::gather_to(Call& call, const void* data, bool wanted, const Pa
     take[r] = {total, static_cast<size_t>(call.seen[r].count) * call.mine.itemsize};
     total += take[r].bytes;
   }
-  Bytes output = room_for(total);
-  deliver(call, data, give, output.data.get(), take);
+  Bytes output;
+  const bool fits = room != nullptr && room->bytes == total;
+  if (!fits) output = make_bytes(total);
+  deliver(call, data, give, fits ? room->data : output.data.get(), take);
   return output;
 }
 
@@ -174,7 +172,7 @@ Bytes Collectives::scatter(Call& call, const void* data, void* output) {
   const fl_signature& told = call.seen[root];
   take[root] = {0, static_cast<size_t>(told.count) * told.itemsize};
   Bytes part;
-  if (output == nullptr) part = room_for(take[root].bytes);
+  if (output == nullptr) part = make_bytes(take[root].bytes);
   deliver(call, data, give, output != nullptr ? output : part.data.get(), take);
   return part;
 }

@@ -1,9 +1,8 @@
 #include "notices.h"
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
-#include <cstring>
+#include <utility>
 
 namespace fl {
 namespace {
@@ -19,13 +18,11 @@ size_t payload_of(const fl_signature& call) {
 }  // namespace
 
 struct Notices::Line {
-  std::array<Notice, kPosted> incoming;
-  std::array<Buffer, kPosted> buffers;
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
-  std::list<Told> told;  // in the order in which it came
-  size_t next = 0;       // where the next notice arrives
-  bool reading = false;  // a thread waits for it
+  std::list<NoticePtr> posted;  // in the order in which they will arrive
+  std::list<NoticePtr> told;    // in the order in which they came
+  bool reading = false;         // a thread waits for the next one
 };
 
 Notices::Notices(Mesh& mesh) : mesh_(mesh), lines_(mesh.size) {}
@@ -36,39 +33,56 @@ void Notices::open() {
   for (int peer = 0; peer < mesh_.size; ++peer) {
     if (peer == mesh_.rank) continue;
     lines_[peer] = std::make_unique<Line>();
-    Line& line = *lines_[peer];
-    for (size_t place = 0; place < kPosted; ++place) {
-      line.buffers[place] = mesh_.buffer(&line.incoming[place], sizeof(Notice));
-      post(line, peer, place);
+    post(*lines_[peer], peer);
+  }
+}
+
+NoticePtr Notices::blank() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!blanks_.empty()) {
+      NoticePtr notice = std::move(blanks_.back());
+      blanks_.pop_back();
+      return notice;
+    }
+  }
+  NoticePtr notice(new Notice);
+  notice->buffer = mesh_.buffer(notice.get(), offsetof(Notice, buffer));
+  return notice;
+}
+
+void Notices::take_back(NoticePtr notice) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  blanks_.push_back(std::move(notice));
+}
+
+void Notices::post(Line& line, int peer) {
+  while (line.posted.size() < kPosted) {
+    line.posted.push_back(blank());
+    try {
+      line.posted.back()->buffer->recv(peer, kNoticeSlot);
+    } catch (const std::exception&) {
+      // This peer has left already, after a message that succeeded. Who waits for another one hears
+      // of it from the watch.
+      continue;
     }
   }
 }
 
-void Notices::post(Line& line, int peer, size_t place) {
-  try {
-    line.buffers[place]->recv(peer, kNoticeSlot);
-  } catch (const std::exception&) {
-    // This peer has left already, after a message that succeeded. Who waits for another one hears
-    // of it from the watch.
-    return;
-  }
+void Notices::give(const Notice& notice, int peer) {
+  const size_t bytes = offsetof(Notice, payload) + payload_of(notice.call);
+  notice.buffer->send(peer, kNoticeSlot, 0, bytes);
 }
 
-Buffer Notices::give(const Notice& notice, int peer) {
-  Buffer buffer = mesh_.buffer(&notice, offsetof(Notice, payload) + payload_of(notice.call));
-  buffer->send(peer, kNoticeSlot);
-  return buffer;
-}
-
-Told Notices::hear(int peer, int verb, int32_t tag, Waiter& waiter) {
+NoticePtr Notices::hear(int peer, int verb, int32_t tag, Waiter& waiter) {
   Line& line = *lines_[peer];
   std::unique_lock<std::mutex> lock(line.mutex);
   for (;;) {
-    const auto found = std::find_if(line.told.begin(), line.told.end(), [&](const Told& told) {
-      return told.call.verb == verb && told.call.root == tag;
-    });
+    const auto found = std::find_if(
+        line.told.begin(), line.told.end(),
+        [&](const NoticePtr& told) { return told->call.verb == verb && told->call.root == tag; });
     if (found != line.told.end()) {
-      Told told = std::move(*found);
+      NoticePtr told = std::move(*found);
       line.told.erase(found);
       return told;
     }
@@ -83,8 +97,10 @@ Told Notices::hear(int peer, int verb, int32_t tag, Waiter& waiter) {
 }
 
 // Read one notice, whomever it is for. The lock is held before and after, not while waiting.
+// Receives are posted before the wait, when there is time for it, not after.
 void Notices::read(Line& line, std::unique_lock<std::mutex>& lock, int peer, Waiter& waiter) {
-  const size_t place = line.next;
+  post(line, peer);
+  Notice& next = *line.posted.front();
   line.reading = true;
   lock.unlock();
   const struct Leave {
@@ -96,20 +112,16 @@ void Notices::read(Line& line, std::unique_lock<std::mutex>& lock, int peer, Wai
       line.changed.notify_all();
     }
   } leave{line, lock};
-  waiter.received(*line.buffers[place], peer);
-  const Notice& notice = line.incoming[place];
-  Told told{notice.call, {notice.payload, notice.payload + payload_of(notice.call)}};
-  post(line, peer, place);
+  waiter.received(*next.buffer, peer);
   lock.lock();
-  line.told.push_back(std::move(told));
-  line.next = (place + 1) % kPosted;
+  line.told.splice(line.told.end(), line.posted, line.posted.begin());
 }
 
 std::vector<fl_signature> Notices::unheard(int peer) {
   Line& line = *lines_[peer];
   const std::lock_guard<std::mutex> lock(line.mutex);
   std::vector<fl_signature> calls;
-  for (const Told& told : line.told) calls.push_back(told.call);
+  for (const NoticePtr& told : line.told) calls.push_back(told->call);
   return calls;
 }
 

@@ -14,23 +14,20 @@
 namespace fl {
 
 // Payloads up to this size travel inside the sender's notice, in one step instead of two.
-constexpr size_t kInlineMessage = 4096;
+constexpr size_t kInlineMessage = 64 << 10;
 
 inline size_t bytes_of(const fl_signature& call) {
   return static_cast<size_t>(call.count) * call.itemsize;
 }
 inline bool is_large(const fl_signature& call) { return bytes_of(call) > kInlineMessage; }
 
+// What is told: `call`, and as much of the payload as payload_of says. Memory beyond is not touched.
 struct Notice {
   fl_signature call;
   char payload[kInlineMessage];
+  Buffer buffer;  // of the two above
 };
-
-// A notice that has arrived, with what a small send sends.
-struct Told {
-  fl_signature call;
-  std::vector<char> payload;
-};
+using NoticePtr = std::unique_ptr<Notice>;
 
 // Notices of all messages with a peer come through one slot, whose receives are posted ahead, so
 // that a notice arrives in one step. Of the threads that wait for notices of a peer, one reads for
@@ -43,22 +40,28 @@ class Notices {
   // Post the first receives; once, when every peer is connected.
   void open();
 
-  // Give `peer` notice. `notice` must stay until Waiter::sent() of the buffer that is returned.
-  Buffer give(const Notice& notice, int peer);
+  // A notice to be filled in, and back with one that nobody sends or receives any more.
+  NoticePtr blank();
+  void take_back(NoticePtr notice);
+
+  // Send `notice` to `peer`: wait until its buffer is sent.
+  void give(const Notice& notice, int peer);
 
   // Wait for the next notice of `peer` with this verb and tag; throws Failure.
-  Told hear(int peer, int verb, int32_t tag, Waiter& waiter);
+  NoticePtr hear(int peer, int verb, int32_t tag, Waiter& waiter);
 
   // What `peer` has told and nobody here has heard yet.
   std::vector<fl_signature> unheard(int peer);
 
  private:
   struct Line;
-  void post(Line& line, int peer, size_t place);
+  void post(Line& line, int peer);
   void read(Line& line, std::unique_lock<std::mutex>& lock, int peer, Waiter& waiter);
 
   Mesh& mesh_;
   std::vector<std::unique_ptr<Line>> lines_;  // by peer
+  std::mutex mutex_;
+  std::vector<NoticePtr> blanks_;
 };
 
 }  // namespace fl

@@ -1,37 +1,35 @@
-// Messages between two ranks. Those of one direction and tag come one after the other, the others
-// on threads beside each other.
+// Messages between two ranks, as operations.
 #pragma once
 
 #include <atomic>
+#include <memory>
+#include <vector>
 
-#include "collectives.h"
-#include "notices.h"
+#include "abi.h"
+#include "message.h"
 
 namespace fl {
 
-// Each throws Failure, or Mismatch before any payload has moved, or what Gloo throws where a
-// connection is broken already.
 class PointToPoint {
  public:
-  explicit PointToPoint(Mesh& mesh) : mesh_(mesh), notices_(mesh) {}
+  explicit PointToPoint(Mesh& mesh) : mesh_(mesh), notices_(mesh), sends_(mesh.size) {}
 
   // Once, when every peer is connected.
   void open() { notices_.open(); }
 
-  // Ends when the peer has received.
-  void send(Call& call, const void* data, int peer);
-  void recv(Call& call, void* data, int peer);
+  // Begin messages, of lanes that are idle. Does not wait. Throws what Gloo throws where a
+  // connection is broken already.
+  using Messages = std::vector<std::unique_ptr<Message>>;
+  Messages begin(const fl_message* messages, int count);
+
+  // Throws Failure, or Mismatch: then `seen` is of the first message whose ends differ, and the
+  // others have ended well.
+  void end(const Messages& messages, Waiter& waiter, std::vector<fl_signature>& seen);
 
  private:
-  Told meet(Call& call, Notice& notice, int peer);
-  Told hear(const Call& call, int peer, int verb);
-  std::string instead(const fl_signature& mine, int peer);
-  void send_large(Call& call, const void* data, int peer);
-  void recv_rest(Call& call, gloo::transport::UnboundBuffer& into, int peer);
-
   Mesh& mesh_;
   Notices notices_;
-  std::atomic<uint32_t> calls_{0};
+  std::vector<std::atomic<uint32_t>> sends_;  // to each peer so far
 };
 
 }  // namespace fl

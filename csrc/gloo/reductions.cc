@@ -191,7 +191,7 @@ void Collectives::reduce_inline(const Call& call, const void* data, size_t skip,
 // the array, as for a ring, in 2 steps instead of 2 (n-1), and with a sum that does not depend on
 // where in the ring a part began.
 void Collectives::all_reduce(Call& call, void* data) {
-  const bool small = call.bytes() <= kInlineBytes;
+  const bool small = call.bytes() * (size_ - 1) <= kInlineBytes;
   meet(call, data, same_for_all(small ? call.bytes() : 0));
   if (small) reduce_inline(call, data, 0, call.mine.count, data);
   post_headers();

@@ -133,7 +133,7 @@ void Waiter::look_around(int peer) {
   if (interrupt_ != nullptr && interrupt_() != 0) {
     throw Failure(FL_CLOSED, {}, "a signal handler interrupted the operation");
   }
-  if (Clock::now() >= deadline_) throw Failure(FL_TIMEOUT, {peer}, "timed out");
+  if (Clock::now() >= deadline_) throw TimedOut(peer);
   if (!watch_.connections_.is_lost(peer)) return;
   // Gloo tells only some of those who wait on a broken connection.
   if (doomed_) throw watch_.connections_.explain(peer, "the connection broke");

@@ -63,6 +63,11 @@ class Watch {
   std::thread thread_;  // last: it begins when all else is there
 };
 
+// The waiter's own deadline has passed, not that of another operation.
+struct TimedOut : Failure {
+  explicit TimedOut(int peer) : Failure(FL_TIMEOUT, {peer}, "timed out") {}
+};
+
 // The waits of one operation, on one thread.
 class Waiter {
  public:

@@ -6,16 +6,20 @@ the group's own: collectives in turn, messages beside them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from flashlight_py import _native
+from flashlight_py.distributed.backend import Message
 from flashlight_py.distributed.backends.interrupts import (
     answer_to_interrupts,
     raise_interruption,
 )
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
+from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import BackendUnavailableError
 
 __all__ = ["GlooBackend"]
@@ -88,6 +92,26 @@ class GlooBackend(NativeBackend):
         )
         raise_interruption(self.lib, handle)
         return handle
+
+    def exchange(self, messages: Sequence[Message], blocking: bool = False) -> Work:
+        """Send and receive several messages; blocking: on the caller's thread alone."""
+        if not blocking or self._group is None:
+            return super().exchange(messages, blocking)
+        together = self.ffi.new("fl_message[]", len(messages))
+        for room, message in zip(together, messages, strict=True):
+            verb = self.lib.FL_SEND if message.sends else self.lib.FL_RECV
+            self._describe("exchange", verb, message.array, ReduceOp.SUM, 1.0, message.tag)
+            room.signature = self._signature[0]
+            room.data, room.peer = self._pointer(message.array), message.peer
+        failed = self.ffi.new("fl_op **")
+        if not self.lib.fl_gloo_exchange(
+            self._group, together, len(messages), self.timeout, failed
+        ):
+            return super().exchange(messages, blocking)
+        raise_interruption(self.lib, failed[0])
+        if failed[0] != self.ffi.NULL:
+            NativeWork(self, "exchange", failed[0], messages, NOTHING, self.timeout).wait()
+        return Done([message.array for message in messages])
 
     def _close(self, group: Any) -> None:
         self.lib.fl_gloo_close(group)

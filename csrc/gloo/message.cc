@@ -1,0 +1,140 @@
+#include "message.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "../common/signature.h"
+
+namespace fl {
+namespace {
+
+// Large messages move in pieces, two of them on their way at once, so that what runs beside them
+// gets its turn on the connection.
+constexpr size_t kPieceBytes = 4 << 20;
+
+// How many messages that nobody takes are told of.
+constexpr size_t kMostTold = 4;
+
+int pieces_of(const fl_signature& call) {
+  return is_large(call) ? static_cast<int>((bytes_of(call) + kPieceBytes - 1) / kPieceBytes) : 0;
+}
+
+// "is sending with tag 3", or "sends with tag 3".
+std::string in_words(const fl_signature& call, const char* sending, const char* receiving) {
+  return (call.verb == FL_SEND ? sending : receiving) + (" with tag " + std::to_string(call.root));
+}
+
+}  // namespace
+
+Message::Message(Mesh& mesh, Notices& notices, const fl_signature& mine, void* data, int peer)
+    : mesh_(mesh),
+      notices_(notices),
+      mine_(mine),
+      data_(static_cast<char*>(data)),
+      peer_(peer),
+      slot_(slot_of(mine)),
+      notice_(notices.blank()) {
+  notice_->call = mine;
+  if (is_large(mine)) {
+    payload_ = mesh.buffer(data, bytes_of(mine));
+  } else if (sends() && mine.count > 0) {
+    std::memcpy(notice_->payload, data, bytes_of(mine));
+  }
+}
+
+// All pieces are asked for, but only one is sent: then nothing but the first is to be called off,
+// and the sender need never wait for the receiver to end another message first.
+void Message::begin() {
+  const size_t bytes = bytes_of(mine_);
+  for (int i = 0; !sends() && i < pieces_of(mine_); ++i) {
+    const size_t at = i * kPieceBytes;
+    payload_->recv(peer_, slot_, at, std::min(kPieceBytes, bytes - at));
+  }
+  notices_.give(*notice_, peer_);
+  if (!sends() || payload_ == nullptr) return;
+  payload_->send(peer_, slot_, 0, std::min(kPieceBytes, bytes));
+  unsettled_ = 1;
+}
+
+bool Message::end(Waiter& waiter, std::vector<fl_signature>& seen) {
+  NoticePtr told = hear(waiter);
+  const fl_signature theirs = told->call;
+  waiter.sent(*notice_->buffer, peer_);
+  seen[mesh_.rank] = mine_;
+  seen[peer_] = theirs;
+  const bool agreed = same_message(mine_, theirs);
+  if (!agreed) {
+    call_off(waiter, theirs);
+  } else if (sends()) {
+    send_rest(waiter);
+  } else {
+    take(waiter, *told);
+  }
+  notices_.take_back(std::move(told));
+  notices_.take_back(std::move(notice_));
+  return agreed;
+}
+
+void Message::settle(Waiter& waiter) {
+  while (unsettled_ > 0) waiter.sent(*payload_, peer_), --unsettled_;
+  while (nothings_ > 0) waiter.sent(*nothing_, peer_), --nothings_;
+}
+
+NoticePtr Message::hear(Waiter& waiter) {
+  try {
+    return notices_.hear(peer_, sends() ? FL_RECV : FL_SEND, mine_.root, waiter);
+  } catch (const TimedOut&) {
+    throw Failure(FL_TIMEOUT, {peer_}, instead());
+  }
+}
+
+// What the peer does while this rank has waited for it in vain.
+std::string Message::instead() {
+  const auto unheard = notices_.unheard(peer_);
+  if (unheard.empty()) return "timed out";
+  const std::string name = "rank " + std::to_string(peer_);
+  std::string told;
+  for (size_t i = 0; i < std::min(unheard.size(), kMostTold); ++i) {
+    told += name + in_words(unheard[i], " is sending", " is receiving") + ", ";
+  }
+  if (unheard.size() > kMostTold) {
+    told += "and " + std::to_string(unheard.size() - kMostTold) + " more, ";
+  }
+  return told + "this rank" + in_words(mine_, " sends", " receives");
+}
+
+void Message::send_rest(Waiter& waiter) {
+  const size_t bytes = bytes_of(mine_);
+  for (int i = 1; i < pieces_of(mine_); ++i) {
+    if (unsettled_ == 2) waiter.sent(*payload_, peer_), --unsettled_;
+    const size_t at = i * kPieceBytes;
+    payload_->send(peer_, slot_, at, std::min(kPieceBytes, bytes - at));
+    ++unsettled_;
+  }
+}
+
+void Message::take(Waiter& waiter, const Notice& told) {
+  for (int i = 0; i < pieces_of(mine_); ++i) waiter.received(*payload_, peer_);
+  if (payload_ == nullptr && mine_.count > 0) std::memcpy(data_, told.payload, bytes_of(mine_));
+}
+
+// What one end has begun cannot be taken back: the other takes a piece that is of no use to it, and
+// sends nothing into receives that wait.
+void Message::call_off(Waiter& waiter, const fl_signature& theirs) {
+  if (sends()) {
+    nothing_ = mesh_.buffer(nullptr, 0);
+    for (; nothings_ < pieces_of(theirs); ++nothings_) nothing_->send(peer_, slot_of(theirs));
+    return;
+  }
+  if (is_large(theirs)) {
+    const size_t bytes = std::min(kPieceBytes, bytes_of(theirs));
+    const std::unique_ptr<char[]> room(new char[bytes]);
+    const Buffer useless = mesh_.buffer(room.get(), bytes);
+    useless->recv(peer_, slot_of(theirs));
+    waiter.received(*useless, peer_);
+  }
+  for (int i = 0; i < pieces_of(mine_); ++i) waiter.received(*payload_, peer_);
+}
+
+}  // namespace fl

@@ -1,0 +1,48 @@
+// One end of a message between two ranks.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "notices.h"
+
+namespace fl {
+
+// Both ends give notice of what they call, and hear the other's, so that both see a mismatch. A
+// small payload is in the sender's notice. A large one moves at the same time, but only between
+// ends that agree: what they call says through which slot.
+class Message {
+ public:
+  Message(Mesh& mesh, Notices& notices, const fl_signature& mine, void* data, int peer);
+
+  // What needs no waiting. Throws what Gloo throws where the connection is broken already.
+  void begin();
+  // What the other end must have begun; false: it called something else, and nothing was changed.
+  // Throws Failure. `seen` gets both signatures.
+  bool end(Waiter& waiter, std::vector<fl_signature>& seen);
+  // What the other end must have ended.
+  void settle(Waiter& waiter);
+
+  bool sends() const { return mine_.verb == FL_SEND; }
+
+ private:
+  NoticePtr hear(Waiter& waiter);
+  std::string instead();
+  void send_rest(Waiter& waiter);
+  void take(Waiter& waiter, const Notice& told);
+  void call_off(Waiter& waiter, const fl_signature& theirs);
+
+  Mesh& mesh_;
+  Notices& notices_;
+  const fl_signature mine_;
+  char* const data_;
+  const int peer_;
+  const uint64_t slot_;
+  NoticePtr notice_;
+  Buffer payload_;  // a large one
+  Buffer nothing_;  // what ends the other end's receives, when the message is called off
+  int unsettled_ = 0, nothings_ = 0;
+};
+
+}  // namespace fl
