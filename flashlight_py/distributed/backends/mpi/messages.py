@@ -158,7 +158,7 @@ class Messages:
         calls = ", ".join(dict.fromkeys([*waits_for, *offers]))
         here = ", ".join(self.waiting_with(peer))
         there = f"rank {peer} called {calls}" if calls else f"nothing was heard of rank {peer}"
-        return f"this rank called {here}; {there}"
+        return f"rank {self._rank} called {here}; {there}"
 
     def _mismatch(self, name: str, calls: dict[int, str]) -> Exception:
         return mismatch(f"[{name}] {self._place}", "a message", dict(sorted(calls.items())))
