@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from flashlight_py.distributed.backends.mpi import chunks
+from flashlight_py.distributed.backends.mpi import memory
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend
 from flashlight_py.distributed.backends.mpi.joining import join
 from flashlight_py.distributed.constants import ReduceOp
@@ -71,7 +71,7 @@ def all_to_all_both_ways(rank: int, size: int, name: str, rows: int) -> None:
 
 def every_verb_in_small_pieces(rank: int, size: int, limit: int) -> None:
     """As if MPI's counts ended at ``limit``."""
-    before, chunks._LARGEST = chunks._LARGEST, limit
+    before, memory._LARGEST = memory._LARGEST, limit
     try:
         for name in ("float32", "int8", "longdouble"):
             for count in (1, 7, 100):
@@ -89,7 +89,7 @@ def every_verb_in_small_pieces(rank: int, size: int, limit: int) -> None:
         assert_equal(fl.broadcast(x, root=1), values(1, (1000,), "float32"), "broadcast")
         ring(rank, size, 5000)
     finally:
-        chunks._LARGEST = before
+        memory._LARGEST = before
 
 
 def ring(rank: int, size: int, count: int) -> None:

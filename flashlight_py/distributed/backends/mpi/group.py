@@ -90,7 +90,8 @@ class Group:
         operation = Operation(self, name, steps, limit, peer)
         with self.progress.lock:
             self._check_usable(name)
-            self._remember(operation)
+            if not blocking:
+                self._remember(operation)
             if peer is None:
                 self._queue.append(operation)
             else:
@@ -241,7 +242,7 @@ class Group:
             if self._unusable == _CLOSED:
                 return
             healthy = not self._unusable and not self.is_busy()
-            if not self._unusable:
+            if not self._unusable and not self._mpi.Is_finalized():
                 self._presence.leave(
                     Farewell(self._completed, (self.rank,), "it has left the group")
                 )

@@ -15,8 +15,8 @@ import numpy as np
 
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.backends.mpi.calls import kind_of, shape_text
-from flashlight_py.distributed.backends.mpi.chunks import as_bytes, chunks
 from flashlight_py.distributed.backends.mpi.failures import mismatch
+from flashlight_py.distributed.backends.mpi.memory import as_bytes, chunks
 from flashlight_py.distributed.backends.mpi.notes import Kind, Notes
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
 
