@@ -135,11 +135,11 @@ class _Exchange:
         shapes = [(len(matrix), self._hook.rank) for matrix in self._matrices]
         message, parts = self._message(shapes + [part.shape for part in self._rest])
         self._lefts, self._exact = parts[: len(shapes)], parts[len(shapes) :]
-        xp = array_module(message)
+        matmul = array_module(message).matmul
         with np.errstate(invalid="ignore"):
-            for number, matrix in enumerate(self._matrices):
-                xp.add(matrix, self._residuals[number], out=matrix)
-                xp.matmul(matrix, self._factors[number], out=self._lefts[number])
+            for number, residual in enumerate(self._residuals):
+                self._matrices[number] += residual
+                matmul(self._matrices[number], self._factors[number], out=self._lefts[number])
         for sent, part in zip(self._exact, self._rest, strict=True):
             sent[...] = part
         return Then(self._bucket.all_reduce(message), self._finish)
