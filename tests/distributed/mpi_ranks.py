@@ -228,6 +228,21 @@ def unchecked(rank: int, size: int) -> None:
     assert np.array_equal(got, np.repeat(np.arange(size), np.arange(size) + 1))
 
 
+def one_thread(rank: int, size: int) -> tuple[str, int]:
+    """Without threads in MPI, operations advance while somebody waits."""
+    arrays = [np.full(10 ** (i % 6), float(i + rank)) for i in range(12)]
+    works = [fl.all_reduce(array, async_op=True) for array in arrays]
+    ring(rank, size, 50_000)
+    fl.sync_distributed()
+    assert all(work.is_completed() for work in works)
+    for i, array in enumerate(arrays):
+        assert np.all(array == i * size + sum(range(size)))
+    work = fl.all_reduce(np.ones(3), async_op=True)
+    while not work.is_completed():  # each look makes it advance
+        pass
+    return fl.distributed.describe(), threading.active_count()
+
+
 def describe(rank: int, size: int) -> tuple[str, str]:
     return fl.distributed.describe(), fl.distributed_backend().name
 

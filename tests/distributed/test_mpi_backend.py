@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from flashlight_py.distributed.backends.mpi import exits, library
-from flashlight_py.errors import BackendUnavailableError
+from flashlight_py.distributed.backends.mpi import exits, joining, library
+from flashlight_py.distributed.settings import Settings
+from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 from tests.distributed import mpi_ranks
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_failures import (
@@ -126,6 +127,32 @@ def test_it_says_which_library_it_is(pool: Any) -> None:
 
 def test_without_checks_the_verbs_work() -> None:
     run_ranks(mpi_ranks.unchecked, 2, **WORLD, env={"FLASHLIGHT_CHECKS": "0"})
+
+
+def test_where_one_thread_may_call_mpi_operations_advance_in_waits() -> None:
+    world = {**WORLD, "env": {"MPI4PY_RC_THREAD_LEVEL": "funneled"}}
+    for text, threads in run_ranks(mpi_ranks.one_thread, 2, **world):
+        assert "one thread" in text
+        assert threads == 1
+
+
+def test_settings_that_differ_are_refused() -> None:
+    cards = [joining._Card(rank, 2, checked=rank == 0) for rank in range(2)]
+    with pytest.raises(UnavailableEverywhereError, match="FLASHLIGHT_CHECKS is not the same"):
+        joining._check(cards)
+    cards = [joining._Card(rank, 2, gpu_aware=rank == 0) for rank in range(2)]
+    with pytest.raises(UnavailableEverywhereError, match="MPI_CUDA_AWARE is not the same"):
+        joining._check(cards)
+    cards = [joining._Card(0, 2), joining._Card(problem="no libmpi")]
+    with pytest.raises(UnavailableEverywhereError, match="rank 1: no libmpi"):
+        joining._check(cards)
+
+
+def test_awareness_is_a_flag() -> None:
+    assert Settings.from_params({"MPI_CUDA_AWARE": "1"}).mpi_cuda_aware
+    assert not Settings.from_params({"MPI_CUDA_AWARE": False}).mpi_cuda_aware
+    with pytest.raises(ValueError, match="MPI_CUDA_AWARE"):
+        Settings.from_params({"MPI_CUDA_AWARE": "yes"})
 
 
 def test_ranks_that_mpi_did_not_start_together_are_refused_on_all(tmp_path: Any) -> None:
