@@ -10,7 +10,7 @@ import numpy as np
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.hooks.bucket import Bucket, views
 from flashlight_py.distributed.hooks.compression import Compression
-from flashlight_py.distributed.hooks.orthonormal import orthonormal, outer_sum
+from flashlight_py.distributed.hooks.orthonormal import orthonormal, outer_sum, uniform
 from flashlight_py.distributed.work import Then, Work
 
 __all__ = ["PowerSGDCompression"]
@@ -103,9 +103,7 @@ class PowerSGDCompression(Compression):
         found = self._recall(f"factor.{bucket.index}.{part}", shape, bucket.flat)
         if found is not None:
             return found
-        random = np.random.default_rng([self.seed, bucket.index, part])
-        start = random.standard_normal(shape).astype(bucket.flat.dtype)
-        return array_module(bucket.flat).asarray(start)  # type: ignore[no-any-return]
+        return uniform(bucket.flat, shape, self.seed, bucket.index, part)
 
     def _remember(self, bucket: Bucket, factors: dict[int, Array]) -> None:
         self._state.update({f"factor.{bucket.index}.{part}": q for part, q in factors.items()})
