@@ -27,7 +27,7 @@ from harness.report import duration, facts_text, left_out_text, markdown, write_
 from harness.statistics import Measurement, median
 
 WIDTH, QUICK_WIDTH, BATCH = 1024, 64, 64
-EPOCHS, SAMPLES = 10, 10_000  # of the example
+EPOCHS, SAMPLES = 5, 10_000  # of the example
 ARRAYS = 6  # of the size of the parameters: they, gradients, momentum, temporaries, residuals
 LONG = Plan(rounds=9, batch_seconds=0.5, case_seconds=120.0)
 NONE = "no hook"
@@ -40,6 +40,7 @@ HOOKS: dict[str, list[Any] | None] = {
     "PowerSGD, rank 2": ["PowerSGDCompression", {"rank": 2}],
     "PowerSGD, rank 4": ["PowerSGDCompression", {"rank": 4}],
 }
+MOMENTA = (0.9, 0.0)
 BACKENDS = {"auto": "shared memory", "gloo": "Gloo"}
 
 
@@ -66,10 +67,11 @@ def large_case(width: int, ranks: int, backend: str) -> Case:
     return Case(measurement, task, ARRAYS * len(HOOKS) * 4 * weights // ranks)
 
 
-def example_case(options: argparse.Namespace, ranks: int) -> Case:
-    """Return the example's training; what is timed is one more epoch."""
+def example_case(options: argparse.Namespace, ranks: int, momentum: float) -> Case:
+    """Return the example's training; what is timed are some more steps."""
     task = {"problem": "example", "samples": options.samples, "epochs": options.epochs}
-    return Case(Measurement("epoch of the example", "float32", 0, ranks), task)
+    measurement = Measurement(f"the example, momentum {momentum:g}", "float32", 0, ranks)
+    return Case(measurement, {**task, "momentum": momentum})
 
 
 def measure(
@@ -118,14 +120,17 @@ def _pays_below(steps: Measurement, title: str, told: dict[str, Told]) -> str:
     return f"{8 * saved / added / 1e9:.2g} Gbit/s" if added > 0 else "any speed"
 
 
-def loss_table(told: dict[str, Told]) -> str:
+def loss_table(told: dict[float, dict[str, Told]]) -> str:
     """Return bytes and the last loss of the example, a row for each hook."""
-    exact = told[NONE]
-    rows = [
-        [title, str(of.nbytes), f"{of.loss:.4g}", f"{of.loss / exact.loss:.3f}x"]
-        for title, of in told.items()
-    ]
-    return markdown(["the example", "bytes a step", "loss", "to no hook"], rows)
+    heads = [f"{column}, momentum {m:g}" for m in told for column in ("loss", "to no hook")]
+    rows = []
+    for title, of in next(iter(told.values())).items():
+        cells = []
+        for by_hook in told.values():
+            loss, exact = by_hook[title].loss, by_hook[NONE].loss
+            cells += [f"{loss:.4g}", f"{loss / exact:.3f}x"]
+        rows.append([title, str(of.nbytes), *cells])
+    return markdown(["the example", "bytes a step", *heads], rows)
 
 
 def read_options() -> argparse.Namespace:
@@ -153,12 +158,16 @@ def main() -> None:
         for backend in BACKENDS:
             case = large_case(options.width, ranks, backend)
             steps[backend], of_step = measure(conductor, case, backend, ranks)
-        epochs, of_example = measure(conductor, example_case(options, ranks), "auto", ranks)
-    everything = [*steps.values(), epochs]
+        examples, of_examples = [], {}
+        for momentum in MOMENTA:
+            case = example_case(options, ranks, momentum)
+            result, of_examples[momentum] = measure(conductor, case, "auto", ranks)
+            examples.append(result)
+    everything = [*steps.values(), *examples]
     print(f"\n{ranks} ranks, {steps['auto'].nbytes / 4e6:.3g} million parameters, batch {BATCH}\n")
     print(f"{step_table(steps, of_step)}\n")
     print(f"{options.epochs} epochs of the example, {options.samples} samples\n")
-    print(f"{loss_table(of_example)}\n\n{facts_text(machine, conductor)}")
+    print(f"{loss_table(of_examples)}\n\n{facts_text(machine, conductor)}")
     print(left_out_text(everything, lambda m: m.task))
     if options.json:
         write_json(options.json, machine, conductor, everything, [])

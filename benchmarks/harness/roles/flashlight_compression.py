@@ -17,6 +17,7 @@ from harness.roles import flashlight
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "DistributedTraining.py"
 LR, MOMENTUM = 1e-6, 0.9  # of the large perceptron
+TIMED_STEPS = 50  # of the example, as one call
 
 Hook = Callable[..., Any]
 
@@ -43,9 +44,10 @@ class Compression(Role):
             model, step = large(task["widths"], task["batch"], hook)
             step()
             return Prepared(step, {"bytes": bytes_per_step(model, hook)})
-        model, epoch = example(task["samples"], hook)
-        losses = [epoch() for _ in range(task["epochs"])]
-        return Prepared(epoch, {"bytes": bytes_per_step(model, hook), "loss": losses[-1]})
+        training = Example(task["samples"], task["momentum"], hook)
+        losses = [training.epoch() for _ in range(task["epochs"])]
+        detail = {"bytes": bytes_per_step(training.model, hook), "loss": losses[-1]}
+        return Prepared(training.some_steps, detail)
 
 
 def hook_of(description: list[Any] | None) -> Hook | None:
@@ -81,23 +83,31 @@ def large(
     return model, lambda: train([(x, target)], model, optimizer)
 
 
-def example(samples: int, hook: Hook | None) -> tuple[fl.nn.Module, Callable[[], float]]:
-    """Return the example's model and an epoch of it: its data, its rate, its batches of one."""
-    program = runpy.run_path(str(EXAMPLE))
-    options = argparse.Namespace(samples=samples, batch_size=1, seed=0, device="cpu")
-    batches = program["my_batches"](options)
-    fl.set_seed(0)
-    features = program["FEATURES"]
-    model = fl.nn.Sequential(fl.nn.Linear(features, 100), fl.nn.ReLU(), fl.nn.Linear(100, 1))
-    fl.all_reduce_parameters(model)
-    fl.distribute_module_grads(model, hook=hook)
-    optimizer = fl.optim.SGDOptimizer(model.params(), program["LEARNING_RATE"], program["MOMENTUM"])
+class Example:
+    """The example's model, data, learning rate, and batches of one sample."""
 
-    def epoch() -> float:
-        loss = np.array(train(batches, model, optimizer))
+    def __init__(self, samples: int, momentum: float, hook: Hook | None) -> None:
+        program = runpy.run_path(str(EXAMPLE))
+        options = argparse.Namespace(samples=samples, batch_size=1, seed=0, device="cpu")
+        self._batches = program["my_batches"](options)
+        fl.set_seed(0)
+        features = program["FEATURES"]
+        self.model = fl.nn.Sequential(
+            fl.nn.Linear(features, 100), fl.nn.ReLU(), fl.nn.Linear(100, 1)
+        )
+        fl.all_reduce_parameters(self.model)
+        fl.distribute_module_grads(self.model, hook=hook)
+        rate = program["LEARNING_RATE"]
+        self._optimizer = fl.optim.SGDOptimizer(self.model.params(), rate, momentum)
+
+    def epoch(self) -> float:
+        """Train on all samples; return the mean loss over the ranks."""
+        loss = np.array(train(self._batches, self.model, self._optimizer))
         return float(fl.all_reduce(loss, op="avg"))
 
-    return model, epoch
+    def some_steps(self) -> None:
+        """Take the steps that are timed."""
+        train(self._batches[:TIMED_STEPS], self.model, self._optimizer)
 
 
 def train(
