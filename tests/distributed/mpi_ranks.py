@@ -71,7 +71,7 @@ def all_to_all_both_ways(rank: int, size: int, name: str, rows: int) -> None:
 
 def every_verb_in_small_pieces(rank: int, size: int, limit: int) -> None:
     """As if MPI's counts ended at ``limit``."""
-    before, memory._LARGEST = memory._LARGEST, limit
+    before, memory._LARGEST_BYTES = memory._LARGEST_BYTES, limit
     try:
         for name in ("float32", "int8", "longdouble"):
             for count in (1, 7, 100):
@@ -89,7 +89,7 @@ def every_verb_in_small_pieces(rank: int, size: int, limit: int) -> None:
         assert_equal(fl.broadcast(x, root=1), values(1, (1000,), "float32"), "broadcast")
         ring(rank, size, 5000)
     finally:
-        memory._LARGEST = before
+        memory._LARGEST_BYTES = before
 
 
 def ring(rank: int, size: int, count: int) -> None:

@@ -25,7 +25,7 @@ from flashlight_py.distributed.work import Work
 __all__ = ["MpiBackend"]
 
 # Room for a dtype and a shape, pickled.
-_KIND_BYTES = 512
+_KIND_BYTES = 2048
 
 
 class MpiBackend(Backend):

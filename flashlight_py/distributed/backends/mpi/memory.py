@@ -13,12 +13,12 @@ __all__ = ["as_bytes", "chunks", "largest", "on_device", "settle"]
 
 # The largest count of MPI-3's functions. MPI-4 has larger ones, not every library has MPI-4, and
 # pieces of 2 GB cost nothing.
-_LARGEST = 2**31 - 1
+_LARGEST_BYTES = 2**31 - 1
 
 
 def largest() -> int:
-    """Return how many elements or bytes one MPI call may name."""
-    return _LARGEST
+    """Return how many bytes one MPI call may move."""
+    return _LARGEST_BYTES
 
 
 def as_bytes(array: Array) -> Array:
@@ -29,7 +29,7 @@ def as_bytes(array: Array) -> Array:
 
 def chunks(flat: Array) -> list[Array]:
     """Cut ``flat`` into pieces that one MPI call each can move; an empty array is one piece."""
-    step = largest()
+    step = max(1, largest() // flat.itemsize)
     return [flat[start : start + step] for start in range(0, max(flat.size, 1), step)]
 
 

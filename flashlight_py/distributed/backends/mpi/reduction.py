@@ -99,7 +99,7 @@ class Reduction:
 
     def _reduce_scatter(self, lanes: Array, reduced: Array, form: Form) -> Steps:
         """Reduce lane r onto rank r; in columns, if all lanes together are too long for a call."""
-        step = max(1, largest() // self._size)
+        step = max(1, largest() // (self._size * lanes.itemsize))
         requests = []
         for start in range(0, max(reduced.size, 1), step):
             columns = np.ascontiguousarray(lanes[:, start : start + step])
