@@ -224,6 +224,16 @@ def in_background(rank: int, size: int) -> list[bool]:
     return told
 
 
+@pytest.mark.parametrize("name", HOOKS)
+def test_bytes_in_another_order_are_brought_in_order(name: str) -> None:
+    native, swapped = gradients(0, 0, "float32")[:1], gradients(0, 0, "float32")[:1]
+    swapped[0] = swapped[0].astype(">f4")
+    reduce(make(name), native)
+    reduce(make(name), swapped)
+    assert np.array_equal(native[0], swapped[0])
+    assert swapped[0].dtype == ">f4"
+
+
 def test_nothing_at_all_is_a_bucket_too(pool: Any) -> None:
     pool(2).run(empty)
 

@@ -55,7 +55,7 @@ class Compression(abc.ABC):
         Raises:
             TypeError: the dtype is neither float32 nor float64.
         """
-        if dtype not in (np.float32, np.float64):
+        if dtype.name not in ("float32", "float64"):  # in any byte order
             raise TypeError(
                 f"{type(self).__name__} compresses float32 and float64, got {dtype}; reduce these "
                 "arrays without a hook, or cast the module"
