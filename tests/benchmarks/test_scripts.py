@@ -75,3 +75,14 @@ def test_overlap_measures_all_kinds(tmp_path: Path) -> None:
     output, result = run(tmp_path, "overlap.py", "--width", "32")
     assert len(result["measurements"][0]["seconds"]) == 4
     assert "| 2 ranks, overlapped |" in output
+
+
+def test_compression_tells_bytes_times_and_losses(tmp_path: Path) -> None:
+    output, result = run(tmp_path, "compression.py", "--width", "32", "--samples", "20")
+    assert [m["task"] for m in result["measurements"]] == [
+        *("step, shared memory", "step, Gloo"),
+        *("the example, momentum 0.9", "the example, momentum 0"),
+    ]
+    assert all(len(m["seconds"]) == 7 for m in result["measurements"])
+    assert "| Float16 | 6 | 50.00% |" in output
+    assert "| no hook | 4804 |" in output

@@ -55,7 +55,7 @@ class Compression(abc.ABC):
         Raises:
             TypeError: the dtype is neither float32 nor float64.
         """
-        if dtype not in (np.float32, np.float64):
+        if dtype.name not in ("float32", "float64"):  # in any byte order
             raise TypeError(
                 f"{type(self).__name__} compresses float32 and float64, got {dtype}; reduce these "
                 "arrays without a hook, or cast the module"
@@ -127,8 +127,9 @@ class Compression(abc.ABC):
                 f"needs {like.dtype} {shape}; the state is that of other arrays, or this hook "
                 "serves two reducers: give each one of its own"
             )
-        self._state[name] = to_device(found, device_of(like))
-        return self._state[name]
+        if device_of(found) != device_of(like):
+            found = self._state[name] = to_device(found, device_of(like))
+        return found
 
 
 def check_hook(hook: object, parts: Sequence[Sequence[Array]] = ()) -> None:

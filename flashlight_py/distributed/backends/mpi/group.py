@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
 from flashlight_py.errors import DistributedError, GroupClosedError, MismatchError
 
 __all__ = ["Group"]
+
+_log = logging.getLogger("flashlight_py")
 
 # A rank may leave when a message is through for it; the other end may need a few more looks.
 _GRACE_SECONDS = 1.0
@@ -90,7 +93,8 @@ class Group:
         operation = Operation(self, name, steps, limit, peer)
         with self.progress.lock:
             self._check_usable(name)
-            self._remember(operation)
+            if not blocking:
+                self._remember(operation)
             if peer is None:
                 self._queue.append(operation)
             else:
@@ -127,17 +131,23 @@ class Group:
 
     def advance(self) -> None:
         """Read the notes, then take each operation as far as it gets without waiting."""
+        try:
+            self._read_notes()
+        except self._mpi.Exception as error:
+            self._mpi_failed(self._oldest(), error)
+        while self._queue and self._step(self._next_in_line()):
+            self._queue.popleft()
+            self._completed += 1
+        for operation in tuple(self._beside):
+            if not operation.ended and self._step(operation):
+                self._beside.remove(operation)
+
+    def _read_notes(self) -> None:
         for source, kind, content in self._notes.hear():
             if kind in (Kind.OFFER, Kind.REPLY):
                 self.messages.hear(source, kind, content)
             else:
                 self._presence.hear(source, kind, content)
-        while self._queue and self._step(self._next_in_line()):
-            self._queue.popleft()
-            self._completed += 1
-        for operation in tuple(self._beside):
-            if self._step(operation) and operation in self._beside:
-                self._beside.remove(operation)
 
     def _next_in_line(self) -> Operation:
         first = self._queue[0]
@@ -155,9 +165,7 @@ class Group:
         except MismatchError as error:
             operation.fail(error)
         except self._mpi.Exception as error:
-            failure = DistributedError(f"{operation.where}: MPI failed: {error}")
-            failure.__cause__ = error
-            self._break(operation, failure, f"MPI failed: {error}")
+            self._mpi_failed(operation, error)
         except BaseException as error:
             self._break(operation, error, f"it stopped in {operation.name}: {error!r}")
             if not isinstance(error, Exception):
@@ -173,7 +181,7 @@ class Group:
             farewell = self._presence.farewells[leaver]
             error = lost(operation.where, self.rank, leaver, farewell)
             self._break(operation, error, farewell.reason, farewell.culprits, farewell.seconds)
-        elif time.monotonic() >= operation.deadline:
+        elif operation.grace is None and time.monotonic() >= operation.deadline:
             self._call_the_roll(operation)
 
     def _leaver(self, operation: Operation) -> int | None:
@@ -192,15 +200,14 @@ class Group:
         elif operation.roll_call.is_over():
             missing, detail = self._absent(operation)
             error = late(operation.where, missing, operation.seconds, detail)
-            reason = f"{self.place} gave up waiting"
-            self._break(operation, error, reason, missing, operation.seconds)
+            self._break(operation, error, detail, missing, operation.seconds)
 
     def _absent(self, operation: Operation) -> tuple[tuple[int, ...], str]:
         assert operation.roll_call is not None
         if operation.peer is None:
             missing = operation.roll_call.behind(operation.number)
             answered = len(operation.roll_call.answers)
-            return missing, f"asked where they are, {answered} of {self.size - 1} others answered"
+            return missing, f"asked where they are, {answered} of {self.size - 1} ranks answered"
         waits_for = operation.roll_call.answers.get(operation.peer, (0, []))[1]
         return (operation.peer,), self.messages.explain(operation.peer, waits_for)
 
@@ -210,9 +217,21 @@ class Group:
     def interrupt(self, error: BaseException) -> None:
         """Break the group: a wait was ended from outside, by Ctrl-C or another signal."""
         with self.progress.lock:
-            if self._queue or self._beside:
-                operation = self._queue[0] if self._queue else self._beside[0]
+            operation = self._oldest()
+            if operation is not None:
                 self._break(operation, error, f"{type(error).__name__} in {operation.name}")
+
+    def _oldest(self) -> Operation | None:
+        """Return an operation that has not ended: a collective, if there is one."""
+        return next(iter((*self._queue, *self._beside)), None)
+
+    def _mpi_failed(self, operation: Operation | None, error: Exception) -> None:
+        if operation is None:
+            self._end_all(f"MPI failed: {error}")
+            return
+        failure = DistributedError(f"{operation.where}: MPI failed: {error}")
+        failure.__cause__ = error
+        self._break(operation, failure, f"MPI failed: {error}")
 
     def _break(
         self,
@@ -224,8 +243,11 @@ class Group:
     ) -> None:
         """End everything, ``operation`` with ``error``, and tell the other ranks why."""
         guilty = (self.rank,) if culprits is None else culprits
-        self._presence.leave(Farewell(self._completed, guilty, reason, seconds))
         operation.fail(error)
+        try:
+            self._presence.leave(Farewell(self._completed, guilty, reason, seconds))
+        except self._mpi.Exception as problem:  # what broke the group may keep notes back as well
+            _log.debug("%s: the others cannot be told: %s", operation.where, problem)
         self._end_all(f"this group broke earlier: {error}")
 
     def _end_all(self, reason: str) -> None:
@@ -242,7 +264,7 @@ class Group:
             if self._unusable == _CLOSED:
                 return
             healthy = not self._unusable and not self.is_busy()
-            if not self._unusable:
+            if not self._unusable and not self._mpi.Is_finalized():
                 self._presence.leave(
                     Farewell(self._completed, (self.rank,), "it has left the group")
                 )

@@ -10,8 +10,8 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import scale_in_place
-from flashlight_py.distributed.backends.mpi.chunks import as_bytes, chunks, largest, settle
 from flashlight_py.distributed.backends.mpi.forms import Form, form_of
+from flashlight_py.distributed.backends.mpi.memory import as_bytes, chunks, largest, settle
 from flashlight_py.distributed.backends.mpi.movement import Movement, cut
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
 from flashlight_py.distributed.constants import ReduceOp
@@ -99,7 +99,7 @@ class Reduction:
 
     def _reduce_scatter(self, lanes: Array, reduced: Array, form: Form) -> Steps:
         """Reduce lane r onto rank r; in columns, if all lanes together are too long for a call."""
-        step = max(1, largest() // self._size)
+        step = max(1, largest() // (self._size * lanes.itemsize))
         requests = []
         for start in range(0, max(reduced.size, 1), step):
             columns = np.ascontiguousarray(lanes[:, start : start + step])
