@@ -19,6 +19,7 @@ from flashlight_py.distributed import (
     InlineReducer,
     PowerSGDCompression,
     ProcessGroup,
+    RankFilter,
     Reducer,
     TopKCompression,
     Work,
@@ -35,6 +36,7 @@ from flashlight_py.distributed import (
     get_world_rank,
     get_world_size,
     is_distributed_init,
+    is_main_process,
     recv,
     reduce_scatter,
     send,
@@ -44,6 +46,7 @@ from flashlight_py.distributed import (
 from flashlight_py.launch import spawn
 from flashlight_py.parallel import (
     DistributedDataContainer,
+    DistributedOptimizer,
     DistributedSampler,
     ShardedDataset,
     all_reduce_gradients,
@@ -53,6 +56,7 @@ from flashlight_py.parallel import (
     join,
     no_sync,
     sync_meter,
+    synchronize,
 )
 from flashlight_py.random import set_seed
 
@@ -85,6 +89,8 @@ __all__ = [
     "get_world_size",
     "get_local_rank",
     "get_local_size",
+    "is_main_process",
+    "RankFilter",
     "all_reduce",
     "all_reduce_multiple",
     "reduce_scatter",
@@ -109,8 +115,10 @@ __all__ = [
     "distribute_module_grads",
     "no_sync",
     "join",
+    "synchronize",
     "sync_meter",
     "spawn",
+    "DistributedOptimizer",
     "DistributedDataContainer",
     "DistributedSampler",
     "ShardedDataset",
