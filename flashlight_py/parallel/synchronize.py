@@ -105,12 +105,14 @@ class _Synchronization:
         Dicts may have their keys in another order on other ranks. Few have, so keys are sorted
         only where the first walks do not agree.
         """
+        descriptions = []
         for sort_keys in (False, True):
             plan, numbers = self._walk(tree, sort_keys)
+            descriptions.append(plan.description)
             agreed, number_bytes = self._compare(plan.description, len(numbers))
             if agreed:
                 return plan, numbers, number_bytes
-        raise self._mismatch(plan.description)
+        raise self._mismatch(*descriptions)
 
     def _walk(self, tree: object, sort_keys: bool) -> tuple[Plan, bytes]:
         """Return the plan and, on the root, its encoded numbers; an error is told to all ranks."""
@@ -143,16 +145,18 @@ class _Synchronization:
         name, text = json.loads(next(filter(None, told)))
         return _KINDS.get(name, DistributedError)(text)
 
-    def _mismatch(self, description: bytes) -> MismatchError:
-        mine = self._root.to_bytes(8, "little") + description
-        told = exchange_bytes(self._members.backend(), mine)
-        roots = [str(int.from_bytes(each[:8], "little")) for each in told]
+    def _mismatch(self, in_order: bytes, with_sorted_keys: bytes) -> MismatchError:
+        texts = [text.decode("latin-1") for text in (in_order, with_sorted_keys)]
+        mine = json.dumps([self._root, *texts]).encode()
+        told = [json.loads(each) for each in exchange_bytes(self._members.backend(), mine)]
+        roots = [str(root) for root, _, _ in told]
         if len(set(roots)) > 1:
             return MismatchError(
                 f"{self._where}: the ranks give different roots ({by_rank(roots)}). Nothing was "
                 "changed; give the same root on every rank"
             )
-        path, kinds = first_difference([each[8:] for each in told]) or ("tree", ["changing"])
+        natural, alike = ([each[n].encode("latin-1") for each in told] for n in (1, 2))
+        path, kinds = first_difference(alike, natural) or ("tree", ["changing meanwhile"])
         return MismatchError(
             f"{self._where}: the trees differ at {path} ({by_rank(kinds)}). Nothing was changed; "
             "give every rank a tree of the same structure"

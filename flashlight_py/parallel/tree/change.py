@@ -53,21 +53,20 @@ def _put_buffer(module: Module, name: str, value: Any) -> None:
 
 
 def _made_anew(container: Any, entries: Mapping[Any, Any]) -> Any:
-    if hasattr(container, "_replace"):
-        return container._replace(**entries)
     if isinstance(container, tuple):
+        if hasattr(container, "_replace"):
+            return container._replace(**entries)
         values = [entries.get(position, value) for position, value in enumerate(container)]
         return type(container)(values)
     return _frozen_dataclass(container, entries)
 
 
 def _frozen_dataclass(value: Any, entries: Mapping[str, Any]) -> Any:
-    """Copy it field by field: its ``__init__`` might compute some of them, or take others."""
-    copy = object.__new__(type(value))
-    kept = dict(getattr(value, "__dict__", {}))
-    for field in dataclasses.fields(value):
-        if hasattr(value, field.name):
-            kept[field.name] = getattr(value, field.name)
-    for name, entry in {**kept, **entries}.items():
-        object.__setattr__(copy, name, entry)
-    return copy
+    """Call its class, which computes whatever depends on fields; fields alone are then set."""
+    fields = {field.name: field for field in dataclasses.fields(value)}
+    given = {name: entry for name, entry in entries.items() if fields[name].init}
+    made = dataclasses.replace(value, **given)
+    for name, field in fields.items():
+        if not field.init and hasattr(value, name):
+            object.__setattr__(made, name, entries.get(name, getattr(value, name)))
+    return made

@@ -10,6 +10,7 @@ from __future__ import annotations
 import array as stdlib_array
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -42,14 +43,14 @@ def look(value: Any) -> Answer:
         TypeError: an array holds Python objects, or a class cannot be built again.
         ValueError: an array is read-only.
     """
+    if isinstance(value, Variable):
+        value = value.data
+    if is_cupy(value):
+        return GPU_ARRAY, array_text(b"g", value), value
     if isinstance(value, np.ndarray):
         return _array(value)
     if isinstance(value, np.generic):
         return None if isinstance(value, np.flexible) else (NUMBER, _scalar(value))
-    if isinstance(value, Variable):
-        return _gpu_array(value.data) if is_cupy(value.data) else _array(value.data)
-    if is_cupy(value):
-        return _gpu_array(value)
     return _parts(value) or _foreign(value)
 
 
@@ -72,10 +73,6 @@ def _array(value: Array) -> Answer:
         mask = None if value.mask is np.ma.nomask else value.mask
         return _object(value, {"data": value.data, "mask": mask})
     return ARRAY, np.asarray(value), value
-
-
-def _gpu_array(value: Array) -> Answer:
-    return GPU_ARRAY, array_text(b"g", value), value
 
 
 def _scalar(value: np.generic) -> bytes:
@@ -103,6 +100,8 @@ def _state(value: Any) -> dict[str, Any] | None:
     if isinstance(value, FirstOrderOptimizer):
         return {name: part for name, part in vars(value).items() if name != "params"}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if is_immutable(value):
+            _try_making_anew(value, dataclasses.replace)
         names = [field.name for field in dataclasses.fields(value)]
         return {name: getattr(value, name) for name in names if hasattr(value, name)}
     return None
@@ -116,14 +115,19 @@ def _object(value: Any, parts: dict[str, Any]) -> Answer:
 def _tuple(value: tuple[Any, ...]) -> Answer:
     if hasattr(value, "_fields") and hasattr(value, "_replace"):
         return _object(value, dict(zip(value._fields, value, strict=True)))
+    _try_making_anew(value, type(value))
+    return PARTS, "T", "", None, list(value)
+
+
+def _try_making_anew(value: Any, make: Callable[[Any], Any]) -> None:
+    """Refuse early what would fail when the root's numbers have come."""
     try:
-        type(value)(tuple(value))
+        make(value)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"a tuple of class {type(value).__qualname__} cannot be made anew from its values "
-            f"({error}); put a plain tuple or a namedtuple into the tree"
+            f"{type(value).__qualname__} is immutable and cannot be made anew from its values "
+            f"({error}); put a tuple or a dict of them into the tree"
         ) from error
-    return PARTS, "T", "", None, list(value)
 
 
 def _foreign(value: Any) -> Answer:
@@ -131,4 +135,4 @@ def _foreign(value: Any) -> Answer:
     if not (hasattr(type(value), "__dlpack__") or isinstance(value, stdlib_array.array)):
         return None
     found = as_array("synchronize", value)
-    return _gpu_array(found) if is_cupy(found) else (ARRAY, found, value)
+    return look(found) if is_cupy(found) else (ARRAY, found, value)
