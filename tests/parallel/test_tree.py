@@ -283,9 +283,7 @@ def test_a_container_that_changes_during_the_walk_is_noticed() -> None:
         (np.float32(1), 1.0, "tree", ["NumPy float32", "float"]),
     ],
 )
-def test_the_first_difference_is_named(
-    one: Any, other: Any, path: str, kinds: list[str]
-) -> None:
+def test_the_first_difference_is_named(one: Any, other: Any, path: str, kinds: list[str]) -> None:
     descriptions = [plan_of(tree).description for tree in (one, other, one)]
     assert first_difference(descriptions) == (path, [*kinds, kinds[0]])
     assert first_difference(descriptions[:1] * 2) is None
