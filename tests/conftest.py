@@ -9,10 +9,15 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.distributed import leftovers
 from tests.distributed.harness import RankPool
+
+# Ranks of other tests may take the processor away at any moment: no example has a time limit.
+hypothesis.settings.register_profile("ranks", deadline=None)
+hypothesis.settings.load_profile("ranks")
 
 # Idle ranks cost memory, and starting two of them about half a second.
 MOST_POOLS = 6

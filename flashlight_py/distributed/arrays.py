@@ -65,10 +65,10 @@ def _held_by(verb: str, value: Any) -> Array:
     """Return the array of a Variable, or of another library."""
     if getattr(value, "has_history", False):
         raise ValueError(
-            f"{verb} works in place on an array that it knows no gradient of, and this Variable "
-            f"(shape {value.shape}) was computed from others and needs one: the gradients would be "
-            "silently wrong. Use the verbs of flashlight_py.functional, which are differentiable; "
-            f"or, where no gradient is to flow, {verb}(x.array)"
+            f"{verb} knows no gradients, and this Variable (shape {value.shape}) was computed from "
+            "others and needs one: it would be cut off, or silently wrong where the verb works in "
+            "place. Use the verbs of flashlight_py.functional, which are differentiable; or, where "
+            f"no gradient is to flow, {verb}(x.array)"
         )
     held: Any = getattr(value, "array", value)
     known = isinstance(held, np.ndarray) or is_cupy(held)

@@ -10,6 +10,8 @@ from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
+from flashlight_py.distributed.backends.mpi.backend import MpiBackend
+from flashlight_py.distributed.backends.mpi.joining import join as join_mpi
 from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.backends.single import SingleBackend
@@ -44,6 +46,9 @@ def connect(store: Store, settings: Settings) -> Connection:
         return Connection(SingleBackend(), "the world is this process alone")
     if settings.backend == "gloo":
         return Connection(_gloo(store, settings), "BACKEND is gloo")
+    if settings.backend == "mpi":
+        mpi = join_mpi(store, settings.timeout, settings.mpi_cuda_aware)
+        return Connection(mpi, "BACKEND is mpi")
     hosts = ranks_by_memory(store)
     if settings.backend == "shm":
         return _only_shm(store, settings, hosts)
@@ -56,6 +61,10 @@ def gpu_joiner(rule: DeviceRule, timeout: float) -> Callable[[Backend], Backend]
     """Return what joins the GPUs of a group, given its CPU backend; ``timeout`` is in seconds."""
 
     def join(cpu: Backend) -> Backend:
+        if isinstance(cpu, MpiBackend):
+            from flashlight_py.distributed.backends.mpi.gpu import MpiGpuBackend
+
+            return MpiGpuBackend(cpu)
         from flashlight_py.distributed.backends.nccl.joining import join_gpus
 
         return join_gpus(rule, timeout, cpu)

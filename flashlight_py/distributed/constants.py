@@ -28,7 +28,7 @@ class DistributedBackend(enum.IntEnum):
     SINGLE = 2
     """A world of one process: nothing moves."""
     MPI = 3
-    """NumPy arrays through the MPI library."""
+    """Arrays through the MPI library."""
 
 
 class DistributedConstants:
@@ -41,7 +41,9 @@ class DistributedConstants:
     TIMEOUT = "TIMEOUT"
     """Seconds that initialisation and each operation may take (default 300)."""
     BACKEND = "BACKEND"
-    """``auto`` (default), ``gloo``, ``shm``; ``nccl`` is ``auto``, and GPUs must be there."""
+    """``auto`` (default), ``gloo``, ``shm``, ``mpi``; ``nccl`` is ``auto``, with GPUs required."""
+    MPI_CUDA_AWARE = "MPI_CUDA_AWARE"
+    """1: with ``BACKEND`` ``mpi``, the library takes pointers to a GPU's memory (default 0)."""
     INTERFACE = "INTERFACE"
     """Network interface or local address to use between hosts, such as ``eth0``."""
 

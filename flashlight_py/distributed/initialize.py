@@ -199,7 +199,7 @@ def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactor
 
 
 def _meet(create: StoreFactory, settings: Settings) -> World:
-    if settings.backend != "auto":
+    if settings.backend not in ("auto", "mpi"):
         _native.load(settings.backend)  # absent, it says so before anything is created
     store = create()
     try:

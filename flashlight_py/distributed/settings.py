@@ -14,8 +14,11 @@ from flashlight_py.distributed.constants import DistributedConstants as Keys
 __all__ = ["Settings"]
 
 DEFAULT_TIMEOUT = 300.0
-BACKENDS = ("auto", "gloo", "shm", "nccl")
-KNOWN = (Keys.FILE_PATH, Keys.MAX_DEVICE_PER_NODE, Keys.TIMEOUT, Keys.BACKEND, Keys.INTERFACE)
+BACKENDS = ("auto", "gloo", "shm", "nccl", "mpi")
+KNOWN = (
+    *(Keys.FILE_PATH, Keys.MAX_DEVICE_PER_NODE, Keys.TIMEOUT, Keys.BACKEND, Keys.INTERFACE),
+    Keys.MPI_CUDA_AWARE,
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Settings:
     timeout: float = DEFAULT_TIMEOUT
     backend: str = "auto"
     interface: str = ""
+    mpi_cuda_aware: bool = False
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> Settings:
@@ -49,6 +53,7 @@ class Settings:
             timeout=_seconds(values.get(Keys.TIMEOUT, DEFAULT_TIMEOUT)),
             backend=_backend(values.get(Keys.BACKEND, "auto")),
             interface=str(values.get(Keys.INTERFACE, "")),
+            mpi_cuda_aware=_flag(Keys.MPI_CUDA_AWARE, values.get(Keys.MPI_CUDA_AWARE, 0)),
         )
 
 
@@ -86,6 +91,12 @@ def _seconds(value: Any) -> float:
     if not 0 < seconds < math.inf:
         raise ValueError(f"params['TIMEOUT'] must be a positive number of seconds, got {value!r}")
     return seconds
+
+
+def _flag(key: str, value: Any) -> bool:
+    if str(value) not in ("0", "1", "False", "True"):
+        raise ValueError(f"params[{key!r}] must be 0 or 1, got {value!r}")
+    return str(value) in ("1", "True")
 
 
 def _backend(value: Any) -> str:

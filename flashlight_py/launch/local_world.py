@@ -13,6 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import suppress
 from multiprocessing import spawn as mp_spawn
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -68,8 +69,11 @@ def _task(name: str, fn: object, args: object, params: object) -> bytes:
             "if __name__ == '__main__':"
         ) from error
     del preparation["authkey"]  # a secret: it goes through the links and never lies in a file
+    has_script = _has_script(preparation)
+    if not has_script:
+        preparation.pop("init_main_from_path", None)
     try:
-        return pickle.dumps(preparation) + dumps((fn, args, params), _has_script(preparation))
+        return pickle.dumps(preparation) + dumps((fn, args, params), has_script)
     except TypeError as error:
         raise TypeError(f"{name}: the function or its arguments {error}") from error
 
@@ -116,7 +120,8 @@ class LocalWorld:
             place = [folder, str(theirs.fileno()), str(os.getpid())]
             command = [*_interpreter(), str(RANK_MAIN), *place]
             self._processes.append(processes.start(command, environ, [theirs.fileno()]))
-        ours.send_bytes(multiprocessing.current_process().authkey)
+        with suppress(BrokenPipeError):  # a rank that has died already is noticed later
+            ours.send_bytes(multiprocessing.current_process().authkey)
 
     def results(self, ends: float) -> list[bytes]:
         """Wait for every rank's pickled result, until the time ``ends`` (of ``time.monotonic``).

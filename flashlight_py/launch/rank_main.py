@@ -1,8 +1,9 @@
 """The program of one rank of ``spawn``: ``python rank_main.py FOLDER LINK PARENT``.
 
 FOLDER holds the task, LINK is the inherited descriptor of a connection to the parent, PARENT its
-process number. The key of multiprocessing comes through the link and one report goes back; then
-the rank waits for the parent to close it, so that nobody leaves the world while others compute.
+process number. The key of multiprocessing comes through the link and one report goes back. A rank
+that has returned then waits for the parent to close the link, so that nobody leaves the world while
+others compute.
 
 Run by its path, it imports nothing of ours before the parent's ``sys.path`` is in place.
 """
@@ -30,19 +31,20 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def main() -> None:
-    """Do the task, report, and stay until all ranks have."""
+    """Do the task, report, and stay until all ranks have returned."""
     folder, link, parent = sys.argv[1], Connection(int(sys.argv[2])), int(sys.argv[3])
     die_with_parent(parent)
-    faulthandler.enable()
+    if sys.stderr is not None:
+        faulthandler.enable()  # a crash in native code shows where it was
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Whole lines, and at once: also in a pipe, and also with PYTHONUNBUFFERED.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     # The end of the link must mean the end of this process, also if one that it forked lives on.
     os.register_at_fork(after_in_child=link.close)
     multiprocessing.current_process().authkey = link.recv_bytes()
-    _report(link, Path(folder))
-    with suppress(EOFError, ConnectionResetError):
-        link.recv_bytes()
+    if _report(link, Path(folder)):
+        with suppress(EOFError, ConnectionResetError):
+            link.recv_bytes()
 
 
 def die_with_parent(parent: int) -> None:
@@ -54,16 +56,18 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _report(link: Connection, folder: Path) -> None:
+def _report(link: Connection, folder: Path) -> bool:
+    """Do the task and tell the parent how it went; True if it could be done."""
     try:
         result = _do(folder)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
         from flashlight_py.launch.failures import Failure
 
         link.send(Failure.of_exception(error, time.monotonic()))
-        return
+        return False
     link.send(None)
     link.send_bytes(result)
+    return True
 
 
 def _do(folder: Path) -> bytes:

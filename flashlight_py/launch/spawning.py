@@ -78,9 +78,7 @@ def _checked_size(
     if not callable(fn):
         raise TypeError(f"spawn: fn must be a function of (rank, *args), got {fn!r}")
     if not isinstance(args, tuple | list):
-        raise TypeError(
-            f"spawn: args must be a tuple, got {type(args).__name__}; args=(x,) for one"
-        )
+        raise TypeError(f"spawn: args must be a tuple such as (x,), got {type(args).__name__}")
     if nprocs is not None and (not isinstance(nprocs, int) or nprocs < 1):
         raise ValueError(f"spawn: nprocs must be an integer of at least 1, got {nprocs!r}")
     if timeout is not None and not timeout > 0:

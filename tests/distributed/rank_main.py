@@ -48,13 +48,15 @@ def _die_with_parent() -> None:
 
 
 def _connect(path: str, rank: int) -> Connection:
+    groups = {os.getpgrp()}
     if rank < 0:
+        groups.add(os.getpgid(os.getppid()))  # a launcher's process on this host, such as Hydra's
         names = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
         rank = int(next(os.environ[name] for name in names if name in os.environ))
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     channel.connect(path)
     link = Connection(channel.detach())
-    link.send((rank, os.getpid(), os.getpgrp()))
+    link.send((rank, os.getpid(), groups))
     return link
 
 

@@ -7,13 +7,19 @@ import ctypes
 import importlib.util
 import mmap
 import multiprocessing
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.launch.variables import rank_variables
 
 HAS_ML_DTYPES = importlib.util.find_spec("ml_dtypes") is not None
 
@@ -195,6 +201,16 @@ def test_the_same_tensor_twice_is_refused(torch: Any) -> None:
     x = torch.ones(3)
     with pytest.raises(ValueError, match="twice"):
         fl.all_reduce_multiple([x, x])
+
+
+def test_the_program_of_the_page_for_pytorch_runs(torch: Any, tmp_path: Path) -> None:
+    """The other programs of the documents are run by tests/test_docs.py, without PyTorch."""
+    page = (Path(__file__).parents[2] / "docs" / "from-pytorch.md").read_text()
+    (program,) = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    command = [sys.executable, "-c", program]
+    environments = [rank_variables(rank, 2, str(tmp_path / "meeting")) for rank in range(2)]
+    running = [subprocess.Popen(command, env={**os.environ, **each}) for each in environments]
+    assert [process.wait(100) for process in running] == [0, 0]
 
 
 # JAX ------------------------------------------------------------------------------------------

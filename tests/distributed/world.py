@@ -187,9 +187,9 @@ class World:
             return False
         channel, _ = door.accept()
         link = Connection(channel.detach())
-        rank, pid, group = link.recv()
+        rank, pid, groups = link.recv()
         self._links[rank], self._rank_pids[rank] = link, pid
-        self._groups.add(group)
+        self._groups |= groups
         return True
 
     def _setup(self, rank: int) -> dict[str, Any]:

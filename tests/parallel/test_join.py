@@ -150,6 +150,19 @@ def test_with_a_scale_of_ones_own_gradients_are_summed(pool: Any, kind: str) -> 
     check(pool(2).run(train_with, schedule, kind), alone(schedule, weighted=False, total=2))
 
 
+def train_compressed(rank: int, size: int, schedule: tuple[int, ...]) -> Any:
+    return train(rank, size, schedule, hook=fl.Float16Compression())
+
+
+def test_compressing_hooks_take_part(pool: Any) -> None:
+    first, *others = pool(3).run(train_compressed, (1, 3, 0))
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    for got, want in zip(first, alone((1, 3, 0)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-2)
+
+
 def accumulate(rank: int, size: int, steps: int) -> Any:
     """Rank r trains for ``steps - r`` steps of two passes, the first of them not synchronised."""
     model = build()

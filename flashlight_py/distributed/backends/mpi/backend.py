@@ -1,0 +1,233 @@
+"""NumPy arrays between processes that one ``mpirun`` has started, through their MPI library."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.mpi import exits
+from flashlight_py.distributed.backends.mpi.calls import Call, digest, kind_of, shape_text
+from flashlight_py.distributed.backends.mpi.chunks import as_bytes
+from flashlight_py.distributed.backends.mpi.group import Group
+from flashlight_py.distributed.backends.mpi.movement import Movement
+from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
+from flashlight_py.distributed.backends.mpi.reduction import Reduction
+from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.work import Work
+
+__all__ = ["MpiBackend"]
+
+# Room for a dtype and a shape, pickled.
+_KIND_BYTES = 512
+
+
+class MpiBackend(Backend):
+    """The ranks of ``comms``, three communicators that hold the same ones.
+
+    ``seconds`` bounds each operation; with ``checked`` ranks compare what they call; ``gpu_aware``
+    says that the library takes pointers to a GPU's memory. ``path`` names the library.
+    """
+
+    kind = DistributedBackend.MPI
+
+    def __init__(
+        self,
+        mpi: Any,
+        progress: Progress,
+        comms: tuple[Any, Any, Any],
+        path: str,
+        seconds: float,
+        checked: bool,
+        gpu_aware: bool,
+    ) -> None:
+        self._mpi, self._progress = mpi, progress
+        self._group = Group(mpi, progress, comms, seconds, checked)
+        self.rank, self.size = self._group.rank, self._group.size
+        self.path, self.gpu_aware = path, gpu_aware
+        self._movement = Movement(mpi, comms[0], progress)
+        self._reduction = Reduction(mpi, comms[0], progress, self._movement)
+        self._guarded = True
+        exits.install(mpi)
+
+    def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
+        """Reduce in place; the order of ranks is the library's; see ``Backend``."""
+        call = Call.of("all_reduce", array, op=op, scale=scale)
+        return self._start(call, lambda _: self._reduction.all_reduce(array, op, scale), blocking)
+
+    def reduce(
+        self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
+    ) -> Work:
+        """Reduce in place on ``root``; the others' arrays stay as they are."""
+        call = Call.of("reduce", array, op=op, scale=scale, root=root)
+        return self._start(call, lambda _: self._reduction.reduce(array, op, scale, root), blocking)
+
+    def reduce_scatter(
+        self, array: Array, op: ReduceOp, scale: float, blocking: bool = False
+    ) -> Work:
+        """Reduce into a new array: this rank's part; see ``Backend``."""
+        call = Call.of("reduce_scatter", array, op=op, scale=scale)
+        return self._start(
+            call, lambda _: self._reduction.reduce_scatter(array, op, scale), blocking
+        )
+
+    def broadcast(self, array: Array, root: int, blocking: bool = False) -> Work:
+        """Receive ``root``'s array in place; see ``Backend``."""
+
+        def body(_: list[int]) -> Steps:
+            yield from self._movement.broadcast(as_bytes(array), root)
+            return array
+
+        return self._start(Call.of("broadcast", array, root=root), body, blocking)
+
+    def all_gather(self, array: Array, blocking: bool = False) -> Work:
+        """Join all ranks' arrays into a new one; see ``Backend``."""
+
+        def body(rows: list[int]) -> Steps:
+            whole, counts = _rows_like(array, rows)
+            yield from self._movement.all_gather(as_bytes(array), as_bytes(whole), counts)
+            return whole
+
+        call = Call.of("all_gather", array, ragged=True, told=array.shape[0])
+        return self._start(call, body, blocking, needs_table=True)
+
+    def gather(self, array: Array, root: int, blocking: bool = False) -> Work:
+        """Join all ranks' arrays into a new one on ``root``; the result elsewhere is None."""
+
+        def body(rows: list[int]) -> Steps:
+            if self.rank == root:
+                whole, counts = _rows_like(array, rows)
+                yield from self._movement.gather(as_bytes(array), as_bytes(whole), counts, root)
+                return whole
+            counts = [count * _row_bytes(array) for count in rows]
+            yield from self._movement.gather(as_bytes(array), None, counts, root)
+            return None
+
+        call = Call.of("gather", array, root=root, ragged=True, told=array.shape[0])
+        return self._start(call, body, blocking, needs_table=True)
+
+    def scatter(
+        self, array: Array | None, part: Array | None, root: int, blocking: bool = False
+    ) -> Work:
+        """Give rank r row r of ``root``'s ``array``, into ``part`` or a new array.
+
+        On ``root`` alone there is an ``array``, of shape ``(size, *shape of a part)``; where
+        ``part`` is None the result is a new array of the shape and dtype that ``root`` gave.
+        """
+        like = part if array is None else array[0]
+        kind = "" if like is None else f"{kind_of(like)} {shape_text(like.shape)}"
+
+        def body(told: list[int]) -> Steps:
+            mine = part
+            if not all(told):  # somebody does not know what is coming
+                empty = yield from self._tell_kind(like, root)
+                mine = empty() if part is None else part
+            elif mine is None:
+                mine = array_module(like).empty_like(like)
+            whole = None if array is None else as_bytes(array)
+            yield from self._movement.scatter(whole, as_bytes(mine), root)
+            return mine
+
+        words = f"{kind}, root={root}" if kind else f"root={root}"
+        told = digest(kind) if kind else 0
+        call = Call(f"scatter({words})", f"scatter(root={root})", told, told_alike=True)
+        return self._start(call, body, blocking, needs_table=True)
+
+    def _tell_kind(self, like: Array | None, root: int) -> Steps:
+        """Return what makes an array like ``root``'s: of its dtype and shape, where it has it."""
+        known = None if like is None else (is_cupy(like), like.dtype, like.shape)
+        room = np.frombuffer(bytearray(pickle.dumps(known).ljust(_KIND_BYTES, b"\0")), np.uint8)
+        yield from self._movement.broadcast(room, root)
+        on_gpu, dtype, shape = pickle.loads(room.tobytes())
+        library = sys.modules["cupy"] if on_gpu else np
+        return functools.partial(library.empty, shape, dtype)
+
+    def all_to_all(self, array: Array, blocking: bool = False) -> Work:
+        """Give an equal part of the first dimension to each rank; the result is a new array."""
+
+        def body(_: list[int]) -> Steps:
+            taken = array_module(array).empty_like(array)
+            yield from self._movement.all_to_all(as_bytes(array), as_bytes(taken))
+            return taken
+
+        return self._start(Call.of("all_to_all", array), body, blocking)
+
+    def all_to_all_uneven(self, array: Array, rows: Sequence[int], blocking: bool = False) -> Work:
+        """Give ``rows[r]`` rows of ``array`` to rank r; the result, what came, is a new array."""
+        gives = [int(count) for count in rows]
+
+        def body(totals: list[int]) -> Steps:
+            takes = yield from self._swap_counts(gives)
+            taken, bytes_taken = _rows_like(array, takes)
+            bytes_given = [count * _row_bytes(array) for count in gives]
+            most = sum(totals) * _row_bytes(array)
+            given = as_bytes(array)
+            yield from self._movement.all_to_all_uneven(
+                given, bytes_given, as_bytes(taken), bytes_taken, most
+            )
+            return taken
+
+        call = Call.of("all_to_all_uneven", array, ragged=True, told=array.shape[0])
+        return self._start(call, body, blocking, needs_table=True)
+
+    def _swap_counts(self, gives: list[int]) -> Steps:
+        given, taken = np.array(gives, np.int64), np.empty(self.size, np.int64)
+        yield from self._movement.all_to_all(as_bytes(given), as_bytes(taken))
+        return taken.tolist()
+
+    def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
+        """Send; ends when ``dst`` has received; see ``Backend``."""
+        messages = self._group.messages
+        return self._group.message("send", lambda: messages.send(array, dst, tag), dst, blocking)
+
+    def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
+        """Receive in place; see ``Backend``."""
+        messages = self._group.messages
+        return self._group.message("recv", lambda: messages.recv(array, src, tag), src, blocking)
+
+    def barrier(self, timeout: float | None = None) -> Work:
+        """Wait for all; ``timeout`` in seconds; see ``Backend``. The header is the barrier."""
+
+        call = Call.of("barrier")
+        return self._group.collective(call, _nothing, True, timeout, needs_table=True)
+
+    def synchronize(self) -> None:
+        """Block until all that was started has ended; see ``Backend``."""
+        self._group.synchronize()
+
+    def close(self) -> None:
+        """Leave the group; the others are told. What runs fails."""
+        self._group.close()
+        if self._guarded:
+            self._guarded = False
+            exits.uninstall()
+
+    def _start(
+        self,
+        call: Call,
+        body: Callable[[list[int]], Steps],
+        blocking: bool,
+        needs_table: bool = False,
+    ) -> Work:
+        return self._group.collective(call, body, blocking, needs_table=needs_table)
+
+
+def _row_bytes(array: Array) -> int:
+    return int(np.prod(array.shape[1:], dtype=np.int64)) * array.itemsize
+
+
+def _rows_like(array: Array, rows: list[int]) -> tuple[Array, list[int]]:
+    """Return a new array for the rows of all ranks, and how many bytes each rank's are."""
+    whole: Array = array_module(array).empty((sum(rows), *array.shape[1:]), array.dtype)
+    return whole, [count * _row_bytes(array) for count in rows]
+
+
+def _nothing(_: list[int]) -> Steps:
+    """Be done: the header was all."""
+    yield from ()

@@ -1,0 +1,64 @@
+"""A rank that raises ends the job: else the others, and MPI_Finalize, would wait for it.
+
+While a group is open, an exception that nobody catches is printed, by whatever prints it otherwise,
+and then MPI ends all processes of the job, with exit code 1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+__all__ = ["install", "uninstall"]
+
+
+class _Guard:
+    """``sys.excepthook`` around another one, for as long as it is ``active``."""
+
+    def __init__(self, mpi: Any, before: Any) -> None:
+        self._mpi, self.before = mpi, before
+        self._pid = os.getpid()
+        self.active = True
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Print, and end the job; in a forked child, which is no rank of it, print alone."""
+        self.before(kind, error, trace)
+        if not self.active or self._pid != os.getpid() or self._mpi.Is_finalized():
+            return
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        self._mpi.COMM_WORLD.Abort(1)
+
+
+_guard: _Guard | None = None
+_users = 0
+
+
+def install(mpi: Any) -> None:
+    """Guard this process until ``uninstall`` has been called as often; not a Python prompt."""
+    global _guard, _users  # noqa: PLW0603  (there is one sys.excepthook)
+    _users += 1
+    if _guard is None and not _is_interactive():
+        _guard = _Guard(mpi, sys.excepthook)
+        sys.excepthook = _guard
+
+
+def uninstall() -> None:
+    """Undo one ``install``."""
+    global _guard, _users  # noqa: PLW0603
+    _users -= 1
+    if _users or _guard is None:
+        return
+    _guard.active = False  # somebody may have put a hook of their own around it
+    if sys.excepthook is _guard:
+        sys.excepthook = _guard.before
+    _guard = None
+
+
+def _is_interactive() -> bool:
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive or sys.flags.inspect)

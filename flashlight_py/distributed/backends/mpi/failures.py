@@ -1,0 +1,74 @@
+"""What ranks say to a user when something between them is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from flashlight_py.errors import (
+    CollectiveTimeoutError,
+    DistributedError,
+    MismatchError,
+    PeerLostError,
+)
+
+__all__ = ["Farewell", "late", "lost", "mismatch", "names"]
+
+_UNUSABLE = "This group cannot be used again"
+
+
+@dataclass(frozen=True)
+class Farewell:
+    """What a rank tells the others when it leaves a group or can no longer use it.
+
+    ``completed`` collectives have ended for it, so these will end for the others too. ``culprits``
+    are the ranks at fault; ``seconds`` is set if it gave up waiting for them after that long.
+    """
+
+    completed: int
+    culprits: tuple[int, ...]
+    reason: str
+    seconds: float | None = None
+
+
+def names(ranks: Iterable[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2"."""
+    texts = [str(rank) for rank in sorted(ranks)]
+    return f"rank{'s' if len(texts) > 1 else ''} {', '.join(texts)}"
+
+
+def mismatch(where: str, which: str, calls: Mapping[int, str]) -> MismatchError:
+    """List what the ranks called, ranks that agree together; ``which`` call it was."""
+    groups: dict[str, list[int]] = {}
+    for rank, call in calls.items():
+        groups.setdefault(call, []).append(rank)
+    listed = "; ".join(f"{names(ranks)} called {call}" for call, ranks in groups.items())
+    return MismatchError(
+        f"{where}: the ranks called different things in {which} of this group: {listed}. "
+        "Nothing was changed; make every rank call the same"
+    )
+
+
+def late(where: str, ranks: Iterable[int], seconds: float, detail: str) -> DistributedError:
+    """Say that ``ranks`` did not come within ``seconds``; none: they came, and did not finish."""
+    missing = list(ranks)
+    who = f"{names(missing)} did not join" if missing else "all ranks joined and did not finish"
+    return CollectiveTimeoutError(
+        f"{where}: {who} within {seconds:g} seconds ({detail}). It is stuck, slow, or called "
+        f"something else; a longer limit is params={{'TIMEOUT': seconds}}. {_UNUSABLE}"
+    )
+
+
+def lost(where: str, rank: int, sender: int, farewell: Farewell) -> DistributedError:
+    """Say what ``farewell`` of ``sender`` means to ``rank``, which waits for it."""
+    if farewell.seconds is None:
+        return PeerLostError(
+            f"{where}: lost {names(farewell.culprits)} ({farewell.reason}). Look at its own "
+            f"output. {_UNUSABLE}"
+        )
+    if rank in farewell.culprits:
+        return PeerLostError(
+            f"{where}: lost rank {sender} (it gave up waiting for this rank after "
+            f"{farewell.seconds:g} seconds). {_UNUSABLE}"
+        )
+    return late(where, farewell.culprits, farewell.seconds, f"rank {sender} asked them")

@@ -1,0 +1,153 @@
+"""CuPy arrays through MPI: by pointers to the GPU's memory, or through memory of the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array, array_module
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.mpi.backend import MpiBackend
+from flashlight_py.distributed.backends.mpi.chunks import settle
+from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.work import Then, Work
+
+__all__ = ["MpiGpuBackend"]
+
+
+class MpiGpuBackend(Backend):
+    """The CuPy side of ``host``, the MPI backend of the same ranks.
+
+    Where the library takes pointers to a GPU's memory, arrays go to it as they are; reductions are
+    combined by CuPy on the GPU. Else arrays are copied to pinned memory of the host, and back.
+    The host waits for the current stream before it hands memory to MPI.
+    """
+
+    kind = DistributedBackend.MPI
+
+    def __init__(self, host: MpiBackend) -> None:
+        self.rank, self.size = host.rank, host.size
+        how = "memory of the GPU" if host.gpu_aware else "staged through pinned memory"
+        self.path = f"{host.path}, {how}"
+        self._host, self._aware = host, host.gpu_aware
+        self._unfinished: list[Then] = []
+
+    def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
+        """Reduce in place; see ``Backend``."""
+        return self._in_place(array, lambda a: self._host.all_reduce(a, op, scale, blocking))
+
+    def reduce(
+        self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
+    ) -> Work:
+        """Reduce in place on ``root``."""
+        return self._in_place(array, lambda a: self._host.reduce(a, op, scale, root, blocking))
+
+    def broadcast(self, array: Array, root: int, blocking: bool = False) -> Work:
+        """Receive ``root``'s array in place; see ``Backend``."""
+        return self._in_place(array, lambda a: self._host.broadcast(a, root, blocking))
+
+    def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
+        """Receive in place; see ``Backend``."""
+        return self._in_place(array, lambda a: self._host.recv(a, src, tag, blocking))
+
+    def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
+        """Send; see ``Backend``."""
+        return self._host.send(self._given(array), dst, tag, blocking)
+
+    def reduce_scatter(
+        self, array: Array, op: ReduceOp, scale: float, blocking: bool = False
+    ) -> Work:
+        """Reduce into a new array: this rank's part; see ``Backend``."""
+        return self._new(self._host.reduce_scatter(self._given(array), op, scale, blocking))
+
+    def all_gather(self, array: Array, blocking: bool = False) -> Work:
+        """Join all ranks' arrays into a new one; see ``Backend``."""
+        return self._new(self._host.all_gather(self._given(array), blocking))
+
+    def gather(self, array: Array, root: int, blocking: bool = False) -> Work:
+        """Join all ranks' arrays into a new one on ``root``; elsewhere the result is None."""
+        return self._new(self._host.gather(self._given(array), root, blocking))
+
+    def all_to_all(self, array: Array, blocking: bool = False) -> Work:
+        """Give an equal part of the first dimension to each rank; the result is a new array."""
+        return self._new(self._host.all_to_all(self._given(array), blocking))
+
+    def all_to_all_uneven(self, array: Array, rows: Sequence[int], blocking: bool = False) -> Work:
+        """Give ``rows[r]`` rows of ``array`` to rank r; the result is a new array."""
+        return self._new(self._host.all_to_all_uneven(self._given(array), rows, blocking))
+
+    def scatter(
+        self, array: Array | None, part: Array | None, root: int, blocking: bool = False
+    ) -> Work:
+        """Give rank r row r of ``root``'s ``array``, into ``part`` or a new array."""
+        given = None if array is None else self._given(array)
+        if part is None:
+            return self._new(self._host.scatter(given, None, root, blocking))
+        return self._in_place(part, lambda p: self._host.scatter(given, p, root, blocking))
+
+    def barrier(self, timeout: float | None = None) -> Work:
+        """Wait for all; ``timeout`` in seconds; see ``Backend``."""
+        return self._host.barrier(timeout)
+
+    def synchronize(self) -> None:
+        """Block until all that was started has ended, and is back on the GPU."""
+        unfinished, self._unfinished = self._unfinished, []
+        for work in unfinished:
+            work.wait()
+        self._host.synchronize()
+
+    def close(self) -> None:
+        """Do nothing: the host's side is closed by whoever made it."""
+        self._unfinished.clear()
+
+    def _given(self, array: Array) -> Array:
+        """Return what MPI reads: ``array`` when it is computed, or its copy on the host."""
+        if self._aware:
+            settle(array)
+            return array
+        copy = _pinned(array)
+        array.get(out=copy)  # type: ignore[attr-defined]
+        return copy
+
+    def _in_place(self, array: Array, start: Callable[[Array], Work]) -> Work:
+        given = self._given(array)
+        work = start(given)
+        if self._aware:
+            return work
+        return self._keep(Then(work, functools.partial(_bring_back, array, given)))
+
+    def _new(self, work: Work) -> Work:
+        return work if self._aware else self._keep(Then(work, _to_gpu))
+
+    def _keep(self, work: Then) -> Then:
+        """Remember what is still to be copied back, also if nobody waits for it."""
+        self._unfinished = [other for other in self._unfinished if not other.is_finished()]
+        self._unfinished.append(work)
+        return work
+
+
+def _pinned(array: Array) -> Array:
+    """Return new memory of the host, not initialised, that the GPU can copy to by itself."""
+    if not array.size:
+        return np.empty(array.shape, array.dtype)
+    memory = array_module(array).cuda.alloc_pinned_memory(array.nbytes)
+    return np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
+
+
+def _bring_back(array: Array, copy: Array, _: Any) -> Array:
+    array.set(copy)  # type: ignore[attr-defined]
+    settle(array)  # the copy's memory is free from here on
+    return array
+
+
+def _to_gpu(result: Array | None) -> Array | None:
+    import cupy
+
+    if result is None:
+        return None
+    on_gpu: Array = cupy.asarray(result)
+    settle(on_gpu)
+    return on_gpu

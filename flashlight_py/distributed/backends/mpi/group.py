@@ -1,0 +1,265 @@
+"""One group's operations: collectives one after the other, messages beside them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from flashlight_py.distributed.backends.mpi.agreement import Agreement
+from flashlight_py.distributed.backends.mpi.calls import Call
+from flashlight_py.distributed.backends.mpi.failures import Farewell, late, lost
+from flashlight_py.distributed.backends.mpi.messages import Messages
+from flashlight_py.distributed.backends.mpi.notes import Kind, Notes
+from flashlight_py.distributed.backends.mpi.operation import Operation
+from flashlight_py.distributed.backends.mpi.presence import Presence
+from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
+from flashlight_py.errors import DistributedError, GroupClosedError, MismatchError
+
+__all__ = ["Group"]
+
+# A rank may leave when a message is through for it; the other end may need a few more looks.
+_GRACE_SECONDS = 1.0
+
+
+class Group:
+    """The ranks of three communicators that hold the same ones: ``calls``, ``wire``, ``notes``.
+
+    ``seconds`` is how long each operation may take; with ``checked`` ranks compare their calls.
+    """
+
+    def __init__(
+        self,
+        mpi: Any,
+        progress: Progress,
+        comms: tuple[Any, Any, Any],
+        seconds: float,
+        checked: bool,
+    ) -> None:
+        self._mpi, self._comms, self.progress = mpi, comms, progress
+        self.calls, wire, notes = comms
+        self.rank, self.size = int(self.calls.Get_rank()), int(self.calls.Get_size())
+        self.place = f"rank {self.rank} of {self.size}"
+        self.seconds, self._checked = seconds, checked
+        self._notes = Notes(mpi, notes)
+        self._agreement = Agreement(mpi, self.calls, progress)
+        self._presence = Presence(self.rank, self.size, self._notes, self._where_i_am)
+        self.messages = Messages(mpi, wire, self._notes, progress, self.place)
+        self._queue: deque[Operation] = deque()
+        self._beside: list[Operation] = []
+        self._begun = self._completed = 0
+        self._unusable = ""  # why no operation can be started any more
+        self._unheard: list[Operation] = []
+        progress.add(self)
+
+    def collective(
+        self,
+        call: Call,
+        body: Callable[[list[int]], Steps],
+        blocking: bool,
+        seconds: float | None = None,
+        needs_table: bool = False,
+    ) -> Operation:
+        """Start ``call``: when all ranks agree, ``body(what each told)`` makes the result.
+
+        ``needs_table``: the verb cannot do without the header, also where calls are not checked.
+        """
+        steps = self._collective(call, body, self._checked or needs_table)
+        return self._start(call.verb, steps, None, blocking, seconds)
+
+    def _collective(self, call: Call, body: Callable[[list[int]], Steps], checked: bool) -> Steps:
+        told: list[int] = []
+        if checked:
+            where, number = self._queue[0].where, self._begun
+            told = yield from self._agreement.reach(call, where, number)
+        return (yield from body(told))
+
+    def message(
+        self, name: str, steps: Callable[[], Steps], peer: int, blocking: bool
+    ) -> Operation:
+        """Start a message to or from ``peer``; ``steps()`` begins it."""
+        with self.progress.lock:
+            self._check_usable(name)
+            return self._start(name, steps(), peer, blocking, None)
+
+    def _start(
+        self, name: str, steps: Steps, peer: int | None, blocking: bool, seconds: float | None
+    ) -> Operation:
+        limit = self.seconds if seconds is None else seconds
+        operation = Operation(self, name, steps, limit, peer)
+        with self.progress.lock:
+            self._check_usable(name)
+            self._remember(operation)
+            if peer is None:
+                self._queue.append(operation)
+            else:
+                operation.begin(0)
+                self._beside.append(operation)
+            self.advance()
+        if not blocking and not operation.ended:
+            self.progress.attend()
+        return operation
+
+    def _check_usable(self, name: str) -> None:
+        if self._unusable:
+            raise GroupClosedError(f"[{name}] {self.place}: {self._unusable}")
+
+    def _remember(self, operation: Operation) -> None:
+        """Keep what has not ended, or has failed unheard, for ``synchronize``."""
+        self._unheard = [
+            other
+            for other in self._unheard
+            if not other.ended or (other.error is not None and not other.was_heard)
+        ]
+        self._unheard.append(operation)
+
+    def synchronize(self) -> None:
+        """Wait for everything that was started; raises the first failure nobody has heard of."""
+        unheard, self._unheard = self._unheard, []
+        for operation in unheard:
+            if not operation.was_heard:
+                operation.wait()
+
+    def is_busy(self) -> bool:
+        """Tell whether an operation has not ended."""
+        return bool(self._queue or self._beside)
+
+    def advance(self) -> None:
+        """Read the notes, then take each operation as far as it gets without waiting."""
+        for source, kind, content in self._notes.hear():
+            if kind in (Kind.OFFER, Kind.REPLY):
+                self.messages.hear(source, kind, content)
+            else:
+                self._presence.hear(source, kind, content)
+        while self._queue and self._step(self._next_in_line()):
+            self._queue.popleft()
+            self._completed += 1
+        for operation in tuple(self._beside):
+            if self._step(operation) and operation in self._beside:
+                self._beside.remove(operation)
+
+    def _next_in_line(self) -> Operation:
+        first = self._queue[0]
+        if not first.number:
+            self._begun += 1
+            first.begin(self._begun)
+        return first
+
+    def _step(self, operation: Operation) -> bool:
+        """Go on with ``operation``; tell whether it has ended, and the group lives on."""
+        try:
+            next(operation.steps)
+        except StopIteration as end:
+            operation.end(end.value)
+        except MismatchError as error:
+            operation.fail(error)
+        except self._mpi.Exception as error:
+            failure = DistributedError(f"{operation.where}: MPI failed: {error}")
+            failure.__cause__ = error
+            self._break(operation, failure, f"MPI failed: {error}")
+        except BaseException as error:
+            self._break(operation, error, f"it stopped in {operation.name}: {error!r}")
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._look_for_trouble(operation)
+        return operation.ended and not self._unusable
+
+    def _look_for_trouble(self, operation: Operation) -> None:
+        """Break the group if a rank that ``operation`` needs has left or is late."""
+        leaver = self._leaver(operation)
+        if leaver is not None:
+            farewell = self._presence.farewells[leaver]
+            error = lost(operation.where, self.rank, leaver, farewell)
+            self._break(operation, error, farewell.reason, farewell.culprits, farewell.seconds)
+        elif time.monotonic() >= operation.deadline:
+            self._call_the_roll(operation)
+
+    def _leaver(self, operation: Operation) -> int | None:
+        if operation.peer is None:
+            return self._presence.leaver(operation.number)
+        if operation.peer not in self._presence.farewells:
+            return None
+        operation.grace = operation.grace or time.monotonic() + _GRACE_SECONDS
+        return operation.peer if time.monotonic() >= operation.grace else None
+
+    def _call_the_roll(self, operation: Operation) -> None:
+        """Find out who has not come; meanwhile they still may."""
+        if operation.roll_call is None:
+            asked = self._presence.others if operation.peer is None else [operation.peer]
+            operation.roll_call = self._presence.ask(asked)
+        elif operation.roll_call.is_over():
+            missing, detail = self._absent(operation)
+            error = late(operation.where, missing, operation.seconds, detail)
+            reason = f"{self.place} gave up waiting"
+            self._break(operation, error, reason, missing, operation.seconds)
+
+    def _absent(self, operation: Operation) -> tuple[tuple[int, ...], str]:
+        assert operation.roll_call is not None
+        if operation.peer is None:
+            missing = operation.roll_call.behind(operation.number)
+            answered = len(operation.roll_call.answers)
+            return missing, f"asked where they are, {answered} of {self.size - 1} others answered"
+        waits_for = operation.roll_call.answers.get(operation.peer, (0, []))[1]
+        return (operation.peer,), self.messages.explain(operation.peer, waits_for)
+
+    def _where_i_am(self, rank: int) -> tuple[int, list[str]]:
+        return self._begun, self.messages.waiting_with(rank)
+
+    def interrupt(self, error: BaseException) -> None:
+        """Break the group: a wait was ended from outside, by Ctrl-C or another signal."""
+        with self.progress.lock:
+            if self._queue or self._beside:
+                operation = self._queue[0] if self._queue else self._beside[0]
+                self._break(operation, error, f"{type(error).__name__} in {operation.name}")
+
+    def _break(
+        self,
+        operation: Operation,
+        error: BaseException,
+        reason: str,
+        culprits: tuple[int, ...] | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        """End everything, ``operation`` with ``error``, and tell the other ranks why."""
+        guilty = (self.rank,) if culprits is None else culprits
+        self._presence.leave(Farewell(self._completed, guilty, reason, seconds))
+        operation.fail(error)
+        self._end_all(f"this group broke earlier: {error}")
+
+    def _end_all(self, reason: str) -> None:
+        self._unusable = reason
+        for operation in (*self._queue, *self._beside):
+            if not operation.ended:
+                operation.fail(GroupClosedError(f"{operation.where}: {reason}"))
+        self._queue.clear()
+        self._beside.clear()
+
+    def close(self) -> None:
+        """Leave, and tell the others; may be repeated."""
+        with self.progress.lock:
+            if self._unusable == _CLOSED:
+                return
+            healthy = not self._unusable and not self.is_busy()
+            if not self._unusable:
+                self._presence.leave(
+                    Farewell(self._completed, (self.rank,), "it has left the group")
+                )
+            self._end_all(_CLOSED)
+        self.progress.remove(self, healthy)
+
+    def drain(self) -> bool:
+        """Take the notes that others still send; tell whether all have left."""
+        for source, kind, content in self._notes.hear():
+            if kind is Kind.LEFT:
+                self._presence.hear(source, kind, content)
+        return self._presence.have_all_left()
+
+    def free(self) -> None:
+        """Free the communicators: every rank has left, and nothing is on its way."""
+        for comm in self._comms:
+            comm.Free()
+
+
+_CLOSED = "the group was closed"

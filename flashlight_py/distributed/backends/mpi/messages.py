@@ -1,0 +1,168 @@
+"""Messages between two ranks: offered, compared, then sent.
+
+The sender offers a message, with tag, dtype and shape. When the receiver has asked for one of that
+tag it answers, and only then the array moves: both ends hear of what does not fit, a send ends when
+it has been received, and MPI's own tags are numbers of messages, so that tags need no bound.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed.backends.mpi.calls import kind_of, shape_text
+from flashlight_py.distributed.backends.mpi.chunks import as_bytes, chunks
+from flashlight_py.distributed.backends.mpi.failures import mismatch
+from flashlight_py.distributed.backends.mpi.notes import Kind, Notes
+from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
+
+__all__ = ["Messages"]
+
+# An array up to this many bytes travels with its offer, which saves waiting for the answer.
+_INLINE_BYTES = 1024
+# MPI promises tags up to this.
+_LARGEST_TAG = 32767
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank would send. ``data`` are the bytes themselves, if they are few."""
+
+    number: int
+    tag: int
+    kind: str
+    data: bytes | None
+
+    def __str__(self) -> str:
+        return f"send({self.kind}, tag={self.tag})"
+
+
+@dataclass
+class Sending:
+    """An offer that has not been answered yet; then, perhaps, the call that it does not fit."""
+
+    offer: Offer
+    dst: int
+    answered: bool = False
+    unfit: str | None = None
+
+
+@dataclass(eq=False)
+class Receiving:
+    """What a rank waits to receive."""
+
+    src: int
+    tag: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"recv({self.kind}, tag={self.tag})"
+
+
+class Messages:
+    """The messages of one rank of a group: arrays over ``wire``, the rest over ``notes``."""
+
+    def __init__(self, mpi: Any, wire: Any, notes: Notes, progress: Progress, place: str) -> None:
+        self._mpi, self._wire, self._notes, self._progress = mpi, wire, notes, progress
+        self._place = place
+        self._rank = int(wire.Get_rank())
+        self._numbers = itertools.count()
+        self._sending: dict[int, Sending] = {}
+        self._receiving: list[Receiving] = []
+        self._offers: dict[int, list[Offer]] = {}
+
+    def send(self, array: Array, dst: int, tag: int) -> Steps:
+        """Offer ``array`` to ``dst`` at once; the steps go on from there."""
+        inline = array.nbytes <= _INLINE_BYTES and not is_cupy(array)
+        data = array.tobytes() if inline else None
+        offer = Offer(next(self._numbers), tag, _kind(array), data)
+        sending = self._sending[offer.number] = Sending(offer, dst)
+        self._notes.send(dst, Kind.OFFER, offer)
+        return self._send(sending, array)
+
+    def _send(self, sending: Sending, array: Array) -> Steps:
+        while not sending.answered:
+            yield
+        del self._sending[sending.offer.number]
+        if sending.unfit is not None:
+            calls = {self._rank: str(sending.offer), sending.dst: sending.unfit}
+            raise self._mismatch("send", calls)
+        if sending.offer.data is None:
+            tag = sending.offer.number % _LARGEST_TAG
+            parts = chunks(as_bytes(array))
+            requests = [
+                self._wire.Isend([c, c.size, self._mpi.BYTE], sending.dst, tag) for c in parts
+            ]
+            yield from self._progress.until(requests, moving=True)
+        return array
+
+    def recv(self, array: Array, src: int, tag: int) -> Steps:
+        """Ask for a message at once; the steps go on from there."""
+        receiving = Receiving(src, tag, _kind(array))
+        self._receiving.append(receiving)
+        return self._recv(receiving, array)
+
+    def _recv(self, receiving: Receiving, array: Array) -> Steps:
+        while (offer := self._offer_for(receiving)) is None:
+            yield
+        self._receiving.remove(receiving)
+        fits = offer.kind == receiving.kind
+        if not fits:
+            self._notes.send(receiving.src, Kind.REPLY, (offer.number, str(receiving)))
+            raise self._mismatch("recv", {self._rank: str(receiving), receiving.src: str(offer)})
+        yield from self._take(offer, receiving.src, array)
+        return array
+
+    def _take(self, offer: Offer, src: int, array: Array) -> Steps:
+        if offer.data is not None:
+            array[...] = np.frombuffer(offer.data, array.dtype).reshape(array.shape)
+            self._notes.send(src, Kind.REPLY, (offer.number, None))
+            return
+        tag = offer.number % _LARGEST_TAG
+        parts = chunks(as_bytes(array))
+        requests = [self._wire.Irecv([c, c.size, self._mpi.BYTE], src, tag) for c in parts]
+        self._notes.send(src, Kind.REPLY, (offer.number, None))
+        yield from self._progress.until(requests, moving=True)
+
+    def _offer_for(self, receiving: Receiving) -> Offer | None:
+        """Take the first offer of this tag, unless an earlier receive of the tag waits for it."""
+        earlier = self._receiving[: self._receiving.index(receiving)]
+        if any((other.src, other.tag) == (receiving.src, receiving.tag) for other in earlier):
+            return None
+        offers = self._offers.get(receiving.src, [])
+        found = next((offer for offer in offers if offer.tag == receiving.tag), None)
+        if found is not None:
+            offers.remove(found)
+        return found
+
+    def hear(self, source: int, kind: Kind, content: Any) -> None:
+        """Take an offer, or the answer to one."""
+        if kind is Kind.OFFER:
+            self._offers.setdefault(source, []).append(content)
+        else:
+            number, unfit = content
+            self._sending[number].answered, self._sending[number].unfit = True, unfit
+
+    def waiting_with(self, rank: int) -> list[str]:
+        """Return what this rank waits for with ``rank``, in words."""
+        sends = [str(sending.offer) for sending in self._sending.values() if sending.dst == rank]
+        return sends + [str(receiving) for receiving in self._receiving if receiving.src == rank]
+
+    def explain(self, peer: int, waits_for: list[str]) -> str:
+        """Say what ``peer`` waits for with this rank, as it answered or as its offers show."""
+        offers = [str(offer) for offer in self._offers.get(peer, [])]
+        calls = ", ".join(dict.fromkeys([*waits_for, *offers]))
+        here = ", ".join(self.waiting_with(peer))
+        there = f"rank {peer} called {calls}" if calls else f"nothing was heard of rank {peer}"
+        return f"this rank called {here}; {there}"
+
+    def _mismatch(self, name: str, calls: dict[int, str]) -> Exception:
+        return mismatch(f"[{name}] {self._place}", "a message", dict(sorted(calls.items())))
+
+
+def _kind(array: Array) -> str:
+    return f"{kind_of(array)} {shape_text(array.shape)}"

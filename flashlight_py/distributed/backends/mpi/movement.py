@@ -1,0 +1,171 @@
+"""Arrays from memory to memory, as bytes: by the library's collectives, or by pairs of messages.
+
+By pairs goes what one collective cannot name (more than 2 GB in all) and what it cannot reach: the
+memory of a GPU, which libraries take in sends and receives, and not all in non-blocking
+collectives. Every rank must choose alike, so the choice rests on what all ranks know.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed.backends.mpi.chunks import chunks, largest, settle
+from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
+
+__all__ = ["Movement", "cut"]
+
+Parts: TypeAlias = Iterable[tuple[int, Any]]
+
+
+def cut(flat: Array, counts: Sequence[int]) -> list[Array]:
+    """Return the parts of ``flat`` that have ``counts`` elements, in order.
+
+    Example:
+        >>> import numpy as np
+        >>> [part.tolist() for part in cut(np.arange(5), [2, 0, 3])]
+        [[0, 1], [], [2, 3, 4]]
+    """
+    ends = list(itertools.accumulate(counts))
+    return [flat[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+class Movement:
+    """Moves flat arrays of bytes between the ranks of ``comm``. Counts are in bytes."""
+
+    def __init__(self, mpi: Any, comm: Any, progress: Progress) -> None:
+        self._mpi, self._comm, self._progress = mpi, comm, progress
+        self._rank, self._size = int(comm.Get_rank()), int(comm.Get_size())
+
+    def broadcast(self, data: Array, root: int) -> Steps:
+        """Make ``data`` equal to ``root``'s."""
+        if self._needs_pairs(data, 0):
+            yield from self._broadcast_by_pairs(data, root)
+            return
+        requests = [self._comm.Ibcast(self._told(part), root) for part in chunks(data)]
+        yield from self._until(requests)
+
+    def _broadcast_by_pairs(self, data: Array, root: int) -> Steps:
+        """Give each rank a part, then join the parts (van de Geijn): 2 sizes on every link."""
+        bounds = [data.size * i // self._size for i in range(self._size + 1)]
+        counts = [end - start for start, end in itertools.pairwise(bounds)]
+        parts = cut(data, counts)
+        if self._rank == root:
+            yield from self._pairs(self._but_mine(parts), [])
+        else:
+            yield from self._pairs([], [(root, parts[self._rank])])
+        yield from self.all_gather(None, data, counts)
+
+    def all_gather(self, mine: Array | None, whole: Array, counts: Sequence[int]) -> Steps:
+        """Fill ``whole`` with every rank's ``mine``; None, on all: it is in its place already."""
+        if self._needs_pairs(whole, sum(counts)):
+            parts = cut(whole, counts)
+            if mine is not None:
+                parts[self._rank][...] = mine
+                settle(whole)
+            yield from self._pairs(self._to_all(parts[self._rank]), self._but_mine(parts))
+            return
+        given = self._mpi.IN_PLACE if mine is None else self._told(mine)
+        if len(set(counts)) == 1:
+            request = self._comm.Iallgather(given, [whole, counts[0], self._mpi.BYTE])
+        else:
+            request = self._comm.Iallgatherv(given, self._told_parts(whole, counts))
+        yield from self._until([request])
+
+    def gather(
+        self, mine: Array | None, whole: Array | None, counts: Sequence[int], root: int
+    ) -> Steps:
+        """Fill ``whole``, on ``root`` alone, with every rank's ``mine``.
+
+        None as ``mine``, on ``root``: it is in its place already.
+        """
+        if self._needs_pairs(whole if mine is None else mine, sum(counts)):
+            yield from self._gather_by_pairs(mine, whole, counts, root)
+            return
+        given = self._mpi.IN_PLACE if mine is None else self._told(mine)
+        taken = None if whole is None else self._told_parts(whole, counts)
+        yield from self._until([self._comm.Igatherv(given, taken, root)])
+
+    def _gather_by_pairs(
+        self, mine: Array | None, whole: Array | None, counts: Sequence[int], root: int
+    ) -> Steps:
+        if whole is None:
+            yield from self._pairs([(root, mine)], [])
+            return
+        parts = cut(whole, counts)
+        if mine is not None:
+            parts[self._rank][...] = mine
+            settle(whole)
+        yield from self._pairs([], self._but_mine(parts))
+
+    def scatter(self, whole: Array | None, part: Array, root: int) -> Steps:
+        """Fill ``part`` with this rank's equal part of ``whole``, which ``root`` alone has."""
+        if self._needs_pairs(part, part.size * self._size):
+            if whole is None:
+                yield from self._pairs([], [(root, part)])
+            else:
+                parts = cut(whole, [part.size] * self._size)
+                part[...] = parts[self._rank]
+                settle(part)
+                yield from self._pairs(self._but_mine(parts), [])
+            return
+        given = None if whole is None else [whole, part.size, self._mpi.BYTE]
+        yield from self._until([self._comm.Iscatter(given, self._told(part), root)])
+
+    def all_to_all(self, given: Array, taken: Array) -> Steps:
+        """Give an equal part of ``given`` to each rank, and take one from each."""
+        count = given.size // self._size
+        if self._needs_pairs(given, given.size):
+            yield from self._swap_by_pairs(given, [count] * self._size, taken, [count] * self._size)
+            return
+        sends, receives = [given, count, self._mpi.BYTE], [taken, count, self._mpi.BYTE]
+        yield from self._until([self._comm.Ialltoall(sends, receives)])
+
+    def all_to_all_uneven(
+        self, given: Array, gives: Sequence[int], taken: Array, takes: Sequence[int], most: int
+    ) -> Steps:
+        """Give ``gives[r]`` bytes of ``given`` to rank r, and take ``takes[r]`` from it.
+
+        ``most`` is a number that no rank's bytes exceed, either way, and that all ranks know.
+        """
+        if self._needs_pairs(given, most):
+            yield from self._swap_by_pairs(given, gives, taken, takes)
+            return
+        sends, receives = self._told_parts(given, gives), self._told_parts(taken, takes)
+        yield from self._until([self._comm.Ialltoallv(sends, receives)])
+
+    def _swap_by_pairs(
+        self, given: Array, gives: Sequence[int], taken: Array, takes: Sequence[int]
+    ) -> Steps:
+        out, into = cut(given, gives), cut(taken, takes)
+        into[self._rank][...] = out[self._rank]
+        settle(taken)
+        yield from self._pairs(self._but_mine(out), self._but_mine(into))
+
+    def _needs_pairs(self, data: Array | None, total: int) -> bool:
+        return total > largest() or is_cupy(data)
+
+    def _pairs(self, gives: Parts, takes: Parts) -> Steps:
+        """Send and receive all at once; messages between two ranks keep their order."""
+        comm = self._comm
+        requests = [comm.Irecv(self._told(c), rank) for rank, part in takes for c in chunks(part)]
+        requests += [comm.Isend(self._told(c), rank) for rank, part in gives for c in chunks(part)]
+        yield from self._until(requests)
+
+    def _but_mine(self, parts: list[Array]) -> Parts:
+        return [(rank, part) for rank, part in enumerate(parts) if rank != self._rank]
+
+    def _to_all(self, part: Array) -> Parts:
+        return [(rank, part) for rank in range(self._size) if rank != self._rank]
+
+    def _told(self, data: Array) -> list[Any]:
+        return [data, data.size, self._mpi.BYTE]
+
+    def _told_parts(self, data: Array, counts: Sequence[int]) -> list[Any]:
+        starts = [0, *itertools.accumulate(counts)][:-1]
+        return [data, (list(counts), starts), self._mpi.BYTE]
+
+    def _until(self, requests: list[Any]) -> Steps:
+        yield from self._progress.until(requests, moving=True)

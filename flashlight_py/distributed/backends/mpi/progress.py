@@ -1,0 +1,202 @@
+"""Whoever waits makes every operation advance: MPI does nothing by itself while nobody calls it.
+
+Operations are generators that yield while they have to wait. Every wait, in whichever group, steps
+all operations of all groups of this process: so a rank that waits for one still serves the others.
+A background thread does it while nobody waits, if MPI lets any thread call it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Generator
+from typing import Any, Protocol, TypeAlias
+
+__all__ = ["Member", "Progress", "Steps", "progress_of"]
+
+Steps: TypeAlias = Generator[None, None, Any]
+
+# A wait polls, as MPI can wait neither for one of several kinds of things nor for a limited time.
+# First it yields the processor between two looks; then, if nothing has happened for a while, it
+# sleeps a tenth of the time for which nothing has: so sleeping costs a tenth at most.
+_POLLS = 20
+_YIELDING_SECONDS = 1e-3
+_LONGEST_SLEEP = 2e-3
+# How long the background thread may take to end its last step.
+_STOP_SECONDS = 10.0
+
+# Requests of operations that broke. MPI cannot cancel a collective and may still write into its
+# arrays, so they live as long as the process.
+_abandoned: list[Any] = []
+
+
+class Member(Protocol):
+    """What a group lets the process's progress do with it."""
+
+    def advance(self) -> None:
+        """Take each operation as far as it gets without waiting."""
+
+    def is_busy(self) -> bool:
+        """Tell whether there is an operation that has not ended."""
+
+    def drain(self) -> bool:
+        """After close: take what still arrives; tell whether nothing more will."""
+
+    def free(self) -> None:
+        """Free the communicators."""
+
+    def close(self) -> None:
+        """End what runs and leave."""
+
+
+class Progress:
+    """All groups of this process. ``lock`` is held by whoever makes them advance."""
+
+    def __init__(self, mpi: Any, threaded: bool) -> None:
+        self.lock = threading.RLock()
+        self.threaded = threaded
+        self._testall = mpi.Request.Testall
+        self._groups: list[Member] = []
+        self._closed: list[Member] = []
+        self._turn = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._waiting = 0  # threads that wait, and so step
+        self._moving = 0  # operations whose arrays are on their way
+        self._events = 0  # requests that have ended
+        self._pid = os.getpid()
+        atexit.register(self._close_all)
+
+    def add(self, group: Member) -> None:
+        """Make ``group`` advance from now on; free those that every rank has left."""
+        with self.lock:
+            for closed in [other for other in self._closed if other.drain()]:
+                closed.free()
+                self._closed.remove(closed)
+            self._groups.append(group)
+
+    def remove(self, group: Member, healthy: bool) -> None:
+        """Forget ``group``; a ``healthy`` one is freed later, when all others have left it too."""
+        with self.lock:
+            self._groups.remove(group)
+            if healthy:
+                self._closed.append(group)
+        if not self._groups:
+            self._stop()
+
+    def step(self) -> None:
+        """Make every group advance once."""
+        with self.lock:
+            for group in tuple(self._groups):
+                group.advance()
+
+    def until(self, requests: list[Any], moving: bool) -> Steps:
+        """Yield until ``requests`` have ended; ``moving``: they carry arrays, all ranks work."""
+        done = False
+        self._moving += moving
+        try:
+            while not (done := self._testall(requests)):
+                yield
+        finally:
+            self._moving -= moving
+            self._events += 1
+            if not done:
+                _abandoned.append(requests)
+
+    def wait(self, ended: Any, end: float | None) -> bool:
+        """Step until ``ended()``, or until the clock (``time.monotonic``) says ``end``."""
+        with self._turn:
+            self._waiting += 1
+        try:
+            pause = _Pause(self)
+            while not ended():
+                if end is not None and time.monotonic() >= end:
+                    return False
+                self.step()
+                if not ended():
+                    pause()
+            return True
+        finally:
+            with self._turn:
+                self._waiting -= 1
+                self._turn.notify()
+
+    def attend(self) -> None:
+        """See to it that operations advance also while nobody waits for them."""
+        if not self.threaded:
+            return
+        with self._turn:
+            if self._thread is None:
+                self._stopping = False
+                name = "flashlight_py mpi"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread.start()
+            self._turn.notify()
+
+    def _run(self) -> None:
+        while self._await_turn():
+            pause = _Pause(self)
+            while not (self._waiting or self._stopping) and self._is_busy():
+                self.step()
+                pause()
+
+    def _await_turn(self) -> bool:
+        with self._turn:
+            self._turn.wait_for(lambda: self._stopping or (not self._waiting and self._is_busy()))
+            return not self._stopping
+
+    def _is_busy(self) -> bool:
+        return any(group.is_busy() for group in tuple(self._groups))
+
+    def _stop(self) -> None:
+        with self._turn:
+            thread, self._thread = self._thread, None
+            self._stopping = True
+            self._turn.notify()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_STOP_SECONDS)
+
+    def _close_all(self) -> None:
+        """At exit: leave every group, so that nobody waits for this rank in vain."""
+        if self._pid != os.getpid():
+            return  # a child that was forked has no part in its parent's groups
+        for group in tuple(self._groups):
+            group.close()
+
+
+class _Pause:
+    """Between two steps of a wait: nothing, then a yield, then a sleep."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._polls = 0
+        self._events = progress._events
+        self._since = time.monotonic()
+
+    def __call__(self) -> None:
+        """Let others run; a sleep ends with nothing but its time, as MPI wakes nobody."""
+        progress = self._progress
+        self._polls += 1
+        if self._polls < _POLLS:
+            return
+        now = time.monotonic()
+        if progress._events != self._events:
+            self._events, self._since = progress._events, now
+        idle = now - self._since
+        if progress._moving or idle < _YIELDING_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(min(idle / 10, _LONGEST_SLEEP))
+
+
+_of_process: Progress | None = None
+
+
+def progress_of(mpi: Any, threaded: bool) -> Progress:
+    """Return this process's one, made at the first call."""
+    global _of_process  # noqa: PLW0603  (MPI is one per process, and so is its progress)
+    if _of_process is None:
+        _of_process = Progress(mpi, threaded)
+    return _of_process

@@ -1,0 +1,95 @@
+"""The pure parts of the launcher: variables, exits, causes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+
+import pytest
+
+from flashlight_py.errors import PeerLostError, RankFailedError
+from flashlight_py.launch.failures import Failure, first_cause
+from flashlight_py.launch.processes import describe_exit
+from flashlight_py.launch.variables import (
+    cores_of_quota,
+    rank_variables,
+    thread_variables,
+    usable_cores,
+)
+
+
+def test_usable_cores_are_at_most_those_of_the_affinity() -> None:
+    assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "cores"),
+    [("max 100000\n", None), ("400000 100000\n", 4), ("150000 100000\n", 2), ("5000 100000\n", 1)],
+)
+def test_a_containers_quota_in_cores(cpu_max: str, cores: int | None) -> None:
+    assert cores_of_quota(cpu_max) == cores
+
+
+NAMES = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
+
+
+@pytest.mark.parametrize(("processes", "share"), [(1, "8"), (3, "2"), (8, "1"), (20, "1")])
+def test_processes_share_the_cores(processes: int, share: str) -> None:
+    assert thread_variables({}, processes, 8) == dict.fromkeys(NAMES, share)
+
+
+def test_what_the_user_set_stands() -> None:
+    assert set(thread_variables({"MKL_NUM_THREADS": "3"}, 2, 8)) == NAMES - {"MKL_NUM_THREADS"}
+    assert thread_variables({"OMP_NUM_THREADS": "3"}, 2, 8) == {}  # the others follow it
+
+
+def test_variables_of_a_rank() -> None:
+    assert rank_variables(1, 4, "/path") == {
+        "RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "FLASHLIGHT_FILE": "/path",
+    }
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "exited with code 0"),
+        (3, "exited with code 3"),
+        (-signal.SIGKILL, "was killed by SIGKILL (out of memory? the kernel's log tells)"),
+        (-signal.SIGSEGV, "was killed by SIGSEGV"),
+        (-50, "was killed by signal 50"),
+    ],
+)
+def test_an_exit_in_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words
+
+
+def test_the_first_cause_is_the_earliest_that_follows_from_no_other() -> None:
+    lost = Failure.of_exception(PeerLostError("rank 1 is gone"), at=1.0)
+    late, early = Failure("raised B", at=3.0), Failure("raised A", at=2.0)
+    assert lost.follows
+    assert first_cause([(0, lost), (1, late), (2, early)]) == (2, early)
+    assert first_cause([(0, lost)]) == (0, lost)
+
+
+def test_what_is_raised_while_a_consequence_is_handled_is_one() -> None:
+    error = OSError("while cleaning up")
+    error.__context__ = ValueError("of the clean-up of the clean-up")
+    error.__context__.__cause__ = PeerLostError("rank 1 is gone")
+    assert Failure.of_exception(error, at=0.0).follows
+    error.__context__.__cause__ = error  # a circle is walked once
+    assert not Failure.of_exception(error, at=0.0).follows
+
+
+def test_a_summary_is_the_line_of_the_class() -> None:
+    error = SyntaxError("invalid syntax", ("file.py", 1, 2, "x y\n"))
+    assert Failure.of_exception(error, 0.0).what == "raised SyntaxError: invalid syntax"
+
+
+def test_the_error_can_be_sent_on() -> None:
+    sent = pickle.loads(pickle.dumps(RankFailedError("message", 3, -9)))
+    assert (str(sent), sent.rank, sent.exit_code) == ("message", 3, -9)

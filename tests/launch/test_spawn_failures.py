@@ -1,0 +1,185 @@
+"""A rank of ``spawn`` that fails: the first cause is told, and nothing is left."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.launch import local_world
+
+
+def fail_on_one(rank: int, how: str) -> Any:
+    """Rank 1 fails in some way; the others wait for it in an all_reduce."""
+    if rank == 1:
+        FAILURES[how]()
+    return fl.all_reduce(np.ones(3))
+
+
+def raise_error() -> None:
+    raise ValueError("a bad batch\nof two lines")
+
+
+def raise_after_leaving() -> None:
+    """The others notice before this rank tells why."""
+    fl.distributed.world.current_world().group.close()
+    time.sleep(0.3)  # what a rank takes that still has much to clean up
+    raise KeyError("late")
+
+
+def raise_while_handling() -> None:
+    try:
+        raise_error()
+    except ValueError as error:
+        raise RuntimeError("while handling") from error
+
+
+def wait_with_a_child() -> None:
+    """Die and leave a process that has inherited everything."""
+    if os.fork() == 0:
+        signal.pause()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAILURES = {
+    "raise": raise_error,
+    "raise after leaving": raise_after_leaving,
+    "raise while handling": raise_while_handling,
+    "sys.exit": lambda: sys.exit(3),
+    "sys.exit with a text": lambda: sys.exit("no more data"),
+    "sys.exit of nothing": sys.exit,
+    "os._exit": lambda: os._exit(4),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "a child is left": wait_with_a_child,
+    "interrupt": lambda: signal.raise_signal(signal.SIGINT),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told"),
+    [
+        ("raise", None, ["raised ValueError: a bad batch;", "in raise_error", "of two lines"]),
+        ("raise after leaving", None, ["raised KeyError: 'late'", "in raise_after_leaving"]),
+        ("raise while handling", None, ["raised RuntimeError: while handling", "a bad batch"]),
+        ("sys.exit", 3, ["exited with code 3", "SystemExit: 3"]),
+        ("sys.exit with a text", 1, ["exited with code 1", "SystemExit: no more data"]),
+        ("sys.exit of nothing", 0, ["exited with code 0"]),
+        ("os._exit", 4, ["exited with code 4 before it had returned"]),
+        ("SIGKILL", -9, ["was killed by SIGKILL (out of memory?"]),
+        ("SIGSEGV", -11, ["was killed by SIGSEGV before it had returned"]),
+        ("a child is left", -9, ["was killed by SIGKILL"]),
+        ("interrupt", None, ["raised KeyboardInterrupt"]),
+    ],
+)
+def test_the_first_cause_is_raised(
+    monkeypatch: pytest.MonkeyPatch, how: str, code: int | None, told: list[str]
+) -> None:
+    monkeypatch.setattr(local_world, "CAUSE_SECONDS", 30.0)  # however busy the machine is
+    with pytest.raises(fl.errors.RankFailedError) as caught:
+        fl.spawn(fail_on_one, (how,), nprocs=3)
+    message = str(caught.value)
+    assert message.startswith("spawn of fail_on_one: rank 1 of 3 ")
+    assert "; the other ranks were ended" in message
+    assert [text for text in told if text not in message] == []
+    assert "PeerLostError" not in message
+    assert (caught.value.rank, caught.value.exit_code) == (1, code)
+
+
+def test_a_failure_everywhere_is_told_of_one() -> None:
+    with pytest.raises(fl.errors.RankFailedError, match=r"rank [01] of 2 raised ValueError"):
+        fl.spawn(fail_everywhere, nprocs=2)
+    with pytest.raises(fl.errors.RankFailedError, match=r"MismatchError: .*rank"):
+        fl.spawn(mismatch, nprocs=2)
+
+
+def fail_everywhere(rank: int) -> None:
+    raise_error()
+
+
+def mismatch(rank: int) -> None:
+    fl.all_reduce(np.ones(rank + 1))
+
+
+def test_a_consequence_is_told_where_no_cause_comes() -> None:
+    """Rank 1 returns what it was asked for, and leaves the others alone."""
+    with pytest.raises(fl.errors.RankFailedError, match=r"rank 0 of 2 raised .*PeerLostError"):
+        fl.spawn(leave_the_others, nprocs=2)
+
+
+def leave_the_others(rank: int) -> Any:
+    if rank == 1:
+        fl.distributed.world.current_world().group.close()
+        return None
+    return fl.all_reduce(np.ones(3))
+
+
+def test_a_result_that_cannot_be_pickled_names_its_rank_and_type() -> None:
+    match = "rank 0 of 1 raised TypeError: the result, of type generator, cannot be pickled"
+    with pytest.raises(fl.errors.RankFailedError, match=match):
+        fl.spawn(make_generator, nprocs=1)
+
+
+def make_generator(rank: int) -> Any:
+    return (each for each in "abc")
+
+
+def test_a_result_that_cannot_be_unpickled_here_names_its_rank() -> None:
+    with pytest.raises(fl.errors.RankFailedError, match="rank 0 of 1 returned cannot be unpickled"):
+        fl.spawn(make_trap, nprocs=1)
+
+
+class Trap:
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def make_trap(rank: int) -> Trap:
+    return Trap()
+
+
+def test_timeout_ends_ranks_that_do_not_return() -> None:
+    with pytest.raises(TimeoutError, match=r"spawn of wait: rank\(s\) 0, 1 of 2 had not returned"):
+        fl.spawn(wait, nprocs=2, timeout=1.0)
+
+
+def wait(rank: int) -> None:
+    while True:
+        signal.pause()
+
+
+def test_a_rank_that_will_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_world, "ENDING_SECONDS", 0.5)
+    with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 raised ValueError"):
+        fl.spawn(fail_beside_a_deaf_rank, nprocs=2)
+
+
+def fail_beside_a_deaf_rank(rank: int) -> None:
+    if rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    fl.barrier()
+    if rank == 1:
+        raise_error()
+    while True:
+        signal.pause()
+
+
+def test_an_end_that_fails_after_the_result_is_warned_of() -> None:
+    with pytest.warns(
+        RuntimeWarning, match=r"rank 1 of 2 exited with code 5 after it had ret"
+    ) as w:
+        assert fl.spawn(fail_at_exit, nprocs=2) == [0, 1]
+    assert w[0].filename == __file__
+
+
+def fail_at_exit(rank: int) -> int:
+    if rank == 1:
+        atexit.register(os._exit, 5)
+    return rank

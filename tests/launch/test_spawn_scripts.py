@@ -1,0 +1,199 @@
+"""``spawn`` from programs of their own: scripts and sessions, and what becomes of killed ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flashlight_py.launch.local_world import ENDING_SECONDS
+from tests.distributed import processes
+from tests.launch.test_spawn import NEEDS_CLOUDPICKLE
+
+SCRIPT = """
+from dataclasses import dataclass
+import sys
+import numpy as np
+import flashlight_py as fl
+
+print("imported as", __name__)
+
+@dataclass
+class Point:
+    x: float
+
+def shift(rank, point):
+    return Point(float(fl.all_reduce(np.array([point.x]))[0]) + rank)
+
+if __name__ == "__main__":
+    print(fl.spawn(shift, (Point(2.0),), nprocs=2), sys.argv[1:])
+"""
+
+
+def run(program: str, *options: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run ``program`` as a script with arguments ``options``."""
+    script = folder / "script.py"
+    script.write_text(program)
+    command = [sys.executable, str(script), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_functions_and_classes_of_a_script(tmp_path: Path) -> None:
+    done = run(SCRIPT, "--option", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [
+        "[Point(x=4.0), Point(x=5.0)] ['--option']",
+        "imported as __main__",
+        "imported as __mp_main__",
+        "imported as __mp_main__",
+    ]
+
+
+def test_a_script_that_is_run_as_a_module(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "module"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "[Point(x=4.0), Point(x=5.0)]" in done.stdout
+
+
+@NEEDS_CLOUDPICKLE
+def test_a_lambda_of_a_script(tmp_path: Path) -> None:
+    guarded = 'if __name__ == "__main__":\n    print(fl.spawn(lambda rank: [rank], nprocs=2))\n'
+    done = run(f"import flashlight_py as fl\n{guarded}", folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[[0], [1]]\n", "")
+
+
+def test_without_the_guard_the_script_is_told_so(tmp_path: Path) -> None:
+    program = "import flashlight_py as fl\ndef f(rank): pass\nfl.spawn(f, nprocs=2)\n"
+    done = run(program, folder=tmp_path)
+    assert done.returncode == 1
+    assert re.search("rank [01] of 2 raised RuntimeError: spawn of f: called while", done.stderr)
+    assert "put what starts the ranks under if __name__ == '__main__':" in done.stderr
+
+
+SESSION = """
+import flashlight_py as fl
+
+class Square:
+    def __init__(self, number):
+        self.number = number ** 2
+
+def square(rank):
+    return Square(rank + 2)
+
+print([(each.number, type(each) is Square) for each in fl.spawn(square, nprocs=2)])
+"""
+
+
+@NEEDS_CLOUDPICKLE
+def test_functions_of_a_session_that_no_file_holds() -> None:
+    """As in a notebook, where the ranks cannot import what the cells define."""
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=SESSION,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[(4, True), (9, True)]\n", "")
+
+
+def test_a_session_without_cloudpickle_is_told_what_to_install() -> None:
+    program = f"import importlib.util\nimportlib.util.find_spec = lambda _: None\n{SESSION}"
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=program,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "TypeError: spawn of square: the function or its arguments cannot be" in done.stderr
+    assert "square was defined where no other process can import it from" in done.stderr
+    assert "pip install 'flashlight-py[notebook]'" in done.stderr
+
+
+WAITING = """
+import os, signal, sys
+import numpy as np
+import flashlight_py as fl
+
+def wait(rank):
+    try:
+        fl.barrier()
+        print(os.getpid())
+        if sys.argv[1] == "in a collective" and rank == 0:
+            fl.all_reduce(np.ones(3))
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        print(f"rank {rank} was interrupted")
+        raise
+
+if __name__ == "__main__":
+    fl.spawn(wait, nprocs=2)
+"""
+
+
+class Waiting:
+    """A script whose two ranks wait; ``ranks`` are their process numbers."""
+
+    def __init__(self, folder: Path, where: str) -> None:
+        script = folder / "script.py"
+        script.write_text(WAITING)
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), where],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.ranks = {int(self.process.stdout.readline()) for _ in range(2)}
+
+    def end(self, number: signal.Signals) -> tuple[str, str]:
+        """Send ``number`` to the script alone; return what it still wrote, when all has ended."""
+        os.kill(self.process.pid, number)
+        output, errors = self.process.communicate(timeout=20)
+        processes.await_end(self.ranks, 5.0)
+        assert not [rank for rank in self.ranks if is_alive(rank)]
+        return output, errors
+
+
+def is_alive(pid: int) -> bool:
+    """False too for a zombie, which whoever adopted it may leave unburied: it has no command."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("where", ["in a collective", "in the function"])
+def test_ctrl_c_ends_the_ranks_after_their_cleanup(tmp_path: Path, where: str) -> None:
+    script = Waiting(tmp_path, where)
+    begin = time.monotonic()
+    output, errors = script.end(signal.SIGINT)
+    assert time.monotonic() - begin < ENDING_SECONDS  # without waiting until ranks are killed
+    assert script.process.returncode == -signal.SIGINT
+    assert sorted(output.splitlines()) == ["rank 0 was interrupted", "rank 1 was interrupted"]
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+    assert errors.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_ranks_die_with_the_script_and_leave_nothing(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    script = Waiting(tmp_path, "in a collective")
+    script.end(number)
+    assert script.process.returncode == -number
