@@ -2,10 +2,11 @@
 
     python benchmarks/synchronize.py --json synchronize.json
 
-The method is that of all_reduce.py; all calls are made by the same ranks, in turns. A tree is a dict
-of 1,000 float32 arrays, and the broadcast's array is as long as they are together. What synchronize
-does beyond it: it walks through the tree, compares its structure over the ranks, and packs the
-arrays on one rank and unpacks them on the others. The third line is what one would write without it.
+The method is that of all_reduce.py; all calls are made by the same ranks, in turns. A tree is a
+dict of 1,000 float32 arrays, and the broadcast's array is as long as they are together. What
+synchronize does beyond it: it walks through the tree, compares its structure over the ranks, packs
+the arrays on one rank and unpacks them on the others. The last column is what one would write
+without it.
 """
 
 from __future__ import annotations

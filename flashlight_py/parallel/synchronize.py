@@ -54,9 +54,9 @@ def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None
         ``tree``, or what has been made anew where it is a number or immutable itself.
 
     Raises:
-        ValueError: ``root`` is no rank of the group; or, raised on every rank, an array of some
-            rank's tree is read-only.
-        TypeError: on every rank: an array of some rank's tree holds Python objects.
+        ValueError: ``root`` is no rank of the group; or, raised on every rank, an array in some
+            rank's tree is read-only, or a Variable was computed from others and needs a gradient.
+        TypeError: on every rank: an array in some rank's tree holds Python objects.
         MismatchError: on every rank: the trees differ; names the first path that does, and what
             is there on which rank. Nothing was changed.
         DistributedError: as :func:`flashlight_py.all_reduce`; the tree was not changed.

@@ -181,6 +181,7 @@ def test_keys_in_another_order_make_no_difference_where_they_are_sorted() -> Non
         (np.array([None]), TypeError, "holds Python objects"),
         (np.broadcast_to(np.zeros(1), 3), ValueError, "is read-only"),
         (Tensor(np.broadcast_to(np.zeros(1), 3)), ValueError, "is read-only"),
+        (fl.param(np.zeros(2)) * 2, ValueError, "was computed from others"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_with_its_path(

@@ -41,10 +41,10 @@ def look(value: Any) -> Answer:
 
     Raises:
         TypeError: an array holds Python objects, or a class cannot be built again.
-        ValueError: an array is read-only.
+        ValueError: an array is read-only, or a Variable was computed and needs a gradient.
     """
     if isinstance(value, Variable):
-        value = value.data
+        value = _data_of(value)
     if is_cupy(value):
         return GPU_ARRAY, array_text(b"g", value), value
     if isinstance(value, np.ndarray):
@@ -60,6 +60,15 @@ def is_immutable(value: object) -> bool:
         return True
     params = getattr(type(value), "__dataclass_params__", None)
     return params is not None and params.frozen
+
+
+def _data_of(variable: Variable) -> Array:
+    if variable.has_history:
+        raise ValueError(
+            f"this Variable (shape {variable.shape}) was computed from others and needs a "
+            "gradient, which would be silently wrong; put its array into the tree: x.array"
+        )
+    return variable.data
 
 
 def _array(value: Array) -> Answer:
