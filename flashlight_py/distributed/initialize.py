@@ -53,8 +53,9 @@ def distributed_init(
         world_rank: this process's rank, from 0; FILE_SYSTEM only.
         world_size: number of processes; FILE_SYSTEM only.
         params: keys of ``DistributedConstants``: FILE_PATH, TIMEOUT (seconds, default 300, for
-            meeting and later for each operation), INTERFACE, BACKEND, and MAX_DEVICE_PER_NODE,
-            which joins the GPUs at once; else the first collective of a CuPy array does so.
+            meeting and later for each operation), INTERFACE, BACKEND, MPI_CUDA_AWARE, and
+            MAX_DEVICE_PER_NODE, which joins the GPUs at once; else the first collective of a CuPy
+            array does so.
 
     Raises:
         ValueError: unknown method or params key, rank or size that make no sense, FILE_SYSTEM

@@ -25,7 +25,7 @@ from contextlib import suppress
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -34,13 +34,9 @@ def main() -> None:
     """Do the task, report, and stay until all ranks have returned."""
     folder, link, parent = sys.argv[1], Connection(int(sys.argv[2])), int(sys.argv[3])
     die_with_parent(parent)
-    if sys.stderr is not None:
-        faulthandler.enable()  # a crash in native code shows where it was
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Whole lines, and at once: also in a pipe, and also with PYTHONUNBUFFERED.
-        sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    # The end of the link must mean the end of this process, also if one that it forked lives on.
-    os.register_at_fork(after_in_child=link.close)
+    signal.signal(signal.SIGTERM, _leave_in_order)
+    os.register_at_fork(after_in_child=lambda: _be_no_rank(link))
+    _prepare_output()
     multiprocessing.current_process().authkey = link.recv_bytes()
     if _report(link, Path(folder)):
         with suppress(EOFError, ConnectionResetError):
@@ -54,6 +50,26 @@ def die_with_parent(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it ended before we asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave_in_order(number: int, _: object) -> NoReturn:
+    """Answer SIGTERM by an exception: what is half done, such as memory with a name, is undone."""
+    sys.exit(128 + number)
+
+
+def _be_no_rank(link: Connection) -> None:
+    """In a process that the rank has forked: the end of the link must mean the end of the rank."""
+    link.close()
+    if signal.getsignal(signal.SIGTERM) is _leave_in_order:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _prepare_output() -> None:
+    if sys.stderr is not None:
+        faulthandler.enable()  # a crash in native code shows where it was
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Whole lines, and at once: also in a pipe, and also with PYTHONUNBUFFERED.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def _report(link: Connection, folder: Path) -> bool:

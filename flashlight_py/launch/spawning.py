@@ -48,7 +48,7 @@ def spawn(
         ValueError: ``nprocs``, ``timeout`` or ``params`` make no sense. No process was started.
         RankFailedError: a rank raised (the message holds its traceback), exited or was killed.
             The first cause is told, not the PeerLostErrors that follow from it; the other ranks
-            have been ended.
+            have been ended, by SIGTERM (it raises SystemExit there) and after 5 seconds by SIGKILL.
         TimeoutError: ``timeout`` has passed; the ranks have been ended.
         RuntimeError: called while a rank imports the script: the call is not under
             ``if __name__ == "__main__":``.

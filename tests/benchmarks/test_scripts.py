@@ -81,3 +81,14 @@ def test_synchronize_is_measured_beside_a_broadcast(tmp_path: Path) -> None:
     assert len(result["measurements"][0]["seconds"]) == 3
     assert "| 1000 x 1 KB |" in output
     assert result["verdicts"][0]["reached"] in (True, False)
+
+
+def test_compression_tells_bytes_times_and_losses(tmp_path: Path) -> None:
+    output, result = run(tmp_path, "compression.py", "--width", "32", "--samples", "20")
+    assert [m["task"] for m in result["measurements"]] == [
+        *("step, shared memory", "step, Gloo"),
+        *("the example, momentum 0.9", "the example, momentum 0"),
+    ]
+    assert all(len(m["seconds"]) == 7 for m in result["measurements"])
+    assert "| Float16 | 6 | 50.00% |" in output
+    assert "| no hook | 4804 |" in output

@@ -39,8 +39,16 @@ class StandInArray(np.ndarray):
         """The device that is current now: one that was chosen stays chosen in these tests."""
         return SimpleNamespace(id=getattr(self, "elsewhere", Device.current))
 
-    def get(self) -> np.ndarray:
-        return np.array(self, subok=False)
+    def get(self, out: np.ndarray | None = None) -> np.ndarray:
+        if out is None:
+            return np.array(self, subok=False)
+        LOG.append(("to the host", type(out.base).__name__))
+        out[...] = self
+        return out
+
+    def set(self, array: np.ndarray) -> None:
+        LOG.append(("to the device", type(array.base).__name__))
+        self[...] = array
 
 
 class Event:
@@ -68,6 +76,9 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         LOG.append(("wait", self.name, event.number))
+
+    def synchronize(self) -> None:
+        LOG.append(("synchronize", self.name))
 
     def __enter__(self) -> Stream:
         self._before.append(Stream.current)
@@ -98,6 +109,10 @@ class Device:
         pass
 
 
+class PinnedMemory(bytearray):
+    """What CuPy returns as memory of the host that cannot be swapped out."""
+
+
 class StandInCupy(ModuleType):
     """Whatever NumPy has, with arrays of the stand-in as results."""
 
@@ -116,6 +131,7 @@ class StandInCupy(ModuleType):
             Device=Device,
             runtime=runtime,
             get_current_stream=lambda index=-1: Stream.current,
+            alloc_pinned_memory=PinnedMemory,
         )
 
     def __getattr__(self, name: str) -> Any:

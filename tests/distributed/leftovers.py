@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 from tests.distributed import processes
@@ -11,6 +12,8 @@ from tests.distributed.harness import living_processes
 MARK = "FLASHLIGHT_TEST_SESSION"
 # Time for processes that are ending anyway, such as those of a launcher that has just returned.
 ENDING_SECONDS = 2.0
+# How long the files may stay with which ranks find out whether they share memory.
+JOINING_SECONDS = 5.0
 
 
 def segments() -> set[Path]:
@@ -19,7 +22,17 @@ def segments() -> set[Path]:
 
 
 def orphaned(files: set[Path]) -> set[Path]:
-    """Those of ``files`` that no living process has mapped, so that nobody will remove them."""
+    """Those of ``files`` that no living process has mapped, so that nobody will remove them.
+
+    A world that is just being made, by another test session too, has some for a moment.
+    """
+    ends = time.monotonic() + JOINING_SECONDS
+    while (left := _unmapped(files)) and time.monotonic() < ends:
+        time.sleep(0.1)  # nothing tells when a file goes
+    return left
+
+
+def _unmapped(files: set[Path]) -> set[Path]:
     if not files:
         return files
     maps = "\n".join(_text(pid, "maps") for pid in processes.running())

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu import test_training, verbs
+from tests.gpu import test_hooks, test_training, verbs
 
 
 @pytest.fixture(params=[2, 3])
@@ -77,3 +77,11 @@ def test_training_equals_one_process_on_the_cpu(ranks: Any, kind: str) -> None:
 
 def test_works_and_arrays_may_be_dropped(ranks: Any) -> None:
     ranks.run(verbs.dropped_work_is_safe)
+
+
+@pytest.mark.parametrize("name", test_hooks.TOLERANCE)
+def test_communication_hooks_stay_on_the_gpu(ranks: Any, name: str) -> None:
+    """The same state, the same bytes and nearly the same numbers as on the CPU."""
+    for bits, worst in (told := ranks.run(test_hooks.both_ways, name)):
+        assert bits == told[0][0]
+        assert worst <= test_hooks.TOLERANCE[name]

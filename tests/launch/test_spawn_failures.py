@@ -121,6 +121,25 @@ def leave_the_others(rank: int) -> Any:
     return fl.all_reduce(np.ones(3))
 
 
+class Killer:
+    """Kills rank 1 when it is about to map the memory that rank 0 has created and named."""
+
+    def __reduce__(self) -> Any:
+        return arm, ()
+
+
+def arm() -> None:
+    from flashlight_py.distributed.backends import shm
+
+    if os.environ["RANK"] == "1":
+        shm._attempt = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_memory_that_is_being_shared_when_a_rank_dies_is_given_back() -> None:
+    with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 was killed by SIGKILL"):
+        fl.spawn(fail_on_one, (Killer(),), nprocs=2, params={"BACKEND": "shm"})
+
+
 def test_a_result_that_cannot_be_pickled_names_its_rank_and_type() -> None:
     match = "rank 0 of 1 raised TypeError: the result, of type generator, cannot be pickled"
     with pytest.raises(fl.errors.RankFailedError, match=match):

@@ -158,16 +158,12 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any]) -> Any:
     Raises:
         UnavailableEverywhereError: it failed on a rank; raised on every rank.
     """
-    path, error, mapped = "", "", None
-    if store.rank == 0:
-        path = str(new_path())
-        mapped, error = _attempt(map_path, path, True)
-    path, problem = json.loads(store.exchange(json.dumps([path, error]).encode())[0])
-    if not problem and store.rank != 0:
-        mapped, error = _attempt(map_path, path, False)
-    errors = [answer.decode() for answer in store.exchange(error.encode())]
-    if store.rank == 0:
-        Path(path).unlink(missing_ok=True)
+    path = str(new_path()) if store.rank == 0 else ""
+    try:
+        mapped, errors = _map_each(store, map_path, path)
+    finally:  # also where a rank was lost meanwhile, or a signal handler raised
+        if store.rank == 0:
+            Path(path).unlink(missing_ok=True)
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
     if failed:
         raise UnavailableEverywhereError(
@@ -175,6 +171,19 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any]) -> Any:
             "(docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm)"
         )
     return mapped
+
+
+def _map_each(
+    store: Store, map_path: Callable[[str, bool], Any], path: str
+) -> tuple[Any, list[str]]:
+    """Map the file that rank 0 creates at its ``path``; returns each rank's error too, or ""."""
+    mapped, error = None, ""
+    if store.rank == 0:
+        mapped, error = _attempt(map_path, path, True)
+    path, problem = json.loads(store.exchange(json.dumps([path, error]).encode())[0])
+    if not problem and store.rank != 0:
+        mapped, error = _attempt(map_path, path, False)
+    return mapped, [answer.decode() for answer in store.exchange(error.encode())]
 
 
 def _attempt(map_path: Callable[[str, bool], Any], path: str, create: bool) -> tuple[Any, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.hooks.cast import CastCompression
 
 __all__ = ["Bfloat16Compression"]
@@ -31,3 +32,13 @@ class Bfloat16Compression(CastCompression):
                 "Float16Compression"
             ) from error
         super().__init__(np.dtype(bfloat16), (2 - 2**-7) * 2.0**127)
+
+    def _narrow(self, flat: Array) -> Array:
+        try:
+            return super()._narrow(flat)
+        except (TypeError, ValueError) as error:
+            if not is_cupy(flat):
+                raise
+            raise TypeError(
+                f"Bfloat16Compression: this CuPy has no bfloat16 ({error}); take Float16Compression"
+            ) from error

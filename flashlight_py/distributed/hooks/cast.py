@@ -15,7 +15,7 @@ __all__ = ["CastCompression"]
 
 
 class CastCompression(Compression):
-    """Casts to ``dtype``, whose largest number is ``largest``; sums; casts back."""
+    """Casts to ``dtype``, of 16 bits, whose largest number is ``largest``; sums; casts back."""
 
     def __init__(self, dtype: np.dtype[Any], largest: float) -> None:
         super().__init__()
@@ -26,11 +26,7 @@ class CastCompression(Compression):
     def _start(self, bucket: Bucket) -> Work:
         narrow = self._narrow(bucket.flat)
         self._count(bucket, narrow)
-
-        def widen(_: object) -> None:
-            bucket.flat[...] = narrow
-
-        return Then(bucket.all_reduce(narrow), widen)
+        return Then(bucket.all_reduce(narrow), lambda _: self._widen(narrow, bucket.flat))
 
     def _narrow(self, flat: Array) -> Array:
         """Round to the dtype. What is finite stays so; infinities and NaN stay what they are."""
@@ -43,3 +39,6 @@ class CastCompression(Compression):
             limit = xp.copysign(flat.dtype.type(self._largest), flat)
             narrow[beyond] = limit[beyond].astype(self._dtype)
         return narrow
+
+    def _widen(self, narrow: Array, out: Array) -> None:
+        out[...] = narrow

@@ -127,8 +127,9 @@ class Compression(abc.ABC):
                 f"needs {like.dtype} {shape}; the state is that of other arrays, or this hook "
                 "serves two reducers: give each one of its own"
             )
-        self._state[name] = to_device(found, device_of(like))
-        return self._state[name]
+        if device_of(found) != device_of(like):
+            found = self._state[name] = to_device(found, device_of(like))
+        return found
 
 
 def check_hook(hook: object, parts: Sequence[Sequence[Array]] = ()) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.hooks.cast import CastCompression
+from flashlight_py.distributed.hooks.half import LARGEST, from_half, to_half
 
 __all__ = ["Float16Compression"]
 
@@ -31,4 +33,13 @@ class Float16Compression(CastCompression):
     """
 
     def __init__(self) -> None:
-        super().__init__(np.dtype(np.float16), 65504.0)
+        super().__init__(np.dtype(np.float16), LARGEST)
+
+    def _narrow(self, flat: Array) -> Array:
+        return super()._narrow(flat) if is_cupy(flat) else to_half(flat)
+
+    def _widen(self, narrow: Array, out: Array) -> None:
+        if is_cupy(narrow):
+            super()._widen(narrow, out)
+        else:
+            from_half(narrow, out)

@@ -6,11 +6,13 @@ Here are element by element operations alone, whose results IEEE 754 fixes.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
 
-__all__ = ["orthonormal", "outer_sum"]
+__all__ = ["orthonormal", "outer_sum", "uniform"]
 
 # What is left of a column after its projections were taken away, as a share of the column: less
 # than this is what rounding has left of nothing.
@@ -37,27 +39,34 @@ def orthonormal(columns: Array) -> Array:
     for number, row in enumerate(rows):
         earlier, attempt = rows[:number], 0
         while not _project_away(row, earlier):
-            row[...] = _arbitrary(row, number, attempt)
+            row[...] = uniform(row, row.shape, number, attempt)
             attempt += 1
     return xp.ascontiguousarray(rows.T, dtype=columns.dtype)  # type: ignore[no-any-return]
 
 
 def _project_away(row: Array, earlier: Array) -> bool:
     """Make ``row`` orthogonal to ``earlier`` and of length 1; False if nothing is left of it."""
-    before = _dot(row, row) ** 0.5
+    sqrt = array_module(row).sqrt
+    before = sqrt(_dot(row, row))
     for _ in range(2):
         for other in earlier:
             row -= _dot(row, other) * other
-    after = _dot(row, row) ** 0.5
+    after = sqrt(_dot(row, row))
     if not float(after) > _NOTHING * float(before):
         return False
     row /= after
     return True
 
 
-def _arbitrary(row: Array, number: int, attempt: int) -> Array:
-    random = np.random.default_rng([number, attempt])
-    return array_module(row).asarray(random.standard_normal(row.size))  # type: ignore[no-any-return]
+def uniform(like: Array, shape: tuple[int, ...], *seed: int) -> Array:
+    """Return random numbers from -1 to 1, of the dtype and on the device of ``like``.
+
+    They are made of PCG64's bits, which NumPy promises to stay as they are for a seed; those of
+    its distributions may change with a release, and ranks may run different ones.
+    """
+    bits = np.random.PCG64(list(seed)).random_raw(math.prod(shape))
+    numbers = (bits >> np.uint64(11)) * 2.0**-52 - 1
+    return array_module(like).asarray(numbers.reshape(shape).astype(like.dtype))  # type: ignore[no-any-return]
 
 
 def _dot(a: Array, b: Array) -> Array:

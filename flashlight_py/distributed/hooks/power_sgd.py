@@ -10,7 +10,7 @@ import numpy as np
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.hooks.bucket import Bucket, views
 from flashlight_py.distributed.hooks.compression import Compression
-from flashlight_py.distributed.hooks.orthonormal import orthonormal, outer_sum
+from flashlight_py.distributed.hooks.orthonormal import orthonormal, outer_sum, uniform
 from flashlight_py.distributed.work import Then, Work
 
 __all__ = ["PowerSGDCompression"]
@@ -103,9 +103,7 @@ class PowerSGDCompression(Compression):
         found = self._recall(f"factor.{bucket.index}.{part}", shape, bucket.flat)
         if found is not None:
             return found
-        random = np.random.default_rng([self.seed, bucket.index, part])
-        start = random.standard_normal(shape).astype(bucket.flat.dtype)
-        return array_module(bucket.flat).asarray(start)  # type: ignore[no-any-return]
+        return uniform(bucket.flat, shape, self.seed, bucket.index, part)
 
     def _remember(self, bucket: Bucket, factors: dict[int, Array]) -> None:
         self._state.update({f"factor.{bucket.index}.{part}": q for part, q in factors.items()})
@@ -135,11 +133,11 @@ class _Exchange:
         shapes = [(len(matrix), self._hook.rank) for matrix in self._matrices]
         message, parts = self._message(shapes + [part.shape for part in self._rest])
         self._lefts, self._exact = parts[: len(shapes)], parts[len(shapes) :]
-        xp = array_module(message)
+        matmul = array_module(message).matmul
         with np.errstate(invalid="ignore"):
-            for number, matrix in enumerate(self._matrices):
-                xp.add(matrix, self._residuals[number], out=matrix)
-                xp.matmul(matrix, self._factors[number], out=self._lefts[number])
+            for number, residual in enumerate(self._residuals):
+                self._matrices[number] += residual
+                matmul(self._matrices[number], self._factors[number], out=self._lefts[number])
         for sent, part in zip(self._exact, self._rest, strict=True):
             sent[...] = part
         return Then(self._bucket.all_reduce(message), self._finish)

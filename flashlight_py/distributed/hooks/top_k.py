@@ -20,7 +20,7 @@ _SAMPLES = 1 << 13
 
 
 class TopKCompression(Compression):
-    """Sends the values of largest magnitude of each bucket with their indices.
+    """Sends the values of largest magnitude of each array, with their indices.
 
     What a rank leaves out is added to its next gradient (error feedback), so that nothing is lost,
     only late: at any time the sum of what was sent and of what is left over is the sum of the
@@ -28,16 +28,16 @@ class TopKCompression(Compression):
     rank order.
 
     Stich, Cordonnier, Jaggi: Sparsified SGD with Memory (2018). Lin, Han, Mao, Wang, Dally: Deep
-    Gradient Compression (2018); its momentum correction, which belongs to an optimizer, is not
-    here: with momentum, late values arrive together and are pushed further. Begin with a larger
-    ratio or a smaller learning rate.
+    Gradient Compression (2018); its momentum correction is not here. Late values arrive in large
+    pieces, and momentum pushes them further: with it, take a larger ratio or a smaller learning
+    rate (docs/compression.md shows an example).
 
     A rank sends ``k * (itemsize + 4)`` bytes to each other one: with n ranks this pays while
     ``ratio`` is well below ``1 / n``. Takes memory for one more gradient. A gradient with NaN or
     infinities arrives as such on every rank, and what that step has left over is forgotten.
 
     Args:
-        ratio: share of the values of a bucket that is sent, above 0, at most 1; at least one is.
+        ratio: share of the values of each array that is sent, above 0, at most 1; at least one is.
 
     Raises:
         TypeError: ``ratio`` is no real number.
@@ -74,7 +74,7 @@ class TopKCompression(Compression):
             return Done(flat)
         residual = self._residual(bucket)
         flat += residual
-        chosen = indices_of_largest(flat, math.ceil(self.ratio * flat.size))
+        chosen = self._choose(bucket)
         message = _encode(flat[chosen], chosen)
         self._count(bucket, message)
 
@@ -86,6 +86,17 @@ class TopKCompression(Compression):
             _sum_sparse(values, indices, bucket.scale, flat)
 
         return Then(bucket.all_gather(message), add_up)
+
+    def _choose(self, bucket: Bucket) -> Array:
+        """Return the indices, in the bucket, of what is sent of its arrays."""
+        chosen, start = [], 0
+        for part in bucket.parts:
+            if part.size:
+                k = math.ceil(self.ratio * part.size)
+                chosen.append(start + indices_of_largest(part.reshape(-1), k))
+            start += part.size
+        indices = array_module(bucket.flat).concatenate(chosen)
+        return indices.astype(np.int32 if start <= 2**31 else np.int64)  # type: ignore[no-any-return]
 
 
 def indices_of_largest(values: Array, k: int) -> Array:
@@ -100,8 +111,7 @@ def indices_of_largest(values: Array, k: int) -> Array:
         among = _candidates(magnitudes, k)
         magnitudes = magnitudes[among]
     chosen = xp.argpartition(magnitudes, magnitudes.size - k)[magnitudes.size - k :]
-    chosen = chosen if among is None else among[chosen]
-    return chosen.astype(np.int32 if values.size <= 2**31 else np.int64)  # type: ignore[no-any-return]
+    return chosen if among is None else among[chosen]  # type: ignore[no-any-return]
 
 
 def _candidates(magnitudes: Array, k: int) -> Array:

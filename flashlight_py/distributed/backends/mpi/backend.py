@@ -14,8 +14,8 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.mpi import exits
 from flashlight_py.distributed.backends.mpi.calls import Call, digest, kind_of, shape_text
-from flashlight_py.distributed.backends.mpi.chunks import as_bytes
 from flashlight_py.distributed.backends.mpi.group import Group
+from flashlight_py.distributed.backends.mpi.memory import as_bytes, on_device
 from flashlight_py.distributed.backends.mpi.movement import Movement
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
 from flashlight_py.distributed.backends.mpi.reduction import Reduction
@@ -59,23 +59,33 @@ class MpiBackend(Backend):
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
         """Reduce in place; the order of ranks is the library's; see ``Backend``."""
         call = Call.of("all_reduce", array, op=op, scale=scale)
-        return self._start(call, lambda _: self._reduction.all_reduce(array, op, scale), blocking)
+
+        def body(_: list[int]) -> Steps:
+            return self._reduction.all_reduce(array, op, scale)
+
+        return self._start(call, array, body, blocking)
 
     def reduce(
         self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
     ) -> Work:
         """Reduce in place on ``root``; the others' arrays stay as they are."""
         call = Call.of("reduce", array, op=op, scale=scale, root=root)
-        return self._start(call, lambda _: self._reduction.reduce(array, op, scale, root), blocking)
+
+        def body(_: list[int]) -> Steps:
+            return self._reduction.reduce(array, op, scale, root)
+
+        return self._start(call, array, body, blocking)
 
     def reduce_scatter(
         self, array: Array, op: ReduceOp, scale: float, blocking: bool = False
     ) -> Work:
         """Reduce into a new array: this rank's part; see ``Backend``."""
         call = Call.of("reduce_scatter", array, op=op, scale=scale)
-        return self._start(
-            call, lambda _: self._reduction.reduce_scatter(array, op, scale), blocking
-        )
+
+        def body(_: list[int]) -> Steps:
+            return self._reduction.reduce_scatter(array, op, scale)
+
+        return self._start(call, array, body, blocking)
 
     def broadcast(self, array: Array, root: int, blocking: bool = False) -> Work:
         """Receive ``root``'s array in place; see ``Backend``."""
@@ -84,7 +94,7 @@ class MpiBackend(Backend):
             yield from self._movement.broadcast(as_bytes(array), root)
             return array
 
-        return self._start(Call.of("broadcast", array, root=root), body, blocking)
+        return self._start(Call.of("broadcast", array, root=root), array, body, blocking)
 
     def all_gather(self, array: Array, blocking: bool = False) -> Work:
         """Join all ranks' arrays into a new one; see ``Backend``."""
@@ -95,7 +105,7 @@ class MpiBackend(Backend):
             return whole
 
         call = Call.of("all_gather", array, ragged=True, told=array.shape[0])
-        return self._start(call, body, blocking, needs_table=True)
+        return self._start(call, array, body, blocking, needs_table=True)
 
     def gather(self, array: Array, root: int, blocking: bool = False) -> Work:
         """Join all ranks' arrays into a new one on ``root``; the result elsewhere is None."""
@@ -110,7 +120,7 @@ class MpiBackend(Backend):
             return None
 
         call = Call.of("gather", array, root=root, ragged=True, told=array.shape[0])
-        return self._start(call, body, blocking, needs_table=True)
+        return self._start(call, array, body, blocking, needs_table=True)
 
     def scatter(
         self, array: Array | None, part: Array | None, root: int, blocking: bool = False
@@ -137,7 +147,7 @@ class MpiBackend(Backend):
         words = f"{kind}, root={root}" if kind else f"root={root}"
         told = digest(kind) if kind else 0
         call = Call(f"scatter({words})", f"scatter(root={root})", told, told_alike=True)
-        return self._start(call, body, blocking, needs_table=True)
+        return self._start(call, like, body, blocking, needs_table=True)
 
     def _tell_kind(self, like: Array | None, root: int) -> Steps:
         """Return what makes an array like ``root``'s: of its dtype and shape, where it has it."""
@@ -156,7 +166,7 @@ class MpiBackend(Backend):
             yield from self._movement.all_to_all(as_bytes(array), as_bytes(taken))
             return taken
 
-        return self._start(Call.of("all_to_all", array), body, blocking)
+        return self._start(Call.of("all_to_all", array), array, body, blocking)
 
     def all_to_all_uneven(self, array: Array, rows: Sequence[int], blocking: bool = False) -> Work:
         """Give ``rows[r]`` rows of ``array`` to rank r; the result, what came, is a new array."""
@@ -174,7 +184,7 @@ class MpiBackend(Backend):
             return taken
 
         call = Call.of("all_to_all_uneven", array, ragged=True, told=array.shape[0])
-        return self._start(call, body, blocking, needs_table=True)
+        return self._start(call, array, body, blocking, needs_table=True)
 
     def _swap_counts(self, gives: list[int]) -> Steps:
         given, taken = np.array(gives, np.int64), np.empty(self.size, np.int64)
@@ -183,13 +193,19 @@ class MpiBackend(Backend):
 
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Send; ends when ``dst`` has received; see ``Backend``."""
-        messages = self._group.messages
-        return self._group.message("send", lambda: messages.send(array, dst, tag), dst, blocking)
+
+        def begin() -> Steps:
+            return on_device(array, self._group.messages.send(array, dst, tag))
+
+        return self._group.message("send", begin, dst, blocking)
 
     def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
         """Receive in place; see ``Backend``."""
-        messages = self._group.messages
-        return self._group.message("recv", lambda: messages.recv(array, src, tag), src, blocking)
+
+        def begin() -> Steps:
+            return on_device(array, self._group.messages.recv(array, src, tag))
+
+        return self._group.message("recv", begin, src, blocking)
 
     def barrier(self, timeout: float | None = None) -> Work:
         """Wait for all; ``timeout`` in seconds; see ``Backend``. The header is the barrier."""
@@ -211,11 +227,17 @@ class MpiBackend(Backend):
     def _start(
         self,
         call: Call,
+        array: Array | None,
         body: Callable[[list[int]], Steps],
         blocking: bool,
         needs_table: bool = False,
     ) -> Work:
-        return self._group.collective(call, body, blocking, needs_table=needs_table)
+        """Start ``call``, about arrays like ``array``."""
+
+        def steps(told: list[int]) -> Steps:
+            return on_device(array, body(told))
+
+        return self._group.collective(call, steps, blocking, needs_table=needs_table)
 
 
 def _row_bytes(array: Array) -> int:

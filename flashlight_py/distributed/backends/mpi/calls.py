@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.constants import ReduceOp
@@ -74,7 +77,13 @@ def _number(scale: float) -> str:
 
 def kind_of(array: Array) -> str:
     """Return the dtype; memory of a GPU that MPI itself reads is another kind."""
-    return f"cupy {array.dtype.name}" if is_cupy(array) else array.dtype.name
+    name = _name(array.dtype)
+    return f"cupy {name}" if is_cupy(array) else name
+
+
+@functools.cache
+def _name(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # which takes NumPy 2 us to put together
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

@@ -26,11 +26,16 @@ class _Guard:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Print, and end the job; in a forked child, which is no rank of it, print alone."""
-        self.before(kind, error, trace)
-        if not self.active or self._pid != os.getpid() or self._mpi.Is_finalized():
-            return
+        try:
+            self.before(kind, error, trace)
+        finally:
+            if self.active and self._pid == os.getpid() and not self._mpi.Is_finalized():
+                self._end_the_job()
+
+    def _end_the_job(self) -> None:
+        """Abort; no code of the interpreter's exit runs after that."""
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
+            if stream is not None:  # as under pythonw
                 stream.flush()
         self._mpi.COMM_WORLD.Abort(1)
 

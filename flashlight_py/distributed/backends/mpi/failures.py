@@ -69,6 +69,7 @@ def lost(where: str, rank: int, sender: int, farewell: Farewell) -> DistributedE
     if rank in farewell.culprits:
         return PeerLostError(
             f"{where}: lost rank {sender} (it gave up waiting for this rank after "
-            f"{farewell.seconds:g} seconds). {_UNUSABLE}"
+            f"{farewell.seconds:g} seconds: {farewell.reason}). {_UNUSABLE}"
         )
-    return late(where, farewell.culprits, farewell.seconds, f"rank {sender} asked them")
+    detail = f"rank {sender} found out: {farewell.reason}"
+    return late(where, farewell.culprits, farewell.seconds, detail)

@@ -11,7 +11,7 @@ import numpy as np
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend
-from flashlight_py.distributed.backends.mpi.chunks import settle
+from flashlight_py.distributed.backends.mpi.memory import settle
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.work import Then, Work
 

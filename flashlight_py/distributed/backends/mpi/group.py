@@ -90,7 +90,8 @@ class Group:
         operation = Operation(self, name, steps, limit, peer)
         with self.progress.lock:
             self._check_usable(name)
-            self._remember(operation)
+            if not blocking:
+                self._remember(operation)
             if peer is None:
                 self._queue.append(operation)
             else:
@@ -173,7 +174,7 @@ class Group:
             farewell = self._presence.farewells[leaver]
             error = lost(operation.where, self.rank, leaver, farewell)
             self._break(operation, error, farewell.reason, farewell.culprits, farewell.seconds)
-        elif time.monotonic() >= operation.deadline:
+        elif operation.grace is None and time.monotonic() >= operation.deadline:
             self._call_the_roll(operation)
 
     def _leaver(self, operation: Operation) -> int | None:
@@ -192,15 +193,14 @@ class Group:
         elif operation.roll_call.is_over():
             missing, detail = self._absent(operation)
             error = late(operation.where, missing, operation.seconds, detail)
-            reason = f"{self.place} gave up waiting"
-            self._break(operation, error, reason, missing, operation.seconds)
+            self._break(operation, error, detail, missing, operation.seconds)
 
     def _absent(self, operation: Operation) -> tuple[tuple[int, ...], str]:
         assert operation.roll_call is not None
         if operation.peer is None:
             missing = operation.roll_call.behind(operation.number)
             answered = len(operation.roll_call.answers)
-            return missing, f"asked where they are, {answered} of {self.size - 1} others answered"
+            return missing, f"asked where they are, {answered} of {self.size - 1} ranks answered"
         waits_for = operation.roll_call.answers.get(operation.peer, (0, []))[1]
         return (operation.peer,), self.messages.explain(operation.peer, waits_for)
 
@@ -242,7 +242,7 @@ class Group:
             if self._unusable == _CLOSED:
                 return
             healthy = not self._unusable and not self.is_busy()
-            if not self._unusable:
+            if not self._unusable and not self._mpi.Is_finalized():
                 self._presence.leave(
                     Farewell(self._completed, (self.rank,), "it has left the group")
                 )

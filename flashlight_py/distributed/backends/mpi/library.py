@@ -39,6 +39,7 @@ def describe(mpi: Any) -> str:
     """Return the library's name and version, mpi4py's, and what threads may do."""
     import mpi4py
 
-    library = " ".join(mpi.Get_library_version().splitlines()[0].split(",")[0].split())
+    line = mpi.Get_library_version().splitlines()[0].split(",")[0]
+    library = " ".join(line.replace("Version:", "").split())
     threads = "any thread" if has_threads(mpi) else "one thread: async verbs advance in waits only"
     return f"MPI ({library}; mpi4py {mpi4py.__version__}; {threads})"

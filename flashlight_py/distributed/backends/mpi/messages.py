@@ -15,8 +15,8 @@ import numpy as np
 
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.backends.mpi.calls import kind_of, shape_text
-from flashlight_py.distributed.backends.mpi.chunks import as_bytes, chunks
 from flashlight_py.distributed.backends.mpi.failures import mismatch
+from flashlight_py.distributed.backends.mpi.memory import as_bytes, chunks
 from flashlight_py.distributed.backends.mpi.notes import Kind, Notes
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
 
@@ -158,7 +158,7 @@ class Messages:
         calls = ", ".join(dict.fromkeys([*waits_for, *offers]))
         here = ", ".join(self.waiting_with(peer))
         there = f"rank {peer} called {calls}" if calls else f"nothing was heard of rank {peer}"
-        return f"this rank called {here}; {there}"
+        return f"rank {self._rank} called {here}; {there}"
 
     def _mismatch(self, name: str, calls: dict[int, str]) -> Exception:
         return mismatch(f"[{name}] {self._place}", "a message", dict(sorted(calls.items())))

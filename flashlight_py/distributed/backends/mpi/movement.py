@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.backends.mpi.chunks import chunks, largest, settle
+from flashlight_py.distributed.backends.mpi.memory import chunks, largest, settle
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
 
 __all__ = ["Movement", "cut"]

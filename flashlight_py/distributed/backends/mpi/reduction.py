@@ -10,8 +10,8 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import scale_in_place
-from flashlight_py.distributed.backends.mpi.chunks import as_bytes, chunks, largest, settle
 from flashlight_py.distributed.backends.mpi.forms import Form, form_of
+from flashlight_py.distributed.backends.mpi.memory import as_bytes, chunks, largest, settle
 from flashlight_py.distributed.backends.mpi.movement import Movement, cut
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
 from flashlight_py.distributed.constants import ReduceOp

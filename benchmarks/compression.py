@@ -1,0 +1,179 @@
+"""What the communication hooks send, what they cost in a step, and what they do to a loss.
+
+    python benchmarks/compression.py --json compression.json
+
+Two problems, all hooks in turn. A perceptron of 3 million parameters (width 1024, batch 64, SGD
+with momentum, one BLAS thread per rank), whose step is timed: in shared memory, where sending
+costs next to nothing and a hook shows what it computes, and through Gloo over loopback TCP. And
+the problem of examples/DistributedTraining.py, trained for some epochs with each hook from the
+same start with the same samples: the mean loss of the last epoch.
+
+"Pays below" is the speed of a network, of 2 ranks, at which the bytes that a hook saves take as
+long as its arithmetic in shared memory: (bytes saved) / (seconds added). On a faster one the hook
+makes steps longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+from harness.conductor import Case, Conductor, Contender, Plan
+from harness.facts import machine_facts
+from harness.options import common_arguments, ours, plan_of
+from harness.report import duration, facts_text, left_out_text, markdown, write_json
+from harness.statistics import Measurement, median
+
+WIDTH, QUICK_WIDTH, BATCH = 1024, 64, 64
+EPOCHS, SAMPLES = 5, 10_000  # of the example
+ARRAYS = 6  # of the size of the parameters: they, gradients, momentum, temporaries, residuals
+LONG = Plan(rounds=9, batch_seconds=0.5, case_seconds=120.0)
+NONE = "no hook"
+HOOKS: dict[str, list[Any] | None] = {
+    NONE: None,
+    "Float16": ["Float16Compression", {}],
+    "Bfloat16": ["Bfloat16Compression", {}],
+    "TopK, 1 %": ["TopKCompression", {"ratio": 0.01}],
+    "TopK, 10 %": ["TopKCompression", {"ratio": 0.1}],
+    "PowerSGD, rank 2": ["PowerSGDCompression", {"rank": 2}],
+    "PowerSGD, rank 4": ["PowerSGDCompression", {"rank": 4}],
+}
+MOMENTA = (0.9, 0.0)
+BACKENDS = {"auto": "shared memory", "gloo": "Gloo"}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the ranks said of one hook, beside its time: bytes of a step, and the last loss."""
+
+    nbytes: int
+    loss: float = float("nan")
+
+
+def contenders(backend: str, ranks: int) -> list[Contender]:
+    """Return every hook on the same ranks."""
+    library = ours("flashlight_compression", f"flashlight_py, {BACKENDS[backend]}", BACKEND=backend)
+    return [Contender(title, library, ranks, {"hook": hook}) for title, hook in HOOKS.items()]
+
+
+def large_case(width: int, ranks: int, backend: str) -> Case:
+    """Return the step to time: 3 * width**2 weights."""
+    widths = [width // 2, width, width, width, width // 2]
+    weights = sum(a * b for a, b in itertools.pairwise(widths))
+    measurement = Measurement(f"step, {BACKENDS[backend]}", "float32", 4 * weights, ranks)
+    task = {"problem": "large", "widths": widths, "batch": BATCH}
+    return Case(measurement, task, ARRAYS * len(HOOKS) * 4 * weights // ranks)
+
+
+def example_case(options: argparse.Namespace, ranks: int, momentum: float) -> Case:
+    """Return the example's training; what is timed are some more steps."""
+    task = {"problem": "example", "samples": options.samples, "epochs": options.epochs}
+    measurement = Measurement(f"the example, momentum {momentum:g}", "float32", 0, ranks)
+    return Case(measurement, {**task, "momentum": momentum})
+
+
+def measure(
+    conductor: Conductor, case: Case, backend: str, ranks: int
+) -> tuple[Measurement, dict[str, Told]]:
+    """Time every hook, and return what the ranks told of it.
+
+    Raises:
+        RuntimeError: two ranks of one hook told different things.
+    """
+    result = conductor.measure(case, contenders(backend, ranks))
+    told = {}
+    for title, details in conductor.details.items():
+        if any(detail != details[0] for detail in details):
+            raise RuntimeError(f"{title}: the ranks' bytes or losses differ: {details}")
+        told[title] = Told(details[0]["bytes"], details[0].get("loss", float("nan")))
+    return result, told
+
+
+def step_table(steps: dict[str, Measurement], told: dict[str, Told]) -> str:
+    """Return bytes and times of the large problem, a row for each hook."""
+    names = [BACKENDS[backend] for backend in steps]
+    heads = [f"{column}, {name}" for name in names for column in ("a step", "to no hook")]
+    rows = []
+    for title, of_hook in told.items():
+        sizes = [f"{of_hook.nbytes / 1e3:,.0f}", f"{of_hook.nbytes / told[NONE].nbytes:.2%}"]
+        times = [cell for m in steps.values() for cell in _times(m, title)]
+        rows.append([title, *sizes, *times, _pays_below(steps["auto"], title, told)])
+    return markdown(["hook", "kB a step", "of no hook", *heads, "pays below"], rows)
+
+
+def _times(steps: Measurement, title: str) -> list[str]:
+    ratios = steps.ratios(title, NONE)
+    if not ratios:
+        return ["-", "-"]
+    return [duration(median(steps.seconds[title])), f"{median(ratios):.2f}x"]
+
+
+def _pays_below(steps: Measurement, title: str, told: dict[str, Told]) -> str:
+    """Return the speed of the network at which the hook neither wins nor loses."""
+    ratios = steps.ratios(title, NONE)
+    saved = told[NONE].nbytes - told[title].nbytes
+    if title == NONE or not ratios:
+        return "-"
+    added = (median(ratios) - 1) * median(steps.seconds[NONE])
+    return f"{8 * saved / added / 1e9:.2g} Gbit/s" if added > 0 else "any speed"
+
+
+def loss_table(told: dict[float, dict[str, Told]]) -> str:
+    """Return bytes and the last loss of the example, a row for each hook."""
+    heads = [f"{column}, momentum {m:g}" for m in told for column in ("loss", "to no hook")]
+    rows = []
+    for title, of in next(iter(told.values())).items():
+        cells = []
+        for by_hook in told.values():
+            loss, exact = by_hook[title].loss, by_hook[NONE].loss
+            cells += [f"{loss:.4g}", f"{loss / exact:.3f}x"]
+        rows.append([title, str(of.nbytes), *cells])
+    return markdown(["the example", "bytes a step", *heads], rows)
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments("Measure the communication hooks.", [2], "")
+    parser.add_argument("--width", type=int, help=f"of the hidden layers, default {WIDTH}")
+    parser.add_argument("--samples", type=int, help=f"of the example, default {SAMPLES}")
+    parser.add_argument("--epochs", type=int, help=f"of the example, default {EPOCHS}")
+    options = parser.parse_args()
+    if len(options.ranks) > 1:
+        parser.error("--ranks: one number; bytes and losses of others are another run's")
+    defaults = (QUICK_WIDTH, 200, 1) if options.quick else (WIDTH, SAMPLES, EPOCHS)
+    for name, default in zip(("width", "samples", "epochs"), defaults, strict=True):
+        setattr(options, name, getattr(options, name) or default)
+    return options
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = read_options()
+    ranks, machine = options.ranks[0], machine_facts()
+    plan = plan_of(options) if options.quick else replace(LONG, rounds=options.rounds or 9)
+    steps = {}
+    with Conductor(plan) as conductor:
+        for backend in BACKENDS:
+            case = large_case(options.width, ranks, backend)
+            steps[backend], of_step = measure(conductor, case, backend, ranks)
+        examples, of_examples = [], {}
+        for momentum in MOMENTA:
+            case = example_case(options, ranks, momentum)
+            result, of_examples[momentum] = measure(conductor, case, "auto", ranks)
+            examples.append(result)
+    everything = [*steps.values(), *examples]
+    print(f"\n{ranks} ranks, {steps['auto'].nbytes / 4e6:.3g} million parameters, batch {BATCH}\n")
+    print(f"{step_table(steps, of_step)}\n")
+    print(f"{options.epochs} epochs of the example, {options.samples} samples\n")
+    print(f"{loss_table(of_examples)}\n\n{facts_text(machine, conductor)}")
+    print(left_out_text(everything, lambda m: m.task))
+    if options.json:
+        write_json(options.json, machine, conductor, everything, [])
+    for backend in BACKENDS.values():
+        conductor.require(f"flashlight_py, {backend}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Training with a communication hook: what it sends, what a step takes, where the loss ends."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import runpy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import flashlight_py as fl
+from harness.role import Place, Prepared, Role
+from harness.roles import flashlight
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "DistributedTraining.py"
+LR, MOMENTUM = 1e-6, 0.9  # of the large perceptron
+TIMED_STEPS = 50  # of the example, as one call
+
+Hook = Callable[..., Any]
+
+
+class Compression(Role):
+    """Problems: "large", a perceptron whose step is timed, and "example", which is trained."""
+
+    def __init__(self, place: Place) -> None:
+        flashlight.initialise(place)
+        self.rank, self.size = fl.get_world_rank(), fl.get_world_size()
+
+    def facts(self) -> dict[str, str]:
+        return flashlight.facts()
+
+    def barrier(self) -> None:
+        fl.barrier()
+
+    def leave(self) -> None:
+        fl.distributed_shutdown()
+
+    def prepare(self, task: Mapping[str, Any]) -> Prepared:
+        hook = hook_of(task["hook"])
+        if task["problem"] == "large":
+            model, step = large(task["widths"], task["batch"], hook)
+            step()
+            return Prepared(step, {"bytes": bytes_per_step(model, hook)})
+        training = Example(task["samples"], task["momentum"], hook)
+        losses = [training.epoch() for _ in range(task["epochs"])]
+        detail = {"bytes": bytes_per_step(training.model, hook), "loss": losses[-1]}
+        return Prepared(training.some_steps, detail)
+
+
+def hook_of(description: list[Any] | None) -> Hook | None:
+    """Make the hook that a name and its arguments describe."""
+    if description is None:
+        return None
+    name, arguments = description
+    hook: Hook = getattr(fl, name)(**arguments)
+    return hook
+
+
+def bytes_per_step(model: fl.nn.Module, hook: Hook | None) -> int:
+    """Return what a rank gave to collectives in the last step."""
+    if isinstance(hook, fl.distributed.Compression):
+        return hook.bytes_per_step
+    return sum(param.array.nbytes for param in model.params())
+
+
+def large(
+    widths: list[int], batch: int, hook: Hook | None
+) -> tuple[fl.nn.Module, Callable[[], float]]:
+    """Return a perceptron and a step of it, each rank with a batch of its own."""
+    fl.set_seed(0)
+    model = fl.nn.Sequential()
+    for inputs, outputs in itertools.pairwise(widths):
+        model.add(fl.nn.Linear(inputs, outputs))
+        model.add(fl.nn.ReLU())
+    fl.distribute_module_grads(model, hook=hook)
+    random = np.random.default_rng(fl.get_world_rank())
+    x = fl.input(random.random((batch, widths[0]), "float32"))
+    target = fl.no_grad(random.random((batch, widths[-1]), "float32"))
+    optimizer = fl.optim.SGDOptimizer(model.params(), LR, MOMENTUM)
+    return model, lambda: train([(x, target)], model, optimizer)
+
+
+class Example:
+    """The example's model, data, learning rate, and batches of one sample."""
+
+    def __init__(self, samples: int, momentum: float, hook: Hook | None) -> None:
+        program = runpy.run_path(str(EXAMPLE))
+        options = argparse.Namespace(samples=samples, batch_size=1, seed=0, device="cpu")
+        self._batches = program["my_batches"](options)
+        fl.set_seed(0)
+        features = program["FEATURES"]
+        self.model = fl.nn.Sequential(
+            fl.nn.Linear(features, 100), fl.nn.ReLU(), fl.nn.Linear(100, 1)
+        )
+        fl.all_reduce_parameters(self.model)
+        fl.distribute_module_grads(self.model, hook=hook)
+        rate = program["LEARNING_RATE"]
+        self._optimizer = fl.optim.SGDOptimizer(self.model.params(), rate, momentum)
+
+    def epoch(self) -> float:
+        """Train on all samples; return the mean loss over the ranks."""
+        loss = np.array(train(self._batches, self.model, self._optimizer))
+        return float(fl.all_reduce(loss, op="avg"))
+
+    def some_steps(self) -> None:
+        """Take the steps that are timed."""
+        train(self._batches[:TIMED_STEPS], self.model, self._optimizer)
+
+
+def train(
+    batches: list[tuple[fl.Variable, fl.Variable]],
+    model: fl.nn.Module,
+    optimizer: fl.optim.SGDOptimizer,
+) -> float:
+    """Take a step with each batch; return the mean loss."""
+    criterion = fl.nn.MeanSquaredError()
+    losses: list[float] = []
+    for x, target in batches:
+        optimizer.zero_grad()
+        loss = criterion(model(x), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.scalar())
+    return sum(losses) / len(losses)
+
+
+def join(place: Place) -> Compression:
+    """Meet the other ranks."""
+    return Compression(place)

@@ -1,0 +1,80 @@
+"""What tests of communication hooks do on every rank: steps of the same arrays, through a hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import flashlight_py as fl
+
+Array = NDArray[Any]
+
+# Matrices, a convolution's kernel, biases, an empty one, a scalar; in several buckets of BYTES.
+SHAPES = [(60, 40), (60,), (0, 5), (16, 3, 5, 5), (), (7,), (30, 50), (3, 4)]
+BYTES = 6_000
+HOOKS: dict[str, dict[str, Any]] = {
+    "Float16Compression": {},
+    "Bfloat16Compression": {},
+    "TopKCompression": {"ratio": 0.1},
+    "PowerSGDCompression": {"rank": 2},
+}
+WITH_FEEDBACK = ["TopKCompression", "PowerSGDCompression"]
+
+
+def make(name: str, **options: Any) -> Any:
+    return getattr(fl, name)(**{**HOOKS[name], **options})
+
+
+def gradients(rank: int, step: int, dtype: str) -> list[Array]:
+    random = np.random.default_rng([rank, step])
+    return [random.standard_normal(shape).astype(dtype) for shape in SHAPES]
+
+
+def sums(size: int, step: int, dtype: str) -> list[Array]:
+    """The exact sums over the ranks, in float64."""
+    ranks = [gradients(rank, step, dtype) for rank in range(size)]
+    return [
+        np.sum([a.astype(np.float64) for a in same], axis=0) for same in zip(*ranks, strict=True)
+    ]
+
+
+def reduce(hook: Any, arrays: list[Array], scale: float = 1.0, **options: Any) -> list[Array]:
+    """One step; returns the same arrays."""
+    reducer = fl.CoalescingReducer(scale, hook=hook, **{"bucket_bytes": BYTES, **options})
+    for array in arrays:
+        reducer.add(array)
+    reducer.finalize()
+    return arrays
+
+
+def steps(
+    rank: int, size: int, name: str, dtype: str, count: int, options: dict[str, Any]
+) -> tuple[list[list[Array]], dict[str, Array], int]:
+    """Return the results of ``count`` steps, this rank's state after them, and the bytes."""
+    hook = make(name, **options)
+    results = [reduce(hook, gradients(rank, step, dtype), 1.0) for step in range(count)]
+    return results, hook.state_dict(), hook.bytes_per_step
+
+
+def bucket_sizes() -> list[int]:
+    """How many elements each bucket of the step has."""
+    sizes = []
+
+    def look(bucket: Any) -> Any:
+        sizes.append(bucket.flat.size)
+        return bucket.all_reduce(bucket.flat)
+
+    reduce(look, gradients(0, 0, "float64"))
+    return sizes
+
+
+def residuals(state: dict[str, Array]) -> Array:
+    """All residuals of a state, as one array; a bucket without any has sent everything."""
+    sizes = enumerate(bucket_sizes())
+    return np.concatenate([state.get(f"residual.{index}", np.zeros(size)) for index, size in sizes])
+
+
+def flat(arrays: list[Array]) -> Array:
+    return np.concatenate([array.ravel() for array in arrays])

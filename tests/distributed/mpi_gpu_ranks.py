@@ -1,0 +1,51 @@
+"""What runs on the ranks in the tests of CuPy arrays through MPI, with a stand-in for CuPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import flashlight_py as fl
+from flashlight_py.distributed.world import current_world
+from tests.distributed import cuda_stand_in
+from tests.distributed.conformance import values
+from tests.gpu.verbs import on_gpu
+
+
+def every_move(rank: int, size: int, name: str, rows: int) -> None:
+    """The verbs that move arrays and are not in ``tests.gpu.verbs``."""
+    mine = on_gpu(np.zeros(1))
+    backend = current_world().group.backend(mine)
+    everyone = [values(r, (size * rows, 3), name) for r in range(size)]
+    part = slice(rank * rows, (rank + 1) * rows)
+    for root in range(size):
+        whole = backend.gather(on_gpu(everyone[rank]), root).wait()
+        assert (whole is None) == (rank != root)
+        if whole is not None:
+            np.testing.assert_array_equal(whole.get(), np.concatenate(everyone))
+        given = on_gpu(everyone[root].reshape(size, rows, 3)) if rank == root else None
+        into = on_gpu(np.zeros((rows, 3), everyone[0].dtype))
+        assert backend.scatter(given, into, root).wait() is into
+        np.testing.assert_array_equal(into.get(), everyone[root][part])
+    got = backend.all_to_all(on_gpu(everyone[rank])).wait()
+    expected = np.concatenate([x[part] for x in everyone])
+    np.testing.assert_array_equal(got.get(), expected)
+    got = backend.all_to_all_uneven(on_gpu(everyone[rank]), [rows] * size).wait()
+    np.testing.assert_array_equal(got.get(), expected)
+    assert isinstance(got, cuda_stand_in.StandInArray)
+
+
+def how_it_goes(rank: int, size: int) -> tuple[str, str, list[tuple[str, ...]]]:
+    """One all_reduce: its backend, what describe says, and what was done to the GPU for it."""
+    x = on_gpu(np.full(1000, 1.0))
+    cuda_stand_in.LOG.clear()
+    fl.all_reduce(x)
+    assert np.all(x.get() == size)
+    log = [entry for entry in cuda_stand_in.LOG if entry[0] != "record"]
+    return fl.distributed_backend(x).name, fl.distributed.describe(), log
+
+
+def brought_home_unasked(rank: int, size: int) -> None:
+    x = on_gpu(np.full(1000, float(rank)))
+    fl.all_reduce(x, async_op=True)
+    fl.sync_distributed()
+    assert np.all(x.get() == sum(range(size)))

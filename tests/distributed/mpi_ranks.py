@@ -1,0 +1,277 @@
+"""What runs on the ranks in the tests of the MPI backend."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+import flashlight_py as fl
+from flashlight_py.distributed.backends.mpi import memory
+from flashlight_py.distributed.backends.mpi.backend import MpiBackend
+from flashlight_py.distributed.backends.mpi.joining import join
+from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.exchange import BackendStore
+from flashlight_py.distributed.rendezvous.sub_store import SubStore
+from flashlight_py.distributed.world import current_world
+from tests.distributed.conformance import assert_equal, combined, values
+
+TIMEOUT = 20.0
+
+
+def backend() -> MpiBackend:
+    found = current_world().group.backend()
+    assert isinstance(found, MpiBackend)
+    return found
+
+
+def reduce_to_each(rank: int, size: int, name: str, count: int) -> None:
+    for root in range(size):
+        for op in ("sum", "prod", "max"):
+            everyone = [values(r, (count,), name) for r in range(size)]
+            x = everyone[rank].copy()
+            assert backend().reduce(x, ReduceOp[op.upper()], 3.0, root, True).wait() is x
+            expected = combined(everyone, op, 3.0) if rank == root else everyone[rank]
+            assert_equal(x, expected, f"reduce {op} of {count} {name} on {root}")
+
+
+def gather_and_scatter(rank: int, size: int, name: str, rows: int) -> None:
+    for root in range(size):
+        shapes = [(rows * r, 3) for r in range(size)]
+        everyone = [values(r, shapes[r], name) for r in range(size)]
+        whole = backend().gather(everyone[rank], root).wait()
+        assert (whole is None) == (rank != root)
+        if whole is not None:
+            assert_equal(whole, np.concatenate(everyone), f"gather {rows} rows of {name}")
+        parts = np.stack([values(r, (rows, 2), name) for r in range(size)])
+        given = parts if rank == root else None
+        assert_equal(backend().scatter(given, None, root).wait(), parts[rank], "into a new array")
+        part = np.zeros_like(parts[rank])
+        # One rank does not know what is coming, the others do.
+        into = part if rank else None
+        got = backend().scatter(given, into, root).wait()
+        assert rank == 0 or got is part
+        assert_equal(got, parts[rank], "into an array of its own")
+
+
+def all_to_all_both_ways(rank: int, size: int, name: str, rows: int) -> None:
+    everyone = [values(r, (size * rows, 2), name) for r in range(size)]
+    got = backend().all_to_all(everyone[rank].copy()).wait()
+    mine = slice(rank * rows, (rank + 1) * rows)
+    assert_equal(got, np.concatenate([x[mine] for x in everyone]), f"{rows} rows of {name}")
+    # Rank r gives (r + p) % 3 * rows rows to rank p.
+    counts = [[(r + p) % 3 * rows for p in range(size)] for r in range(size)]
+    uneven = [values(r, (sum(counts[r]), 2), name) for r in range(size)]
+    got = backend().all_to_all_uneven(uneven[rank], counts[rank]).wait()
+    expected = [np.split(uneven[r], np.cumsum(counts[r]))[rank] for r in range(size)]
+    assert_equal(got, np.concatenate(expected), f"uneven, {rows} rows of {name}")
+
+
+def every_verb_in_small_pieces(rank: int, size: int, limit: int) -> None:
+    """As if MPI's counts ended at ``limit``."""
+    before, memory._LARGEST = memory._LARGEST, limit
+    try:
+        for name in ("float32", "int8", "longdouble"):
+            for count in (1, 7, 100):
+                reduce_to_each(rank, size, name, count)
+                gather_and_scatter(rank, size, name, count)
+                all_to_all_both_ways(rank, size, name, count)
+        for op in ("sum", "min"):
+            everyone = [values(r, (6 * size, 5), "float64") for r in range(size)]
+            x = everyone[rank].copy()
+            assert_equal(fl.all_reduce(x, op=op), combined(everyone, op, 1.0), "all_reduce")
+            part = fl.reduce_scatter(everyone[rank], op=op)
+            mine = slice(rank * 6, (rank + 1) * 6)
+            assert_equal(part, combined(everyone, op, 1.0)[mine], "reduce_scatter")
+        x = values(rank, (1000,), "float32")
+        assert_equal(fl.broadcast(x, root=1), values(1, (1000,), "float32"), "broadcast")
+        ring(rank, size, 5000)
+    finally:
+        memory._LARGEST = before
+
+
+def ring(rank: int, size: int, count: int) -> None:
+    x, y = values(rank, (count,), "float32"), np.zeros(count, np.float32)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    sent, received = backend().send(x, after, 9), backend().recv(y, before, 9)
+    assert received.wait() is y
+    sent.wait()
+    assert_equal(y, values(before, (count,), "float32"), f"{count} from before")
+
+
+def messages_by_tag(rank: int, size: int, count: int) -> None:
+    """Sent in one order, received in another; those of one tag keep theirs."""
+    tags = [5, 7, 5, 2**31 - 1, 7]
+    if rank == 0:
+        works = [backend().send(np.full(count, i), 1, tag) for i, tag in enumerate(tags)]
+    elif rank == 1:
+        order = [3, 1, 0, 4, 2]
+        room = {i: np.zeros(count, int) for i in order}
+        works = [backend().recv(room[i], 0, tags[i]) for i in order]
+    else:
+        works = []
+    fl.all_reduce(np.ones(10))  # messages do not wait for collectives, nor these for them
+    for work in reversed(works):
+        work.wait()
+    if rank == 1:
+        assert {i: set(x.tolist()) for i, x in room.items()} == {i: {i} for i in order}
+
+
+def message_beside_a_collective(rank: int, size: int) -> None:
+    """A message is received while this rank waits in a collective that needs the message."""
+    x = np.zeros(100_000)
+    if rank == 0:
+        received = backend().recv(x, 1, 3)
+        fl.barrier()
+        received.wait()
+        assert np.all(x == 7)
+    else:
+        if rank == 1:
+            backend().send(np.full(100_000, 7.0), 0, 3, True).wait()
+        fl.barrier()
+
+
+def message_to_oneself(rank: int, size: int) -> None:
+    y = np.zeros(5000)
+    received = backend().recv(y, rank, 1)
+    backend().send(np.full(5000, float(rank)), rank, 1).wait()
+    assert np.all(received.wait() == rank)
+
+
+def goes_on_in_the_background(rank: int, size: int) -> float:
+    """Rank 0 starts and then does something else; nobody has to wait until it waits."""
+    x = np.ones(100_000)
+    started = time.monotonic()
+    work = fl.all_reduce(x, async_op=True)
+    if rank == 0:
+        threading.Event().wait(3.0)
+    work.wait()
+    assert np.all(x == size)
+    return time.monotonic() - started
+
+
+def extremes(rank: int, size: int, name: str) -> list[bytes]:
+    """NaN and zeros of both signs, whose order differs between ranks."""
+    odd = [np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1.0, -1.0]
+    table = np.array([np.roll(odd, shift) for shift in range(size)])
+    x, y = table[rank].astype(name), table[rank].astype(name)
+    fl.all_reduce(x, op="min")
+    fl.all_reduce(y, op="max")
+    assert_same(x, np.minimum.reduce(table))
+    assert_same(y, np.maximum.reduce(table))
+    return [x.tobytes(), y.tobytes()]
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    np.testing.assert_array_equal(got.astype(expected.dtype), expected)
+
+
+def half_of_the_world(rank: int, size: int) -> Any:
+    """A group of the ranks 2 and 0, in this order; rank 1 only tells the store."""
+    store = SubStore(BackendStore(backend()), [2, 0]) if rank != 1 else BackendStore(backend())
+    if rank == 1:
+        store.exchange(b"")
+        fl.barrier()
+        return None
+    group = join(store, TIMEOUT, gpu_aware=False)
+    place = [0, None, 1][rank] if rank == 1 else {2: 0, 0: 1}[rank]
+    assert (group.rank, group.size) == (place, 2)
+    x = np.full(3, float(rank))
+    group.all_reduce(x, ReduceOp.SUM, 1.0, True).wait()
+    gathered = group.all_gather(np.array([rank]), True).wait()
+    group.close()
+    fl.barrier()
+    return x.tolist(), gathered.tolist()
+
+
+def open_and_close(rank: int, size: int, times: int) -> int:
+    """Groups whose ranks have all left are freed when the next one is made."""
+    before = len(backend()._progress._closed)
+    for _ in range(times):
+        group = join(BackendStore(backend()), TIMEOUT, gpu_aware=False)
+        group.barrier().wait()
+        group.close()
+        fl.barrier()
+    return len(backend()._progress._closed) - before
+
+
+def world_again(rank: int, size: int, times: int) -> int:
+    params = {"BACKEND": "mpi", "TIMEOUT": TIMEOUT}
+    for _ in range(times):
+        fl.distributed_shutdown()
+        fl.distributed_init(fl.DistributedInit.MPI, params=params)
+        x = np.ones(1000)
+        fl.all_reduce(x, async_op=True)
+        fl.sync_distributed()
+        assert np.all(x == size)
+    return threading.active_count()
+
+
+def meet_as_strangers(rank: int, size: int, path: str) -> str:
+    """Each of these processes is a world of its own to MPI."""
+    params = {"BACKEND": "mpi", "FILE_PATH": path, "TIMEOUT": TIMEOUT}
+    try:
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
+    except fl.errors.BackendUnavailableError as error:
+        return str(error)
+    return "no error"
+
+
+def unchecked(rank: int, size: int) -> None:
+    x = np.full(1000, rank + 1.0)
+    fl.all_reduce(x)
+    assert np.all(x == sum(range(size + 1)))
+    fl.barrier()
+    got = fl.all_gather(np.full(rank + 1, rank))
+    assert np.array_equal(got, np.repeat(np.arange(size), np.arange(size) + 1))
+
+
+def one_thread(rank: int, size: int) -> tuple[str, int]:
+    """Without threads in MPI, operations advance while somebody waits."""
+    arrays = [np.full(10 ** (i % 6), float(i + rank)) for i in range(12)]
+    works = [fl.all_reduce(array, async_op=True) for array in arrays]
+    ring(rank, size, 50_000)
+    fl.sync_distributed()
+    assert all(work.is_completed() for work in works)
+    for i, array in enumerate(arrays):
+        assert np.all(array == i * size + sum(range(size)))
+    work = fl.all_reduce(np.ones(3), async_op=True)
+    while not work.is_completed():  # each look makes it advance
+        pass
+    return fl.distributed.describe(), threading.active_count()
+
+
+def describe(rank: int, size: int) -> tuple[str, str]:
+    return fl.distributed.describe(), fl.distributed_backend().name
+
+
+def wait_alone(rank: int, size: int, case: str) -> str:
+    """Rank 0 waits for a message under a tag; rank 1 offers, or wants, another one."""
+    if rank == 0:
+        x = np.zeros(3)
+        work = backend().recv(x, 1, 5) if case == "recv" else backend().send(x, 1, 5)
+    else:
+        other = np.zeros(3, np.int8)
+        work = backend().send(other, 0, 7) if case == "recv" else backend().recv(other, 0, 7)
+    try:
+        work.wait()
+    except fl.errors.DistributedError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def leave_early(rank: int, size: int) -> str:
+    """Rank 1 closes the world without the others, who wait for it, and at once hear of it."""
+    fl.barrier()
+    if rank == 1:
+        current_world().group.close()
+        return ""
+    started = time.monotonic()
+    try:
+        fl.all_reduce(np.zeros(10))
+    except fl.errors.PeerLostError as error:
+        assert time.monotonic() - started < 5.0
+        return str(error)
+    return "no error"

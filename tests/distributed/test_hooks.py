@@ -1,0 +1,227 @@
+"""Communication hooks: the same bits on every rank, close to the sum, nothing lost on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.distributed import hook_steps
+from tests.distributed.conformance import BACKENDS
+from tests.distributed.hook_steps import (
+    HOOKS,
+    SHAPES,
+    WITH_FEEDBACK,
+    flat,
+    gradients,
+    make,
+    reduce,
+    residuals,
+    sums,
+)
+
+WORLDS = [
+    *(("single", 1), ("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3), ("hierarchical", 3)),
+]
+
+
+@pytest.fixture(params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
+def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
+    name, size = request.param
+    return pool(size, **BACKENDS[name][1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_every_rank_has_the_same_bits_in_every_step(ranks: Any, name: str, dtype: str) -> None:
+    told = ranks.run(hook_steps.steps, name, dtype, 4, {})
+    for step in range(4):
+        assert len({flat(results[step]).tobytes() for results, _, _ in told}) == 1
+    assert len({nbytes for _, _, nbytes in told}) == 1
+
+
+@pytest.mark.parametrize(("name", "bits"), [("Float16Compression", 11), ("Bfloat16Compression", 8)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_casting_rounds_each_value_once_and_the_sum_once(
+    ranks: Any, name: str, bits: int, dtype: str
+) -> None:
+    results, _, _ = ranks.run(hook_steps.steps, name, dtype, 1, {})[0]
+    magnitudes = flat([abs(a) for a in gradients(0, 0, dtype)]).astype(np.float64)
+    for rank in range(1, ranks.size):
+        magnitudes += flat([abs(a) for a in gradients(rank, 0, dtype)])
+    exact = flat(sums(ranks.size, 0, dtype))
+    # Half of the last place of each value and of the sum; and what float32 adds to that.
+    bound = (magnitudes + abs(exact)) * (1.001 * 2.0**-bits) + 2.0**-23
+    assert np.all(abs(flat(results[0]) - exact) <= bound)
+    assert np.any(flat(results[0]) != exact)
+
+
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_what_was_sent_and_what_is_left_is_the_sum_of_the_gradients(ranks: Any, name: str) -> None:
+    count = 12
+    told = ranks.run(hook_steps.steps, name, "float64", count, {})
+    sent = sum(flat(result) for result in told[0][0])
+    left = sum(residuals(state) for _, state, _ in told)
+    total = sum(flat(sums(ranks.size, step, "float64")) for step in range(count))
+    assert np.linalg.norm(left) > 1  # there is something to lose
+    np.testing.assert_allclose(sent + left, total, rtol=0, atol=1e-10)
+
+
+def largest(array: Any, k: int) -> Any:
+    kept = np.zeros(array.size, array.dtype)
+    chosen = np.argsort(abs(array.ravel()))[array.size - k :]
+    kept[chosen] = array.ravel()[chosen]
+    return kept
+
+
+def test_top_k_adds_up_the_largest_of_every_rank(ranks: Any) -> None:
+    results, _, _ = ranks.run(hook_steps.steps, "TopKCompression", "float32", 1, {})[0]
+    expected = np.zeros(sum(array.size for array in results[0]), np.float32)
+    for rank in range(ranks.size):
+        arrays = gradients(rank, 0, "float32")
+        expected += flat([largest(array, -(-array.size // 10)) for array in arrays])
+    assert flat(results[0]).tobytes() == expected.tobytes()
+
+
+def low_rank(rank: int, size: int, dtype: str) -> list[Any]:
+    """A matrix and a kernel of rank 1 on each rank, so that the sums' rank is the world's size."""
+    random = np.random.default_rng(rank)
+    arrays = [
+        np.outer(random.standard_normal(60), random.standard_normal(40)),
+        np.outer(random.standard_normal(16), random.standard_normal(75)).reshape(16, 3, 5, 5),
+        random.standard_normal(9),
+    ]
+    results = [array.astype(dtype) for array in arrays]
+    return reduce(fl.PowerSGDCompression(rank=size), results, scale=0.5)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("float64", 1e-13)])
+def test_power_sgd_is_exact_for_matrices_of_low_rank(ranks: Any, dtype: str, error: float) -> None:
+    results = ranks.run(low_rank, dtype)
+    alone = [low_rank(rank, 1, "float64") for rank in range(ranks.size)]
+    for number, got in enumerate(results[-1]):
+        exact = np.sum([arrays[number] for arrays in alone], axis=0)
+        np.testing.assert_allclose(got, exact, rtol=0, atol=error * abs(exact).max())
+
+
+def constant(rank: int, size: int, name: str) -> tuple[float, float]:
+    """Return the relative error of the first result, and of the mean of 40."""
+    hook = make(name)
+    exact = flat(sums(size, 0, "float64"))
+    results = [flat(reduce(hook, gradients(rank, 0, "float64"))) for _ in range(40)]
+    norm = np.linalg.norm(exact)
+    first = np.linalg.norm(results[0] - exact) / norm
+    return float(first), float(np.linalg.norm(np.mean(results, axis=0) - exact) / norm)
+
+
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_feedback_makes_up_for_what_single_steps_lack(pool: Any, name: str) -> None:
+    first, mean = pool(2).run(constant, name)[0]
+    assert 0.3 < first < 1.0
+    assert mean < first / 3
+
+
+def resumed(rank: int, size: int, name: str, dtype: str) -> bool:
+    """Three steps, then one more with the same hook and with a new one that has its state."""
+    hook = make(name)
+    for step in range(3):
+        reduce(hook, gradients(rank, step, dtype))
+    state = hook.state_dict()
+    saved = {key: array.copy() for key, array in state.items()}
+    expected = flat(reduce(hook, gradients(rank, 3, dtype)))
+    for key, array in saved.items():
+        assert np.array_equal(state[key], array), "what was saved changes with the next step"
+    other = make(name)
+    other.load_state_dict(state)
+    got = flat(reduce(other, gradients(rank, 3, dtype)))
+    same_state = all(
+        np.array_equal(array, other.state_dict()[key]) for key, array in hook.state_dict().items()
+    )
+    return got.tobytes() == expected.tobytes() and same_state
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_loaded_state_gives_the_same_next_step(pool: Any, name: str, dtype: str) -> None:
+    assert pool(2).run(resumed, name, dtype) == [True, True]
+
+
+def start_late(rank: int, size: int) -> list[bool]:
+    """Return which of five steps equal those without a hook."""
+    hook, exact = fl.PowerSGDCompression(start_step=3), []
+    for step in range(5):
+        got = flat(reduce(hook, gradients(rank, step, "float32"), 0.25))
+        plain = flat(reduce(None, gradients(rank, step, "float32"), 0.25))
+        exact.append(got.tobytes() == plain.tobytes())
+    return exact
+
+
+def test_power_sgd_begins_with_its_start_step(pool: Any) -> None:
+    assert pool(2).run(start_late) == [[True, True, True, False, False]] * 2
+
+
+def test_bytes_per_step(pool: Any) -> None:
+    elements = sum(int(np.prod(shape)) for shape in SHAPES)
+    told = {n: pool(2).run(hook_steps.steps, n, "float32", 2, {})[0][2] for n in HOOKS}
+    assert told["Float16Compression"] == told["Bfloat16Compression"] == 2 * elements
+    kept = sum(-(-int(np.prod(shape)) // 10) for shape in SHAPES)
+    assert told["TopKCompression"] == 8 * kept
+    matrices = {(60, 40), (16, 75), (30, 50)}
+    thin = 2 * sum(rows + columns for rows, columns in matrices)
+    rest = elements - sum(rows * columns for rows, columns in matrices)
+    assert told["PowerSGDCompression"] == 4 * (thin + rest)
+
+
+def not_finite(rank: int, size: int, name: str, value: float) -> tuple[list[float], bool, bool]:
+    """One bad value on rank 0, then good steps; returns it, and what the next step is like."""
+    hook = make(name)
+    arrays = gradients(rank, 0, "float32")
+    if rank == 0:
+        arrays[0][3, 4] = value
+        arrays[1][5] = value
+    reduce(hook, arrays)
+    told = [float(arrays[0][3, 4]), float(arrays[1][5])]
+    following = flat(reduce(hook, gradients(rank, 1, "float32")))
+    state = [array for array in hook.state_dict().values() if array.dtype.kind == "f"]
+    return told, bool(np.isfinite(following).all()), all(np.isfinite(a).all() for a in state)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", HOOKS)
+def test_what_is_not_finite_is_seen_everywhere_and_forgotten(
+    pool: Any, name: str, value: float
+) -> None:
+    for (in_matrix, in_bias), following, remembered in pool(2).run(not_finite, name, value):
+        assert not np.isfinite(in_matrix)
+        assert not np.isfinite(in_bias)
+        assert following
+        assert remembered
+
+
+def zeros_first(rank: int, size: int, name: str) -> float:
+    """Matrices of zeros, then ones: no direction is lost for ever."""
+    hook = make(name)
+    for _ in range(2):
+        zeros = [np.zeros(shape) for shape in SHAPES]
+        assert not flat(reduce(hook, zeros)).any()
+    exact = sum(flat(sums(size, step, "float64")) for step in range(30))
+    got = sum(flat(reduce(hook, gradients(rank, step, "float64"))) for step in range(30))
+    return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_gradients_of_zeros_stop_nothing(pool: Any, name: str) -> None:
+    assert max(pool(2).run(zeros_first, name)) < 1.0
+
+
+def tiny(rank: int, size: int) -> float:
+    """Gradients whose squares are nothing in float32."""
+    exact = np.outer(np.arange(60.0), np.arange(40.0)) * 1e-30
+    got = reduce(fl.PowerSGDCompression(rank=1), [exact.astype(np.float32)], 1 / size)[0]
+    return float(abs(got - exact).max() / exact.max())
+
+
+def test_power_sgd_of_tiny_gradients(pool: Any) -> None:
+    assert max(pool(2).run(tiny)) < 1e-5

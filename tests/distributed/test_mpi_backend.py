@@ -1,0 +1,212 @@
+"""The MPI backend beyond what every backend must do; started by mpirun."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from flashlight_py.distributed.backends.mpi import exits, joining, library
+from flashlight_py.distributed.settings import Settings
+from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
+from tests.distributed import mpi_ranks
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_failures import (
+    CALLS,
+    mismatch_leaves_the_array,
+    mismatch_then_go_on,
+    send_other_shape,
+    tick_while_waiting,
+    wait_with_timeout,
+)
+
+pytest.importorskip("mpi4py")
+
+WORLD: dict[str, Any] = {"init": "mpi", "params": {"BACKEND": "mpi"}}
+
+
+@pytest.fixture(params=[2, 3])
+def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
+    return pool(request.param, **WORLD)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8"])
+def test_reduce_changes_the_roots_array_alone(ranks: Any, dtype: str) -> None:
+    for count in (0, 1, 1000):
+        ranks.run(mpi_ranks.reduce_to_each, dtype, count)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_gather_and_scatter(ranks: Any, dtype: str) -> None:
+    for rows in (0, 1, 1000):
+        ranks.run(mpi_ranks.gather_and_scatter, dtype, rows)
+
+
+def test_all_to_all_of_equal_and_of_uneven_parts(ranks: Any) -> None:
+    for rows in (0, 1, 1000):
+        ranks.run(mpi_ranks.all_to_all_both_ways, "float32", rows)
+
+
+def test_arrays_that_are_too_large_for_one_call_go_in_pieces(ranks: Any) -> None:
+    """With a limit of 50 or 10,000 elements or bytes in place of 2 GB."""
+    for limit in (50, 10_000):
+        ranks.run(mpi_ranks.every_verb_in_small_pieces, limit)
+
+
+def test_messages_are_matched_by_tag_and_keep_their_order(ranks: Any) -> None:
+    for count in (1, 100_000):
+        ranks.run(mpi_ranks.messages_by_tag, count)
+        ranks.run(mpi_ranks.ring, count)
+
+
+def test_a_rank_that_waits_in_a_collective_receives_messages(ranks: Any) -> None:
+    ranks.run(mpi_ranks.message_beside_a_collective)
+    ranks.run(mpi_ranks.message_to_oneself)
+
+
+def test_an_operation_goes_on_while_its_rank_does_something_else(pool: Any) -> None:
+    seconds = pool(2, **WORLD).run(mpi_ranks.goes_on_in_the_background)
+    assert seconds[0] >= 3.0
+    assert seconds[1] < 2.5
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "longdouble"])
+def test_extremes_of_nan_and_signed_zeros_are_the_same_everywhere(ranks: Any, dtype: str) -> None:
+    bits = ranks.run(mpi_ranks.extremes, dtype)
+    assert all(other == bits[0] for other in bits)
+
+
+def test_some_ranks_are_a_group_of_their_own(pool: Any) -> None:
+    got = pool(3, **WORLD).run(mpi_ranks.half_of_the_world)
+    assert got == [([2.0] * 3, [2, 0]), None, ([2.0] * 3, [2, 0])]
+
+
+def test_a_group_that_all_have_left_is_freed(pool: Any) -> None:
+    assert max(pool(2, **WORLD).run(mpi_ranks.open_and_close, 20)) <= 2
+
+
+def test_the_world_can_be_made_again() -> None:
+    assert max(run_ranks(mpi_ranks.world_again, 2, 10, **WORLD)) < 4
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_mismatch_raises_on_every_rank_and_names_both_calls(ranks: Any, name: str) -> None:
+    for rank, message in enumerate(ranks.run(mismatch_then_go_on, name)):
+        assert f"rank {rank} of {ranks.size}" in message
+        assert "called different things" in message
+        assert "rank 0 called" in message
+
+
+def test_a_mismatch_changes_nothing(pool: Any) -> None:
+    got = pool(2, **WORLD).run(mismatch_leaves_the_array)
+    assert got == [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0]]
+
+
+def test_send_and_recv_of_different_shapes_raise_on_both(pool: Any) -> None:
+    for message in pool(2, **WORLD).run(send_other_shape):
+        assert "rank 0 called send(float64 (2, 3), tag=0)" in message
+        assert "rank 1 called recv(float64 (3, 2), tag=0)" in message
+
+
+def test_a_wait_that_times_out_can_be_repeated(pool: Any) -> None:
+    pool(2, **WORLD).run(wait_with_timeout)
+
+
+def test_waiting_releases_the_gil(pool: Any) -> None:
+    assert pool(2, **WORLD).run(tick_while_waiting)[0] > 20
+
+
+def test_it_says_which_library_it_is(pool: Any) -> None:
+    for text, kind in pool(2, **WORLD).run(mpi_ranks.describe):
+        assert kind == "MPI"
+        assert "NumPy arrays: MPI (" in text
+        assert "mpi4py 4" in text
+        assert "BACKEND is mpi" in text
+
+
+def test_without_checks_the_verbs_work() -> None:
+    run_ranks(mpi_ranks.unchecked, 2, **WORLD, env={"FLASHLIGHT_CHECKS": "0"})
+
+
+def test_where_one_thread_may_call_mpi_operations_advance_in_waits() -> None:
+    world = {**WORLD, "env": {"MPI4PY_RC_THREAD_LEVEL": "funneled"}}
+    for text, threads in run_ranks(mpi_ranks.one_thread, 2, **world):
+        assert "one thread" in text
+        assert threads == 1
+
+
+def test_settings_that_differ_are_refused() -> None:
+    cards = [joining._Card(rank, 2, checked=rank == 0) for rank in range(2)]
+    with pytest.raises(UnavailableEverywhereError, match="FLASHLIGHT_CHECKS is not the same"):
+        joining._check(cards)
+    cards = [joining._Card(rank, 2, gpu_aware=rank == 0) for rank in range(2)]
+    with pytest.raises(UnavailableEverywhereError, match="MPI_CUDA_AWARE is not the same"):
+        joining._check(cards)
+    cards = [joining._Card(0, 2), joining._Card(problem="no libmpi")]
+    with pytest.raises(UnavailableEverywhereError, match="rank 1: no libmpi"):
+        joining._check(cards)
+
+
+def test_awareness_is_a_flag() -> None:
+    assert Settings.from_params({"MPI_CUDA_AWARE": "1"}).mpi_cuda_aware
+    assert not Settings.from_params({"MPI_CUDA_AWARE": False}).mpi_cuda_aware
+    with pytest.raises(ValueError, match="MPI_CUDA_AWARE"):
+        Settings.from_params({"MPI_CUDA_AWARE": "yes"})
+
+
+def test_ranks_that_mpi_did_not_start_together_are_refused_on_all(tmp_path: Any) -> None:
+    path = str(tmp_path / "meet")
+    for message in run_ranks(mpi_ranks.meet_as_strangers, 2, path, init=None):
+        assert "the 2 ranks were not started together by MPI" in message
+        assert "0 of 1, 0 of 1" in message
+        assert "start them by one mpirun" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_mpi_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # Python's mark of what cannot be imported
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    with pytest.raises(BackendUnavailableError, match=r"pip install 'flashlight-py\[mpi\]'"):
+        library.load()
+
+
+class FakeMpi:
+    """Stands in for MPI where the real Abort would end the tests themselves."""
+
+    def __init__(self) -> None:
+        self.COMM_WORLD = self
+        self.aborted: list[int] = []
+
+    def Is_finalized(self) -> bool:
+        return False
+
+    def Abort(self, code: int) -> None:
+        self.aborted.append(code)
+
+
+def test_the_hook_prints_first_and_is_gone_when_the_last_group_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    printed: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
+    before, mpi = sys.excepthook, FakeMpi()
+    exits.install(mpi)
+    exits.install(mpi)
+    exits.uninstall()
+    error = ValueError("uncaught")
+    guard = sys.excepthook
+    guard(ValueError, error, None)
+    assert (printed, mpi.aborted) == ([error], [1])
+    exits.uninstall()
+    assert sys.excepthook is before
+    guard(ValueError, error, None)  # somebody wrapped it, and still calls it
+    assert (printed, mpi.aborted) == ([error, error], [1])
+
+
+def test_a_prompt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    before = sys.excepthook
+    exits.install(FakeMpi())
+    assert sys.excepthook is before
+    exits.uninstall()

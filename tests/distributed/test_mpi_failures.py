@@ -1,0 +1,207 @@
+"""An MPI job in which something goes wrong ends, on every rank, soon, and says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import mpi_ranks, processes
+from tests.distributed.harness import mpirun_command, run_outcomes
+from tests.distributed.test_failures import barrier_with_timeout, interrupted, stay_away
+
+pytest.importorskip("mpi4py")
+
+ROOT = Path(__file__).parents[2]
+WORLD: dict[str, Any] = {"init": "mpi", "params": {"BACKEND": "mpi"}}
+# From the failure to the end of the job. The others would wait for TIMEOUT, 300 seconds.
+SOON = 30.0
+
+PREAMBLE = """
+import os, signal, sys, threading
+import numpy as np
+import flashlight_py as fl
+
+fl.distributed_init(fl.DistributedInit.MPI, params={"BACKEND": "mpi"})
+rank = fl.get_world_rank()
+fl.barrier()
+if rank == 0:
+    sys.stdout.write("joined\\n")
+    sys.stdout.flush()
+"""
+
+
+def start(size: int, script: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return subprocess.Popen(
+        [*mpirun_command(size), sys.executable, "-c", PREAMBLE + script],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def outcome(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return the exit code and the output of a job that must end by itself, soon."""
+    try:
+        output, _ = process.communicate(timeout=SOON)
+    finally:
+        processes.kill(processes.members({process.pid}), 5.0)
+        process.wait()
+    return process.returncode, output
+
+
+def run(size: int, script: str) -> tuple[int, str]:
+    return outcome(start(size, script))
+
+
+def test_an_uncaught_exception_is_printed_and_ends_the_job() -> None:
+    script = """
+if rank == 1:
+    raise ValueError("no such file")
+fl.all_reduce(np.zeros(3))
+"""
+    code, output = run(3, script)
+    assert code != 0
+    assert "Traceback" in output
+    assert "ValueError: no such file" in output
+
+
+def test_an_uncaught_exception_ends_ranks_that_compute_too() -> None:
+    script = """
+if rank == 1:
+    raise ValueError("no such file")
+threading.Event().wait()
+"""
+    code, output = run(2, script)
+    assert code != 0
+    assert "ValueError: no such file" in output
+
+
+def test_a_rank_that_exits_ends_the_job_of_those_who_need_it() -> None:
+    script = """
+if rank == 1:
+    sys.exit(3)
+fl.all_reduce(np.zeros(3))
+"""
+    code, output = run(3, script)
+    assert code != 0
+    assert "lost rank 1 (it has left the group)" in output
+
+
+def test_a_killed_rank_ends_the_job() -> None:
+    script = """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+fl.all_reduce(np.zeros(3))
+"""
+    code, _ = run(2, script)
+    assert code != 0
+
+
+def test_a_job_that_ends_well_exits_with_0() -> None:
+    script = """
+sys.excepthook(ValueError, ValueError("shown"), None) if not fl.is_distributed_init() else None
+x = np.ones(3)
+fl.all_reduce(x)
+assert np.all(x == 2)
+work = fl.all_reduce(x, async_op=True)
+work.wait()
+if rank == 0:
+    fl.distributed_shutdown()
+else:
+    fl.barrier()  # the other's shutdown is a barrier too, and exit does the rest
+"""
+    code, output = run(2, script)
+    assert (code, output.strip()) == (0, "joined")
+
+
+def test_a_forked_child_that_raises_does_not_end_the_job() -> None:
+    script = """
+child = os.fork()
+if child == 0:
+    try:
+        raise ValueError("of the child")
+    except ValueError:
+        sys.excepthook(*sys.exc_info())
+    os._exit(5)
+_, status = os.waitpid(child, 0)
+x = np.ones(1)
+fl.all_reduce(x)
+assert os.waitstatus_to_exitcode(status) == 5 and x == 2
+"""
+    code, output = run(2, script)
+    assert code == 0, output
+    assert output.count("of the child") == 2
+
+
+@pytest.mark.parametrize("whom", ["job", "rank"])
+def test_ctrl_c_ends_the_job(whom: str) -> None:
+    script = """
+if rank == 1:
+    fl.recv(np.zeros(3), 0)
+fl.barrier()
+"""
+    if whom == "rank":
+        script = "if rank == 0: threading.Timer(1, os.kill, (os.getpid(), 2)).start()\n" + script
+    process = start(2, script)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "joined\n"
+    if whom == "job":
+        time.sleep(0.5)  # so that the ranks wait
+        os.killpg(process.pid, signal.SIGINT)
+    code, output = outcome(process)
+    assert code != 0
+    assert whom == "job" or "KeyboardInterrupt" in output
+
+
+def test_a_rank_that_stays_away_is_named_after_the_timeout() -> None:
+    outcomes = run_outcomes(stay_away, 3, init="mpi", params={"BACKEND": "mpi", "TIMEOUT": 2})
+    for rank in (0, 2):
+        assert outcomes[rank].ok, outcomes[rank].report()
+        assert f"rank {rank} of 3: rank 1 did not join within 2 seconds" in outcomes[rank].value
+    assert outcomes[1].value == "stayed away"
+
+
+def test_a_barrier_has_a_timeout_of_its_own() -> None:
+    outcomes = run_outcomes(barrier_with_timeout, 2, **WORLD)
+    assert "rank 1 did not join within 0.5 seconds" in outcomes[0].value
+
+
+def test_waiting_answers_ctrl_c() -> None:
+    outcomes = run_outcomes(interrupted, 2, **WORLD)
+    assert outcomes[0].value == "interrupted", outcomes[0].report()
+
+
+@pytest.mark.parametrize(
+    ("case", "mine", "other"),
+    [
+        ("recv", "recv(float64 (3,), tag=5)", "send(int8 (3,), tag=7)"),
+        ("send", "send(float64 (3,), tag=5)", "recv(int8 (3,), tag=7)"),
+    ],
+)
+def test_a_message_that_never_comes_names_both_tags(case: str, mine: str, other: str) -> None:
+    params = {"BACKEND": "mpi", "TIMEOUT": 2}
+    outcomes = run_outcomes(mpi_ranks.wait_alone, 2, case, init="mpi", params=params)
+    texts = [outcome.value for outcome in outcomes]
+    assert any(text.startswith("CollectiveTimeoutError") for text in texts)
+    for text in texts:
+        assert "did not join within 2 seconds" in text or "gave up waiting for this rank" in text
+        assert mine in text
+        assert other in text
+
+
+def test_a_rank_that_leaves_is_lost_at_once() -> None:
+    outcomes = run_outcomes(mpi_ranks.leave_early, 3, **WORLD)
+    for rank in (0, 2):
+        assert outcomes[rank].ok, outcomes[rank].report()
+        assert "lost rank 1 (it has left the group)" in outcomes[rank].value

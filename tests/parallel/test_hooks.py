@@ -1,0 +1,211 @@
+"""Training with communication hooks: as good as without, or nearly; ranks never drift apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.distributed.hook_steps import HOOKS, make
+
+SAMPLES, FEATURES, OUTPUTS, STEPS = 120, 12, 6, 150
+# How much larger the loss after STEPS steps may be than without a hook.
+WORSE = {
+    "Float16Compression": 1.001,
+    "Bfloat16Compression": 1.01,
+    "TopKCompression": 1.05,
+    "PowerSGDCompression": 1.05,
+}
+
+
+def build(dtype: str = "float64") -> Any:
+    fl.set_seed(0)
+    model = fl.nn.Sequential(
+        fl.nn.Linear(FEATURES, 24), fl.nn.Tanh(), fl.nn.Linear(24, 18), fl.nn.Tanh()
+    )
+    model.add(fl.nn.Linear(18, OUTPUTS))
+    return model.astype(np.dtype(dtype))
+
+
+def data(dtype: str = "float64") -> tuple[Any, Any]:
+    random = np.random.default_rng(3)
+    x = random.standard_normal((SAMPLES, FEATURES))
+    y = np.tanh(x @ random.standard_normal((FEATURES, OUTPUTS)) / 3)
+    return x.astype(dtype), y.astype(dtype)
+
+
+def backward(model: Any, rank: int, size: int, dtype: str = "float64") -> float:
+    x, y = (array[rank::size] for array in data(dtype))
+    loss = fl.nn.MeanSquaredError()(model(fl.input(x)), fl.no_grad(y))
+    loss.backward()
+    return float(loss.scalar())
+
+
+def train(rank: int, size: int, name: str | None, dtype: str) -> tuple[float, bytes]:
+    """Return the loss over all ranks at the end, and the bits of this rank's parameters."""
+    model = build(dtype)
+    hook = None if name is None else make(name)
+    fl.distribute_module_grads(model, hook=hook)
+    optimizer = fl.optim.SGDOptimizer(model.params(), 0.3)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = backward(model, rank, size, dtype)
+        optimizer.step()
+    mean = float(fl.all_reduce(np.array(loss), op="avg"))
+    return mean, b"".join(param.array.tobytes() for param in model.params())
+
+
+WORLDS = [
+    *((1, "auto", "float64"), (2, "shm", "float32"), (3, "shm", "float64")),
+    *((2, "gloo", "float64"), (3, "gloo", "float32")),
+]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(("size", "backend", "dtype"), WORLDS)
+def test_training_ends_near_where_it_ends_without(
+    pool: Any, size: int, backend: str, dtype: str, name: str
+) -> None:
+    ranks = pool(size, **({"params": {"BACKEND": backend}} if size > 1 else {}))
+    exact, _ = train(0, 1, None, dtype)
+    assert exact < 0.03  # of 0.65 at the beginning
+    told = ranks.run(train, name, dtype)
+    assert len({bits for _, bits in told}) == 1
+    assert told[0][0] < WORSE[name] * exact
+
+
+def a_function(rank: int, size: int) -> bool:
+    """Return whether a hook that only reduces gives the bits of no hook."""
+    gradients = []
+    for hook in (None, lambda bucket: bucket.all_reduce(bucket.flat)):
+        model = build()
+        fl.distribute_module_grads(model, hook=hook)
+        backward(model, rank, size)
+        gradients.append(b"".join(param.grad.tobytes() for param in model.params()))
+    return gradients[0] == gradients[1]
+
+
+def test_a_function_is_a_hook(pool: Any) -> None:
+    assert pool(2).run(a_function) == [True, True]
+
+
+def when_called(rank: int, size: int, inline_bytes: int) -> list[tuple[int, list[bool]]]:
+    """Return, for each bucket, its number and which gradients were there when the hook came."""
+    told = []
+
+    def hook(bucket: Any) -> Any:
+        told.append((bucket.index, [param.grad is not None for param in model.params()]))
+        bucket.inline_bytes = min(bucket.inline_bytes, inline_bytes)
+        return bucket.all_reduce(bucket.flat)
+
+    keep = fl.DistributedConstants.COALESCE_CACHE_SIZE
+    fl.DistributedConstants.COALESCE_CACHE_SIZE = 24 * 18 * 8
+    try:
+        model = build()
+        fl.distribute_module_grads(model, hook=hook)
+    finally:
+        fl.DistributedConstants.COALESCE_CACHE_SIZE = keep
+    for _ in range(2):
+        for param in model.params():
+            param.zero_grad()
+        backward(model, rank, size)
+    expected = build()
+    fl.distribute_module_grads(expected)
+    backward(expected, rank, size)
+    for param, other in zip(model.params(), expected.params(), strict=True):
+        assert param.grad.tobytes() == other.grad.tobytes()
+    return told
+
+
+@pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
+def test_a_full_bucket_starts_while_the_pass_goes_on(pool: Any, inline_bytes: int) -> None:
+    for told in pool(2).run(when_called, inline_bytes):
+        assert told[:3] == told[3:]
+        assert [index for index, _ in told[:3]] == [0, 1, 2]
+        first, second, third = (there for _, there in told[:3])
+        assert first[:2] == [False, False]  # the first layer, which comes last
+        assert first[3:] == [True, True, True]
+        assert not second[0]
+        assert third == [True] * 6
+
+
+def accumulated(rank: int, size: int, name: str) -> bool:
+    """Two passes in no_sync and one outside are one step of the hook."""
+    model, hook = build(), make(name)
+    fl.distribute_module_grads(model, hook=hook)
+    with fl.no_sync(model):
+        for _ in range(2):
+            backward(model, rank, size)
+        assert hook.bytes_per_step == 0
+    backward(model, rank, size)
+    single, other = build(), make(name)
+    fl.distribute_module_grads(single, scale=3 / size, hook=other)
+    backward(single, rank, size)
+    assert hook.bytes_per_step == other.bytes_per_step > 0
+    return all(
+        np.allclose(param.grad, reference.grad, rtol=1e-3, atol=1e-4)
+        for param, reference in zip(model.params(), single.params(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["Float16Compression", "PowerSGDCompression"])
+def test_gradients_accumulate_before_they_are_sent(pool: Any, name: str) -> None:
+    assert pool(2).run(accumulated, name) == [True, True]
+
+
+def failing(rank: int, size: int, name: str) -> bool:
+    """A pass that raises on every rank leaves what the hook remembers as it was."""
+    model, hook = build(), make(name)
+    fl.distribute_module_grads(model, hook=hook)
+    backward(model, rank, size)
+    before = {k: a for k, a in hook.state_dict().items() if not k.startswith("step")}
+    first = model.params()[0]
+    inner = first.hook
+
+    def explode(variable: Any) -> None:
+        inner(variable)  # the bucket is complete, and on its way
+        raise ArithmeticError("on purpose")
+
+    first.register_grad_hook(explode)
+    with pytest.raises(ArithmeticError):
+        backward(model, rank, size)
+    after = {k: a for k, a in hook.state_dict().items() if not k.startswith("step")}
+    return before.keys() == after.keys() and all(np.array_equal(before[k], after[k]) for k in after)
+
+
+@pytest.mark.parametrize("name", ["TopKCompression", "PowerSGDCompression"])
+def test_a_failed_pass_leaves_the_state_as_it_was(pool: Any, name: str) -> None:
+    assert pool(2).run(failing, name) == [True, True]
+
+
+def unequal(rank: int, size: int, name: str) -> tuple[int, bytes]:
+    """Rank 1 has fewer batches, and goes on with zeros and what it has left over."""
+    model, hook = build(), make(name)
+    fl.distribute_module_grads(model, hook=hook)
+    optimizer = fl.optim.SGDOptimizer(model.params(), 0.1)
+    with fl.join(model):
+        for _ in range(3 + 4 * (rank == 0)):
+            optimizer.zero_grad()
+            backward(model, rank, size)
+            optimizer.step()
+    return hook.bytes_per_step, b"".join(param.array.tobytes() for param in model.params())
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_ranks_may_run_out_of_batches(pool: Any, name: str) -> None:
+    told = pool(2).run(unequal, name)
+    assert told[0] == told[1]
+
+
+def test_arguments() -> None:
+    model = build()
+    with pytest.raises(ValueError, match="give the hook to the reducer"):
+        fl.distribute_module_grads(
+            model, reducer=fl.InlineReducer(1.0), hook=fl.Float16Compression()
+        )
+    with pytest.raises(TypeError, match="a communication hook is called with a bucket"):
+        fl.distribute_module_grads(model, hook=fl.Float16Compression)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="TopKCompression compresses float32 and float64"):
+        fl.distribute_module_grads(build("float16"), hook=fl.TopKCompression())
