@@ -19,6 +19,7 @@ NEEDED = {
     "gloo": "Gloo's headers and library (Debian, Ubuntu: apt-get install libgloo-dev) and ",
     "shm": "",
     "fast": "",
+    "tree": "",
 }
 AGAIN = "pip install --force-reinstall --no-deps --no-cache-dir ."
 
@@ -81,14 +82,14 @@ class BuildOptionalExtensions(build_ext):
         return [path for path in super().get_outputs() if Path(path).exists()]
 
 
-def fast_extension() -> Extension:
-    """Return the extension that reads NumPy arrays by itself; also abi3."""
+def numpy_extension(name: str, sources: list[str], depends: list[str]) -> Extension:
+    """Return an extension that reads NumPy arrays by itself; also abi3."""
     import numpy
 
     return Extension(
-        "flashlight_py._native._fast",
-        sources=["csrc/fast/fast.c"],
-        depends=["csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"],
+        f"flashlight_py._native._{name}",
+        sources=sources,
+        depends=depends,
         include_dirs=[numpy.get_include()],
         define_macros=[("Py_LIMITED_API", "0x030A0000")],
         extra_compile_args=["-O3", "-fvisibility=hidden"],
@@ -96,8 +97,17 @@ def fast_extension() -> Extension:
     )
 
 
+FAST = numpy_extension(
+    "fast", ["csrc/fast/fast.c"], ["csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"]
+)
+TREE = numpy_extension(
+    "tree",
+    [f"csrc/tree/{name}.c" for name in ("digest", "module", "pack", "walk")],
+    [f"csrc/tree/{name}.h" for name in ("memo", "text", "tree")],
+)
+
 setup(
-    ext_modules=[fast_extension()],
+    ext_modules=[FAST, TREE],
     cffi_modules=[f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "nccl")],
     cmdclass={"build_ext": BuildOptionalExtensions},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

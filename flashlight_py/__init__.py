@@ -20,6 +20,7 @@ from flashlight_py.distributed import (
     P2POp,
     PowerSGDCompression,
     ProcessGroup,
+    RankFilter,
     Reducer,
     TopKCompression,
     Work,
@@ -43,6 +44,7 @@ from flashlight_py.distributed import (
     get_world_size,
     irecv,
     is_distributed_init,
+    is_main_process,
     isend,
     new_group,
     recv,
@@ -59,6 +61,7 @@ from flashlight_py.distributed import (
 from flashlight_py.launch import spawn
 from flashlight_py.parallel import (
     DistributedDataContainer,
+    DistributedOptimizer,
     DistributedSampler,
     ShardedDataset,
     all_reduce_gradients,
@@ -68,6 +71,7 @@ from flashlight_py.parallel import (
     join,
     no_sync,
     sync_meter,
+    synchronize,
 )
 from flashlight_py.random import set_seed
 
@@ -100,6 +104,8 @@ __all__ = [
     "get_world_size",
     "get_local_rank",
     "get_local_size",
+    "is_main_process",
+    "RankFilter",
     "all_reduce",
     "all_reduce_multiple",
     "reduce",
@@ -139,8 +145,10 @@ __all__ = [
     "distribute_module_grads",
     "no_sync",
     "join",
+    "synchronize",
     "sync_meter",
     "spawn",
+    "DistributedOptimizer",
     "DistributedDataContainer",
     "DistributedSampler",
     "ShardedDataset",

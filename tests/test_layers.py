@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "meter": ("errors", "device"),
     "distributed.rendezvous": ("errors",),
     "distributed": ("errors", "device", "_native"),
-    "parallel": (*FRAMEWORK, "dataset", "meter", "distributed"),
+    "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "_native"),
     # The program of a rank imports the package (""), as the script of a user does.
     "launch.rank_main": ("launch", ""),
     "launch": ("errors", "distributed.rendezvous"),

@@ -43,6 +43,7 @@ from flashlight_py.distributed.hooks import (
     TopKCompression,
 )
 from flashlight_py.distributed.initialize import distributed_init, distributed_shutdown
+from flashlight_py.distributed.rank_filter import RankFilter
 from flashlight_py.distributed.reducer import CoalescingReducer, InlineReducer, Reducer
 from flashlight_py.distributed.verbs.point_to_point import P2POp
 from flashlight_py.distributed.work import Work
@@ -54,6 +55,7 @@ from flashlight_py.distributed.world import (
     get_world_rank,
     get_world_size,
     is_distributed_init,
+    is_main_process,
     use_local_device,
 )
 
@@ -69,6 +71,8 @@ __all__ = [
     "get_world_size",
     "get_local_rank",
     "get_local_size",
+    "is_main_process",
+    "RankFilter",
     "use_local_device",
     "all_reduce",
     "all_reduce_multiple",

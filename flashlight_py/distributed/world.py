@@ -23,6 +23,7 @@ __all__ = [
     "get_world_rank",
     "get_world_size",
     "is_distributed_init",
+    "is_main_process",
     "set_world",
     "use_local_device",
 ]
@@ -90,6 +91,14 @@ def get_world_rank() -> int:
 def get_world_size() -> int:
     """Return how many processes the world has; 1 before ``distributed_init``."""
     return current_world().group.size
+
+
+def is_main_process() -> bool:
+    """Tell whether this is rank 0 of the world, the one that prints, logs and saves.
+
+    True before ``distributed_init``, when a process is a world of its own.
+    """
+    return get_world_rank() == 0
 
 
 def get_local_rank() -> int:

@@ -13,8 +13,10 @@ from flashlight_py.parallel.data_parallel import (
 from flashlight_py.parallel.gradcheck import gradcheck_over_ranks
 from flashlight_py.parallel.join import Joined, join
 from flashlight_py.parallel.meters import sync_meter
+from flashlight_py.parallel.optimizer import DistributedOptimizer
 from flashlight_py.parallel.sampler import DistributedSampler
 from flashlight_py.parallel.sharded_dataset import ShardedDataset
+from flashlight_py.parallel.synchronize import synchronize
 
 __all__ = [
     "functional",
@@ -25,6 +27,8 @@ __all__ = [
     "no_sync",
     "join",
     "Joined",
+    "synchronize",
+    "DistributedOptimizer",
     "sync_meter",
     "DistributedDataContainer",
     "DistributedSampler",

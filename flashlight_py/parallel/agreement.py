@@ -7,13 +7,17 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flashlight_py.distributed import get_world_rank, get_world_size
+import numpy as np
+
+from flashlight_py.device import Array
+from flashlight_py.distributed import ProcessGroup, get_world_rank, get_world_size
 from flashlight_py.distributed.exchange import exchange_bytes
 from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Module
+from flashlight_py.parallel.digest import digest
 
-__all__ = ["check_modules_agree", "check_settings_agree"]
+__all__ = ["agree", "by_rank", "check_arrays_agree", "check_modules_agree", "check_settings_agree"]
 
 
 def check_modules_agree(module: Module) -> None:
@@ -29,7 +33,7 @@ def check_modules_agree(module: Module) -> None:
         if len(set(entries)) > 1:
             raise MismatchError(
                 f"rank {get_world_rank()} of {get_world_size()}: the modules differ in parameter "
-                f"{number} ({_who(entries)}). Build the same module on every rank"
+                f"{number} ({by_rank(entries)}). Build the same module on every rank"
             )
 
 
@@ -44,13 +48,38 @@ def check_settings_agree(what: str, settings: Mapping[str, bool | int | str]) ->
     everyone = _of_all_ranks({"object": what, **settings})
     names = dict.fromkeys(itertools.chain.from_iterable(everyone))
     values = {name: [str(each.get(name, "nothing")) for each in everyone] for name in names}
-    differing = {name: _who(given) for name, given in values.items() if len(set(given)) > 1}
+    differing = {name: by_rank(given) for name, given in values.items() if len(set(given)) > 1}
     if differing:
         raise MismatchError(
             f"rank {get_world_rank()} of {get_world_size()}: the ranks give a {what} different "
             f"arguments: {', '.join(f'{name} ({who})' for name, who in differing.items())}. "
             "Give the same on every rank: the rank itself decides which share is whose"
         )
+
+
+def check_arrays_agree(what: str, arrays: Sequence[Array], group: ProcessGroup) -> None:
+    """Compare shapes and dtypes of ``arrays`` over the ranks of ``group``. Collective, blocking.
+
+    Raises:
+        MismatchError: they differ, on every rank; names the first one that does.
+    """
+    mine = [f"{array.dtype} {array.shape}" for array in arrays]
+    if group.size == 1 or agree(json.dumps(mine).encode(), group):
+        return
+    told = [json.loads(text) for text in exchange_bytes(group.backend(), json.dumps(mine).encode())]
+    for number, entries in enumerate(itertools.zip_longest(*told, fillvalue="nothing")):
+        if len(set(entries)) > 1:
+            raise MismatchError(
+                f"rank {group.rank} of {group.size}: {what} differ in number {number} "
+                f"({by_rank(entries)}). Give the same shapes and dtypes on every rank"
+            )
+
+
+def agree(mine: bytes, group: ProcessGroup) -> bool:
+    """Tell whether every rank gives the same; by a digest of 64 bits. Collective, blocking."""
+    own = digest(mine)
+    highest, inverse_of_lowest = group.all_reduce(np.array([own, ~own]), op="max").tolist()
+    return bool(highest == ~inverse_of_lowest)
 
 
 def _of_all_ranks(mine: object) -> list[Any]:
@@ -66,7 +95,7 @@ def _describe(module: Module) -> list[str]:
     ]
 
 
-def _who(entries: Sequence[str]) -> str:
+def by_rank(entries: Sequence[str]) -> str:
     """Return which rank gave which entry, equal ones together."""
     seen: dict[str, list[int]] = {}
     for rank, entry in enumerate(entries):

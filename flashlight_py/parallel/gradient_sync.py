@@ -103,6 +103,13 @@ def _bring_home(param: Variable) -> None:
     param.grad = home
 
 
+def is_synchronised(param: Variable) -> bool:
+    """Tell whether a ``GradientSync`` reduces the gradient of ``param`` in every pass."""
+    hook = param.hook
+    owner = hook.func if isinstance(hook, functools.partial) else None
+    return isinstance(getattr(owner, "__self__", None), GradientSync)
+
+
 class GradientSync:
     """Gives units to ``reducer`` in order, as hooks complete them, and finishes with the pass.
 

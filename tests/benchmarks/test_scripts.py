@@ -77,6 +77,13 @@ def test_overlap_measures_all_kinds(tmp_path: Path) -> None:
     assert "| 2 ranks, overlapped |" in output
 
 
+def test_synchronize_is_measured_beside_a_broadcast(tmp_path: Path) -> None:
+    output, result = run(tmp_path, "synchronize.py", "--sizes", "1024000")
+    assert len(result["measurements"][0]["seconds"]) == 3
+    assert "| 1000 x 1 KB |" in output
+    assert result["verdicts"][0]["reached"] in (True, False)
+
+
 def test_compression_tells_bytes_times_and_losses(tmp_path: Path) -> None:
     output, result = run(tmp_path, "compression.py", "--width", "32", "--samples", "20")
     assert [m["task"] for m in result["measurements"]] == [

@@ -24,7 +24,7 @@ def every_move(rank: int, size: int, name: str, rows: int) -> None:
             np.testing.assert_array_equal(whole.get(), np.concatenate(everyone))
         given = on_gpu(everyone[root].reshape(size, rows, 3)) if rank == root else None
         into = on_gpu(np.zeros((rows, 3), everyone[0].dtype))
-        assert backend.scatter(given, into, root).wait() is into
+        assert backend.scatter(given, root, out=into).wait() is into
         np.testing.assert_array_equal(into.get(), everyone[root][part])
     got = backend.all_to_all(on_gpu(everyone[rank])).wait()
     expected = np.concatenate([x[part] for x in everyone])

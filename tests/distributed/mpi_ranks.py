@@ -47,11 +47,11 @@ def gather_and_scatter(rank: int, size: int, name: str, rows: int) -> None:
             assert_equal(whole, np.concatenate(everyone), f"gather {rows} rows of {name}")
         parts = np.stack([values(r, (rows, 2), name) for r in range(size)])
         given = parts if rank == root else None
-        assert_equal(backend().scatter(given, None, root).wait(), parts[rank], "into a new array")
+        assert_equal(backend().scatter(given, root).wait(), parts[rank], "into a new array")
         part = np.zeros_like(parts[rank])
         # One rank does not know what is coming, the others do.
         into = part if rank else None
-        got = backend().scatter(given, into, root).wait()
+        got = backend().scatter(given, root, out=into).wait()
         assert rank == 0 or got is part
         assert_equal(got, parts[rank], "into an array of its own")
 

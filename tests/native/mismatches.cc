@@ -50,7 +50,6 @@ Step Author::mismatched(const fl_signature& s) {
   wrong.status = FL_MISMATCH;
   const bool has_output =
       s.verb == FL_REDUCE_SCATTER || s.verb == FL_SCATTER || s.verb == FL_ALL_TO_ALL;
-  wrong.gathers = s.verb == FL_ALL_GATHER || s.verb == FL_GATHER;
   wrong.output_bytes = has_output ? s.count * s.itemsize : 0;
   return wrong;
 }

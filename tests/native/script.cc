@@ -26,9 +26,40 @@ class Running {
       data_ = own_.get() + step.offset;
     }
     if (step.data != nullptr) copy(data_, *step.data);
-    output_.reset(new char[step.output_bytes]);
-    std::memset(output_.get(), kUntouched, step.output_bytes);
-    call();
+    const size_t room = step.room == Room::kNone ? 0 : step.output_after->size();
+    output_bytes_ = step.output_bytes + room + (step.room == Room::kDoesNotFit ? 8 : 0);
+    output_.reset(new char[output_bytes_]);
+    std::memset(output_.get(), kUntouched, output_bytes_);
+    room_ = {output_.get(), output_bytes_};
+    if (step.sections != nullptr) sections_ = {data_, step.sections->data()};
+  }
+
+  void call() {
+    const fl_signature& s = step_.signature;
+    const auto started = [&] { return group_.start(s, data(), output(), step_.peer, kForever); };
+    const auto run = [&] { return group_.run(s, data(), output(), step_.peer, kForever); };
+    switch (step_.how) {
+      case How::kExchange:
+        break;  // see exchange()
+      case How::kStart:
+        handle_.operation = started();
+        break;
+      case How::kRun:
+        handle_.operation = run();
+        break;
+      case How::kInTwoSteps:
+        if (group_.begin(s, data_, kForever)) {
+          group_.ready(static_cast<int>(number_ % 3) * 50);
+          handle_.operation = group_.finish(s, data_);
+        } else {
+          handle_.operation = run();
+        }
+    }
+  }
+
+  fl_message message() const { return {step_.signature, data_, step_.peer}; }
+  void has_become(std::shared_ptr<fl::Operation> operation) {
+    handle_.operation = std::move(operation);
   }
 
   // Wait for what was started, and compare.
@@ -45,38 +76,36 @@ class Running {
     }
     compare(step_.data_after != nullptr ? step_.data_after : step_.data, data_, "data");
     if (status == FL_MISMATCH) return compare_signatures();
-    if (step_.output_after == nullptr) return;
-    size_t bytes = step_.output_bytes;
-    const char* output = output_.get();
-    if (step_.gathers) {
-      if (handle_.operation == nullptr) report("nothing was gathered");
-      output = static_cast<const char*>(fl_op_output(&handle_, &bytes));
-    }
-    if (bytes != step_.output_after->size())
-      report("output of " + std::to_string(bytes) + " bytes");
-    compare(step_.output_after, output, "output");
+    if (step_.output_after != nullptr) compare_output();
   }
 
  private:
-  void call() {
-    const fl_signature& s = step_.signature;
-    void* output = step_.gathers ? nullptr : output_.get();
-    const auto started = [&] { return group_.start(s, data_, output, step_.peer, kForever); };
-    const auto run = [&] { return group_.run(s, data_, output, step_.peer, kForever); };
-    switch (step_.how) {
-      case How::kStart:
-        handle_.operation = started();
-        break;
-      case How::kRun:
-        handle_.operation = run();
-        break;
-      case How::kInTwoSteps:
-        if (group_.begin(s, data_, kForever)) {
-          group_.ready(static_cast<int>(number_ % 3) * 50);
-          handle_.operation = group_.finish(s, data_);
-        } else {
-          handle_.operation = run();
-        }
+  void* data() { return step_.sections != nullptr ? static_cast<void*>(&sections_) : data_; }
+
+  void* output() {
+    const bool may_have_room =
+        step_.signature.verb == FL_ALL_GATHER || step_.signature.verb == FL_GATHER;
+    if (may_have_room) return step_.room == Room::kNone ? nullptr : &room_;
+    return step_.gathers ? nullptr : output_.get();
+  }
+
+  void compare_output() {
+    size_t bytes = output_bytes_;
+    const char* output = output_.get();
+    if (step_.gathers && step_.room != Room::kFits) {
+      if (handle_.operation == nullptr) report("nothing was gathered");
+      output = static_cast<const char*>(fl_op_output(&handle_, &bytes));
+      check_untouched("a room that does not fit was written to");
+    }
+    if (bytes != step_.output_after->size()) {
+      report("output of " + std::to_string(bytes) + " bytes");
+    }
+    compare(step_.output_after, output, "output");
+  }
+
+  void check_untouched(const char* otherwise) {
+    for (size_t i = 0; i < output_bytes_; ++i) {
+      if (output_[i] != kUntouched) report(otherwise);
     }
   }
 
@@ -99,9 +128,7 @@ class Running {
   }
 
   void compare_signatures() {
-    for (size_t i = 0; i < step_.output_bytes; ++i) {
-      if (output_[i] != kUntouched) report("a mismatch has written output");
-    }
+    check_untouched("a mismatch has written output");
     const fl_signature* seen = fl_op_signatures(&handle_);
     for (size_t r = 0; r < step_.seen.size(); ++r) {
       if (step_.seen[r].sequence == 0) continue;
@@ -119,7 +146,8 @@ class Running {
   [[noreturn]] void report(const std::string& what) {
     fail("rank " + std::to_string(rank_) + ", step " + std::to_string(number_) + ", " +
          describe(step_.signature) + (step_.region >= 0 ? ", in a region" : "") +
-         (step_.how == How::kStart ? ", started" : "") + ": " + what);
+         (step_.how == How::kStart ? ", started" : "") +
+         (step_.how == How::kExchange ? ", in an exchange" : "") + ": " + what);
   }
 
   fl::ShmGroup& group_;
@@ -127,8 +155,73 @@ class Running {
   const int rank_;
   const size_t number_;
   std::unique_ptr<char[]> own_, output_;
+  size_t output_bytes_ = 0;
+  fl_room room_{};
+  fl_sections sections_{};
   char* data_;
   fl_op handle_;
+};
+
+// The calls of one rank, in order.
+class Player {
+ public:
+  Player(fl::ShmGroup& group, World& world, int rank)
+      : group_(group), world_(world), rank_(rank), arrays_(world.regions.size()) {}
+
+  void play(const std::vector<Step>& steps) {
+    for (size_t i = 0; i < steps.size(); ++i) {
+      if (steps[i].how == How::kExchange) {
+        i = exchange(steps, i) - 1;
+      } else {
+        play(steps[i], i);
+      }
+    }
+    end_all();
+  }
+
+ private:
+  void play(const Step& step, size_t number) {
+    if (step.adds >= 0) {
+      auto& mapping = world_.regions[step.adds][rank_];
+      arrays_[step.adds] =
+          static_cast<char*>(group_.add_region(std::move(mapping), world_.strides[step.adds]));
+      return;
+    }
+    if (step.drops >= 0 || step.region >= 0) end_all();
+    if (step.drops >= 0) return group_.drop_region(arrays_[step.drops]);
+    running_.emplace_back(group_, step, rank_, number,
+                          step.region >= 0 ? arrays_[step.region] + step.offset : nullptr);
+    running_.back().call();
+    if (step.how != How::kStart || step.wait || step.region >= 0) end_all();
+  }
+
+  // Returns the number of the first step after it.
+  size_t exchange(const std::vector<Step>& steps, size_t begin) {
+    const size_t before = running_.size();
+    std::vector<fl_message> messages;
+    size_t end = begin;
+    for (; end < steps.size() && steps[end].how == How::kExchange; ++end) {
+      running_.emplace_back(group_, steps[end], rank_, end, nullptr);
+      messages.push_back(running_.back().message());
+    }
+    auto ended = group_.exchange(messages.data(), static_cast<int>(messages.size()), kForever);
+    for (size_t i = 0; i < ended.size(); ++i) {
+      running_[before + i].has_become(std::move(ended[i]));
+    }
+    end_all();
+    return end;
+  }
+
+  void end_all() {
+    for (Running& one : running_) one.end();
+    running_.clear();
+  }
+
+  fl::ShmGroup& group_;
+  World& world_;
+  const int rank_;
+  std::deque<Running> running_;
+  std::vector<char*> arrays_;
 };
 
 }  // namespace
@@ -136,34 +229,12 @@ class Running {
 std::string describe(const fl_signature& s) {
   return "verb " + std::to_string(s.verb) + " of " + std::to_string(s.count) + " " +
          info_of(s.dtype).name + ", op " + std::to_string(s.op) + ", root " +
-         std::to_string(s.root) + ", scale " + std::to_string(s.scale);
+         std::to_string(s.root) + ", scale " + std::to_string(s.scale) + ", ndim " +
+         std::to_string(s.ndim);
 }
 
 void play(fl::ShmGroup& group, World& world, int rank, const std::vector<Step>& steps) {
-  std::deque<Running> running;
-  std::vector<char*> arrays(world.regions.size());
-  const auto end_all = [&] {
-    for (Running& one : running) one.end();
-    running.clear();
-  };
-  for (size_t i = 0; i < steps.size(); ++i) {
-    const Step& step = steps[i];
-    if (step.adds >= 0) {
-      auto& mapping = world.regions[step.adds][rank];
-      arrays[step.adds] =
-          static_cast<char*>(group.add_region(std::move(mapping), world.strides[step.adds]));
-      continue;
-    }
-    if (step.drops >= 0 || step.region >= 0) end_all();
-    if (step.drops >= 0) {
-      group.drop_region(arrays[step.drops]);
-      continue;
-    }
-    running.emplace_back(group, step, rank, i,
-                         step.region >= 0 ? arrays[step.region] + step.offset : nullptr);
-    if (step.how != How::kStart || step.wait || step.region >= 0) end_all();
-  }
-  end_all();
+  Player(group, world, rank).play(steps);
 }
 
 }  // namespace stress

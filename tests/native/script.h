@@ -11,12 +11,15 @@ namespace stress {
 
 using Block = std::shared_ptr<const std::vector<char>>;
 
-enum class How { kRun, kStart, kInTwoSteps };
+enum class How { kRun, kStart, kInTwoSteps, kExchange };
+
+// What a gather is given for its result.
+enum class Room { kNone, kFits, kDoesNotFit };
 
 struct Step {
   fl_signature signature{};
   int peer = -1;
-  How how = How::kRun;
+  How how = How::kRun;        // steps with kExchange that follow each other are one exchange
   bool wait = true;           // at once, for what was started
   int region = -1;            // the data lies in this one; else in memory of its own
   size_t offset = 0;          // bytes, in the region or from an aligned address
@@ -25,7 +28,9 @@ struct Step {
   Block data_after;           // null: unchanged
   Block output_after;         // of the output or of what was gathered; null: none
   size_t output_bytes = 0;
-  bool gathers = false;  // the library makes the output
+  bool gathers = false;       // the library makes the output
+  Room room = Room::kNone;
+  std::shared_ptr<const std::vector<int64_t>> sections;  // bytes, of an uneven all_to_all
   fl_status status = FL_OK;
   std::vector<fl_signature> seen;  // with FL_MISMATCH; sequence 0: not this rank's business
 };

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed.arrays import require_length
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.mpi import exits
 from flashlight_py.distributed.backends.mpi.calls import Call, digest, kind_of, shape_text
@@ -20,7 +21,7 @@ from flashlight_py.distributed.backends.mpi.movement import Movement
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
 from flashlight_py.distributed.backends.mpi.reduction import Reduction
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.work import Then, Work
 
 __all__ = ["MpiBackend"]
 
@@ -77,13 +78,18 @@ class MpiBackend(Backend):
         return self._start(call, array, body, blocking)
 
     def reduce_scatter(
-        self, array: Array, op: ReduceOp, scale: float, blocking: bool = False
+        self,
+        array: Array,
+        op: ReduceOp,
+        scale: float,
+        blocking: bool = False,
+        out: Array | None = None,
     ) -> Work:
-        """Reduce into a new array: this rank's part; see ``Backend``."""
+        """Reduce to this rank's part; see ``Backend``."""
         call = Call.of("reduce_scatter", array, op=op, scale=scale)
 
         def body(_: list[int]) -> Steps:
-            return self._reduction.reduce_scatter(array, op, scale)
+            return self._reduction.reduce_scatter(array, op, scale, out)
 
         return self._start(call, array, body, blocking)
 
@@ -96,23 +102,26 @@ class MpiBackend(Backend):
 
         return self._start(Call.of("broadcast", array, root=root), array, body, blocking)
 
-    def all_gather(self, array: Array, blocking: bool = False) -> Work:
-        """Join all ranks' arrays into a new one; see ``Backend``."""
+    def all_gather(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
+        """Join all ranks' arrays; see ``Backend``."""
 
         def body(rows: list[int]) -> Steps:
-            whole, counts = _rows_like(array, rows)
+            whole, counts = _rows_like(array, rows, out)
             yield from self._movement.all_gather(as_bytes(array), as_bytes(whole), counts)
             return whole
 
         call = Call.of("all_gather", array, ragged=True, told=array.shape[0])
-        return self._start(call, array, body, blocking, needs_table=True)
+        work = self._start(call, array, body, blocking, needs_table=True)
+        return self._into(out, work, "all_gather")
 
-    def gather(self, array: Array, root: int, blocking: bool = False) -> Work:
-        """Join all ranks' arrays into a new one on ``root``; the result elsewhere is None."""
+    def gather(
+        self, array: Array, root: int, blocking: bool = False, out: Array | None = None
+    ) -> Work:
+        """Join all ranks' arrays on ``root``; the result elsewhere is None."""
 
         def body(rows: list[int]) -> Steps:
             if self.rank == root:
-                whole, counts = _rows_like(array, rows)
+                whole, counts = _rows_like(array, rows, out)
                 yield from self._movement.gather(as_bytes(array), as_bytes(whole), counts, root)
                 return whole
             counts = [count * _row_bytes(array) for count in rows]
@@ -120,24 +129,25 @@ class MpiBackend(Backend):
             return None
 
         call = Call.of("gather", array, root=root, ragged=True, told=array.shape[0])
-        return self._start(call, array, body, blocking, needs_table=True)
+        work = self._start(call, array, body, blocking, needs_table=True)
+        return self._into(out if self.rank == root else None, work, "gather")
 
     def scatter(
-        self, array: Array | None, part: Array | None, root: int, blocking: bool = False
+        self, array: Array | None, root: int, blocking: bool = False, out: Array | None = None
     ) -> Work:
-        """Give rank r row r of ``root``'s ``array``, into ``part`` or a new array.
+        """Give rank r row r of ``root``'s ``array``, into ``out`` or a new array.
 
         On ``root`` alone there is an ``array``, of shape ``(size, *shape of a part)``; where
-        ``part`` is None the result is a new array of the shape and dtype that ``root`` gave.
+        ``out`` is None the result is a new array of the shape and dtype that ``root`` gave.
         """
-        like = part if array is None else array[0]
+        like = out if array is None else array[0]
         kind = "" if like is None else f"{kind_of(like)} {shape_text(like.shape)}"
 
         def body(told: list[int]) -> Steps:
-            mine = part
+            mine = out
             if not all(told):  # somebody does not know what is coming
                 empty = yield from self._tell_kind(like, root)
-                mine = empty() if part is None else part
+                mine = empty() if out is None else out
             elif mine is None:
                 mine = array_module(like).empty_like(like)
             whole = None if array is None else as_bytes(array)
@@ -158,23 +168,29 @@ class MpiBackend(Backend):
         library = sys.modules["cupy"] if on_gpu else np
         return functools.partial(library.empty, shape, dtype)
 
-    def all_to_all(self, array: Array, blocking: bool = False) -> Work:
-        """Give an equal part of the first dimension to each rank; the result is a new array."""
+    def all_to_all(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
+        """Give an equal part of the first dimension to each rank; see ``Backend``."""
 
         def body(_: list[int]) -> Steps:
-            taken = array_module(array).empty_like(array)
+            taken = array_module(array).empty_like(array) if out is None else out
             yield from self._movement.all_to_all(as_bytes(array), as_bytes(taken))
             return taken
 
         return self._start(Call.of("all_to_all", array), array, body, blocking)
 
-    def all_to_all_uneven(self, array: Array, rows: Sequence[int], blocking: bool = False) -> Work:
-        """Give ``rows[r]`` rows of ``array`` to rank r; the result, what came, is a new array."""
+    def all_to_all_uneven(
+        self,
+        array: Array,
+        rows: Sequence[int],
+        blocking: bool = False,
+        out: Array | None = None,
+    ) -> Work:
+        """Give ``rows[r]`` rows of ``array`` to rank r; see ``Backend``."""
         gives = [int(count) for count in rows]
 
         def body(totals: list[int]) -> Steps:
             takes = yield from self._swap_counts(gives)
-            taken, bytes_taken = _rows_like(array, takes)
+            taken, bytes_taken = _rows_like(array, takes, out)
             bytes_given = [count * _row_bytes(array) for count in gives]
             most = sum(totals) * _row_bytes(array)
             given = as_bytes(array)
@@ -184,7 +200,20 @@ class MpiBackend(Backend):
             return taken
 
         call = Call.of("all_to_all_uneven", array, ragged=True, told=array.shape[0])
-        return self._start(call, array, body, blocking, needs_table=True)
+        work = self._start(call, array, body, blocking, needs_table=True)
+        return self._into(out, work, "all_to_all")
+
+    def _into(self, out: Array | None, work: Work, verb: str) -> Work:
+        """Return ``work``, which fails at its end if ``out`` is of another length than what came."""
+        if out is None:
+            return work
+        room = out
+
+        def check(came: Array) -> Array:
+            require_length(verb, room, came.shape[0], self.rank, self.size)
+            return came
+
+        return Then(work, check)
 
     def _swap_counts(self, gives: list[int]) -> Steps:
         given, taken = np.array(gives, np.int64), np.empty(self.size, np.int64)
@@ -244,10 +273,16 @@ def _row_bytes(array: Array) -> int:
     return int(np.prod(array.shape[1:], dtype=np.int64)) * array.itemsize
 
 
-def _rows_like(array: Array, rows: list[int]) -> tuple[Array, list[int]]:
-    """Return a new array for the rows of all ranks, and how many bytes each rank's are."""
+def _rows_like(array: Array, rows: list[int], out: Array | None) -> tuple[Array, list[int]]:
+    """Return where the rows of all ranks go, and how many bytes each rank's are.
+
+    That is ``out`` if it is as long, else a new array: the other ranks are on their way.
+    """
+    counts = [count * _row_bytes(array) for count in rows]
+    if out is not None and out.shape[0] == sum(rows):
+        return out, counts
     whole: Array = array_module(array).empty((sum(rows), *array.shape[1:]), array.dtype)
-    return whole, [count * _row_bytes(array) for count in rows]
+    return whole, counts
 
 
 def _nothing(_: list[int]) -> Steps:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module
+from flashlight_py.distributed.arrays import require_length
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend
 from flashlight_py.distributed.backends.mpi.memory import settle
@@ -58,35 +59,51 @@ class MpiGpuBackend(Backend):
         return self._host.send(self._given(array), dst, tag, blocking)
 
     def reduce_scatter(
-        self, array: Array, op: ReduceOp, scale: float, blocking: bool = False
+        self,
+        array: Array,
+        op: ReduceOp,
+        scale: float,
+        blocking: bool = False,
+        out: Array | None = None,
     ) -> Work:
-        """Reduce into a new array: this rank's part; see ``Backend``."""
-        return self._new(self._host.reduce_scatter(self._given(array), op, scale, blocking))
+        """Reduce to this rank's part; see ``Backend``."""
+        reduce_scatter = functools.partial(self._host.reduce_scatter, op=op, scale=scale)
+        return self._new(reduce_scatter, array, blocking, out)
 
-    def all_gather(self, array: Array, blocking: bool = False) -> Work:
-        """Join all ranks' arrays into a new one; see ``Backend``."""
-        return self._new(self._host.all_gather(self._given(array), blocking))
+    def all_gather(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
+        """Join all ranks' arrays; see ``Backend``."""
+        return self._new(self._host.all_gather, array, blocking, out)
 
-    def gather(self, array: Array, root: int, blocking: bool = False) -> Work:
-        """Join all ranks' arrays into a new one on ``root``; elsewhere the result is None."""
-        return self._new(self._host.gather(self._given(array), root, blocking))
+    def gather(
+        self, array: Array, root: int, blocking: bool = False, out: Array | None = None
+    ) -> Work:
+        """Join all ranks' arrays on ``root``; elsewhere the result is None."""
+        return self._new(functools.partial(self._host.gather, root=root), array, blocking, out)
 
-    def all_to_all(self, array: Array, blocking: bool = False) -> Work:
-        """Give an equal part of the first dimension to each rank; the result is a new array."""
-        return self._new(self._host.all_to_all(self._given(array), blocking))
+    def all_to_all(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
+        """Give an equal part of the first dimension to each rank; see ``Backend``."""
+        return self._new(self._host.all_to_all, array, blocking, out)
 
-    def all_to_all_uneven(self, array: Array, rows: Sequence[int], blocking: bool = False) -> Work:
-        """Give ``rows[r]`` rows of ``array`` to rank r; the result is a new array."""
-        return self._new(self._host.all_to_all_uneven(self._given(array), rows, blocking))
+    def all_to_all_uneven(
+        self,
+        array: Array,
+        rows: Sequence[int],
+        blocking: bool = False,
+        out: Array | None = None,
+    ) -> Work:
+        """Give ``rows[r]`` rows of ``array`` to rank r; see ``Backend``."""
+        uneven = functools.partial(self._host.all_to_all_uneven, rows=rows)
+        return self._new(uneven, array, blocking, out)
 
     def scatter(
-        self, array: Array | None, part: Array | None, root: int, blocking: bool = False
+        self, array: Array | None, root: int, blocking: bool = False, out: Array | None = None
     ) -> Work:
-        """Give rank r row r of ``root``'s ``array``, into ``part`` or a new array."""
+        """Give rank r row r of ``root``'s ``array``, into ``out`` or a new array."""
         given = None if array is None else self._given(array)
-        if part is None:
-            return self._new(self._host.scatter(given, None, root, blocking))
-        return self._in_place(part, lambda p: self._host.scatter(given, p, root, blocking))
+        if out is not None:
+            return self._in_place(out, lambda o: self._host.scatter(given, root, blocking, o))
+        work = self._host.scatter(given, root, blocking)
+        return work if self._aware else self._keep(Then(work, _to_gpu))
 
     def barrier(self, timeout: float | None = None) -> Work:
         """Wait for all; ``timeout`` in seconds; see ``Backend``."""
@@ -119,8 +136,22 @@ class MpiGpuBackend(Backend):
             return work
         return self._keep(Then(work, functools.partial(_bring_back, array, given)))
 
-    def _new(self, work: Work) -> Work:
-        return work if self._aware else self._keep(Then(work, _to_gpu))
+    def _new(
+        self, verb: Callable[..., Work], array: Array, blocking: bool, out: Array | None
+    ) -> Work:
+        """Start a verb that leaves its argument as it is."""
+        if self._aware:
+            return verb(self._given(array), blocking=blocking, out=out)
+        work = verb(self._given(array), blocking=blocking)
+        if out is None:
+            return self._keep(Then(work, _to_gpu))
+        return self._keep(Then(work, functools.partial(self._copy_into, out)))
+
+    def _copy_into(self, out: Array, came: Array) -> Array:
+        require_length("MPI", out, came.shape[0], self.rank, self.size)
+        out.set(came)  # type: ignore[attr-defined]
+        settle(out)
+        return out
 
     def _keep(self, work: Then) -> Then:
         """Remember what is still to be copied back, also if nobody waits for it."""

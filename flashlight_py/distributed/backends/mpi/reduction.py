@@ -79,10 +79,12 @@ class Reduction:
         whole = as_bytes(array) if self._rank == root else None
         yield from self._movement.gather(as_bytes(mine), whole, _bytes(counts, array), root)
 
-    def reduce_scatter(self, array: Array, op: ReduceOp, scale: float) -> Steps:
-        """Reduce; the result is a new array: this rank's part of the first dimension."""
+    def reduce_scatter(
+        self, array: Array, op: ReduceOp, scale: float, out: Array | None = None
+    ) -> Steps:
+        """Reduce; the result is ``out`` or a new array: this rank's part of the first dimension."""
         shape = (array.shape[0] // self._size, *array.shape[1:])
-        part: Array = array_module(array).empty(shape, array.dtype)
+        part: Array = array_module(array).empty(shape, array.dtype) if out is None else out
         form = form_of(self._mpi, array, op)
         if form is None:
             counts = [part.size] * self._size

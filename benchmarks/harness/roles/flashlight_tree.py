@@ -1,0 +1,57 @@
+"""A tree of many small arrays from rank 0 to all, beside one array of as many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+import flashlight_py as fl
+from harness.role import Call, Place, Prepared, Role
+from harness.roles import flashlight
+
+
+class Tree(Role):
+    """Kinds of calls: "tree" synchronizes, "each" broadcasts every array, "one" the large one."""
+
+    def __init__(self, place: Place) -> None:
+        flashlight.initialise(place)
+        self.rank, self.size = fl.get_world_rank(), fl.get_world_size()
+
+    def facts(self) -> dict[str, str]:
+        return {**flashlight.facts(), "NumPy": np.__version__}
+
+    def barrier(self) -> None:
+        fl.barrier()
+
+    def leave(self) -> None:
+        fl.distributed_shutdown()
+
+    def prepare(self, task: Mapping[str, Any]) -> Prepared:
+        count, length = task["arrays"], task["nbytes"] // (4 * task["arrays"])
+        if task["kind"] == "one":
+            count, length = 1, count * length
+        tree = {f"layer{number}.weight": self._array(number, length) for number in range(count)}
+        call: Call = {
+            "tree": lambda: fl.synchronize(tree),
+            "each": lambda: [fl.broadcast(array) for array in tree.values()],
+            "one": lambda: fl.broadcast(tree["layer0.weight"]),
+        }[task["kind"]]
+        call()
+        _check(tree)
+        return Prepared(call, check=lambda: _check(tree))
+
+    def _array(self, number: int, length: int) -> Any:
+        return np.full(length, self.rank * 1e6 + number, np.float32)
+
+
+def _check(tree: Mapping[str, Any]) -> None:
+    for number, array in enumerate(tree.values()):
+        if not (array == number).all():
+            raise RuntimeError(f"array {number} does not have rank 0's values")
+
+
+def join(place: Place) -> Tree:
+    """Meet the other ranks."""
+    return Tree(place)

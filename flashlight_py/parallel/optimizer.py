@@ -1,0 +1,183 @@
+"""An optimizer that reduces gradients over the ranks before it steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.autograd import Variable
+from flashlight_py.device import Array
+from flashlight_py.distributed import (
+    CoalescingReducer,
+    DistributedConstants,
+    ProcessGroup,
+    all_reduce,
+)
+from flashlight_py.distributed.arrays import as_array
+from flashlight_py.distributed.world import current_world
+from flashlight_py.optim import FirstOrderOptimizer
+from flashlight_py.parallel.agreement import check_arrays_agree
+from flashlight_py.parallel.gradient_sync import gradient_of, is_synchronised
+
+__all__ = ["DistributedOptimizer"]
+
+
+class DistributedOptimizer:
+    """Reduces the gradients of its parameters over the ranks, then lets ``optimizer`` step.
+
+    The other way to train data-parallel, without hooks: ``backward()`` leaves this rank's own
+    gradients, and ``step()`` does the rest. Gradients travel together in buckets of 20 MiB, but
+    only after the backward pass; :func:`flashlight_py.distribute_module_grads` overlaps the two.
+    Everything else is the inner optimizer's. Not collective to make.
+
+    Args:
+        optimizer: any of ``fl.optim``, or a subclass of ``fl.optim.FirstOrderOptimizer`` with
+            parameters of any shapes; the same on every rank.
+        average: whether the mean or the sum over the ranks is taken.
+        group: the process group, default the world.
+
+    Raises:
+        TypeError: ``optimizer`` is none, or distributed already.
+        ValueError: a parameter's gradient is reduced by ``distribute_module_grads`` already.
+
+    Example:
+        >>> weight = fl.param(np.ones(3))
+        >>> optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer([weight], lr=0.5))
+        >>> (weight * weight).backward(np.ones(3))
+        >>> optimizer.step()
+        >>> weight.array.tolist()
+        [0.0, 0.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        optimizer: FirstOrderOptimizer,
+        average: bool = True,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        if not isinstance(optimizer, FirstOrderOptimizer):
+            raise TypeError(
+                "DistributedOptimizer takes an optimizer of flashlight_py.optim, got "
+                f"{type(optimizer).__name__}"
+            )
+        self._optimizer = optimizer
+        self._average = bool(average)
+        self._group = group
+        self._agreed = False
+        self._refuse_reduced_twice()
+
+    @property
+    def optimizer(self) -> FirstOrderOptimizer:
+        """The inner optimizer."""
+        return self._optimizer
+
+    @property
+    def params(self) -> list[Variable]:
+        """The inner optimizer's parameters."""
+        return self._optimizer.params
+
+    @property
+    def lr(self) -> float:
+        """The inner optimizer's learning rate; assignable at any time, at least 0.
+
+        Raises:
+            TypeError: not a number.
+            ValueError: negative.
+        """
+        return self._optimizer.lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self._optimizer.lr = value
+
+    def zero_grad(self) -> None:
+        """Drop the gradient of every parameter."""
+        self._optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state; its arrays are the optimizer's own, not copies."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy ``state`` into the inner optimizer, in place.
+
+        Raises:
+            ValueError: it does not fit; nothing was changed.
+        """
+        self._optimizer.load_state_dict(state)
+
+    def step(self) -> None:
+        """Reduce the gradients over the ranks, in place, and change the parameters by them.
+
+        Collective, blocking. A gradient that is None on this rank and not on another counts as
+        zeros; one that is None on every rank stays so, and its parameter is skipped.
+
+        Raises:
+            ValueError: a parameter's gradient is reduced by ``distribute_module_grads`` already.
+            MismatchError: the ranks' parameters differ (compared in the first step).
+            DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        self._refuse_reduced_twice()
+        if not self._agreed:
+            arrays = [param.data for param in self.params]
+            check_arrays_agree("DistributedOptimizer: parameters", arrays, self._members)
+            self._agreed = True
+        self._reduce([gradient_of(param) for param in self._params_with_gradients()])
+        self._optimizer.step()
+
+    def reduce(self, updates: Sequence[Any]) -> list[Any]:
+        """Reduce ``updates`` over the ranks, in place, as ``step`` reduces gradients; return them.
+
+        For rules that change parameters by something else than gradients, such as the changes of
+        means and variances of Bayesian networks. Collective, blocking; coalesced.
+
+        Args:
+            updates: arrays of any shapes and floating or complex dtypes (integers too, unless
+                ``average``); as many on every rank, of the same shapes and dtypes.
+
+        Raises:
+            ValueError: the same array is given twice, or as :func:`flashlight_py.all_reduce`.
+            TypeError: as :func:`flashlight_py.all_reduce`.
+            MismatchError: the ranks' updates differ; names the first one that does.
+            DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        updates = list(updates)
+        arrays = [as_array("DistributedOptimizer.reduce", update) for update in updates]
+        if len({id(array) for array in arrays}) < len(arrays):
+            raise ValueError("DistributedOptimizer.reduce: the same array was given twice")
+        check_arrays_agree("DistributedOptimizer.reduce: updates", arrays, self._members)
+        self._reduce(arrays)
+        return updates
+
+    @property
+    def _members(self) -> ProcessGroup:
+        return current_world().group if self._group is None else self._group
+
+    def _params_with_gradients(self) -> list[Variable]:
+        """Return the parameters that have a gradient on any rank."""
+        present = np.array([param.grad is not None for param in self.params], np.int32)
+        all_reduce(present, op="max", group=self._group)
+        return [param for param, there in zip(self.params, present, strict=True) if there]
+
+    def _reduce(self, arrays: Sequence[Array]) -> None:
+        scale = 1.0 / self._members.size if self._average else 1.0
+        # One bucket leaves nothing to overlap; then a thread would only cost.
+        several = sum(array.nbytes for array in arrays) > DistributedConstants.COALESCE_CACHE_SIZE
+        reducer = CoalescingReducer(scale, async_op=several, group=self._group)
+        for array in arrays:
+            reducer.add(array)
+        reducer.finalize()
+
+    def _refuse_reduced_twice(self) -> None:
+        for number, param in enumerate(self.params):
+            if is_synchronised(param):
+                raise ValueError(
+                    f"DistributedOptimizer: parameter {number} (shape {param.shape}) is of a "
+                    "module under distribute_module_grads, so its gradient is reduced already "
+                    "when backward() returns; use one of both"
+                )
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({type(self._optimizer).__name__}, average={self._average})"

@@ -1,0 +1,163 @@
+"""The same values on every rank: whole trees of arrays and numbers, in one transfer."""
+
+from __future__ import annotations
+
+import json
+from typing import TypeVar
+
+import numpy as np
+
+from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
+from flashlight_py.distributed.exchange import exchange_bytes
+from flashlight_py.distributed.world import current_world
+from flashlight_py.errors import DistributedError, MismatchError
+from flashlight_py.parallel.agreement import by_rank
+from flashlight_py.parallel.digest import digest
+from flashlight_py.parallel.tree import (
+    Buffers,
+    Plan,
+    decode_numbers,
+    encode_numbers,
+    first_difference,
+    plan_of,
+    put_numbers,
+)
+
+__all__ = ["synchronize"]
+
+SomeTree = TypeVar("SomeTree")
+
+_KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
+
+
+def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None) -> SomeTree:
+    """Give every rank the values of rank ``root``, of all arrays and numbers in ``tree``.
+
+    Collective, blocking. Arrays (NumPy, CuPy, tensors with DLPack, of any shape, memory layout and
+    dtype but ``object``) are changed in place. So are dicts, lists and dataclasses, whose numbers
+    (bool, int of any size, float, complex, NumPy scalars; of exactly these types) are replaced;
+    tuples, namedtuples and frozen dataclasses with numbers in them are made anew. Of a
+    ``fl.nn.Module`` parameters and buffers are meant, of a ``fl.Variable`` its array, of an
+    optimizer its state and settings, but not its parameters. Whatever else is in the tree, such as
+    None, strings and functions, stays as it is and need not be alike.
+
+    All of it travels in one packed transfer, or one on the CPU and one on the GPU; it takes as much
+    memory as the arrays. An array or a container that is met twice is taken once.
+
+    Args:
+        tree: the same structure on every rank: types of containers, keys (in any order),
+            attributes, lengths, shapes, dtypes, and what is the same object as what.
+        root: rank in the group.
+        group: the process group, default the world.
+
+    Returns:
+        ``tree``, or what has been made anew where it is a number or immutable itself.
+
+    Raises:
+        ValueError: ``root`` is no rank of the group; or, raised on every rank, an array in some
+            rank's tree is read-only, or a Variable was computed from others and needs a gradient.
+        TypeError: on every rank: an array in some rank's tree holds Python objects.
+        MismatchError: on every rank: the trees differ; names the first path that does, and what
+            is there on which rank. Nothing was changed.
+        DistributedError: as :func:`flashlight_py.all_reduce`; the tree was not changed.
+
+    Example:
+        >>> model = fl.nn.Linear(3, 2)
+        >>> optimizer = fl.optim.SGDOptimizer(model.params(), lr=0.1, momentum=0.9)
+        >>> tree = {"model": model, "optimizer": optimizer, "epoch": 3}
+        >>> fl.synchronize(tree)["epoch"]  # one process: everything stays
+        3
+    """
+    members = current_world().group if group is None else group
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < members.size:
+        raise ValueError(
+            f"synchronize: root must be a rank of this group, 0 to {members.size - 1}; got {root!r}"
+        )
+    return _Synchronization(root, group, members).of(tree)
+
+
+class _Synchronization:
+    """One call of synchronize; ``group`` is what the verbs are given, None for the world."""
+
+    def __init__(self, root: int, group: ProcessGroup | None, members: ProcessGroup) -> None:
+        self._root = root
+        self._group = group
+        self._members = members
+        self._is_root = members.rank == root
+        self._where = f"[synchronize] rank {members.rank} of {members.size}"
+
+    def of(self, tree: SomeTree) -> SomeTree:
+        plan, numbers, number_bytes = self._agreed_plan(tree)
+        buffers = Buffers(plan, number_bytes)
+        if self._is_root:
+            buffers.pack(numbers)
+        for buffer in buffers.used:
+            broadcast(buffer, self._root, group=self._group)
+        if self._is_root:
+            return tree
+        like = [number for _, _, number in plan.numbers]
+        changed: SomeTree = put_numbers(plan, decode_numbers(like, buffers.unpack()))
+        return changed
+
+    def _agreed_plan(self, tree: object) -> tuple[Plan, bytes, int]:
+        """Return this rank's plan, its numbers and the bytes of the root's, if all trees agree.
+
+        Dicts may have their keys in another order on other ranks. Few have, so keys are sorted
+        only where the first walks do not agree.
+        """
+        descriptions = []
+        for sort_keys in (False, True):
+            plan, numbers = self._walk(tree, sort_keys)
+            descriptions.append(plan.description)
+            agreed, number_bytes = self._compare(plan.description, len(numbers))
+            if agreed:
+                return plan, numbers, number_bytes
+        raise self._mismatch(*descriptions)
+
+    def _walk(self, tree: object, sort_keys: bool) -> tuple[Plan, bytes]:
+        """Return the plan and, on the root, its encoded numbers; an error is told to all ranks."""
+        try:
+            plan = plan_of(tree, sort_keys)
+            found = [number for _, _, number in plan.numbers] if self._is_root else []
+            return plan, encode_numbers(found)
+        except Exception as error:
+            self._reduce(0, 0, failed=True)
+            raise self._first_failure(error) from error
+
+    def _compare(self, description: bytes, number_bytes: int) -> tuple[bool, int]:
+        """Tell whether all ranks have this description and root; return the root's number too."""
+        mine = digest(description + self._root.to_bytes(8, "little"))
+        highest, inverse_of_lowest, failed, of_root = self._reduce(mine, number_bytes, False)
+        if failed:
+            raise self._first_failure(None)
+        return highest == ~inverse_of_lowest, of_root
+
+    def _reduce(self, mine: int, number_bytes: int, failed: bool) -> list[int]:
+        """One maximum tells the highest and the lowest digest, and what any rank has to tell."""
+        together = np.array([mine, ~mine, failed, number_bytes], np.int64)
+        found: list[int] = all_reduce(together, op="max", group=self._group).tolist()
+        return found
+
+    def _first_failure(self, error: Exception | None) -> Exception:
+        """Return what every rank raises: what the first rank that failed has to tell."""
+        mine = json.dumps([type(error).__name__, f"{self._where}: {error}"]) if error else ""
+        told = exchange_bytes(self._members.backend(), mine.encode())
+        name, text = json.loads(next(filter(None, told)))
+        return _KINDS.get(name, DistributedError)(text)
+
+    def _mismatch(self, in_order: bytes, with_sorted_keys: bytes) -> MismatchError:
+        texts = [text.decode("latin-1") for text in (in_order, with_sorted_keys)]
+        mine = json.dumps([self._root, *texts]).encode()
+        told = [json.loads(each) for each in exchange_bytes(self._members.backend(), mine)]
+        roots = [str(root) for root, _, _ in told]
+        if len(set(roots)) > 1:
+            return MismatchError(
+                f"{self._where}: the ranks give different roots ({by_rank(roots)}). Nothing was "
+                "changed; give the same root on every rank"
+            )
+        natural, alike = ([each[n].encode("latin-1") for each in told] for n in (1, 2))
+        path, kinds = first_difference(alike, natural) or ("tree", ["changing meanwhile"])
+        return MismatchError(
+            f"{self._where}: the trees differ at {path} ({by_rank(kinds)}). Nothing was changed; "
+            "give every rank a tree of the same structure"
+        )

@@ -1,0 +1,24 @@
+"""Trees of containers with arrays and numbers in them: walked through, compared, packed, changed.
+
+A walk gives a plan: what there is, in an order that all ranks share, and a description of the
+structure, which ranks compare. The walk and the packing are native (csrc/tree) where that was
+built; the same in Python serves where it was not, and for what is not plain.
+"""
+
+from __future__ import annotations
+
+from flashlight_py.parallel.tree.buffers import Buffers
+from flashlight_py.parallel.tree.change import put_numbers
+from flashlight_py.parallel.tree.difference import first_difference
+from flashlight_py.parallel.tree.encoding import decode_numbers, encode_numbers
+from flashlight_py.parallel.tree.plan import Plan, plan_of
+
+__all__ = [
+    "Buffers",
+    "Plan",
+    "decode_numbers",
+    "encode_numbers",
+    "first_difference",
+    "plan_of",
+    "put_numbers",
+]

@@ -1,0 +1,162 @@
+"""The walk through a tree in Python; csrc/tree/walk.c gives the same, faster and not as deep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from flashlight_py.device import Array
+from flashlight_py.parallel.tree.description import REMEMBERED, array_text, count, key, text
+from flashlight_py.parallel.tree.layout import aligned
+from flashlight_py.parallel.tree.values import ARRAY, NUMBER, PARTS, is_immutable, look
+
+__all__ = ["Walker"]
+
+_NUMBERS = {bool: b"b", int: b"i", float: b"f", complex: b"c"}
+
+# A value before its turn: the description of its key, the container it stands in, key, value.
+_Entry: TypeAlias = "tuple[bytes, int, Any, Any]"
+
+
+class Walker:
+    """Walks through one tree and collects what a ``Plan`` consists of."""
+
+    def __init__(self, sort_keys: bool) -> None:
+        self._sort_keys = sort_keys
+        self._text: list[bytes] = []
+        self._arrays: list[Array] = []
+        self._gpu_arrays: list[Array] = []
+        self._numbers: list[tuple[int, Any, Any]] = []
+        self._nodes: list[tuple[int, Any, Any]] = []
+        self._met: dict[int, int] = {}
+        self._kept: list[Any] = []  # objects are told by their addresses, so none may go
+
+    def walk(self, box: list[Any]) -> tuple[Any, ...]:
+        """Walk through the tree that is the only entry of ``box``, which is node 0.
+
+        Raises:
+            TypeError, ValueError: as ``look``, with the path.
+        """
+        self._nodes.append((-1, 0, box))
+        waiting: list[_Entry] = [(b"", 0, 0, box[0])]
+        while waiting:
+            described_key, node, at, value = waiting.pop()
+            self._text.append(described_key)
+            try:
+                parts = self._visit(node, at, value)
+            except (TypeError, ValueError) as error:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(f"{self._path(node, at)}: {error}") from error
+            waiting.extend(reversed(parts))
+        size = sum(aligned(array.nbytes) for array in self._arrays)
+        description = b"".join(self._text)
+        return description, self._arrays, size, self._gpu_arrays, self._numbers, self._nodes
+
+    def _visit(self, node: int, at: Any, value: Any) -> list[_Entry]:
+        """Write down one value; return its parts."""
+        kind = type(value)
+        if kind is np.ndarray and value.flags.writeable:
+            self._array(b"a", value, value, self._arrays)
+        elif kind in _NUMBERS:
+            self._number(_NUMBERS[kind], (node, at, value))
+        elif value is None or kind is str:
+            self._text.append(b"x")
+        elif kind is dict:
+            return self._parts(node, at, value, "D", "", list(value), list(value.values()))
+        elif kind is list:
+            return self._parts(node, at, value, "L", "", None, value)
+        elif kind is tuple:
+            return self._parts(node, at, value, "T", "", None, value)
+        else:
+            return self._other(node, at, value)
+        return []
+
+    def _other(self, node: int, at: Any, value: Any) -> list[_Entry]:
+        answer = look(value)
+        self._kept += (value, answer)
+        if answer is None:
+            self._text.append(b"x")
+        elif answer[0] == PARTS:
+            return self._parts(node, at, value, *answer[1:])
+        elif answer[0] == NUMBER:
+            self._number(answer[1], (node, at, value))
+        elif answer[0] == ARRAY:
+            self._array(b"a", answer[1], answer[2], self._arrays)
+        else:
+            self._array(b"g", answer[2], answer[2], self._gpu_arrays)
+        return []
+
+    def _number(self, description: bytes, record: tuple[int, Any, Any]) -> None:
+        self._text.append(description)
+        self._numbers.append(record)
+
+    def _array(self, tag: bytes, array: Array, identity: Any, into: list[Array]) -> None:
+        if not self._met_before(identity):
+            self._text.append(array_text(tag, array))
+            into.append(array)
+
+    def _met_before(self, value: Any) -> bool:
+        number = self._met.get(id(value))
+        if number is None:
+            self._met[id(value)] = len(self._met)
+            return False
+        self._text.append(count(b"r", number))
+        return True
+
+    def _parts(
+        self, node: int, at: Any, value: Any, tag: str, kind: str, names: Any, parts: Any
+    ) -> list[_Entry]:
+        code = tag.encode()
+        if code in REMEMBERED and self._met_before(value):
+            return []
+        if tag == "N":
+            self._refuse_cycle(node, value)
+        here = len(self._nodes)
+        self._nodes.append((node, at, value))
+        self._text.append(text(code, kind) + b"." if kind else code)
+        self._text.append(count(b"", len(parts)))
+        if names is None:
+            return [(b"", here, position, part) for position, part in enumerate(parts)]
+        describe = key if tag == "D" else _attribute
+        entries = [
+            (describe(name), here, name, part) for name, part in zip(names, parts, strict=True)
+        ]
+        return sorted(entries, key=lambda entry: entry[0]) if self._sort_keys else entries
+
+    def _refuse_cycle(self, node: int, value: Any) -> None:
+        """Refuse an object that must be made anew and consists of itself."""
+        for container in self._containers(node):
+            if container is value:
+                raise TypeError(
+                    f"this {type(value).__qualname__} is immutable and contains itself, so it "
+                    "cannot be made anew; take it out of the tree"
+                )
+            if not is_immutable(container):
+                return
+
+    def _containers(self, node: int) -> Iterator[Any]:
+        """Yield a container, the one that it stands in, and so on."""
+        while node > 0:
+            node, _, container = self._nodes[node]
+            yield container
+
+    def _path(self, node: int, at: Any) -> str:
+        steps = []
+        while node > 0:
+            above, above_at, container = self._nodes[node]
+            steps.append(_step(container, at))
+            node, at = above, above_at
+        return "tree" + "".join(reversed(steps))
+
+
+def _attribute(name: str) -> bytes:
+    return text(b"p", name)
+
+
+def _step(container: Any, at: Any) -> str:
+    if isinstance(container, dict):
+        return f"[{json.dumps(at, ensure_ascii=False) if type(at) is str else repr(at)}]"
+    return f"[{at}]" if isinstance(at, int) else f".{at}"

@@ -1,0 +1,83 @@
+"""RankFilter and is_main_process: one rank talks, and every record says whose it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+from typing import Any
+
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed import world
+
+
+def logged(*filters: fl.RankFilter) -> list[str]:
+    """What comes out of an info and an error with these filters on the handler."""
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(logging.Formatter("%(rank)s/%(local_rank)s/%(world_size)s %(message)s"))
+    for each in filters:
+        handler.addFilter(each)
+    logger = logging.getLogger("tests.rank_filter")
+    logger.propagate, logger.level, logger.handlers = False, logging.INFO, [handler]
+    logger.getChild("below").info("info")
+    logger.error("error")
+    return written.getvalue().splitlines()
+
+
+def log_in_every_way(rank: int, size: int) -> dict[str, Any]:
+    return {
+        "main": fl.is_main_process(),
+        "all": logged(fl.RankFilter()),
+        "rank 0": logged(fl.RankFilter(rank=0)),
+        "rank 1": logged(fl.RankFilter(rank=1)),
+        "local rank 0": logged(fl.RankFilter(local_rank=0)),
+        "errors": logged(fl.RankFilter(rank=0, pass_level=logging.ERROR)),
+        "both": logged(fl.RankFilter(rank=1, local_rank=0)),
+    }
+
+
+def test_ranks_that_log(pool: Any) -> None:
+    zero, one = pool(2).run(log_in_every_way)
+    from_zero, from_one = ([f"{rank}/{rank}/2 info", f"{rank}/{rank}/2 error"] for rank in range(2))
+    assert (zero["main"], one["main"]) == (True, False)
+    assert (zero["all"], one["all"]) == (from_zero, from_one)
+    assert (zero["rank 0"], one["rank 0"]) == (from_zero, [])
+    assert (zero["rank 1"], one["rank 1"]) == ([], from_one)
+    assert (zero["local rank 0"], one["local rank 0"]) == (from_zero, [])
+    assert (zero["errors"], one["errors"]) == (from_zero, from_one[1:])
+    assert (zero["both"], one["both"]) == ([], [])
+
+
+@pytest.fixture
+def second_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the world's rank 0 of 1, and rank 1 of its host: what no single host has."""
+    monkeypatch.setattr(world, "_world", dataclasses.replace(world.alone(), local_rank=1))
+
+
+@pytest.mark.usefixtures("second_host")
+def test_the_local_rank_is_the_one_on_the_host() -> None:
+    assert logged(fl.RankFilter(local_rank=0)) == []
+    assert logged(fl.RankFilter(local_rank=1)) == ["0/1/1 info", "0/1/1 error"]
+    assert logged(fl.RankFilter(rank=0)) == ["0/1/1 info", "0/1/1 error"]
+
+
+def test_before_init_a_process_is_the_main_one() -> None:
+    assert fl.is_main_process()
+    assert logged(fl.RankFilter(rank=0)) == ["0/0/1 info", "0/0/1 error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "name"),
+    [
+        ({"rank": "0"}, TypeError, "rank"),
+        ({"rank": True}, TypeError, "rank"),
+        ({"local_rank": -1}, ValueError, "local_rank"),
+        ({"pass_level": "ERROR"}, TypeError, "pass_level"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], kind: type[Exception], name: str) -> None:
+    with pytest.raises(kind, match=f"RankFilter: {name} must be"):
+        fl.RankFilter(**arguments)

@@ -1,0 +1,50 @@
+"""What runs on the ranks: trees with CuPy arrays among others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import flashlight_py as fl
+from tests.gpu import verbs
+
+KINDS = [(name, layout) for name in verbs.DTYPES for layout in ("contiguous", "strided", "fortran")]
+
+
+def tree_of(value: int) -> dict[str, Any]:
+    arrays = [
+        verbs.on_gpu(np.full((2, 3), value, name), layout)
+        for name, layout in [*KINDS, ("float32", "reversed")]
+    ]
+    scalar = verbs.on_gpu(np.array(value, np.float16))
+    return {
+        "gpu": [*arrays, scalar, verbs.on_gpu(np.zeros((0, 2)))],
+        "again": arrays[0],
+        "variable": fl.Variable(verbs.on_gpu(np.full(3, float(value)))),
+        "cpu": (np.full(5, value), value),
+    }
+
+
+def on_host(tree: dict[str, Any]) -> list[Any]:
+    arrays = [*tree["gpu"], tree["again"], tree["variable"].array]
+    return [*(array.get().tolist() for array in arrays), tree["cpu"][0].tolist(), tree["cpu"][1]]
+
+
+def synchronize(rank: int, size: int) -> None:
+    for root in range(size):
+        tree = tree_of(10 * rank + 1)
+        before = [array.data.ptr for array in tree["gpu"]]
+        assert fl.synchronize(tree, root) is tree
+        assert on_host(tree) == on_host(tree_of(10 * root + 1))
+        assert [array.data.ptr for array in tree["gpu"]] == before
+
+
+def synchronize_with_the_cpu(rank: int, size: int) -> str:
+    """Rank 0 has on its GPU what the others have in NumPy."""
+    array = verbs.on_gpu(np.full(3, rank)) if rank == 0 else np.full(3, rank)
+    try:
+        fl.synchronize([array])
+    except fl.errors.MismatchError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,183 @@
+"""DistributedOptimizer: the same training as one rank with the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+
+BATCH, STEPS = 12, 8
+GLOO = {"params": {"BACKEND": "gloo"}}
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda params: fl.optim.SGDOptimizer(params, 0.05, momentum=0.9, weight_decay=0.01),
+    "adam": lambda params: fl.optim.AdamOptimizer(params, 0.01),
+}
+
+
+class Branches(fl.nn.Module):
+    """Layers of which some steps leave one out, on every rank or on some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        fl.set_seed(0)
+        self.first = fl.nn.Linear(6, 4).astype(np.float64)
+        self.second = fl.nn.Linear(6, 4).astype(np.float64)
+        self.never = fl.nn.Linear(6, 4).astype(np.float64)
+
+    def forward(self, x: Any, which: int) -> Any:
+        return (self.first, self.second)[which](x)
+
+
+def train(rank: int, size: int, kind: str, distributed: bool) -> list[Any]:
+    """Sample ``i`` of a batch takes branch ``i % 2`` in even steps, else the first one."""
+    model = Branches()
+    optimizer = OPTIMIZERS[kind](model.params())
+    if distributed:
+        optimizer = fl.DistributedOptimizer(optimizer)
+    random = np.random.default_rng(3)
+    for step in range(STEPS):
+        x, y = random.standard_normal((BATCH, 6)), random.standard_normal((BATCH, 4))
+        optimizer.zero_grad()
+        for sample in range(rank, BATCH, size):
+            which = sample % 2 if step % 2 == 0 else 0
+            output = model.forward(fl.input(x[sample : sample + 1]), which)
+            output.backward((output.array - y[sample]) * size / BATCH)
+        optimizer.step()
+    return [param.array.copy() for param in model.params()]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("size", "world"), [(1, {}), (2, {}), (3, {}), (2, GLOO)])
+def test_training_on_n_ranks_equals_training_on_one(
+    pool: Any, size: int, world: Any, kind: str
+) -> None:
+    """With 2 ranks each takes a branch alone; a layer that no rank uses is never changed."""
+    alone = train(0, 1, kind, False)
+    for result in pool(size, **world).run(train, kind, True):
+        for got, expected in zip(result, alone, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
+
+
+def gradients(rank: int, size: int, average: bool) -> list[Any]:
+    params = [fl.param(np.zeros(3, np.float32)), fl.param(np.zeros((2, 2))), fl.param(np.zeros(1))]
+    optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(params, 1.0), average=average)
+    params[0].grad = np.full(3, rank + 1, np.float32)
+    if rank == 1:
+        params[1].grad = np.full((2, 2), 4.0)
+    optimizer.step()
+    return [None if p.grad is None else p.grad.ravel()[0] for p in params]
+
+
+def test_sums_and_means_and_gradients_that_are_missing(pool: Any) -> None:
+    assert pool(3).run(gradients, False) == [[6, 4, None]] * 3
+    assert pool(3).run(gradients, True) == [[2, 4 / 3, None]] * 3
+
+
+def reduce_updates(rank: int, size: int) -> list[Any]:
+    """As a Bayesian network does: the changes of means and variances, without any gradient."""
+    optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer([fl.param(np.zeros(1))], 1.0))
+    means, variances = np.full((2, 3), rank, np.float32), np.full(4, rank + 1.0)[::-1]
+    updates = (means, fl.Variable(variances), np.full((), 1j * rank))
+    result = optimizer.reduce(updates)
+    assert all(one is other for one, other in zip(result, updates, strict=True))
+    assert optimizer.reduce([]) == []
+    return [means.tolist(), variances.tolist(), updates[2].item()]
+
+
+def test_any_updates_can_be_reduced(pool: Any) -> None:
+    assert pool(2).run(reduce_updates) == [[[[0.5] * 3] * 2, [1.5] * 4, 0.5j]] * 2
+
+
+def large_updates(rank: int, size: int) -> list[float]:
+    """More than a bucket of 20 MiB, so that several travel."""
+    updates = [np.full(3 << 20, rank + number, np.float32) for number in range(3)]
+    fl.DistributedOptimizer(fl.optim.SGDOptimizer([fl.param(np.zeros(1))], 1.0)).reduce(updates)
+    assert all((update == update[0]).all() for update in updates)
+    return [float(update[0]) for update in updates]
+
+
+def test_updates_of_several_buckets(pool: Any) -> None:
+    assert pool(2).run(large_updates) == [[0.5, 1.5, 2.5]] * 2
+
+
+def differing(rank: int, size: int) -> list[str]:
+    params = [fl.param(np.zeros(2)), fl.param(np.zeros([(2, 3), (3, 2)][rank]))]
+    optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(params, 1.0))
+    updates = [np.full(2, rank, np.float64)] * 1 + [np.zeros(1)] * rank
+    messages = []
+    for call in (optimizer.step, lambda: optimizer.reduce(updates)):
+        with pytest.raises(fl.errors.MismatchError) as caught:
+            call()
+        messages.append(str(caught.value))
+    assert (updates[0] == rank).all()
+    return messages
+
+
+def test_parameters_and_updates_that_differ_are_refused(pool: Any) -> None:
+    for rank, (of_step, of_reduce) in enumerate(pool(2).run(differing)):
+        assert of_step.startswith(f"rank {rank} of 2: DistributedOptimizer: parameters differ in ")
+        assert "number 1 (rank(s) 0: float64 (2, 3); rank(s) 1: float64 (3, 2))" in of_step
+        assert (
+            "updates differ in number 1 (rank(s) 0: nothing; rank(s) 1: float64 (1,))" in of_reduce
+        )
+
+
+def test_everything_else_is_the_inner_optimizers() -> None:
+    inner = fl.optim.SGDOptimizer([fl.param(np.zeros(2))], 0.5, momentum=0.9)
+    outer = fl.DistributedOptimizer(inner)
+    assert outer.optimizer is inner
+    assert outer.params is inner.params
+    outer.lr = 0.25
+    assert inner.lr == outer.lr == 0.25
+    outer.params[0].grad = np.ones(2)
+    outer.step()
+    assert outer.state_dict()["velocity"][0] is inner.state_dict()["velocity"][0]
+    other = fl.DistributedOptimizer(fl.optim.SGDOptimizer([fl.param(np.zeros(2))], 1, 0.9))
+    other.load_state_dict(outer.state_dict())
+    assert other.state_dict()["velocity"][0].tolist() == [1, 1]
+    assert other.lr == 0.25
+    outer.zero_grad()
+    assert inner.params[0].grad is None
+    assert repr(outer) == "DistributedOptimizer(SGDOptimizer, average=True)"
+    with pytest.raises(ValueError, match="at least 0"):
+        outer.lr = -1
+
+
+def test_what_cannot_be_wrapped() -> None:
+    inner = fl.optim.SGDOptimizer([fl.param(np.zeros(2))], 0.5)
+    with pytest.raises(TypeError, match="got DistributedOptimizer"):
+        fl.DistributedOptimizer(fl.DistributedOptimizer(inner))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got str"):
+        fl.DistributedOptimizer("sgd")  # type: ignore[arg-type]
+
+
+def test_updates_that_cannot_be_reduced() -> None:
+    optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer([fl.param(np.zeros(2))], 0.5))
+    same = np.zeros(2)
+    with pytest.raises(ValueError, match="twice"):
+        optimizer.reduce([same, same])
+    with pytest.raises(TypeError, match="got float"):
+        optimizer.reduce([1.5])
+
+
+@pytest.mark.parametrize("first", ["module", "optimizer"])
+def test_gradients_are_not_reduced_twice(first: str) -> None:
+    model = fl.nn.Linear(2, 1)
+    inner = fl.optim.SGDOptimizer(model.params(), 0.5)
+    if first == "module":
+        fl.distribute_module_grads(model)
+        with pytest.raises(ValueError, match="of a module under distribute_module_grads"):
+            fl.DistributedOptimizer(inner)
+        return
+    outer = fl.DistributedOptimizer(inner)
+    outer.step()
+    fl.distribute_module_grads(model)
+    with pytest.raises(ValueError, match=r"parameter 0 \(shape \(1, 2\)\) is of a module under"):
+        outer.step()
+    model.params()[0].clear_grad_hook()
+    with pytest.raises(ValueError, match="parameter 1 "):
+        outer.step()

@@ -1,0 +1,252 @@
+"""Trees over real ranks: everybody has the root's values, or nobody's tree has changed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.world import current_world
+from flashlight_py.parallel.native import native
+from flashlight_py.parallel.tree import plan_of
+from tests.gpu import trees as gpu_trees
+from tests.parallel.trees import Box, Frozen, Point, everything, model_of, optimizer_of
+
+GLOO = {"params": {"BACKEND": "gloo"}}
+WORLDS = [(1, {}), (2, {}), (3, {}), (2, GLOO), (3, GLOO)]
+every_world = pytest.mark.parametrize(
+    ("size", "world"), WORLDS, ids=lambda w: str(w) if isinstance(w, int) else "gloo" * bool(w)
+)
+
+
+def values(tree: Any) -> tuple[bytes, list[str]]:
+    """All that synchronize gives, in a form that can be compared, NaN included."""
+    plan = plan_of(tree)
+    numbers = [repr(number) for _, _, number in plan.numbers]
+    return plan.description, [*(repr(array.tolist()) for array in plan.arrays), *numbers]
+
+
+def memory(tree: Any) -> list[int]:
+    """Where the arrays are."""
+    return [array.ctypes.data for array in plan_of(tree).arrays]
+
+
+def synchronize_everything(rank: int, size: int, root: int) -> None:
+    tree = everything(10 * rank + 3)
+    before = memory(tree)
+    own = tree["left alone"][1], tree["classes"][0].label
+    inside = {id(tree[name]) for name in tree if not isinstance(tree[name], tuple)}
+    result = fl.synchronize(tree, root)
+    assert result is tree
+    assert values(tree) == values(everything(10 * root + 3))
+    assert memory(tree) == before
+    assert (tree["left alone"][1], tree["classes"][0].label) == own
+    assert inside == {id(tree[name]) for name in tree if not isinstance(tree[name], tuple)}
+    assert tree["shared"][0] is tree["shared"][1]["again"]
+    assert tree["cycle"][1]["back"] is tree["cycle"]
+    assert type(tree["tuples"][1]) is Point
+    assert tree["classes"][2].square == tree["classes"][2].rate ** 2
+
+
+@every_world
+def test_everything_becomes_the_roots_in_place(pool: Any, size: int, world: Any) -> None:
+    for root in range(size):
+        pool(size, **world).run(synchronize_everything, root)
+
+
+def without_native_code() -> None:
+    for name in ("digest", "tree.buffers", "tree.plan"):
+        module: Any = importlib.import_module(f"flashlight_py.parallel.{name}")
+        module.native = lambda: None
+
+
+def synchronize_partly_in_python(rank: int, size: int) -> None:
+    if rank == 1:
+        without_native_code()
+    try:
+        synchronize_everything(rank, size, 1)
+        synchronize_everything(rank, size, 0)
+    finally:
+        for name in ("digest", "tree.buffers", "tree.plan"):
+            module: Any = importlib.import_module(f"flashlight_py.parallel.{name}")
+            module.native = native
+
+
+def test_a_rank_without_the_native_code_understands_the_others(pool: Any) -> None:
+    pool(2).run(synchronize_partly_in_python)
+
+
+def count_transfers(rank: int, size: int) -> list[int]:
+    """The bytes of each transfer, seen by a spy: there is no other way to count them."""
+    module: Any = importlib.import_module("flashlight_py.parallel.synchronize")
+    real, sizes = module.broadcast, []
+
+    def spy(x: Any, *args: Any, **options: Any) -> Any:
+        sizes.append(x.nbytes)
+        return real(x, *args, **options)
+
+    module.broadcast = spy
+    shared = np.full(1000, rank, np.float64)
+    try:
+        fl.synchronize([shared, [shared], np.zeros(3, np.int8), {"x": shared, "y": 1.5}])
+        fl.synchronize([None, "nothing to send"])
+    finally:
+        module.broadcast = real
+    assert (shared == 0).all()
+    return sizes
+
+
+def test_all_dtypes_share_a_transfer_and_shared_arrays_are_in_it_once(pool: Any) -> None:
+    assert pool(2).run(count_transfers) == [[8000 + 16 + 8]] * 2
+
+
+def test_arrays_on_gpus_travel_beside_those_on_the_cpu(pool: Any) -> None:
+    """With the stand-in for CuPy and NCCL; tests/gpu does the same where there is a GPU."""
+    ranks = pool(2, env={"STAND_IN": "1"})
+    ranks.run(gpu_trees.synchronize)
+    for message in ranks.run(gpu_trees.synchronize_with_the_cpu):
+        assert "tree[0] (rank(s) 0: GPU int64 (3,); rank(s) 1: int64 (3,))" in message
+
+
+def train_after(rank: int, size: int, kind: str, distributed: bool) -> list[Any]:
+    """Ranks begin with other parameters and other states, and go on with the root's."""
+    model = model_of(rank + 1.0)
+    optimizer = optimizer_of(model, kind, rank + 1)
+    if distributed:
+        optimizer = fl.DistributedOptimizer(optimizer)
+    fl.synchronize({"model": model, "optimizer": optimizer}, root=size - 1)
+    for _ in range(3):
+        for param in model.params():
+            param.grad = np.ones_like(param.array)
+        optimizer.step()
+    return [*(param.array.copy() for param in model.params()), optimizer.lr]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_optimizers_go_on_alike(pool: Any, kind: str, distributed: bool) -> None:
+    *others, root = pool(3).run(train_after, kind, distributed)
+    for other in others:
+        np.testing.assert_equal(other, root)
+
+
+def other_order(rank: int, size: int) -> Any:
+    items = [("weight", np.full(2, rank)), ("bias", rank + 10), (3, [rank])]
+    tree = {"model": dict(items if rank else items[::-1])}
+    fl.synchronize(tree)
+    return {key: np.asarray(value).tolist() for key, value in tree["model"].items()}
+
+
+def test_keys_may_be_in_another_order(pool: Any) -> None:
+    assert pool(2).run(other_order) == [{"weight": [0, 0], "bias": 10, 3: [0]}] * 2
+
+
+DIFFERENT: dict[str, tuple[Callable[[int], Any], str, str]] = {
+    "shape": (lambda r: {"w": [1, np.zeros(2 + r)]}, 'tree["w"][1]', "float64 (3,)"),
+    "dtype": (lambda r: (np.zeros(2, ["f4", "f8"][r]),), "tree[0]", "float64 (2,)"),
+    "length": (lambda r: [1] * (3 + r), "tree[3]", "int"),
+    "key": (lambda r: {"ab"[r]: 1}, 'tree["a"]', "nothing"),
+    "class": (lambda r: {"x": [Box, Frozen][r](1)}, 'tree["x"]', "Frozen"),
+    "number": (lambda r: Box([1, [1, 1.0][r]]), "tree.content[1]", "float"),
+    "parameter": (lambda r: fl.nn.Linear(2, 3 + r), "tree.weight", "float32 (4, 2)"),
+    "state": (
+        lambda r: optimizer_of(model_of(0), ["sgd", "adam"][r], 1),
+        "tree",
+        "AdamOptimizer",
+    ),
+}
+
+
+def synchronize_different(rank: int, size: int, what: str) -> str:
+    tree = {"first": np.full(3, rank), "number": rank, "rest": DIFFERENT[what][0](min(rank, 1))}
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        fl.synchronize(tree)
+    assert (tree["first"] == rank).all()
+    assert tree["number"] == rank
+    again = fl.synchronize([rank])  # the group goes on
+    assert again == [0]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_trees_that_differ_are_refused_on_every_rank(pool: Any, what: str) -> None:
+    _, path, kind = DIFFERENT[what]
+    for rank, message in enumerate(pool(3).run(synchronize_different, what)):
+        assert message.startswith(f"[synchronize] rank {rank} of 3: the trees differ at ")
+        where = path.replace("tree", 'tree["rest"]', 1)
+        assert f" {where} (rank(s) 0: " in message
+        assert f"; rank(s) 1, 2: {kind}). Nothing was changed" in message
+
+
+class Failing(fl.nn.Module):
+    def forward(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ArithmeticError("on purpose")
+
+
+BROKEN = {
+    "read-only": (np.broadcast_to(np.zeros(1), 3), ValueError, "the array is read-only"),
+    "objects": (np.array([None, {}]), TypeError, "holds Python objects"),
+    "failing": (Failing(), fl.errors.DistributedError, "on purpose"),
+}
+
+
+def synchronize_broken(rank: int, size: int, what: str) -> list[str]:
+    value, kind, _ = BROKEN[what]
+    tree = {"first": np.full(3, rank), "second": value if rank == 1 else np.zeros(3)}
+    messages = []
+    for root in range(size):
+        with pytest.raises(kind) as caught:
+            fl.synchronize(tree, root)
+        messages.append(str(caught.value))
+    assert (tree["first"] == rank).all()
+    assert fl.synchronize(rank, 1) == 1
+    return messages
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_one_rank_cannot_send_is_told_to_all(pool: Any, what: str) -> None:
+    for messages in pool(2).run(synchronize_broken, what):
+        for message in messages:
+            assert message.startswith("[synchronize] rank 1 of 2: ")
+            assert BROKEN[what][2] in message
+            assert what == "failing" or 'tree["second"]' in message
+
+
+def roots_that_differ(rank: int, size: int) -> str:
+    tree = [np.full(3, rank)]
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        fl.synchronize(tree, root=rank)
+    assert (tree[0] == rank).all()
+    return str(caught.value)
+
+
+def test_roots_that_differ_are_refused(pool: Any) -> None:
+    for message in pool(2).run(roots_that_differ):
+        assert "different roots (rank(s) 0: 0; rank(s) 1: 1)" in message
+
+
+def in_a_group(rank: int, size: int) -> Any:
+    return fl.synchronize({"x": rank}, root=1, group=current_world().group)
+
+
+def test_a_group_can_be_given(pool: Any) -> None:
+    assert pool(2).run(in_a_group) == [{"x": 1}] * 2
+
+
+@pytest.mark.parametrize("root", [1, -1, True, 0.0, None])
+def test_the_root_must_be_a_rank(root: Any) -> None:
+    with pytest.raises(ValueError, match="root must be a rank of this group, 0 to 0"):
+        fl.synchronize([1], root)
+
+
+def test_a_world_of_one_checks_as_well() -> None:
+    with pytest.raises(ValueError, match=r"rank 0 of 1: tree\[0\]: the array is read-only"):
+        fl.synchronize([np.broadcast_to(np.zeros(1), 3)])
+    model = model_of(2.0)
+    assert fl.synchronize(model) is model

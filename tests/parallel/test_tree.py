@@ -1,0 +1,296 @@
+"""Walks, packing and changes of trees, native and in Python: one must be the other."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flashlight_py as fl
+from flashlight_py.parallel.digest import digest, digest_in_python
+from flashlight_py.parallel.native import native
+from flashlight_py.parallel.tree import (
+    Plan,
+    decode_numbers,
+    encode_numbers,
+    first_difference,
+    layout,
+    plan_of,
+    put_numbers,
+)
+from flashlight_py.parallel.tree.description import dtype_text, entries, key_text
+from flashlight_py.parallel.tree.values import look
+from flashlight_py.parallel.tree.walk import Walker
+from tests.parallel.trees import Box, Frozen, Point, Tensor, everything, trees
+
+pytestmark = pytest.mark.skipif(native() is None, reason="csrc/tree was not built")
+any_tree = settings(deadline=None, max_examples=40)
+
+
+def native_plan(tree: Any) -> Plan:
+    return Plan(*native().walk([tree], look, key_text, dtype_text))  # type: ignore[union-attr]
+
+
+def python_plan(tree: Any) -> Plan:
+    return Plan(*Walker(sort_keys=False).walk([tree]))
+
+
+def assert_same(one: Plan, other: Plan) -> None:
+    """The same description, and the very same objects in the same places."""
+    assert one.description == other.description
+    assert one.array_bytes == other.array_bytes
+    # Arrays of other libraries are seen through a new array each time.
+    places = [[array.__array_interface__ for array in plan.arrays] for plan in (one, other)]
+    assert places[0] == places[1]
+    for name in ("numbers", "nodes"):
+        ours, theirs = getattr(one, name), getattr(other, name)
+        assert [(node, key) for node, key, _ in ours] == [(node, key) for node, key, _ in theirs]
+        same = [a is b for (_, _, a), (_, _, b) in zip(ours, theirs, strict=True)]
+        assert all(same[1:] if name == "nodes" else same)  # node 0 is the walk's own box
+
+
+@any_tree
+@given(trees())
+def test_the_native_walk_is_the_walk_in_python(tree: Any) -> None:
+    assert_same(native_plan(tree), python_plan(tree))
+
+
+def test_both_walks_find_everything() -> None:
+    tree = everything(7)
+    assert_same(native_plan(tree), python_plan(tree))
+    kinds = dict(entries(python_plan(tree).description))
+    assert kinds['tree["arrays"][10]'] == "float32 (2, 3)"
+    assert kinds['tree["tuples"][1].y[1][0]'] == "int"
+    assert kinds['tree["shared"][1]["again"]'] == 'the same object as tree["shared"][0]'
+    assert kinds['tree["cycle"][1]["back"]'] == 'the same object as tree["cycle"]'
+    assert kinds["tree[3][('a', 1)]"] == "int"
+    assert kinds['tree["model"].0.layer.weight'] == "float32 (3, 2)"
+    assert kinds['tree["adam"]._steps[0]'] == "int"
+    assert kinds['tree["left alone"][1]'] == "no array or number"
+
+
+@any_tree
+@given(trees())
+def test_native_packing_is_packing_in_python(tree: Any) -> None:
+    plan = plan_of(tree)
+    one, other = (np.full(plan.array_bytes, 7, np.uint8) for _ in range(2))
+    native().pack(plan.arrays, one)  # type: ignore[union-attr]
+    layout.pack(plan.arrays, other)
+    assert one.tobytes() == other.tobytes()
+    assert layout.size_of(plan.arrays) == plan.array_bytes
+
+
+@any_tree
+@given(trees())
+def test_what_was_packed_is_unpacked_into_arrays_of_any_layout(tree: Any) -> None:
+    plan = plan_of(tree)
+    buffer = np.zeros(plan.array_bytes, np.uint8)
+    native().pack(plan.arrays, buffer)  # type: ignore[union-attr]
+    before = [array.tobytes() for array in plan.arrays]
+    for unpack in (native().unpack, layout.unpack):  # type: ignore[union-attr]
+        for array in plan.arrays:
+            array[...] = np.zeros((), array.dtype)
+        unpack(plan.arrays, buffer)
+        assert [array.tobytes() for array in plan.arrays] == before
+
+
+def test_a_buffer_that_is_too_small_is_refused() -> None:
+    with pytest.raises(ValueError, match="too small"):
+        native().pack([np.zeros(3)], np.zeros(16, np.uint8))  # type: ignore[union-attr]
+
+
+@any_tree
+@given(st.binary(max_size=100))
+def test_the_native_digest_is_the_digest_in_python(data: bytes) -> None:
+    assert digest(data) == digest_in_python(data)
+
+
+def test_digests_tell_places_and_lengths_apart() -> None:
+    words = [b"", b"\0", bytes(8), bytes(16), b"a" * 8 + b"b" * 8, b"b" * 8 + b"a" * 8]
+    assert len({digest(word) for word in words}) == len(words)
+
+
+@any_tree
+@given(trees())
+def test_numbers_come_back_as_they_were(tree: Any) -> None:
+    numbers = [number for _, _, number in plan_of(tree).numbers]
+    back = decode_numbers(numbers, encode_numbers(numbers))
+    assert [type(number) for number in back] == [type(number) for number in numbers]
+    assert encode_numbers(back) == encode_numbers(numbers)
+
+
+@pytest.mark.parametrize("number", [0, -1, 127, 128, -128, -129, 2**63, -(2**63), 10**1000])
+def test_ints_of_any_size(number: int) -> None:
+    assert decode_numbers([0], encode_numbers([number])) == [number]
+
+
+@any_tree
+@given(trees())
+def test_numbers_are_put_where_they_were_found(tree: Any) -> None:
+    tree = copy.deepcopy(tree)
+    plan = plan_of(tree)
+    changed = put_numbers(plan, [_next(number) for _, _, number in plan.numbers])
+    again = plan_of(changed)
+    assert again.description == plan.description
+    expected = [_next(number) for _, _, number in plan.numbers]
+    assert encode_numbers(n for _, _, n in again.numbers) == encode_numbers(expected)
+
+
+def _next(number: Any) -> Any:
+    changed = not number if isinstance(number, (bool, np.bool_)) else number + 1
+    return type(number)(changed)
+
+
+def test_mutable_containers_stay_and_immutable_ones_without_numbers_too() -> None:
+    inner = ["text", 1]
+    still = (np.zeros(2), inner, Frozen("no number"))
+    tree = {"still": still, "new": (inner, 2)}
+    changed = put_numbers(plan_of(tree), [10, 20])
+    assert changed is tree
+    assert changed["still"] is still
+    assert changed["new"] == (["text", 10], 20)
+    assert changed["new"][0] is inner
+
+
+@pytest.mark.parametrize(
+    "tree", [3, (3,), Point(3), Frozen((3, 4)), [Frozen(Point(3, Box((4,))))]], ids=repr
+)
+def test_a_tree_that_is_immutable_itself_is_made_anew(tree: Any) -> None:
+    before = repr(tree)
+    plan = plan_of(copy.deepcopy(tree))
+    changed = put_numbers(plan, [number + 10 for _, _, number in plan.numbers])
+    assert repr(changed) == before.replace("3", "13").replace("4", "14")
+    assert type(changed) is type(tree)
+
+
+def test_keys_in_another_order_make_no_difference_where_they_are_sorted() -> None:
+    one = {"a": np.zeros(1), "b": {1: 2.0, None: 3}}
+    other = {"b": {None: 3, 1: 2.0}, "a": np.zeros(1)}
+    assert plan_of(one).description != plan_of(other).description
+    assert plan_of(one, sort_keys=True).description == plan_of(other, sort_keys=True).description
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "message"),
+    [
+        (np.array([None]), TypeError, "holds Python objects"),
+        (np.broadcast_to(np.zeros(1), 3), ValueError, "is read-only"),
+        (Tensor(np.broadcast_to(np.zeros(1), 3)), ValueError, "is read-only"),
+        (fl.param(np.zeros(2)) * 2, ValueError, "was computed from others"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_with_its_path(
+    value: Any, kind: type[Exception], message: str
+) -> None:
+    tree = {"a": [1, {"b": Point(2, {3: Box(value)})}]}
+    with pytest.raises(kind, match=rf'^tree\["a"\]\[1\]\["b"\]\.y\[3\]\.content: .*{message}'):
+        plan_of(tree)
+
+
+class Pair(tuple[Any, ...]):
+    """A tuple that wants two arguments."""
+
+    def __new__(cls, one: Any, other: Any) -> Pair:
+        return super().__new__(cls, (one, other))
+
+
+class Row(tuple[Any, ...]):
+    """A tuple like any other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeded:
+    """Needs more than its fields to be made."""
+
+    seed: dataclasses.InitVar[int]
+    value: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """Has a field that its ``__init__`` does not take, and something beside the fields."""
+
+    value: int
+    count: int = dataclasses.field(default=5, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", f"value {self.value}")
+
+
+def test_classes_of_tuples() -> None:
+    changed = put_numbers(plan_of(Row([1, 2])), [3, 4])
+    assert changed == (3, 4)
+    assert type(changed) is Row
+
+
+def test_classes_of_frozen_dataclasses() -> None:
+    changed = put_numbers(plan_of(Counted(1)), [2, 7])
+    assert (changed.value, changed.count, changed.text) == (2, 7, "value 2")
+    tree = [Counted(1)]
+    assert put_numbers(plan_of(tree), [1, 9])[0].count == 9
+
+
+@pytest.mark.parametrize("value", [Pair(1, 2), Seeded(1)], ids=lambda v: type(v).__name__)
+def test_what_cannot_be_made_anew_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"tree\[0\]: \w+ is immutable and cannot be made anew"):
+        plan_of([value])
+
+
+def test_an_immutable_object_that_contains_itself_is_refused() -> None:
+    knot = Frozen([1])
+    assert put_numbers(plan_of(knot), [2]) == Frozen([2])  # through a list it is none
+    object.__setattr__(knot, "other", (knot,))
+    with pytest.raises(TypeError, match=r"tree\.other\[0\]: this Frozen .* contains itself"):
+        plan_of(knot)
+
+
+def test_trees_deeper_than_the_recursion_limit() -> None:
+    tree: Any = 1
+    for _ in range(5000):
+        tree = [(tree,)]
+    changed = put_numbers(plan_of(tree), [2])
+    for _ in range(5000):
+        ((changed,),) = changed
+    assert changed == 2
+
+
+def test_a_container_that_changes_during_the_walk_is_noticed() -> None:
+    class Growing(fl.nn.Module):
+        def forward(self) -> None: ...
+
+        def state_dict(self) -> dict[str, Any]:
+            tree["grown"] = 1
+            return {}
+
+    tree: dict[str, Any] = {"a": Growing()}
+    with pytest.raises(RuntimeError, match="changed during the walk"):
+        native_plan(tree)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "path", "kinds"),
+    [
+        ({"w": np.zeros(3)}, {"w": np.zeros(4)}, 'tree["w"]', ["float64 (3,)", "float64 (4,)"]),
+        ([1, 2], [1, 2, 3.0], "tree[2]", ["nothing", "float"]),
+        ([1, (2,)], [1, [2]], "tree[1]", ["tuple", "list"]),
+        ({"a": 1}, {"b": 1}, 'tree["a"]', ["int", "nothing"]),
+        (Box(1), Box(None), "tree.content", ["int", "no array or number"]),
+        (Box(1), Point(1), "tree", ["Box", "Point"]),
+        (np.float32(1), 1.0, "tree", ["NumPy float32", "float"]),
+    ],
+)
+def test_the_first_difference_is_named(one: Any, other: Any, path: str, kinds: list[str]) -> None:
+    descriptions = [plan_of(tree).description for tree in (one, other, one)]
+    assert first_difference(descriptions) == (path, [*kinds, kinds[0]])
+    assert first_difference(descriptions[:1] * 2) is None
+
+
+def test_one_array_twice_is_not_two_arrays() -> None:
+    a, b = np.zeros(2), np.zeros(2)
+    found = first_difference([plan_of(tree).description for tree in ([a, a], [a, b])])
+    assert found == ("tree[1]", ["the same object as tree[0]", "float64 (2,)"])
