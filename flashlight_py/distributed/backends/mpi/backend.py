@@ -204,7 +204,7 @@ class MpiBackend(Backend):
         return self._into(out, work, "all_to_all")
 
     def _into(self, out: Array | None, work: Work, verb: str) -> Work:
-        """Return ``work``, which fails at its end if ``out`` is of another length than what came."""
+        """Return ``work``, which fails at its end if ``out`` has another length than what came."""
         if out is None:
             return work
         room = out
