@@ -33,6 +33,25 @@ CALLS: dict[str, Any] = {
     "scale": lambda rank: fl.all_reduce(np.zeros(4), scale=1.0 + rank),
     "root": lambda rank: fl.broadcast(np.zeros(4), root=min(rank, 1)),
     "verb": lambda rank: fl.barrier() if rank else fl.all_reduce(np.zeros(4)),
+    "shape of a reduce": lambda rank: fl.reduce(np.zeros(4 + rank)),
+    "root of a reduce": lambda rank: fl.reduce(np.zeros(4), root=min(rank, 1)),
+    "op of a large reduce": lambda rank: fl.reduce(np.zeros(90_000), op="max" if rank else "min"),
+    "root of a gather": lambda rank: fl.gather(np.zeros(4), root=min(rank, 1)),
+    "dtype of a gather": lambda rank: fl.gather(np.zeros(4, np.float32 if rank else np.int32)),
+    "root of a scatter": lambda rank: fl.scatter(np.zeros((6, 2)), root=min(rank, 1)),
+    "out of a scatter": lambda rank: fl.scatter(
+        np.zeros((6, 2)) if not rank else None, out=np.zeros((7, 2)) if rank else None
+    ),
+    "out of a large scatter": lambda rank: fl.scatter(
+        np.zeros((6, 9000)) if not rank else None, out=np.zeros(3, np.int8) if rank else None
+    ),
+    "shape of an all_to_all": lambda rank: fl.all_to_all(np.zeros((6, 2 + min(rank, 1)))),
+    "rows of an all_to_all": lambda rank: fl.all_to_all(
+        np.zeros(6), [6, *[0] * (fl.get_world_size() - 1)] if rank else None
+    ),
+    "columns of an uneven all_to_all": lambda rank: fl.all_to_all(
+        np.zeros((6, 2 + min(rank, 1))), [6, *[0] * (fl.get_world_size() - 1)]
+    ),
     "rest of the shape": lambda rank: fl.all_gather(np.zeros((3, 2 + min(rank, 1)))),
     "list length": lambda rank: fl.all_reduce_multiple(
         [np.zeros(3)] * 0 + [np.zeros(3) for _ in range(2 + rank)], contiguous=True

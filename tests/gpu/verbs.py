@@ -177,29 +177,46 @@ def message_of_another_shape(rank: int, size: int) -> str:
 
 
 def composed_verbs(rank: int, size: int, name: str) -> None:
-    """reduce, gather, scatter and all_to_all, which the backend has ready."""
-    from flashlight_py.distributed.backends.nccl import collect
-    from flashlight_py.distributed.constants import ReduceOp
-    from flashlight_py.distributed.world import current_world
-
+    """reduce, gather, scatter, all_to_all and batches of messages."""
     everyone = [values(r, (2 * size, 3), name) for r in range(size)]
     x = on_gpu(everyone[rank])
-    backend: Any = current_world().group.backend(x)
     for root in range(size):
-        gathered = collect.gather(backend, x, root, blocking=True).wait()
+        gathered = fl.gather(x, root)
         assert (gathered is None) == (rank != root)
         if rank == root:
             np.testing.assert_array_equal(gathered.get(), np.concatenate(everyone))
         part = on_gpu(np.zeros((2, 3), name))
-        collect.scatter(backend, x, part, root).wait()
+        assert fl.scatter(x if rank == root else None, root, out=part) is part
         np.testing.assert_array_equal(part.get(), everyone[root][2 * rank : 2 * rank + 2])
         y = on_gpu(everyone[rank])
-        backend.reduce(y, ReduceOp.MAX, 1.0, root).wait()
+        fl.reduce(y, root, op="max")
         highest = np.maximum.reduce(everyone) if rank == root else everyone[rank]
         np.testing.assert_array_equal(y.get(), highest)
-    got = collect.all_to_all(backend, x).wait().get()
     expected = np.concatenate([theirs[2 * rank : 2 * rank + 2] for theirs in everyone])
-    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(fl.all_to_all(x).get(), expected)
+    rows = [2 * size - 2 * (size - 1) + 1, *[2] * (size - 2), 1] if size > 1 else [2]
+    got = fl.all_to_all(x, rows).get()
+    starts = np.cumsum([0, *rows])
+    pieces = [theirs[starts[rank] : starts[rank + 1]] for theirs in everyone]
+    np.testing.assert_array_equal(got, np.concatenate(pieces))
+    crossing_messages(rank, size, name)
+
+
+def crossing_messages(rank: int, size: int, name: str) -> None:
+    """Everybody sends everybody two messages, which are taken in another order."""
+    sends = [
+        fl.P2POp("send", on_gpu(values(rank, (100 + tag,), name)), peer, tag)
+        for peer in range(size)
+        for tag in (0, 1)
+    ]
+    outs = {(p, tag): on_gpu(np.zeros(100 + tag, name)) for tag in (1, 0) for p in range(size)}
+    receives = [fl.P2POp("recv", out, peer, tag) for (peer, tag), out in outs.items()]
+    fl.batch_isend_irecv(sends + receives).wait()
+    for (peer, tag), out in outs.items():
+        np.testing.assert_array_equal(out.get(), values(peer, (100 + tag,), name))
+    out = on_gpu(np.zeros(7, name))
+    fl.sendrecv(on_gpu(values(rank, (7,), name)), (rank + 1) % size, out, (rank - 1) % size)
+    np.testing.assert_array_equal(out.get(), values((rank - 1) % size, (7,), name))
 
 
 def side_by_side(rank: int, size: int) -> list[str]:
