@@ -3,6 +3,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "../common/capi.h"
 #include "group.h"
@@ -57,18 +58,18 @@ fl_op* fl_gloo_run(fl_group* group, const fl_signature* signature, void* data, v
   return nullptr;
 }
 
-int fl_gloo_exchange(fl_group* group, const fl_message* messages, int count, double seconds,
-                     fl_op** failed) {
-  bool entered = true;
-  fl_op* op = fl::started([&] {
-    return group->group.exchange(messages, count, seconds, &entered);
+void fl_gloo_exchange(fl_group* group, const fl_message* messages, int count, double seconds,
+                      fl_op** results) {
+  std::vector<std::shared_ptr<fl::Operation>> ended(count);
+  fl_op* failed = fl::started([&] {
+    ended = group->group.exchange(messages, count, seconds);
+    return nullptr;
   });
-  if (op->operation == nullptr) {
-    delete op;
-    op = nullptr;
+  for (int i = 0; i < count; ++i) {
+    const auto& operation = failed->operation != nullptr ? failed->operation : ended[i];
+    results[i] = operation != nullptr ? new fl_op{operation} : nullptr;
   }
-  *failed = op;
-  return entered ? 1 : 0;
+  delete failed;
 }
 
 void fl_gloo_close(fl_group* group) { delete group; }

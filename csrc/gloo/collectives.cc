@@ -58,12 +58,13 @@ void Collectives::meet(Call& call, const void* data, const Parts& give) {
 }
 
 void Collectives::tell(const Call& call, const void* data, const Parts& give) {
+  const char* const source = static_cast<const char*>(data);
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     Frame& frame = outgoing_[r];
     frame.signature = call.mine;
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
-    if (bytes > 0) std::memcpy(frame.payload, static_cast<const char*>(data) + give[r].begin, bytes);
+    if (bytes > 0) std::memcpy(frame.payload, source + give[r].begin, bytes);
     outgoing_buffers_[r]->send(r, kHeaderSlot, 0, offsetof(Frame, payload) + bytes);
   }
 }

@@ -29,9 +29,9 @@ fl_op *fl_gloo_connect(fl_group *group, const char *addresses, size_t address_by
    all_reduce, broadcast: in place on data.      barrier: data is NULL.
    reduce: in place on the root's data; the others' stays as it is.
    reduce_scatter, all_to_all: data has signature.count elements in all; output takes the result.
-   all_to_all_uneven: data is an fl_sections; output takes the sections for this rank, in rank order.
-   all_gather, gather: the ranks' data, one after the other, are given by fl_op_output; on a rank
-   that is not the root of a gather that is empty.
+   all_to_all_uneven: data is an fl_sections; output takes what is for this rank, in rank order.
+   all_gather, gather: output may be an fl_room; where it does not fit, or is NULL, the ranks' data,
+   one after the other, are given by fl_op_output: empty where this rank is not a gather's root.
    scatter: the signature describes one part. On the root, data has one for each rank; elsewhere it
    is NULL, and ndim may be FL_ANY. output takes this rank's part; where it is NULL, fl_op_output
    gives it, and the root's signature says what it is.
@@ -40,16 +40,18 @@ fl_op *fl_gloo_connect(fl_group *group, const char *addresses, size_t address_by
 fl_op *fl_gloo_run(fl_group *group, const fl_signature *signature, void *data, void *output,
                    int peer, double seconds, int async);
 
-/* Send and receive several messages at once on the caller's thread: 1, and `failed` is NULL or the
-   handle of a failure. Where another message of the same peer, direction and tag must come first,
-   or is among them: 0, and nothing has happened. */
+/* A send or a receive, with the tag as its signature's root. */
 typedef struct {
   fl_signature signature;
   void *data;
   int peer;
 } fl_message;
-int fl_gloo_exchange(fl_group *group, const fl_message *messages, int count, double seconds,
-                     fl_op **failed);
+
+/* Run several messages at once, on the caller's thread. results[i] is NULL where message i has ended
+   well, else a handle: of its failure, or, where an earlier one with the same peer, direction and
+   tag must come first, of one that was started. */
+void fl_gloo_exchange(fl_group *group, const fl_message *messages, int count, double seconds,
+                      fl_op **results);
 
 /* Called now and then while the caller's own thread waits in fl_gloo_run or fl_gloo_exchange; not
    0: give up, and end the group. */

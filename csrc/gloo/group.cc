@@ -21,6 +21,12 @@ Lane lane_of(const fl_signature& signature, int peer) {
   return {peer, signature.verb == FL_SEND, signature.root};
 }
 
+void require_match(const Message& message, Operation& operation) {
+  if (!message.is_mismatched()) return;
+  operation.signatures = message.signatures();
+  throw Mismatch();
+}
+
 }  // namespace
 
 // The lanes that a caller's thread is in.
@@ -71,18 +77,8 @@ std::shared_ptr<Operation> Group::run(const fl_signature& signature, void* data,
   Stay stay(lanes_);
   if (!stay.enter(lane_of(signature, peer))) return start(signature, data, output, peer, seconds);
   return run_here(seconds, is_message(signature)
-                               ? messages({{signature, data, peer}}, interrupt_)
+                               ? whole_message({signature, data, peer}, interrupt_)
                                : collective(signature, data, output, interrupt_));
-}
-
-std::shared_ptr<Operation> Group::exchange(const fl_message* messages, int count, double seconds,
-                                           bool* entered) {
-  Stay stay(lanes_);
-  for (int i = 0; i < count; ++i) {
-    *entered = stay.enter(lane_of(messages[i].signature, messages[i].peer));
-    if (!*entered) return nullptr;
-  }
-  return run_here(seconds, this->messages({messages, messages + count}, interrupt_));
 }
 
 std::shared_ptr<Operation> Group::run_here(double seconds, Task task) {
@@ -97,35 +93,63 @@ std::shared_ptr<Operation> Group::run_here(double seconds, Task task) {
 
 // Messages ------------------------------------------------------------------------------------
 
-Group::Task Group::messages(std::vector<fl_message> messages, InterruptCheck interrupt) {
-  return [this, messages = std::move(messages), interrupt](Operation& operation) {
-    const int count = static_cast<int>(messages.size());
-    end(point_to_point_.begin(messages.data(), count), operation, interrupt);
+Group::Task Group::whole_message(const fl_message& message, InterruptCheck interrupt) {
+  return [this, message, interrupt](Operation& operation) {
+    const auto begun = point_to_point_.begin(message);
+    end({begun}, operation, interrupt);
+    require_match(*begun, operation);
   };
 }
 
-void Group::end(const PointToPoint::Messages& begun, Operation& operation,
-                InterruptCheck interrupt) {
-  operation.signatures.assign(mesh_->size, fl_signature{});
+void Group::end(const Messages& messages, const Operation& operation, InterruptCheck interrupt) {
   Waiter waiter(mesh_->watch(), operation.deadline, interrupt);
-  point_to_point_.end(begun, waiter, operation.signatures);
+  end_all(messages, waiter);
 }
 
 // What needs no waiting happens at once, the rest on a thread of the group's own.
 std::shared_ptr<Operation> Group::start_message(const fl_message& message, double seconds) {
   const Lane lane = lane_of(message.signature, message.peer);
-  if (!lanes_.enter(lane)) return lanes_.submit(lane, seconds, messages({message}, nullptr));
-  std::shared_ptr<PointToPoint::Messages> begun;
+  if (!lanes_.enter(lane)) return lanes_.submit(lane, seconds, whole_message(message, nullptr));
+  std::shared_ptr<Message> begun;
   std::exception_ptr error;
   try {
-    begun = std::make_shared<PointToPoint::Messages>(point_to_point_.begin(&message, 1));
+    begun = point_to_point_.begin(message);
   } catch (const std::exception&) {
     error = std::current_exception();
   }
   return lanes_.go_on(lane, seconds, [this, begun, error](Operation& operation) {
     if (error) std::rethrow_exception(error);
-    end(*begun, operation, nullptr);
+    end({begun}, operation, nullptr);
+    require_match(*begun, operation);
   });
+}
+
+std::vector<std::shared_ptr<Operation>> Group::exchange(const fl_message* messages, int count,
+                                                        double seconds) {
+  std::vector<std::shared_ptr<Operation>> results(count);
+  std::vector<int> here;  // the others must wait for earlier ones
+  Stay stay(lanes_);
+  for (int i = 0; i < count; ++i) {
+    if (stay.enter(lane_of(messages[i].signature, messages[i].peer))) {
+      here.push_back(i);
+    } else {
+      results[i] = start_message(messages[i], seconds);
+    }
+  }
+  Messages begun;
+  const auto failed = run_here(seconds, [&](Operation& operation) {
+    for (int i : here) begun.push_back(point_to_point_.begin(messages[i]));
+    end(begun, operation, interrupt_);
+  });
+  for (size_t i = 0; i < here.size(); ++i) {
+    if (i >= begun.size() || !begun[i]->has_ended()) {
+      results[here[i]] = failed;
+    } else if (begun[i]->is_mismatched()) {
+      const auto tell = [&](Operation& operation) { require_match(*begun[i], operation); };
+      results[here[i]] = run_here(seconds, tell);
+    }
+  }
+  return results;
 }
 
 // Collectives ---------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ class Group {
   // Null where it has ended well and there is nothing to fetch.
   std::shared_ptr<Operation> run(const fl_signature& signature, void* data, void* output, int peer,
                                  double seconds);
-  // The same for several messages at once; where others must come first, nothing has happened.
-  std::shared_ptr<Operation> exchange(const fl_message* messages, int count, double seconds,
-                                      bool* entered);
+  // The same for several messages at once.
+  std::vector<std::shared_ptr<Operation>> exchange(const fl_message* messages, int count,
+                                                   double seconds);
 
  private:
   class Stay;
@@ -42,8 +42,8 @@ class Group {
                   InterruptCheck interrupt);
   Bytes dispatch(Call& call, void* data, void* output);
   std::shared_ptr<Operation> start_message(const fl_message& message, double seconds);
-  Task messages(std::vector<fl_message> messages, InterruptCheck interrupt);
-  void end(const PointToPoint::Messages& begun, Operation& operation, InterruptCheck interrupt);
+  Task whole_message(const fl_message& message, InterruptCheck interrupt);
+  void end(const Messages& messages, const Operation& operation, InterruptCheck interrupt);
 
   std::unique_ptr<Mesh> mesh_;
   Collectives collectives_;

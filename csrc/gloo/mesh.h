@@ -30,7 +30,8 @@ enum Slot : uint64_t {
 };
 
 // The slot of a large payload of a message, a different one for whatever differs in `call`: FNV-1a
-// over what same_message compares. That two share one is as likely as a random 64-bit number is hit.
+// over what same_message compares. That two share one is as likely as that two random numbers of
+// 64 bits are the same.
 uint64_t slot_of(const fl_signature& call);
 
 class Mesh : public gloo::Context, public Transport, public Connections {

@@ -57,15 +57,12 @@ void Message::begin() {
   unsettled_ = 1;
 }
 
-bool Message::end(Waiter& waiter, std::vector<fl_signature>& seen) {
+void Message::end(Waiter& waiter) {
   NoticePtr told = hear(waiter);
-  const fl_signature theirs = told->call;
+  theirs_ = told->call;
   waiter.sent(*notice_->buffer, peer_);
-  seen[mesh_.rank] = mine_;
-  seen[peer_] = theirs;
-  const bool agreed = same_message(mine_, theirs);
-  if (!agreed) {
-    call_off(waiter, theirs);
+  if (is_mismatched()) {
+    call_off(waiter);
   } else if (sends()) {
     send_rest(waiter);
   } else {
@@ -73,12 +70,23 @@ bool Message::end(Waiter& waiter, std::vector<fl_signature>& seen) {
   }
   notices_.take_back(std::move(told));
   notices_.take_back(std::move(notice_));
-  return agreed;
 }
 
 void Message::settle(Waiter& waiter) {
   while (unsettled_ > 0) waiter.sent(*payload_, peer_), --unsettled_;
   while (nothings_ > 0) waiter.sent(*nothing_, peer_), --nothings_;
+  ended_ = true;
+}
+
+bool Message::is_mismatched() const {
+  return theirs_.sequence != 0 && !same_message(mine_, theirs_);
+}
+
+std::vector<fl_signature> Message::signatures() const {
+  std::vector<fl_signature> seen(mesh_.size);
+  seen[mesh_.rank] = mine_;
+  seen[peer_] = theirs_;
+  return seen;
 }
 
 NoticePtr Message::hear(Waiter& waiter) {
@@ -121,17 +129,17 @@ void Message::take(Waiter& waiter, const Notice& told) {
 
 // What one end has begun cannot be taken back: the other takes a piece that is of no use to it, and
 // sends nothing into receives that wait.
-void Message::call_off(Waiter& waiter, const fl_signature& theirs) {
+void Message::call_off(Waiter& waiter) {
   if (sends()) {
     nothing_ = mesh_.buffer(nullptr, 0);
-    for (; nothings_ < pieces_of(theirs); ++nothings_) nothing_->send(peer_, slot_of(theirs));
+    for (; nothings_ < pieces_of(theirs_); ++nothings_) nothing_->send(peer_, slot_of(theirs_));
     return;
   }
-  if (is_large(theirs)) {
-    const size_t bytes = std::min(kPieceBytes, bytes_of(theirs));
+  if (is_large(theirs_)) {
+    const size_t bytes = std::min(kPieceBytes, bytes_of(theirs_));
     const std::unique_ptr<char[]> room(new char[bytes]);
     const Buffer useless = mesh_.buffer(room.get(), bytes);
-    useless->recv(peer_, slot_of(theirs));
+    useless->recv(peer_, slot_of(theirs_));
     waiter.received(*useless, peer_);
   }
   for (int i = 0; i < pieces_of(mine_); ++i) waiter.received(*payload_, peer_);

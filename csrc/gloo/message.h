@@ -18,24 +18,30 @@ class Message {
 
   // What needs no waiting. Throws what Gloo throws where the connection is broken already.
   void begin();
-  // What the other end must have begun; false: it called something else, and nothing was changed.
-  // Throws Failure. `seen` gets both signatures.
-  bool end(Waiter& waiter, std::vector<fl_signature>& seen);
+  // What the other end must have begun. Throws Failure.
+  void end(Waiter& waiter);
   // What the other end must have ended.
   void settle(Waiter& waiter);
 
   bool sends() const { return mine_.verb == FL_SEND; }
+  bool has_ended() const { return ended_; }
+  // The ends called different things, and nothing was changed.
+  bool is_mismatched() const;
+  // What was called, by rank.
+  std::vector<fl_signature> signatures() const;
 
  private:
   NoticePtr hear(Waiter& waiter);
   std::string instead();
   void send_rest(Waiter& waiter);
   void take(Waiter& waiter, const Notice& told);
-  void call_off(Waiter& waiter, const fl_signature& theirs);
+  void call_off(Waiter& waiter);
 
   Mesh& mesh_;
   Notices& notices_;
   const fl_signature mine_;
+  fl_signature theirs_{};
+  bool ended_ = false;
   char* const data_;
   const int peer_;
   const uint64_t slot_;

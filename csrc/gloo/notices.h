@@ -21,7 +21,7 @@ inline size_t bytes_of(const fl_signature& call) {
 }
 inline bool is_large(const fl_signature& call) { return bytes_of(call) > kInlineMessage; }
 
-// What is told: `call`, and as much of the payload as payload_of says. Memory beyond is not touched.
+// What is told: `call`, and with a small send its payload. Memory beyond is not touched.
 struct Notice {
   fl_signature call;
   char payload[kInlineMessage];

@@ -1,38 +1,27 @@
 #include "point_to_point.h"
 
-#include <utility>
-
 #include "../common/signature.h"
 
 namespace fl {
 
-PointToPoint::Messages PointToPoint::begin(const fl_message* messages, int count) {
-  Messages begun;
-  for (int i = 0; i < count; ++i) {
-    fl_signature mine = messages[i].signature;
-    const int peer = messages[i].peer;
-    // The sender counts; a receiver's number only says that there is one.
-    mine.sequence = mine.verb == FL_SEND ? sequence_of(++sends_[peer]) : 1;
-    begun.push_back(std::make_unique<Message>(mesh_, notices_, mine, messages[i].data, peer));
-    begun.back()->begin();
-  }
+// The sender counts; a receiver's number only says that there is one.
+std::shared_ptr<Message> PointToPoint::begin(const fl_message& message) {
+  const int peer = message.peer;
+  fl_signature mine = message.signature;
+  mine.sequence = mine.verb == FL_SEND ? sequence_of(++sends_[peer]) : 1;
+  auto begun = std::make_shared<Message>(mesh_, notices_, mine, message.data, peer);
+  begun->begin();
   return begun;
 }
 
 // Sends first: they need only what their receivers have begun.
-void PointToPoint::end(const Messages& messages, Waiter& waiter, std::vector<fl_signature>& seen) {
-  bool agreed = true;
+void end_all(const Messages& messages, Waiter& waiter) {
   for (const bool sends : {true, false}) {
     for (const auto& message : messages) {
-      if (message->sends() != sends) continue;
-      std::vector<fl_signature> seen_now(seen.size());
-      const bool agrees = message->end(waiter, seen_now);
-      if (agreed) seen = std::move(seen_now);
-      agreed = agreed && agrees;
+      if (message->sends() == sends) message->end(waiter);
     }
   }
   for (const auto& message : messages) message->settle(waiter);
-  if (!agreed) throw Mismatch();
 }
 
 }  // namespace fl

@@ -1,4 +1,4 @@
-// Messages between two ranks, as operations.
+// Messages between two ranks, several at once on one thread.
 #pragma once
 
 #include <atomic>
@@ -17,19 +17,18 @@ class PointToPoint {
   // Once, when every peer is connected.
   void open() { notices_.open(); }
 
-  // Begin messages, of lanes that are idle. Does not wait. Throws what Gloo throws where a
-  // connection is broken already.
-  using Messages = std::vector<std::unique_ptr<Message>>;
-  Messages begin(const fl_message* messages, int count);
-
-  // Throws Failure, or Mismatch: then `seen` is of the first message whose ends differ, and the
-  // others have ended well.
-  void end(const Messages& messages, Waiter& waiter, std::vector<fl_signature>& seen);
+  // Make a message, and do what needs no waiting. Throws what Gloo throws where the connection is
+  // broken already.
+  std::shared_ptr<Message> begin(const fl_message& message);
 
  private:
   Mesh& mesh_;
   Notices notices_;
   std::vector<std::atomic<uint32_t>> sends_;  // to each peer so far
 };
+
+// Messages of different lanes. Throws Failure: then those that have not ended never will.
+using Messages = std::vector<std::shared_ptr<Message>>;
+void end_all(const Messages& messages, Waiter& waiter);
 
 }  // namespace fl

@@ -149,11 +149,12 @@ void Collectives::ReductionInParts::give(size_t at, size_t bytes) {
 
 void Collectives::ReductionInParts::finish() {
   for (int r : sent_) waiter_.sent(*sends_, r);
-  const size_t waited_for = output_ != nullptr ? 0 : given_.size() - std::min(given_.size(), kDepth);
-  for (size_t i = waited_for; i < given_.size(); ++i) waiter_.sent(*results_, given_[i]);
+  const size_t passed = output_ != nullptr ? 0 : given_.size() - std::min(given_.size(), kDepth);
+  for (size_t i = passed; i < given_.size(); ++i) waiter_.sent(*results_, given_[i]);
   if (!collects(rank_)) return;
   for (int r = 0; r < size_; ++r) {
-    for (size_t c = 0; r != rank_ && piece(r, c).bytes > 0; ++c) waiter_.received(*collected_[r], r);
+    if (r == rank_) continue;
+    for (size_t c = 0; piece(r, c).bytes > 0; ++c) waiter_.received(*collected_[r], r);
   }
 }
 

@@ -16,10 +16,10 @@ from flashlight_py.distributed.backends.interrupts import (
     raise_interruption,
 )
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
-from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
+from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork, Received
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.work import Done, Work
+from flashlight_py.distributed.work import AllOf, Done, Work
 from flashlight_py.errors import BackendUnavailableError
 
 __all__ = ["GlooBackend"]
@@ -103,15 +103,21 @@ class GlooBackend(NativeBackend):
             self._describe("exchange", verb, message.array, ReduceOp.SUM, 1.0, message.tag)
             room.signature = self._signature[0]
             room.data, room.peer = self._pointer(message.array), message.peer
-        failed = self.ffi.new("fl_op **")
-        if not self.lib.fl_gloo_exchange(
-            self._group, together, len(messages), self.timeout, failed
-        ):
-            return super().exchange(messages, blocking)
-        raise_interruption(self.lib, failed[0])
-        if failed[0] != self.ffi.NULL:
-            NativeWork(self, "exchange", failed[0], messages, NOTHING, self.timeout).wait()
-        return Done([message.array for message in messages])
+        results = self.ffi.new("fl_op *[]", len(messages))
+        self.lib.fl_gloo_exchange(self._group, together, len(messages), self.timeout, results)
+        works = [self._ended(*pair) for pair in zip(messages, results, strict=True)]
+        raise_interruption(self.lib, self.ffi.NULL)
+        return AllOf(works)
+
+    def _ended(self, message: Message, handle: Any) -> Work:
+        """Return a message that has been exchanged, or still waits for an earlier one."""
+        array, name = message.array, "send" if message.sends else "recv"
+        if handle == self.ffi.NULL:
+            return Done(array)
+        received = Received(name, array, array, None, message.tag)
+        work = NativeWork(self, name, handle, array, received, self.timeout)
+        self._running.append(work)
+        return work
 
     def _close(self, group: Any) -> None:
         self.lib.fl_gloo_close(group)
