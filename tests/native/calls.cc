@@ -10,10 +10,6 @@
 namespace stress {
 namespace {
 
-Block block(std::vector<char> bytes) {
-  return std::make_shared<const std::vector<char>>(std::move(bytes));
-}
-
 // Numbers are made once: to make them takes longer than to reduce them.
 const std::vector<char>& pool(int dtype, bool numbers) {
   constexpr size_t kCount = 65521;
@@ -33,11 +29,11 @@ std::vector<const void*> pointers(const std::vector<Block>& blocks, size_t skip)
   return from;
 }
 
-Block section(const Block& of, size_t at, size_t bytes) {
-  return block({of->begin() + at, of->begin() + at + bytes});
-}
-
 }  // namespace
+
+Block block(std::vector<char> bytes) {
+  return std::make_shared<const std::vector<char>>(std::move(bytes));
+}
 
 Author::Author(const World& world, Random random, size_t largest_bytes)
     : world_(world),
@@ -53,7 +49,7 @@ Script Author::write(int calls) {
 }
 
 void Author::add_call() {
-  switch (random_.below(20)) {
+  switch (random_.below(24)) {
     case 0:
     case 1:
     case 2:
@@ -82,9 +78,15 @@ void Author::add_call() {
       return add_ring();
     case 15:
     case 16:
-      return add_mismatch();
+      return random_.one_in(8) ? add_root_that_knows_nothing() : add_mismatch();
     case 17:
       return add_message_mismatch();
+    case 18:
+      return add_uneven_all_to_all();
+    case 19:
+    case 20:
+    case 21:
+      return add_letters();
     default:
       return add_or_drop_region();
   }
@@ -263,40 +265,7 @@ void Author::add_gather(int verb) {
     if (verb == FL_GATHER && r != root) continue;
     call[r].output_after = all;
     call[r].gathers = true;
-  }
-  push(std::move(call));
-}
-
-void Author::add_scatter() {
-  const int dtype = some_dtype(fl::kMin), root = some_root();
-  const size_t item = info_of(dtype).itemsize;
-  const size_t part = some_count(static_cast<int>(item * world_.ranks));
-  const Block whole = made(dtype, part * world_.ranks, false);
-  std::vector<Step> call;
-  for (int r = 0; r < world_.ranks; ++r) {
-    call.push_back(
-        step(signature(FL_SCATTER, dtype, 0, root, 1.0, part), r == root ? whole : nullptr));
-    call[r].output_bytes = part * item;
-    call[r].output_after = section(whole, r * part * item, part * item);
-  }
-  push(std::move(call));
-}
-
-void Author::add_all_to_all() {
-  const int dtype = some_dtype(fl::kMin);
-  const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
-  const size_t bytes = some_count(static_cast<int>(item * ranks)) * item;
-  const auto given = inputs(dtype, bytes / item * ranks, false);
-  std::vector<Step> call;
-  for (size_t r = 0; r < ranks; ++r) {
-    std::vector<char> wanted;
-    for (const Block& from : given) {
-      wanted.insert(wanted.end(), from->begin() + r * bytes, from->begin() + (r + 1) * bytes);
-    }
-    call.push_back(
-        step(signature(FL_ALL_TO_ALL, dtype, 0, 0, 1.0, bytes / item * ranks), given[r]));
-    call[r].output_bytes = wanted.size();
-    call[r].output_after = block(std::move(wanted));
+    call[r].room = static_cast<Room>(random_.below(3));
   }
   push(std::move(call));
 }

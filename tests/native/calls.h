@@ -1,4 +1,5 @@
-// Random calls of all ranks, with what must come of them.
+// Random calls of all ranks, with what must come of them: collectives in calls.cc and parts.cc,
+// messages in letters.cc, what does not match in mismatches.cc.
 #pragma once
 
 #include "random.h"
@@ -14,7 +15,6 @@ class Author {
   Script write(int calls);
 
  private:
-  struct Size;
   void add_call();
   void add_reduction(int verb);
   void add_reduce_scatter();
@@ -22,10 +22,13 @@ class Author {
   void add_gather(int verb);
   void add_scatter();
   void add_all_to_all();
+  void add_uneven_all_to_all();
   void add_barrier();
   void add_message();
   void add_ring();
+  void add_letters();
   void add_mismatch();
+  void add_root_that_knows_nothing();
   void add_message_mismatch();
   void add_or_drop_region();
 
@@ -37,11 +40,17 @@ class Author {
   fl_signature signature(int verb, int dtype, int op, int root, double scale, size_t count);
   Step step(const fl_signature& signature, Block data);
   void place(std::vector<Step>& call, size_t bytes);
-  void message(int from, int to, size_t count, int dtype, int tag);
+  struct Letter;
+  Letter letter(int from, int to, size_t count, int dtype, int tag);
+  Letter misfit(int from, int to, size_t count, int dtype, int tag);
+  Letter some_letter(int from, int to, int tag, size_t largest_bytes);
+  std::vector<size_t> some_order(const std::vector<Letter*>& letters, int rank);
   std::vector<Block> inputs(int dtype, size_t count, bool numbers);
   Block made(int dtype, size_t count, bool numbers);
   void push(std::vector<Step> call);
   Step mismatched(const fl_signature& signature);
+  fl_signature other_than(const fl_signature& base);
+  void forget_some(std::vector<Step>& call, int odd_one);
 
   const World& world_;
   Random random_;

@@ -1,4 +1,4 @@
-// Messages between two ranks, and calls that do not match.
+// Calls that do not match.
 #include <algorithm>
 #include <utility>
 
@@ -6,42 +6,6 @@
 #include "reference.h"
 
 namespace stress {
-
-// Messages ------------------------------------------------------------------------------------
-
-void Author::message(int from, int to, size_t count, int dtype, int tag) {
-  const Block given = made(dtype, count, false), before = made(dtype, count, false);
-  Step send = step(signature(FL_SEND, dtype, 0, tag, 1.0, count), given);
-  send.peer = to;
-  Step receive = step(signature(FL_RECV, dtype, 0, tag, 1.0, count), before);
-  receive.peer = from;
-  receive.data_after = given;
-  script_.steps[from].push_back(std::move(send));
-  script_.steps[to].push_back(std::move(receive));
-}
-
-void Author::add_message() {
-  if (world_.ranks == 1) return;
-  const int from = some_root();
-  const int to = (from + 1 + static_cast<int>(random_.below(world_.ranks - 1))) % world_.ranks;
-  const int dtype = some_dtype(fl::kMin);
-  const bool empty = random_.one_in(2);  // what is empty is only a handshake, as a mismatch is
-  const int number = 1 + static_cast<int>(random_.below(empty ? 30 : 3));
-  for (int i = 0; i < number; ++i) {
-    message(from, to, empty ? 0 : some_count(info_of(dtype).itemsize), dtype, i);
-  }
-}
-
-// Neighbour to neighbour; each call is in order on both sides.
-void Author::add_ring() {
-  if (world_.ranks == 1) return;
-  const int dtype = some_dtype(fl::kMin);
-  for (int r = 0; r < world_.ranks; ++r) {
-    message(r, (r + 1) % world_.ranks, some_count(info_of(dtype).itemsize), dtype, 7);
-  }
-}
-
-// Mismatches ----------------------------------------------------------------------------------
 
 Step Author::mismatched(const fl_signature& s) {
   const size_t parts = s.verb == FL_SCATTER ? world_.ranks : 1;
@@ -54,6 +18,45 @@ Step Author::mismatched(const fl_signature& s) {
   return wrong;
 }
 
+// The same in all but one thing.
+fl_signature Author::other_than(const fl_signature& base) {
+  const auto count = static_cast<size_t>(base.count);
+  fl_signature other = base;
+  switch (random_.below(6)) {
+    case 0:
+      other.verb = base.verb == FL_BARRIER ? FL_REDUCE : FL_BARRIER;
+      break;
+    case 1:
+      other = signature(base.verb, base.dtype == 1 ? 2 : 1, 2, 0, 1.0, count);
+      break;
+    case 2:
+      other.op = 3;
+      break;
+    case 3:
+      other.root = world_.ranks - 1;
+      break;
+    case 4:
+      other.scale = 0.5;
+      break;
+    default:
+      other = signature(FL_ALL_REDUCE, base.dtype, 2, 0, 1.0, count + world_.ranks);
+      break;
+  }
+  return other;
+}
+
+// Of a scatter: ranks that know nothing hear of the mismatch as well.
+void Author::forget_some(std::vector<Step>& call, int odd_one) {
+  const int ranks = world_.ranks, knows = (odd_one + 1) % ranks;
+  for (int r = 0; r < ranks; ++r) {
+    if (r == odd_one || r == knows || !random_.one_in(2)) continue;
+    forget(call[r].signature);
+    call[r].data = nullptr;
+    call[r].gathers = true;
+    call[r].output_bytes = 0;
+  }
+}
+
 void Author::add_mismatch() {
   if (world_.ranks == 1) return;
   const int verbs[] = {FL_ALL_REDUCE, FL_REDUCE_SCATTER, FL_BROADCAST, FL_ALL_GATHER, FL_BARRIER,
@@ -61,34 +64,15 @@ void Author::add_mismatch() {
   const int dtype = some_dtype(fl::kMin), ranks = world_.ranks;
   const size_t count = some_count(info_of(dtype).itemsize) / ranks * ranks;
   const fl_signature base = signature(verbs[random_.below(9)], dtype, 2, 0, 1.0, count);
-  fl_signature other = base;
-  switch (random_.below(6)) {
-    case 0:
-      other.verb = base.verb == FL_BARRIER ? FL_REDUCE : FL_BARRIER;
-      break;
-    case 1:
-      other = signature(base.verb, dtype == 1 ? 2 : 1, 2, 0, 1.0, count);
-      break;
-    case 2:
-      other.op = 3;
-      break;
-    case 3:
-      other.root = ranks - 1;
-      break;
-    case 4:
-      other.scale = 0.5;
-      break;
-    default:
-      other = signature(FL_ALL_REDUCE, dtype, 2, 0, 1.0, count + ranks);
-      break;
-  }
+  const fl_signature other = other_than(base);
   const int odd_one = some_root();
   std::vector<Step> call;
+  for (int r = 0; r < ranks; ++r) call.push_back(mismatched(r == odd_one ? other : base));
+  if (base.verb == FL_SCATTER) forget_some(call, odd_one);
   std::vector<fl_signature> seen;
-  for (int r = 0; r < ranks; ++r) {
-    call.push_back(mismatched(r == odd_one ? other : base));
-    seen.push_back(call[r].signature);
-    seen[r].sequence = 1;
+  for (const Step& one : call) {
+    seen.push_back(one.signature);
+    seen.back().sequence = 1;
   }
   for (Step& one : call) one.seen = seen;
   size_t most = 0;
@@ -100,25 +84,21 @@ void Author::add_mismatch() {
   push(std::move(call));
 }
 
-void Author::add_message_mismatch() {
+// All agree, but the root of a scatter does not know what it gives.
+void Author::add_root_that_knows_nothing() {
   if (world_.ranks == 1) return;
-  const int from = some_root(), to = (from + 1) % world_.ranks;
-  const int dtype = some_dtype(fl::kMin);
-  const size_t count = some_count(info_of(dtype).itemsize);
-  for (int i = 0; i < 5; ++i) {
-    Step send = mismatched(signature(FL_SEND, dtype, 0, i, 1.0, count));
-    Step receive = mismatched(i % 2 != 0 ? signature(FL_RECV, dtype, 0, i, 1.0, count + 1)
-                                         : signature(FL_RECV, dtype == 1 ? 2 : 1, 0, i, 1.0, count));
-    send.peer = to;
-    receive.peer = from;
-    std::vector<fl_signature> seen(world_.ranks);
-    seen[from] = send.signature;
-    seen[to] = receive.signature;
-    seen[from].sequence = seen[to].sequence = 1;
-    send.seen = receive.seen = seen;
-    script_.steps[from].push_back(std::move(send));
-    script_.steps[to].push_back(std::move(receive));
+  const int root = some_root();
+  const fl_signature base = signature(FL_SCATTER, 1, 0, root, 1.0, 10);
+  std::vector<Step> call;
+  std::vector<fl_signature> seen;
+  for (int r = 0; r < world_.ranks; ++r) {
+    call.push_back(mismatched(base));
+    if (r == root || random_.one_in(2)) forget(call[r].signature);
+    seen.push_back(call[r].signature);
+    seen[r].sequence = 1;
   }
+  for (Step& one : call) one.seen = seen;
+  push(std::move(call));
 }
 
 }  // namespace stress

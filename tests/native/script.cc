@@ -233,6 +233,14 @@ std::string describe(const fl_signature& s) {
          std::to_string(s.ndim);
 }
 
+void forget(fl_signature& signature) {
+  const fl_signature full = signature;
+  std::memset(&signature, 0, sizeof signature);
+  signature.verb = full.verb;
+  signature.root = full.root;
+  signature.ndim = FL_ANY;
+}
+
 void play(fl::ShmGroup& group, World& world, int rank, const std::vector<Step>& steps) {
   Player(group, world, rank).play(steps);
 }

@@ -10,6 +10,7 @@
 namespace stress {
 
 using Block = std::shared_ptr<const std::vector<char>>;
+Block block(std::vector<char> bytes);
 
 enum class How { kRun, kStart, kInTwoSteps, kExchange };
 
@@ -47,5 +48,8 @@ constexpr double kForever = 100;
 void play(fl::ShmGroup& group, World& world, int rank, const std::vector<Step>& steps);
 
 std::string describe(const fl_signature& signature);
+
+// What a rank calls that knows verb and root alone.
+void forget(fl_signature& signature);
 
 }  // namespace stress

@@ -1,0 +1,92 @@
+// Random calls in which each rank has something else for every other.
+#include <algorithm>
+#include <utility>
+
+#include "calls.h"
+#include "reference.h"
+
+namespace stress {
+namespace {
+
+Block section(const Block& of, size_t at, size_t bytes) {
+  return block({of->begin() + at, of->begin() + at + bytes});
+}
+
+}  // namespace
+
+// Whoever is not the root may know nothing of what comes, and whoever gives no room is given it.
+void Author::add_scatter() {
+  const int dtype = some_dtype(fl::kMin), root = some_root();
+  const size_t item = info_of(dtype).itemsize;
+  const size_t part = some_count(static_cast<int>(item * world_.ranks));
+  const Block whole = made(dtype, part * world_.ranks, false);
+  std::vector<Step> call;
+  for (int r = 0; r < world_.ranks; ++r) {
+    call.push_back(
+        step(signature(FL_SCATTER, dtype, 0, root, 1.0, part), r == root ? whole : nullptr));
+    call[r].gathers = random_.one_in(3);
+    call[r].output_bytes = call[r].gathers ? 0 : part * item;
+    call[r].output_after = section(whole, r * part * item, part * item);
+    if (r != root && call[r].gathers && random_.one_in(2)) forget(call[r].signature);
+  }
+  push(std::move(call));
+}
+
+void Author::add_all_to_all() {
+  const int dtype = some_dtype(fl::kMin);
+  const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
+  const size_t bytes = some_count(static_cast<int>(item * ranks)) * item;
+  const auto given = inputs(dtype, bytes / item * ranks, false);
+  std::vector<Step> call;
+  for (size_t r = 0; r < ranks; ++r) {
+    std::vector<char> wanted;
+    for (const Block& from : given) {
+      wanted.insert(wanted.end(), from->begin() + r * bytes, from->begin() + (r + 1) * bytes);
+    }
+    call.push_back(
+        step(signature(FL_ALL_TO_ALL, dtype, 0, 0, 1.0, bytes / item * ranks), given[r]));
+    call[r].output_bytes = wanted.size();
+    call[r].output_after = block(std::move(wanted));
+  }
+  push(std::move(call));
+}
+
+// Some have nothing for some, and one may have much for one.
+void Author::add_uneven_all_to_all() {
+  const int dtype = some_dtype(fl::kMin);
+  const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
+  std::vector<int64_t> bytes(ranks * ranks);
+  const size_t most = some_count(static_cast<int>(item * ranks));
+  for (int64_t& section : bytes) {
+    section = random_.one_in(3) ? 0 : static_cast<int64_t>(random_.below(most + 1) * item);
+  }
+  if (random_.one_in(4)) {
+    bytes[random_.below(ranks * ranks)] =
+        static_cast<int64_t>(some_count(static_cast<int>(item)) * item);
+  }
+  const auto sections = std::make_shared<const std::vector<int64_t>>(bytes);
+  std::vector<Block> given;
+  std::vector<Step> call;
+  for (size_t r = 0; r < ranks; ++r) {
+    size_t all = 0;
+    for (size_t d = 0; d < ranks; ++d) all += bytes[r * ranks + d];
+    given.push_back(made(dtype, all / item, false));
+    call.push_back(
+        step(signature(FL_ALL_TO_ALL_UNEVEN, dtype, 0, 0, 1.0, all / item), given[r]));
+    call[r].sections = sections;
+  }
+  std::vector<size_t> at(ranks);
+  for (size_t d = 0; d < ranks; ++d) {
+    std::vector<char> wanted;
+    for (size_t s = 0; s < ranks; ++s) {
+      const auto begin = given[s]->begin() + at[s];
+      at[s] += bytes[s * ranks + d];
+      wanted.insert(wanted.end(), begin, given[s]->begin() + at[s]);
+    }
+    call[d].output_bytes = wanted.size();
+    call[d].output_after = block(std::move(wanted));
+  }
+  push(std::move(call));
+}
+
+}  // namespace stress
