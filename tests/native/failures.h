@@ -14,4 +14,12 @@ void test_closing_while_busy(Random& random);
 void test_out_of_memory();
 void test_kill(Random& random);
 
+// The same while messages are on their way: message_failures.cc.
+void test_wrong_tag(Random& random);
+void test_closing_with_messages(Random& random);
+void test_leaving_with_messages(Random& random);
+void test_breaking_with_messages(Random& random);
+void test_interrupted_message(Random& random);
+void test_killed_messenger(Random& random);
+
 }  // namespace stress

@@ -66,9 +66,17 @@ void failures(Random& random, long rounds) {
   for (long i = 0; i < rounds; ++i) {
     test_leaving(random);
     test_closing_while_busy(random);
-    if (!kOneAddress) test_kill(random);
+    test_closing_with_messages(random);
+    test_leaving_with_messages(random);
+    test_interrupted_message(random);
+    if (!kOneAddress) {
+      test_kill(random);
+      test_killed_messenger(random);
+    }
     if (i % 8 == 0) test_lateness(random);
+    if (i % 8 == 2) test_wrong_tag(random);
     if (i % 8 == 4) test_stopping_half_way(random);
+    if (i % 8 == 6) test_breaking_with_messages(random);
   }
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   test_out_of_memory();  // the sanitizers' allocators end the program instead

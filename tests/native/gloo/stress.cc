@@ -1,0 +1,41 @@
+// gloo_stress WORLDS [SEED]: what csrc/gloo does, at random, against what it promises.
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "plays.h"
+
+namespace {
+
+using namespace stress;
+
+// Seconds that a world may take, however busy the machine; one that hangs ends the program.
+constexpr unsigned kPatience = 200;
+constexpr int kSteps = 12;
+
+void one_world(uint64_t seed) {
+  alarm(kPatience);
+  const int ranks = 2 + static_cast<int>(Random(seed).below(4));
+  situation() = "world of seed " + std::to_string(seed) + ", " + std::to_string(ranks) + " ranks";
+  in_world(ranks, [seed](Rank& rank) {
+    Random random(seed + 1);  // the same on every rank
+    for (int i = 0; i < kSteps; ++i) {
+      const uint64_t step = seed * 1000 + i * 20, kind = random.below(8);
+      if (kind < 4) play_collective(rank, random, step);
+      if (kind >= 4 && kind < 7) play_messages(rank, random, step);
+      if (kind == 7) play_mismatches(rank, random, step);
+    }
+    play_the_end(rank, random);
+  });
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const long worlds = count > 1 ? std::atol(arguments[1]) : 50;
+  const uint64_t seed = count > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
+  for (long i = 0; i < worlds; ++i) one_world(seed * 1000000 + i);
+  std::printf("%ld worlds, all right\n", worlds);
+  return 0;
+}

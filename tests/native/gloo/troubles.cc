@@ -1,0 +1,74 @@
+#include <array>
+#include <chrono>
+#include <thread>
+
+#include "plays.h"
+
+namespace stress {
+namespace {
+
+constexpr std::array<size_t, 5> kCounts{0, 5, 20000, 20001, 2300000};
+
+// One end has another number of elements. Both must say so, and leave the array.
+void one_message(Rank& rank, Random& random, uint64_t step) {
+  const size_t sent = kCounts[random.below(kCounts.size())];
+  const size_t expected = kCounts[random.below(kCounts.size())];
+  const int from = static_cast<int>(random.below(rank.size));
+  const int to = (from + 1) % rank.size;
+  if (rank.rank != from && rank.rank != to) return;
+  const bool sends = rank.rank == from, async = Random(step * 64 + rank.rank).one_in(2);
+  Array array = sends ? values(step, from, sent) : Array(expected, 9u);
+  const fl_signature mine = signature_of(sends ? FL_SEND : FL_RECV, array.size(), 3);
+  const fl_status status = ended(rank.run(mine, array.data(), nullptr, sends ? to : from, async));
+  check(status == (sent == expected ? FL_OK : FL_MISMATCH), "a mismatch of a message");
+  if (!sends && sent == expected) check(array == values(step, from, sent), "a wrong message");
+  if (!sends && sent != expected) check(array == Array(expected, 9u), "a message that should not");
+}
+
+void one_collective(Rank& rank, Random& random) {
+  const size_t count = kCounts[random.below(kCounts.size())];
+  const int other = static_cast<int>(random.below(rank.size));
+  Array array(count + (rank.rank == other ? 1 : 0), 9u);
+  const fl_signature mine = signature_of(FL_ALL_REDUCE, array.size(), 0);
+  check(ended(rank.run(mine, array.data(), nullptr, -1, false)) == FL_MISMATCH, "a mismatch");
+  check(array == Array(array.size(), 9u), "a mismatch that changed something");
+}
+
+}  // namespace
+
+void play_mismatches(Rank& rank, Random& random, uint64_t step) {
+  if (rank.size == 1) return;
+  for (int i = 0; i < 3; ++i) one_message(rank, random, step + i);
+  one_collective(rank, random);
+}
+
+void play_the_end(Rank& rank, Random& random) {
+  if (rank.size == 1 || random.one_in(3)) return;
+  const bool is_late = random.one_in(2);
+  const int victim = static_cast<int>(random.below(rank.size));
+  const size_t count = kCounts[random.below(kCounts.size())];
+  if (rank.rank == victim) {
+    if (is_late) std::this_thread::sleep_for(std::chrono::milliseconds(700));
+    return;  // and leave
+  }
+  if (is_late) rank.seconds = 0.3;
+  Array sum(count), message(count), other(count);
+  std::vector<fl_op*> begun{
+      rank.run(signature_of(FL_ALL_REDUCE, count, 0), sum.data(), nullptr, -1, true),
+      rank.run(signature_of(FL_SEND, count, 1), message.data(), nullptr, victim, true),
+      rank.run(signature_of(FL_RECV, count, 1), other.data(), nullptr, victim, true),
+      rank.run(signature_of(FL_RECV, count, 1), other.data(), nullptr, victim, true)};
+  if (Random(count + rank.rank).one_in(2)) {
+    Array last(count);
+    const auto mine = signature_of(FL_RECV, count, 2);
+    check(ended(rank.run(mine, last.data(), nullptr, victim, false)) != FL_OK, "an end");
+  } else if (Random(count + rank.rank).one_in(3)) {
+    rank.close();  // with all that in the air
+  }
+  for (fl_op* op : begun) {
+    const fl_status status = ended(op);
+    check(status == FL_PEER_LOST || status == FL_TIMEOUT || status == FL_CLOSED, "another end");
+  }
+}
+
+}  // namespace stress

@@ -1,0 +1,83 @@
+#include "world.h"
+
+#include <cstring>
+
+#include "../../../csrc/reduce/reduce.h"
+
+namespace stress {
+
+void Rank::create() {
+  char message[256];
+  group_ = fl_gloo_create(rank, size, "127.0.0.1", "", 60, message, sizeof message);
+  check(group_ != nullptr, message);
+}
+
+// One for each peer.
+std::vector<char> Rank::addresses() {
+  std::vector<char> all;
+  for (int peer = 0; peer < size; ++peer) {
+    char address[256];
+    const int bytes = fl_gloo_address(group_, peer, address, sizeof address);
+    check(bytes > 0, "no address");
+    all.insert(all.end(), address, address + bytes);
+  }
+  return all;
+}
+
+void Rank::connect(const std::vector<char>& addresses) {
+  check_ok(fl_gloo_connect(group_, addresses.data(), addresses.size() / size, 60), "connect");
+}
+
+void Rank::close() {
+  if (group_ != nullptr) fl_gloo_close(group_);
+  group_ = nullptr;
+}
+
+fl_op* Rank::run(const fl_signature& signature, void* data, void* output, int peer, bool async) {
+  return fl_gloo_run(group_, &signature, data, output, peer, seconds, async ? 1 : 0);
+}
+
+void Rank::exchange(const std::vector<fl_message>& messages, std::vector<fl_op*>& results) {
+  results.resize(messages.size());
+  fl_gloo_exchange(group_, messages.data(), static_cast<int>(messages.size()), seconds,
+                   results.data());
+}
+
+fl_signature signature_of(int verb, size_t count, int root) {
+  fl_signature signature{};
+  signature.verb = verb;
+  signature.dtype = fl::kUint32;
+  signature.op = fl::kSum;
+  signature.root = root;
+  signature.scale = 1;
+  signature.count = static_cast<int64_t>(count);
+  signature.itemsize = 4;
+  signature.ndim = 1;
+  signature.shape[0] = signature.count;
+  return signature;
+}
+
+fl_status ended(fl_op* op) {
+  if (op == nullptr) return FL_OK;
+  fl_status status;
+  while ((status = fl_op_wait(op, 0.1)) == FL_PENDING) {
+  }
+  fl_op_free(op);
+  return status;
+}
+
+void check_ok(fl_op* op, const char* what) {
+  if (op == nullptr) return;
+  while (fl_op_wait(op, 0.1) == FL_PENDING) {
+  }
+  check(fl_op_wait(op, 0) == FL_OK, std::string(what) + ": " + fl_op_message(op));
+  fl_op_free(op);
+}
+
+Array values(uint64_t step, int rank, size_t count) {
+  Array array(count);
+  for (size_t i = 0; i < count; ++i) array[i] = value(step, rank, i);
+  return array;
+}
+
+}  // namespace stress

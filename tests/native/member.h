@@ -1,0 +1,77 @@
+// A rank of a test that ends in a failure.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../../csrc/common/capi.h"
+#include "check.h"
+#include "script.h"
+
+namespace stress {
+
+struct Outcome {
+  fl_status status = FL_OK;
+  std::vector<int> missing;
+  std::string message;
+};
+
+inline Outcome outcome_of(const std::shared_ptr<fl::Operation>& operation) {
+  if (operation == nullptr) return {};
+  fl_op handle{operation};
+  while (fl_op_wait(&handle, 1.0) == FL_PENDING) {
+  }
+  return {operation->status, operation->missing, operation->message};
+}
+
+inline fl_signature all_reduce_of(size_t floats) {
+  fl_signature s{};
+  s.verb = FL_ALL_REDUCE;
+  s.dtype = 11;
+  s.scale = 1;
+  s.count = s.shape[0] = static_cast<int64_t>(floats);
+  s.itemsize = sizeof(float);
+  s.ndim = 1;
+  return s;
+}
+
+// A group and an array of its own, for calls of all_reduce.
+struct Member {
+  Member(World& world, int rank, size_t floats)
+      : rank(rank), group(world.join(rank)), signature(all_reduce_of(floats)), data(floats) {}
+
+  Outcome call(double seconds = kForever) {
+    return outcome_of(group->run(signature, data.data(), nullptr, -1, seconds));
+  }
+
+  // A message of that array.
+  fl_signature message(int verb, int tag) const {
+    fl_signature s = signature;
+    s.verb = verb;
+    s.root = tag;
+    return s;
+  }
+  Outcome run(int verb, int peer, int tag, double seconds = kForever) {
+    return outcome_of(group->run(message(verb, tag), data.data(), nullptr, peer, seconds));
+  }
+  std::shared_ptr<fl::Operation> start(int verb, int peer, int tag, double seconds = kForever) {
+    return group->start(message(verb, tag), data.data(), nullptr, peer, seconds);
+  }
+
+  void expect(const Outcome& outcome, fl_status status, const std::vector<int>& missing) const {
+    if (outcome.status == status && outcome.missing == missing) return;
+    std::string ranks;
+    for (int r : outcome.missing) ranks += " " + std::to_string(r);
+    fail("rank " + std::to_string(rank) + ": status " + std::to_string(outcome.status) +
+         " instead of " + std::to_string(status) + ", about ranks" + ranks + ": " +
+         outcome.message);
+  }
+
+  int rank;
+  std::unique_ptr<fl::ShmGroup> group;
+  fl_signature signature;
+  std::vector<float> data;
+};
+
+}  // namespace stress

@@ -1,0 +1,167 @@
+// Messages whose other end leaves, dies, or waits for something else.
+#include <signal.h>
+
+#include "failures.h"
+#include "member.h"
+#include "ranks.h"
+
+namespace stress {
+namespace {
+
+// In one piece, with the offer and then some, and long.
+size_t some_size(Random& random) {
+  const size_t sizes[] = {0, 1, 5000, 10000, 300000};
+  return sizes[random.below(5)];
+}
+
+std::string told(const Outcome& outcome) {
+  return "status " + std::to_string(outcome.status) + ": " + outcome.message;
+}
+
+}  // namespace
+
+// One end is late for one tag, the other for another: who gives up first knows of both.
+void test_wrong_tag(Random& random) {
+  const bool sender_is_first = random.one_in(2), started = random.one_in(2);
+  const size_t floats = some_size(random);
+  situation() = std::string("a message has another tag than the receiver's, and the ") +
+                (sender_is_first ? "sender" : "receiver") + " gives up";
+  World world(2, 0, {});
+  in_threads(2, [&](int rank) {
+    Member me(world, rank, floats);
+    const bool first = (rank == 0) == sender_is_first;
+    const int verb = rank == 0 ? FL_SEND : FL_RECV, tag = rank == 0 ? 3 : 7;
+    const double seconds = first ? 1.5 : kForever;
+    const Outcome outcome = started ? outcome_of(me.start(verb, 1 - rank, tag, seconds))
+                                    : me.run(verb, 1 - rank, tag, seconds);
+    if (!first) return me.expect(outcome, FL_PEER_LOST, {1 - rank});
+    me.expect(outcome, FL_TIMEOUT, {1 - rank});
+    const std::string wanted =
+        rank == 0 ? "rank 1 is receiving with tag 7, this rank sends with tag 3"
+                  : "rank 0 is sending with tag 3, this rank receives with tag 7";
+    check(outcome.message == wanted, told(outcome));
+    me.expect(me.call(), FL_CLOSED, {});
+  });
+}
+
+// What was started ends, also what waits behind it, and handles outlive the group.
+void test_closing_with_messages(Random& random) {
+  const int ranks = 2 + static_cast<int>(random.below(4)), peers = ranks - 1;
+  const int started = 1 + static_cast<int>(random.below(20)), tags = 1 + started / 2;
+  const size_t floats = some_size(random);
+  situation() = "closing with " + std::to_string(started) + " messages of " +
+                std::to_string(floats) + " floats on their way, " + std::to_string(ranks) + " ranks";
+  World world(ranks, 0, {});
+  Latch posted(ranks), closed(1);
+  in_threads(ranks, [&](int rank) {
+    Member me(world, rank, floats);
+    std::vector<std::shared_ptr<fl::Operation>> running;
+    if (rank == 0) {
+      for (int i = 0; i < started; ++i) {
+        const int verb = i % 3 == 0 ? FL_SEND : FL_RECV;
+        running.push_back(me.start(verb, 1 + i % peers, i % tags));
+      }
+    }
+    posted.count_down();
+    posted.wait();
+    if (rank != 0) {
+      closed.wait();
+      return me.expect(me.run(FL_RECV, 0, 1000), FL_PEER_LOST, {0});
+    }
+    me.group.reset();
+    closed.count_down();
+    for (const auto& operation : running) me.expect(outcome_of(operation), FL_CLOSED, {});
+  });
+}
+
+// Whoever waits for the one that leaves hears of it; others go on.
+void test_leaving_with_messages(Random& random) {
+  const int ranks = 3 + static_cast<int>(random.below(3));
+  const size_t floats = some_size(random);
+  situation() = "a rank leaves without the message that others wait for";
+  World world(ranks, 0, {});
+  in_threads(ranks, [&](int rank) {
+    Member me(world, rank, floats);
+    if (rank == ranks - 1) return;
+    if (rank > 1) return me.expect(me.run(FL_RECV, ranks - 1, rank), FL_PEER_LOST, {ranks - 1});
+    const int other = 1 - rank;
+    for (int i = 0; i < 10; ++i) {
+      me.expect(me.run(rank == 0 ? FL_SEND : FL_RECV, other, i), FL_OK, {});
+      me.expect(me.run(rank == 0 ? FL_RECV : FL_SEND, other, i), FL_OK, {});
+    }
+  });
+}
+
+// A collective that fails ends the messages of its rank.
+void test_breaking_with_messages(Random& random) {
+  const size_t floats = some_size(random);
+  situation() = "a collective fails while messages wait";
+  World world(3, 0, {});
+  Latch over(2);
+  in_threads(3, [&](int rank) {
+    Member me(world, rank, floats);
+    if (rank == 2) return over.wait();  // and never calls
+    const auto message = me.start(FL_RECV, 1 - rank, 5);
+    const Outcome outcome = me.call(0.3);
+    check(outcome.status == FL_TIMEOUT || outcome.status == FL_PEER_LOST, told(outcome));
+    const Outcome end = outcome_of(message);
+    const bool ended =
+        end.status == FL_CLOSED || end.status == FL_TIMEOUT || end.status == FL_PEER_LOST;
+    check(ended, "a message goes on: " + told(end));
+    me.expect(me.run(FL_SEND, 1 - rank, 5), FL_CLOSED, {});
+    over.count_down();
+  });
+}
+
+void test_interrupted_message(Random& random) {
+  const bool sends = random.one_in(2);
+  const size_t floats = some_size(random);
+  situation() = "a signal handler ends the wait for a message";
+  World world(2, 0, {});
+  Latch over(1);
+  in_threads(2, [&](int rank) {
+    Member me(world, rank, floats);
+    if (rank == 1) {
+      over.wait();
+      me.expect(me.run(FL_RECV, 0, 2), FL_PEER_LOST, {0});
+      return;
+    }
+    me.group->on_interrupt([] { return 1; });
+    me.expect(me.run(sends ? FL_SEND : FL_RECV, 1, 1), FL_CLOSED, {});
+    over.count_down();
+    me.expect(me.call(), FL_CLOSED, {});
+  });
+}
+
+void test_killed_messenger(Random& random) {
+  const int ranks = 2 + static_cast<int>(random.below(4)),
+            victim = static_cast<int>(random.below(ranks));
+  const int before = static_cast<int>(random.below(20));
+  const size_t floats = some_size(random);
+  situation() = "rank " + std::to_string(victim) + " of " + std::to_string(ranks) +
+                " is killed after " + std::to_string(before) + " messages of " +
+                std::to_string(floats) + " floats";
+  World world(ranks, 0, {});
+  in_processes(ranks, victim, [&](int rank) {
+    Member me(world, rank, floats);
+    const int next = (rank + 1) % ranks, last = (rank + ranks - 1) % ranks;
+    for (int i = 0; i < before; ++i) {
+      const auto sent = me.start(FL_SEND, next, i);
+      std::vector<float> room(floats);
+      me.expect(outcome_of(me.group->run(me.message(FL_RECV, i), room.data(), nullptr, last,
+                                         kForever)),
+                FL_OK, {});
+      me.expect(outcome_of(sent), FL_OK, {});
+    }
+    if (rank == victim) raise(SIGKILL);
+    std::vector<float> room(floats);
+    const auto sent = me.start(FL_SEND, victim, -1);
+    const Outcome outcome = outcome_of(
+        me.group->run(me.message(FL_RECV, -1), room.data(), nullptr, victim, kForever));
+    me.expect(outcome, FL_PEER_LOST, {victim});
+    const Outcome end = outcome_of(sent);
+    check(end.status == FL_PEER_LOST || end.status == FL_CLOSED, told(end));
+  });
+}
+
+}  // namespace stress
