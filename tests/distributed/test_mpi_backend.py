@@ -10,7 +10,7 @@ import pytest
 from flashlight_py.distributed.backends.mpi import exits, joining, library
 from flashlight_py.distributed.settings import Settings
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
-from tests.distributed import mpi_ranks
+from tests.distributed import mpi_mix, mpi_ranks
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_failures import (
     CALLS,
@@ -63,6 +63,11 @@ def test_messages_are_matched_by_tag_and_keep_their_order(ranks: Any) -> None:
 def test_a_rank_that_waits_in_a_collective_receives_messages(ranks: Any) -> None:
     ranks.run(mpi_ranks.message_beside_a_collective)
     ranks.run(mpi_ranks.message_to_oneself)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_everything_at_once_in_any_order_of_waiting(ranks: Any, seed: int) -> None:
+    ranks.run(mpi_mix.mix, seed, 150)
 
 
 def test_an_operation_goes_on_while_its_rank_does_something_else(pool: Any) -> None:

@@ -110,7 +110,6 @@ fl.all_reduce(np.zeros(3))
 
 def test_a_job_that_ends_well_exits_with_0() -> None:
     script = """
-sys.excepthook(ValueError, ValueError("shown"), None) if not fl.is_distributed_init() else None
 x = np.ones(3)
 fl.all_reduce(x)
 assert np.all(x == 2)

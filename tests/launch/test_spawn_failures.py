@@ -48,6 +48,11 @@ def wait_with_a_child() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have us ignore it
+    signal.raise_signal(signal.SIGINT)
+
+
 FAILURES = {
     "raise": raise_error,
     "raise after leaving": raise_after_leaving,
@@ -59,7 +64,7 @@ FAILURES = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "a child is left": wait_with_a_child,
-    "interrupt": lambda: signal.raise_signal(signal.SIGINT),
+    "interrupt": interrupt,
 }
 
 

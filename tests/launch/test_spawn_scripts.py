@@ -142,6 +142,8 @@ def wait(rank):
         raise
 
 if __name__ == "__main__":
+    # As on a terminal; a shell has what it starts in the background ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     fl.spawn(wait, nprocs=2)
 """
 
