@@ -26,7 +26,8 @@ from flashlight_py.parallel.tree import (
 from flashlight_py.parallel.tree.description import dtype_text, entries, key_text
 from flashlight_py.parallel.tree.values import look
 from flashlight_py.parallel.tree.walk import Walker
-from tests.parallel.trees import Box, Frozen, Point, Tensor, everything, trees
+from tests.parallel.tree_strategies import trees
+from tests.parallel.trees import Box, Frozen, Point, Tensor, everything
 
 pytestmark = pytest.mark.skipif(native() is None, reason="csrc/tree was not built")
 any_tree = settings(deadline=None, max_examples=40)

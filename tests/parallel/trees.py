@@ -1,4 +1,4 @@
-"""Trees to synchronize: examples with everything in them, and hypothesis' ones."""
+"""Trees to synchronize, with everything in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections import OrderedDict, defaultdict, deque
 from typing import Any, NamedTuple
 
 import numpy as np
-from hypothesis import strategies as st
 
 import flashlight_py as fl
 
@@ -147,50 +146,3 @@ def layouts(value: int) -> list[Any]:
     fortran = np.asfortranarray(np.full((3, 4), value, np.int16))
     swapped = np.full(3, value, ">i4")
     return [whole[::2, ::-3], whole.T[1:2], fortran, swapped, swapped[::2]]
-
-
-def leaves(drawn_arrays: list[Any]) -> st.SearchStrategy[Any]:
-    numbers = st.integers() | st.floats() | st.complex_numbers() | st.booleans()
-    scalars = st.sampled_from([np.float32(2), np.int8(-1), np.bool_(True), np.longdouble(3)])
-    alone = st.sampled_from([None, "text", print, Color.RED])
-    return st.sampled_from(drawn_arrays) | numbers | scalars | alone
-
-
-def containers(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    keys = st.text(max_size=3) | st.integers(0, 9) | st.sampled_from([None, (1, "a"), Color.RED])
-    lists = st.lists(inside, max_size=4)
-    return (
-        st.dictionaries(keys, inside, max_size=4)
-        | st.dictionaries(st.text(max_size=2), inside, max_size=2).map(OrderedDict)
-        | lists
-        | lists.map(tuple)
-        | lists.map(deque)
-        | lists.map(lambda items: [items, items])  # the same object twice
-        | st.tuples(inside, inside).map(lambda pair: Point(*pair))
-        | inside.map(Box)
-        | st.tuples(inside, inside).map(lambda pair: Frozen(*pair))
-    )
-
-
-@st.composite
-def arrays(draw: st.DrawFn) -> Any:
-    """Any dtype, up to three dimensions, every layout."""
-    dtype = np.dtype(draw(st.sampled_from([*DTYPES, "datetime64[s]", "U3", "i4,f8"])))
-    shape = draw(st.lists(st.integers(0, 4), max_size=3))
-    bits = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 2, (*shape, dtype.itemsize))
-    plain = bits.astype(np.uint8).view(dtype)[..., 0] if dtype.kind != "U" else np.full(shape, "ab")
-    if draw(st.booleans()) and dtype.kind not in "bV":
-        plain = plain.astype(plain.dtype.newbyteorder())
-    layout = draw(st.sampled_from(["plain", "fortran", "backwards", "strided"]))
-    if layout == "fortran":
-        return np.asfortranarray(plain)
-    if layout == "backwards":
-        return plain[::-1] if plain.ndim else plain
-    return np.repeat(plain, 2, axis=0)[::2] if layout == "strided" and plain.ndim else plain
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> Any:
-    """Any nesting; arrays and lists may be met more than once."""
-    drawn = draw(st.lists(arrays(), min_size=1, max_size=6))
-    return draw(st.recursive(leaves(drawn), containers, max_leaves=20))
