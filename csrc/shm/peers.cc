@@ -13,8 +13,8 @@
 namespace fl {
 namespace {
 
-// In place of a file descriptor: this process had ended before one could be had.
-constexpr int kGone = -2;
+// In place of a file descriptor: none can be had, the process had ended before, not asked for yet.
+constexpr int kNone = -1, kGone = -2, kUnknown = -3;
 
 int processors() {
   cpu_set_t set;
@@ -37,7 +37,7 @@ uint64_t pid_namespace() {
 // Peers ---------------------------------------------------------------------------------------
 
 Peers::Peers(const Segment& segment, int rank, int size)
-    : segment_(segment), rank_(rank), size_(size), patience_(patience_for(size)) {
+    : segment_(segment), rank_(rank), size_(size), patience_(patience_for(size)), pidfds_(size, kUnknown) {
   RankBlock& mine = segment_.block(rank);
   mine.pid_namespace = pid_namespace();
   mine.pid = getpid();
@@ -80,26 +80,25 @@ std::optional<Failure> Peers::farewell(const Concern& concern) const {
 
 std::vector<int> Peers::dead(const Concern& concern) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (pidfds_.empty()) open_pidfds();
   std::vector<int> dead;
   for (int r = 0; r < size_; ++r) {
     if (!matters(r, concern)) continue;
-    pollfd end{pidfds_[r], POLLIN, 0};
+    pollfd end{pidfd(r), POLLIN, 0};
     if (end.fd == kGone || (end.fd >= 0 && poll(&end, 1, 0) == 1)) dead.push_back(r);
   }
   return dead;
 }
 
-// Opened when first needed; a rank may be gone by then.
-void Peers::open_pidfds() {
-  pidfds_.assign(size_, -1);
-  for (int r = 0; r < size_; ++r) {
-    const RankBlock& block = segment_.block(r);
-    const int32_t pid = block.pid;
-    if (r == rank_ || pid == 0 || block.pid_namespace != pid_namespace()) continue;
-    pidfds_[r] = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-    if (pidfds_[r] < 0) pidfds_[r] = errno == ESRCH ? kGone : -1;
-  }
+// Opened when first needed; a rank may not be there yet, or be gone by then.
+int Peers::pidfd(int r) {
+  const RankBlock& block = segment_.block(r);
+  const int32_t pid = block.pid;
+  int& fd = pidfds_[r];
+  if (fd != kUnknown || pid == 0) return fd;
+  if (block.pid_namespace != pid_namespace()) return fd = kNone;
+  fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  if (fd < 0) fd = errno == ESRCH ? kGone : kNone;
+  return fd;
 }
 
 // A rank may be done with a call before others, as one that has little to give to a gather. If it

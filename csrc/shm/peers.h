@@ -49,14 +49,14 @@ class Peers : public Transport {
   std::optional<Failure> farewell(const Concern& concern) const;
   std::vector<int> dead(const Concern& concern);
   bool matters(int r, const Concern& concern) const;
-  void open_pidfds();
+  int pidfd(int r);
 
   const Segment& segment_;
   const int rank_, size_;
   const Patience patience_;
   std::atomic<bool> stopped_{false};
-  std::mutex mutex_;          // of what follows
-  std::vector<int> pidfds_;   // by rank; empty until first needed; -1 where there is none
+  std::mutex mutex_;         // of what follows
+  std::vector<int> pidfds_;  // by rank
 };
 
 // The waits of one operation, on one thread.

@@ -1,4 +1,5 @@
 // gloo_stress WORLDS [SEED]: what csrc/gloo does, at random, against what it promises.
+#include <signal.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -33,6 +34,7 @@ void one_world(uint64_t seed) {
 }  // namespace
 
 int main(int count, char** arguments) {
+  signal(SIGPIPE, SIG_IGN);  // as Python does
   const long worlds = count > 1 ? std::atol(arguments[1]) : 50;
   const uint64_t seed = count > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
   for (long i = 0; i < worlds; ++i) one_world(seed * 1000000 + i);
