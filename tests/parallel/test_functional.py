@@ -34,6 +34,15 @@ def uneven(rank: int, size: int) -> Any:
     return numbers(rank, rank, 2)
 
 
+def place() -> tuple[int, int]:
+    return fl.get_world_rank(), fl.get_world_size()
+
+
+def parts(rank: int, size: int) -> list[int]:
+    """How many rows each rank gets from ``rank``; some get none."""
+    return [(rank + other) % 3 for other in range(size)]
+
+
 def two_in_one_graph(x: Any) -> Any:
     """Neither depends on the other, and the ranks' graphs name them in another order."""
     total, gathered = D.all_reduce(F.sin(x)), D.all_gather(x * x)
@@ -80,6 +89,11 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[int, int], list[Any]]]] = {
         lambda x: F.sin(D.broadcast(x, fl.get_world_size() - 1)),
         lambda r, n: [numbers(r, 2, 2)],
     ),
+    "all_to_all": (lambda x: F.exp(D.all_to_all(x)), lambda r, n: [numbers(r, 2 * n, 2)]),
+    "all_to_all uneven": (
+        lambda x: F.exp(D.all_to_all(x, parts(*place()))) * float(place()[0] + 1),
+        lambda r, n: [numbers(r, sum(parts(r, n)), 2)],
+    ),
     "two in one graph": (two_in_one_graph, lambda r, n: [numbers(r, 2, 2)]),
     "one after the other": (one_after_the_other, lambda r, n: [numbers(r, 2, 2)]),
     "twice the same": (
@@ -115,6 +129,10 @@ def forward(rank: int, size: int) -> None:
             np.sum(everyone, axis=0)[:1],
         ),
         "broadcast": (D.broadcast(v, size - 1), everyone[-1]),
+        "exchanged": (
+            D.all_to_all(fl.input(np.repeat(x[:1], size, 0))),
+            np.stack([other[0] for other in everyone]),
+        ),
         "whole numbers": (D.all_reduce(fl.input(np.array(rank))), np.array(sum(range(size)))),
     }
     for got, expected in results.values():
@@ -208,7 +226,7 @@ def test_a_layer_shared_out_trains_as_a_whole_one(pool: Any, size: int, backend:
 
 
 def test_arguments() -> None:
-    for verb in (D.all_reduce, D.all_gather, D.reduce_scatter, D.broadcast):
+    for verb in (D.all_reduce, D.all_gather, D.reduce_scatter, D.broadcast, D.all_to_all):
         with pytest.raises(TypeError, match=f"functional.{verb.__name__} takes a .*Variable"):
             verb(np.ones(3))  # type: ignore[arg-type]
     v = fl.param(np.ones(3))

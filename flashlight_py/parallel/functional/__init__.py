@@ -19,9 +19,18 @@ from __future__ import annotations
 from flashlight_py.parallel.functional.collectives import (
     all_gather,
     all_reduce,
+    all_to_all,
     broadcast,
     reduce_scatter,
 )
 from flashlight_py.parallel.functional.messages import recv, send
 
-__all__ = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv"]
+__all__ = [
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "all_to_all",
+    "send",
+    "recv",
+]

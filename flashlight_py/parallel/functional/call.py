@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.variable import record_in_order
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import MismatchError
 
-__all__ = ["Call", "copy_of", "group_or_world", "readable", "require_variable"]
+__all__ = ["Call", "copy_of", "group_or_world", "require_variable"]
 
 # How many differentiable collectives each group has had: the same number on all of its ranks.
 _calls: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -23,17 +23,21 @@ _calls: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary
 class Call:
     """A differentiable collective of ``group``, numbered as all its ranks number it.
 
-    ``rows`` are numbers that the ranks have told each other, one from each.
+    ``rows`` are numbers that the ranks have told each other, those of a rank in a row.
     """
 
     def __init__(self, verb: str, group: ProcessGroup) -> None:
         self.group = group
-        self.rows: list[int] = []
+        self.rows = np.zeros((group.size, 0), np.int64)
         self._verb = verb
         self._number = _calls.get(group, 0) + 1
 
     def record(
-        self, v: Variable, result: Array, vjp: Callable[[Array], Array], rows: int = 0
+        self,
+        v: Variable,
+        result: Array,
+        vjp: Callable[[Array], Array],
+        rows: Sequence[int] = (),
     ) -> Variable:
         """Return ``result`` as a variable whose backward pass calls ``vjp`` on every rank.
 
@@ -43,16 +47,16 @@ class Call:
         Raises:
             MismatchError: another rank is at another differentiable collective.
         """
-        table = self._meet(False, v.calc_grad, rows)
+        table = self._meet(False, v.calc_grad, *rows)
         _calls[self.group] = self._number
-        self.rows = table[:, 1].tolist()
+        self.rows = table[:, 1:]
         if not table[:, 0].any():
             return Variable(result)
         # A rank that needs no gradient takes part in the backward pass for the others' sake.
         source = v if v.calc_grad else Variable(v.data, calc_grad=True)
 
         def meet_and_answer(grad: Array) -> Array:
-            self._meet(True)
+            self._meet(True, True)
             return vjp(grad)
 
         return record_in_order(result, (source, meet_and_answer))
@@ -60,7 +64,7 @@ class Call:
     def _meet(self, backward: bool, *facts: int) -> Array:
         """Return every rank's ``facts``, one rank a row, if all are where this rank is."""
         group = self.group
-        mine = np.array([self._number, backward, *facts, 0, 0][:4], np.int64)
+        mine = np.array([self._number, backward, *facts], np.int64)
         table = np.zeros((group.size, mine.size), np.int64)
         table[group.rank] = mine
         group.all_reduce(table)  # only this rank's row is not zero: the sum is a gathering
@@ -102,8 +106,3 @@ def group_or_world(group: ProcessGroup | None) -> ProcessGroup:
 def copy_of(array: Array) -> Array:
     """Return a new array of the same values for a verb to work on in place."""
     return array_module(array).array(array, order="C")  # type: ignore[no-any-return]
-
-
-def readable(array: Array) -> Array:
-    """Return ``array`` for a verb that only reads it, but refuses what it could not write to."""
-    return array if is_cupy(array) or array.flags.writeable else copy_of(array)

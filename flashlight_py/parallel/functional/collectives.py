@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
@@ -10,11 +12,10 @@ from flashlight_py.parallel.functional.call import (
     Call,
     copy_of,
     group_or_world,
-    readable,
     require_variable,
 )
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
 
 
 def all_reduce(
@@ -91,11 +92,11 @@ def reduce_scatter(
     factor = scale / call.group.size if op == "avg" else scale
 
     def gather(grad: Array) -> Array:
-        whole: Array = call.group.all_gather(readable(grad))
+        whole: Array = call.group.all_gather(grad)
         scale_in_place(whole, factor)
         return whole
 
-    part = call.group.reduce_scatter(readable(v.data), scale, op)
+    part = call.group.reduce_scatter(v.data, scale, op)
     return call.record(v, part, vjp=gather)
 
 
@@ -128,15 +129,51 @@ def all_gather(v: Variable, group: ProcessGroup | None = None) -> Variable:
     def own_rows(grad: Array) -> Array:
         return _reduced_rows(grad, call).reshape(shape)
 
-    whole = call.group.all_gather(readable(v.data))
-    return call.record(v, whole, vjp=own_rows, rows=shape[0] if shape else 1)
+    whole = call.group.all_gather(v.data)
+    return call.record(v, whole, vjp=own_rows, rows=[shape[0] if shape else 1])
+
+
+def all_to_all(
+    v: Variable, rows: Sequence[int] | None = None, group: ProcessGroup | None = None
+) -> Variable:
+    """Return what the ranks have for this one: part r of every ``v``, in rank order, on rank r.
+
+    Gradient: y_r holds part r of x_q as its part q, hence part r of dJ/dx_q = part q of g_r: the
+    all_to_all that takes the gradients back.
+
+    Collective, blocking, as its backward pass is; each takes a small message beside its own.
+
+    Args:
+        v: the dimensions but the first, and the dtype, are the same on every rank.
+        rows: how many rows of ``v`` each rank gets; None: equal parts, of a first dimension that is
+            a multiple of the number of ranks and the same on every rank. All ranks give it or none.
+        group: the process group, default the world.
+
+    Returns:
+        A new variable of shape ``(number of rows that came, *v.shape[1:])``, with a gradient on
+        every rank if ``v`` has one on any.
+
+    Raises:
+        TypeError: ``v`` is no Variable, or as :func:`flashlight_py.all_to_all`.
+        ValueError: the first dimension cannot be cut so.
+        DistributedError: as :func:`flashlight_py.all_reduce`.
+    """
+    require_variable("all_to_all", v)
+    call = Call("all_to_all", group_or_world(group))
+
+    def take_back(grad: Array) -> Array:
+        came = None if rows is None else call.rows[:, call.group.rank].tolist()
+        return call.group.all_to_all(grad, came)  # type: ignore[no-any-return]
+
+    told = () if rows is None else rows
+    return call.record(v, call.group.all_to_all(v.data, rows), vjp=take_back, rows=told)
 
 
 def broadcast(v: Variable, root: int = 0, group: ProcessGroup | None = None) -> Variable:
     """Return the ``v`` of rank ``root`` on every rank.
 
     Gradient: y_r = x_root on every rank r, hence dJ/dx_root = sum_r g_r, and 0 for the others:
-    the sum of the gradients, kept by the root.
+    the gradients are reduced to the root.
 
     Collective, blocking, as its backward pass is; each takes a small message beside its own.
 
@@ -158,7 +195,7 @@ def broadcast(v: Variable, root: int = 0, group: ProcessGroup | None = None) -> 
     call = Call("broadcast", group_or_world(group))
 
     def sum_for_root(grad: Array) -> Array:
-        summed: Array = call.group.all_reduce(copy_of(grad))
+        summed: Array = call.group.reduce(copy_of(grad), root)
         return summed if call.group.rank == root else array_module(grad).zeros_like(grad)
 
     return call.record(v, call.group.broadcast(copy_of(v.data), root), vjp=sum_for_root)
@@ -174,9 +211,9 @@ def _require_linear(verb: str, op: str) -> None:
 
 def _reduced_rows(grad: Array, call: Call) -> Array:
     """Return the sum over the ranks of those rows of their ``grad`` that this rank has given."""
-    rows, rank = call.rows, call.group.rank
+    rows, rank = call.rows[:, 0].tolist(), call.group.rank
     if min(rows) == max(rows):
-        return call.group.reduce_scatter(readable(grad))  # type: ignore[no-any-return]
+        return call.group.reduce_scatter(grad)  # type: ignore[no-any-return]
     start = sum(rows[:rank])
     summed: Array = call.group.all_reduce(copy_of(grad))
     return summed[start : start + rows[rank]]

@@ -14,7 +14,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.variable import record_in_order
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.parallel.functional.call import group_or_world, readable, require_variable
+from flashlight_py.parallel.functional.call import group_or_world, require_variable
 
 __all__ = ["recv", "send"]
 
@@ -56,7 +56,7 @@ def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None)
     require_variable("send", v)
     group = group_or_world(group)
     _check_tag("send", tag)
-    array = readable(v.data)
+    array = v.data
     group.send(array, dst, tag)
     answer = _tag_of_gradient(group, "to", dst, tag)
     shape, dtype, xp = array.shape, array.dtype, array_module(array)
@@ -100,7 +100,7 @@ def recv(like: Like, src: int, tag: int = 0, group: ProcessGroup | None = None) 
     source = Variable(array_module(array).zeros((), array.dtype), calc_grad=True)
 
     def send_gradient(grad: Array) -> Array:
-        group.send(readable(grad), src, answer)
+        group.send(grad, src, answer)
         return source.data  # this rank has nothing below
 
     return record_in_order(array, (source, send_gradient))
