@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -185,6 +186,24 @@ def test_links_between_documents_lead_somewhere(document: str) -> None:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+# What the pages for newcomers name besides the package's own: objects of the reader's program.
+LOCAL = {"optimizer", "loss", "sampler", "joined", "group"}
+
+
+@pytest.mark.parametrize("page", ["from-pytorch", "from-mpi4py"])
+def test_names_that_lead_from_another_library_exist(page: str) -> None:
+    rows = re.findall(r"^\|(.*)\|$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
+    column, called = 0, list[str]()
+    for cells in (row.split("|") for row in rows):
+        ours = [place for place, cell in enumerate(cells) if "flashlight_py" in cell]
+        column = ours[0] if ours else column
+        called += re.findall(r"(?:fl\.)?([A-Za-z_][\w.]*)\(", cells[column])
+    names = [name.split(".") for name in called if name.partition(".")[0] not in LOCAL]
+    assert len(names) > 20
+    for name in names:
+        functools.reduce(getattr, name, fl)
 
 
 def number_in(source: str, constant: str) -> int:

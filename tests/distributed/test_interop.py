@@ -64,7 +64,7 @@ def numbers(x: Any) -> list[float]:
     return [float(x[i]) for i in range(4)]
 
 
-def every_verb_in_place(rank: int, size: int, kind: str) -> None:
+def verbs_in_place(rank: int, size: int, kind: str) -> None:
     make = MAKERS[kind]
     x = make()
     assert fl.all_reduce(x) is x
@@ -78,17 +78,49 @@ def every_verb_in_place(rank: int, size: int, kind: str) -> None:
     assert isinstance(gathered, np.ndarray)
     assert gathered.tolist() == [1, 2, 3, 4] * size
     assert fl.reduce_scatter(make()).tolist() == [[2, 4], [6, 8]][rank]
+    assert fl.reduce(x, root=1) is x
+    assert numbers(x) == [n * size * (size if rank == 1 else 1) for n in (1, 2, 3, 4)]
+
+
+def verbs_into_out(rank: int, size: int, kind: str) -> None:
+    """Four numbers come out where each rank gives two, and they go where the caller says."""
+    make, given = MAKERS[kind], np.array(numbers(MAKERS[kind]()))
+    half = np.asarray(fl.scatter(make() if rank == 0 else None))
+    assert half.tolist() == given[2 * rank :][:2].tolist()
+    out = make()
+    assert fl.all_gather(half[::-1].copy(), out=out) is out
+    assert numbers(out) == [2, 1, 4, 3]
+    assert fl.gather(half, out=out) is (out if rank == 0 else None)
+    assert fl.all_to_all(make(), out=out) is out
+    assert numbers(out) == [1, 2, 1, 2] if rank == 0 else [3, 4, 3, 4]
+    parts = [make(), make()] if rank == 0 else None
+    assert fl.scatter(parts, out=out) is out
+    assert numbers(out) == [1, 2, 3, 4]
+    whole = np.tile(given, 2).astype(half.dtype)
+    assert fl.reduce_scatter(whole, out=out) is out
+    assert numbers(out) == [2, 4, 6, 8]
+
+
+def messages(rank: int, size: int, kind: str) -> None:
+    make, other = MAKERS[kind], 1 - rank
+    sent, received = make(), fl.all_reduce(make())
     if rank == 0:
-        fl.send(x, 1)
+        fl.send(sent, 1)
     else:
-        received = make()
         assert fl.recv(received, 0) is received
-        assert numbers(received) == numbers(x)
+        assert numbers(received) == [1, 2, 3, 4]
+    assert fl.sendrecv(sent, other, fl.all_reduce(received), other) is received
+    assert numbers(received) == [1, 2, 3, 4]
+    fl.all_reduce(received)
+    work = fl.batch_isend_irecv([fl.P2POp("send", sent, other), fl.P2POp("recv", received, other)])
+    assert work.wait()[1] is received
+    assert numbers(received) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_memory_of_others_goes_through_every_verb(pool: Any, kind: str) -> None:
-    pool(2).run(every_verb_in_place, kind)
+@pytest.mark.parametrize("verbs", [verbs_in_place, verbs_into_out, messages])
+def test_memory_of_others_goes_through_every_verb(pool: Any, verbs: Any, kind: str) -> None:
+    pool(2).run(verbs, kind)
 
 
 def test_the_same_memory_twice_is_refused() -> None:
