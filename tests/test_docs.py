@@ -188,8 +188,8 @@ def test_links_between_documents_lead_somewhere(document: str) -> None:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-# What the pages for newcomers name besides the package's own: objects of the reader's program.
-LOCAL = {"optimizer", "loss", "sampler", "joined", "group"}
+# What the pages for newcomers call besides the package: objects of the reader's program, built-ins.
+LOCAL = {"len", "optimizer", "loss", "sampler", "joined", "group"}
 
 
 @pytest.mark.parametrize("page", ["from-pytorch", "from-mpi4py"])
