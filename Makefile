@@ -42,6 +42,7 @@ lint: $(READY) ## ruff and mypy
 sanitize: ## stress the native code: plain, with Address- and UndefinedBehavior-, with ThreadSanitizer
 	@for way in plain address thread; do \
 	  $(MAKE) -s -j$$(nproc) -C tests/native OUT=$(CURDIR)/build/native $$way || exit; \
+	  $(MAKE) -s -j$$(nproc) -C tests/native/gloo OUT=$(CURDIR)/build/native/gloo $$way || exit; \
 	done
 
 wheel: $(READY) ## build a wheel that carries libgloo inside, into wheelhouse/

@@ -88,7 +88,9 @@ void Collectives::hear(Call& call) {
 std::vector<int> Collectives::not_arrived() const {
   std::vector<int> missing;
   for (int r = 0; r < size_; ++r) {
-    if (r != rank_ && incoming_[r].arrived == 0) missing.push_back(r);
+    if (r == rank_) continue;
+    // It may be arriving just now.
+    if (__atomic_load_n(&incoming_[r].arrived, __ATOMIC_ACQUIRE) == 0) missing.push_back(r);
   }
   return missing;
 }

@@ -8,6 +8,9 @@
 
 namespace fl {
 
+// Large arrays move in pieces, so that one is used while the next is on the wire.
+constexpr size_t kChunkBytes = 512 << 10;
+
 // A run of bytes in an array; and one for each rank.
 struct Part {
   size_t begin = 0;

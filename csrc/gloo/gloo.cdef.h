@@ -47,7 +47,7 @@ typedef struct {
   int peer;
 } fl_message;
 
-/* Run several messages at once, on the caller's thread. results[i] is NULL where message i has ended
+/* Run several messages at once, on the caller's thread. results[i] is NULL where message i ended
    well, else a handle: of its failure, or, where an earlier one with the same peer, direction and
    tag must come first, of one that was started. */
 void fl_gloo_exchange(fl_group *group, const fl_message *messages, int count, double seconds,

@@ -25,6 +25,9 @@ std::shared_ptr<gloo::transport::Device> create_device(const std::string& host,
   return gloo::transport::tcp::CreateDevice(attributes);
 }
 
+// Of what may be arriving just now.
+bool is_present(const int32_t& flag) { return __atomic_load_n(&flag, __ATOMIC_ACQUIRE) != 0; }
+
 std::string in_words_for_others(std::string message, int rank) {
   const std::string self = "this rank", name = "rank " + std::to_string(rank);
   for (size_t at; (at = message.find(self)) != std::string::npos;) {
@@ -127,7 +130,7 @@ bool Mesh::is_lost(int peer) {
   } catch (const std::exception&) {
     return true;
   }
-  return control_[peer].present != 0;
+  return is_present(control_[peer].present);
 }
 
 void Mesh::stop() {
@@ -144,7 +147,7 @@ Failure Mesh::explain(int peer, const std::string& what) {
   if (const auto reason = watch_.reason()) return *reason;
   for (int r = 0; r < size; ++r) {
     const Control& control = control_[r];
-    if (control.present == 0) continue;
+    if (!is_present(control.present)) continue;
     const auto status = static_cast<fl_status>(control.status);
     const std::vector<int> missing(control.missing, control.missing + control.missing_count);
     if (std::find(missing.begin(), missing.end(), rank) != missing.end()) {

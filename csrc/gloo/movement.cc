@@ -7,13 +7,10 @@
 namespace fl {
 namespace {
 
-// A broadcast is passed on in pieces, each as soon as it is there.
-constexpr size_t kPieceBytes = 512 << 10;
-
 // Call `visit(offset, bytes)` for each piece.
 template <typename Visit>
 void for_each_piece(size_t bytes, Visit visit) {
-  for (size_t at = 0; at < bytes; at += kPieceBytes) visit(at, std::min(kPieceBytes, bytes - at));
+  for (size_t at = 0; at < bytes; at += kChunkBytes) visit(at, std::min(kChunkBytes, bytes - at));
 }
 
 
@@ -77,7 +74,7 @@ void Collectives::move_large(Call& call, const void* from, const Parts& give, ch
 void Collectives::broadcast(Call& call, void* data) {
   const int root = call.mine.root;
   Parts give(size_), take(size_);
-  if (call.bytes() <= kInlineBytes) {
+  if (call.bytes() <= kInlineBytes || size_ == 2) {
     if (rank_ == root) give = same_for_all(call.bytes());
     if (rank_ != root) take[root] = {0, call.bytes()};
     meet(call, data, give);
@@ -101,7 +98,7 @@ void Collectives::give_parts(Call& call, const void* data, const Parts& parts) {
   for_each_piece(longest, [&](size_t at, size_t) {
     for (int r = 0; r < size_; ++r) {
       if (r == rank_ || at >= parts[r].bytes) continue;
-      whole->send(r, kPartSlot, parts[r].begin + at, std::min(kPieceBytes, parts[r].bytes - at));
+      whole->send(r, kPartSlot, parts[r].begin + at, std::min(kChunkBytes, parts[r].bytes - at));
       sent.push_back(r);
     }
   });

@@ -14,11 +14,10 @@ constexpr size_t kDepth = 2;
 // Who gets the reduced parts, where it is not one rank.
 constexpr int kNobody = -1, kEverybody = -2;
 
-// Large arrays move in pieces, so that a rank reduces one while the next is on the wire. With many
-// ranks they are smaller: each rank has kDepth of every other's at once.
+// With many ranks pieces are smaller: each rank has kDepth of every other's at once.
 size_t piece_bytes(int ranks) {
-  constexpr size_t kSmallest = 64 << 10, kLargest = 512 << 10, kOfAll = 2 << 20;
-  return std::clamp(kOfAll / ranks / kSmallest * kSmallest, kSmallest, kLargest);
+  constexpr size_t kSmallest = 64 << 10, kOfAll = 2 << 20;
+  return std::clamp(kOfAll / ranks / kSmallest * kSmallest, kSmallest, kChunkBytes);
 }
 
 Parts even_parts(const fl_signature& mine, int ranks) {

@@ -25,10 +25,11 @@ def test_all_reduce_of_every_dtype_layout_and_op(ranks: Any, dtype: str) -> None
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 def test_all_reduce_of_sizes_around_every_threshold(ranks: Any, dtype: str) -> None:
-    """4 KB travel inline; larger arrays in 512 KB chunks of each rank's part."""
-    inline = 4096 // conformance.dtype_of(dtype).itemsize
-    chunk = (512 << 10) // conformance.dtype_of(dtype).itemsize
-    around = [inline, chunk, chunk * ranks.size, 2 * chunk * ranks.size]
+    """16 KB travel inline in memory, 64 KB over TCP; more in 512 KB chunks of each rank's part."""
+    itemsize = conformance.dtype_of(dtype).itemsize
+    inline = [(16 << 10) // itemsize, (64 << 10) // max(1, ranks.size - 1) // itemsize]
+    chunk = (512 << 10) // itemsize
+    around = [*inline, chunk, chunk * ranks.size, 2 * chunk * ranks.size]
     counts = [2, 3, 5, *(n + d for n in around for d in (-1, 0, 1)), 3 * chunk * ranks.size + 17]
     ranks.run(conformance.all_reduce_sizes, dtype, counts)
 

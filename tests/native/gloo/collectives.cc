@@ -103,7 +103,9 @@ void gathers(Rank& rank, const Collective& c) {
     check_ok(op, "gather");
     op = nullptr;
   }
-  for (int r = 0; wanted && r < rank.size; from += count(r++)) check_copied(c, r, from, 0, count(r));
+  for (int r = 0; wanted && r < rank.size; from += count(r++)) {
+    check_copied(c, r, from, 0, count(r));
+  }
   check_ok(op, "gather");
 }
 
