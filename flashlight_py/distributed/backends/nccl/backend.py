@@ -137,7 +137,8 @@ class NcclBackend(Backend):
         Blocks until every rank has called, even if not ``blocking``: the host must know the size.
         """
         rows = rows_of_all(self._cpu, "all_gather", array)
-        joined = self._fitting("all_gather", out, sum(rows), array)
+        self._require_fit("all_gather", out, sum(rows))
+        joined = self._room(out, sum(rows), array)
         row = joined.nbytes // max(sum(rows), 1)
         begin = functools.partial(self._gather_rows, array, joined, [row * n for n in rows])
         kept = [array, joined] if joined.size else []
@@ -164,7 +165,8 @@ class NcclBackend(Backend):
         """Join all ranks' arrays on ``root``; blocks until every rank has called."""
         rows = rows_of_all(self._cpu, "gather", array)
         here = self.rank == root
-        joined = self._fitting("gather", out, sum(rows), array) if here else None
+        self._require_fit("gather", out if here else None, sum(rows))
+        joined = self._room(out, sum(rows), array) if here else None
         return collect.gather(self, array, joined, rows, root, blocking)
 
     def scatter(
@@ -195,23 +197,22 @@ class NcclBackend(Backend):
         rows_of_all(self._cpu, "all_to_all", array)
         table = self._cpu.all_gather(np.array(rows, np.int64), blocking=True).wait()
         take = [int(n) for n in table.reshape(self.size, self.size)[:, self.rank]]
-        got = self._fitting("all_to_all", out, sum(take), array)
+        self._require_fit("all_to_all", out, sum(take))
+        got = self._room(out, sum(take), array)
         return collect.all_to_all(self, array, got, rows, take, blocking)
 
     def _room(self, out: Array | None, rows: int, like: Array) -> Array:
         return self.empty((rows, *like.shape[1:]), like) if out is None else out
 
-    def _fitting(self, verb: str, out: Array | None, rows: int, like: Array) -> Array:
-        """Return room for what comes; one of another length is found out before anything moves."""
+    def _require_fit(self, verb: str, out: Array | None, rows: int) -> None:
+        """Find out together, before anything moves, whether an ``out`` is not ``rows`` long."""
         fits = out is None or out.shape[0] == rows
-        problem = "" if fits else f"rank {self.rank} gave an out of {out.shape[0]} rows"  # type: ignore[union-attr]
+        problem = "" if fits else f"rank {self.rank} gave an out that is not {rows} rows long"
         wrong = [text.decode() for text in exchange_bytes(self._cpu, problem.encode()) if text]
         if wrong:
             raise ValueError(
-                f"[{verb}] rank {self.rank} of {self.size}: {rows} rows come from all ranks "
-                f"together, and {', '.join(wrong)}; nothing was sent"
+                f"[{verb}] rank {self.rank} of {self.size}: {', '.join(wrong)}; nothing was sent"
             )
-        return self._room(out, rows, like)
 
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Send; blocks until ``dst`` receives under ``tag``; see ``Backend``."""
