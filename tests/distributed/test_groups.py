@@ -14,7 +14,9 @@ from tests.distributed.conformance import BACKENDS
 from tests.distributed.harness import run_ranks
 
 
-@pytest.fixture(params=[("gloo", 4), ("shm", 4), ("hierarchical", 5)], ids=lambda w: w[0])
+@pytest.fixture(
+    params=[("gloo", 4), ("shm", 4), ("hierarchical", 5), ("mpi", 4)], ids=lambda w: w[0]
+)
 def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
     name, size = request.param
     return pool(size, **BACKENDS[name][1])

@@ -13,7 +13,8 @@ from tests.distributed.conformance import BACKENDS
 
 
 @pytest.fixture(
-    params=[("single", 1), ("gloo", 3), ("shm", 3), ("hierarchical", 3)], ids=lambda w: w[0]
+    params=[("single", 1), ("gloo", 3), ("shm", 3), ("hierarchical", 3), ("mpi", 3)],
+    ids=lambda w: w[0],
 )
 def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
     name, size = request.param

@@ -13,7 +13,7 @@ from tests.distributed.programs import VERBS, Call, calls, run_program
 
 CALLS = 12  # per program: the ranks are asked once for all of them
 WORLDS = [("single", 1), ("gloo", 2), ("gloo", 5), ("shm", 2), ("shm", 3), ("shm", 5)]
-WORLDS += [("hierarchical", 4), ("hierarchical", 5)]
+WORLDS += [("hierarchical", 4), ("hierarchical", 5), ("mpi", 2), ("mpi", 3)]
 
 # The same programs every time. A failing one is not shrunk: each try would need new processes.
 repeatable = settings(

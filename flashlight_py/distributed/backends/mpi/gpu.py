@@ -145,10 +145,13 @@ class MpiGpuBackend(Backend):
         work = verb(self._given(array), blocking=blocking)
         if out is None:
             return self._keep(Then(work, _to_gpu))
-        return self._keep(Then(work, functools.partial(self._copy_into, out)))
+        name = getattr(verb, "func", verb).__name__.removesuffix("_uneven")
+        return self._keep(Then(work, functools.partial(self._copy_into, name, out)))
 
-    def _copy_into(self, out: Array, came: Array) -> Array:
-        require_length("MPI", out, came.shape[0], self.rank, self.size)
+    def _copy_into(self, verb: str, out: Array, came: Array | None) -> Array | None:
+        if came is None:
+            return None  # a gather's result on another rank than its root
+        require_length(verb, out, came.shape[0], self.rank, self.size)
         out.set(came)  # type: ignore[attr-defined]
         settle(out)
         return out

@@ -11,7 +11,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Protocol, TypeAlias
 
 __all__ = ["Member", "Progress", "Steps", "progress_of"]
@@ -105,7 +105,7 @@ class Progress:
             if not done:
                 _abandoned.append(requests)
 
-    def wait(self, ended: Any, end: float | None) -> bool:
+    def wait(self, ended: Callable[[], bool], end: float | None) -> bool:
         """Step until ``ended()``, or until the clock (``time.monotonic``) says ``end``."""
         with self._turn:
             self._waiting += 1
