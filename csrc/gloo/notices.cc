@@ -10,6 +10,9 @@ namespace {
 // Notices of a peer that can be on their way at once.
 constexpr size_t kPosted = 4;
 
+// Blanks that are kept: more messages at once are rare.
+constexpr size_t kSpare = 32;
+
 // Only a small send has its payload with it.
 size_t payload_of(const fl_signature& call) {
   return call.verb == FL_SEND && !is_large(call) ? bytes_of(call) : 0;
@@ -53,7 +56,7 @@ NoticePtr Notices::blank() {
 
 void Notices::take_back(NoticePtr notice) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  blanks_.push_back(std::move(notice));
+  if (blanks_.size() < kSpare) blanks_.push_back(std::move(notice));
 }
 
 void Notices::post(Line& line, int peer) {

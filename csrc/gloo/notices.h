@@ -40,7 +40,7 @@ class Notices {
   // Post the first receives; once, when every peer is connected.
   void open();
 
-  // A notice to be filled in, and back with one that nobody sends or receives any more.
+  // A notice to be filled in; and back with one that nobody sends or receives any more.
   NoticePtr blank();
   void take_back(NoticePtr notice);
 
