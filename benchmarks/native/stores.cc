@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../csrc/shm/streaming.h"
+#include "../../csrc/shm/copying.h"
 
 namespace {
 

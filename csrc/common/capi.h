@@ -5,7 +5,7 @@
 #include <exception>
 #include <memory>
 
-#include "worker.h"
+#include "operation.h"
 
 struct fl_op {
   std::shared_ptr<fl::Operation> operation;

@@ -102,7 +102,7 @@ void Lanes::begin(const Lane& lane, Pending operation) noexcept {
       const std::lock_guard<std::mutex> lock(queue_->mutex);
       if (hand_over(lane, operation)) return;
     }
-    finish(*operation, FL_FAILED, "no thread can be had for another message");
+    finish(*operation, FL_FAILED, "no thread can be had for another operation");
     const std::lock_guard<std::mutex> lock(queue_->mutex);
     operation = next(lane);
   }

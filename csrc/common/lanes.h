@@ -1,17 +1,18 @@
-// Point-to-point messages run beside each other and beside collectives, but those of one lane one
-// after the other.
+// Operations that run beside each other, but those of one lane one after the other.
 //
-// A lane is what messages must not overtake each other in: one peer, one direction, one tag. It is
-// a queue whose head runs on a thread of its own; threads are made when all others are busy, and
-// kept. There may be as many as lanes that have something to do, since each may wait for what the
-// peer only does after it has heard from another. A caller that wants to wait anyway can run a
-// message on its own thread, when the lane is idle: no change of threads, a tenth of the time.
+// A lane is what must not overtake itself: the messages of one direction to or from one rank with
+// one tag; or all collectives, which are a lane that no message has. It is a queue whose head runs on
+// a thread of its own; threads are made when all others are busy, and kept. There may be as many as
+// lanes that have something to do, since each may wait for what a peer only does after it has heard
+// from another. A caller that wants to wait anyway can run an operation on its own thread, when the
+// lane is idle: no change of threads, a tenth of the time.
 //
 // How a group uses it:
 //
-//   blocking:  if (lanes.enter(lane)) { run the message here; lanes.leave(lane); }
+//   blocking:  if (lanes.enter(lane)) { run it here; lanes.leave(lane); }
 //              else wait for lanes.submit(lane, seconds, run)
 //   else:      lanes.submit(lane, seconds, run)
+//   or:        if (lanes.enter(lane)) { begin it here; lanes.go_on(lane, seconds, rest); }
 //
 // `run` gets its Operation, whose deadline bounds its waits, and runs at the same time as others:
 // what it shares with them must be guarded. It throws Mismatch, after which all goes on, or

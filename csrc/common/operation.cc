@@ -31,7 +31,6 @@ Clock::time_point deadline_after(double seconds) {
 void execute(Transport& transport, Operation& operation) noexcept {
   if (transport.is_broken()) return finish(operation, FL_CLOSED, transport.why_broken());
   operation.deadline = deadline_after(operation.seconds);
-  transport.begin(operation.deadline);
   Failure failure(FL_OK, {}, "");
   try {
     operation.run(operation);

@@ -30,9 +30,6 @@ class Transport {
   // Tell every peer why this rank gives up. fail() calls it, once.
   virtual void give_up(const Failure& failure) noexcept = 0;
 
-  // An operation of one thread at a time begins: its waits end at `deadline`. For a Worker alone.
-  virtual void begin(Clock::time_point) {}
-
   // From any thread: this failure ends the group; the first one counts. Operations that still run,
   // on whatever thread, must end soon, those that come later with FL_CLOSED at once.
   void fail(const Failure& failure) noexcept;

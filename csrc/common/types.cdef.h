@@ -59,6 +59,13 @@ typedef struct {
   size_t bytes;
 } fl_room;
 
+/* A send or a receive, one of several that are exchanged; its signature's root is the tag. */
+typedef struct {
+  fl_signature signature;
+  void *data;
+  int peer;
+} fl_message;
+
 typedef struct fl_op fl_op;
 
 /* Wait up to `seconds` for the operation to end. FL_PENDING when it has not. */

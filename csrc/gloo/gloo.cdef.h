@@ -40,13 +40,6 @@ fl_op *fl_gloo_connect(fl_group *group, const char *addresses, size_t address_by
 fl_op *fl_gloo_run(fl_group *group, const fl_signature *signature, void *data, void *output,
                    int peer, double seconds, int async);
 
-/* A send or a receive, with the tag as its signature's root. */
-typedef struct {
-  fl_signature signature;
-  void *data;
-  int peer;
-} fl_message;
-
 /* Run several messages at once, on the caller's thread. results[i] is NULL where message i ended
    well, else a handle: of its failure, or, where an earlier one with the same peer, direction and
    tag must come first, of one that was started. */

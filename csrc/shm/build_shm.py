@@ -9,7 +9,6 @@ COMMON = (
     "common/capi.cc",
     "common/lanes.cc",
     "common/operation.cc",
-    "common/worker.cc",
     "reduce/reduce.cc",
 )
 SOURCES = (
@@ -24,6 +23,7 @@ SOURCES = (
     "shm/receiving.cc",
     "shm/delivery.cc",
     "shm/peers.cc",
+    "shm/remote.cc",
     "shm/segment.cc",
 )
 

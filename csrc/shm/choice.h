@@ -1,72 +1,118 @@
-// How to write what the others will read: through the caches or past them.
+// How bytes go from rank to rank: which way is the fastest here and now.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace fl {
 
+enum Way {
+  kThroughCaches,  // into shared memory by ordinary stores, and out of it
+  kPastCaches,     // into it by streamed stores
+  kDirectly,       // out of the other's own memory, by the kernel
+  kWays,
+};
+
+// What each way has cost a rank, in picoseconds per byte; 0: not known.
+struct Costs {
+  std::array<uint16_t, kWays> of;
+};
+
 // Where cores are near each other and chunks many, ordinary stores are up to twice as fast; where
-// they are far apart, or lines still lie in the reader's cache, streaming is up to five times as
-// fast. Which it is depends on where the scheduler, and a hypervisor, has put the ranks, and
-// changes while they run. So it is measured: for every size class each rank keeps what both ways
-// cost and votes with its next call of that class; the call after it goes by the votes, which all
-// ranks have seen. Now and then a call tries the other way.
+// they are far apart, or lines still lie in the reader's cache, streaming is up to ten times as
+// fast. Reading directly saves one of two copies, but waits for each line that the other has just
+// written. Which is best depends on where the scheduler, and a hypervisor, has put the ranks, on the
+// size, and on who wrote the array when. So it is measured: for every size class each rank keeps
+// what the ways have cost, and tells it with its calls; all go by the sum of what all have told.
+// Now and then a call tries another way.
 class Choice {
+  struct Kind;
+
  public:
-  // For a call of `bytes`, in place or through the slots; the same on every rank.
-  void begin(size_t bytes, bool in_place, uint32_t call) {
-    kind_ = &kinds_[in_place ? 1 : 0][size_class(bytes)];
-    bytes_ = bytes;
-    const bool tries_other = kind_->calls < kFirst ? kind_->calls % 2 != 0 : call % kTryEvery == 0;
-    streams_ = kind_->streams != tries_other;
-    ++kind_->calls;
-    started_ = Clock::now();
+  using Sum = std::array<uint64_t, kWays>;
+
+  // Verbs are numbered from 0; `calls`: as if there had been so many of each kind.
+  explicit Choice(int verbs, uint32_t calls = 0) : kinds_(verbs) {
+    for (auto& sizes : kinds_) sizes.fill(Kind{calls, {}});
   }
 
-  bool streams() const { return streams_; }
+  // A call that goes one way, and is timed.
+  struct Trial {
+    Way way = kPastCaches;
+    Kind* kind = nullptr;
+    size_t bytes = 1;
+    std::chrono::steady_clock::time_point started{};
+  };
 
-  void end() {
-    const double seconds = std::chrono::duration<double>(Clock::now() - started_).count();
-    double& cost = kind_->cost[streams_ ? 1 : 0];
-    const double now = seconds / static_cast<double>(bytes_);
+  // What this rank tells with a call of `verb`.
+  Costs costs(int verb, size_t bytes) const {
+    const Kind& kind = kinds_[verb][size_class(bytes)];
+    Costs costs;
+    for (int way = 0; way < kWays; ++way) {
+      costs.of[way] = static_cast<uint16_t>(std::min(65535.0, 1e12 * kind.cost[way]));
+    }
+    return costs;
+  }
+
+  // Choose among the first `ways` for a call whose size is the same on every rank; `sum` is that of
+  // all costs told with it.
+  Trial begin(int verb, size_t bytes, int ways, const Sum& sum) {
+    Kind& kind = kinds_[verb][size_class(bytes)];
+    const uint32_t call = kind.calls++;
+    const int best = best_of(ways, sum);
+    int next = next_of(best, call, ways);
+    const bool is_known = call >= kFirst - ways;
+    const bool is_hopeless = is_known && sum[next] > kHopeless * sum[best];
+    if (is_hopeless && call % kTryHopeless != 0) next = best;
+    return {static_cast<Way>(next), &kind, bytes, Clock::now()};
+  }
+
+  void end(const Trial& trial) {
+    const double seconds = std::chrono::duration<double>(Clock::now() - trial.started).count();
+    double& cost = trial.kind->cost[trial.way];
+    const double now = seconds / static_cast<double>(trial.bytes);
     // What took less time than before was not disturbed, and counts more.
     const double weight = cost == 0 ? 1.0 : now < cost ? 0.75 : 0.25;
     cost += weight * (now - cost);
   }
 
-  // What this rank says with a call of `bytes`.
-  bool vote(size_t bytes, bool in_place) const {
-    const Kind& kind = kinds_[in_place ? 1 : 0][size_class(bytes)];
-    if (kind.cost[0] == 0 || kind.cost[1] == 0) return kind.streams;
-    return kind.cost[1] <= kind.cost[0];
-  }
-
-  // What the ranks have said with the call that has just ended.
-  void count(int votes, int ranks) { kind_->streams = 2 * votes >= ranks; }
-
  private:
   using Clock = std::chrono::steady_clock;
+  static constexpr uint32_t kFirst = 9;  // calls that take turns, to begin with
   static constexpr uint32_t kTryEvery = 128;
-  static constexpr uint32_t kFirst = 8;  // calls that take turns, to begin with
+  // What takes so many times as long is tried again only now and then.
+  static constexpr uint64_t kHopeless = 3;
+  static constexpr uint32_t kTryHopeless = 9 * kTryEvery;  // odd: each in its turn
 
   struct Kind {
-    bool streams = true;
-    uint32_t calls = 0;
-    double cost[2] = {0, 0};  // seconds per byte: through the caches, past them
+    uint32_t calls;
+    std::array<double, kWays> cost;  // seconds per byte; 0: not known
   };
 
   static size_t size_class(size_t bytes) {
     return bytes == 0 ? 0 : 63 - static_cast<size_t>(__builtin_clzll(bytes));
   }
 
-  std::array<std::array<Kind, 64>, 2> kinds_;
-  Kind* kind_ = &kinds_[0][0];
-  size_t bytes_ = 1;
-  bool streams_ = true;
-  Clock::time_point started_;
+  static int best_of(int ways, const Sum& sum) {
+    int best = kPastCaches;
+    for (int way = 0; way < ways; ++way) {
+      if (sum[way] != 0 && (sum[best] == 0 || sum[way] < sum[best])) best = way;
+    }
+    return best;
+  }
+
+  // The best way, or the one whose turn it is to be tried.
+  static int next_of(int best, uint32_t call, int ways) {
+    if (call < kFirst) return static_cast<int>((call + kPastCaches) % ways);
+    if (call % kTryEvery != 0) return best;
+    return static_cast<int>((best + 1 + call / kTryEvery % (ways - 1)) % ways);
+  }
+
+  std::vector<std::array<Kind, 64>> kinds_;
 };
 
 }  // namespace fl

@@ -5,13 +5,15 @@
 #include <cstring>
 
 #include "../common/signature.h"
-#include "streaming.h"
+#include "copying.h"
 
 namespace fl {
 namespace {
 
-constexpr uint32_t kVote = 1u << 31;  // see choice.h
-constexpr uint32_t kAny = 1u << 30;   // only verb and root are known
+// What a rank says with the kind of its call.
+constexpr uint32_t kAny = 1u << 29;      // only verb and root are known
+constexpr uint32_t kIsLarge = 1u << 30;  // its data does not come with it, but its address
+constexpr uint32_t kCanRead = 1u << 31;  // it can read the memory of all others
 
 uint32_t kind_of(const fl_signature& s) {
   const uint32_t verb = static_cast<uint32_t>(s.verb) << 16;
@@ -34,19 +36,22 @@ bool alike(const Call& a, const Call& b, bool free) {
   if (((a.kind | b.kind) & kAny) != 0) {
     return ((a.kind ^ b.kind) >> 16 & 0xff) == 0 && a.root == b.root;
   }
-  return (a.kind | kVote) == (b.kind | kVote) && a.root == b.root && a.scale == b.scale &&
+  constexpr uint32_t kMayDiffer = kIsLarge | kCanRead;
+  return (a.kind | kMayDiffer) == (b.kind | kMayDiffer) && a.root == b.root && a.scale == b.scale &&
          a.shape == b.shape && (free || a.count == b.count);
 }
 
 }  // namespace
 
-Collectives::Collectives(Segment& segment, Peers& peers, int rank, int size)
+Collectives::Collectives(Segment& segment, Peers& peers, Remote& remote, int rank, int size)
     : segment_(segment),
       peers_(peers),
+      remote_(remote),
       watch_(peers, {}, 0, nullptr),
       rank_(rank),
       size_(size),
-      from_(size) {}
+      from_(size),
+      choice_(FL_ALL_TO_ALL_UNEVEN + 1) {}
 
 void Collectives::begin(double seconds, InterruptCheck interrupt) {
   watch_ = Watch(peers_, Concern{-1, calls_ + 1}, seconds, interrupt);
@@ -68,16 +73,30 @@ void Collectives::tell(const fl_signature& mine, const void* data, size_t inline
   call.scale = mine.scale;
   call.shape = hash_of_shape(mine);
   call.place = inline_bytes > 0 ? 0 : place_of(data);
-  if (mine.verb == FL_ALL_REDUCE && inline_bytes == 0) {
-    const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
-    if (choice_.vote(bytes, call.place != 0)) call.kind |= kVote;
-  }
   call.signature = mine;
   call.signature.sequence = sequence_of(number);
   if (inline_bytes > 0) {
     stream_copy(inline_bytes <= kTinyBytes ? call.tiny : call.payload, data, inline_bytes);
+  } else {
+    tell_of_large(mine, data, call);
   }
   call.number.raise(number);
+}
+
+// Where the data is that does not come with a call, and what all need to choose its way. A rank that
+// does not know the size of the whole tells it in any case.
+void Collectives::tell_of_large(const fl_signature& mine, const void* data, Call& call) {
+  const bool knows = mine.ndim != FL_ANY && mine.verb != FL_ALL_TO_ALL_UNEVEN;
+  size_t bytes = mine.ndim == FL_ANY ? 0 : static_cast<size_t>(mine.count) * mine.itemsize;
+  if (mine.verb == FL_SCATTER) bytes *= size_;
+  if (knows && bytes <= kInlineBytes) return;
+  call.kind |= kIsLarge | (remote_.can_read_all() ? kCanRead : 0);
+  call.large = {reinterpret_cast<uintptr_t>(data), choice_.costs(key_of(mine, call), bytes)};
+}
+
+// Under which costs are kept: in place they are others.
+int Collectives::key_of(const fl_signature& mine, const Call& call) {
+  return call.place != 0 ? 0 : mine.verb;
 }
 
 void Collectives::hear(const fl_signature& mine) {
@@ -108,18 +127,46 @@ const char* Collectives::inline_data(int rank, size_t bytes) const {
   return bytes <= kTinyBytes ? call.tiny : call.payload;
 }
 
-int Collectives::votes() const {
-  int votes = 0;
-  for (int r = 0; r < size_; ++r) votes += (call_of(r).kind & kVote) != 0 ? 1 : 0;
-  return votes;
-}
-
 Collectives::Seen Collectives::signatures() const {
   Seen seen(size_);
   for (int r = 0; r < size_; ++r) {
     if (call_of(r).number.value() == calls_) seen[r] = call_of(r).signature;
   }
   return seen;
+}
+
+// Large arrays --------------------------------------------------------------------------------
+
+// The way of this call's `bytes`, the same on every rank, by what all have told.
+Way Collectives::choose(const fl_signature& mine, size_t bytes) {
+  Choice::Sum sum{};
+  bool all_can_read = mine.verb != FL_ALL_REDUCE && bytes >= kReadBytes;
+  for (int r = 0; r < size_; ++r) {
+    const Call& call = call_of(r);
+    all_can_read = all_can_read && (call.kind & kCanRead) != 0;
+    if ((call.kind & kIsLarge) == 0) continue;
+    for (int way = 0; way < kWays; ++way) sum[way] += call.large.costs.of[way];
+  }
+  const int key = all_in_one_place() ? 0 : mine.verb;
+  trial_ = choice_.begin(key, bytes, all_can_read ? kWays : kDirectly, sum);
+  return trial_.way;
+}
+
+// Of what rank r gave with this call.
+void Collectives::read(int r, size_t begin, void* into, size_t bytes) {
+  if (bytes == 0) return;
+  const uint64_t from = call_of(r).large.address + begin;
+  if (!remote_.read(r, from, into, bytes)) throw watch_.why_unreadable(r);
+}
+
+// Wait until nobody reads this rank's data any more.
+void Collectives::end_reading() {
+  RankBlock& own = segment_.block(rank_);
+  const uint32_t done = ++chunks_;
+  own.filled.raise(done);
+  own.reduced.raise(done);
+  own.drained.raise(done);
+  for (int r = 0; r < size_; ++r) watch_.wait(segment_.block(r).drained, done, r);
 }
 
 void Collectives::barrier(const fl_signature& mine) { enter(mine, nullptr, 0); }

@@ -11,6 +11,7 @@
 #include "../common/operation.h"
 #include "choice.h"
 #include "peers.h"
+#include "remote.h"
 #include "segment.h"
 
 namespace fl {
@@ -27,7 +28,7 @@ class Collectives {
  public:
   using Seen = std::vector<fl_signature>;
 
-  Collectives(Segment& segment, Peers& peers, int rank, int size);
+  Collectives(Segment& segment, Peers& peers, Remote& remote, int rank, int size);
 
   // The next call: each of its waits may take `seconds`, and be interrupted on the caller's thread.
   void begin(double seconds, InterruptCheck interrupt);
@@ -60,11 +61,15 @@ class Collectives {
 
  private:
   struct Chunks;
+  struct Rows;
   struct Sections;
+  struct Routes;
   const Call& call_of(int rank) const { return segment_.block(rank).calls[calls_ % 2]; }
   const char* inline_data(int rank, size_t bytes) const;
   void enter(const fl_signature& mine, const void* data, size_t inline_bytes);
   void tell(const fl_signature& mine, const void* data, size_t inline_bytes);
+  void tell_of_large(const fl_signature& mine, const void* data, Call& call);
+  static int key_of(const fl_signature& mine, const Call& call);
   void hear(const fl_signature& mine);
   bool all_call_the_same() const;
   uint64_t place_of(const void* data) const;
@@ -77,24 +82,38 @@ class Collectives {
   void exchange_two(const fl_signature& mine, char* data);
   void reduce_in_parts(const fl_signature& mine, char* data, int collector);
   void reduce_large(const fl_signature& mine, void* data);
-  int votes() const;
+  void collect_on_root(const fl_signature& mine, char* data);
+  void reduce_read(const fl_signature& mine, size_t begin, const char* own, size_t count,
+                   char* into);
 
   Bytes gather_to(const fl_signature& mine, const void* data, const fl_room* room, bool wanted);
+  void move_rows(const fl_signature& mine, const Rows& rows, const void* data, char* into);
+  void stream_rows(const Rows& rows, const char* data, char* into);
   void exchange_sections(const fl_signature& mine, const Sections& sections, const void* data,
                          void* output);
-  void move_sections(Sections sections, const void* data, void* output);
-  void stream_sections(const Sections& sections, const void* data,
+  void move_sections(const fl_signature& mine, const Sections& sections, const void* data,
+                     void* output);
+  void read_sections(const Sections& sections, const char* data, char* into);
+  Routes routes_of(const Sections& sections) const;
+  void stream_sections(const Routes& routes, const void* data,
                        const std::function<void(uint32_t)>& consume);
+
+  // Large calls: the way of the data, and reading it from other ranks' memory.
+  Way choose(const fl_signature& mine, size_t bytes);
+  void read(int rank, size_t begin, void* into, size_t bytes);
+  void end_reading();
 
   using Produce = std::function<void(uint32_t chunk, char* slot)>;
   using Consume = std::function<void(uint32_t chunk, uint32_t filled)>;
   void stream(size_t chunks, bool produces, bool consumes, const Produce& produce,
               const Consume& consume);
+  size_t chunk_for(size_t bytes) const;
   void wait_for_free_slot(uint32_t chunk);
   void show(void* slot, const void* data, size_t bytes) const;
 
   Segment& segment_;
   Peers& peers_;
+  Remote& remote_;
   Watch watch_;  // of the running call
   const int rank_, size_;
   uint32_t calls_ = 0;   // calls of this group so far
@@ -102,6 +121,7 @@ class Collectives {
   std::vector<Region> regions_;  // never moved: a dropped one stays, empty
   std::vector<const void*> from_;
   Choice choice_;
+  Choice::Trial trial_;  // the running call's
   std::vector<char> scratch_;
 };
 

@@ -12,6 +12,9 @@ constexpr Patience kInALane{0, 20};
 
 bool is_message(const fl_signature& s) { return s.verb == FL_SEND || s.verb == FL_RECV; }
 
+// Which no message has.
+constexpr Lane kCollectives{-1, false, 0};
+
 Lane lane_of(const fl_signature& s, int peer) { return {peer, s.verb == FL_SEND, s.root}; }
 
 // A lane that was entered.
@@ -52,15 +55,15 @@ ShmGroup::ShmGroup(Mapping mapping, int rank, int size)
     : rank_(rank),
       size_(size),
       segment_(std::move(mapping), size),
+      remote_(segment_, rank, size),
       peers_(segment_, rank, size),
-      collectives_(segment_, peers_, rank, size),
-      mail_(segment_, rank, size),
+      collectives_(segment_, peers_, remote_, rank, size),
+      mail_(segment_, peers_, remote_, rank, size),
       lanes_(std::make_unique<Lanes>(peers_)) {}
 
 ShmGroup::~ShmGroup() {
   peers_.stop();
   lanes_.reset();
-  worker_.reset();
   const std::lock_guard<std::mutex> lock(running_);  // on another thread of the caller's
   peers_.give_up(Failure(FL_OK, {}, "left"));
 }
@@ -153,9 +156,8 @@ ShmGroup::Result ShmGroup::finish(const fl_signature& signature, void* data) {
 
 ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void* data,
                                             void* output, double seconds) {
-  std::call_once(needs_worker_, [&] { worker_ = std::make_unique<Worker>(peers_); });
   queued_.fetch_add(1, std::memory_order_acq_rel);
-  return worker_->submit(seconds, [=](Operation& operation) {
+  return lanes_->submit(kCollectives, seconds, [=](Operation& operation) {
     const struct Leave {
       std::atomic<int>& queued;
       ~Leave() { queued.fetch_sub(1, std::memory_order_acq_rel); }

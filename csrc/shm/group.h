@@ -1,5 +1,5 @@
-// The ranks of one host as a group. Collectives run on the caller's thread, or in turn on one of
-// their own; messages on the caller's thread, or in lanes beside them.
+// The ranks of one host as a group. Operations run on the caller's thread, or in lanes: collectives
+// in turn, messages beside them.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "../common/lanes.h"
-#include "../common/worker.h"
 #include "abi.h"
 #include "collectives.h"
 #include "delivery.h"
@@ -59,14 +58,13 @@ class ShmGroup {
 
   const int rank_, size_;
   Segment segment_;
+  Remote remote_;  // before the peers: they say that all is there
   Peers peers_;
   Collectives collectives_;
   Mail mail_;
   InterruptCheck interrupt_ = nullptr;
-  std::mutex running_;              // whoever runs a collective holds it
-  std::atomic<int> queued_{0};      // collectives that were started and have not ended
-  std::once_flag needs_worker_;
-  std::unique_ptr<Worker> worker_;  // made when first needed
+  std::mutex running_;          // whoever runs a collective holds it
+  std::atomic<int> queued_{0};  // collectives that were started and have not ended
   std::unique_ptr<Lanes> lanes_;
 };
 

@@ -2,8 +2,10 @@
 
 namespace fl {
 
-Mail::Mail(Segment& segment, int rank, int size)
+Mail::Mail(Segment& segment, Peers& peers, Remote& remote, int rank, int size)
     : segment(segment),
+      peers(peers),
+      remote(remote),
       rank(rank),
       size(size),
       outboxes_(std::make_unique<Outbox[]>(size)),

@@ -2,9 +2,9 @@
 //
 // The sender puts an offer into a table that it shares with the receiver, with the data if that is
 // small and the place for it free. Whoever receives takes the oldest offer with its tag, compares
-// what the two have called, and answers. The rest of a long message then flows through the pieces
-// of the channel: one message at a time, in the order in which they were accepted, so that all of
-// them come to their end. What one end does is done by any of its threads, under the end's lock;
+// what the two have called, and answers. The rest of a long message is then read from the sender's
+// memory, or flows through the pieces of the channel: one message at a time, in the order in which
+// they were accepted, so that all of them come to their end. What one end does is done by any of its threads, under the end's lock;
 // what the other end reads is written by atomics, and the bell rings.
 #pragma once
 
@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "peers.h"
+#include "remote.h"
 #include "segment.h"
 
 namespace fl {
@@ -39,19 +40,22 @@ struct Inbox {
   std::mutex mutex;
   std::vector<Known> known;       // offers that wait for a receive, oldest first
   uint32_t seen = 0;              // offers that were known so far
-  uint32_t accepted = 0;          // long messages
+  uint32_t accepted = 0;          // long messages that flow, or did
+  Choice choice{1};               // of how they come
   std::atomic<uint32_t> turn{0};  // the accepted message whose pieces flow
 };
 
 // Both ends of all channels of this rank.
 class Mail {
  public:
-  Mail(Segment& segment, int rank, int size);
+  Mail(Segment& segment, Peers& peers, Remote& remote, int rank, int size);
 
   Outbox& to(int peer) { return outboxes_[peer]; }
   Inbox& from(int peer) { return inboxes_[peer]; }
 
   Segment& segment;
+  Peers& peers;
+  Remote& remote;
   const int rank, size;
 
  private:

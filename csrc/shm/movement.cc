@@ -1,12 +1,14 @@
 // How chunks flow through the slots, and the verbs that move whole arrays.
 #include <algorithm>
-#include <cstring>
 
 #include "collectives.h"
-#include "streaming.h"
+#include "copying.h"
 
 namespace fl {
 namespace {
+
+constexpr size_t kPipelined = 4;
+constexpr size_t kLeastChunk = 32 << 10;
 
 uint32_t chunks_of(size_t bytes, size_t chunk) {
   return static_cast<uint32_t>((bytes + chunk - 1) / chunk);
@@ -16,10 +18,10 @@ uint32_t chunks_of(size_t bytes, size_t chunk) {
 
 // Write what the others will read.
 void Collectives::show(void* slot, const void* data, size_t bytes) const {
-  if (choice_.streams()) {
-    stream_copy(slot, data, bytes);
+  if (trial_.way == kThroughCaches) {
+    copy(slot, data, bytes);
   } else {
-    std::memcpy(slot, data, bytes);
+    stream_copy(slot, data, bytes);
   }
 }
 
@@ -29,23 +31,32 @@ void Collectives::wait_for_free_slot(uint32_t chunk) {
   }
 }
 
+// Several chunks even of what would fit one, so that filling and draining overlap. The same on every
+// rank.
+size_t Collectives::chunk_for(size_t bytes) const {
+  const size_t part = (bytes / kPipelined + kLine - 1) / kLine * kLine;
+  return std::min(segment_.chunk_bytes(), std::max(kLeastChunk, part));
+}
+
 // Chunks flow from every producer's slots to every consumer. `produce(c, slot)` fills this rank's
-// slot, `consume(c)` reads the others'. Every rank counts every chunk, so that counters agree.
+// slot, `consume(c, filled)` reads the others', whose counters it has to wait for. Every rank counts
+// every chunk, so that counters agree in the end.
 void Collectives::stream(size_t chunks, bool produces, bool consumes, const Produce& produce,
                          const Consume& consume) {
   RankBlock& own = segment_.block(rank_);
   const uint32_t base = chunks_, number = static_cast<uint32_t>(chunks);
+  if (!produces) own.filled.raise(base + number);
+  if (!consumes) own.drained.raise(base + number);
   for (uint32_t step = 0; step <= number; ++step) {
-    if (step < number) {
-      if (produces) {
-        wait_for_free_slot(base + step);
-        produce(step, segment_.slot(rank_, base + step));
-      }
+    if (produces && step < number) {
+      wait_for_free_slot(base + step);
+      produce(step, segment_.slot(rank_, base + step));
       own.filled.raise(base + step + 1);
     }
-    if (step == 0) continue;
-    if (consumes) consume(step - 1, base + step);
-    own.drained.raise(base + step);
+    if (consumes && step > 0) {
+      consume(step - 1, base + step);
+      own.drained.raise(base + step);
+    }
   }
   chunks_ = base + number;
   own.reduced.raise(chunks_);
@@ -58,20 +69,35 @@ void Collectives::broadcast(const fl_signature& mine, void* data) {
   if (bytes <= kInlineBytes) {
     // The others' data must not travel, but their calls must look the same.
     enter(mine, data, rank_ == root ? bytes : 0);
-    if (rank_ != root) std::memcpy(data, inline_data(root, bytes), bytes);
+    if (rank_ != root) copy(data, inline_data(root, bytes), bytes);
     return;
   }
   enter(mine, data, 0);
-  const size_t chunk = segment_.chunk_bytes();
-  const auto size = [&](uint32_t c) { return std::min(chunk, bytes - c * chunk); };
-  stream(
-      chunks_of(bytes, chunk), rank_ == root, rank_ != root,
-      [&](uint32_t c, char* slot) { stream_copy(slot, array + c * chunk, size(c)); },
-      [&](uint32_t c, uint32_t filled) {
-        watch_.wait(segment_.block(root).filled, filled, root);
-        std::memcpy(array + c * chunk, segment_.slot(root, filled - 1), size(c));
-      });
+  if (choose(mine, bytes) == kDirectly) {
+    if (rank_ != root) read(root, 0, data, bytes);
+    end_reading();
+  } else {
+    const size_t chunk = chunk_for(bytes);
+    const auto size = [&](uint32_t c) { return std::min(chunk, bytes - c * chunk); };
+    const auto fill = [&](uint32_t c, char* slot) { show(slot, array + c * chunk, size(c)); };
+    const auto take = [&](uint32_t c, uint32_t filled) {
+      watch_.wait(segment_.block(root).filled, filled, root);
+      copy(array + c * chunk, segment_.slot(root, filled - 1), size(c));
+    };
+    stream(chunks_of(bytes, chunk), rank_ == root, rank_ != root, fill, take);
+  }
+  choice_.end(trial_);
 }
+
+// Where each rank's rows begin in a gathered array.
+struct Collectives::Rows {
+  std::vector<size_t> begin;
+  size_t largest = 0;
+  bool wanted = false;  // on this rank
+
+  size_t bytes(int r) const { return begin[r + 1] - begin[r]; }
+  size_t total() const { return begin.back(); }
+};
 
 Bytes Collectives::all_gather(const fl_signature& mine, const void* data, const fl_room* room) {
   return gather_to(mine, data, room, true);
@@ -85,43 +111,54 @@ Bytes Collectives::gather_to(const fl_signature& mine, const void* data, const f
                              bool wanted) {
   const size_t item = mine.itemsize, bytes = static_cast<size_t>(mine.count) * item;
   enter(mine, data, bytes <= kInlineBytes ? bytes : 0);
-  std::vector<size_t> begin(size_ + 1, 0);
-  size_t largest = 0;
+  Rows rows{{0}, 0, wanted};
   for (int r = 0; r < size_; ++r) {
-    const size_t theirs = static_cast<size_t>(call_of(r).count) * item;
-    begin[r + 1] = begin[r] + theirs;
-    largest = std::max(largest, theirs);
+    rows.begin.push_back(rows.total() + static_cast<size_t>(call_of(r).count) * item);
+    rows.largest = std::max(rows.largest, rows.bytes(r));
   }
-  const bool fits = room != nullptr && room->bytes == begin[size_];
-  Bytes output = wanted && !fits ? make_bytes(begin[size_]) : Bytes();
+  const bool fits = room != nullptr && room->bytes == rows.total();
+  Bytes output = wanted && !fits ? make_bytes(rows.total()) : Bytes();
   char* into = fits ? static_cast<char*>(room->data) : output.data.get();
-  const size_t chunk = segment_.chunk_bytes();
-  if (wanted && bytes > 0) std::memcpy(into + begin[rank_], data, bytes);
-  const auto take_inline = [&](int r) {
-    const size_t theirs = begin[r + 1] - begin[r];
-    if (wanted && r != rank_ && theirs > 0 && theirs <= kInlineBytes) {
-      std::memcpy(into + begin[r], inline_data(r, theirs), theirs);
+  for (int r = 0; wanted && r < size_; ++r) {
+    const size_t theirs = rows.bytes(r);
+    const bool is_here = r == rank_ || theirs <= kInlineBytes;
+    if (!is_here || theirs == 0) continue;
+    copy(into + rows.begin[r], r == rank_ ? data : inline_data(r, theirs), theirs);
+  }
+  if (rows.largest > kInlineBytes) move_rows(mine, rows, data, into);
+  return output;
+}
+
+// Those that did not come with the call.
+void Collectives::move_rows(const fl_signature& mine, const Rows& rows, const void* data,
+                            char* into) {
+  if (choose(mine, rows.largest) == kDirectly) {
+    for (int r = 0; rows.wanted && r < size_; ++r) {
+      if (r != rank_) read(r, 0, into + rows.begin[r], rows.bytes(r));
+    }
+    end_reading();
+  } else {
+    stream_rows(rows, static_cast<const char*>(data), into);
+  }
+  choice_.end(trial_);
+}
+
+void Collectives::stream_rows(const Rows& rows, const char* data, char* into) {
+  const size_t chunk = chunk_for(rows.largest), bytes = rows.bytes(rank_);
+  const auto fill = [&](uint32_t c, char* slot) {
+    const size_t at = std::min(c * chunk, bytes);
+    show(slot, data + at, std::min(chunk, bytes - at));
+  };
+  const auto take = [&](uint32_t c, uint32_t filled) {
+    for (int r = 0; r < size_; ++r) {
+      const size_t theirs = rows.bytes(r), at = c * chunk;
+      if (r == rank_ || theirs <= kInlineBytes || at >= theirs) continue;
+      watch_.wait(segment_.block(r).filled, filled, r);
+      const size_t size = std::min(chunk, theirs - at);
+      copy(into + rows.begin[r] + at, segment_.slot(r, filled - 1), size);
     }
   };
-  for (int r = 0; r < size_; ++r) take_inline(r);
-  if (largest <= kInlineBytes) return output;
-  const char* source = static_cast<const char*>(data);
-  stream(
-      chunks_of(largest, chunk), bytes > kInlineBytes, wanted,
-      [&](uint32_t c, char* slot) {
-        const size_t at = std::min(c * chunk, bytes);
-        stream_copy(slot, source + at, std::min(chunk, bytes - at));
-      },
-      [&](uint32_t c, uint32_t filled) {
-        for (int r = 0; r < size_; ++r) {
-          const size_t theirs = begin[r + 1] - begin[r], at = c * chunk;
-          if (r == rank_ || theirs <= kInlineBytes || at >= theirs) continue;
-          watch_.wait(segment_.block(r).filled, filled, r);
-          std::memcpy(into + begin[r] + at, segment_.slot(r, filled - 1),
-                      std::min(chunk, theirs - at));
-        }
-      });
-  return output;
+  stream(chunks_of(rows.largest, chunk), bytes > kInlineBytes, rows.wanted, fill, take);
 }
 
 }  // namespace fl

@@ -61,6 +61,11 @@ std::optional<Failure> Peers::loss(const Concern& concern) {
   return std::nullopt;
 }
 
+Failure Peers::why_unreadable(const Concern& concern, int peer) {
+  if (const auto lost = loss(concern)) return *lost;
+  return {FL_PEER_LOST, {peer}, "its memory cannot be read any more"};
+}
+
 std::optional<Failure> Peers::farewell(const Concern& concern) const {
   for (int r = 0; r < size_; ++r) {
     const Farewell& farewell = segment_.block(r).farewell;

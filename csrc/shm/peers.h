@@ -33,6 +33,8 @@ class Peers : public Transport {
 
   // Why an operation waits in vain: somebody it needs has gone, or this rank itself.
   std::optional<Failure> loss(const Concern& concern);
+  // Why the memory of rank `peer` cannot be read any more.
+  Failure why_unreadable(const Concern& concern, int peer);
   // The ranks that have not called yet.
   std::vector<int> not_called(const Concern& concern) const;
 
@@ -74,6 +76,7 @@ class Watch {
   // For whoever sleeps by other means: why a wait that began at `since` should end. What has come
   // meanwhile counts more than `loss`, so that it is asked for first.
   std::optional<Failure> loss() { return peers_->loss(concern_); }
+  Failure why_unreadable(int peer) { return peers_->why_unreadable(concern_, peer); }
   void check(Clock::time_point since, int peer);
 
  private:

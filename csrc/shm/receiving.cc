@@ -1,8 +1,8 @@
 // The receiver's end of a message.
 #include <algorithm>
-#include <cstring>
 
 #include "../common/signature.h"
+#include "copying.h"
 #include "message.h"
 
 namespace fl {
@@ -20,6 +20,7 @@ class Receiving final : public Message {
       case kWaits: return accept();
       case kWaitsForTurn: return begin_to_flow();
       case kFlows: return drain();
+      case kReads: return read();
     }
     return false;
   }
@@ -51,24 +52,20 @@ class Receiving final : public Message {
     if (has_looked_ && posted == posted_) return false;
     posted_ = posted;
     has_looked_ = true;
-    Offer* offer = nullptr;
     {
       const std::lock_guard<std::mutex> lock(inbox_.mutex);
       read_offers(posted);
-      offer = find();
-      if (offer == nullptr) return false;
-      theirs_ = offer->signature;
+      offer_ = find();
+      if (offer_ == nullptr) return false;
+      theirs_ = offer_->signature;
       mine_.sequence = theirs_.sequence;
       stop_wanting();
-      if (!same_message(mine_, theirs_)) return refuse(*offer);
-      received_ = offer->eager;
-      if (received_ < bytes_) promise(*offer);
+      if (!same_message(mine_, theirs_)) return refuse();
+      received_ = offer_->eager;
+      if (received_ < bytes_) accept_rest();
     }
-    if (received_ > 0) std::memcpy(data_, mail_.segment.eager_piece(from_, to_), received_);
-    if (received_ == bytes_) {
-      answer(*offer, kTaken);
-      ended_ = true;
-    }
+    if (received_ > 0) copy(data_, mail_.segment.eager_piece(from_, to_), received_);
+    if (received_ == bytes_) take();
     return true;
   }
 
@@ -97,28 +94,65 @@ class Receiving final : public Message {
     wanted_ = kWanted;
   }
 
-  bool refuse(Offer& offer) {
-    offer.signature = mine_;
-    answer(offer, kRefused);
+  bool refuse() {
+    offer_->signature = mine_;
+    answer(kRefused);
     mismatched_ = ended_ = true;
     return true;
   }
 
-  void promise(Offer& offer) {
-    turn_ = offer.turn = inbox_.accepted++;
-    answer(offer, kAccepted);
+  void take() {
+    answer(kTaken);
+    ended_ = true;
+  }
+
+  // Read what did not come with the offer, or let it flow.
+  void accept_rest() {
+    const bool can_read = offer_->address != 0 && mail_.remote.can_read(peer());
+    Choice::Sum sum{};
+    const Costs costs = inbox_.choice.costs(0, bytes_);
+    std::copy(costs.of.begin(), costs.of.end(), sum.begin());
+    trial_ = inbox_.choice.begin(0, bytes_, can_read ? kWays : kDirectly, sum);
+    if (trial_.way == kDirectly) {
+      state_ = kReads;
+      return;
+    }
+    offer_->way = trial_.way;
+    turn_ = offer_->turn = inbox_.accepted++;
+    answer(kAccepted);
     state_ = kWaitsForTurn;
   }
 
   // From here on the sender may put something else there.
-  void answer(Offer& offer, Answer answer) {
-    offer.answer = answer;
-    publish(offer.answers, look(offer.answers) + 1);
+  void answer(Answer answer) {
+    offer_->answer = answer;
+    publish(offer_->answers, look(offer_->answers) + 1);
     ring_peer();
+  }
+
+  bool read() {
+    constexpr size_t kAtOnce = 4 << 20;  // other messages of this thread want to get on as well
+    const size_t size = std::min(kAtOnce, bytes_ - received_);
+    const uint64_t from = offer_->address + received_;
+    if (!mail_.remote.read(peer(), from, data_ + received_, size)) {
+      throw mail_.peers.why_unreadable(Concern{peer(), 0}, peer());
+    }
+    received_ += size;
+    if (received_ == bytes_) {
+      end_trial();
+      take();
+    }
+    return true;
+  }
+
+  void end_trial() {
+    const std::lock_guard<std::mutex> lock(inbox_.mutex);
+    inbox_.choice.end(trial_);
   }
 
   bool begin_to_flow() {
     if (look(inbox_.turn) != turn_) return false;
+    trial_.started = Clock::now();
     state_ = kFlows;
     drain();
     return true;
@@ -129,7 +163,7 @@ class Receiving final : public Message {
     const uint32_t before = drained;
     while (received_ < bytes_ && look(channel_.filled) != drained) {
       const size_t size = piece_size(received_);
-      std::memcpy(data_ + received_, mail_.segment.piece(from_, to_, drained), size);
+      copy(data_ + received_, mail_.segment.piece(from_, to_, drained), size);
       received_ += size;
       publish(channel_.drained, ++drained);
       ring_peer();
@@ -137,6 +171,7 @@ class Receiving final : public Message {
     if (received_ == bytes_) {
       publish(inbox_.turn, turn_ + 1);
       ring_own();
+      end_trial();
       ended_ = true;
     }
     return drained != before;
@@ -144,7 +179,9 @@ class Receiving final : public Message {
 
   Inbox& inbox_;
   char* const data_;
-  enum { kWaits, kWaitsForTurn, kFlows } state_ = kWaits;
+  enum { kWaits, kWaitsForTurn, kFlows, kReads } state_ = kWaits;
+  Offer* offer_ = nullptr;
+  Choice::Trial trial_;
   bool has_looked_ = false;
   uint32_t posted_ = 0, turn_ = 0, wanted_ = kWanted;
   size_t received_ = 0;  // bytes

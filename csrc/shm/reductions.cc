@@ -1,9 +1,9 @@
 // The verbs that combine arrays.
 #include <algorithm>
-#include <cstring>
 
 #include "../reduce/reduce.h"
 #include "collectives.h"
+#include "copying.h"
 
 namespace fl {
 namespace {
@@ -11,6 +11,9 @@ namespace {
 // A pipeline stage runs this many chunks ahead of the next, to have work while peers catch up.
 constexpr uint32_t kAhead = 2;
 static_assert(kAhead < kSlots, "a slot is filled again only when its chunk was drained");
+
+// So many arrays a root combines by itself; of more, everybody combines a part.
+constexpr int kFewRanks = 4;
 
 // Parts of a chunk begin on lines of their own, so that ranks do not write to one line.
 constexpr size_t kPartElements = 64;
@@ -55,14 +58,14 @@ bool Collectives::called() const {
 
 void Collectives::complete_all_reduce(const fl_signature& mine, void* data) {
   hear(mine);
-  if (static_cast<size_t>(mine.count) * mine.itemsize <= kInlineBytes) {
+  const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
+  if (bytes <= kInlineBytes) {
     reduce_inline(mine, data, 0, static_cast<size_t>(mine.count), data);
     return;
   }
-  choice_.begin(static_cast<size_t>(mine.count) * mine.itemsize, all_in_one_place(), calls_);
+  choose(mine, bytes);
   reduce_large(mine, data);
-  choice_.end();
-  choice_.count(votes(), size_);
+  choice_.end(trial_);
 }
 
 void Collectives::reduce_large(const fl_signature& mine, void* data) {
@@ -72,14 +75,23 @@ void Collectives::reduce_large(const fl_signature& mine, void* data) {
 }
 
 void Collectives::reduce(const fl_signature& mine, void* data) {
-  const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
+  const size_t count = static_cast<size_t>(mine.count), bytes = count * mine.itemsize;
   if (bytes <= kInlineBytes) {
     enter(mine, data, bytes);
-    if (rank_ == mine.root) reduce_inline(mine, data, 0, static_cast<size_t>(mine.count), data);
+    if (rank_ == mine.root) reduce_inline(mine, data, 0, count, data);
     return;
   }
   enter(mine, data, 0);
-  reduce_in_parts(mine, static_cast<char*>(data), mine.root);
+  char* array = static_cast<char*>(data);
+  if (choose(mine, bytes) == kDirectly) {
+    if (rank_ == mine.root) reduce_read(mine, 0, array, count, array);
+    end_reading();
+  } else if (size_ <= kFewRanks && !is_costly(mine.dtype)) {
+    collect_on_root(mine, array);
+  } else {
+    reduce_in_parts(mine, array, mine.root);
+  }
+  choice_.end(trial_);
 }
 
 // One shot: everybody's data came with the call, and everybody reduces it.
@@ -116,6 +128,43 @@ void Collectives::reduce_in_place(const fl_signature& mine, void*) {
   block.drained.raise(done);
   block.reduced.raise(done);
   for (int r = 0; r < size_; ++r) watch_.wait(segment_.block(r).reduced, done, r);
+}
+
+// Few ranks: the others show their arrays, and the root combines what it sees with its own.
+void Collectives::collect_on_root(const fl_signature& mine, char* data) {
+  const Chunks chunks(mine, chunk_for(static_cast<size_t>(mine.count) * mine.itemsize));
+  const size_t item = chunks.itemsize;
+  const bool is_root = rank_ == mine.root;
+  const auto fill = [&](uint32_t c, char* slot) {
+    show(slot, data + chunks.begin(c) * item, chunks.size(c) * item);
+  };
+  const auto combine = [&](uint32_t c, uint32_t filled) {
+    char* result = data + chunks.begin(c) * item;
+    for (int r = 0; r < size_; ++r) {
+      if (r != rank_) watch_.wait(segment_.block(r).filled, filled, r);
+      from_[r] = r == rank_ ? result : segment_.slot(r, filled - 1);
+    }
+    fl::reduce(mine.dtype, mine.op, mine.scale, result, from_.data(), size_, chunks.size(c));
+  };
+  stream(chunks.number(), !is_root, is_root, fill, combine);
+}
+
+// Combine `count` elements of all ranks, which begin at byte `begin` of their arrays. What the
+// others have is read in steps that stay in a second-level cache.
+void Collectives::reduce_read(const fl_signature& mine, size_t begin, const char* own,
+                              size_t count, char* into) {
+  const size_t item = mine.itemsize;
+  const size_t step = std::max(kPartElements, segment_.chunk_bytes() / size_ / item);
+  scratch_.resize(step * item * size_);
+  for (size_t at = 0; at < count; at += step) {
+    const size_t n = std::min(step, count - at);
+    for (int r = 0; r < size_; ++r) {
+      char* theirs = scratch_.data() + step * item * r;
+      if (r != rank_) read(r, begin + at * item, theirs, n * item);
+      from_[r] = r == rank_ ? own + at * item : theirs;
+    }
+    fl::reduce(mine.dtype, mine.op, mine.scale, into + at * item, from_.data(), size_, n);
+  }
 }
 
 // Two ranks: each shows the other its array, chunk by chunk, and adds what it sees to its own.
@@ -186,8 +235,7 @@ void Collectives::reduce_in_parts(const fl_signature& mine, char* data, int coll
       watch_.wait(segment_.block(r).reduced, base + c + 1, r);
       if (!collects || (r == rank_ && collector < 0)) continue;
       const size_t begin = part_begin(c, r) * item, end = part_begin(c, r + 1) * item;
-      std::memcpy(data + chunks.begin(c) * item + begin, segment_.slot(r, base + c) + begin,
-                  end - begin);
+      copy(data + chunks.begin(c) * item + begin, segment_.slot(r, base + c) + begin, end - begin);
     }
     own.drained.raise(base + c + 1);
   };

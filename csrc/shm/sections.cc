@@ -1,169 +1,201 @@
 // The verbs in which each rank has something else for every other: reduce_scatter, scatter,
 // all_to_all.
 #include <algorithm>
-#include <cstring>
 
 #include "../reduce/reduce.h"
 #include "collectives.h"
+#include "copying.h"
 
 namespace fl {
 namespace {
 
-// How a section travels: in pieces, one in each chunk.
-struct Way {
+size_t whole_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
+// How a section goes through the slots: a piece of it in each chunk.
+struct Route {
   size_t bytes = 0;     // of the section
+  size_t in_array = 0;  // where it begins
   size_t piece = 0;     // bytes of a piece
-  size_t in_array = 0;  // where the section begins
   size_t in_slot = 0;   // where its pieces lie
 
   size_t begin(uint32_t chunk) const { return std::min(bytes, chunk * piece); }
   size_t size(uint32_t chunk) const { return std::min(piece, bytes - begin(chunk)); }
 };
 
-size_t whole_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
-
 }  // namespace
 
-// What each rank has for each. Every section is cut into as many pieces as there are chunks, so that
-// all arrive evenly, however much their lengths differ.
+// What each rank has for each.
 struct Collectives::Sections {
-  int ranks, rank;
+  int ranks;
   size_t equal = 0;                 // bytes of every section, or
   const int64_t* uneven = nullptr;  // those of each: [source * ranks + destination]
   int only_source = -1;             // the others have nothing; -1: all have
-  uint32_t chunks = 0;
-  std::vector<Way> give{}, take{};  // by destination, by source
 
   size_t bytes(int source, int destination) const {
     if (only_source >= 0 && source != only_source) return 0;
     return uneven != nullptr ? static_cast<size_t>(uneven[source * ranks + destination]) : equal;
   }
 
-  size_t bytes_of(int source) const {
-    size_t all = 0;
-    for (int d = 0; d < ranks; ++d) all += bytes(source, d);
-    return all;
+  // Where a section begins in its source's array; `ranks`: where that ends.
+  size_t begin(int source, int destination) const {
+    size_t before = 0;
+    for (int d = 0; d < destination; ++d) before += bytes(source, d);
+    return before;
   }
+
+  size_t bytes_of(int source) const { return begin(source, ranks); }
 
   size_t most_bytes() const {
     size_t most = 0;
     for (int s = 0; s < ranks; ++s) most = std::max(most, bytes_of(s));
     return most;
   }
+};
 
-  // Decide how all sections travel; the same on every rank.
-  void cut(size_t chunk_bytes) {
+// The routes of all sections from and to one rank. Each section is cut into as many pieces as there
+// are chunks, so that all arrive evenly, however much their lengths differ.
+struct Collectives::Routes {
+  uint32_t chunks = 1;
+  std::vector<Route> give, take;  // by destination, by source
+
+  Routes(const Sections& sections, int rank, size_t chunk_bytes) {
+    const int ranks = sections.ranks;
     const size_t room = chunk_bytes - ranks * kLine;  // pieces end with a line
-    chunks = 1;
     for (int s = 0; s < ranks; ++s) {
-      const size_t travelling = bytes_of(s) - bytes(s, s);
-      chunks = std::max(chunks, static_cast<uint32_t>((travelling + room - 1) / room));
+      const size_t travels = sections.bytes_of(s) - sections.bytes(s, s);
+      chunks = std::max(chunks, static_cast<uint32_t>((travels + room - 1) / room));
     }
-    give.resize(ranks);
-    take.resize(ranks);
-    size_t given = 0, taken = 0;
+    size_t taken = 0;
     for (int r = 0; r < ranks; ++r) {
-      give[r] = way(rank, r, given);
-      take[r] = way(r, rank, taken);
-      given += give[r].bytes;
+      give.push_back(route(sections, rank, r));
+      take.push_back(route(sections, r, rank));
+      take[r].in_array = taken;
       taken += take[r].bytes;
     }
   }
 
  private:
-  size_t piece(int source, int destination) const {
-    return whole_lines((bytes(source, destination) + chunks - 1) / chunks);
-  }
-
-  Way way(int source, int destination, size_t in_array) const {
-    Way way{bytes(source, destination), piece(source, destination), in_array, 0};
-    for (int d = 0; d < destination; ++d) way.in_slot += d == source ? 0 : piece(source, d);
-    return way;
+  Route route(const Sections& sections, int source, int destination) const {
+    const auto piece = [&](int d) {
+      return whole_lines((sections.bytes(source, d) + chunks - 1) / chunks);
+    };
+    Route route{sections.bytes(source, destination), sections.begin(source, destination),
+                piece(destination), 0};
+    for (int d = 0; d < destination; ++d) route.in_slot += d == source ? 0 : piece(d);
+    return route;
   }
 };
 
+Collectives::Routes Collectives::routes_of(const Sections& sections) const {
+  const size_t least = 2 * size_ * kLine;
+  return Routes(sections, rank_, std::max(least, chunk_for(sections.most_bytes())));
+}
+
 // Fill this rank's slots with what is for the others. `consume` is told when the pieces of a chunk
 // from all sources lie at from_.
-void Collectives::stream_sections(const Sections& sections, const void* data,
+void Collectives::stream_sections(const Routes& routes, const void* data,
                                   const std::function<void(uint32_t)>& consume) {
   const char* array = static_cast<const char*>(data);
-  const auto produce = [&](uint32_t c, char* slot) {
+  size_t given = 0;
+  for (const Route& route : routes.give) given += route.bytes;
+  const auto fill = [&](uint32_t c, char* slot) {
     for (int r = 0; r < size_; ++r) {
-      const Way& way = sections.give[r];
-      if (r != rank_) show(slot + way.in_slot, array + way.in_array + way.begin(c), way.size(c));
+      const Route& route = routes.give[r];
+      if (r == rank_) continue;
+      show(slot + route.in_slot, array + route.in_array + route.begin(c), route.size(c));
     }
   };
-  const auto gather = [&](uint32_t c, uint32_t filled) {
-    const Way& own = sections.give[rank_];
+  const auto take = [&](uint32_t c, uint32_t filled) {
     for (int r = 0; r < size_; ++r) {
-      if (r == rank_) {
-        from_[r] = array + own.in_array + own.begin(c);
-        continue;
-      }
-      if (sections.take[r].size(c) > 0) watch_.wait(segment_.block(r).filled, filled, r);
-      from_[r] = segment_.slot(r, filled - 1) + sections.take[r].in_slot;
+      const Route &own = routes.give[r], &route = routes.take[r];
+      if (r != rank_ && route.size(c) > 0) watch_.wait(segment_.block(r).filled, filled, r);
+      from_[r] = r == rank_ ? array + own.in_array + own.begin(c)
+                            : segment_.slot(r, filled - 1) + route.in_slot;
     }
     consume(c);
   };
-  const bool produces = sections.bytes_of(rank_) > 0;
-  stream(sections.chunks, produces, true, produce, gather);
+  stream(routes.chunks, given > 0, true, fill, take);
 }
 
-void Collectives::move_sections(Sections sections, const void* data, void* output) {
-  sections.cut(segment_.chunk_bytes());
+void Collectives::move_sections(const fl_signature& mine, const Sections& sections,
+                                const void* data, void* output) {
   char* into = static_cast<char*>(output);
-  stream_sections(sections, data, [&](uint32_t c) {
-    for (int r = 0; r < size_; ++r) {
-      const Way& way = sections.take[r];
-      if (way.size(c) == 0) continue;
-      std::memcpy(into + way.in_array + way.begin(c), from_[r], way.size(c));
+  if (choose(mine, sections.most_bytes()) == kDirectly) {
+    read_sections(sections, static_cast<const char*>(data), into);
+  } else {
+    const Routes routes = routes_of(sections);
+    stream_sections(routes, data, [&](uint32_t c) {
+      for (int r = 0; r < size_; ++r) {
+        const Route& route = routes.take[r];
+        if (route.size(c) == 0) continue;
+        copy(into + route.in_array + route.begin(c), from_[r], route.size(c));
+      }
+    });
+  }
+  choice_.end(trial_);
+}
+
+void Collectives::read_sections(const Sections& sections, const char* data, char* into) {
+  for (int r = 0; r < size_; ++r) {
+    const size_t bytes = sections.bytes(r, rank_), begin = sections.begin(r, rank_);
+    if (r != rank_) {
+      read(r, begin, into, bytes);
+    } else if (bytes > 0) {
+      copy(into, data + begin, bytes);
     }
-  });
+    into += bytes;
+  }
+  end_reading();
 }
 
 void Collectives::reduce_scatter(const fl_signature& mine, const void* data, void* output) {
   const size_t item = mine.itemsize, part = static_cast<size_t>(mine.count) / size_;
-  const size_t bytes = part * item * size_;
+  const size_t bytes = part * item * size_, own = part * item * rank_;
   if (bytes <= kInlineBytes) {
     enter(mine, data, bytes);
-    reduce_inline(mine, data, part * item * rank_, part, output);
+    reduce_inline(mine, data, own, part, output);
     return;
   }
   enter(mine, data, 0);
-  Sections sections{size_, rank_, part * item};
-  sections.cut(segment_.chunk_bytes());
-  const Way& own = sections.give[rank_];
-  stream_sections(sections, data, [&](uint32_t c) {
-    fl::reduce(mine.dtype, mine.op, mine.scale, static_cast<char*>(output) + own.begin(c),
-               from_.data(), size_, own.size(c) / item);
-  });
+  char* into = static_cast<char*>(output);
+  if (choose(mine, bytes) == kDirectly) {
+    reduce_read(mine, own, static_cast<const char*>(data) + own, part, into);
+    end_reading();
+  } else {
+    const Routes routes = routes_of({size_, part * item});
+    const Route& route = routes.give[rank_];
+    stream_sections(routes, data, [&](uint32_t c) {
+      fl::reduce(mine.dtype, mine.op, mine.scale, into + route.begin(c), from_.data(), size_,
+                 route.size(c) / item);
+    });
+  }
+  choice_.end(trial_);
 }
 
 void Collectives::all_to_all(const fl_signature& mine, const void* data, void* output) {
   const size_t section = static_cast<size_t>(mine.count) / size_ * mine.itemsize;
-  exchange_sections(mine, {size_, rank_, section}, data, output);
+  exchange_sections(mine, {size_, section}, data, output);
 }
 
 void Collectives::all_to_all_uneven(const fl_signature& mine, const fl_sections& given,
                                     void* output) {
-  exchange_sections(mine, {size_, rank_, 0, given.bytes}, given.data, output);
+  exchange_sections(mine, {size_, 0, given.bytes}, given.data, output);
 }
 
 void Collectives::exchange_sections(const fl_signature& mine, const Sections& sections,
                                     const void* data, void* output) {
   if (sections.most_bytes() > kInlineBytes) {
     enter(mine, data, 0);
-    return move_sections(sections, data, output);
+    return move_sections(mine, sections, data, output);
   }
   enter(mine, data, sections.bytes_of(rank_));
   char* into = static_cast<char*>(output);
   for (int r = 0; r < size_; ++r) {
     const size_t bytes = sections.bytes(r, rank_);
     if (bytes == 0) continue;
-    const char* theirs = r == rank_ ? static_cast<const char*>(data)
-                                    : inline_data(r, sections.bytes_of(r));
-    for (int d = 0; d < rank_; ++d) theirs += sections.bytes(r, d);
-    std::memcpy(into, theirs, bytes);
+    const char* theirs =
+        r == rank_ ? static_cast<const char*>(data) : inline_data(r, sections.bytes_of(r));
+    copy(into, theirs + sections.begin(r, rank_), bytes);
     into += bytes;
   }
 }
@@ -182,11 +214,11 @@ Bytes Collectives::scatter(const fl_signature& mine, const void* data, void* out
     output = made.data.get();
   }
   if (part * size_ > kInlineBytes) {
-    move_sections({size_, rank_, part, nullptr, root}, data, output);
+    move_sections(mine, {size_, part, nullptr, root}, data, output);
   } else if (part > 0) {
     const char* whole =
         is_root ? static_cast<const char*>(data) : inline_data(root, part * size_);
-    std::memcpy(output, whole + rank_ * part, part);
+    copy(output, whole + rank_ * part, part);
   }
   return made;
 }

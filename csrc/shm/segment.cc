@@ -19,7 +19,7 @@ constexpr size_t kSlotBudget = 8 << 20;
 constexpr size_t kPieceBudget = 2 << 20;
 // Chunks of this size leave room for the arrays themselves in a second-level cache.
 constexpr size_t kMaxChunk = 256 << 10;
-constexpr size_t kMaxPiece = 32 << 10;
+constexpr size_t kMaxPiece = 64 << 10;
 constexpr size_t kOfferBudget = 2 << 20;
 constexpr uint32_t kMinOffers = 8;
 
@@ -30,13 +30,15 @@ size_t chunk_for(int ranks) {
   return std::max(least, std::min(kMaxChunk, kSlotBudget / (ranks * kSlots) / kPage * kPage));
 }
 
+size_t pairs_of(int ranks) { return static_cast<size_t>(ranks) * (ranks - 1); }
+
 size_t piece_for(int ranks) {
-  const size_t all = (kPieces + 1) * static_cast<size_t>(ranks) * ranks;
+  const size_t all = std::max<size_t>(1, (kPieces + 1) * pairs_of(ranks));
   return std::max(4 * kLine, std::min(kMaxPiece, kPieceBudget / all / kLine * kLine));
 }
 
 uint32_t offers_for(int ranks) {
-  const size_t pairs = static_cast<size_t>(ranks) * ranks;
+  const size_t pairs = pairs_of(ranks);
   uint32_t offers = kMaxOffers;
   while (offers > kMinOffers && pairs * offers * sizeof(Offer) > kOfferBudget) offers /= 2;
   return offers;
@@ -102,7 +104,7 @@ Mapping::~Mapping() {
 }
 
 size_t Segment::bytes_for(int ranks) {
-  const size_t pairs = static_cast<size_t>(ranks) * ranks;
+  const size_t pairs = pairs_of(ranks);
   return pages(ranks * sizeof(RankBlock)) + ranks * kSlots * chunk_for(ranks) +
          pages(pairs * sizeof(Channel)) + pages(pairs * offers_for(ranks) * sizeof(Offer)) +
          pages(pairs * (kPieces + 1) * piece_for(ranks));
@@ -114,7 +116,7 @@ Segment::Segment(Mapping mapping, int ranks)
       chunk_bytes_(chunk_for(ranks)),
       offers_per_channel_(offers_for(ranks)),
       piece_bytes_(piece_for(ranks)) {
-  const size_t pairs = static_cast<size_t>(ranks) * ranks;
+  const size_t pairs = pairs_of(ranks);
   char* at = mapping_.data();
   // The file came as zeros, which is how every counter begins.
   blocks_ = reinterpret_cast<RankBlock*>(at);

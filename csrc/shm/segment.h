@@ -8,6 +8,7 @@
 
 #include "../common/abi.h"
 #include "bell.h"
+#include "choice.h"
 #include "counter.h"
 
 namespace fl {
@@ -44,13 +45,19 @@ constexpr uint32_t kSlots = 4;
 // cache line goes from core to core. The number is raised last.
 struct alignas(kLine) Call {
   Counter number;
-  uint32_t kind;    // verb, dtype, op; and the vote of choice.h
+  uint32_t kind;    // verb, dtype, op, and what collectives.cc says with it
   int32_t root;     // root, or 0
   int64_t count;    // elements
   double scale;
   uint64_t shape;   // a hash
   uint64_t place;   // region and offset of the data, where it lies in shared memory; else 0
-  char tiny[kTinyBytes];
+  union {
+    char tiny[kTinyBytes];
+    struct {
+      uint64_t address;  // of the data in this rank's process
+      Costs costs;
+    } large;  // more than kInlineBytes
+  };
   alignas(kLine) fl_signature signature;  // for messages; nobody reads it while all is well
   alignas(kLine) char payload[kInlineBytes];
 };
@@ -76,6 +83,7 @@ struct alignas(kLine) RankBlock {
   alignas(kLine) Bell bell;  // for the threads of this rank that wait for messages
   alignas(kLine) std::atomic<int32_t> pid;  // written last; 0: not there yet
   std::atomic<uint64_t> pid_namespace;
+  uint64_t token, token_at;  // a number, and where it also lies in the process: see remote.h
 };
 
 constexpr uint32_t kMaxOffers = 64;  // messages to one rank that wait for a receive; see offers()
@@ -90,14 +98,15 @@ enum Answer : int32_t {
 };
 
 // A message that a rank has for another.
-struct alignas(kLine) Offer {
+struct Offer {
   std::atomic<uint32_t> answers;  // how many this place has got, from the receiver
   Answer answer;                  // the last one
-  uint32_t turn;                  // of the accepted ones, whose this is
+  Way way;                        // of what is accepted
+  uint32_t turn;                  // among what is accepted
+  uint64_t address;               // of all the data in the sender's process; 0: do not read there
   uint32_t eager;                 // bytes that came with the offer
   fl_signature signature;         // the sender's; once refused the receiver's
 };
-static_assert(sizeof(Offer) == 2 * kLine);
 
 // From one rank to another: its offers lie in a table, of which `places` tells which is which, and
 // the data of accepted ones flows through the pieces, one after the other.
@@ -123,11 +132,11 @@ class Segment {
     return slots_ + (static_cast<size_t>(rank) * kSlots + chunk % kSlots) * chunk_bytes_;
   }
   size_t chunk_bytes() const { return chunk_bytes_; }
-  Channel& channel(int from, int to) const { return channels_[from * ranks_ + to]; }
+  Channel& channel(int from, int to) const { return channels_[pair(from, to)]; }
   // Places for offers in each channel, a power of two.
   uint32_t offers() const { return offers_per_channel_; }
   Offer& offer(int from, int to, uint32_t place) const {
-    return offers_[(from * ranks_ + to) * offers_per_channel_ + place];
+    return offers_[pair(from, to) * offers_per_channel_ + place];
   }
   char* piece(int from, int to, uint32_t number) const {
     return pieces_of(from, to) + number % kPieces * piece_bytes_;
@@ -139,8 +148,12 @@ class Segment {
   size_t piece_bytes() const { return piece_bytes_; }
 
  private:
+  // Every rank has a channel to every other, and none to itself.
+  size_t pair(int from, int to) const {
+    return static_cast<size_t>(from) * (ranks_ - 1) + (to > from ? to - 1 : to);
+  }
   char* pieces_of(int from, int to) const {
-    return pieces_ + (static_cast<size_t>(from) * ranks_ + to) * (kPieces + 1) * piece_bytes_;
+    return pieces_ + pair(from, to) * (kPieces + 1) * piece_bytes_;
   }
 
   Mapping mapping_;

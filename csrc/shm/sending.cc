@@ -4,7 +4,7 @@
 
 #include "../common/signature.h"
 #include "message.h"
-#include "streaming.h"
+#include "copying.h"
 
 namespace fl {
 namespace {
@@ -41,6 +41,7 @@ class Sending final : public Message {
     use_ = look(offer.answers) + 1;
     offer.eager = outbox_.eager_taken ? 0 : static_cast<uint32_t>(piece_size(0));
     has_eager_ = offer.eager > 0;
+    offer.address = bytes_ < kReadBytes ? 0 : reinterpret_cast<uintptr_t>(data_);
     sent_ = offer.eager;
     if (has_eager_) {
       outbox_.eager_taken = true;
@@ -93,6 +94,7 @@ class Sending final : public Message {
     if (look(offer.answers) != use_) return false;
     const Answer answer = offer.answer;
     turn_ = offer.turn;
+    way_ = offer.way;
     theirs_ = answer == kRefused ? offer.signature : mine_;
     leave_place(answer != kAccepted);
     mismatched_ = answer == kRefused;
@@ -124,7 +126,8 @@ class Sending final : public Message {
     const uint32_t before = filled;
     while (sent_ < bytes_ && filled - look(channel_.drained) < kPieces) {
       const size_t size = piece_size(sent_);
-      stream_copy(mail_.segment.piece(from_, to_, filled), data_ + sent_, size);
+      char* piece = mail_.segment.piece(from_, to_, filled);
+      (way_ == kThroughCaches ? copy : stream_copy)(piece, data_ + sent_, size);
       sent_ += size;
       publish(channel_.filled, ++filled);
       ring_peer();
@@ -155,6 +158,7 @@ class Sending final : public Message {
   enum { kWaitsForPlace, kOffered, kWaitsForTurn, kFlows, kIsTaken } state_ = kWaitsForPlace;
   bool is_short_ = false, has_eager_ = false;
   uint32_t place_ = 0, use_ = 0, turn_ = 0, last_ = 0;
+  Way way_ = kPastCaches;
   size_t sent_ = 0;  // bytes
 };
 

@@ -40,13 +40,6 @@ fl_shm_group *fl_shm_open(const char *path, int create, int rank, int size, char
 fl_op *fl_shm_run(fl_shm_group *group, const fl_signature *signature, void *data, void *output,
                   int peer, double seconds, int async);
 
-/* A send or a receive, with the tag as its signature's root. */
-typedef struct {
-  fl_signature signature;
-  void *data;
-  int peer;
-} fl_message;
-
 /* Run several messages at once, on the caller's thread. results[i] is NULL where message i has ended
    well, else a handle: of its failure, or, where an earlier message of its lane still goes on, of one
    that was started. */

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "../../csrc/shm/streaming.h"
+#include "../../csrc/shm/copying.h"
 #include "reference.h"
 
 namespace stress {

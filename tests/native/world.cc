@@ -82,6 +82,12 @@ struct ChunksSoFar {
 };
 template struct Reach<ChunksSoFar, &fl::Collectives::chunks_>;
 
+struct ChoiceOfCalls {
+  using Member = fl::Choice fl::Collectives::*;
+  friend Member member_of(ChoiceOfCalls);
+};
+template struct Reach<ChoiceOfCalls, &fl::Collectives::choice_>;
+
 struct MailOfGroup {
   using Member = fl::Mail fl::ShmGroup::*;
   friend Member member_of(MailOfGroup);
@@ -113,6 +119,7 @@ void preset(const fl::Segment& segment, int ranks, uint32_t calls) {
     block.reduced.raise(calls);
     block.drained.raise(calls);
     for (int to = 0; to < ranks; ++to) {
+      if (to == r) continue;
       segment.channel(r, to).posted = calls;
       segment.channel(r, to).filled = calls;
       segment.channel(r, to).drained = calls;
@@ -145,7 +152,14 @@ std::unique_ptr<fl::ShmGroup> World::join(int rank) {
   fl::Collectives& collectives = (*group).*member_of(CollectivesOfGroup());
   collectives.*member_of(Calls()) = calls;
   collectives.*member_of(ChunksSoFar()) = calls;
-  for (int r = 0; r < ranks; ++r) ((*group).*member_of(MailOfGroup())).from(r).seen = calls;
+  // Few calls are made in a world: begin with another way in each.
+  const uint32_t turn = (calls + ranks) % 9;
+  collectives.*member_of(ChoiceOfCalls()) = fl::Choice(FL_ALL_TO_ALL_UNEVEN + 1, turn);
+  for (int r = 0; r < ranks; ++r) {
+    fl::Inbox& inbox = ((*group).*member_of(MailOfGroup())).from(r);
+    inbox.seen = calls;
+    inbox.choice = fl::Choice(1, turn + r);
+  }
   return group;
 }
 

@@ -6,20 +6,16 @@ the group's own: collectives in turn, messages beside them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from flashlight_py import _native
-from flashlight_py.distributed.backend import Message
 from flashlight_py.distributed.backends.interrupts import (
     answer_to_interrupts,
     raise_interruption,
 )
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
-from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork, Received
-from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.work import AllOf, Done, Work
 from flashlight_py.errors import BackendUnavailableError
 
 __all__ = ["GlooBackend"]
@@ -93,31 +89,8 @@ class GlooBackend(NativeBackend):
         raise_interruption(self.lib, handle)
         return handle
 
-    def exchange(self, messages: Sequence[Message], blocking: bool = False) -> Work:
-        """Send and receive several messages; blocking: on the caller's thread alone."""
-        if not blocking or self._group is None:
-            return super().exchange(messages, blocking)
-        together = self.ffi.new("fl_message[]", len(messages))
-        for room, message in zip(together, messages, strict=True):
-            verb = self.lib.FL_SEND if message.sends else self.lib.FL_RECV
-            self._describe("exchange", verb, message.array, ReduceOp.SUM, 1.0, message.tag)
-            room.signature = self._signature[0]
-            room.data, room.peer = self._pointer(message.array), message.peer
-        results = self.ffi.new("fl_op *[]", len(messages))
-        self.lib.fl_gloo_exchange(self._group, together, len(messages), self.timeout, results)
-        works = [self._ended(*pair) for pair in zip(messages, results, strict=True)]
-        raise_interruption(self.lib, self.ffi.NULL)
-        return AllOf(works)
-
-    def _ended(self, message: Message, handle: Any) -> Work:
-        """Return a message that has been exchanged, or still waits for an earlier one."""
-        array, name = message.array, "send" if message.sends else "recv"
-        if handle == self.ffi.NULL:
-            return Done(array)
-        received = Received(name, array, array, None, message.tag)
-        work = NativeWork(self, name, handle, array, received, self.timeout)
-        self._running.append(work)
-        return work
+    def _exchange(self, messages: Any, results: Any) -> None:
+        self.lib.fl_gloo_exchange(self._group, messages, len(messages), self.timeout, results)
 
     def _close(self, group: Any) -> None:
         self.lib.fl_gloo_close(group)

@@ -12,10 +12,11 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.arrays import dtype_code, require_length
-from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backend import Backend, Message
+from flashlight_py.distributed.backends.interrupts import raise_interruption
 from flashlight_py.distributed.backends.native_work import GATHERED, SCATTERED, NativeWork, Received
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
-from flashlight_py.distributed.work import Done, Then, Work
+from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import GroupClosedError
 
 __all__ = ["MESSAGE_BYTES", "NativeBackend"]
@@ -182,6 +183,36 @@ class NativeBackend(Backend):
     def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
         """Receive in place; see ``Backend``."""
         return self._start("recv", self.lib.FL_RECV, array, root=tag, peer=src, blocking=blocking)
+
+    def exchange(self, messages: Sequence[Message], blocking: bool = False) -> Work:
+        """Send and receive several messages; blocking: on the caller's thread alone."""
+        if not blocking or self._group is None:
+            return super().exchange(messages, blocking)
+        together = self.ffi.new("fl_message[]", len(messages))
+        for room, message in zip(together, messages, strict=True):
+            verb = self.lib.FL_SEND if message.sends else self.lib.FL_RECV
+            self._describe("exchange", verb, message.array, ReduceOp.SUM, 1.0, message.tag)
+            room.signature = self._signature[0]
+            room.data, room.peer = self._pointer(message.array), message.peer
+        results = self.ffi.new("fl_op *[]", len(messages))
+        self._exchange(together, results)
+        works = [self._ended(*pair) for pair in zip(messages, results, strict=True)]
+        raise_interruption(self.lib, self.ffi.NULL)
+        return AllOf(works)
+
+    @abc.abstractmethod
+    def _exchange(self, messages: Any, results: Any) -> None:
+        """Exchange ``messages``; ``results`` get what ``_run`` returns of each."""
+
+    def _ended(self, message: Message, handle: Any) -> Work:
+        """Return a message that has been exchanged, or still waits for an earlier one."""
+        array, name = message.array, "send" if message.sends else "recv"
+        if handle == self.ffi.NULL:
+            return Done(array)
+        received = Received(name, array, array, None, message.tag)
+        work = NativeWork(self, name, handle, array, received, self.timeout)
+        self._running.append(work)
+        return work
 
     def barrier(self, timeout: float | None = None) -> Work:
         """Wait for all; ``timeout`` in seconds; see ``Backend``."""

@@ -1,7 +1,7 @@
 """NumPy arrays between the processes of one host, through memory that they share.
 
-The native side is csrc/shm. Operations run on the caller's thread, asynchronous ones in turn on a
-thread of the group's own.
+The native side is csrc/shm. Operations run on the caller's thread, asynchronous ones on threads of
+the group's own: collectives in turn, messages beside them.
 """
 
 from __future__ import annotations
@@ -103,6 +103,9 @@ class ShmBackend(NativeBackend):
         )
         raise_interruption(self.lib, handle)
         return handle
+
+    def _exchange(self, messages: Any, results: Any) -> None:
+        self.lib.fl_shm_exchange(self._group, messages, len(messages), self.timeout, results)
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array, not initialised, in memory that all ranks have mapped. Collective.

@@ -1,0 +1,68 @@
+#include "remote.h"
+
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace fl {
+namespace {
+
+// Bytes read, or -1.
+ssize_t read_from(int32_t pid, uint64_t from, void* into, size_t bytes) {
+  const iovec here{into, bytes}, there{reinterpret_cast<void*>(from), bytes};
+  return process_vm_readv(pid, &here, 1, &there, 1, 0);
+}
+
+}  // namespace
+
+Remote::Remote(const Segment& segment, int rank, int size)
+    : segment_(segment),
+      rank_(rank),
+      size_(size),
+      token_(std::make_unique<uint64_t>()),
+      answers_(size, kUnknown) {
+  RankBlock& mine = segment.block(rank);
+  // Nobody else's memory holds this at this address by chance.
+  *token_ = reinterpret_cast<uintptr_t>(token_.get()) * 0x9e3779b97f4a7c15u + getpid();
+  mine.token = *token_;
+  mine.token_at = reinterpret_cast<uintptr_t>(token_.get());
+  answers_[rank] = kYes;
+}
+
+Remote::Answer Remote::answer(int r) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (answers_[r] == kUnknown && segment_.block(r).pid != 0) {
+    answers_[r] = find_out(r) ? kYes : kNo;
+  }
+  return answers_[r];
+}
+
+bool Remote::can_read_all() {
+  if (all_ != kUnknown) return all_ == kYes;
+  Answer all = kYes;
+  for (int r = 0; r < size_ && all == kYes; ++r) all = answer(r);
+  all_ = all;
+  return all == kYes;
+}
+
+bool Remote::find_out(int r) const {
+  const RankBlock& theirs = segment_.block(r);
+  uint64_t found = 0;
+  const ssize_t got = read_from(theirs.pid, theirs.token_at, &found, sizeof found);
+  return got == sizeof found && found == theirs.token;
+}
+
+bool Remote::read(int r, uint64_t from, void* into, size_t bytes) const {
+  constexpr size_t kAtOnce = 16 << 20;  // a rank that gives up is noticed before long
+  const RankBlock& theirs = segment_.block(r);
+  char* to = static_cast<char*>(into);
+  for (size_t done = 0; done < bytes;) {
+    const ssize_t got = read_from(theirs.pid, from + done, to + done, std::min(kAtOnce, bytes - done));
+    if (got <= 0 || theirs.farewell.given.value() != 0) return false;
+    done += static_cast<size_t>(got);
+  }
+  return true;
+}
+
+}  // namespace fl
