@@ -6,6 +6,8 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flashlight_py.errors import DistributedError
+
 __all__ = ["AllOf", "Done", "Then", "Work"]
 
 
@@ -92,9 +94,21 @@ class AllOf(Work):
         self._works = list(works)
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """Wait for each in turn, up to ``timeout`` seconds each."""
-        return [work.wait(timeout) for work in self._works]
+        """Wait for each in turn, up to ``timeout`` seconds each; then raise the first failure."""
+        outcomes = [_outcome(work, timeout) for work in self._works]
+        for _, failure in outcomes:
+            if failure is not None:
+                raise failure
+        return [result for result, _ in outcomes]
 
     def is_completed(self) -> bool:
         """Tell whether all have ended."""
         return all(work.is_completed() for work in self._works)
+
+
+def _outcome(work: Work, timeout: float | None) -> tuple[Any, DistributedError | None]:
+    """Return what ``work`` gives or raises: others beside it still use their arrays."""
+    try:
+        return work.wait(timeout), None
+    except DistributedError as failure:
+        return None, failure

@@ -107,14 +107,18 @@ class PointToPoint(Verbs):
         """Send and receive at once, blocking; see :func:`flashlight_py.sendrecv`."""
         receiving = P2POp("recv", out, src, tag if recv_tag is None else recv_tag)
         outgoing = self._message("sendrecv", x, dst, tag)
-        if _may_overlap(outgoing, self._message("sendrecv", out, src, receiving.tag)):
+        incoming = self._message("sendrecv", out, src, receiving.tag)
+        if _may_overlap(outgoing, incoming):
             outgoing = outgoing.copy()
-        works = self._begin_all([P2POp("send", outgoing, dst, tag), receiving])
-        try:
-            works[1].wait()
-        finally:
-            works[0].wait()
-        return out
+        sending = P2POp("send", outgoing, dst, tag)
+        if self.rank in (dst, src) or is_cupy(outgoing) or is_cupy(incoming):
+            AllOf(self._begin_all([receiving, sending])).wait()
+            return out
+        # On this thread alone: no other has to wake up for it.
+        packed = pack(incoming)
+        messages = [_message_of(receiving, packed), _message_of(sending, pack(outgoing))]
+        work = self.backend().exchange(messages, blocking=True)
+        return self._finish(work, out, unpack_into(incoming, packed), async_op=False)
 
     def _begin(self, op: P2POp, packed: Array) -> Work:
         """Begin one message of a NumPy array, or one to this rank itself."""
