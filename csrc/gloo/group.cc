@@ -23,7 +23,7 @@ Lane lane_of(const fl_signature& signature, int peer) {
 
 void require_match(const Message& message, Operation& operation) {
   if (!message.is_mismatched()) return;
-  operation.signatures = message.signatures();
+  operation.seen = message.seen();
   throw Mismatch();
 }
 
@@ -66,19 +66,20 @@ std::shared_ptr<Operation> Group::connect(std::vector<char> addresses, size_t by
   return lanes_.submit(kCollectives, seconds, connect);
 }
 
-std::shared_ptr<Operation> Group::start(const fl_signature& signature, void* data, void* output,
-                                        int peer, double seconds) {
-  if (is_message(signature)) return start_message({signature, data, peer}, seconds);
-  return lanes_.submit(kCollectives, seconds, collective(signature, data, output, nullptr));
+void Group::give_up(const std::string& traceback) {
+  mesh_->fail(Failure(FL_RAISED, {mesh_->rank}, traceback));
 }
 
-std::shared_ptr<Operation> Group::run(const fl_signature& signature, void* data, void* output,
-                                      int peer, double seconds) {
+std::shared_ptr<Operation> Group::start(const fl_message& given, void* output, double seconds) {
+  if (is_message(given.signature)) return start_message(given, seconds);
+  return lanes_.submit(kCollectives, seconds, collective(given, output, nullptr));
+}
+
+std::shared_ptr<Operation> Group::run(const fl_message& given, void* output, double seconds) {
   Stay stay(lanes_);
-  if (!stay.enter(lane_of(signature, peer))) return start(signature, data, output, peer, seconds);
-  return run_here(seconds, is_message(signature)
-                               ? whole_message({signature, data, peer}, interrupt_)
-                               : collective(signature, data, output, interrupt_));
+  if (!stay.enter(lane_of(given.signature, given.peer))) return start(given, output, seconds);
+  return run_here(seconds, is_message(given.signature) ? whole_message(given, interrupt_)
+                                                       : collective(given, output, interrupt_));
 }
 
 std::shared_ptr<Operation> Group::run_here(double seconds, Task task) {
@@ -154,14 +155,20 @@ std::vector<std::shared_ptr<Operation>> Group::exchange(const fl_message* messag
 
 // Collectives ---------------------------------------------------------------------------------
 
-Group::Task Group::collective(const fl_signature& signature, void* data, void* output,
-                              InterruptCheck interrupt) {
-  return [this, mine = signature, data, output, interrupt](Operation& operation) mutable {
-    mine.sequence = sequence_of(++calls_);
-    operation.signatures.assign(mesh_->size, fl_signature{});
+Group::Task Group::collective(const fl_message& given, void* output, InterruptCheck interrupt) {
+  return [this, given = given, output, interrupt](Operation& operation) mutable {
+    given.signature.sequence = sequence_of(++calls_);
     Waiter waiter(mesh_->watch(), operation.deadline, interrupt);
-    Call call{mine, operation.signatures, waiter};
-    operation.output = dispatch(call, data, output);
+    Call call{given.signature, given.site, operation.seen, waiter};
+    try {
+      operation.output = dispatch(call, given.data, output);
+    } catch (const Failure& failure) {
+      if (failure.status == FL_TIMEOUT) {
+        operation.seen = collectives_.last_calls();
+        operation.seen.calls[mesh_->rank] = given.signature;
+      }
+      throw;
+    }
   };
 }
 

@@ -23,13 +23,15 @@ class Group {
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
 
   std::shared_ptr<Operation> connect(std::vector<char> addresses, size_t bytes, double seconds);
+  // The program has raised: tell the others, and end.
+  void give_up(const std::string& traceback);
+
+  // Of a collective `given` has no peer.
   // Start an operation on a thread of the group's own.
-  std::shared_ptr<Operation> start(const fl_signature& signature, void* data, void* output,
-                                   int peer, double seconds);
+  std::shared_ptr<Operation> start(const fl_message& given, void* output, double seconds);
   // Run an operation on the caller's thread, unless others must come first: then it is started.
   // Null where it has ended well and there is nothing to fetch.
-  std::shared_ptr<Operation> run(const fl_signature& signature, void* data, void* output, int peer,
-                                 double seconds);
+  std::shared_ptr<Operation> run(const fl_message& given, void* output, double seconds);
   // The same for several messages at once.
   std::vector<std::shared_ptr<Operation>> exchange(const fl_message* messages, int count,
                                                    double seconds);
@@ -38,8 +40,7 @@ class Group {
   class Stay;
   using Task = std::function<void(Operation&)>;
   std::shared_ptr<Operation> run_here(double seconds, Task task);
-  Task collective(const fl_signature& signature, void* data, void* output,
-                  InterruptCheck interrupt);
+  Task collective(const fl_message& given, void* output, InterruptCheck interrupt);
   Bytes dispatch(Call& call, void* data, void* output);
   std::shared_ptr<Operation> start_message(const fl_message& message, double seconds);
   Task whole_message(const fl_message& message, InterruptCheck interrupt);

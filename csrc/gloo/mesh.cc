@@ -58,7 +58,7 @@ struct Mesh::Control {
   int32_t status;
   int32_t missing_count;
   int32_t missing[kMaxMissing];
-  char message[512];
+  char message[4000];
   int32_t present;  // last: when it is there, all is
 };
 
@@ -155,6 +155,7 @@ Failure Mesh::explain(int peer, const std::string& what) {
               std::string("it gave up waiting for this rank: ") + control.message};
     }
     const std::string message = "rank " + std::to_string(r) + " gave up: " + control.message;
+    if (status == FL_RAISED) return {status, missing, control.message};
     if (status == FL_PEER_LOST || status == FL_TIMEOUT) return {status, missing, message};
     return {FL_PEER_LOST, {r}, message};
   }

@@ -88,11 +88,11 @@ fl_shm_group* fl_shm_open(const char* path, int create, int rank, int size, char
 }
 
 fl_op* fl_shm_run(fl_shm_group* group, const fl_signature* signature, void* data, void* output,
-                  int peer, double seconds, int async) {
+                  int peer, double seconds, int async, const fl_site* site) {
   if (async != 0) {
-    return handle([&] { return group->group.start(*signature, data, output, peer, seconds); });
+    return handle([&] { return group->group.start(*signature, data, output, peer, seconds, site); });
   }
-  return handle([&] { return group->group.run(*signature, data, output, peer, seconds); });
+  return handle([&] { return group->group.run(*signature, data, output, peer, seconds, site); });
 }
 
 void fl_shm_exchange(fl_shm_group* group, const fl_message* messages, int count, double seconds,
@@ -135,6 +135,14 @@ void fl_shm_drop_region(fl_shm_group* group, void* array) { group->group.drop_re
 
 void fl_shm_on_interrupt(fl_shm_group* group, int (*check)(void)) {
   group->group.on_interrupt(check);
+}
+
+void fl_shm_on_mismatch(fl_shm_group* group, void (*where)(fl_site*)) {
+  group->group.on_mismatch(where);
+}
+
+void fl_shm_give_up(fl_shm_group* group, const char* traceback) {
+  group->group.give_up(traceback);
 }
 
 void fl_shm_close(fl_shm_group* group) { delete group; }

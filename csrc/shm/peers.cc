@@ -77,6 +77,7 @@ std::optional<Failure> Peers::farewell(const Concern& concern) const {
       return Failure(FL_PEER_LOST, {r}, "it gave up waiting for this rank");
     }
     const std::string message = "rank " + std::to_string(r) + " gave up: " + farewell.message;
+    if (status == FL_RAISED) return Failure(status, missing, farewell.message);
     if (status == FL_PEER_LOST || status == FL_TIMEOUT) return Failure(status, missing, message);
     return Failure(FL_PEER_LOST, {r}, message);
   }

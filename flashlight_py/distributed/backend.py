@@ -42,6 +42,7 @@ class Backend(abc.ABC):
     path: str  # what carries the data, in words
     rank: int
     size: int
+    people: Sequence[str] = ()  # which process each rank is, for messages
 
     @abc.abstractmethod
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
@@ -152,6 +153,13 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Block until every operation that this rank has started has ended."""
+
+    def give_up(self, traceback: str) -> None:  # noqa: B027  (optional: where nobody can be told)
+        """Tell the others that this rank's program has raised, in words, and end the group.
+
+        The first line of ``traceback`` names the exception. Not collective; blocks for half a
+        second at most.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -16,6 +16,7 @@ from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.hosts import address_to_bind, host_identity
+from flashlight_py.distributed.people import introduce
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.rendezvous.sub_store import SubStore
 from flashlight_py.distributed.settings import Settings
@@ -44,6 +45,7 @@ def connect(store: Store, settings: Settings) -> Connection:
     """
     if store.size == 1:
         return Connection(SingleBackend(), "the world is this process alone")
+    introduce(store)
     if settings.backend == "gloo":
         return Connection(_gloo(store, settings), "BACKEND is gloo")
     if settings.backend == "mpi":

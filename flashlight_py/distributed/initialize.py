@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flashlight_py import _native
+from flashlight_py.distributed import last_words
 from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.connect import connect, gpu_joiner
 from flashlight_py.distributed.constants import DistributedInit
@@ -77,6 +78,7 @@ def distributed_init(
     settings = Settings.from_params(params)
     create = _choose(method, world_rank, world_size, settings)
     set_world(alone() if create is None else _meet(create, settings))
+    last_words.install()
     atexit.register(_close_at_exit)
     world = current_world()
     if world.group.rank == 0:
@@ -103,6 +105,7 @@ def distributed_shutdown() -> None:
         _log.debug("the group broke before the shutdown; whoever used it was told")
     finally:
         set_world(None)
+        last_words.uninstall()
         group.close()
         atexit.unregister(_close_at_exit)
 
@@ -111,6 +114,7 @@ def _close_at_exit() -> None:
     """Close the sockets. Not collective: the others may still have work to do."""
     group = current_world().group
     set_world(None)
+    last_words.tell_of_threads()
     group.close()
 
 

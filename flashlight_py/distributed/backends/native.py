@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array
+from flashlight_py.distributed import last_words
 from flashlight_py.distributed.arrays import dtype_code, require_length
 from flashlight_py.distributed.backend import Backend, Message
-from flashlight_py.distributed.backends.interrupts import raise_interruption
+from flashlight_py.distributed.backends.interrupts import SITE_BYTES, raise_interruption
 from flashlight_py.distributed.backends.native_work import GATHERED, SCATTERED, NativeWork, Received
+from flashlight_py.distributed.call_site import call_site
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import GroupClosedError
 
@@ -32,11 +35,14 @@ class NativeBackend(Backend):
 
     kind = DistributedBackend.GLOO
 
-    def __init__(self, native: ModuleType, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
         self.ffi, self.lib = native.ffi, native.lib
-        self.rank, self.size, self.timeout = rank, size, timeout
+        self.rank, self.size, self.timeout = store.rank, store.size, timeout
+        self.people = store.people
+        last_words.listen(self)
         self._group: Any = None  # the library's handle; None once the group is closed
         self._signature = self.ffi.new("fl_signature *")
+        self._site = self.ffi.new("fl_site *")
         self._running: list[NativeWork] = []
 
     @abc.abstractmethod
@@ -194,6 +200,7 @@ class NativeBackend(Backend):
             self._describe("exchange", verb, message.array, ReduceOp.SUM, 1.0, message.tag)
             room.signature = self._signature[0]
             room.data, room.peer = self._pointer(message.array), message.peer
+            room.site = self._here()[0]
         results = self.ffi.new("fl_op *[]", len(messages))
         self._exchange(together, results)
         works = [self._ended(*pair) for pair in zip(messages, results, strict=True)]
@@ -276,6 +283,11 @@ class NativeBackend(Backend):
         for d, extent in enumerate(shape[:8]):
             signature.shape[d] = extent
 
+    def _here(self) -> Any:
+        """Return where user code has called, as the library takes it; good until the next call."""
+        self._site.text = call_site().encode()[-SITE_BYTES:]
+        return self._site
+
     def _pointer(self, array: Array | None) -> Any:
         if array is None:
             return self.ffi.NULL
@@ -294,6 +306,15 @@ class NativeBackend(Backend):
         """Block until all that was started has ended; raises what the first failure raises."""
         for work in list(self._running):
             work.wait()
+
+    def give_up(self, traceback: str) -> None:
+        """Tell the others what this rank's program has raised; see ``Backend``."""
+        if self._group is not None:
+            self._give_up(self._group, traceback.encode(errors="replace"))
+
+    @abc.abstractmethod
+    def _give_up(self, group: Any, traceback: bytes) -> None:
+        """Let the library tell the others."""
 
     def close(self) -> None:
         """End what runs and free the group; the native thread has ended on return."""

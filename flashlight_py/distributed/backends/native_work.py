@@ -123,16 +123,7 @@ class NativeWork(Work):
     def _finish(self, status: int) -> Any:
         backend = self._backend
         if status != self._lib.FL_OK:
-            raise failure(
-                backend.ffi,
-                self._lib,
-                self._handle,
-                status,
-                self._name,
-                backend.rank,
-                backend.size,
-                self._seconds,
-            )
+            raise failure(backend, self._handle, status, self._name, self._seconds)
         return self._received.get(backend, self._handle)
 
 

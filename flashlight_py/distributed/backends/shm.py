@@ -20,6 +20,7 @@ from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.interrupts import (
     answer_to_interrupts,
+    answer_where,
     raise_interruption,
 )
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
@@ -56,13 +57,14 @@ class ShmBackend(NativeBackend):
 
     def __init__(self, store: Store, timeout: float) -> None:
         native = _native.load("shm")
-        super().__init__(native, store.rank, store.size, timeout)
+        super().__init__(native, store, timeout)
         self._room = self.ffi.new("char[]", MESSAGE_BYTES)
         self._dropped: list[Any] = []
         self._group = map_together(store, self._open)
         self.lib.fl_shm_on_interrupt(
             self._group, answer_to_interrupts(native, "fl_shm_interrupted")
         )
+        self.lib.fl_shm_on_mismatch(self._group, answer_where(native, "fl_shm_where"))
         self._bind_fast()
 
     def _bind_fast(self) -> None:
@@ -98,8 +100,10 @@ class ShmBackend(NativeBackend):
     def _run(self, data: Any, output: Any, peer: int, seconds: float, blocking: bool) -> Any:
         if self._dropped:
             self._drop_regions()
+        asks = blocking and peer < 0  # where it was called, if that ever matters
+        site = self.ffi.NULL if asks else self._here()
         handle = self.lib.fl_shm_run(
-            self._group, self._signature, data, output, peer, seconds, not blocking
+            self._group, self._signature, data, output, peer, seconds, not blocking, site
         )
         raise_interruption(self.lib, handle)
         return handle
@@ -137,6 +141,9 @@ class ShmBackend(NativeBackend):
         """Let the group forget arrays that were collected."""
         while self._dropped:
             self.lib.fl_shm_drop_region(self._group, self._dropped.pop())
+
+    def _give_up(self, group: Any, traceback: bytes) -> None:
+        self.lib.fl_shm_give_up(group, traceback)
 
     def _close(self, group: Any) -> None:
         self._dropped.clear()

@@ -1,0 +1,34 @@
+"""Who the ranks of a group are to a person who looks for them: a process on a host."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Sequence
+
+from flashlight_py.distributed.rendezvous.store import Store
+
+__all__ = ["introduce", "names", "who_that_was"]
+
+
+def introduce(store: Store) -> None:
+    """Let the ranks of ``store`` know each other's host and process. Collective, blocking."""
+    mine = f"process {os.getpid()} on {socket.gethostname()}"
+    store.people = [text.decode(errors="replace") for text in store.exchange(mine.encode())]
+
+
+def names(ranks: Iterable[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2"."""
+    texts = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(texts) > 1 else ''} {', '.join(texts)}"
+
+
+def who_that_was(ranks: Sequence[int], people: Sequence[str]) -> str:
+    """Complete a sentence about ``ranks``: which processes they were, if that is known.
+
+    Example:
+        >>> who_that_was([1], ["process 7 on a", "process 8 on a"])
+        ', which is process 8 on a'
+    """
+    known = [people[rank] for rank in ranks if rank < len(people)]
+    return f", which {'are' if len(known) > 1 else 'is'} {', '.join(known)}" if known else ""
