@@ -43,20 +43,6 @@ class Transport {
   std::string why_;
 };
 
-// What ranks are known to have called, by rank: where, and how many seconds ago (-1: not known).
-struct Seen {
-  std::vector<fl_signature> calls;
-  std::vector<fl_site> sites;
-  std::vector<double> ages;
-
-  // Nothing yet, of any rank.
-  void reset(int ranks) {
-    calls.assign(ranks, fl_signature{});
-    sites.assign(ranks, fl_site{});
-    ages.assign(ranks, -1);
-  }
-};
-
 struct Bytes {
   std::unique_ptr<char[]> data;
   size_t size = 0;

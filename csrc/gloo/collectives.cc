@@ -56,7 +56,7 @@ void Collectives::meet(Call& call, const void* data, const Parts& give) {
   const bool told = call.mine.verb != FL_SCATTER || calls[call.mine.root].ndim != FL_ANY;
   if (same && told) return;
   post_headers();
-  throw Mismatch();
+  throw Mismatch(call.seen);
 }
 
 void Collectives::tell(const Call& call, const void* data, const Parts& give) {

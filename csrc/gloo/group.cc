@@ -21,10 +21,8 @@ Lane lane_of(const fl_signature& signature, int peer) {
   return {peer, signature.verb == FL_SEND, signature.root};
 }
 
-void require_match(const Message& message, Operation& operation) {
-  if (!message.is_mismatched()) return;
-  operation.seen = message.seen();
-  throw Mismatch();
+void require_match(const Message& message) {
+  if (message.is_mismatched()) throw Mismatch(message.seen());
 }
 
 }  // namespace
@@ -98,7 +96,7 @@ Group::Task Group::whole_message(const fl_message& message, InterruptCheck inter
   return [this, message, interrupt](Operation& operation) {
     const auto begun = point_to_point_.begin(message);
     end({begun}, operation, interrupt);
-    require_match(*begun, operation);
+    require_match(*begun);
   };
 }
 
@@ -121,7 +119,7 @@ std::shared_ptr<Operation> Group::start_message(const fl_message& message, doubl
   return lanes_.go_on(lane, seconds, [this, begun, error](Operation& operation) {
     if (error) std::rethrow_exception(error);
     end({begun}, operation, nullptr);
-    require_match(*begun, operation);
+    require_match(*begun);
   });
 }
 
@@ -146,7 +144,7 @@ std::vector<std::shared_ptr<Operation>> Group::exchange(const fl_message* messag
     if (i >= begun.size() || !begun[i]->has_ended()) {
       results[here[i]] = failed;
     } else if (begun[i]->is_mismatched()) {
-      const auto tell = [&](Operation& operation) { require_match(*begun[i], operation); };
+      const auto tell = [&](Operation&) { require_match(*begun[i]); };
       results[here[i]] = run_here(seconds, tell);
     }
   }
@@ -162,10 +160,10 @@ Group::Task Group::collective(const fl_message& given, void* output, InterruptCh
     Call call{given.signature, given.site, operation.seen, waiter};
     try {
       operation.output = dispatch(call, given.data, output);
-    } catch (const Failure& failure) {
+    } catch (Failure& failure) {
       if (failure.status == FL_TIMEOUT) {
-        operation.seen = collectives_.last_calls();
-        operation.seen.calls[mesh_->rank] = given.signature;
+        failure.seen = collectives_.last_calls();
+        failure.seen.calls[mesh_->rank] = given.signature;
       }
       throw;
     }

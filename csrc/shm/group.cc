@@ -42,11 +42,10 @@ std::unique_ptr<Message> make_message(Mail& mail, const fl_message& m) {
   return m.signature.verb == FL_SEND ? make_send(mail, m) : make_receive(mail, m);
 }
 
-// Nothing, of a message that was received; `seen` tells of one that does not match.
-Bytes end_of(const Message& message, Seen& seen) {
-  if (!message.is_mismatched()) return {};
-  seen = message.seen();
-  throw Mismatch();
+// Nothing, of a message that was received; throws what there is to tell of one that does not match.
+Bytes end_of(const Message& message) {
+  if (message.is_mismatched()) throw Mismatch(message.seen());
+  return {};
 }
 
 }  // namespace
@@ -100,7 +99,7 @@ void ShmGroup::give_up(const std::string& traceback) {
 }
 
 // Run `body` on the caller's thread; what it throws becomes an operation that has failed. `seen` is
-// what ranks have called, that goes with what it returns or throws.
+// what ranks have called, that goes with what it returns.
 template <typename Body>
 ShmGroup::Result ShmGroup::guarded(Body body) {
   if (peers_.is_broken()) return ended(FL_CLOSED, peers_.why_broken(), {}, {});
@@ -113,14 +112,14 @@ ShmGroup::Result ShmGroup::guarded(Body body) {
     done->output = std::move(output);
     return done;
   } catch (const Mismatch& mismatch) {
-    return ended(FL_MISMATCH, mismatch.what(), {}, std::move(seen));
+    return ended(FL_MISMATCH, mismatch.what(), {}, mismatch.seen);
   } catch (const Failure& caught) {
     failure = caught;
   } catch (const std::exception& error) {  // no memory: the others are in the middle of this call
     failure = peers_.explain(error.what());
   }
   peers_.fail(failure);
-  return ended(failure.status, failure.what(), failure.missing, std::move(seen));
+  return ended(failure.status, failure.what(), failure.missing, failure.seen);
 }
 
 ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message,
@@ -134,17 +133,15 @@ ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message,
   return operation;
 }
 
-// Run `body`, a collective that was called at `site`; `seen` gets what there is to tell where it
-// fails.
+// Run `body`, a collective that was called at `site`; what it throws tells what ranks have called.
 template <typename Body>
-auto ShmGroup::telling(const fl_site* site, Seen& seen, Body body) {
+auto ShmGroup::telling(const fl_site* site, Body body) {
   try {
     return body();
   } catch (const Mismatch&) {
-    seen = collectives_.compare(asked(site));
-    throw;
-  } catch (const Failure& failure) {
-    if (failure.status == FL_TIMEOUT) seen = collectives_.last_calls();
+    throw Mismatch(collectives_.compare(asked(site)));
+  } catch (Failure& failure) {
+    if (failure.status == FL_TIMEOUT) failure.seen = collectives_.last_calls();
     throw;
   }
 }
@@ -170,8 +167,8 @@ bool ShmGroup::ready(int spins) const {
 
 ShmGroup::Result ShmGroup::finish(const fl_signature& signature, void* data) {
   const std::lock_guard<std::mutex> lock(running_, std::adopt_lock);
-  return guarded([&](Seen& seen) {
-    return telling(nullptr, seen, [&] {
+  return guarded([&](Seen&) {
+    return telling(nullptr, [&] {
       collectives_.complete_all_reduce(signature, data);
       return Bytes();
     });
@@ -196,7 +193,7 @@ ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void*
 Bytes ShmGroup::dispatch(const fl_signature& s, void* data, void* output, double seconds,
                          InterruptCheck interrupt, const fl_site* site, Seen& seen) {
   collectives_.begin(seconds, interrupt);
-  return telling(site, seen, [&] { return call(s, data, output, seen); });
+  return telling(site, [&] { return call(s, data, output, seen); });
 }
 
 Bytes ShmGroup::call(const fl_signature& s, void* data, void* output, Seen& seen) {
@@ -239,9 +236,9 @@ ShmGroup::Result ShmGroup::run_message(const fl_message& sent, double seconds) {
   if (!lanes_->enter(lane)) return start_message(sent, seconds);
   const Turn turn(*lanes_, lane);
   const auto message = make_message(mail_, sent);
-  return guarded([&](Seen& seen) {
+  return guarded([&](Seen&) {
     deliver(mail_, peers_, {message.get()}, {seconds, interrupt_, peers_.patience()});
-    return end_of(*message, seen);
+    return end_of(*message);
   });
 }
 
@@ -251,13 +248,13 @@ ShmGroup::Result ShmGroup::start_message(const fl_message& sent, double seconds)
   const std::shared_ptr<Message> message = make_message(mail_, sent);
   const auto run = [=](Operation& operation) {
     deliver(mail_, peers_, {message.get()}, {operation.seconds, nullptr, kInALane});
-    end_of(*message, operation.seen);
+    end_of(*message);
   };
   if (!lanes_->enter(lane)) return lanes_->submit(lane, seconds, run);
   Turn turn(*lanes_, lane);
-  auto result = guarded([&](Seen& seen) {
+  auto result = guarded([&](Seen&) {
     message->step();
-    return end_of(*message, seen);
+    return end_of(*message);
   });
   const bool goes_on = result == nullptr && !message->has_ended();
   return goes_on ? turn.go_on(seconds, run) : result;

@@ -63,7 +63,7 @@ class ShmGroup {
                  InterruptCheck interrupt, const fl_site* site, Seen& seen);
   Bytes call(const fl_signature& signature, void* data, void* output, Seen& seen);
   template <typename Body>
-  auto telling(const fl_site* site, Seen& seen, Body body);
+  auto telling(const fl_site* site, Body body);
   Result start_collective(const fl_signature& signature, void* data, void* output, double seconds,
                           const fl_site& site);
   Result run_message(const fl_message& message, double seconds);

@@ -16,7 +16,7 @@ from flashlight_py.distributed.arrays import dtype_code, require_length
 from flashlight_py.distributed.backend import Backend, Message
 from flashlight_py.distributed.backends.interrupts import SITE_BYTES, raise_interruption
 from flashlight_py.distributed.backends.native_work import GATHERED, SCATTERED, NativeWork, Received
-from flashlight_py.distributed.call_site import call_site
+from flashlight_py.distributed.call_site import Place, caller, site_of
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -42,7 +42,7 @@ class NativeBackend(Backend):
         last_words.listen(self)
         self._group: Any = None  # the library's handle; None once the group is closed
         self._signature = self.ffi.new("fl_signature *")
-        self._site = self.ffi.new("fl_site *")
+        self._sites: dict[Place, Any] = {}
         self._running: list[NativeWork] = []
 
     @abc.abstractmethod
@@ -284,9 +284,13 @@ class NativeBackend(Backend):
             signature.shape[d] = extent
 
     def _here(self) -> Any:
-        """Return where user code has called, as the library takes it; good until the next call."""
-        self._site.text = call_site().encode()[-SITE_BYTES:]
-        return self._site
+        """Return where user code has called, as the library takes it."""
+        place = caller()
+        site = self._sites.get(place)
+        if site is None:
+            text = site_of(place).encode()[-SITE_BYTES:]
+            site = self._sites[place] = self.ffi.new("fl_site *", {"text": text})
+        return site
 
     def _pointer(self, array: Array | None) -> Any:
         if array is None:
