@@ -41,6 +41,10 @@ fl_op *fl_gloo_connect(fl_group *group, const char *addresses, size_t address_by
 fl_op *fl_gloo_run(fl_group *group, const fl_signature *signature, void *data, void *output,
                    int peer, double seconds, int async, const fl_site *site);
 
+/* What users call the ranks of this group, where it is part of a larger one: `size` numbers. Before
+   the first operation. */
+void fl_gloo_call_ranks(fl_group *group, const int *numbers);
+
 /* The program has raised an exception: tell the others, in its words, and end the group. */
 void fl_gloo_give_up(fl_group *group, const char *traceback);
 

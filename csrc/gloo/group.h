@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../common/lanes.h"
@@ -19,6 +20,7 @@ class Group {
 
   int size() const { return mesh_->size; }
   std::vector<char> address(int peer) { return mesh_->address(peer); }
+  void call_ranks(std::vector<int> numbers) { mesh_->call_ranks(std::move(numbers)); }
   // Ask `check` now and then while run() waits; not 0: give up. Before the first run().
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
 

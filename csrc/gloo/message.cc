@@ -107,7 +107,7 @@ NoticePtr Message::hear(Waiter& waiter) {
 std::string Message::instead() {
   const auto unheard = notices_.unheard(peer_);
   if (unheard.empty()) return "timed out";
-  const std::string name = "rank " + std::to_string(peer_);
+  const std::string name = mesh_.name(peer_);
   std::string told;
   for (size_t i = 0; i < std::min(unheard.size(), kMostTold); ++i) {
     told += name + in_words(unheard[i], " is sending", " is receiving") + ", ";

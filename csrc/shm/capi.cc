@@ -141,6 +141,10 @@ void fl_shm_on_mismatch(fl_shm_group* group, void (*where)(fl_site*)) {
   group->group.on_mismatch(where);
 }
 
+void fl_shm_call_ranks(fl_shm_group* group, const int* numbers) {
+  group->group.call_ranks({numbers, numbers + group->group.size()});
+}
+
 void fl_shm_give_up(fl_shm_group* group, const char* traceback) {
   group->group.give_up(traceback);
 }

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../common/lanes.h"
@@ -48,6 +49,7 @@ class ShmGroup {
 
   void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
   void drop_region(const void* array);
+  void call_ranks(std::vector<int> numbers) { peers_.call_ranks(std::move(numbers)); }
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
   void on_mismatch(WhereAmI where) { where_ = where; }
   // The program has raised: tell the others, and end.

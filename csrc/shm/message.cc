@@ -32,7 +32,7 @@ Seen Message::seen() const {
 
 std::string Message::peer_is(const char* doing, const std::vector<int32_t>& tags) const {
   constexpr size_t kShown = 4;
-  std::string text = "rank " + std::to_string(peer()) + " is ";
+  std::string text = mail_.peers.name(peer()) + " is ";
   if (tags.empty()) return text + "not " + doing;
   text += doing + std::string(" with tag ");
   for (size_t i = 0; i < std::min(tags.size(), kShown); ++i) {

@@ -70,6 +70,10 @@ void fl_shm_on_interrupt(fl_shm_group *group, int (*check)(void));
 /* Called on the caller's thread where other ranks must be told where the program has called. */
 void fl_shm_on_mismatch(fl_shm_group *group, void (*where)(fl_site *site));
 
+/* What users call the ranks of this group, where it is part of a larger one: `size` numbers. Before
+   the first operation. */
+void fl_shm_call_ranks(fl_shm_group *group, const int *numbers);
+
 /* The program has raised an exception: tell the others, in its words, and end the group. */
 void fl_shm_give_up(fl_shm_group *group, const char *traceback);
 

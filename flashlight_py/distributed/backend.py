@@ -9,6 +9,7 @@ tag in order. ``AVG`` never arrives: it is ``SUM`` with the scale divided by the
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -149,6 +150,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def barrier(self, timeout: float | None = None) -> Work:
         """End when every rank has called it; ``timeout`` in seconds, None: the group's."""
+
+    def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which collectives may take up to ``seconds`` each, where any wait."""
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def synchronize(self) -> None:

@@ -40,12 +40,13 @@ def connect(store: Store, settings: Settings) -> Connection:
     """Join the ranks of ``store``. Collective; every rank comes to the same choice.
 
     Raises:
-        BackendUnavailableError: the backend that was asked for, or every one, is unavailable.
+        BackendUnavailableError: the backend that was asked for, or every one, is unavailable, or
+            the environments differ in FLASHLIGHT_CHECKS.
         PeerLostError, CollectiveTimeoutError: a rank could not be connected.
     """
     if store.size == 1:
         return Connection(SingleBackend(), "the world is this process alone")
-    introduce(store)
+    introduce(store, settings.checks)
     if settings.backend == "gloo":
         return Connection(_gloo(store, settings), "BACKEND is gloo")
     if settings.backend == "mpi":
@@ -98,7 +99,7 @@ def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]]) ->
     if len(hosts) == 1:
         return Connection(inside, "all ranks share this host's memory")
     flat, between = _between(store, settings, hosts)
-    backend = HierarchicalBackend(store.rank, hosts, inside, between, flat)
+    backend = HierarchicalBackend(store.rank, hosts, inside, between, flat, settings.checks)
     sizes = ", ".join(str(len(host)) for host in hosts)
     return Connection(
         backend, f"{len(hosts)} hosts with {sizes} ranks: shared memory inside, Gloo between"

@@ -78,7 +78,6 @@ def distributed_init(
     settings = Settings.from_params(params)
     create = _choose(method, world_rank, world_size, settings)
     set_world(alone() if create is None else _meet(create, settings))
-    last_words.install()
     atexit.register(_close_at_exit)
     world = current_world()
     if world.group.rank == 0:
@@ -105,8 +104,8 @@ def distributed_shutdown() -> None:
         _log.debug("the group broke before the shutdown; whoever used it was told")
     finally:
         set_world(None)
-        last_words.uninstall()
         group.close()
+        last_words.uninstall()
         atexit.unregister(_close_at_exit)
 
 
@@ -207,13 +206,16 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
     if settings.backend not in ("auto", "mpi"):
         _native.load(settings.backend)  # absent, it says so before anything is created
     store = create()
+    last_words.install()  # before MPI adds to it
     try:
         world = _connect(store, settings)
         store.close()
     except UnavailableEverywhereError:
+        last_words.uninstall()
         store.close()
         raise
     except BaseException as error:
+        last_words.uninstall()
         store.abort(f"{type(error).__name__}: {error}")
         raise
     return world

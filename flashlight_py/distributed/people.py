@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterable, Sequence
 
 from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.errors import UnavailableEverywhereError
 
 __all__ = ["introduce", "names", "who_that_was"]
 
 
-def introduce(store: Store) -> None:
-    """Let the ranks of ``store`` know each other's host and process. Collective, blocking."""
-    mine = f"process {os.getpid()} on {socket.gethostname()}"
-    store.people = [text.decode(errors="replace") for text in store.exchange(mine.encode())]
+def introduce(store: Store, checks: bool) -> None:
+    """Let the ranks of ``store`` know each other's host and process. Collective, blocking.
+
+    Raises:
+        UnavailableEverywhereError: ranks differ in ``checks``, whether to compare their calls.
+    """
+    mine = [f"process {os.getpid()} on {socket.gethostname()}", checks]
+    cards = [json.loads(card) for card in store.exchange(json.dumps(mine).encode())]
+    without = [rank for rank, (_, checked) in enumerate(cards) if not checked]
+    if 0 < len(without) < store.size:
+        raise UnavailableEverywhereError(
+            f"rank {store.rank} of {store.size}: FLASHLIGHT_CHECKS is 0 on {names(without)}, and "
+            "not on the others; set it on all ranks, or on none"
+        )
+    store.people = [str(who) for who, _ in cards]
 
 
 def names(ranks: Iterable[int]) -> str:

@@ -39,6 +39,7 @@ class GlooBackend(NativeBackend):
         super().__init__(native, store, timeout)
         self._group = self._create(host, interface)
         answer = answer_to_interrupts(native, "fl_gloo_interrupted")
+        self.lib.fl_gloo_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
         self.lib.fl_gloo_on_interrupt(self._group, answer)
         try:
             self._connect(store)

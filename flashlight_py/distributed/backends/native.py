@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +40,9 @@ class NativeBackend(Backend):
         self.ffi, self.lib = native.ffi, native.lib
         self.rank, self.size, self.timeout = store.rank, store.size, timeout
         self.people = store.people
+        # What users know the ranks as.
+        self.numbers = list(store.numbers) or list(range(self.size))
+        self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
         last_words.listen(self)
         self._group: Any = None  # the library's handle; None once the group is closed
         self._signature = self.ffi.new("fl_signature *")
@@ -225,6 +229,15 @@ class NativeBackend(Backend):
         """Wait for all; ``timeout`` in seconds; see ``Backend``."""
         return self._start("barrier", self.lib.FL_BARRIER, None, timeout=timeout, blocking=True)
 
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Bound what is started within by ``seconds``; see ``Backend``."""
+        before, self.timeout = self.timeout, seconds
+        try:
+            yield
+        finally:
+            self.timeout = before
+
     def _start(
         self,
         name: str,
@@ -251,7 +264,7 @@ class NativeBackend(Backend):
         (else the array).
         """
         if self._group is None:
-            raise GroupClosedError(f"[{name}] rank {self.rank} of {self.size}: the group is closed")
+            raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
         seconds = self.timeout if timeout is None else timeout
         self._describe(name, verb, array if like is None else like, op, scale, root)
         result = array if result is _ARRAY else result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from flashlight_py.distributed.arrays import DTYPES
@@ -10,13 +11,13 @@ from flashlight_py.distributed.constants import ReduceOp
 __all__ = ["call_in_words", "number_in_words"]
 
 
-def number_in_words(lib: Any, signatures: Any, heard: list[int]) -> str:
+def number_in_words(lib: Any, signatures: Any, heard: Sequence[int], numbers: Sequence[int]) -> str:
     """Say which call it was, or which message between two ranks."""
     number = max(signatures[rank].sequence for rank in heard)
     for sender in heard:
         if signatures[sender].verb == lib.FL_SEND:
             receiver = next(rank for rank in heard if rank != sender)
-            return f"message {number} from rank {sender} to rank {receiver}"
+            return f"message {number} from rank {numbers[sender]} to rank {numbers[receiver]}"
     return f"call {number} of this group"
 
 

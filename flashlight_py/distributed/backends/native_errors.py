@@ -29,15 +29,15 @@ def failure(
 ) -> DistributedError:
     """Return the exception for an operation of ``seconds`` that ended with ``status``."""
     ffi, lib = backend.ffi, backend.lib
-    where = f"[{verb}] rank {backend.rank} of {backend.size}"
+    where = f"[{verb}] {backend.name}"
     text = ffi.string(lib.fl_op_message(handle)).decode(errors="replace")
     room = ffi.new("int[]", _MAX_MISSING)
     missing = list(room[0 : lib.fl_op_missing(handle, room, _MAX_MISSING)])
-    who = names(missing) if missing else "another rank"
+    who = _names(backend, missing) if missing else "another rank"
     if status == lib.FL_MISMATCH:
         return MismatchError(_mismatch(where, backend, handle))
     if status == lib.FL_RAISED:
-        return PeerLostError(_raised(where, missing, backend.people, text))
+        return PeerLostError(_raised(where, backend, missing, text))
     if status == lib.FL_PEER_LOST:
         return PeerLostError(
             f"{where}: lost {who} ({text}){who_that_was(missing, backend.people)}. It died, exited "
@@ -55,13 +55,13 @@ def failure(
     return DistributedError(f"{where}: {text}")
 
 
-def _raised(where: str, missing: Sequence[int], people: Sequence[str], text: str) -> str:
+def _raised(where: str, backend: NativeBackend, missing: Sequence[int], text: str) -> str:
     """Repeat what another rank's program has raised: the exception, then the traceback."""
     summary, _, traceback = text.partition("\n")
-    who = names(missing)
+    who = _names(backend, missing)
     return (
-        f"{where}: lost {who}{who_that_was(missing, people)}: it raised {summary}. {_UNUSABLE}\n\n"
-        f"The traceback of {who}:\n{traceback}"
+        f"{where}: lost {who}{who_that_was(missing, backend.people)}: it raised {summary}. "
+        f"{_UNUSABLE}\n\nThe traceback of {who}:\n{traceback}"
     )
 
 
@@ -73,12 +73,16 @@ def _mismatch(where: str, backend: NativeBackend, handle: Any) -> str:
     for rank in heard:
         call = call_in_words(lib, signatures[rank]) + _site(backend, handle, rank)
         groups.setdefault(call, []).append(rank)
-    calls = "; ".join(f"{names(ranks)} called {call}" for call, ranks in groups.items())
+    calls = "; ".join(f"{_names(backend, ranks)} called {call}" for call, ranks in groups.items())
+    number = number_in_words(lib, signatures, heard, backend.numbers)
     return (
-        f"{where}: the ranks called different things in "
-        f"{number_in_words(lib, signatures, heard)}: {calls}. Nothing was changed; make every rank "
-        "call the same"
+        f"{where}: the ranks called different things in {number}: {calls}. Nothing was changed; "
+        "make every rank call the same"
     )
+
+
+def _names(backend: NativeBackend, ranks: Sequence[int]) -> str:
+    return names(backend.numbers[rank] for rank in ranks)
 
 
 def _site(backend: NativeBackend, handle: Any, rank: int) -> str:
@@ -95,12 +99,13 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int]) -> 
     mine = signatures[backend.rank]
     told = [f"Call {mine.sequence} of this group is {call_in_words(lib, mine)}"]
     for rank in missing:
+        who = f"rank {backend.numbers[rank]}"
         theirs, ago = signatures[rank], f"{lib.fl_op_age(handle, rank):.1f} s ago"
         if theirs.sequence == 0:
-            told.append(f"rank {rank} has called nothing in it yet")
+            told.append(f"{who} has called nothing in it yet")
         elif theirs.sequence == mine.sequence:
-            told.append(f"rank {rank} began it {ago} and has not finished")
+            told.append(f"{who} began it {ago} and has not finished")
         else:
             last = call_in_words(lib, theirs) + _site(backend, handle, rank)
-            told.append(f"rank {rank} last joined call {theirs.sequence}, {last}, {ago}")
+            told.append(f"{who} last joined call {theirs.sequence}, {last}, {ago}")
     return f"{'; '.join(told)}. "

@@ -112,7 +112,7 @@ class NativeWork(Work):
 
     def _still_running(self, timeout: float) -> str:
         return (
-            f"[{self._name}] rank {self._backend.rank} of {self._backend.size}: still running "
+            f"[{self._name}] {self._backend.name}: still running "
             f"after wait(timeout={timeout:g}) seconds; it goes on, and can be waited for again"
         )
 

@@ -61,6 +61,7 @@ class ShmBackend(NativeBackend):
         self._room = self.ffi.new("char[]", MESSAGE_BYTES)
         self._dropped: list[Any] = []
         self._group = map_together(store, self._open)
+        self.lib.fl_shm_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
         self.lib.fl_shm_on_interrupt(
             self._group, answer_to_interrupts(native, "fl_shm_interrupted")
         )

@@ -21,6 +21,7 @@ class SubStore(Store):
         self._ranks = list(ranks)
         self.rank, self.size = self._ranks.index(store.rank), len(self._ranks)
         self.people = [store.people[rank] for rank in self._ranks] if store.people else ()
+        self.numbers, self.total = self._ranks, store.size
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Give ``payload`` and return that of every rank of the sub-store; collective, blocking.
