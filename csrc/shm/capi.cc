@@ -22,8 +22,6 @@ struct fl_shm_region {
 
 namespace {
 
-constexpr size_t kNonceBytes = 64;
-
 fl::Mapping map(const char* path, bool create, size_t bytes) {
   return create ? fl::Mapping::create(path, bytes) : fl::Mapping::open(path, bytes);
 }
@@ -61,23 +59,6 @@ fl_op* handle(Run run) {
 extern "C" {
 
 size_t fl_shm_bytes(int ranks) { return fl::Segment::bytes_for(ranks); }
-
-int fl_shm_probe_create(const char* path, const char* nonce, char* message, size_t message_bytes) {
-  return guarded(-1, message, message_bytes, [&] {
-    const fl::Mapping probe = fl::Mapping::create(path, kNonceBytes);
-    std::strncpy(probe.data(), nonce, kNonceBytes - 1);
-    return 0;
-  });
-}
-
-int fl_shm_probe_read(const char* path, const char* nonce, char* message, size_t message_bytes) {
-  return guarded(-1, message, message_bytes, [&] {
-    const fl::Mapping probe = fl::Mapping::open(path, kNonceBytes);
-    if (std::strncmp(probe.data(), nonce, kNonceBytes - 1) == 0) return 0;
-    fl::copy_message("another file of that name", message, message_bytes);
-    return -1;
-  });
-}
 
 fl_shm_group* fl_shm_open(const char* path, int create, int rank, int size, char* message,
                           size_t message_bytes) {

@@ -18,8 +18,9 @@ namespace fl {
 // A mapped file in memory (/dev/shm). Unmapped with the object.
 class Mapping {
  public:
-  // Create the file, exclusively and for this user alone, and reserve its memory; throws
-  // std::system_error. It keeps its name until unlink().
+  // Create the file, exclusively and for this user alone, or take one without a name that a process
+  // has open (/proc/PID/fd/N), and reserve its memory; throws std::system_error. A name stays until
+  // unlink().
   static Mapping create(const std::string& path, size_t bytes);
   // Map a file that this user has created; throws std::system_error.
   static Mapping open(const std::string& path, size_t bytes);

@@ -6,13 +6,9 @@ typedef struct fl_shm_region fl_shm_region;
 /* Bytes of the segment that `ranks` ranks of one host share. */
 size_t fl_shm_bytes(int ranks);
 
-/* Create and reserve a file at `path`, exclusively, mode 0600, or map one that this user has
-   created. `nonce` is written into it, or compared. 0, or -1 with a message. */
-int fl_shm_probe_create(const char *path, const char *nonce, char *message, size_t message_bytes);
-int fl_shm_probe_read(const char *path, const char *nonce, char *message, size_t message_bytes);
-
-/* Map the segment at `path`, creating it where `create` is not 0; the caller unlinks the path
-   once every rank has mapped it. NULL with a message on failure. */
+/* Map the segment at `path`, an empty file without a name (/proc/PID/fd/N) or one of this user in
+   memory; `create` is not 0 on the one rank that reserves it, before the others come. NULL with a
+   message on failure. */
 fl_shm_group *fl_shm_open(const char *path, int create, int rank, int size, char *message,
                           size_t message_bytes);
 

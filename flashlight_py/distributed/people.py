@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 
+from flashlight_py.distributed.memory_file import process_space
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import UnavailableEverywhereError
 
@@ -19,15 +20,16 @@ def introduce(store: Store, checks: bool) -> None:
     Raises:
         UnavailableEverywhereError: ranks differ in ``checks``, whether to compare their calls.
     """
-    mine = [f"process {os.getpid()} on {socket.gethostname()}", checks]
+    mine = [f"process {os.getpid()} on {socket.gethostname()}", process_space(), checks]
     cards = [json.loads(card) for card in store.exchange(json.dumps(mine).encode())]
-    without = [rank for rank, (_, checked) in enumerate(cards) if not checked]
+    without = [rank for rank, (_, _, checked) in enumerate(cards) if not checked]
     if 0 < len(without) < store.size:
         raise UnavailableEverywhereError(
             f"rank {store.rank} of {store.size}: FLASHLIGHT_CHECKS is 0 on {names(without)}, and "
             "not on the others; set it on all ranks, or on none"
         )
-    store.people = [str(who) for who, _ in cards]
+    store.people = [str(who) for who, _, _ in cards]
+    store.spaces = [str(space) for _, space, _ in cards]
 
 
 def names(ranks: Iterable[int]) -> str:

@@ -54,8 +54,8 @@ def late(
     who = f"{names(missing)} did not join" if missing else "all ranks joined and did not finish"
     return CollectiveTimeoutError(
         f"{where}: {who} within {seconds:g} seconds ({detail}){who_that_was(missing, people)}. "
-        "It is stuck, slow, or called something else; a longer limit is params={'TIMEOUT': seconds}. "
-        f"{_UNUSABLE}"
+        "It is stuck, slow, or called something else; a longer limit is "
+        f"params={{'TIMEOUT': seconds}}. {_UNUSABLE}"
     )
 
 
