@@ -60,8 +60,8 @@ def connect(store: Store, settings: Settings) -> Connection:
     return _shared(store, settings, hosts)
 
 
-def gpu_joiner(rule: DeviceRule, timeout: float) -> Callable[[Backend], Backend]:
-    """Return what joins the GPUs of a group, given its CPU backend; ``timeout`` is in seconds."""
+def gpu_joiner(rule: DeviceRule, settings: Settings) -> Callable[[Backend], Backend]:
+    """Return what joins the GPUs of a group, given its CPU backend."""
 
     def join(cpu: Backend) -> Backend:
         if isinstance(cpu, MpiBackend):
@@ -70,7 +70,7 @@ def gpu_joiner(rule: DeviceRule, timeout: float) -> Callable[[Backend], Backend]
             return MpiGpuBackend(cpu)
         from flashlight_py.distributed.backends.nccl.joining import join_gpus
 
-        return join_gpus(rule, timeout, cpu)
+        return join_gpus(rule, settings.timeout, cpu, lambda store: _gloo(store, settings))
 
     return join
 

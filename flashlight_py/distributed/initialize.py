@@ -236,9 +236,7 @@ def _connect(store: Store, settings: Settings) -> World:
     local_rank, local_size = local_place(store.rank, store.exchange(host_identity()))
     connection = connect(store, settings)
     rule = DeviceRule(store.rank, local_rank, settings.max_device_per_node)
-    joiner = Joiner(
-        lambda members: connect(members, settings).backend, gpu_joiner(rule, settings.timeout)
-    )
+    joiner = Joiner(lambda members: connect(members, settings).backend, gpu_joiner(rule, settings))
     group = ProcessGroup(connection.backend, None, joiner)
     _join_gpus_at_once(group, settings)
     return World(group, local_rank, local_size, connection.why, rule)

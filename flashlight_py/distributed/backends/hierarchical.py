@@ -267,6 +267,11 @@ class HierarchicalBackend(Backend):
         for work in list(self._running):
             work.wait()
 
+    def give_up(self, traceback: str) -> None:
+        """Tell the others inside and outside of this host; see ``Backend``."""
+        for backend in filter(None, (self._inside, self._between, self._flat)):
+            backend.give_up(traceback)
+
     def close(self) -> None:
         """Close the backends, which ends what runs, then the thread."""
         self._close_backends()
