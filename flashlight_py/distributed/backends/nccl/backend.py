@@ -248,6 +248,7 @@ class NcclBackend(Backend):
     def barrier(self, timeout: float | None = None) -> Work:
         """Block until this rank's collectives have ended and every rank is here (seconds)."""
         self._post("barrier")
+        self._communicator.require("barrier")
         self.synchronize()
         return self._cpu.barrier(timeout)
 
