@@ -11,7 +11,7 @@ typedef enum {
   FL_TIMEOUT = 4,     /* the missing ranks did not join in time */
   FL_CLOSED = 5,      /* the group was closed, or broke in an earlier operation */
   FL_FAILED = 6,      /* anything else; the message says what */
-  FL_RAISED = 7,      /* the missing rank raised an exception; the message is its traceback */
+  FL_RAISED = 7,      /* a rank gave up in words of its own: fl_..._give_up's */
 } fl_status;
 
 typedef enum {

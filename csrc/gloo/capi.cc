@@ -47,7 +47,7 @@ void fl_gloo_call_ranks(fl_group* group, const int* numbers) {
   group->group.call_ranks({numbers, numbers + group->group.size()});
 }
 
-void fl_gloo_give_up(fl_group* group, const char* traceback) { group->group.give_up(traceback); }
+void fl_gloo_give_up(fl_group* group, const char* why) { group->group.give_up(why); }
 
 void fl_gloo_on_interrupt(fl_group* group, int (*check)(void)) {
   group->group.on_interrupt(check);

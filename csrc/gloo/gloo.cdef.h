@@ -45,8 +45,8 @@ fl_op *fl_gloo_run(fl_group *group, const fl_signature *signature, void *data, v
    the first operation. */
 void fl_gloo_call_ranks(fl_group *group, const int *numbers);
 
-/* The program has raised an exception: tell the others, in its words, and end the group. */
-void fl_gloo_give_up(fl_group *group, const char *traceback);
+/* End the group, and tell the others why, in words that end their operations too (FL_RAISED). */
+void fl_gloo_give_up(fl_group *group, const char *why);
 
 /* Run several messages at once, on the caller's thread. results[i] is NULL where message i ended
    well, else a handle: of its failure, or, where an earlier one with the same peer, direction and

@@ -64,8 +64,8 @@ std::shared_ptr<Operation> Group::connect(std::vector<char> addresses, size_t by
   return lanes_.submit(kCollectives, seconds, connect);
 }
 
-void Group::give_up(const std::string& traceback) {
-  mesh_->fail(Failure(FL_RAISED, {mesh_->rank}, traceback));
+void Group::give_up(const std::string& why) {
+  mesh_->fail(Failure(FL_RAISED, {mesh_->rank}, why));
 }
 
 std::shared_ptr<Operation> Group::start(const fl_message& given, void* output, double seconds) {

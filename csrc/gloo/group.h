@@ -25,8 +25,8 @@ class Group {
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
 
   std::shared_ptr<Operation> connect(std::vector<char> addresses, size_t bytes, double seconds);
-  // The program has raised: tell the others, and end.
-  void give_up(const std::string& traceback);
+  // End, and tell the others why.
+  void give_up(const std::string& why);
 
   // Of a collective `given` has no peer.
   // Start an operation on a thread of the group's own.

@@ -126,8 +126,8 @@ void fl_shm_call_ranks(fl_shm_group* group, const int* numbers) {
   group->group.call_ranks({numbers, numbers + group->group.size()});
 }
 
-void fl_shm_give_up(fl_shm_group* group, const char* traceback) {
-  group->group.give_up(traceback);
+void fl_shm_give_up(fl_shm_group* group, const char* why) {
+  group->group.give_up(why);
 }
 
 void fl_shm_close(fl_shm_group* group) { delete group; }

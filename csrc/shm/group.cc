@@ -94,8 +94,8 @@ fl_site ShmGroup::asked(const fl_site* site) const {
   return here;
 }
 
-void ShmGroup::give_up(const std::string& traceback) {
-  peers_.fail(Failure(FL_RAISED, {rank_}, traceback));
+void ShmGroup::give_up(const std::string& why) {
+  peers_.fail(Failure(FL_RAISED, {rank_}, why));
 }
 
 // Run `body` on the caller's thread; what it throws becomes an operation that has failed. `seen` is

@@ -52,8 +52,8 @@ class ShmGroup {
   void call_ranks(std::vector<int> numbers) { peers_.call_ranks(std::move(numbers)); }
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
   void on_mismatch(WhereAmI where) { where_ = where; }
-  // The program has raised: tell the others, and end.
-  void give_up(const std::string& traceback);
+  // End, and tell the others why.
+  void give_up(const std::string& why);
   int size() const { return size_; }
 
  private:

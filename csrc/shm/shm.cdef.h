@@ -70,8 +70,8 @@ void fl_shm_on_mismatch(fl_shm_group *group, void (*where)(fl_site *site));
    the first operation. */
 void fl_shm_call_ranks(fl_shm_group *group, const int *numbers);
 
-/* The program has raised an exception: tell the others, in its words, and end the group. */
-void fl_shm_give_up(fl_shm_group *group, const char *traceback);
+/* End the group, and tell the others why, in words that end their operations too (FL_RAISED). */
+void fl_shm_give_up(fl_shm_group *group, const char *why);
 
 /* Stop the running operations, fail the queued ones, tell the others, unmap, free the group. */
 void fl_shm_close(fl_shm_group *group);

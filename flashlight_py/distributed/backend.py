@@ -18,6 +18,7 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.work import AllOf, Work
+from flashlight_py.errors import DistributedError
 
 __all__ = ["Backend", "Message"]
 
@@ -165,6 +166,9 @@ class Backend(abc.ABC):
         The first line of ``traceback`` names the exception. Not collective; blocks for half a
         second at most.
         """
+
+    def pass_on(self, error: DistributedError) -> None:  # noqa: B027  (as give_up)
+        """End the group because of ``error`` of another one, which the others raise as well."""
 
     @abc.abstractmethod
     def close(self) -> None:

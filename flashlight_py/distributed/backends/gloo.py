@@ -93,8 +93,8 @@ class GlooBackend(NativeBackend):
     def _exchange(self, messages: Any, results: Any) -> None:
         self.lib.fl_gloo_exchange(self._group, messages, len(messages), self.timeout, results)
 
-    def _give_up(self, group: Any, traceback: bytes) -> None:
-        self.lib.fl_gloo_give_up(group, traceback)
+    def _give_up(self, group: Any, why: bytes) -> None:
+        self.lib.fl_gloo_give_up(group, why)
 
     def _close(self, group: Any) -> None:
         self.lib.fl_gloo_close(group)

@@ -198,12 +198,12 @@ class HierarchicalBackend(Backend):
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Send through memory inside the host, else between hosts; see ``Backend``."""
         backend, peer = self._way_to(dst)
-        return _Guarded(backend.send(array, peer, tag, blocking), self._close_backends)
+        return _Guarded(backend.send(array, peer, tag, blocking), self)
 
     def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
         """Receive by the way that ``send`` takes; see ``Backend``."""
         backend, peer = self._way_to(src)
-        return _Guarded(backend.recv(array, peer, tag, blocking), self._close_backends)
+        return _Guarded(backend.recv(array, peer, tag, blocking), self)
 
     def _way_to(self, rank: int) -> tuple[Backend, int]:
         host = self._hosts[self._host_of[self.rank]]
@@ -256,7 +256,7 @@ class HierarchicalBackend(Backend):
                 self._close_backends()
             raise
         except (PeerLostError, CollectiveTimeoutError) as error:
-            self._close_backends()
+            self.end(error)
             raise type(error)(f"in {call}: {error}") from error
         except BaseException:
             self._close_backends()
@@ -271,6 +271,16 @@ class HierarchicalBackend(Backend):
         """Tell the others inside and outside of this host; see ``Backend``."""
         for backend in filter(None, (self._inside, self._between, self._flat)):
             backend.give_up(traceback)
+
+    def end(self, error: DistributedError) -> None:
+        """End all backends because of ``error`` of one of them."""
+        self.pass_on(error)
+        self._close_backends()
+
+    def pass_on(self, error: DistributedError) -> None:
+        """Have the others raise ``error``, inside and outside of this host; see ``Backend``."""
+        for backend in filter(None, (self._inside, self._between, self._flat)):
+            backend.pass_on(error)
 
     def close(self) -> None:
         """Close the backends, which ends what runs, then the thread."""
@@ -310,8 +320,8 @@ class _FutureWork(Work):
 class _Guarded(Work):
     """A message; what breaks the backend that carries it ends the others as well."""
 
-    def __init__(self, work: Work, close: Callable[[], None]) -> None:
-        self._work, self._close = work, close
+    def __init__(self, work: Work, owner: HierarchicalBackend) -> None:
+        self._work, self._owner = work, owner
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``."""
@@ -319,9 +329,9 @@ class _Guarded(Work):
             return self._work.wait(timeout)
         except MismatchError:
             raise
-        except DistributedError:
+        except DistributedError as error:
             if self._work.is_completed():
-                self._close()
+                self._owner.end(error)
             raise
 
     def is_completed(self) -> bool:

@@ -16,12 +16,13 @@ from flashlight_py.distributed import last_words
 from flashlight_py.distributed.arrays import dtype_code, require_length
 from flashlight_py.distributed.backend import Backend, Message
 from flashlight_py.distributed.backends.interrupts import SITE_BYTES, raise_interruption
+from flashlight_py.distributed.backends.native_errors import words_of, words_of_traceback
 from flashlight_py.distributed.backends.native_work import GATHERED, SCATTERED, NativeWork, Received
 from flashlight_py.distributed.call_site import Place, caller, site_of
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
-from flashlight_py.errors import GroupClosedError
+from flashlight_py.errors import DistributedError, GroupClosedError
 
 __all__ = ["MESSAGE_BYTES", "NativeBackend"]
 
@@ -326,11 +327,18 @@ class NativeBackend(Backend):
 
     def give_up(self, traceback: str) -> None:
         """Tell the others what this rank's program has raised; see ``Backend``."""
+        self._end(words_of_traceback(self, traceback))
+
+    def pass_on(self, error: DistributedError) -> None:
+        """End the group, and have the others raise ``error``; see ``Backend``."""
+        self._end(words_of(error))
+
+    def _end(self, words: str) -> None:
         if self._group is not None:
-            self._give_up(self._group, traceback.encode(errors="replace"))
+            self._give_up(self._group, words.encode(errors="replace"))
 
     @abc.abstractmethod
-    def _give_up(self, group: Any, traceback: bytes) -> None:
+    def _give_up(self, group: Any, why: bytes) -> None:
         """Let the library tell the others."""
 
     def close(self) -> None:

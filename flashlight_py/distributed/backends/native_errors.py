@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,12 @@ from flashlight_py.errors import (
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.native import NativeBackend
 
-__all__ = ["failure"]
+__all__ = ["failure", "words_of", "words_of_traceback"]
 
 _MAX_MISSING = 64
 _UNUSABLE = "This group cannot be used again"
+# What words for others begin with: the class of error that they are.
+_LOST, _LATE = "P", "T"
 
 
 def failure(
@@ -37,7 +40,7 @@ def failure(
     if status == lib.FL_MISMATCH:
         return MismatchError(_mismatch(where, backend, handle))
     if status == lib.FL_RAISED:
-        return PeerLostError(_raised(where, backend, missing, text))
+        return _as_told(where, text)
     if status == lib.FL_PEER_LOST:
         return PeerLostError(
             f"{where}: lost {who} ({text}){who_that_was(missing, backend.people)}. It died, exited "
@@ -55,14 +58,28 @@ def failure(
     return DistributedError(f"{where}: {text}")
 
 
-def _raised(where: str, backend: NativeBackend, missing: Sequence[int], text: str) -> str:
-    """Repeat what another rank's program has raised: the exception, then the traceback."""
-    summary, _, traceback = text.partition("\n")
-    who = _names(backend, missing)
+def words_of_traceback(backend: NativeBackend, traceback: str) -> str:
+    """Return what the others are to raise: this rank's program has raised ``traceback``.
+
+    Its first line is the exception.
+    """
+    summary, _, lines = traceback.partition("\n")
+    who = f"rank {backend.numbers[backend.rank]}"
     return (
-        f"{where}: lost {who}{who_that_was(missing, backend.people)}: it raised {summary}. "
-        f"{_UNUSABLE}\n\nThe traceback of {who}:\n{traceback}"
+        f"{_LOST}lost {who}{who_that_was([backend.rank], backend.people)}: it raised {summary}. "
+        f"{_UNUSABLE}\n\nThe traceback of {who}:\n{lines}"
     )
+
+
+def words_of(error: DistributedError) -> str:
+    """Return what the others are to raise as well: ``error``, of this or of another group."""
+    kind = _LATE if isinstance(error, CollectiveTimeoutError) else _LOST
+    return kind + re.split(r"\[\w+\] rank \d+ of \d+: ", str(error), maxsplit=1)[-1]
+
+
+def _as_told(where: str, words: str) -> DistributedError:
+    kind = CollectiveTimeoutError if words.startswith(_LATE) else PeerLostError
+    return kind(f"{where}: {words[1:]}")
 
 
 def _mismatch(where: str, backend: NativeBackend, handle: Any) -> str:

@@ -137,8 +137,8 @@ class ShmBackend(NativeBackend):
         while self._dropped:
             self.lib.fl_shm_drop_region(self._group, self._dropped.pop())
 
-    def _give_up(self, group: Any, traceback: bytes) -> None:
-        self.lib.fl_shm_give_up(group, traceback)
+    def _give_up(self, group: Any, why: bytes) -> None:
+        self.lib.fl_shm_give_up(group, why)
 
     def _close(self, group: Any) -> None:
         self._dropped.clear()
