@@ -67,6 +67,7 @@ class MemoryFile:
             fcntl.flock(self.fd, fcntl.LOCK_SH)  # it has an owner that lives
         else:
             self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+            os.fchmod(self.fd, 0o600)
         self.own_path = f"/proc/{os.getpid()}/fd/{self.fd}"
         self.path = self.own_path if self._named is None else str(self._named)
 
