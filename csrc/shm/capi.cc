@@ -127,6 +127,10 @@ void fl_shm_call_ranks(fl_shm_group* group, const int* numbers) {
   group->group.call_ranks({numbers, numbers + group->group.size()});
 }
 
+int fl_shm_is_ahead(fl_shm_group* group, int rank, fl_signature* call) {
+  return group->group.is_ahead(rank, *call) ? 1 : 0;
+}
+
 void fl_shm_give_up(fl_shm_group* group, const char* why) {
   group->group.give_up(why);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -194,6 +195,27 @@ def line_of(function: Any) -> int:
     """Return the line of the function's first statement."""
     line: int = function.__code__.co_firstlineno
     return line + 1
+
+
+def differ_in_group(rank: int, size: int) -> str:
+    pair = fl.new_group([0, 1])
+    with pytest.raises(fl.errors.DistributedError) as caught:
+        (pair if rank == 1 else fl).all_reduce(np.zeros(3))  # type: ignore[attr-defined]
+    with contextlib.suppress(fl.errors.DistributedError):
+        fl.distributed_shutdown()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_verbs_of_different_groups_are_a_mismatch(backend: str) -> None:
+    texts = run_ranks(differ_in_group, 2, params={"BACKEND": backend, "TIMEOUT": 1})
+    # Who comes second hears of the first.
+    told = [text for text in texts if "the ranks called verbs of different groups" in text]
+    assert told, texts
+    for text in told:
+        assert text.startswith("MismatchError: [all_reduce] rank ")
+        assert ": this rank called all_reduce(float64 (3,), op=sum, scale=1) as rank" in text
+        assert " called all_reduce(float64 (3,), op=sum, scale=1) as rank" in text
 
 
 def differ_in_checks(rank: int, size: int, path: str) -> str:

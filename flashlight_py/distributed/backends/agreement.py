@@ -18,11 +18,19 @@ from flashlight_py.distributed.call_site import call_site
 from flashlight_py.distributed.people import names
 from flashlight_py.errors import MismatchError
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "between_hosts"]
 
 _KEY_BYTES = 16
 # Room for a call and its place as text, told only where calls differ.
 _TEXT_BYTES = 320
+
+
+def between_hosts(seconds: float) -> float:
+    """Return how long hosts wait for each other where ranks of one host wait ``seconds``.
+
+    A little longer: the host of a rank that is late can then say so, instead of being late itself.
+    """
+    return seconds + min(2.0, 0.2 * seconds)
 
 
 class Agreement:
@@ -81,8 +89,9 @@ class Agreement:
             yield
             return
         with contextlib.ExitStack() as limits:
-            for backend in filter(None, (self._inside, self._between, self._flat)):
-                limits.enter_context(backend.within(seconds))
+            limits.enter_context(self._inside.within(seconds))
+            for backend in filter(None, (self._between, self._flat)):
+                limits.enter_context(backend.within(between_hosts(seconds)))
             yield
 
 

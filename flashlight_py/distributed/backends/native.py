@@ -230,6 +230,10 @@ class NativeBackend(Backend):
         """Wait for all; ``timeout`` in seconds; see ``Backend``."""
         return self._start("barrier", self.lib.FL_BARRIER, None, timeout=timeout, blocking=True)
 
+    @abc.abstractmethod
+    def call_ahead(self, rank: int) -> str:
+        """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
+
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
         """Bound what is started within by ``seconds``; see ``Backend``."""
