@@ -1,9 +1,13 @@
-"""Random programs of which one rank's differs: all raise at that call, and nothing was changed."""
+"""Random programs of which one rank's differs: all raise at that call, and nothing was changed.
+
+EXAMPLES=1000 in the environment tries as many for each backend, others in every run.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from typing import Any
 
 import hypothesis
@@ -16,6 +20,8 @@ from tests.distributed import conformance
 from tests.distributed.conformance import BACKENDS
 from tests.distributed.harness import run_ranks
 
+FEW = 25
+EXAMPLES = int(os.environ.get("EXAMPLES", FEW))
 WORLDS = {"gloo": 2, "shm": 3, "hierarchical": 3, "mpi": 2}
 VERBS = [
     *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter"),
@@ -129,7 +135,7 @@ def test_programs_that_differ_raise_everywhere_and_change_nothing(pool: Any, bac
     world = pool(size, **BACKENDS[backend][1])
     last = Call("all_reduce", dtype="float32", shape=(18,))
 
-    @hypothesis.settings(max_examples=25, derandomize=True, database=None)
+    @hypothesis.settings(max_examples=EXAMPLES, derandomize=EXAMPLES == FEW, database=None)
     @hypothesis.given(programs(), st.integers(0, size - 1))
     def check(drawn: tuple[list[Call], list[Call]], odd: int) -> None:
         common, other = drawn
