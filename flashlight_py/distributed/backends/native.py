@@ -303,7 +303,7 @@ class NativeBackend(Backend):
 
     def _here(self) -> Any:
         """Return where user code has called, as the library takes it."""
-        place = caller()
+        place = caller(3)
         site = self._sites.get(place)
         if site is None:
             text = site_of(place).encode()[-SITE_BYTES:]
