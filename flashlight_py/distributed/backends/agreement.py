@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -39,6 +40,7 @@ class Agreement:
     def __init__(self, inside: Backend, between: Backend | None, flat: Backend) -> None:
         self._inside, self._between, self._flat = inside, between, flat
         self.calls = 0
+        self._last, self._last_at = "no call of this group", time.monotonic()
 
     def reach(self, call: str, seconds: float | None = None) -> None:
         """Return once every rank has called ``call``, whose first word is the verb.
@@ -53,8 +55,13 @@ class Agreement:
         with self._within(seconds):
             same = self._all_call(call)
             if same:
+                self._last, self._last_at = f"call {self.calls}, {call}", time.monotonic()
                 return
             raise MismatchError(self._differences(call))
+
+    def last(self) -> str:
+        """Say which call all ranks have joined last, and when."""
+        return f"All ranks joined {self._last}, {time.monotonic() - self._last_at:.1f} s ago"
 
     def _all_call(self, call: str) -> bool:
         """Tell whether all ranks call the same; the same answer on all of them."""
