@@ -17,6 +17,7 @@ __all__ = [
     "check_reduction",
     "dtype_code",
     "dtype_of_code",
+    "may_overlap",
     "pack",
     "parse_op",
     "require_length",
@@ -163,6 +164,12 @@ def pack(array: Array) -> Array:
     xp = array_module(array)
     packed: Array = xp.array(array, dtype=array.dtype.newbyteorder("="), order="C")
     return packed
+
+
+def may_overlap(one: Array, other: Array) -> bool:
+    """Tell whether two arrays may share memory; cheap, and never wrong where they do."""
+    xp = array_module(one)
+    return xp is array_module(other) and bool(xp.may_share_memory(one, other))
 
 
 def require_length(verb: str, out: Array, rows: int, rank: int, size: int) -> None:

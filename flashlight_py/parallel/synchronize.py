@@ -9,6 +9,7 @@ import numpy as np
 
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
 from flashlight_py.distributed.exchange import exchange_bytes
+from flashlight_py.distributed.verbs.base import whole
 from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import DistributedError, MismatchError
 from flashlight_py.parallel.agreement import by_rank
@@ -69,11 +70,12 @@ def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None
         3
     """
     members = current_world().group if group is None else group
-    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < members.size:
+    number = None if isinstance(root, bool) else whole(root)
+    if number is None or not 0 <= number < members.size:
         raise ValueError(
             f"synchronize: root must be a rank of this group, 0 to {members.size - 1}; got {root!r}"
         )
-    return _Synchronization(root, group, members).of(tree)
+    return _Synchronization(number, group, members).of(tree)
 
 
 class _Synchronization:

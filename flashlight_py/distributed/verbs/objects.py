@@ -28,7 +28,7 @@ class Objects(Verbs):
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """Return ``root``'s object; see :func:`flashlight_py.broadcast_object`."""
-        self._check_rank("broadcast_object", "root", root)
+        root = self._check_rank("broadcast_object", "root", root)
         parcel = _Parcel("broadcast_object", self, [obj] if self.rank == root else [])
         lengths = parcel.lengths(root, 1)
         room = np.empty(lengths[0], np.uint8)
@@ -45,7 +45,7 @@ class Objects(Verbs):
 
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
         """Return all ranks' objects on ``root``; see :func:`flashlight_py.gather_object`."""
-        self._check_rank("gather_object", "root", root)
+        root = self._check_rank("gather_object", "root", root)
         parcel = _Parcel("gather_object", self, [obj])
         lengths = parcel.lengths_of_all()
         joined = self.backend().gather(parcel.payload(), root, blocking=True).wait()
@@ -57,7 +57,7 @@ class Objects(Verbs):
 
     def scatter_object(self, objs: Sequence[Any] | None = None, root: int = 0) -> Any:
         """Return this rank's object of ``root``'s; see :func:`flashlight_py.scatter_object`."""
-        self._check_rank("scatter_object", "root", root)
+        root = self._check_rank("scatter_object", "root", root)
         here = self.rank == root
         parcel = _Parcel("scatter_object", self, self._one_each(objs) if here else [])
         lengths = parcel.lengths(root, self.size)

@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.arrays import dtype_code, pack
-from flashlight_py.distributed.verbs.base import Verbs, unpack_into
+from flashlight_py.distributed.verbs.base import Verbs, pack_apart, unpack_into
 from flashlight_py.distributed.work import AllOf, Then, Work
 
 __all__ = ["Reductions"]
@@ -88,7 +88,7 @@ class Reductions(Verbs):
         self, x: Any, root: int = 0, op: str = "sum", scale: float = 1.0, async_op: bool = False
     ) -> Any:
         """Combine ``x`` of all ranks on one; see :func:`flashlight_py.reduce`."""
-        self._check_rank("reduce", "root", root)
+        root = self._check_rank("reduce", "root", root)
         array, reduce_op, factor = self._reduction("reduce", x, op, scale)
         packed = pack(array)
         work = self.backend(array).reduce(packed, reduce_op, factor, root, not async_op)
@@ -110,7 +110,8 @@ class Reductions(Verbs):
         room = self._room("reduce_scatter", out, array, shape)
         blocking = not async_op
         backend = self.backend(array)
-        work = backend.reduce_scatter(pack(array), reduce_op, factor, blocking, room.packed)
+        sent = pack_apart(array, room)
+        work = backend.reduce_scatter(sent, reduce_op, factor, blocking, room.packed)
         return self._finish_into(work, room, async_op)
 
     def shared_empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
