@@ -16,6 +16,7 @@ from flashlight_py.distributed.verbs.objects import Objects
 from flashlight_py.distributed.verbs.point_to_point import PointToPoint
 from flashlight_py.distributed.verbs.reductions import Reductions
 from flashlight_py.distributed.verbs.subgroups import Subgroups
+from flashlight_py.distributed.work import AllOf
 from flashlight_py.errors import BackendUnavailableError, GroupClosedError
 
 __all__ = ["Joiner", "ProcessGroup"]
@@ -109,7 +110,10 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
         """Join ``members`` of this group, this rank among them."""
         assert self._joiner is not None or self.size == 1
         backend = self.backend() if self._joiner is None else self._joiner.join(store)
-        return self._adopt(ProcessGroup(backend, self._worldwide(members), self._joiner))
+        child = self._adopt(ProcessGroup(backend, self._worldwide(members), self._joiner))
+        # One that closes the group at once must not do so while others still connect to it.
+        child.barrier()
+        return child
 
     def _outside(self, members: list[int]) -> ProcessGroup:
         """Return a group that this process is not in."""
@@ -131,8 +135,7 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
     def synchronize(self) -> None:
         """Block until every operation that this rank has started in the group has ended."""
         unfinished, self._unfinished = self._unfinished, []
-        for work in unfinished:
-            work.wait()
+        AllOf([work for work in unfinished if not work.is_finished()]).wait()
         self.backend().synchronize()
         if self._gpus is not None:
             self._gpus.synchronize()
