@@ -13,7 +13,7 @@ import numpy as np
 
 from flashlight_py.device import Array
 
-__all__ = ["shared_view"]
+__all__ = ["is_of", "shared_view"]
 
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
 
@@ -36,7 +36,7 @@ def shared_view(verb: str, value: Any, writes: bool = True) -> Array | None:
             f"{verb} works in place and a NumPy scalar ({type(value).__name__}) cannot change; "
             "pass np.array(x)"
         )
-    if _is_of(value, "torch", "Tensor"):
+    if is_of(value, "torch", "Tensor"):
         _refuse_grad(verb, value, writes)
     try:
         view = _view(value)
@@ -54,9 +54,9 @@ def shared_view(verb: str, value: Any, writes: bool = True) -> Array | None:
 
 
 def _view(value: Any) -> Array | None:
-    if _is_of(value, "torch", "Tensor") and not value.is_cuda:
+    if is_of(value, "torch", "Tensor") and not value.is_cuda:
         return _of_torch(value)
-    if _is_of(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
+    if is_of(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
         value = value.get_obj()  # the ctypes array that multiprocessing.Array has a lock around
     buffer = _buffer(value)
     if buffer is not None:
@@ -113,7 +113,7 @@ def _buffer(value: Any) -> memoryview | None:
         return None
 
 
-def _is_of(value: object, module: str, name: str) -> bool:
+def is_of(value: object, module: str, name: str) -> bool:
     """Tell whether ``value`` is of class ``module.name``, without importing the module."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name, ()))

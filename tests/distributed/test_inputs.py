@@ -117,3 +117,57 @@ def test_ranks_tags_and_colors_may_be_integers_of_numpy(ranks: Any) -> None:
 def test_what_is_no_message_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"batch_isend_irecv takes .*P2POp.* got tuple"):
         fl.batch_isend_irecv([("send", np.ones(1), 0)])  # type: ignore[list-item]
+
+
+def fails_late_and_is_told_once(rank: int, size: int) -> None:
+    work = fl.all_reduce(np.ones((4, 2 * size + 2 * rank))[:, ::2], async_op=True)
+    for _ in range(2):
+        with pytest.raises(fl.errors.MismatchError, match=r"rank 0 called .*; rank 1 called "):
+            work.wait()
+    fl.sync_distributed()  # who waited knows of it
+
+
+def test_a_failure_that_was_told_is_not_raised_by_sync_distributed(ranks: Any) -> None:
+    ranks.run(fails_late_and_is_told_once)
+
+
+def test_a_result_that_cannot_be_brought_home_is_never_told_as_done() -> None:
+    columns = np.ones((4, 4))[:, ::2]
+    work = fl.all_reduce(columns, async_op=True)
+    columns.flags.writeable = False  # one may not, while it is on its way
+    for _ in range(2):
+        with pytest.raises(ValueError, match="read-only"):
+            work.wait()
+
+
+class Unreadable:
+    """Can be pickled, and not made again."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def sends_what_nobody_can_unpickle(rank: int, size: int) -> None:
+    if rank == 1:
+        fl.broadcast_object(Unreadable(), root=1)
+    else:
+        with pytest.raises(ValueError, match="no number") as caught:
+            fl.broadcast_object(root=1)
+        assert f"rank {rank} of {size}: the object that came from rank 1" in "".join(
+            caught.value.__notes__
+        )
+    assert fl.all_gather_object(rank) == list(range(size))  # nobody is behind
+
+
+def test_unpickling_that_fails_tells_whose_object_it_was(ranks: Any) -> None:
+    ranks.run(sends_what_nobody_can_unpickle)
+
+
+def leaves_groups_at_once(rank: int, size: int) -> None:
+    for _ in range(10):
+        fl.new_group(range(size)).close()
+        fl.split(rank % 2).close()
+
+
+def test_a_group_may_be_closed_at_once(ranks: Any) -> None:
+    ranks.run(leaves_groups_at_once)

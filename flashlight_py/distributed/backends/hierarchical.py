@@ -123,13 +123,17 @@ class HierarchicalBackend(Backend):
             told = self._between.all_gather(shared, blocking=True).wait()
             everyone[: told.size] = told
         self._inside.broadcast(everyone, 0, blocking=True).wait()
-        calls = dict.fromkeys(text for text in _calls(everyone) if text)
-        if len(calls) > 1:
-            raise MismatchError(
-                f"rank {self.rank} of {self.size}: the ranks called different things: "
-                f"{'; '.join(calls)}. This rank called {call}. Nothing was changed; make every "
-                "rank call the same"
-            )
+        if len({text for text in _calls(everyone) if text}) > 1:
+            raise self._mismatch(mine, call)
+
+    def _mismatch(self, mine: Array, call: str) -> MismatchError:
+        """Return what to raise, now that all ranks know that they differ: who called what."""
+        calls = _calls(self._flat.all_gather(mine, blocking=True).wait())
+        told = "; ".join(f"rank {rank} called {text}" for rank, text in enumerate(calls))
+        return MismatchError(
+            f"[{call.partition('(')[0]}] rank {self.rank} of {self.size}: the ranks called "
+            f"different things: {told}. Nothing was changed; make every rank call the same"
+        )
 
     def reduce(
         self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
@@ -244,7 +248,8 @@ class HierarchicalBackend(Backend):
     def synchronize(self) -> None:
         """Block until all that was started has ended."""
         for work in list(self._running):
-            work.wait()
+            if not work.failure_told:
+                work.wait()
 
     def close(self) -> None:
         """Close the backends, which ends what runs, then the thread."""
@@ -264,6 +269,7 @@ class _FutureWork(Work):
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
+        self.failure_told = False
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``."""
@@ -271,10 +277,14 @@ class _FutureWork(Work):
             return self._future.result(timeout)
         except FutureTimeout as error:
             if self._future.done():
+                self.failure_told = True
                 raise  # the operation's own timeout
             raise CollectiveTimeoutError(
                 f"still running after wait(timeout={timeout}) seconds; it goes on"
             ) from error
+        except DistributedError:
+            self.failure_told = True
+            raise
 
     def is_completed(self) -> bool:
         """Tell whether it has ended."""
