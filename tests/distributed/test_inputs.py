@@ -171,3 +171,9 @@ def leaves_groups_at_once(rank: int, size: int) -> None:
 
 def test_a_group_may_be_closed_at_once(ranks: Any) -> None:
     ranks.run(leaves_groups_at_once)
+
+
+def test_a_list_of_ranks_is_no_group() -> None:
+    for verb in (fl.all_reduce, fl.broadcast, fl.all_gather_object):
+        with pytest.raises(TypeError, match=r"ProcessGroup, as new_group.*got list"):
+            verb(np.ones(1), group=[0])  # type: ignore[operator]

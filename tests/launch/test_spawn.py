@@ -40,7 +40,7 @@ def test_the_world_is_initialised() -> None:
 
 
 def test_one_process_is_a_world_too() -> None:
-    assert fl.spawn(is_initialised, nprocs=1) == [True]
+    assert fl.spawn(is_initialised, nprocs=np.int64(1)) == [True]  # type: ignore[arg-type]
     assert not fl.is_distributed_init()
 
 
