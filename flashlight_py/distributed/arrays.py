@@ -59,7 +59,7 @@ def as_array(verb: str, value: Any, writes: bool = True) -> Array:
     if writes and not is_cupy(array) and not array.flags.writeable:
         raise ValueError(
             f"{verb} works in place and the array is read-only (shape {array.shape}, dtype "
-            f"{array.dtype}); pass a copy: {verb}(x.copy())"
+            f"{array.dtype}); pass a copy, x.copy()"
         )
     return array
 

@@ -128,7 +128,7 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
 
     def barrier(self, timeout: float | None = None) -> None:
         """Block until every rank is here; see :func:`flashlight_py.barrier`."""
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not (hasattr(timeout, "__float__") and timeout > 0):
             raise ValueError(f"barrier: timeout must be a positive number of seconds: {timeout!r}")
         (self._gpus or self.backend()).barrier(timeout).wait()
 

@@ -164,13 +164,27 @@ def test_unpickling_that_fails_tells_whose_object_it_was(ranks: Any) -> None:
 
 
 def leaves_groups_at_once(rank: int, size: int) -> None:
-    for _ in range(10):
+    for _ in range(4):
         fl.new_group(range(size)).close()
         fl.split(rank % 2).close()
 
 
 def test_a_group_may_be_closed_at_once(ranks: Any) -> None:
     ranks.run(leaves_groups_at_once)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: fl.barrier(timeout="3"), "positive number of seconds: '3'"),  # type: ignore[arg-type]
+        (lambda: fl.distributed.shared_empty((1.5,)), "integers"),  # type: ignore[arg-type]
+        (lambda: fl.all_gather(np.ones(2), out=np.broadcast_to(1.0, 2)), r"\(out=\).* read-only"),
+    ],
+)
+def test_wrong_arguments_are_told_in_words(call: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        call()
+    assert fl.distributed.shared_empty(np.int64(3)).shape == (3,)
 
 
 def test_a_list_of_ranks_is_no_group() -> None:

@@ -75,7 +75,7 @@ class Verbs(abc.ABC):
         """Return where a result of ``shape`` goes; its first extent is None if not known."""
         if out is None:
             return _NO_ROOM
-        array = as_array(verb, out)
+        array = as_array(f"{verb}(out=)", out)
         if not _fits(array.shape, shape) or array.dtype != like.dtype:
             extents = ", ".join("any" if extent is None else str(extent) for extent in shape)
             raise ValueError(
