@@ -154,18 +154,6 @@ def test_a_rank_that_stays_away_is_named_after_the_timeout(params: Any) -> None:
         assert f"rank {rank} of 3: rank 1 did not join within 2 seconds" in message
 
 
-def other_tags(rank: int, size: int) -> str:
-    with pytest.raises((fl.errors.CollectiveTimeoutError, fl.errors.PeerLostError)) as caught:
-        fl.send(np.zeros(3), 1, tag=3) if rank == 0 else fl.recv(np.zeros(3), 0, tag=7)
-    return str(caught.value)
-
-
-def test_tags_that_do_not_meet_are_both_told_on_both_ranks(params: Any) -> None:
-    for outcome in run_outcomes(other_tags, 2, params={**params, "TIMEOUT": 1}):
-        assert "with tag 3" in outcome.value
-        assert "with tag 7" in outcome.value
-
-
 def barrier_with_timeout(rank: int, size: int) -> str:
     if rank == 1:
         time.sleep(3)

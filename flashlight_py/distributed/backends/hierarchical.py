@@ -123,17 +123,13 @@ class HierarchicalBackend(Backend):
             told = self._between.all_gather(shared, blocking=True).wait()
             everyone[: told.size] = told
         self._inside.broadcast(everyone, 0, blocking=True).wait()
-        if len({text for text in _calls(everyone) if text}) > 1:
-            raise self._mismatch(mine, call)
-
-    def _mismatch(self, mine: Array, call: str) -> MismatchError:
-        """Return what to raise, now that all ranks know that they differ: who called what."""
-        calls = _calls(self._flat.all_gather(mine, blocking=True).wait())
-        told = "; ".join(f"rank {rank} called {text}" for rank, text in enumerate(calls))
-        return MismatchError(
-            f"[{call.partition('(')[0]}] rank {self.rank} of {self.size}: the ranks called "
-            f"different things: {told}. Nothing was changed; make every rank call the same"
-        )
+        calls = dict.fromkeys(text for text in _calls(everyone) if text)
+        if len(calls) > 1:
+            raise MismatchError(
+                f"rank {self.rank} of {self.size}: the ranks called different things: "
+                f"{'; '.join(calls)}. This rank called {call}. Nothing was changed; make every "
+                "rank call the same"
+            )
 
     def reduce(
         self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
