@@ -54,7 +54,7 @@ def as_array(verb: str, value: Any, writes: bool = True) -> Array:
         ValueError: it is read-only and the verb ``writes`` into it, a tensor that requires grad, or
             a Variable that was computed from others and needs a gradient.
     """
-    array = value if isinstance(value, np.ndarray) else _held_by(verb, value, writes)
+    array = value if type(value) is np.ndarray else _held_by(verb, value, writes)
     dtype_code(verb, array.dtype)
     if writes and not is_cupy(array) and not array.flags.writeable:
         raise ValueError(
@@ -65,7 +65,12 @@ def as_array(verb: str, value: Any, writes: bool = True) -> Array:
 
 
 def _held_by(verb: str, value: Any, writes: bool) -> Array:
-    """Return the array of a Variable, or of another library."""
+    """Return the array of a Variable, of another library, or of a class derived from NumPy's."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{verb} knows no masks, and what is masked would take part; pass x.data, or a copy "
+            "such as x.filled(0)"
+        )
     if getattr(value, "has_history", False):
         raise ValueError(
             f"{verb} knows no gradients, and this Variable (shape {value.shape}) was computed from "
