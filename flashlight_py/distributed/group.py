@@ -111,8 +111,12 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
         assert self._joiner is not None or self.size == 1
         backend = self.backend() if self._joiner is None else self._joiner.join(store)
         child = self._adopt(ProcessGroup(backend, self._worldwide(members), self._joiner))
-        # One that closes the group at once must not do so while others still connect to it.
-        child.barrier()
+        try:
+            # One that closes the group at once must not do so while others still connect to it.
+            child.barrier()
+        except BaseException:
+            child.close()
+            raise
         return child
 
     def _outside(self, members: list[int]) -> ProcessGroup:
