@@ -16,6 +16,7 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.recorder.fast_calls import FastCalls
 from flashlight_py.distributed.work import AllOf, Work
 
 __all__ = ["Backend", "Message"]
@@ -42,6 +43,7 @@ class Backend(abc.ABC):
     path: str  # what carries the data, in words
     rank: int
     size: int
+    fast_calls: FastCalls | None = None  # where ``fast_all_reduce`` notes what it did
 
     @abc.abstractmethod
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
