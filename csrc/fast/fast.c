@@ -98,14 +98,15 @@ static void note_place(const Binding *binding, ring_call *call) {
   }
 }
 
-/* Wait for the other ranks and reduce. A small call notes its line only if it has time to spare. */
+/* Wait for the other ranks and reduce. A call notes its line if it has to wait anyway, or if it takes
+   so long that nobody will notice. */
 static fl_op *finish(const Binding *binding, const fl_signature *signature, void *data,
                      ring_call *call) {
   const int64_t bytes = signature->count * signature->itemsize;
-  if (bytes <= SMALL_BYTES && binding->ready(binding->group, SPINS_WITH_GIL)) {
-    return binding->finish(binding->group, signature, data);
-  }
-  if (bytes <= SMALL_BYTES || bytes >= LARGE_BYTES) note_place(binding, call);
+  const int is_small = bytes <= SMALL_BYTES;
+  const int ready = binding->ready(binding->group, is_small ? SPINS_WITH_GIL : 0);
+  if (is_small && ready) return binding->finish(binding->group, signature, data);
+  if (!ready || bytes >= LARGE_BYTES) note_place(binding, call);
   fl_op *failed;
   Py_BEGIN_ALLOW_THREADS;
   failed = binding->finish(binding->group, signature, data);

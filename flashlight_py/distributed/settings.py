@@ -17,7 +17,7 @@ DEFAULT_TIMEOUT = 300.0
 BACKENDS = ("auto", "gloo", "shm", "nccl", "mpi")
 KNOWN = (
     *(Keys.FILE_PATH, Keys.MAX_DEVICE_PER_NODE, Keys.TIMEOUT, Keys.BACKEND, Keys.INTERFACE),
-    Keys.MPI_CUDA_AWARE,
+    *(Keys.MPI_CUDA_AWARE, Keys.TRACE_DIR),
 )
 
 
@@ -31,6 +31,7 @@ class Settings:
     backend: str = "auto"
     interface: str = ""
     mpi_cuda_aware: bool = False
+    trace_dir: str | None = None
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> Settings:
@@ -41,7 +42,7 @@ class Settings:
             ValueError: a key is unknown (the nearest known one is named) or a value is invalid.
         """
         if params is None:
-            return cls()
+            params = {}
         if not isinstance(params, Mapping):
             raise TypeError(f"params must be a dict, got {type(params).__name__}")
         for key in params:
@@ -54,6 +55,7 @@ class Settings:
             backend=_backend(values.get(Keys.BACKEND, "auto")),
             interface=str(values.get(Keys.INTERFACE, "")),
             mpi_cuda_aware=_flag(Keys.MPI_CUDA_AWARE, values.get(Keys.MPI_CUDA_AWARE, 0)),
+            trace_dir=_folder(values.get(Keys.TRACE_DIR, os.environ.get("FLASHLIGHT_TRACE_DIR"))),
         )
 
 
@@ -73,6 +75,10 @@ def _path(value: Any) -> str | None:
     if not isinstance(path, str) or not path:
         raise ValueError(f"params['FILE_PATH'] must be a path that is not empty, got {value!r}")
     return path
+
+
+def _folder(value: Any) -> str | None:
+    return None if value is None else os.fsdecode(os.fspath(value))
 
 
 def _count(value: Any) -> int | None:

@@ -17,6 +17,8 @@ class Work(abc.ABC):
     The arrays given to it must not be read or written until :meth:`wait` has returned.
     """
 
+    flight: Any = None  # of a collective that a device does: tells when that has ``ended``
+
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> Any:
         """Block until the operation has ended, and return its result.

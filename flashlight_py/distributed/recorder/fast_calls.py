@@ -12,7 +12,7 @@ import numpy as np
 from flashlight_py.distributed.arrays import DTYPES
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.recorder import incidents
-from flashlight_py.distributed.recorder.record import PACKAGE, Record
+from flashlight_py.distributed.recorder.record import PACKAGE, Record, What, place_of_caller
 
 __all__ = ["FastCalls"]
 
@@ -75,12 +75,10 @@ class FastCalls:
             raise
 
     def _note(self, error: str) -> None:
-        record = Record("", self.header[NUMBER], "", 0)
-        record.locate(5)  # this, failing, contextlib's __exit__, the backend's
         slot = (self.header[_WRITTEN] - 1) % CALLS
-        self.places[slot] = record.code, record.instruction, record.via
+        self.places[slot] = place_of_caller(5)  # above: failing, contextlib's, the backend's
         self._calls[slot]["flags"] |= _FAILED | _PLACED
-        self._errors = {record.number: error}
+        self._errors = {int(self._calls[slot]["number"]): error}
 
     def _nanoseconds_per_tick(self) -> float:
         ticks, nanoseconds = self._clocks()
@@ -88,20 +86,18 @@ class FastCalls:
 
     def _record(self, group: str, call: Any, place: Any, rate: float) -> Record:
         ticks, nanoseconds = self._zero
+        number, flags, ndim = int(call["number"]), call["flags"], int(call["ndim"])
+        dtype = np.dtype(DTYPES[call["dtype"]])
+        fits = ndim <= len(call["shape"])
+        shape = tuple(int(extent) for extent in call["shape"][:ndim]) if fits else None
+        size = int(call["count"]) * dtype.itemsize
+        what = What(group, number, "all_reduce", dtype, shape, ReduceOp(int(call["op"])), bytes=size)
         started = nanoseconds + int((int(call["started"]) - ticks) * rate)
-        record = Record(group, int(call["number"]), "all_reduce", started)
+        record = Record(what, started, place if flags & _PLACED else None)
         if call["ended"]:
             record.ended = nanoseconds + int((int(call["ended"]) - ticks) * rate)
-        record.dtype = np.dtype(DTYPES[call["dtype"]])
-        record.op = ReduceOp(int(call["op"]))
-        if call["ndim"] <= len(call["shape"]):
-            record.shape = tuple(int(extent) for extent in call["shape"][: call["ndim"]])
-        else:
-            record.bytes = int(call["count"]) * record.dtype.itemsize
-        if call["flags"] & _FAILED:
-            record.error = self._errors.get(record.number, "failed")
-        if call["flags"] & _PLACED:
-            record.code, record.instruction, record.via = place
+        if flags & _FAILED:
+            record.error = self._errors.get(number, "failed")
         return record
 
 

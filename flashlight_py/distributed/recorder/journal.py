@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import monotonic_ns
 from typing import Any
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.recorder import incidents
 from flashlight_py.distributed.recorder.fast_calls import NUMBER, FastCalls
-from flashlight_py.distributed.recorder.record import Record
+from flashlight_py.distributed.recorder.record import Record, place_of_caller
 from flashlight_py.distributed.work import Done, Work
 
 __all__ = ["Journal", "groups", "name_of_group", "recent"]
@@ -77,8 +77,10 @@ class Journal:
 
         Waits for the end unless ``async_op``. ``size`` is in bytes, where it is not the array's.
         """
-        record = self._begin(verb, array, peer)
-        record.op, record.root, record.tag, record.bytes = op, root, tag, size
+        number = self._count() if peer is None else 0
+        dtype, shape = (None, None) if array is None else (array.dtype, array.shape)
+        what = (self.name, number, verb, dtype, shape, op, root, peer, tag, size)
+        record = _begin(what, 3)
         try:
             work = call(*args)
             if async_op and not isinstance(work, Done):
@@ -87,43 +89,35 @@ class Journal:
         except BaseException as error:
             _fail(record, error)
             raise
-        record.flight = getattr(work, "flight", None)
+        record.flight = work.flight
         if record.flight is None:
-            record.ended = time.monotonic_ns()
+            record.ended = monotonic_ns()
         return work if isinstance(work, Done) else Done(value)
 
     @contextmanager
     def recording(
-        self,
-        verb: str,
-        array: Array | None = None,
-        root: int | None = None,
-        peer: int | None = None,
-        tag: int | None = None,
+        self, verb: str, root: int | None = None, like: tuple[Any, Any] = (None, None)
     ) -> Iterator[Record]:
-        """Record what the body does, which blocks, as one call."""
-        record = self._begin(verb, array, peer, depth=4)  # contextlib is in between
-        record.root, record.tag = root, tag
+        """Record what the body does, which blocks, as one call; ``like`` are dtype and shape."""
+        record = _begin((self.name, self._count(), verb, *like, None, root), 4)  # and contextlib's
         try:
             yield record
         except BaseException as error:
             _fail(record, error)
             raise
-        record.ended = time.monotonic_ns()
+        record.ended = monotonic_ns()
 
-    def _begin(self, verb: str, array: Array | None, peer: int | None, depth: int = 3) -> Record:
-        number = 0
-        if peer is None:
-            self._header[NUMBER] = number = self._header[NUMBER] + 1
-        record = Record(self.name, number, verb, time.monotonic_ns())
-        record.peer = peer
-        if array is not None:
-            record.dtype, record.shape = array.dtype, array.shape
-        record.locate(depth)
-        _recent.append(record)
-        if incidents.listener is not None:
-            incidents.listener(record)
-        return record
+    def _count(self) -> int:
+        self._header[NUMBER] = number = self._header[NUMBER] + 1
+        return number
+
+
+def _begin(what: tuple[Any, ...], depth: int) -> Record:
+    record = Record(what, monotonic_ns(), place_of_caller(depth))
+    _recent.append(record)
+    if incidents.listener is not None:
+        incidents.listener(record)
+    return record
 
 
 class _Recorded(Work):
@@ -133,11 +127,11 @@ class _Recorded(Work):
         self._work, self._record = work, record
         record.is_async = True
         record.work = weakref.ref(work)
-        record.flight = getattr(work, "flight", None)
+        record.flight = work.flight
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``."""
-        record, began = self._record, time.monotonic_ns()
+        record, began = self._record, monotonic_ns()
         try:
             value = self._work.wait(timeout)
         except BaseException as error:
@@ -146,12 +140,12 @@ class _Recorded(Work):
                 _fail(record, error)
             raise
         if not record.ended:
-            now = time.monotonic_ns()
+            now = monotonic_ns()
             ended = self._work.end_time()
             if record.flight is None:
                 record.ended = now if ended is None else int(ended * 1e9)
             if incidents.listener is not None:
-                record.waits = [*(record.waits or ()), (began, now)]
+                record.waits = (*record.waits, (began, now))
         return value
 
     def is_completed(self) -> bool:
@@ -164,7 +158,7 @@ class _Recorded(Work):
 
 
 def _fail(record: Record, error: BaseException) -> None:
-    record.ended = time.monotonic_ns()
+    record.ended = monotonic_ns()
     record.error = f"{type(error).__name__}: {error}"
     incidents.report(error)
 

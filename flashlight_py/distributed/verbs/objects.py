@@ -31,8 +31,8 @@ class Objects(Verbs):
         self._check_rank("broadcast_object", "root", root)
         parcel = _Parcel("broadcast_object", self, [obj] if self.rank == root else [])
         with self._journal.recording("broadcast_object", root=root) as record:
-            record.bytes = parcel.lengths(root, 1)[0]
-            room = np.empty(record.bytes, np.uint8)
+            record.size = parcel.lengths(root, 1)[0]
+            room = np.empty(record.size, np.uint8)
             room[...] = parcel.payload() if self.rank == root else 0
             self.backend().broadcast(room, root, blocking=True).wait()
         return obj if self.rank == root else pickle.loads(room.tobytes())
@@ -41,7 +41,7 @@ class Objects(Verbs):
         """Return all ranks' objects; see :func:`flashlight_py.all_gather_object`."""
         parcel = _Parcel("all_gather_object", self, [obj])
         with self._journal.recording("all_gather_object") as record:
-            record.bytes = parcel.size
+            record.size = parcel.size
             parcel.lengths_of_all()
             everyone = exchange_bytes(self.backend(), parcel.payload().tobytes())
         return self._with_own(everyone, obj)
@@ -51,7 +51,7 @@ class Objects(Verbs):
         self._check_rank("gather_object", "root", root)
         parcel = _Parcel("gather_object", self, [obj])
         with self._journal.recording("gather_object", root=root) as record:
-            record.bytes = parcel.size
+            record.size = parcel.size
             lengths = parcel.lengths_of_all()
             joined = self.backend().gather(parcel.payload(), root, blocking=True).wait()
         if self.rank != root:
@@ -66,7 +66,7 @@ class Objects(Verbs):
         here = self.rank == root
         parcel = _Parcel("scatter_object", self, self._one_each(objs) if here else [])
         with self._journal.recording("scatter_object", root=root) as record:
-            record.bytes = parcel.size
+            record.size = parcel.size
             lengths = parcel.lengths(root, self.size)
             rows = lengths if here else [0] * self.size
             payload = parcel.payload()

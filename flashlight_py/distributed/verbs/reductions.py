@@ -137,8 +137,7 @@ class Reductions(Verbs):
         kind = np.dtype(dtype)
         dtype_code("shared_empty", kind)
         backend = self.backend()
-        with self._journal.recording("shared_empty") as record:
-            record.shape, record.dtype = extents, kind
+        with self._journal.recording("shared_empty", like=(kind, extents)):
             return backend.shared_empty(extents, kind)
 
 
