@@ -170,9 +170,7 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
         return f"ProcessGroup(rank={self.rank}, size={self.size}, {state})"
 
 
-def _journal(
-    backend: Backend | None, given: Sequence[int] | None, ranks: Sequence[int]
-) -> Journal:
+def _journal(backend: Backend | None, given: Sequence[int] | None, ranks: Sequence[int]) -> Journal:
     """Return the journal of a new group; the world is the one that is given no ranks."""
     if backend is None:
         return Journal("none of this process", (), "", None)

@@ -1,4 +1,4 @@
-"""What the ranks called, and when: profiles, flight records, and the pages and words that tell them.
+"""What the ranks called, and when: profiles and flight records, and what makes them readable.
 
 ``python -m flashlight_py.trace diff DIR`` compares the flight records of the ranks,
 ``python -m flashlight_py.trace view trace.json`` makes a page of a profile.

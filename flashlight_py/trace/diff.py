@@ -22,7 +22,7 @@ def compare(records: Sequence[FlightRecord]) -> tuple[list[str], bool]:
     missing = sorted(set(range(first.size)) - {record.rank for record in records})
     if missing:
         lines.append(
-            f"{_ranks(missing)} left none: killed, stopped, or on a host that does not see the folder"
+            f"{_ranks(missing)} left none: killed, stopped, or on a host without the folder"
         )
     names = list(dict.fromkeys(name for record in records for name in record.groups))
     parted = [_Group(name, records).parting() for name in names]
@@ -63,7 +63,7 @@ class _Group:
         for number in numbers:
             found = {key(calls[number]) for calls in self._calls.values() if number in calls}
             if len(found - {None}) > 1:
-                return number
+                return int(number)
         return None
 
     def _told(self, number: int, what: str) -> list[str]:

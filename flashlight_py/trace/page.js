@@ -151,14 +151,10 @@ function drawBand(pen, ink, band, index) {
   for (const lane of band.lanes.values()) drawLane(pen, lane);
   pen.restore();
   pen.textAlign = "left";
-  const [title, rest] = band.name.split(" (");
+  const [title] = band.name.split(" (");
   for (const [index, lane] of [...band.lanes.values()].entries()) {
     pen.fillStyle = index === 0 ? ink.fore : ink.dim;
     pen.fillText(index === 0 ? title : lane.name, 20, lane.top + ROW / 2);
-  }
-  if (rest && band.lanes.size === 1 && band.bottom - band.top > 2 * ROW) {
-    pen.fillStyle = ink.dim;
-    pen.fillText(rest.replace(")", ""), 20, band.top + BAND / 2 + 1.5 * ROW, GUTTER - 26);
   }
 }
 
@@ -354,7 +350,7 @@ function makeTables() {
     verbs.get(name), name, v.calls, size(v.bytes), duration(v.us), duration(v.waited_us),
     duration(Math.max(...events.filter((e) => e.name === name).map((e) => e.dur)))]));
   table("Ranks", ["", "communication", "program blocked", "beside the program"], ranks.map((r) => [
-    null, `rank ${r.rank}`, duration(r.communication_us), duration(r.blocked_us),
+    null, bands.find((band) => band.pid === r.rank).name, duration(r.communication_us), duration(r.blocked_us),
     `${duration(r.overlapped_us)} (${Math.round(100 * r.overlapped_us / (r.communication_us || 1))} %)`]));
 }
 

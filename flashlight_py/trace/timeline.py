@@ -84,7 +84,7 @@ def _events(timeline: RankTimeline) -> Iterable[_Event]:
         start, end = call["started"], call.get("ended", timeline.until)
         kind = "message" if "peer" in call else "collective"
         left_out = ("started", "ended", "waits", "verb", "seconds", "seconds_ago", "state")
-        arguments = {"call": call_text(call)}
+        arguments: dict[str, Any] = {"call": call_text(call)}
         arguments |= {name: value for name, value in call.items() if name not in left_out}
         if "ended" not in call:
             arguments["running"] = True
@@ -92,7 +92,7 @@ def _events(timeline: RankTimeline) -> Iterable[_Event]:
         yield _Event(call["verb"], kind, start + offset, end + offset, rank, arguments, beside)
         for began, ended in call.get("waits", ()):
             name = f"wait for {call['verb']}"
-            told = {key: call[key] for key in ("group", "number") if key in call}
+            told: dict[str, Any] = {k: call[k] for k in ("group", "number") if k in call}
             yield _Event(name, "wait", began + offset, ended + offset, rank, told)
     for name, start, end in timeline.spans:
         yield _Event(name, "span", start + offset, end + offset, rank, {})

@@ -91,7 +91,8 @@ class FastCalls:
         fits = ndim <= len(call["shape"])
         shape = tuple(int(extent) for extent in call["shape"][:ndim]) if fits else None
         size = int(call["count"]) * dtype.itemsize
-        what = What(group, number, "all_reduce", dtype, shape, ReduceOp(int(call["op"])), bytes=size)
+        op = ReduceOp(int(call["op"]))
+        what = What(group, number, "all_reduce", dtype, shape, op, bytes=size)
         started = nanoseconds + int((int(call["started"]) - ticks) * rate)
         record = Record(what, started, place if flags & _PLACED else None)
         if call["ended"]:

@@ -1,4 +1,4 @@
-"""What the recorder does not do itself: whoever wants to hear of failures or calls, listens here."""
+"""Whoever wants to hear of calls, or of those that failed, listens here."""
 
 from __future__ import annotations
 

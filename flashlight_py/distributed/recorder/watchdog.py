@@ -28,7 +28,7 @@ _log = logging.getLogger("flashlight_py")
 
 # Failures come in cascades, and programs may provoke mismatches: the first of them is written.
 _QUIET_SECONDS = 10.0
-# How often a rank looks whether another has written its record (nothing tells on a network's files).
+# How often a rank looks for others' records; on a network's file system nothing would tell.
 _LOOK_SECONDS = 0.5
 # More than the stacks of a hundred threads.
 _PIPE_BYTES = 1 << 20
@@ -99,8 +99,9 @@ class Watchdog:
             return
         path = self.write(f"{type(error).__name__}: {error}")
         if path is not None and error.args:
-            told = f"{error.args[0]}. The last calls of this rank are in {path}; to compare ranks: "
-            error.args = (f"{told}python -m flashlight_py.trace diff {path.parent}", *error.args[1:])
+            compare = f"python -m flashlight_py.trace diff {path.parent}"
+            where = f"The last calls of this rank are in {path}; to compare the ranks: {compare}"
+            error.args = (f"{error.args[0]}. {where}", *error.args[1:])
 
     def _is_quiet(self) -> bool:
         return time.monotonic() - self._written < _QUIET_SECONDS
@@ -138,10 +139,12 @@ class Watchdog:
 
 def _is_handled(number: signal.Signals) -> bool:
     """Tell whether this process has a handler for the signal, in Python or not, or ignores it."""
-    masks = dict(
-        line.split(":\t") for line in Path("/proc/self/status").read_text().splitlines() if "\t" in line
+    lines = Path("/proc/self/status").read_text().splitlines()
+    caught, ignored = (
+        next(line.split()[1] for line in lines if line.startswith(name))
+        for name in ("SigCgt:", "SigIgn:")
     )
-    taken = int(masks["SigCgt"], 16) | int(masks["SigIgn"], 16)
+    taken = int(caught, 16) | int(ignored, 16)
     return bool(taken >> (number - 1) & 1)
 
 
@@ -158,7 +161,7 @@ def start(flight: Flight) -> None:
 
 def stop() -> None:
     """End what ``start`` has begun."""
-    global current  # noqa: PLW0603  (a process is one rank)
+    global current
     incidents.on_failure = None
     watchdog, current = current, None
     if watchdog is not None:
@@ -168,7 +171,7 @@ def stop() -> None:
 def dump(reason: str = "asked for") -> Path:
     """Write this rank's flight record now, whatever runs, and return its path. Not collective.
 
-    It holds the last calls of this process (the verb, bytes, dtype, shape, line of user code, times)
+    It holds the last calls of this process (verb, bytes, dtype, shape, line of user code, times)
     and where its threads stand. Other ranks of the host notice, and write theirs within a second.
 
     Raises:
@@ -182,7 +185,7 @@ def dump(reason: str = "asked for") -> Path:
 
 def _forget_in_child() -> None:
     """After a fork: the thread is the parent's, and so are the pipe and the file."""
-    global current  # noqa: PLW0603  (a process is one rank)
+    global current
     incidents.on_failure = None
     watchdog, current = current, None
     if watchdog is not None:

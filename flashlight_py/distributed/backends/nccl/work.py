@@ -31,7 +31,8 @@ class StreamWork(Work):
     """Waiting makes the caller's current stream wait; the host blocks only for a ``timeout``."""
 
     def __init__(self, backend: NcclBackend, flight: Flight, result: Any) -> None:
-        self._backend, self.flight, self._result = backend, flight, result
+        self._backend, self._result = backend, result
+        self.flight: Flight = flight
 
     def wait(self, timeout: float | None = None) -> Any:
         """Return the result, which the current stream can use; see ``Work``.
