@@ -99,8 +99,11 @@ def numpy_extension(name: str, sources: list[str], depends: list[str]) -> Extens
 
 FAST = numpy_extension(
     "fast",
-    ["csrc/fast/fast.c"],
-    ["csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h", "csrc/fast/place.h", "csrc/fast/ring.h"],
+    ["csrc/fast/fast.c", "csrc/fast/describe.c"],
+    [
+        *(f"csrc/fast/{name}.h" for name in ("fast", "place", "ring")),
+        *("csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"),
+    ],
 )
 TREE = numpy_extension(
     "tree",
