@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,21 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.recorder import journal
+from flashlight_py.distributed.work import Done
 from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import CollectiveTimeoutError, MismatchError
+
+
+def two_hosts(rank: int) -> dict[str, str]:
+    """Ranks 0 and 1 share memory, and so do 2 and 3."""
+    return {"FLASHLIGHT_MEMORY_DOMAIN": str(rank // 2)}
+
 
 WORLDS: dict[str, dict[str, Any]] = {
     "shm": {"params": {"BACKEND": "shm"}},
     "gloo": {"params": {"BACKEND": "gloo"}},
     "mpi": {"init": "mpi", "params": {"BACKEND": "mpi"}},
+    "hierarchical": {"env": two_hosts},
 }
 
 
@@ -38,7 +47,7 @@ def all_verbs(rank: int, size: int) -> tuple[int, list[dict[str, Any]], list[dic
     fl.broadcast(np.zeros((2, 3)), root=1)
     fl.all_gather(np.zeros(rank + 1))
     fl.gather(x, root=1)
-    fl.scatter(np.zeros((2, 2)) if rank == 0 else None)
+    fl.scatter(np.zeros((size, 2)) if rank == 0 else None)
     fl.reduce_scatter(x)
     fl.all_to_all(x)
     fl.barrier()
@@ -46,7 +55,8 @@ def all_verbs(rank: int, size: int) -> tuple[int, list[dict[str, Any]], list[dic
     fl.broadcast_object("word")
     fl.all_reduce_multiple([x, np.zeros(2)])
     fl.all_reduce(x)
-    fl.sendrecv(x, 1 - rank, np.zeros(4, np.float32), 1 - rank, tag=3)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    fl.sendrecv(x, right, np.zeros(4, np.float32), left, tag=3)
     messages = [r.as_dict() for r in journal.recent()][-1:]
     return before, calls_since(before), messages
 
@@ -60,7 +70,9 @@ VERBS = [
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_verb_is_numbered_and_described(pool: Any, world: str) -> None:
-    for rank, (before, calls, messages) in enumerate(pool(2, **WORLDS[world]).run(all_verbs)):
+    size = 4 if world == "hierarchical" else 2
+    results = pool(size, **WORLDS[world]).run(all_verbs)
+    for rank, (before, calls, messages) in enumerate(results):
         assert [call["verb"] for call in calls] == VERBS
         assert [call["number"] - before for call in calls] == list(range(1, len(VERBS) + 1))
         assert all(0 < call["started"] <= call["ended"] for call in calls)
@@ -72,7 +84,9 @@ def test_every_verb_is_numbered_and_described(pool: Any, world: str) -> None:
         assert calls[1]["async"]
         assert calls[3] | {"root": 1, "dtype": "float64", "shape": [2, 3]} == calls[3]
         assert calls[12]["via"] == "all_reduce_multiple"
-        assert messages[0] | {"verb": "sendrecv", "peer": 1 - rank, "tag": 3} == messages[0]
+        assert (
+            messages[0] | {"verb": "sendrecv", "peer": (rank + 1) % size, "tag": 3} == messages[0]
+        )
 
 
 def mismatch(rank: int, size: int) -> list[dict[str, Any]]:
@@ -134,6 +148,22 @@ def test_groups_have_names_that_their_ranks_agree_on(pool: Any) -> None:
     assert names == others
     assert len(names) == 2
     assert [call["number"] for call in calls] == [1, 1]
+
+
+class Flight:
+    """A collective that a device does; there is none here, so this one is told when it ends."""
+
+    ended: float | None = None
+
+
+def test_a_call_on_a_device_runs_until_the_device_is_done() -> None:
+    own = journal.Journal("devices", (0,), "", None)
+    work, flight = Done(None), Flight()
+    work.flight = flight
+    own.run("broadcast", None, lambda: work)
+    assert "ended" not in calls_since(0, "devices")[0]
+    flight.ended = time.monotonic()
+    assert calls_since(0, "devices")[0]["ended"] == int(flight.ended * 1e9)
 
 
 def test_a_world_of_one_records_too_and_wrong_arguments_do_not_count() -> None:
