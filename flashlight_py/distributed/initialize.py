@@ -239,7 +239,7 @@ def _connect(store: Store, settings: Settings) -> World:
 def _watch(world: World, settings: Settings) -> None:
     """Have this rank's last calls written where it is told, when something goes wrong."""
     chosen = settings.trace_dir is not None
-    folder = Path(settings.trace_dir) if settings.trace_dir else None
+    folder = Path(settings.trace_dir).absolute() if settings.trace_dir else None
     group, job = world.group, world.job if world.group.size > 1 else new_job()
     watchdog.start(
         Flight(group.rank, group.size, job, folder if chosen else default_folder(job), chosen)

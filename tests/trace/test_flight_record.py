@@ -56,9 +56,12 @@ def hang_then_part(rank: int, size: int, folder: str) -> str:
     return current_world().job
 
 
-def test_a_signal_is_answered_during_a_native_wait_and_by_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("init", ["file", "mpi"])  # MPICH has a handler for the signal itself
+def test_a_signal_is_answered_during_a_native_wait_and_by_all_ranks(
+    tmp_path: Path, init: str
+) -> None:
     folder = tmp_path / "records"
-    jobs = run_ranks(hang_then_part, 2, str(folder), params={"TRACE_DIR": folder})
+    jobs = run_ranks(hang_then_part, 2, str(folder), init=init, params={"TRACE_DIR": folder})
     assert len(set(jobs)) == 1
     for rank in range(2):
         found = folder / f"rank{rank}.json"

@@ -14,6 +14,7 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -47,9 +48,7 @@ class Watchdog:
         with contextlib.suppress(OSError):  # more than this user may have: the default will do
             fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._stopping, self._stop = os.pipe2(os.O_CLOEXEC)
-        self._answers_signal = not _is_handled(signal.SIGUSR1)
-        if self._answers_signal:
-            faulthandler.register(signal.SIGUSR1, self._writer, all_threads=True)
+        self._answers_signal = _take(signal.SIGUSR1, self._writer)
         self._seen = self._changed()
         self._thread = threading.Thread(target=self._run, name="flashlight-watchdog", daemon=True)
         self._thread.start()
@@ -137,15 +136,24 @@ class Watchdog:
             return 0
 
 
-def _is_handled(number: signal.Signals) -> bool:
-    """Tell whether this process has a handler for the signal, in Python or not, or ignores it."""
+def _take(number: signal.Signals, file: int) -> bool:
+    """Have the stacks written to ``file`` when the signal comes, unless somebody else handles it.
+
+    MPICH does, to hear of processes that have ended: it hears of the signal afterwards.
+    """
+    caught, ignored = _is_in("SigCgt", number), _is_in("SigIgn", number)
+    by_mpi = "mpi4py" in sys.modules and signal.getsignal(number) is signal.SIG_DFL
+    if ignored or (caught and not by_mpi):
+        return False
+    faulthandler.register(number, file, all_threads=True, chain=caught)
+    return True
+
+
+def _is_in(mask: str, number: signal.Signals) -> bool:
+    """Tell whether the kernel has the signal in this mask of the process: also what C code did."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    caught, ignored = (
-        next(line.split()[1] for line in lines if line.startswith(name))
-        for name in ("SigCgt:", "SigIgn:")
-    )
-    taken = int(caught, 16) | int(ignored, 16)
-    return bool(taken >> (number - 1) & 1)
+    bits = next(line.split()[1] for line in lines if line.startswith(f"{mask}:"))
+    return bool(int(bits, 16) >> (number - 1) & 1)
 
 
 current: Watchdog | None = None
