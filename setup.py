@@ -115,5 +115,8 @@ setup(
     ext_modules=[FAST, TREE],
     cffi_modules=[f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "nccl")],
     cmdclass={"build_ext": BuildOptionalExtensions},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={
+        "bdist_wheel": {"py_limited_api": "cp310"},
+        "build_ext": {"parallel": os.cpu_count()},
+    },
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import as_array, pack
-from flashlight_py.distributed.verbs.base import Room, Verbs, unpack_into
+from flashlight_py.distributed.verbs.base import Room, Verbs, pack_apart, unpack_into
 
 __all__ = ["Movement"]
 
@@ -20,7 +20,7 @@ class Movement(Verbs):
     def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Any:
         """Give every rank ``root``'s ``x``, in place; see :func:`flashlight_py.broadcast`."""
         array = as_array("broadcast", x)
-        self._check_rank("broadcast", "root", root)
+        root = self._check_rank("broadcast", "root", root)
         packed, call = pack(array), self.backend(array).broadcast
         arguments = (packed, root, not async_op)
         work = self._journal.run(
@@ -32,18 +32,18 @@ class Movement(Verbs):
         """Join ``x`` of all ranks; see :func:`flashlight_py.all_gather`."""
         rows = _rows("all_gather", x)
         room = self._room("all_gather", out, rows, (None, *rows.shape[1:]))
-        packed, call = pack(rows), self.backend(rows).all_gather
+        packed, call = pack_apart(rows, room), self.backend(rows).all_gather
         arguments = (packed, not async_op, room.packed)
         work = self._journal.run("all_gather", packed, call, *arguments, async_op=async_op)
         return self._finish_into(work, room, async_op)
 
     def gather(self, x: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
         """Join ``x`` of all ranks on one; see :func:`flashlight_py.gather`."""
-        self._check_rank("gather", "root", root)
+        root = self._check_rank("gather", "root", root)
         rows = _rows("gather", x)
         given = out if self.rank == root else None
         room = self._room("gather", given, rows, (None, *rows.shape[1:]))
-        packed, call = pack(rows), self.backend(rows).gather
+        packed, call = pack_apart(rows, room), self.backend(rows).gather
         arguments = (packed, root, not async_op, room.packed)
         work = self._journal.run("gather", packed, call, *arguments, root=root, async_op=async_op)
         return self._finish_into(work, room, async_op)
@@ -52,13 +52,14 @@ class Movement(Verbs):
         self, xs: Any = None, root: int = 0, out: Any = None, async_op: bool = False
     ) -> Any:
         """Give each rank its part of ``xs`` on one; see :func:`flashlight_py.scatter`."""
-        self._check_rank("scatter", "root", root)
+        root = self._check_rank("scatter", "root", root)
         whole = self._whole(xs) if self.rank == root else None
         told = whole[0] if whole is not None else None if out is None else as_array("scatter", out)
         room = (
             Room(None, None, None) if told is None else self._room("scatter", out, told, told.shape)
         )
-        call, arguments = self.backend(told).scatter, (whole, root, not async_op, room.packed)
+        sent = None if whole is None else pack_apart(whole, room)
+        call, arguments = self.backend(told).scatter, (sent, root, not async_op, room.packed)
         work = self._journal.run("scatter", told, call, *arguments, root=root, async_op=async_op)
         return self._finish_into(work, room, async_op)
 
@@ -101,14 +102,16 @@ class Movement(Verbs):
         backend, run = self.backend(array), self._journal.run
         if rows is None:
             self._require_equal_parts("all_to_all", array, "; rows= tells unequal parts")
-            room, packed = self._room("all_to_all", out, array, array.shape), pack(array)
-            arguments = (packed, blocking, room.packed)
-            work = run("all_to_all", packed, backend.all_to_all, *arguments, async_op=async_op)
+            room = self._room("all_to_all", out, array, array.shape)
+            sent = pack_apart(array, room)
+            arguments: tuple[Any, ...] = (sent, blocking, room.packed)
+            work = run("all_to_all", sent, backend.all_to_all, *arguments, async_op=async_op)
         else:
-            counts, packed = self._check_rows(array, rows), pack(array)
+            counts = self._check_rows(array, rows)
             room = self._room("all_to_all", out, array, (None, *array.shape[1:]))
-            call, uneven = backend.all_to_all_uneven, (packed, counts, blocking, room.packed)
-            work = run("all_to_all", packed, call, *uneven, async_op=async_op)
+            sent, call = pack_apart(array, room), backend.all_to_all_uneven
+            arguments = (sent, counts, blocking, room.packed)
+            work = run("all_to_all", sent, call, *arguments, async_op=async_op)
         return self._finish_into(work, room, async_op)
 
     def _check_rows(self, array: Array, rows: Sequence[int]) -> list[int]:

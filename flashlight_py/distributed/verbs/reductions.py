@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.arrays import dtype_code, pack
-from flashlight_py.distributed.verbs.base import Verbs, unpack_into
+from flashlight_py.distributed.verbs.base import Verbs, pack_apart, unpack_into, whole
 from flashlight_py.distributed.work import AllOf, Then, Work
 
 __all__ = ["Reductions"]
@@ -99,7 +99,7 @@ class Reductions(Verbs):
         self, x: Any, root: int = 0, op: str = "sum", scale: float = 1.0, async_op: bool = False
     ) -> Any:
         """Combine ``x`` of all ranks on one; see :func:`flashlight_py.reduce`."""
-        self._check_rank("reduce", "root", root)
+        root = self._check_rank("reduce", "root", root)
         array, reduce_op, factor = self._reduction("reduce", x, op, scale)
         packed, call = pack(array), self.backend(array).reduce
         arguments = (packed, reduce_op, factor, root, not async_op)
@@ -122,7 +122,7 @@ class Reductions(Verbs):
         self._require_equal_parts("reduce_scatter", array)
         shape = (array.shape[0] // self.size, *array.shape[1:])
         room = self._room("reduce_scatter", out, array, shape)
-        packed, call = pack(array), self.backend(array).reduce_scatter
+        packed, call = pack_apart(array, room), self.backend(array).reduce_scatter
         arguments = (packed, reduce_op, factor, not async_op, room.packed)
         work = self._journal.run(
             "reduce_scatter", packed, call, *arguments, op=reduce_op, async_op=async_op
@@ -131,14 +131,24 @@ class Reductions(Verbs):
 
     def shared_empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
         """Return an array that is cheap to reduce; see :func:`flashlight_py.shared_empty`."""
-        extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
-        if any(extent < 0 for extent in extents):
-            raise ValueError(f"shared_empty: a shape has no negative dimensions, got {extents}")
+        extents = _extents(shape)
         kind = np.dtype(dtype)
         dtype_code("shared_empty", kind)
         backend = self.backend()
         with self._journal.recording("shared_empty", like=(kind, extents)):
             return backend.shared_empty(extents, kind)
+
+
+def _extents(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Return a shape, told as NumPy lets it be told, as a tuple."""
+    alone = whole(shape)
+    given = tuple(shape) if alone is None else (alone,)  # type: ignore[arg-type]
+    extents = tuple(extent for extent in map(whole, given) if extent is not None and extent >= 0)
+    if len(extents) < len(given):
+        raise ValueError(
+            f"shared_empty: a shape consists of integers that are not negative, got {given}"
+        )
+    return extents
 
 
 def _by_dtype(arrays: list[Array]) -> list[list[Array]]:
