@@ -100,7 +100,10 @@ def numpy_extension(name: str, sources: list[str], depends: list[str]) -> Extens
 FAST = numpy_extension(
     "fast",
     ["csrc/fast/fast.c", "csrc/fast/describe.c"],
-    ["csrc/fast/fast.h", "csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"],
+    [
+        *(f"csrc/fast/{name}.h" for name in ("fast", "place", "ring")),
+        *("csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"),
+    ],
 )
 TREE = numpy_extension(
     "tree",

@@ -17,6 +17,8 @@ class Work(abc.ABC):
     The arrays given to it must not be read or written until :meth:`wait` has returned.
     """
 
+    flight: Any = None  # of a collective that a device does: tells when that has ``ended``
+
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> Any:
         """Block until the operation has ended, and return its result.
@@ -35,6 +37,10 @@ class Work(abc.ABC):
     @abc.abstractmethod
     def is_completed(self) -> bool:
         """Tell, without blocking, whether the operation has ended, well or not."""
+
+    def end_time(self) -> float | None:
+        """Return when the operation ended, in seconds of ``time.monotonic``; None: not known."""
+        return None
 
     def result(self) -> Any:
         """Return the result of an operation that has ended; raises what :meth:`wait` raises.
@@ -100,6 +106,10 @@ class Then(Work):
         """Tell whether the other operation has ended."""
         return self._work.is_completed()
 
+    def end_time(self) -> float | None:
+        """Return when the other operation ended; see ``Work``."""
+        return self._work.end_time()
+
     def is_finished(self) -> bool:
         """Tell whether the result has been made, or whoever waited knows that it cannot be."""
         return self._finish is None or self._failure_told
@@ -122,6 +132,11 @@ class AllOf(Work):
     def is_completed(self) -> bool:
         """Tell whether all have ended."""
         return all(work.is_completed() for work in self._works)
+
+    def end_time(self) -> float | None:
+        """Return when the last of them ended, where all tell; see ``Work``."""
+        times = [time for work in self._works if (time := work.end_time()) is not None]
+        return max(times) if times and len(times) == len(self._works) else None
 
 
 def _outcome(work: Work, timeout: float | None) -> tuple[Any, DistributedError | None]:

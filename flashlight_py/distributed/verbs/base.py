@@ -11,6 +11,7 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.arrays import as_array, check_reduction, may_overlap, pack, parse_op
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.recorder.journal import Journal
 from flashlight_py.distributed.work import Done, Then, Work
 
 __all__ = ["Room", "Verbs", "pack_apart", "unpack_into", "whole"]
@@ -28,12 +29,16 @@ _NO_ROOM = Room(None, None, None)
 
 
 class Verbs(abc.ABC):
-    """Validates, packs, calls a backend, unpacks. ``rank`` and ``size`` are those of the group."""
+    """Validates, packs, calls a backend, unpacks. ``rank`` and ``size`` are those of the group.
+
+    Whatever backends are given goes through ``journal``, which records it.
+    """
 
     rank: int
     size: int
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
         self._unfinished: list[Then] = []
 
     @abc.abstractmethod

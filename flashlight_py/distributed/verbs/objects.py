@@ -30,10 +30,11 @@ class Objects(Verbs):
         """Return ``root``'s object; see :func:`flashlight_py.broadcast_object`."""
         root = self._check_rank("broadcast_object", "root", root)
         parcel = _Parcel("broadcast_object", self, [obj] if self.rank == root else [])
-        lengths = parcel.lengths(root, 1)
-        room = np.empty(lengths[0], np.uint8)
-        room[...] = parcel.payload() if self.rank == root else 0
-        self.backend().broadcast(room, root, blocking=True).wait()
+        with self._journal.recording("broadcast_object", root=root) as record:
+            record.size = parcel.lengths(root, 1)[0]
+            room = np.empty(record.size, np.uint8)
+            room[...] = parcel.payload() if self.rank == root else 0
+            self.backend().broadcast(room, root, blocking=True).wait()
         if self.rank == root:
             return obj
         return self._unpickled("broadcast_object", room.tobytes(), root)
@@ -41,16 +42,20 @@ class Objects(Verbs):
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return all ranks' objects; see :func:`flashlight_py.all_gather_object`."""
         parcel = _Parcel("all_gather_object", self, [obj])
-        parcel.lengths_of_all()
-        everyone = exchange_bytes(self.backend(), parcel.payload().tobytes())
+        with self._journal.recording("all_gather_object") as record:
+            record.size = parcel.size
+            parcel.lengths_of_all()
+            everyone = exchange_bytes(self.backend(), parcel.payload().tobytes())
         return self._with_own("all_gather_object", everyone, obj)
 
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
         """Return all ranks' objects on ``root``; see :func:`flashlight_py.gather_object`."""
         root = self._check_rank("gather_object", "root", root)
         parcel = _Parcel("gather_object", self, [obj])
-        lengths = parcel.lengths_of_all()
-        joined = self.backend().gather(parcel.payload(), root, blocking=True).wait()
+        with self._journal.recording("gather_object", root=root) as record:
+            record.size = parcel.size
+            lengths = parcel.lengths_of_all()
+            joined = self.backend().gather(parcel.payload(), root, blocking=True).wait()
         if self.rank != root:
             return None
         ends = np.cumsum(lengths)
@@ -62,10 +67,12 @@ class Objects(Verbs):
         root = self._check_rank("scatter_object", "root", root)
         here = self.rank == root
         parcel = _Parcel("scatter_object", self, self._one_each(objs) if here else [])
-        lengths = parcel.lengths(root, self.size)
-        rows = lengths if here else [0] * self.size
-        payload = parcel.payload()
-        got = self.backend().all_to_all_uneven(payload, rows, blocking=True).wait()
+        with self._journal.recording("scatter_object", root=root) as record:
+            record.size = parcel.size
+            lengths = parcel.lengths(root, self.size)
+            rows = lengths if here else [0] * self.size
+            payload = parcel.payload()
+            got = self.backend().all_to_all_uneven(payload, rows, blocking=True).wait()
         if here and objs is not None:
             return objs[root]
         return self._unpickled("scatter_object", got.tobytes(), root)
@@ -111,6 +118,11 @@ class _Parcel:
             self._pickles = [pickle.dumps(obj, pickle.HIGHEST_PROTOCOL) for obj in objs]
         except Exception as error:  # noqa: BLE001  (__reduce__ may raise anything; every rank is told)
             self._problem = f"{type(error).__name__}: {error}"
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of this rank's pickles."""
+        return sum(map(len, self._pickles))
 
     def payload(self) -> Array:
         """Return all of this rank's pickles, one after the other."""

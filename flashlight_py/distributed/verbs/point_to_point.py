@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.backend import Message
+from flashlight_py.distributed.recorder.journal import Journal
 from flashlight_py.distributed.verbs.base import Verbs, unpack_into, whole
 from flashlight_py.distributed.verbs.self_mail import SelfMail
 from flashlight_py.distributed.work import AllOf, Work
@@ -45,8 +46,8 @@ class P2POp:
 class PointToPoint(Verbs):
     """``send``, ``recv`` and their relatives."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, journal: Journal) -> None:
+        super().__init__(journal)
         self._mail = SelfMail()
 
     def send(self, x: Any, dst: int, tag: int = 0) -> None:
@@ -54,15 +55,17 @@ class PointToPoint(Verbs):
         dst, tag = _plain(dst), _plain(tag)
         array = self._sent("send", x, dst, tag)
         self._refuse_self("send", "dst", dst)
-        self.backend(array).send(pack(array), dst, tag, blocking=True).wait()
+        packed, call = pack(array), self.backend(array).send
+        self._journal.run("send", packed, call, *(packed, dst, tag, True), peer=dst, tag=tag)
 
     def recv(self, x: Any, src: int, tag: int = 0) -> Any:
         """Fill ``x`` with what ``src`` sends, blocking; see :func:`flashlight_py.recv`."""
         src, tag = _plain(src), _plain(tag)
         array = self._filled("recv", x, src, tag)
         self._refuse_self("recv", "src", src)
-        packed = pack(array)
-        work = self.backend(array).recv(packed, src, tag, blocking=True)
+        packed, call = pack(array), self.backend(array).recv
+        arguments = (packed, src, tag, True)
+        work = self._journal.run("recv", packed, call, *arguments, peer=src, tag=tag)
         return self._finish(work, x, unpack_into(array, packed), async_op=False)
 
     def isend(self, x: Any, dst: int, tag: int = 0) -> Work:
@@ -92,7 +95,15 @@ class PointToPoint(Verbs):
         ]
         if on_gpu:
             messages = [_message_of(checked[index][0], packed[index]) for index in on_gpu]
-            together = self.backend(packed[on_gpu[0]]).exchange(messages)
+            together = self._journal.run(
+                "batch_isend_irecv",
+                None,
+                self.backend(packed[on_gpu[0]]).exchange,
+                messages,
+                peer=messages[0].peer,
+                size=sum(message.array.nbytes for message in messages),
+                async_op=True,
+            )
             for index in on_gpu:
                 works[index] = together
         return [
@@ -115,19 +126,24 @@ class PointToPoint(Verbs):
             AllOf(self._begin_all([receiving, sending])).wait()
             return out
         # On this thread alone: no other has to wake up for it.
-        packed = pack(incoming)
+        packed, call = pack(incoming), self.backend().exchange
         messages = [_message_of(receiving, packed), _message_of(sending, pack(outgoing))]
-        work = self.backend().exchange(messages, blocking=True)
+        work = self._journal.run("sendrecv", outgoing, call, messages, True, peer=dst, tag=tag)
         return self._finish(work, out, unpack_into(incoming, packed), async_op=False)
 
     def _begin(self, op: P2POp, packed: Array) -> Work:
         """Begin one message of a NumPy array, or one to this rank itself."""
+        begin: Callable[..., Work]
+        arguments: tuple[Any, ...]
         if op.peer == self.rank:
             self.backend()  # a closed group takes no mail
-            return self._mail.send(packed, op.tag) if op.sends else self._mail.recv(packed, op.tag)
-        backend = self.backend(packed)
-        begin = backend.send if op.sends else backend.recv
-        return begin(packed, op.peer, op.tag)
+            begin, arguments = self._mail.send if op.sends else self._mail.recv, (packed,)
+        else:
+            backend, arguments = self.backend(packed), (packed, op.peer)
+            begin = backend.send if op.sends else backend.recv
+        return self._journal.run(
+            op.kind, packed, begin, *arguments, op.tag, peer=op.peer, tag=op.tag, async_op=True
+        )
 
     def _home(self, op: P2POp, array: Array, packed: Array, work: Work) -> Work:
         """Return ``work`` with the user's own array as its result, brought home if received."""

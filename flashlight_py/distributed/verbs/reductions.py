@@ -24,8 +24,11 @@ class Reductions(Verbs):
     ) -> Any:
         """Combine ``x`` of all ranks in place; see :func:`flashlight_py.all_reduce`."""
         array, reduce_op, factor = self._reduction("all_reduce", x, op, scale)
-        packed = pack(array)
-        work = self.backend(array).all_reduce(packed, reduce_op, factor, not async_op)
+        packed, call = pack(array), self.backend(array).all_reduce
+        arguments = (packed, reduce_op, factor, not async_op)
+        work = self._journal.run(
+            "all_reduce", packed, call, *arguments, op=reduce_op, async_op=async_op
+        )
         return self._finish(work, x, unpack_into(array, packed), async_op)
 
     def all_reduce_multiple(
@@ -62,7 +65,15 @@ class Reductions(Verbs):
     def _all_reduce_together(self, arrays: list[Array], op: str, scale: float) -> Work:
         _, reduce_op, factor = self._reduction("all_reduce_multiple", arrays[0], op, scale)
         packed = [pack(array) for array in arrays]
-        work = self.backend(arrays[0]).all_reduce_many(packed, reduce_op, factor)
+        work = self._journal.run(
+            "all_reduce_multiple",
+            None,
+            self.backend(arrays[0]).all_reduce_many,
+            *(packed, reduce_op, factor),
+            op=reduce_op,
+            size=sum(array.nbytes for array in packed),
+            async_op=True,
+        )
         homes = [unpack_into(array, p) for array, p in zip(arrays, packed, strict=True)]
 
         def unpack(_: Any) -> None:
@@ -90,8 +101,11 @@ class Reductions(Verbs):
         """Combine ``x`` of all ranks on one; see :func:`flashlight_py.reduce`."""
         root = self._check_rank("reduce", "root", root)
         array, reduce_op, factor = self._reduction("reduce", x, op, scale)
-        packed = pack(array)
-        work = self.backend(array).reduce(packed, reduce_op, factor, root, not async_op)
+        packed, call = pack(array), self.backend(array).reduce
+        arguments = (packed, reduce_op, factor, root, not async_op)
+        work = self._journal.run(
+            "reduce", packed, call, *arguments, op=reduce_op, root=root, async_op=async_op
+        )
         home = unpack_into(array, packed) if self.rank == root else None
         return self._finish(work, x, home, async_op)
 
@@ -108,10 +122,11 @@ class Reductions(Verbs):
         self._require_equal_parts("reduce_scatter", array)
         shape = (array.shape[0] // self.size, *array.shape[1:])
         room = self._room("reduce_scatter", out, array, shape)
-        blocking = not async_op
-        backend = self.backend(array)
-        sent = pack_apart(array, room)
-        work = backend.reduce_scatter(sent, reduce_op, factor, blocking, room.packed)
+        packed, call = pack_apart(array, room), self.backend(array).reduce_scatter
+        arguments = (packed, reduce_op, factor, not async_op, room.packed)
+        work = self._journal.run(
+            "reduce_scatter", packed, call, *arguments, op=reduce_op, async_op=async_op
+        )
         return self._finish_into(work, room, async_op)
 
     def shared_empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
@@ -119,7 +134,9 @@ class Reductions(Verbs):
         extents = _extents(shape)
         kind = np.dtype(dtype)
         dtype_code("shared_empty", kind)
-        return self.backend().shared_empty(extents, kind)
+        backend = self.backend()
+        with self._journal.recording("shared_empty", like=(kind, extents)):
+            return backend.shared_empty(extents, kind)
 
 
 def _extents(shape: int | Sequence[int]) -> tuple[int, ...]:

@@ -29,16 +29,20 @@ class Subgroups(Verbs):
     def new_group(self, ranks: Sequence[int]) -> ProcessGroup:
         """Make a group of some ranks of this one; see :func:`flashlight_py.new_group`."""
         members = self._check_members(ranks)
-        self._agree("new_group", json.dumps(members))
-        return self._found(members)
+        self.backend()
+        with self._journal.recording("new_group"):
+            self._agree("new_group", json.dumps(members))
+            return self._found(members)
 
     def split(self, color: int | None, key: int = 0) -> ProcessGroup:
         """Make a group of those with one color; see :func:`flashlight_py.split`."""
         color, key = _check_color(color), _check_key(key)
-        told = exchange_bytes(self.backend(), json.dumps(["split", color, key]).encode())
-        choices = [_as_choice(text, rank, self) for rank, text in enumerate(told)]
-        mates = [(k, rank) for rank, (c, k) in enumerate(choices) if c == color and c is not None]
-        return self._found([rank for _, rank in sorted(mates)])
+        backend = self.backend()
+        with self._journal.recording("split"):
+            told = exchange_bytes(backend, json.dumps(["split", color, key]).encode())
+            choices = [_as_choice(text, rank, self) for rank, text in enumerate(told)]
+            mates = [(k, rank) for rank, (c, k) in enumerate(choices) if c == color]
+            return self._found([] if color is None else [rank for _, rank in sorted(mates)])
 
     def _check_members(self, ranks: Sequence[int]) -> list[int]:
         members = [self._check_rank("new_group", "each of ranks", rank) for rank in ranks]
