@@ -67,14 +67,14 @@ class Rank:
 
 
 class Ranks:
-    """Starts ranks in one process group, which ends with it."""
+    """Starts ranks in one process group, which ends with it; ``worker`` is who forks them."""
 
-    def __init__(self, **defaults: Any) -> None:
+    def __init__(self, worker: str = "tests.distributed.rendezvous_worker", **defaults: Any) -> None:
         self._defaults = {"store": "file", "timeout": 20.0, "lengths": [3, 0, 5], **defaults}
         self._ranks: list[Rank] = []
         self._buffer = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.rendezvous_worker"],
+            [sys.executable, "-m", worker],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
