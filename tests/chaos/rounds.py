@@ -137,7 +137,9 @@ class _Judge:
         if self._game.fate == "stop":
             os.kill(self._victim.pid, signal.SIGCONT)
             event = self._victim.await_event("raised", "ended")
-            self._expect("PeerLostError" in event.get("classes", ()), f"the resumed rank: {event}")
+            # Whose own time is up as well may say so instead of having been given up.
+            right = {"PeerLostError", "CollectiveTimeoutError"} & set(event.get("classes", ()))
+            self._expect(bool(right), f"the resumed rank: {event}")
         for survivor in self._survivors:
             self._judge_end(survivor, 0)
         self._judge_end(self._victim, FATES[self._game.fate])
