@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.rank import EXIT_CODE
-from tests.chaos.verbs import VERBS
 from tests.distributed import conformance, leftovers
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 
-__all__ = ["BACKENDS", "FATES", "Round", "Verdict", "play", "start_ranks"]
+__all__ = ["BACKENDS", "FATES", "SHORT", "SIGNALS", "Round", "Verdict", "play", "start_ranks"]
 
 BACKENDS = ("gloo", "shm", "hierarchical")
 # From within: a signal comes from here. The code that such a rank ends with follows.
@@ -55,7 +54,8 @@ class Round:
             "size": size,
             "victim": draw.randrange(size),
             "root": draw.randrange(size),
-            "moment": draw.randrange(CALLS),
+            # Groups are made and closed in every call of split: fewer are enough.
+            "moment": draw.randrange(CALLS // 10 if self.verb == "split" else CALLS),
             "length": draw.choice(LENGTHS),
             "delay": draw.random() ** 3 * 0.02,
         }
@@ -145,7 +145,9 @@ class _Judge:
         self._judge_end(self._victim, FATES[self._game.fate])
         if self._game.fate == "exception":
             log = (self._folder / f"log-{self._number}").read_text()
-            self._expect("Traceback" in log and "ValueError: chaos" in log, f"its output is {log!r}")
+            self._expect(
+                "Traceback" in log and "ValueError: chaos" in log, f"its output is {log!r}"
+            )
 
     def _let_it_happen(self) -> float:
         """Return when the victim met its fate, by the clock that all share."""
@@ -188,6 +190,3 @@ class _Judge:
     def _expect(self, right: bool, otherwise: str) -> None:
         if not right:
             self._verdict.wrong.append(otherwise)
-
-
-ALL_VERBS = tuple(VERBS)
