@@ -76,7 +76,8 @@ std::optional<Failure> Peers::farewell(const Concern& concern) const {
     if (std::find(missing.begin(), missing.end(), rank_) != missing.end()) {
       return Failure(FL_PEER_LOST, {r}, "it gave up waiting for this rank");
     }
-    const std::string message = "rank " + std::to_string(r) + " gave up: " + farewell.message;
+    const std::string message = name(r) + " gave up: " + farewell.message;
+    if (status == FL_RAISED) return Failure(status, missing, farewell.message);
     if (status == FL_PEER_LOST || status == FL_TIMEOUT) return Failure(status, missing, message);
     return Failure(FL_PEER_LOST, {r}, message);
   }

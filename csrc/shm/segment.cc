@@ -64,23 +64,29 @@ char* map(int fd, size_t bytes) {
   return static_cast<char*>(data);
 }
 
+// A file without a name is reached through a process that has it open: by a link of the kernel's.
+bool has_name(const std::string& path) { return path.rfind("/proc/", 0) != 0; }
+
 }  // namespace
 
 Mapping Mapping::create(const std::string& path, size_t bytes) {
-  const int fd = ::open(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0600);
+  const bool named = has_name(path);
+  const int flags = named ? O_CREAT | O_EXCL | O_NOFOLLOW : 0;
+  const int fd = ::open(path.c_str(), flags | O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0) fail("create");
   const Descriptor descriptor(fd);
   // Reserved now, a file system that is too small is an error here; later it would be a SIGBUS.
   const int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
   if (error != 0) {
-    ::unlink(path.c_str());
+    if (named) ::unlink(path.c_str());
     fail("reserve", error);
   }
   return Mapping(map(fd, bytes), bytes);
 }
 
 Mapping Mapping::open(const std::string& path, size_t bytes) {
-  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  const int flags = has_name(path) ? O_NOFOLLOW : 0;
+  const int fd = ::open(path.c_str(), flags | O_RDWR | O_CLOEXEC);
   if (fd < 0) fail("open");
   const Descriptor descriptor(fd);
   struct stat status;

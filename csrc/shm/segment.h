@@ -1,6 +1,8 @@
 // The memory that the ranks of one host share, and its layout.
 #pragma once
 
+#include <time.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -16,8 +18,9 @@ namespace fl {
 // A mapped file in memory (/dev/shm). Unmapped with the object.
 class Mapping {
  public:
-  // Create the file, exclusively and for this user alone, and reserve its memory; throws
-  // std::system_error. It keeps its name until unlink().
+  // Create the file, exclusively and for this user alone, or take one without a name that a process
+  // has open (/proc/PID/fd/N), and reserve its memory; throws std::system_error. A name stays until
+  // unlink().
   static Mapping create(const std::string& path, size_t bytes);
   // Map a file that this user has created; throws std::system_error.
   static Mapping open(const std::string& path, size_t bytes);
@@ -35,6 +38,13 @@ class Mapping {
   char* data_ = nullptr;
   size_t size_ = 0;
 };
+
+// Of a clock that all processes of a host share, some milliseconds behind and quick to read.
+inline int64_t coarse_now() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  return int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
+}
 
 constexpr size_t kLine = 64;
 constexpr size_t kTinyBytes = 16;
@@ -58,7 +68,9 @@ struct alignas(kLine) Call {
       Costs costs;
     } large;  // more than kInlineBytes
   };
-  alignas(kLine) fl_signature signature;  // for messages; nobody reads it while all is well
+  // For messages; nobody reads these lines while all is well.
+  alignas(kLine) fl_signature signature;
+  int64_t called_at;  // nanoseconds of coarse_now()
   alignas(kLine) char payload[kInlineBytes];
 };
 static_assert(offsetof(Call, signature) == kLine, "a tiny call is one cache line");
@@ -70,7 +82,13 @@ struct alignas(kLine) Farewell {
   int32_t status;
   int32_t missing_count;
   int32_t missing[kMaxMissing];
-  char message[400];
+  char message[4000];
+};
+
+// After a mismatch: where this rank has made that call.
+struct alignas(kLine) Place {
+  Counter told;  // the number of the call
+  fl_site site;
 };
 
 // What one rank writes and the others read. Counters go on from call to call: nothing is reset.
@@ -79,6 +97,7 @@ struct alignas(kLine) RankBlock {
   alignas(kLine) Counter filled;   // chunks that this rank has put into its slots
   alignas(kLine) Counter reduced;  // chunks of which it has reduced its part
   alignas(kLine) Counter drained;  // chunks of the others that it needs no more
+  Place place;
   Farewell farewell;
   alignas(kLine) Bell bell;  // for the threads of this rank that wait for messages
   alignas(kLine) std::atomic<int32_t> pid;  // written last; 0: not there yet
@@ -105,6 +124,7 @@ struct Offer {
   uint32_t turn;                  // among what is accepted
   uint64_t address;               // of all the data in the sender's process; 0: do not read there
   uint32_t eager;                 // bytes that came with the offer
+  fl_site site;                   // where the call was made; as the signature
   fl_signature signature;         // the sender's; once refused the receiver's
 };
 

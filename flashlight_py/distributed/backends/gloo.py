@@ -43,9 +43,10 @@ class GlooBackend(NativeBackend):
 
     def __init__(self, store: Store, host: str, interface: str, timeout: float) -> None:
         native = _native.load("gloo")
-        super().__init__(native, store.rank, store.size, timeout)
+        super().__init__(native, store, timeout)
         self._group = self._create(host, interface)
         answer = answer_to_interrupts(native, "fl_gloo_interrupted")
+        self.lib.fl_gloo_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
         self.lib.fl_gloo_on_interrupt(self._group, answer)
         try:
             self._connect(store)
@@ -104,13 +105,16 @@ class GlooBackend(NativeBackend):
 
     def _run(self, data: Any, output: Any, peer: int, seconds: float, blocking: bool) -> Any:
         handle = self.lib.fl_gloo_run(
-            self._group, self._signature, data, output, peer, seconds, not blocking
+            self._group, self._signature, data, output, peer, seconds, not blocking, self._here()
         )
         raise_interruption(self.lib, handle)
         return handle
 
     def _exchange(self, messages: Any, results: Any) -> None:
         self.lib.fl_gloo_exchange(self._group, messages, len(messages), self.timeout, results)
+
+    def _give_up(self, group: Any, why: bytes) -> None:
+        self.lib.fl_gloo_give_up(group, why)
 
     def _close(self, group: Any) -> None:
         self.lib.fl_gloo_close(group)
