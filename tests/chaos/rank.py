@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,8 +106,7 @@ def _try_again() -> str:
 def compute(plan: Plan) -> None:
     """Join, reduce for so many seconds by rank 0's clock, check every result, and shut down."""
     report(plan, "started")
-    if "descriptors" in plan:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (plan["descriptors"], plan["descriptors"]))
+    created = restrict(plan)
     join(plan)
     report(plan, "joined")
     ends = time.monotonic() + plan["seconds"]
@@ -118,7 +119,61 @@ def compute(plan: Plan) -> None:
             raise AssertionError(f"call {calls} gave {x[1:]}")
         calls, is_over = calls + 1, bool(x[0])
     fl.distributed_shutdown()
-    report(plan, "computed", calls=calls)
+    report(plan, "computed", calls=calls, created=created)
 
 
-PARTS: dict[str, Callable[[Plan], None]] = {"endure": endure, "compute": compute}
+def restrict(plan: Plan) -> list[tuple[str, int, int | None]]:
+    """Become the user, with the limits, of the plan; return what records the files created."""
+    created: list[tuple[str, int, int | None]] = []
+    if "descriptors" in plan:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (plan["descriptors"], plan["descriptors"]))
+    if "umask" in plan:
+        os.umask(plan["umask"])
+    if "uid" in plan:
+        os.setuid(plan["uid"])
+    if "clock" in plan:  # the kernel's clock is that of the whole machine
+        right = time.time
+        time.time = lambda: right() + plan["clock"]
+    if "records_files" in plan:
+        sys.addaudithook(lambda event, args: record(created, event, args))
+    return created
+
+
+def record(created: list[tuple[str, int, int | None]], event: str, args: tuple[Any, ...]) -> None:
+    """Note a file that is being created, its flags, and the mode that it has got in the end.
+
+    When it is renamed, it is complete, and has its mode.
+    """
+    if event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT:
+        created.append((os.fsdecode(args[0]), args[2], None))
+    if event == "os.rename":
+        created.append((os.fsdecode(args[0]), os.O_EXCL | os.O_NOFOLLOW, _mode(args[0])))
+
+
+def _mode(path: str) -> int:
+    return os.lstat(path).st_mode & 0o777
+
+
+def cycle(plan: Plan) -> None:
+    """Join and leave again and again; report what the process holds once warm and at the end."""
+    report(plan, "started")
+    held = []
+    for number in range(1, plan["cycles"] + 1):
+        join(plan)
+        fl.all_reduce(np.ones(1000, np.float32))
+        fl.distributed_shutdown()
+        if number in (plan["warm"], plan["cycles"]):
+            held.append(holdings())
+    report(plan, "computed", held=held)
+
+
+def holdings() -> dict[str, int]:
+    """Return the kilobytes of memory, the descriptors and the threads of this process."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    memory, threads = (int(fields[name].split()[0]) for name in ("RssAnon", "Threads"))
+    return {"memory": memory, "threads": threads, "descriptors": len(os.listdir("/proc/self/fd"))}
+
+
+PARTS: dict[str, Callable[[Plan], None]] = {"endure": endure, "compute": compute, "cycle": cycle}

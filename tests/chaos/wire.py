@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Address", "blobs", "flood", "listening", "throw"]
+__all__ = ["Address", "blobs", "connected", "flood", "listening", "throw"]
 
 Address = tuple[str, int]
-LISTENS = "0A"
+CONNECTED, LISTENS = "01", "0A"
 # So long a stranger waits to be let in, and then for an answer, in seconds.
 PATIENCE = 0.05
 GREETING = struct.Struct("!4sHHQ")  # of the TCP rendezvous
@@ -21,14 +21,21 @@ GREETING = struct.Struct("!4sHHQ")  # of the TCP rendezvous
 
 def listening(pids: Iterable[int]) -> set[Address]:
     """Return the IPv4 addresses that the processes ``pids`` listen on."""
-    inodes = {inode for pid in pids for inode in _socket_inodes(pid)}
-    found = set()
+    return {address for pid in pids for address in _own_ends(pid, LISTENS)}
+
+
+def connected(pid: int) -> set[Address]:
+    """Return the own ends of a process's IPv4 connections."""
+    return set(_own_ends(pid, CONNECTED))
+
+
+def _own_ends(pid: int, wanted: str) -> Iterator[Address]:
+    inodes = set(_socket_inodes(pid))
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         _, local, _, state, *rest = line.split()
-        if state == LISTENS and rest[5] in inodes:
+        if state == wanted and rest[5] in inodes:
             host, port = local.split(":")
-            found.add((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
-    return found
+            yield socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)
 
 
 def _socket_inodes(pid: int) -> Iterator[str]:
