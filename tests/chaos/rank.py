@@ -144,7 +144,8 @@ def record(created: list[tuple[str, int, int | None]], event: str, args: tuple[A
 
     When it is renamed, it is complete, and has its mode.
     """
-    if event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT:
+    has_path = event in ("open", "os.rename") and isinstance(args[0], (str, bytes, os.PathLike))
+    if has_path and event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT:
         created.append((os.fsdecode(args[0]), args[2], None))
     if event == "os.rename":
         created.append((os.fsdecode(args[0]), os.O_EXCL | os.O_NOFOLLOW, _mode(args[0])))

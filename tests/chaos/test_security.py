@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,16 @@ from tests.chaos import wire
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 
 NOBODY = 65534
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that every user can reach and write to; pytest's are for their user alone."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 
 
@@ -74,10 +86,9 @@ def test_another_users_files_stop_nobody_and_are_not_believed(
 
 
 @as_root
-def test_two_users_do_not_meet(ranks: Ranks, tmp_path: Path) -> None:
+def test_two_users_do_not_meet(ranks: Ranks, tmp_path: Path, public: Path) -> None:
     """Whose join belongs to somebody else is not counted, however right it is."""
-    tmp_path.chmod(0o777)
-    place = {"path": str(tmp_path / "meeting"), "log": str(tmp_path / "log"), "size": 2, "env": {}}
+    place = {"path": str(public / "meeting"), "log": str(tmp_path / "log"), "size": 2, "env": {}}
     plan = {"part": "compute", "init": "file", "seconds": 0.1, "params": {"TIMEOUT": 1.0}, **place}
     started = [ranks.start(0, **plan), ranks.start(1, uid=NOBODY, **plan)]
     for rank in started:
@@ -86,6 +97,8 @@ def test_two_users_do_not_meet(ranks: Ranks, tmp_path: Path) -> None:
     text = (tmp_path / "log").read_text()
     assert "rank 1 of 2 has not come within 1 s" in text
     assert "belongs to another user" in text
+    left = {file.owner() for file in public.iterdir()}
+    assert left <= {"nobody"}, "rank 0 may not have been able to remove what is another's"
 
 
 class Trap:

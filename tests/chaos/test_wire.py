@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,24 @@ def test_a_flood_of_strangers_uses_up_no_descriptors(ranks: Ranks, tmp_path: Pat
     finally:
         for stranger in strangers:
             stranger.close()
+
+
+def test_bytes_while_ranks_connect_do_no_more_than_end_the_start(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Gloo takes whoever comes first: then the start may fail, in time, on every rank."""
+    draw = random.Random(5)
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        params = {"BACKEND": "gloo", "TIMEOUT": 2.0}
+        started = start(ranks, folder, 3, "gloo", params=params, seconds=0.05)
+        pids = [rank.pid for rank in started]
+        ends = time.monotonic() + 0.2
+        while time.monotonic() < ends:
+            for door in wire.listening(pids):
+                wire.throw(door, next(wire.blobs(draw, 1)))
+        codes = {rank.await_event("ended")["code"] for rank in started}
+        assert codes <= {0, 1}, (folder / "log").read_text()
+        if 1 in codes:
+            assert "flashlight_py.errors." in (folder / "log").read_text()
