@@ -47,6 +47,10 @@ void fl_gloo_call_ranks(fl_group* group, const int* numbers) {
   group->group.call_ranks({numbers, numbers + group->group.size()});
 }
 
+int fl_gloo_is_ahead(fl_group* group, int rank, fl_signature* call) {
+  return group->group.is_ahead(rank, *call) ? 1 : 0;
+}
+
 void fl_gloo_give_up(fl_group* group, const char* why) { group->group.give_up(why); }
 
 void fl_gloo_on_interrupt(fl_group* group, int (*check)(void)) {

@@ -104,6 +104,13 @@ Seen Collectives::last_calls() const {
   return seen;
 }
 
+bool Collectives::is_ahead(int rank, fl_signature& call) const {
+  const Frame& frame = incoming_[rank];
+  if (rank == rank_ || __atomic_load_n(&frame.arrived, __ATOMIC_ACQUIRE) == 0) return false;
+  call = frame.signature;
+  return true;
+}
+
 std::vector<int> Collectives::not_arrived() const {
   std::vector<int> missing;
   for (int r = 0; r < size_; ++r) {

@@ -38,6 +38,10 @@ class Collectives {
   // Post the receives of the first headers; once, when every peer is connected.
   void open();
 
+  // Whether `rank` has told of a call that this rank has not made yet, and of which. No other call
+  // may run meanwhile.
+  bool is_ahead(int rank, fl_signature& call) const;
+
   // What the other ranks have called last, as far as they have told, and how long ago.
   Seen last_calls() const;
 

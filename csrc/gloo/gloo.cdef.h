@@ -45,6 +45,10 @@ fl_op *fl_gloo_run(fl_group *group, const fl_signature *signature, void *data, v
    the first operation. */
 void fl_gloo_call_ranks(fl_group *group, const int *numbers);
 
+/* Whether `rank` has begun a collective that this rank has not, and what it is. For messages: it may
+   change at any moment. */
+int fl_gloo_is_ahead(fl_group *group, int rank, fl_signature *call);
+
 /* End the group, and tell the others why, in words that end their operations too (FL_RAISED). */
 void fl_gloo_give_up(fl_group *group, const char *why);
 

@@ -64,6 +64,11 @@ std::shared_ptr<Operation> Group::connect(std::vector<char> addresses, size_t by
   return lanes_.submit(kCollectives, seconds, connect);
 }
 
+bool Group::is_ahead(int rank, fl_signature& call) {
+  Stay stay(lanes_);
+  return stay.enter(kCollectives) && collectives_.is_ahead(rank, call);
+}
+
 void Group::give_up(const std::string& why) {
   mesh_->fail(Failure(FL_RAISED, {mesh_->rank}, why));
 }

@@ -25,6 +25,8 @@ class Group {
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
 
   std::shared_ptr<Operation> connect(std::vector<char> addresses, size_t bytes, double seconds);
+  // Whether `rank` has begun a collective that nobody has called here, and which.
+  bool is_ahead(int rank, fl_signature& call);
   // End, and tell the others why.
   void give_up(const std::string& why);
 

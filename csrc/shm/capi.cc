@@ -104,6 +104,7 @@ fl_shm_region* fl_shm_add_region(fl_shm_group* group, const char* path, int crea
   return guarded<fl_shm_region*>(nullptr, message, message_bytes, [&] {
     const auto mapping = std::make_shared<fl::Mapping>(
         map(path, create != 0, bytes * group->group.size()));
+    mapping->close_file();  // there may be many of them
     return new fl_shm_region{mapping, group->group.add_region(mapping, bytes)};
   });
 }
@@ -124,6 +125,10 @@ void fl_shm_on_mismatch(fl_shm_group* group, void (*where)(fl_site*)) {
 
 void fl_shm_call_ranks(fl_shm_group* group, const int* numbers) {
   group->group.call_ranks({numbers, numbers + group->group.size()});
+}
+
+int fl_shm_is_ahead(fl_shm_group* group, int rank, fl_signature* call) {
+  return group->group.is_ahead(rank, *call) ? 1 : 0;
 }
 
 void fl_shm_give_up(fl_shm_group* group, const char* why) {

@@ -181,6 +181,13 @@ Seen Collectives::last_calls() const {
   return seen;
 }
 
+bool Collectives::is_ahead(int rank, fl_signature& call) const {
+  const Call& next = segment_.block(rank).calls[(calls_ + 1) % 2];
+  if (rank == rank_ || next.number.value() != calls_ + 1) return false;
+  call = next.signature;
+  return true;
+}
+
 // Large arrays --------------------------------------------------------------------------------
 
 // The way of this call's `bytes`, the same on every rank, by what all have told.

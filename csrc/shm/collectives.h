@@ -57,6 +57,9 @@ class Collectives {
   // The last call of every rank, and how long ago it was.
   Seen last_calls() const;
 
+  // Whether `rank` has made a call that this rank has not made yet, and which.
+  bool is_ahead(int rank, fl_signature& call) const;
+
   // Arrays in this memory are reduced where they are. Collective in effect: every rank adds the
   // same regions in the same order. Returns this rank's array.
   void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);

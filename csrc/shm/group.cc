@@ -94,6 +94,11 @@ fl_site ShmGroup::asked(const fl_site* site) const {
   return here;
 }
 
+bool ShmGroup::is_ahead(int rank, fl_signature& call) {
+  const std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
+  return lock.owns_lock() && queued_ == 0 && collectives_.is_ahead(rank, call);
+}
+
 void ShmGroup::give_up(const std::string& why) {
   peers_.fail(Failure(FL_RAISED, {rank_}, why));
 }

@@ -52,6 +52,8 @@ class ShmGroup {
   void call_ranks(std::vector<int> numbers) { peers_.call_ranks(std::move(numbers)); }
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
   void on_mismatch(WhereAmI where) { where_ = where; }
+  // Whether `rank` has begun a collective that nobody has called here, and which.
+  bool is_ahead(int rank, fl_signature& call);
   // End, and tell the others why.
   void give_up(const std::string& why);
   int size() const { return size_; }

@@ -15,7 +15,7 @@
 
 namespace fl {
 
-// A mapped file in memory (/dev/shm). Unmapped with the object.
+// A mapped file in memory. Unmapped with the object, and closed.
 class Mapping {
  public:
   // Create the file, exclusively and for this user alone, or take one without a name that a process
@@ -32,9 +32,18 @@ class Mapping {
 
   char* data() const { return data_; }
   size_t size() const { return size_; }
+  // The file stays open until this, to hold locks.
+  void close_file();
+
+  // Lock byte `number` of the file until it is closed, which the end of the process does too; false
+  // where that cannot be had. And whether another mapping has locked it. Unlike a pidfd, that reaches
+  // into other containers.
+  bool lock(int number) const;
+  bool is_locked(int number) const;
 
  private:
-  Mapping(char* data, size_t size) : data_(data), size_(size) {}
+  Mapping(int fd, char* data, size_t size) : fd_(fd), data_(data), size_(size) {}
+  int fd_ = -1;
   char* data_ = nullptr;
   size_t size_ = 0;
 };
@@ -102,6 +111,7 @@ struct alignas(kLine) RankBlock {
   alignas(kLine) Bell bell;  // for the threads of this rank that wait for messages
   alignas(kLine) std::atomic<int32_t> pid;  // written last; 0: not there yet
   std::atomic<uint64_t> pid_namespace;
+  std::atomic<int32_t> holds_lock;  // of its byte of the file, while it lives
   uint64_t token, token_at;  // a number, and where it also lies in the process: see remote.h
 };
 
@@ -147,6 +157,7 @@ class Segment {
   Segment() = default;
   Segment(Mapping mapping, int ranks);
 
+  const Mapping& mapping() const { return mapping_; }
   RankBlock& block(int rank) const { return blocks_[rank]; }
   char* slot(int rank, uint32_t chunk) const {
     return slots_ + (static_cast<size_t>(rank) * kSlots + chunk % kSlots) * chunk_bytes_;

@@ -70,6 +70,10 @@ void fl_shm_on_mismatch(fl_shm_group *group, void (*where)(fl_site *site));
    the first operation. */
 void fl_shm_call_ranks(fl_shm_group *group, const int *numbers);
 
+/* Whether `rank` has begun a collective that this rank has not, and what it is. For messages: it may
+   change at any moment. */
+int fl_shm_is_ahead(fl_shm_group *group, int rank, fl_signature *call);
+
 /* End the group, and tell the others why, in words that end their operations too (FL_RAISED). */
 void fl_shm_give_up(fl_shm_group *group, const char *why);
 

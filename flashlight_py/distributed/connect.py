@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.agreement import between_hosts
 from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend
@@ -125,6 +126,7 @@ def _between(
     store: Store, settings: Settings, hosts: Sequence[Sequence[int]]
 ) -> tuple[Backend, Backend | None]:
     """Join all ranks, and the ranks of one place on their hosts; three exchanges in any case."""
+    settings = replace(settings, timeout=between_hosts(settings.timeout))
     flat = _gloo(store, settings)
     local = next(host.index(store.rank) for host in hosts if store.rank in host)
     carriers = min(len(host) for host in hosts)

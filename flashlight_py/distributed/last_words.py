@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashlight_py.distributed.backend import Backend
 
-__all__ = ["install", "is_interactive", "listen", "tell", "tell_of_threads", "uninstall"]
+__all__ = [
+    "install",
+    "is_interactive",
+    "listen",
+    "open_backends",
+    "tell",
+    "tell_of_threads",
+    "uninstall",
+]
 
 # What fits into the farewells of csrc.
 _BYTES = 3900
@@ -71,6 +79,11 @@ _hooks: _Hooks | None = None
 def listen(backend: Backend) -> None:
     """Have ``backend`` told; it is forgotten when it is collected."""
     _open.add(backend)
+
+
+def open_backends() -> list[Backend]:
+    """Return all that listen, those of groups that were closed since perhaps among them."""
+    return list(_open)
 
 
 def install() -> None:

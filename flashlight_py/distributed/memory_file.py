@@ -26,12 +26,17 @@ _YOUNG = 60.0
 
 
 def process_space() -> str:
-    """Return a text that is the same for processes of one kernel that see each other in /proc."""
+    """Return a text that is the same for processes of one kernel that see each other in /proc.
+
+    Empty where others cannot open this one's files there, or where it can make none.
+    """
     kernel = Path("/proc/sys/kernel/random/boot_id")
     try:
-        return f"{kernel.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        is_open = os.stat("/proc/self").st_uid == os.geteuid()  # not so if it may not be traced
+        space = f"{kernel.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
+    return space if is_open and hasattr(os, "memfd_create") else ""  # Python may be older than it
 
 
 def needs_names(spaces: Sequence[str]) -> bool:
@@ -67,6 +72,7 @@ class MemoryFile:
             fcntl.flock(self.fd, fcntl.LOCK_SH)  # it has an owner that lives
         else:
             self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+            os.fchmod(self.fd, 0o600)
         self.own_path = f"/proc/{os.getpid()}/fd/{self.fd}"
         self.path = self.own_path if self._named is None else str(self._named)
 

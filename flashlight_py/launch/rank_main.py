@@ -89,9 +89,9 @@ def _report(link: Connection, folder: Path, task: int) -> bool:
 
 
 def _tell_the_others(error: BaseException) -> None:
-    from flashlight_py.distributed import last_words
+    import flashlight_py as fl
 
-    last_words.tell(error)
+    fl.distributed.last_words.tell(error)
 
 
 def _do(folder: Path, task: int) -> bytes:

@@ -36,6 +36,7 @@ if {rank} < 0:
     fl.distributed_init(fl.DistributedInit.MPI, params={params})
 else:
     fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, {rank}, {size}, params={params})
+fl.barrier()
 train()
 fl.distributed_shutdown()
 """

@@ -1,8 +1,13 @@
-"""Random programs of which one rank's differs: all raise at that call, and nothing was changed."""
+"""Random programs of which one rank's differs: all raise at that call, and nothing was changed.
+
+EXAMPLES=1000 in the environment tries as many for each backend, others in every run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from typing import Any
 
 import hypothesis
@@ -15,6 +20,8 @@ from tests.distributed import conformance
 from tests.distributed.conformance import BACKENDS
 from tests.distributed.harness import run_ranks
 
+FEW = 25
+EXAMPLES = int(os.environ.get("EXAMPLES", FEW))
 WORLDS = {"gloo": 2, "shm": 3, "hierarchical": 3, "mpi": 2}
 VERBS = [
     *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter"),
@@ -128,7 +135,7 @@ def test_programs_that_differ_raise_everywhere_and_change_nothing(pool: Any, bac
     world = pool(size, **BACKENDS[backend][1])
     last = Call("all_reduce", dtype="float32", shape=(18,))
 
-    @hypothesis.settings(max_examples=25, derandomize=True, database=None)
+    @hypothesis.settings(max_examples=EXAMPLES, derandomize=EXAMPLES == FEW, database=None)
     @hypothesis.given(programs(), st.integers(0, size - 1))
     def check(drawn: tuple[list[Call], list[Call]], odd: int) -> None:
         common, other = drawn
@@ -194,6 +201,27 @@ def line_of(function: Any) -> int:
     """Return the line of the function's first statement."""
     line: int = function.__code__.co_firstlineno
     return line + 1
+
+
+def differ_in_group(rank: int, size: int) -> str:
+    pair = fl.new_group([0, 1])
+    with pytest.raises(fl.errors.DistributedError) as caught:
+        (pair if rank == 1 else fl).all_reduce(np.zeros(3))  # type: ignore[attr-defined]
+    with contextlib.suppress(fl.errors.DistributedError):
+        fl.distributed_shutdown()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_verbs_of_different_groups_are_a_mismatch(backend: str) -> None:
+    texts = run_ranks(differ_in_group, 2, params={"BACKEND": backend, "TIMEOUT": 1})
+    # Who comes second hears of the first.
+    told = [text for text in texts if "the ranks called verbs of different groups" in text]
+    assert told, texts
+    for text in told:
+        assert text.startswith("MismatchError: [all_reduce] rank ")
+        assert ": this rank called all_reduce(float64 (3,), op=sum, scale=1) as rank" in text
+        assert " called all_reduce(float64 (3,), op=sum, scale=1) as rank" in text
 
 
 def differ_in_checks(rank: int, size: int, path: str) -> str:

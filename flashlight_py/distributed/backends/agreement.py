@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,11 +19,19 @@ from flashlight_py.distributed.call_site import call_site
 from flashlight_py.distributed.people import names
 from flashlight_py.errors import MismatchError
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "between_hosts"]
 
 _KEY_BYTES = 16
 # Room for a call and its place as text, told only where calls differ.
 _TEXT_BYTES = 320
+
+
+def between_hosts(seconds: float) -> float:
+    """Return how long hosts wait for each other where ranks of one host wait ``seconds``.
+
+    A little longer: the host of a rank that is late can then say so, instead of being late itself.
+    """
+    return seconds + min(2.0, 0.2 * seconds)
 
 
 class Agreement:
@@ -31,6 +40,7 @@ class Agreement:
     def __init__(self, inside: Backend, between: Backend | None, flat: Backend) -> None:
         self._inside, self._between, self._flat = inside, between, flat
         self.calls = 0
+        self._last, self._last_at = "no call of this group", time.monotonic()
 
     def reach(self, call: str, seconds: float | None = None) -> None:
         """Return once every rank has called ``call``, whose first word is the verb.
@@ -45,8 +55,13 @@ class Agreement:
         with self._within(seconds):
             same = self._all_call(call)
             if same:
+                self._last, self._last_at = f"call {self.calls}, {call}", time.monotonic()
                 return
             raise MismatchError(self._differences(call))
+
+    def last(self) -> str:
+        """Say which call all ranks have joined last, and when."""
+        return f"All ranks joined {self._last}, {time.monotonic() - self._last_at:.1f} s ago"
 
     def _all_call(self, call: str) -> bool:
         """Tell whether all ranks call the same; the same answer on all of them."""
@@ -81,8 +96,9 @@ class Agreement:
             yield
             return
         with contextlib.ExitStack() as limits:
-            for backend in filter(None, (self._inside, self._between, self._flat)):
-                limits.enter_context(backend.within(seconds))
+            limits.enter_context(self._inside.within(seconds))
+            for backend in filter(None, (self._between, self._flat)):
+                limits.enter_context(backend.within(between_hosts(seconds)))
             yield
 
 

@@ -17,6 +17,7 @@ from flashlight_py.distributed.backends.interrupts import (
     raise_interruption,
 )
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
+from flashlight_py.distributed.backends.native_calls import call_in_words
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.rendezvous._peers import Peer, this_process
 from flashlight_py.distributed.rendezvous.store import Store
@@ -112,6 +113,12 @@ class GlooBackend(NativeBackend):
 
     def _exchange(self, messages: Any, results: Any) -> None:
         self.lib.fl_gloo_exchange(self._group, messages, len(messages), self.timeout, results)
+
+    def call_ahead(self, rank: int) -> str:
+        """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""
+        call = self.ffi.new("fl_signature *")
+        ahead = self._group is not None and self.lib.fl_gloo_is_ahead(self._group, rank, call)
+        return call_in_words(self.lib, call) if ahead else ""
 
     def _give_up(self, group: Any, why: bytes) -> None:
         self.lib.fl_gloo_give_up(group, why)

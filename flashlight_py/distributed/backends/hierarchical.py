@@ -257,7 +257,7 @@ class HierarchicalBackend(Backend):
             raise
         except (PeerLostError, CollectiveTimeoutError) as error:
             self.end(error)
-            raise type(error)(f"in {call}: {error}") from error
+            raise type(error)(f"in {call}: {error}{self._last(error)}") from error
         except BaseException:
             self._close_backends()
             raise
@@ -271,6 +271,12 @@ class HierarchicalBackend(Backend):
         """Tell the others inside and outside of this host; see ``Backend``."""
         for backend in filter(None, (self._inside, self._between, self._flat)):
             backend.give_up(traceback)
+
+    def _last(self, error: DistributedError) -> str:
+        """Say of a timeout what the late rank has joined before, as far as that is known."""
+        if self._agreement is None or not isinstance(error, CollectiveTimeoutError):
+            return ""
+        return f". {self._agreement.last()}"
 
     def end(self, error: DistributedError) -> None:
         """End all backends because of ``error`` of one of them."""

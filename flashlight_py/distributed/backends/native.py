@@ -15,6 +15,7 @@ from flashlight_py.device import Array
 from flashlight_py.distributed import last_words
 from flashlight_py.distributed.arrays import dtype_code, require_length
 from flashlight_py.distributed.backend import Backend, Message
+from flashlight_py.distributed.backends.describing import Describer
 from flashlight_py.distributed.backends.interrupts import SITE_BYTES, raise_interruption
 from flashlight_py.distributed.backends.native_errors import words_of, words_of_traceback
 from flashlight_py.distributed.backends.native_work import GATHERED, SCATTERED, NativeWork, Received
@@ -48,6 +49,8 @@ class NativeBackend(Backend):
         self._group: Any = None  # the library's handle; None once the group is closed
         self._signature = self.ffi.new("fl_signature *")
         self._sites: dict[Place, Any] = {}
+        self._describer = Describer(self.ffi, self._signature)
+        self._pointer = self._describer.pointer
         self._running: list[NativeWork] = []
 
     @abc.abstractmethod
@@ -230,6 +233,10 @@ class NativeBackend(Backend):
         """Wait for all; ``timeout`` in seconds; see ``Backend``."""
         return self._start("barrier", self.lib.FL_BARRIER, None, timeout=timeout, blocking=True)
 
+    @abc.abstractmethod
+    def call_ahead(self, rank: int) -> str:
+        """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
+
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
         """Bound what is started within by ``seconds``; see ``Backend``."""
@@ -285,31 +292,23 @@ class NativeBackend(Backend):
     def _describe(
         self, name: str, verb: int, array: Array | None, op: ReduceOp, scale: float, root: int
     ) -> None:
+        if array is not None:
+            code = dtype_code(name, array.dtype)
+            self._describer.describe(array, verb, code, op, scale, root)
+            return
         signature = self._signature
         signature.verb, signature.op, signature.scale, signature.root = verb, op, scale, root
-        if array is None:
-            signature.dtype = signature.itemsize = signature.count = 0
-            signature.ndim = self.lib.FL_ANY if verb == self.lib.FL_SCATTER else 0
-            return
-        shape = array.shape
-        signature.dtype, signature.itemsize = dtype_code(name, array.dtype), array.itemsize
-        signature.count, signature.ndim = math.prod(shape), len(shape)
-        for d, extent in enumerate(shape[:8]):
-            signature.shape[d] = extent
+        signature.dtype = signature.itemsize = signature.count = 0
+        signature.ndim = self.lib.FL_ANY if verb == self.lib.FL_SCATTER else 0
 
     def _here(self) -> Any:
         """Return where user code has called, as the library takes it."""
-        place = caller()
+        place = caller(3)
         site = self._sites.get(place)
         if site is None:
             text = site_of(place).encode()[-SITE_BYTES:]
             site = self._sites[place] = self.ffi.new("fl_site *", {"text": text})
         return site
-
-    def _pointer(self, array: Array | None) -> Any:
-        if array is None:
-            return self.ffi.NULL
-        return self.ffi.cast("void *", array.ctypes.data)
 
     def message(self, room: Any) -> str:
         """Return what the library wrote into ``room``."""

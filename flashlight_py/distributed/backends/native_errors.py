@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from flashlight_py.distributed.backends.elsewhere import waits_elsewhere
 from flashlight_py.distributed.backends.native_calls import call_in_words, number_in_words
 from flashlight_py.distributed.people import names, who_that_was
 from flashlight_py.errors import (
@@ -47,12 +48,7 @@ def failure(
             f"or closed its connection: look at its own output. {_UNUSABLE}"
         )
     if status == lib.FL_TIMEOUT:
-        return CollectiveTimeoutError(
-            f"{where}: {who} did not join within {seconds:g} seconds ({text})"
-            f"{who_that_was(missing, backend.people)}. {_last_calls(backend, handle, missing)}It "
-            "is stuck, slow, or called something else; a longer limit is params={'TIMEOUT': "
-            f"seconds}}. {_UNUSABLE}"
-        )
+        return _late(where, backend, handle, missing, f"{seconds:g} seconds", text)
     if status == lib.FL_CLOSED:
         return GroupClosedError(f"{where}: the group cannot be used any more: {text}")
     return DistributedError(f"{where}: {text}")
@@ -106,6 +102,40 @@ def _site(backend: NativeBackend, handle: Any, rank: int) -> str:
     """Say where ``rank`` called that, if it is known."""
     site = backend.ffi.string(backend.lib.fl_op_site(handle, rank)).decode(errors="replace")
     return f" at {site}" if site else ""
+
+
+def _late(
+    where: str,
+    backend: NativeBackend,
+    handle: Any,
+    missing: Sequence[int],
+    limit: str,
+    text: str,
+) -> DistributedError:
+    """Return the error of a wait for ``missing`` that lasted to its ``limit``."""
+    elsewhere = waits_elsewhere(backend, missing)
+    if elsewhere:
+        return MismatchError(
+            f"{where}: the ranks called verbs of different groups: {_own_call(backend, handle)}; "
+            f"{elsewhere}. They waited {limit} for each other. {_UNUSABLE}; make every rank call "
+            "the same, in the same order"
+        )
+    who = _names(backend, missing) if missing else "another rank"
+    return CollectiveTimeoutError(
+        f"{where}: {who} did not join within {limit} ({text})"
+        f"{who_that_was(missing, backend.people)}. {_last_calls(backend, handle, missing)}It is "
+        "stuck, slow, or called something else; a longer limit is params={'TIMEOUT': seconds}. "
+        f"{_UNUSABLE}"
+    )
+
+
+def _own_call(backend: NativeBackend, handle: Any) -> str:
+    """Say what this rank has called, in which group."""
+    signatures = backend.lib.fl_op_signatures(handle)
+    if signatures == backend.ffi.NULL:
+        return f"{backend.name} waits for a message"
+    mine = call_in_words(backend.lib, signatures[backend.rank])
+    return f"this rank called {mine} as rank {backend.rank} of a group of {backend.size}"
 
 
 def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int]) -> str:

@@ -23,6 +23,7 @@ from flashlight_py.distributed.backends.interrupts import (
     raise_interruption,
 )
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
+from flashlight_py.distributed.backends.native_calls import call_in_words
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.exchange import BackendStore
 from flashlight_py.distributed.memory_file import DIRECTORY, MemoryFile, needs_names
@@ -136,6 +137,12 @@ class ShmBackend(NativeBackend):
         """Let the group forget arrays that were collected."""
         while self._dropped:
             self.lib.fl_shm_drop_region(self._group, self._dropped.pop())
+
+    def call_ahead(self, rank: int) -> str:
+        """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""
+        call = self.ffi.new("fl_signature *")
+        ahead = self._group is not None and self.lib.fl_shm_is_ahead(self._group, rank, call)
+        return call_in_words(self.lib, call) if ahead else ""
 
     def _give_up(self, group: Any, why: bytes) -> None:
         self.lib.fl_shm_give_up(group, why)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
 import select
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
@@ -73,7 +76,8 @@ class Checks:
 
         Verbs that ask the others over the CPU, and compare there, must not differ from others.
         """
-        call = describe(verb, array, how)
+        dtype, shape = (None, None) if array is None else (array.dtype, array.shape)
+        call = describe(verb, dtype, shape, tuple(how.items()))
         self._mine.post(call, call if verb in _UNASKED else "")
 
     def give_up(self, traceback: str) -> None:
@@ -137,12 +141,18 @@ class Checks:
             os.close(self._ends.popitem()[1])
 
 
-def describe(verb: str, array: Array | None, how: Mapping[str, Any]) -> str:
-    """Return a call in words, with the named arguments ``how``."""
-    if array is None:
+@functools.lru_cache(maxsize=1024)
+def describe(
+    verb: str,
+    dtype: np.dtype[Any] | None,
+    shape: tuple[int, ...] | None,
+    how: tuple[tuple[str, Any], ...],
+) -> str:
+    """Return a call in words, of an array if there is one, with the named arguments ``how``."""
+    if dtype is None:
         return f"{verb}()"
-    named = (f"{name}={_value(value)}" for name, value in how.items())
-    return f"{verb}({', '.join([f'{array.dtype} {array.shape}', *named])})"
+    named = (f"{name}={_value(value)}" for name, value in how)
+    return f"{verb}({', '.join([f'{dtype} {shape}', *named])})"
 
 
 def _value(value: Any) -> str:

@@ -41,9 +41,10 @@ class HostsLink:
     def close(self) -> None:
         """End the thread, and the connection; may be repeated."""
         self._stop.set()
-        self._between.close()
+        self._between.give_up("this host compares no more")  # ends a wait for the others
         if self._thread is not None:
             self._thread.join()
+        self._between.close()
 
     def _run(self) -> None:
         try:

@@ -38,7 +38,11 @@ def join_gpus(
     nccl, cupy, index = tools
     with cupy.cuda.Device(index):
         communicator = _communicator(cpu, nccl, unique_id, timeout)
-    checks = begin_checks(cpu, connect)
+    try:
+        checks = begin_checks(cpu, connect)
+    except BaseException:
+        communicator.close()
+        raise
     return NcclBackend(cpu, communicator, cupy, index, checks)
 
 

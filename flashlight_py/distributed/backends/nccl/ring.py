@@ -6,6 +6,7 @@ of its own, and its watchdog looks whether the others have posted the same.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import struct
@@ -14,7 +15,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flashlight_py.distributed.call_site import call_site
+from flashlight_py.distributed.call_site import Place, caller, site_of
 from flashlight_py.distributed.memory_file import open_memory
 
 __all__ = ["Posted", "Ring", "Word", "bytes_of_rings", "map_rings"]
@@ -70,7 +71,7 @@ class Ring:
 
     def __init__(self, memory: mmap.mmap, rank: int) -> None:
         self._memory, self._begin = memory, rank * _RING_BYTES
-        self._chain = 0
+        self._chain = self._posted = 0
 
     @property
     def count(self) -> int:
@@ -83,7 +84,8 @@ class Ring:
 
         Whoever reads it a moment too early knows by its checksum.
         """
-        number, text, site = self.count + 1, _fit(call, _CALL_BYTES), _fit(call_site(), _SITE_BYTES)
+        self._posted += 1
+        number, text, site = self._posted, _fit(call, _CALL_BYTES), _site(caller())
         self._chain = zlib.crc32(key.encode(), self._chain)
         entry = (number, self._chain, _checksum(number, text), time.monotonic(), text, site)
         _ENTRY.pack_into(self._memory, self._place(number), *entry)
@@ -134,6 +136,11 @@ def first_difference(rings: Sequence[Ring], after: int) -> tuple[int, list[Poste
 
 def _checksum(number: int, text: bytes) -> int:
     return zlib.crc32(text, number & 0xFFFFFFFF)
+
+
+@functools.lru_cache(maxsize=1024)
+def _site(place: Place) -> bytes:
+    return _fit(site_of(place), _SITE_BYTES)
 
 
 def _fit(text: str, limit: int) -> bytes:
