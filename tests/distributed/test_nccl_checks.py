@@ -17,7 +17,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.backends.nccl.ring import Ring, bytes_of_rings, first_difference
 from flashlight_py.distributed.world import current_world
 from tests.distributed import conformance, cuda_stand_in
-from tests.distributed.harness import run_outcomes
+from tests.distributed.harness import run_outcomes, run_ranks
 
 
 class Stuck(cuda_stand_in.StandInNccl):
@@ -34,57 +34,60 @@ def never_done(event: Any, block: bool = False, disable_timing: bool = False) ->
     event.number, event.done = next(cuda_stand_in.Event._numbers), False
 
 
-def gpus() -> Any:
+def gpus(group: Any) -> Any:
     """Join the stand-ins of GPUs, and return what makes arrays on them."""
-    nccl = cuda_stand_in.install(current_world().group.backend())
+    nccl = cuda_stand_in.install(group.backend())
     nccl.__class__ = Stuck
     cuda_stand_in.Event.__init__ = never_done  # type: ignore[method-assign]
-    current_world().group.join_gpus()
+    group.join_gpus()
     import cupy
 
     return cupy
 
 
-def finish(verb: Any, *args: Any) -> None:
+def finish(group: Any, verb: Any, *args: Any) -> None:
     """Call, and wait: the host itself waits for nothing."""
     verb(*args)
-    fl.sync_distributed()
+    group.synchronize()
 
 
 CALLS: dict[str, Any] = {
-    "dtype": lambda cp, rank: fl.all_reduce(cp.zeros(3, "float32" if rank else "float64")),
-    "shape": lambda cp, rank: fl.all_reduce(cp.zeros((2, 3) if rank else (3, 2))),
-    "op": lambda cp, rank: fl.all_reduce(cp.zeros(3), op="max" if rank else "min"),
-    "scale": lambda cp, rank: fl.all_reduce(cp.zeros(3), scale=1.0 + rank),
-    "root": lambda cp, rank: fl.broadcast(cp.zeros(3), root=min(rank, 1)),
-    "verb": lambda cp, rank: (fl.reduce if rank else fl.all_reduce)(cp.zeros(3)),
-    "a verb of the CPU": lambda cp, rank: (fl.all_gather if rank else fl.all_reduce)(cp.zeros(3)),
+    "dtype": lambda g, cp, rank: g.all_reduce(cp.zeros(3, "float32" if rank else "float64")),
+    "shape": lambda g, cp, rank: g.all_reduce(cp.zeros((2, 3) if rank else (3, 2))),
+    "op": lambda g, cp, rank: g.all_reduce(cp.zeros(3), op="max" if rank else "min"),
+    "scale": lambda g, cp, rank: g.all_reduce(cp.zeros(3), scale=1.0 + rank),
+    "root": lambda g, cp, rank: g.broadcast(cp.zeros(3), root=min(rank, 1)),
+    "verb": lambda g, cp, rank: (g.reduce if rank else g.all_reduce)(cp.zeros(3)),
+    "a verb of the CPU": lambda g, cp, rank: (g.all_gather if rank else g.all_reduce)(cp.zeros(3)),
 }
 
 
-def differ(rank: int, size: int, name: str) -> tuple[str, str, float]:
-    cp = gpus()
-    fl.all_reduce(cp.zeros(7), async_op=True)  # the same on all
-    started = time.monotonic()
-    with pytest.raises(fl.errors.MismatchError) as caught:
-        finish(CALLS[name], cp, rank)
-    took = time.monotonic() - started
-    with pytest.raises(fl.errors.GroupClosedError) as after:
-        fl.all_reduce(cp.zeros(3))
-    return str(caught.value), str(after.value), took
+def differ(rank: int, size: int) -> dict[str, tuple[str, str, float]]:
+    """Differ in each way, in a group of its own: it breaks."""
+    told = {}
+    for name, call in CALLS.items():
+        group = fl.new_group(range(size))
+        cp = gpus(group)
+        group.all_reduce(cp.zeros(7), async_op=True)  # the same on all
+        started = time.monotonic()
+        with pytest.raises(fl.errors.MismatchError) as caught:
+            finish(group, call, group, cp, rank)
+        took = time.monotonic() - started
+        with pytest.raises(fl.errors.GroupClosedError) as after:
+            group.all_reduce(cp.zeros(3))
+        told[name] = str(caught.value), str(after.value), took
+    return told
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_mismatch_aborts_and_raises_on_every_rank(name: str) -> None:
-    for rank, outcome in enumerate(run_outcomes(differ, 2, name)):
-        assert outcome.ok, outcome.report()
-        message, after, took = outcome.value
-        assert f"rank {rank} of 2: the ranks called different things in call 2 of" in message
-        assert "rank 0 called " in message
-        assert "rank 1 called " in message
-        assert message.count("test_nccl_checks.py:") == 2
-        assert "called different things" in after
-        assert took < 5
+def test_a_mismatch_aborts_and_raises_on_every_rank() -> None:
+    for rank, told in enumerate(run_ranks(differ, 2)):
+        for message, after, took in told.values():
+            assert f"rank {rank} of 2: the ranks called different things in call 2 of" in message
+            assert "rank 0 called " in message
+            assert "rank 1 called " in message
+            assert message.count("test_nccl_checks.py:") == 2
+            assert "called different things" in after
+            assert took < 5
 
 
 def test_a_mismatch_between_hosts_reaches_every_rank() -> None:
@@ -98,19 +101,21 @@ def test_a_mismatch_between_hosts_reaches_every_rank() -> None:
 
 
 def differ_between_hosts(rank: int, size: int) -> str:
-    cp = gpus()
+    world = current_world().group
+    cp = gpus(world)
     with pytest.raises(fl.errors.MismatchError) as caught:
-        finish(fl.all_reduce, cp.zeros(3 if rank < 2 else 4))
+        finish(world, fl.all_reduce, cp.zeros(3 if rank < 2 else 4))
     return str(caught.value)
 
 
 def die(rank: int, size: int) -> str:
-    cp = gpus()
+    world = current_world().group
+    cp = gpus(world)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(fl.errors.PeerLostError) as caught:
-        finish(fl.all_reduce, cp.zeros(3))
+        finish(world, fl.all_reduce, cp.zeros(3))
     assert time.monotonic() - started < 2
     return str(caught.value)
 
