@@ -12,7 +12,7 @@ from tests.distributed.rendezvous_helpers import Ranks
 __all__ = ["BACKENDS", "growth"]
 
 # Cycles in which caches fill and the allocator finds its size.
-WARM = 20
+WARM = 15
 SIZE = 3
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.chaos import cycles
 from tests.distributed.rendezvous_helpers import Ranks
 
-CYCLES = 40
+CYCLES = 20
 # Kilobytes that an allocator may keep; of a leak, each cycle would add to them.
 SLACK = 400
 

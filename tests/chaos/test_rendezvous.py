@@ -16,6 +16,8 @@ from tests.distributed.rendezvous_helpers import Rank, Ranks
 
 NOBODY = 65534
 PAGE = 4096
+# Enough pages for a run of three ranks, whose every file takes one.
+DISK = 256
 HOUR = 3600.0
 TIMEOUT = 1.0
 # Over TIMEOUT a rank may take so long to tell the others why it fails, in seconds.
@@ -79,17 +81,19 @@ def test_a_spoilt_join_is_not_believed_and_is_told(ranks: Ranks, folder: Path, h
         SPOILS[how](file)
     started.append(ranks.start(2, 3, **plan(folder)))
     codes = ends(started)
-    # Rank 0 may have read it before; then all is well.
+    # Rank 0 may have read it before; then all is well. Otherwise it says which file it passed over,
+    # unless the time of another rank was up before its own.
     assert len(codes) == 1
     if codes == {1}:
-        assert "files passed over: join-" in (folder.parent / "log").read_text()
+        text = (folder.parent / "log").read_text()
+        assert "files passed over: join-" in text or "has not answered within" in text
     assert os.listdir(folder) == []
 
 
 @pytest.fixture
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of 16 pages."""
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={16 * PAGE}", "tmpfs", str(folder)]
+    """A file system of ``DISK`` pages."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK * PAGE}", "tmpfs", str(folder)]
     mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
     if mounted.returncode != 0:
         pytest.skip(f"needs the right to mount a file system: {mounted.stderr.strip()}")
@@ -103,7 +107,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 def test_a_full_disk_is_an_error_on_every_rank(ranks: Ranks, small_disk: Path, pages: int) -> None:
     """With no room, or with room for so many files."""
     filler = small_disk / "filler"
-    filler.write_bytes(bytes((16 - pages) * PAGE))
+    filler.write_bytes(bytes((DISK - pages) * PAGE))
     codes = ends([ranks.start(rank, 3, **plan(small_disk)) for rank in range(3)])
     assert codes == {1}
     if pages == 0:

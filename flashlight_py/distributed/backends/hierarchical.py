@@ -53,6 +53,7 @@ class HierarchicalBackend(Backend):
         inside: joins this host's ranks, in the order of ``hosts``.
         between: joins local rank i of all hosts; None where some host has no such rank.
         flat: joins all ranks, for verbs that gain nothing from the hierarchy.
+        timeout: seconds that ``inside`` gives each operation; hosts wait a little longer.
         checked: compare what ranks call before anything moves. Otherwise what differs between
             hosts breaks the group, at once or after the timeout.
     """
@@ -67,13 +68,14 @@ class HierarchicalBackend(Backend):
         inside: Backend,
         between: Backend | None,
         flat: Backend,
+        timeout: float,
         checked: bool = True,
     ) -> None:
         self.rank, self.size = rank, flat.size
         self._hosts = [list(host) for host in hosts]
         self._carriers = min(len(host) for host in hosts)
         self._inside, self._between, self._flat = inside, between, flat
-        self._agreement = Agreement(inside, between, flat) if checked else None
+        self._agreement = Agreement(inside, between, flat, timeout) if checked else None
         self._host_of = {r: h for h, host in enumerate(self._hosts) for r in host}
         self._thread: ThreadPoolExecutor | None = None
         self._running: list[_FutureWork] = []
