@@ -83,6 +83,11 @@ class Ranks:
             start_new_session=True,
         )
 
+    @property
+    def server(self) -> int:
+        """The process that forks the ranks."""
+        return self._process.pid
+
     def start(self, rank: int, size: int, **plan: Any) -> Rank:
         """Start ``rank`` of ``size``; ``plan`` adds to or replaces the defaults."""
         plan = {**self._defaults, "rank": rank, "size": size, "id": len(self._ranks), **plan}
