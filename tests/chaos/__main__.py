@@ -57,6 +57,7 @@ def play(ranks: Ranks, game: Round) -> Verdict:
 
 
 def play_all(games: Iterator[Round]) -> list[Row]:
+    """Play until Ctrl-C; return the rows of what was played."""
     rows: dict[tuple[str, str], Row] = {}
     ranks = rounds.start_ranks()
     try:
@@ -65,6 +66,8 @@ def play_all(games: Iterator[Round]) -> list[Row]:
             rows.setdefault((game.backend, game.fate), Row(game.backend, game.fate)).add(verdict)
             if verdict.wrong:
                 sys.stdout.write(f"{game.command}\n  " + "\n  ".join(verdict.wrong) + "\n")
+    except KeyboardInterrupt:
+        sys.stdout.write("interrupted\n")
     finally:
         ranks.close()
     return list(rows.values())
