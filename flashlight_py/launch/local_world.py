@@ -45,11 +45,17 @@ def run(
     name = f"spawn of {getattr(fn, '__qualname__', repr(fn))}"
     task = _task(name, fn, args, params)
     ends = math.inf if timeout is None else time.monotonic() + timeout
-    with tempfile.TemporaryDirectory(prefix="flashlight-", ignore_cleanup_errors=True) as folder:
-        (Path(folder) / "task").write_bytes(task)
+    with (
+        tempfile.TemporaryDirectory(prefix="flashlight-", ignore_cleanup_errors=True) as folder,
+        open(
+            os.memfd_create("flashlight task"), "wb"
+        ) as memory,  # no file: nobody else may write it
+    ):
+        memory.write(task)
+        memory.flush()
         world = LocalWorld(name, size)
         try:
-            world.start(folder)
+            world.start(folder, memory.fileno())
             results = world.results(ends)
             world.leave()
         except BaseException as error:
@@ -103,23 +109,23 @@ class LocalWorld:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection] = []
 
-    def start(self, folder: str) -> None:
-        """Start all ranks; they find their task in ``folder`` and meet there."""
+    def start(self, folder: str, task: int) -> None:
+        """Start all ranks; they inherit the descriptor ``task`` and meet in ``folder``."""
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()  # what was printed before comes before what the ranks print
         threads = thread_variables(os.environ, self.size, usable_cores())
         meeting = os.path.join(folder, "meeting")
         for rank in range(self.size):
             environ = {**os.environ, **threads, **rank_variables(rank, self.size, meeting)}
-            self._start_rank(folder, environ)
+            self._start_rank(folder, task, environ)
 
-    def _start_rank(self, folder: str, environ: Mapping[str, str]) -> None:
+    def _start_rank(self, folder: str, task: int, environ: Mapping[str, str]) -> None:
         ours, theirs = Pipe()
         self._links.append(ours)
         with theirs:
-            place = [folder, str(theirs.fileno()), str(os.getpid())]
+            place = [folder, str(task), str(theirs.fileno()), str(os.getpid())]
             command = [*_interpreter(), str(RANK_MAIN), *place]
-            self._processes.append(processes.start(command, environ, [theirs.fileno()]))
+            self._processes.append(processes.start(command, environ, [theirs.fileno(), task]))
         with suppress(BrokenPipeError):  # a rank that has died already is noticed later
             ours.send_bytes(multiprocessing.current_process().authkey)
 

@@ -1,9 +1,9 @@
-"""The program of one rank of ``spawn``: ``python rank_main.py FOLDER LINK PARENT``.
+"""The program of one rank of ``spawn``: ``python rank_main.py FOLDER TASK LINK PARENT``.
 
-FOLDER holds the task, LINK is the inherited descriptor of a connection to the parent, PARENT its
-process number. The key of multiprocessing comes through the link and one report goes back. A rank
-that has returned then waits for the parent to close the link, so that nobody leaves the world while
-others compute.
+The ranks meet in FOLDER. TASK and LINK are inherited descriptors: of memory that holds two pickles,
+and of a connection to the parent, whose process number is PARENT. The key of multiprocessing comes
+through the link and one report goes back. A rank that has returned then waits for the parent to
+close the link, so that nobody leaves the world while others compute.
 
 Run by its path, it imports nothing of ours before the parent's ``sys.path`` is in place.
 """
@@ -32,13 +32,14 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 def main() -> None:
     """Do the task, report, and stay until all ranks have returned."""
-    folder, link, parent = sys.argv[1], Connection(int(sys.argv[2])), int(sys.argv[3])
+    folder, task, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[4])
+    link = Connection(int(sys.argv[3]))
     die_with_parent(parent)
     signal.signal(signal.SIGTERM, _leave_in_order)
     os.register_at_fork(after_in_child=lambda: _be_no_rank(link))
     _prepare_output()
     multiprocessing.current_process().authkey = link.recv_bytes()
-    if _report(link, Path(folder)):
+    if _report(link, Path(folder), task):
         with suppress(EOFError, ConnectionResetError):
             link.recv_bytes()
 
@@ -72,10 +73,10 @@ def _prepare_output() -> None:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
-def _report(link: Connection, folder: Path) -> bool:
+def _report(link: Connection, folder: Path, task: int) -> bool:
     """Do the task and tell the parent how it went; True if it could be done."""
     try:
-        result = _do(folder)
+        result = _do(folder, task)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
         from flashlight_py.launch.failures import Failure
 
@@ -93,9 +94,11 @@ def _tell_the_others(error: BaseException) -> None:
     fl.distributed.last_words.tell(error)
 
 
-def _do(folder: Path) -> bytes:
+def _do(folder: Path, task: int) -> bytes:
     """Load the task, call the function in an initialised world, return the pickled result."""
-    with (folder / "task").open("rb") as file:
+    # Opened anew: the ranks share the descriptor, and with it the place up to which it was read.
+    with open(f"/proc/self/fd/{task}", "rb") as file:
+        os.close(task)
         _become_the_script(pickle.load(file))
         fn, args, params = pickle.load(file)
     rank = _join_world(folder, params)

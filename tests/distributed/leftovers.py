@@ -14,6 +14,8 @@ MARK = "FLASHLIGHT_TEST_SESSION"
 ENDING_SECONDS = 2.0
 # How long the files may stay with which ranks find out whether they share memory.
 JOINING_SECONDS = 5.0
+# Processes that serve several tests.
+helpers: set[int] = set()
 
 
 def segments() -> set[Path]:
@@ -52,7 +54,7 @@ def end_processes() -> dict[int, str]:
 
 def _strays() -> dict[int, str]:
     mark = f"{MARK}={os.environ[MARK]}"
-    allowed = living_processes() | {os.getpid()}
+    allowed = living_processes() | helpers | {os.getpid()}
     return {
         pid: _text(pid, "cmdline").replace("\0", " ").strip()
         for pid in processes.running()

@@ -31,9 +31,9 @@ class Rank:
         self.plan = plan
         self.events: dict[str, dict[str, Any]] = {}
 
-    def await_event(self, *events: str) -> dict[str, Any]:
-        """Return the first of ``events`` that this rank reports, within the deadline."""
-        end = time.monotonic() + DEADLINE
+    def await_event(self, *events: str, seconds: float = 0.0) -> dict[str, Any]:
+        """Return the first of ``events`` that this rank reports, within the deadline or later."""
+        end = time.monotonic() + max(DEADLINE, seconds)
         while not self.events.keys() & set(events):
             self._owner.read_reports(end, f"rank {self.plan} to report {events}: {self.events}")
         return next(self.events[event] for event in events if event in self.events)
@@ -67,19 +67,26 @@ class Rank:
 
 
 class Ranks:
-    """Starts ranks in one process group, which ends with it."""
+    """Starts ranks in one process group, which ends with it; ``worker`` is who forks them."""
 
-    def __init__(self, **defaults: Any) -> None:
+    def __init__(
+        self, worker: str = "tests.distributed.rendezvous_worker", **defaults: Any
+    ) -> None:
         self._defaults = {"store": "file", "timeout": 20.0, "lengths": [3, 0, 5], **defaults}
         self._ranks: list[Rank] = []
         self._buffer = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.rendezvous_worker"],
+            [sys.executable, "-m", worker],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
             start_new_session=True,
         )
+
+    @property
+    def server(self) -> int:
+        """The process that forks the ranks."""
+        return self._process.pid
 
     def start(self, rank: int, size: int, **plan: Any) -> Rank:
         """Start ``rank`` of ``size``; ``plan`` adds to or replaces the defaults."""

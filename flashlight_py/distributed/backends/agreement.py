@@ -35,10 +35,16 @@ def between_hosts(seconds: float) -> float:
 
 
 class Agreement:
-    """Compares calls of all ranks of ``flat``; ``inside`` and ``between`` join hosts: see there."""
+    """Compares calls of all ranks of ``flat``; ``inside`` and ``between`` join hosts: see there.
 
-    def __init__(self, inside: Backend, between: Backend | None, flat: Backend) -> None:
+    ``timeout`` is that of ``inside``, in seconds.
+    """
+
+    def __init__(
+        self, inside: Backend, between: Backend | None, flat: Backend, timeout: float
+    ) -> None:
         self._inside, self._between, self._flat = inside, between, flat
+        self._timeout = timeout
         self.calls = 0
         self._last, self._last_at = "no call of this group", time.monotonic()
 
@@ -53,7 +59,7 @@ class Agreement:
         """
         self.calls += 1
         with self._within(seconds):
-            same = self._all_call(call)
+            same = self._all_call(call, self._timeout if seconds is None else seconds)
             if same:
                 self._last, self._last_at = f"call {self.calls}, {call}", time.monotonic()
                 return
@@ -63,7 +69,7 @@ class Agreement:
         """Say which call all ranks have joined last, and when."""
         return f"All ranks joined {self._last}, {time.monotonic() - self._last_at:.1f} s ago"
 
-    def _all_call(self, call: str) -> bool:
+    def _all_call(self, call: str, seconds: float) -> bool:
         """Tell whether all ranks call the same; the same answer on all of them."""
         mine = np.frombuffer(bytearray(_key(call)), np.uint8)
         local = self._inside.all_gather(mine, blocking=True).wait().reshape(-1, _KEY_BYTES)
@@ -73,7 +79,9 @@ class Agreement:
         if self._inside.rank == 0 and self._between is not None:
             told = self._between.all_gather(shared, blocking=True).wait().reshape(-1, _KEY_BYTES)
             verdict[0] = bool((told == told[0]).all() and told[0].any())
-        self._inside.broadcast(verdict, 0, blocking=True).wait()
+        # The rank that gives it may wait for another host meanwhile, and is not late itself.
+        with self._inside.within(between_hosts(between_hosts(seconds))):
+            self._inside.broadcast(verdict, 0, blocking=True).wait()
         return bool(verdict[0])
 
     def _differences(self, call: str) -> str:

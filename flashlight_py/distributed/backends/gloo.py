@@ -6,6 +6,9 @@ the group's own: collectives in turn, messages beside them.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from flashlight_py import _native
@@ -16,10 +19,14 @@ from flashlight_py.distributed.backends.interrupts import (
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
 from flashlight_py.distributed.backends.native_calls import call_in_words
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
+from flashlight_py.distributed.rendezvous._peers import Peer, this_process
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.errors import BackendUnavailableError
+from flashlight_py.errors import BackendUnavailableError, CollectiveTimeoutError, PeerLostError
 
 __all__ = ["GlooBackend"]
+
+# While ranks connect, a look at the others' processes every so many seconds.
+_LOOK_SECONDS = 0.1
 
 
 class GlooBackend(NativeBackend):
@@ -70,12 +77,25 @@ class GlooBackend(NativeBackend):
     def _connect(self, store: Store) -> None:
         """Give each peer the address that is meant for it, and connect to what they gave."""
         mine = [self._address(peer) for peer in range(self.size)]
-        stride = len(mine[0])
-        theirs = store.exchange(b"".join(mine))
-        at = slice(self.rank * stride, (self.rank + 1) * stride)
-        addresses = b"".join(blob[at] for blob in theirs)
-        op = self.lib.fl_gloo_connect(self._group, addresses, stride, self.timeout)
-        NativeWork(self, "connect", op, addresses, NOTHING, self.timeout).wait()
+        card = {"peer": this_process().as_record(), "addresses": [a.hex() for a in mine]}
+        cards = [json.loads(text) for text in store.exchange(json.dumps(card).encode())]
+        people = {rank: Peer.from_record(card["peer"]) for rank, card in enumerate(cards)}
+        addresses = b"".join(bytes.fromhex(card["addresses"][self.rank]) for card in cards)
+        op = self.lib.fl_gloo_connect(self._group, addresses, len(mine[0]), self.timeout)
+        work = NativeWork(self, "connect", op, addresses, NOTHING, self.timeout)
+        while not _has_ended(work, _LOOK_SECONDS):
+            self._fail_if_dead(people)
+        work.wait()
+
+    def _fail_if_dead(self, people: Mapping[int, Peer]) -> None:
+        """Raise for a rank of this machine that has ended: Gloo would wait until the timeout."""
+        dead = {rank: peer for rank, peer in people.items() if peer.is_gone()}
+        if dead:
+            who = ", ".join(f"rank {rank} ({peer})" for rank, peer in dead.items())
+            raise PeerLostError(
+                f"[connect] rank {self.rank} of {self.size}: lost {who}, whose process has ended "
+                "while the ranks were connecting: look at its own output"
+            )
 
     def _address(self, peer: int) -> bytes:
         room = self.ffi.new("char[]", MESSAGE_BYTES)
@@ -105,3 +125,10 @@ class GlooBackend(NativeBackend):
 
     def _close(self, group: Any) -> None:
         self.lib.fl_gloo_close(group)
+
+
+def _has_ended(work: NativeWork, seconds: float) -> bool:
+    """Wait up to ``seconds`` for ``work``; raises what became of it, unless it goes on."""
+    with suppress(CollectiveTimeoutError):  # its own timeout is raised by the next wait again
+        work.wait(seconds)
+    return work.is_completed()

@@ -18,7 +18,7 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.agreement import Agreement
+from flashlight_py.distributed.backends.agreement import Agreement, between_hosts
 from flashlight_py.distributed.call_site import Place, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.work import Done, Work
@@ -54,6 +54,7 @@ class HierarchicalBackend(Backend):
         inside: joins this host's ranks, in the order of ``hosts``.
         between: joins local rank i of all hosts; None where some host has no such rank.
         flat: joins all ranks, for verbs that gain nothing from the hierarchy.
+        timeout: seconds that ``inside`` gives each operation; hosts wait a little longer.
         checked: compare what ranks call before anything moves. Otherwise what differs between
             hosts breaks the group, at once or after the timeout.
     """
@@ -68,13 +69,16 @@ class HierarchicalBackend(Backend):
         inside: Backend,
         between: Backend | None,
         flat: Backend,
+        timeout: float,
         checked: bool = True,
     ) -> None:
         self.rank, self.size = rank, flat.size
         self._hosts = [list(host) for host in hosts]
         self._carriers = min(len(host) for host in hosts)
         self._inside, self._between, self._flat = inside, between, flat
-        self._agreement = Agreement(inside, between, flat) if checked else None
+        # For a mate that may itself be waiting for another host.
+        self._patience = between_hosts(between_hosts(timeout))
+        self._agreement = Agreement(inside, between, flat, timeout) if checked else None
         self._host_of = {r: h for h, host in enumerate(self._hosts) for r in host}
         self._thread: ThreadPoolExecutor | None = None
         self._running: list[_FutureWork] = []
@@ -116,9 +120,10 @@ class HierarchicalBackend(Backend):
         carriers = 1 if flat.nbytes <= _SMALL_BYTES else self._carriers
         if self._inside.rank < carriers and self._between is not None:
             step(flat[part_of(flat.size, carriers, self._inside.rank)], self._between).wait()
-        for carrier in range(carriers):
-            part = flat[part_of(flat.size, carriers, carrier)]
-            self._inside.broadcast(part, carrier, blocking=True).wait()
+        with self._inside.within(self._patience):
+            for carrier in range(carriers):
+                part = flat[part_of(flat.size, carriers, carrier)]
+                self._inside.broadcast(part, carrier, blocking=True).wait()
 
     def reduce(
         self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
@@ -136,7 +141,8 @@ class HierarchicalBackend(Backend):
         if self._inside.rank == leader and self._between is not None:
             self._between.reduce(total, op, scale, home, blocking=True).wait()
         if self._host_of[self.rank] == home and place != leader:
-            self._inside.broadcast(total, leader, blocking=True).wait()
+            with self._inside.within(self._patience):
+                self._inside.broadcast(total, leader, blocking=True).wait()
         if self.rank == root:
             array[...] = total
         return array

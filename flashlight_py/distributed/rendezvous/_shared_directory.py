@@ -179,8 +179,13 @@ class SharedDirectory:
         name = Name("tmp", run or self.nonce, (self.nonce, str(next(self._counter))))
         path = self._file(name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(path, flags, 0o600), "wb") as file:
-            file.write(content)
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(content)
+        except OSError:
+            path.unlink(missing_ok=True)  # on a full disk there is room for its name alone
+            raise
         return path
 
     def _probe_owner(self) -> int:

@@ -1,0 +1,121 @@
+"""``python -m tests.chaos``: many rounds of everything, and tables of what came out.
+
+Without options the whole, which takes about a quarter of an hour on two cores. ``--backend``,
+``--verb``, ``--fate`` and ``--seed`` choose rounds; what fails prints the options that repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.chaos import cycles, mpi_rounds, rounds
+from tests.chaos.rounds import FATES, Round, Verdict
+from tests.chaos.verbs import VERBS
+from tests.distributed.rendezvous_helpers import Ranks
+
+BACKENDS = (*rounds.BACKENDS, "mpi")
+
+
+@dataclasses.dataclass
+class Row:
+    """One line of the table: a backend and a fate."""
+
+    backend: str
+    fate: str
+    rounds: int = 0
+    right: int = 0
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def add(self, verdict: Verdict) -> None:
+        self.rounds += 1
+        self.right += not verdict.wrong
+        self.seconds.append(verdict.seconds)
+
+    def __str__(self) -> str:
+        median = sorted(self.seconds)[len(self.seconds) // 2]
+        return (
+            f"| {self.backend} | {self.fate} | {self.rounds} | {self.right} "
+            f"| {median:.2f} s | {max(self.seconds):.2f} s |"
+        )
+
+
+def chosen(options: argparse.Namespace) -> Iterator[Round]:
+    seeds = range(options.rounds) if options.seed is None else [options.seed]
+    for backend in options.backend or BACKENDS:
+        for fate in options.fate or FATES:
+            for verb in options.verb or VERBS:
+                yield from (Round(backend, verb, fate, seed) for seed in seeds)
+
+
+def play(ranks: Ranks, game: Round) -> Verdict:
+    return mpi_rounds.play(game) if game.backend == "mpi" else rounds.play(ranks, game)
+
+
+def play_all(games: Iterator[Round]) -> list[Row]:
+    """Play until Ctrl-C; return the rows of what was played."""
+    rows: dict[tuple[str, str], Row] = {}
+    ranks = rounds.start_ranks()
+    try:
+        for game in games:
+            verdict = play(ranks, game)
+            rows.setdefault((game.backend, game.fate), Row(game.backend, game.fate)).add(verdict)
+            if verdict.wrong:
+                sys.stdout.write(f"{game.command}\n  " + "\n  ".join(verdict.wrong) + "\n")
+    except KeyboardInterrupt:
+        sys.stdout.write("interrupted\n")
+    finally:
+        ranks.close()
+    return list(rows.values())
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos")
+    parser.add_argument("--backend", action="append", choices=BACKENDS)
+    parser.add_argument("--verb", action="append", choices=tuple(VERBS))
+    parser.add_argument("--fate", action="append", choices=tuple(FATES))
+    parser.add_argument("--seed", type=int, help="of one round of each; default: 0, 1, ...")
+    parser.add_argument("--rounds", type=int, default=2, help="of each backend, verb and fate")
+    parser.add_argument("--cycles", type=int, default=1000, help="of init and shutdown; 0: none")
+    return parser.parse_args(arguments)
+
+
+def tell_growth(count: int) -> bool:
+    """Print by how much processes have grown in ``count`` cycles; tell whether they did not."""
+    grew = False
+    sys.stdout.write("| backend | cycles | more memory | more descriptors | more threads |\n")
+    sys.stdout.write("|---|---|---|---|---|\n")
+    for backend in cycles.BACKENDS:
+        ranks = rounds.start_ranks()
+        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+            try:
+                grown = cycles.growth(ranks, Path(folder), backend, count)
+            finally:
+                ranks.close()
+        memory, descriptors, threads = (grown[n] for n in ("memory", "descriptors", "threads"))
+        sys.stdout.write(f"| {backend} | {count} | {memory} kB | {descriptors} | {threads} |\n")
+        grew = grew or memory > count or descriptors > 0 or threads > 0
+    return not grew
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    is_well = True
+    if options.rounds:
+        rows = play_all(chosen(options))
+        sys.stdout.write("| backend | fate | rounds | right | noticed, median | at the latest |\n")
+        sys.stdout.write("|---|---|---|---|---|---|\n")
+        sys.stdout.write("".join(f"{row}\n" for row in rows))
+        is_well = all(row.right == row.rounds for row in rows)
+    is_choice = options.backend or options.verb or options.fate or options.seed is not None
+    if options.cycles and not is_choice:
+        is_well = tell_growth(options.cycles) and is_well
+    return 0 if is_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

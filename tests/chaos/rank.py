@@ -1,0 +1,180 @@
+"""What one rank does in a round of chaos: calls a verb until something happens, and tells what."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import flashlight_py as fl
+from tests.chaos.verbs import VERBS
+
+__all__ = ["EXIT_CODE", "PARTS", "report"]
+
+Plan = dict[str, Any]
+EXIT_CODE = 7
+# A round in which nothing happens must end as well; in seconds.
+PATIENCE = 60.0
+# So that an event is written at once, not mixed with another rank's.
+LONGEST_TEXT = 3000
+
+
+def report(plan: Plan, event: str, **details: Any) -> None:
+    """Write an event of this process; ``at`` is the clock that all processes share."""
+    record = {"id": plan["id"], "event": event, "pid": os.getpid(), "at": time.monotonic()}
+    os.write(1, json.dumps({**record, **details}).encode() + b"\n")
+
+
+def join(plan: Plan) -> None:
+    """Initialise the world as ``plan`` says."""
+    os.environ.update(plan["env"])
+    if plan["init"] == "mpi":
+        fl.distributed_init(fl.DistributedInit.MPI, params=plan["params"])
+        return
+    params = {"FILE_PATH": plan["path"], **plan["params"]}
+    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, plan["rank"], plan["size"], params)
+
+
+def endure(plan: Plan) -> None:
+    """Join, and call the verb again and again: until this rank's fate, or an error.
+
+    The fates that come from within are met here; a signal comes from the test.
+    """
+    report(plan, "started")
+    try:
+        join(plan)
+        call_on(plan)
+        fl.distributed_shutdown()
+    except fl.errors.DistributedError as error:
+        tell(plan, error)
+    report(plan, "left")
+
+
+def call_on(plan: Plan) -> None:
+    if plan["verb"] == "distributed_init":
+        return
+    x = np.zeros(plan["length"] * plan["size"], np.float32)
+    verb = VERBS[plan["verb"]]
+    ends = time.monotonic() + PATIENCE
+    is_victim = plan["rank"] == plan["victim"]
+    for number in itertools.count():
+        if is_victim and number == plan["moment"]:
+            meet_fate(plan)
+        verb(x, plan["root"])
+        if time.monotonic() > ends:
+            raise TimeoutError(f"nothing happened in {number} calls")
+
+
+def meet_fate(plan: Plan) -> None:
+    """Raise or exit; otherwise go on until the signal comes."""
+    report(plan, "fated")
+    if plan["fate"] == "exception":
+        raise ValueError(f"chaos on rank {plan['rank']}")
+    if plan["fate"] == "exit":
+        sys.exit(EXIT_CODE)
+
+
+def tell(plan: Plan, error: Exception) -> None:
+    """Report what was raised, and that the group is closed; then leave the world."""
+    classes = [base.__name__ for base in type(error).__mro__]
+    report(plan, "raised", classes=classes, text=str(error)[:LONGEST_TEXT])
+    if fl.is_distributed_init():
+        report(plan, "tried again", got=_try_again())
+        # A group of some ranks can end while the world lives: then this is where the world ends.
+        with suppress(fl.errors.DistributedError) if plan["verb"] == "split" else nullcontext():
+            fl.distributed_shutdown()
+
+
+def _try_again() -> str:
+    try:
+        fl.barrier()
+    except fl.errors.DistributedError as error:
+        return type(error).__name__
+    return "no error"
+
+
+def compute(plan: Plan) -> None:
+    """Join, reduce for so many seconds by rank 0's clock, check every result, and shut down."""
+    report(plan, "started")
+    created = restrict(plan)
+    join(plan)
+    report(plan, "joined")
+    ends = time.monotonic() + plan["seconds"]
+    calls, is_over = 0, False
+    while not is_over:
+        x = np.full(1000, plan["rank"], np.float32)
+        x[0] = 1000.0 if plan["rank"] == 0 and time.monotonic() > ends else 0.0
+        fl.all_reduce(x)
+        if not np.all(x[1:] == sum(range(plan["size"]))):
+            raise AssertionError(f"call {calls} gave {x[1:]}")
+        calls, is_over = calls + 1, bool(x[0])
+    fl.distributed_shutdown()
+    report(plan, "computed", calls=calls, created=created)
+
+
+def restrict(plan: Plan) -> list[tuple[str, int, int | None]]:
+    """Become the user, with the limits, of the plan; return what records the files created."""
+    created: list[tuple[str, int, int | None]] = []
+    if "descriptors" in plan:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (plan["descriptors"], plan["descriptors"]))
+    if "umask" in plan:
+        os.umask(plan["umask"])
+    if "uid" in plan:
+        os.setuid(plan["uid"])
+    if "clock" in plan:  # the kernel's clock is that of the whole machine
+        right = time.time
+        time.time = lambda: right() + plan["clock"]
+    if "records_files" in plan:
+        sys.addaudithook(lambda event, args: record(created, event, args))
+    return created
+
+
+def record(created: list[tuple[str, int, int | None]], event: str, args: tuple[Any, ...]) -> None:
+    """Note a file that is being created, its flags, and the mode that it has got in the end.
+
+    When it is renamed, it is complete, and has its mode.
+    """
+    has_path = event in ("open", "os.rename") and isinstance(args[0], (str, bytes, os.PathLike))
+    if has_path and event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT:
+        created.append((os.fsdecode(args[0]), args[2], None))
+    if event == "os.rename":
+        created.append((os.fsdecode(args[0]), os.O_EXCL | os.O_NOFOLLOW, _mode(args[0])))
+
+
+def _mode(path: str) -> int:
+    return os.lstat(path).st_mode & 0o777
+
+
+def cycle(plan: Plan) -> None:
+    """Join and leave again and again; report what the process holds once warm and at the end."""
+    report(plan, "started")
+    held = []
+    for number in range(1, plan["cycles"] + 1):
+        join(plan)
+        fl.all_reduce(np.ones(1000, np.float32))
+        fl.distributed_shutdown()
+        if number in (plan["warm"], plan["cycles"]):
+            held.append(holdings())
+    report(plan, "computed", held=held)
+
+
+def holdings() -> dict[str, int]:
+    """Return the kilobytes of memory, the descriptors and the threads of this process."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    memory, threads = (int(fields[name].split()[0]) for name in ("RssAnon", "Threads"))
+    return {"memory": memory, "threads": threads, "descriptors": len(os.listdir("/proc/self/fd"))}
+
+
+PARTS: dict[str, Callable[[Plan], None]] = {"endure": endure, "compute": compute, "cycle": cycle}

@@ -1,0 +1,210 @@
+"""One round of chaos: a world calls a verb, one rank meets its fate, and the others are judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import re
+import signal
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.rank import EXIT_CODE
+from tests.distributed import conformance, leftovers
+from tests.distributed.rendezvous_helpers import Rank, Ranks
+
+__all__ = ["BACKENDS", "FATES", "SHORT", "SIGNALS", "Round", "Verdict", "play", "start_ranks"]
+
+BACKENDS = ("gloo", "shm", "hierarchical")
+# From within: a signal comes from here. The code that such a rank ends with follows.
+FATES = {
+    "kill": -signal.SIGKILL,
+    "stop": 0,
+    "exception": 1,
+    "exit": EXIT_CODE,
+    "interrupt": -signal.SIGINT,
+}
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
+# How soon a lost rank must be noticed on one host, in seconds.
+SOON = 2.0
+# TIMEOUT of the rounds in which a rank stalls, and of the others, in seconds.
+SHORT, LONG = 1.0, 30.0
+CALLS = 200
+# Floats per rank: a cache line, what travels with a call, what goes in pieces.
+LENGTHS = (1, 100, 3_000, 40_000)
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """What is to happen; everything that is drawn follows from ``seed``."""
+
+    backend: str
+    verb: str
+    fate: str
+    seed: int
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        draw = random.Random(repr(self))
+        size = draw.choice((3, 4))
+        return {
+            "size": size,
+            "victim": draw.randrange(size),
+            "root": draw.randrange(size),
+            # Groups are made and closed in every call of split: fewer are enough.
+            "moment": draw.randrange(CALLS // 10 if self.verb == "split" else CALLS),
+            "length": draw.choice(LENGTHS),
+            "delay": draw.random() ** 3 * 0.02,
+        }
+
+    @property
+    def command(self) -> str:
+        """Return what repeats this round alone."""
+        return (
+            f"python -m tests.chaos --backend {self.backend} --verb {self.verb!r} "
+            f"--fate {self.fate} --seed {self.seed}"
+        )
+
+    def plan(self, rank: int, folder: Path) -> dict[str, Any]:
+        """Return what ``rank`` is to do."""
+        params = {"TIMEOUT": SHORT if self.fate == "stop" else LONG}
+        if self.backend != "hierarchical":
+            params["BACKEND"] = self.backend  # type: ignore[assignment]
+        env = conformance.two_hosts(rank) if self.backend == "hierarchical" else {}
+        place = {"path": str(folder / "meeting"), "log": str(folder / f"log-{rank}")}
+        what = {"part": "endure", "verb": self.verb, "fate": self.fate, "init": "file"}
+        return {**self.drawn, **what, **place, "env": env, "params": params}
+
+
+@dataclasses.dataclass
+class Verdict:
+    """What was wrong (nothing, if all is well), and the seconds until the last rank noticed."""
+
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+
+def start_ranks() -> Ranks:
+    """Return what starts ranks that play rounds."""
+    return Ranks("tests.chaos.fork_server")
+
+
+def play(ranks: Ranks, game: Round) -> Verdict:
+    """Play a round, end what is left of it, and judge."""
+    verdict = Verdict()
+    segments = leftovers.segments()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        folder = Path(name)
+        size = game.drawn["size"]
+        started = [ranks.start(rank, **game.plan(rank, folder)) for rank in range(size)]
+        try:
+            _Judge(game, started, folder, verdict).watch()
+        except AssertionError as error:  # of await_event: something has not come in time
+            verdict.wrong.append(str(error))
+        finally:
+            _end(started)
+        verdict.wrong += [f"left {file}" for file in os.listdir(folder) if "log" not in file]
+    orphans = leftovers.orphaned(leftovers.segments() - segments)
+    verdict.wrong += [f"left {file}" for file in orphans]
+    return verdict
+
+
+def _end(started: list[Rank]) -> None:
+    """Kill what still runs, stopped or not."""
+    for rank in started:
+        if "ended" not in rank.events:
+            os.kill(rank.pid, signal.SIGKILL)
+            rank.await_event("ended")
+
+
+class _Judge:
+    """Watches one round."""
+
+    def __init__(self, game: Round, started: list[Rank], folder: Path, verdict: Verdict) -> None:
+        self._game, self._folder, self._verdict = game, folder, verdict
+        self._number = game.drawn["victim"]
+        self._victim = started[self._number]
+        self._survivors = [rank for rank in started if rank is not self._victim]
+
+    def watch(self) -> None:
+        at = self._let_it_happen()
+        for survivor in self._survivors:
+            event = survivor.await_event("raised", "ended")
+            self._judge_error(survivor, event, at)
+        if self._game.fate == "stop":
+            os.kill(self._victim.pid, signal.SIGCONT)
+            event = self._victim.await_event("raised", "ended")
+            # Whose own time is up as well may say so instead of having been given up.
+            right = {"PeerLostError", "CollectiveTimeoutError"} & set(event.get("classes", ()))
+            self._expect(bool(right), f"the resumed rank: {event}")
+        for survivor in self._survivors:
+            self._judge_end(survivor, 0)
+        self._judge_end(self._victim, FATES[self._game.fate])
+        if self._game.fate == "exception":
+            log = (self._folder / f"log-{self._number}").read_text()
+            self._expect(
+                "Traceback" in log and "ValueError: chaos" in log, f"its output is {log!r}"
+            )
+
+    def _let_it_happen(self) -> float:
+        """Return when the victim met its fate, by the clock that all share."""
+        fated = self._victim.await_event("fated", "raised", "ended")
+        if self._game.fate not in SIGNALS:
+            return float(fated["at"])
+        time.sleep(self._game.drawn["delay"])  # the moment is what is drawn
+        os.kill(self._victim.pid, SIGNALS[self._game.fate])
+        return time.monotonic()
+
+    def _judge_error(self, rank: Rank, event: dict[str, Any], at: float) -> None:
+        who = f"rank {rank.plan['rank']} of {rank.plan['size']}"
+        stalled = self._game.fate == "stop"
+        limit = SOON + (SHORT if stalled else 0.0)
+        expected = {"CollectiveTimeoutError" if stalled else "PeerLostError"}
+        if stalled and self._game.verb == "split":
+            # Who has given its group up calls the world next, where others are not yet.
+            expected.add("PeerLostError")
+        seconds = event["at"] - at
+        self._verdict.seconds = max(self._verdict.seconds, seconds)
+        is_right = bool(expected & set(event.get("classes", ())))
+        self._expect(is_right, f"{who}: expected {expected}: {event}")
+        self._expect(seconds < limit, f"{who}: noticed after {seconds:.2f} s")
+        text = event.get("text", "")
+        for pattern in self._patterns(rank):
+            self._expect(bool(re.search(pattern, text)), f"{who}: no {pattern!r}: {text}")
+
+    def _patterns(self, rank: Rank) -> list[str]:
+        """Return what the message must hold: who, where, and what it said itself."""
+        if self._game.fate == "stop" and not self._waits_for_victim(rank.plan["rank"]):
+            return []
+        patterns = [rf"\b{self._victim.pid}\b", re.escape(socket.gethostname())]
+        if self._game.verb != "split":  # the ranks of a group have numbers of their own
+            patterns.append(rf"ranks? (\d+, )*{self._number}\b")
+        if self._game.fate == "exception":
+            patterns.append(f"ValueError: chaos on rank {self._number}")
+        return patterns
+
+    def _waits_for_victim(self, rank: int) -> bool:
+        """Tell whether a rank waits for the stalled one itself, not for one that waits for it.
+
+        A message is waited for by its two ends, and a group by its members.
+        """
+        away = (rank - self._number) % self._game.drawn["size"]
+        if self._game.verb in ("sendrecv", "isend and irecv"):
+            return away in (1, self._game.drawn["size"] - 1)
+        return self._game.verb != "split"
+
+    def _judge_end(self, rank: Rank, code: int) -> None:
+        """A rank ends by itself; who has caught the error finds the group closed, and may leave."""
+        who, end = f"rank {rank.plan['rank']}", rank.await_event("ended")
+        self._expect(end["code"] == code, f"{who} ended with {end['code']}, not {code}")
+        again = rank.events.get("tried again", {}).get("got", "GroupClosedError")
+        in_order = again == "GroupClosedError" or self._game.verb == "split"
+        self._expect(in_order, f"{who} tried again and got {again}")
+
+    def _expect(self, right: bool, otherwise: str) -> None:
+        if not right:
+            self._verdict.wrong.append(otherwise)

@@ -1,0 +1,26 @@
+"""Making and leaving a world again and again costs no memory, no descriptor and no thread."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import cycles
+from tests.distributed.rendezvous_helpers import Ranks
+
+CYCLES = 12
+# Kilobytes by which the allocator may still find its size. The long form is stricter.
+SLACK = 1500
+
+
+@pytest.mark.parametrize("backend", cycles.BACKENDS)
+def test_init_and_shutdown_leave_a_process_as_it_was(
+    ranks: Ranks, tmp_path: Path, backend: str
+) -> None:
+    grown = cycles.growth(ranks, tmp_path, backend, CYCLES)
+    assert grown["descriptors"] <= 0
+    assert grown["threads"] <= 0
+    assert grown["memory"] < SLACK
+    assert os.listdir(tmp_path) == ["log"]

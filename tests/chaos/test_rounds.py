@@ -1,0 +1,43 @@
+"""A rank dies, stops, raises or exits while a verb is called: the others are told, soon, and why.
+
+A sample of what ``python -m tests.chaos`` plays at length.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos import mpi_rounds
+from tests.chaos.rounds import BACKENDS, FATES, Round, play
+from tests.chaos.verbs import VERBS
+from tests.distributed.rendezvous_helpers import Ranks
+
+# A group of some ranks is made in each call of it, which takes its time.
+SAMPLED = [verb for verb in VERBS if verb != "split"]
+
+
+def sample(backend: str, fate: str) -> list[str]:
+    """Every verb meets some fate on some backend; a stalled rank costs a timeout each time."""
+    number = list(BACKENDS).index(backend) * len(FATES) + list(FATES).index(fate)
+    step = len(SAMPLED) if fate == "stop" else 2 * len(FATES)
+    return [
+        *SAMPLED[number % step :: step],
+        *(["split"] if (backend, fate) == ("shm", "kill") else []),
+    ]
+
+
+@pytest.mark.parametrize("fate", FATES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_others_are_told_in_time_and_nothing_is_left(
+    ranks: Ranks, backend: str, fate: str
+) -> None:
+    for verb in sample(backend, fate):
+        game = Round(backend, verb, fate, seed=1)
+        assert play(ranks, game).wrong == [], game.command
+
+
+@pytest.mark.parametrize("fate", FATES)
+def test_an_mpi_job_ends_in_time(fate: str) -> None:
+    pytest.importorskip("mpi4py")
+    game = Round("mpi", "all_reduce", fate, seed=1)
+    assert mpi_rounds.play(game).wrong == [], game.command

@@ -1,0 +1,186 @@
+"""Who else is on the machine gets nothing of a run: no file, no memory, no port."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashlight_py.distributed.hosts import address_to_bind
+from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.errors import BackendUnavailableError, RendezvousError
+from tests.chaos import wire
+from tests.distributed.rendezvous_helpers import Rank, Ranks
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that every user can reach and write to; pytest's are for their user alone."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+
+
+def start(ranks: Ranks, folder: Path, backend: str, **plan: Any) -> list[Rank]:
+    """Start two ranks that compute for a moment."""
+    params = {"TIMEOUT": 20.0, "BACKEND": backend, **plan.pop("params", {})}
+    place = {"path": str(folder / "meeting"), "log": str(folder / "log"), "size": 2}
+    plan = {"part": "compute", "init": "file", "seconds": 0.3, "env": {}, **plan}
+    return [ranks.start(rank, params=params, **place, **plan) for rank in range(2)]
+
+
+def test_files_and_memory_are_for_their_user_alone(ranks: Ranks, tmp_path: Path) -> None:
+    """Every file that the ranks create is created exclusively, without following a link, 0600.
+
+    Whatever the umask allows: the ranks record each creation.
+    """
+    started = start(ranks, tmp_path, "auto", umask=0, records_files=True)
+    for rank in started:
+        assert rank.await_event("ended")["code"] == 0, (tmp_path / "log").read_text()
+    created = [entry for rank in started for entry in rank.events["computed"]["created"]]
+    assert any("meeting" in path for path, *_ in created)
+    for path, flags, mode in created:
+        assert flags & os.O_EXCL, path
+        assert flags & os.O_NOFOLLOW, path
+        assert mode in (None, 0o600), (path, oct(mode))
+
+
+def test_a_link_in_the_way_is_not_written_through(tmp_path: Path) -> None:
+    """A name that somebody has guessed and laid a link at is refused, and the target untouched."""
+    store = FileStore(tmp_path / "meeting", 0, 2, 5.0)
+    directory = store._member.directory
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    for number in range(1, 4):
+        (tmp_path / f"meeting.tmp-{directory.nonce}-{directory.nonce}-{number}").symlink_to(
+            precious
+        )
+    with pytest.raises(RendezvousError, match="File exists"):
+        store.exchange(b"mine")
+    assert precious.read_text() == "precious"
+
+
+@as_root
+@pytest.mark.parametrize("sticky", [False, True])
+def test_another_users_files_stop_nobody_and_are_not_believed(
+    ranks: Ranks, tmp_path: Path, sticky: bool
+) -> None:
+    tmp_path.chmod(0o1777 if sticky else 0o777)
+    run = "0123456789abcdef"
+    for kind in (f"run-{run}", f"join-{run}-1-{run}", f"roster-{run}-0"):
+        file = tmp_path / f"meeting.{kind}"
+        file.write_text('{"version": 1, "nonces": [], "payloads": []}')
+        os.chown(file, NOBODY, NOBODY)
+    assert all(rank.await_event("ended")["code"] == 0 for rank in start(ranks, tmp_path, "auto"))
+
+
+@as_root
+def test_two_users_do_not_meet(ranks: Ranks, tmp_path: Path, public: Path) -> None:
+    """Whose join belongs to somebody else is not counted, however right it is."""
+    place = {"path": str(public / "meeting"), "log": str(tmp_path / "log"), "size": 2, "env": {}}
+    plan = {"part": "compute", "init": "file", "seconds": 0.1, "params": {"TIMEOUT": 1.0}, **place}
+    started = [ranks.start(0, **plan), ranks.start(1, uid=NOBODY, **plan)]
+    for rank in started:
+        assert rank.await_event("ended")["code"] == 1
+        assert "computed" not in rank.events
+    text = (tmp_path / "log").read_text()
+    assert "rank 1 of 2 has not come within 1 s" in text
+    assert "belongs to another user" in text
+    left = {file.owner() for file in public.iterdir()}
+    assert left <= {"nobody"}, "rank 0 may not have been able to remove what is another's"
+
+
+class Trap:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (self.path,)
+
+
+def test_nothing_is_unpickled_from_a_file_of_the_rendezvous(ranks: Ranks, tmp_path: Path) -> None:
+    trap = pickle.dumps(Trap(str(tmp_path / "sprung")))
+    run = "0123456789abcdef"
+    for kind in (f"run-{run}", f"join-{run}-1-{run}", f"roster-{run}-0", f"error-{run}-0-{run}"):
+        (tmp_path / f"meeting.{kind}").write_bytes(trap)
+    assert all(rank.await_event("ended")["code"] == 0 for rank in start(ranks, tmp_path, "auto"))
+    assert sorted(os.listdir(tmp_path)) == ["log"]
+
+
+def test_no_file_of_the_rendezvous_knows_pickle() -> None:
+    import flashlight_py.distributed.rendezvous as package
+
+    for module in Path(str(package.__file__)).parent.glob("*.py"):
+        assert "pickle" not in module.read_text().replace("unpickled", ""), module
+
+
+@pytest.mark.parametrize("backend", ["gloo", "auto"])
+def test_on_one_host_all_sockets_are_on_the_loopback(
+    ranks: Ranks, tmp_path: Path, backend: str
+) -> None:
+    started = start(ranks, tmp_path, backend, seconds=0.5)
+    for rank in started:
+        rank.await_event("joined")
+    # Gloo's listen only until they are connected, and shared memory needs none.
+    assert wire.listening(rank.pid for rank in started) == set()
+    ends = [end for rank in started for end in wire.connected(rank.pid)]
+    assert bool(ends) == (backend == "gloo")
+    assert {host for host, _ in ends} <= {"127.0.0.1"}
+    assert all(rank.await_event("ended")["code"] == 0 for rank in started)
+
+
+def test_the_interface_that_is_asked_for_is_used(ranks: Ranks, tmp_path: Path) -> None:
+    started = start(ranks, tmp_path, "gloo", seconds=0.5, params={"INTERFACE": "127.0.0.2"})
+    for rank in started:
+        rank.await_event("joined")
+    hosts = {host for rank in started for host, _ in wire.connected(rank.pid)}
+    assert "127.0.0.2" in hosts
+    assert all(rank.await_event("ended")["code"] == 0 for rank in started)
+
+
+def test_loopback_unless_hosts_differ() -> None:
+    assert address_to_bind("", one_host=True) == ("127.0.0.1", "")
+    name = socket.if_nameindex()[0][1]
+    assert address_to_bind(name, one_host=True) == ("", name)
+    assert address_to_bind("192.0.2.1", one_host=False) == ("192.0.2.1", "")
+
+
+def test_memory_of_another_user_is_refused(tmp_path: Path) -> None:
+    """What may be opened is still not mapped, unless this user has created it."""
+    from flashlight_py import _native
+
+    try:
+        native = _native.load("shm")
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    file = tmp_path / "memory"
+    file.write_bytes(bytes(native.lib.fl_shm_bytes(2)))
+    room = native.ffi.new("char[]", 200)
+
+    def opened(path: Path) -> bool:
+        group = native.lib.fl_shm_open(str(path).encode(), 0, 1, 2, room, 200)
+        if group == native.ffi.NULL:
+            return False
+        native.lib.fl_shm_close(group)
+        return True
+
+    (tmp_path / "link").symlink_to(file)
+    assert opened(file)
+    assert not opened(tmp_path / "link")
+    if os.geteuid() == 0:
+        os.chown(file, NOBODY, NOBODY)
+        assert not opened(file)
+        assert "somebody else" in native.ffi.string(room).decode()

@@ -1,0 +1,60 @@
+"""Every verb as a call that all ranks make alike, with a group of any size and an array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import flashlight_py as fl
+from tests.distributed.conformance import Array
+
+__all__ = ["VERBS"]
+
+
+def _send_round(x: Array, asynchronously: bool) -> None:
+    """Give to the next rank and take from the one before."""
+    rank, size = fl.get_world_rank(), fl.get_world_size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    if not asynchronously:
+        fl.sendrecv(x, after, x.copy(), before)
+        return
+    for work in (fl.irecv(x.copy(), before), fl.isend(x, after)):
+        work.wait()
+
+
+def _uneven_rows(x: Array) -> Sequence[int]:
+    """All rows go to this rank's own place, but one to each other rank."""
+    rank, size = fl.get_world_rank(), fl.get_world_size()
+    return [len(x) - size + 1 if other == rank else 1 for other in range(size)]
+
+
+def _scatter(x: Array, root: int) -> None:
+    fl.scatter(x.reshape(fl.get_world_size(), -1) if fl.get_world_rank() == root else None, root)
+
+
+def _split(x: Array) -> None:
+    with fl.split(fl.get_world_rank() % 2) as group:
+        group.all_reduce(x, op="max")
+
+
+# name -> call(array, root); the array's length is a multiple of the world's size.
+VERBS: dict[str, Callable[[Array, int], object]] = {
+    "all_reduce": lambda x, _: fl.all_reduce(x, op="max"),
+    "all_reduce, asynchronous": lambda x, _: fl.all_reduce(x, op="max", async_op=True).wait(),
+    "all_reduce_multiple": lambda x, _: fl.all_reduce_multiple([x, x[:1]], contiguous=True),
+    "reduce": lambda x, root: fl.reduce(x, root, op="max"),
+    "reduce_scatter": lambda x, _: fl.reduce_scatter(x, op="max"),
+    "broadcast": fl.broadcast,
+    "all_gather": lambda x, _: fl.all_gather(x),
+    "gather": fl.gather,
+    "scatter": _scatter,
+    "all_to_all": lambda x, _: fl.all_to_all(x),
+    "all_to_all, uneven": lambda x, _: fl.all_to_all(x, _uneven_rows(x)),
+    "barrier": lambda _x, _: fl.barrier(),
+    "sendrecv": lambda x, _: _send_round(x, False),
+    "isend and irecv": lambda x, _: _send_round(x, True),
+    "broadcast_object": lambda x, root: fl.broadcast_object(x.tolist()[:9], root),
+    "all_gather_object": lambda x, _: fl.all_gather_object(x.tolist()[:9]),
+    "gather_object": lambda x, root: fl.gather_object(x.tolist()[:9], root),
+    "scatter_object": lambda x, root: fl.scatter_object([x[:9]] * fl.get_world_size(), root),
+    "split": lambda x, _: _split(x),
+}

@@ -1,0 +1,89 @@
+"""Strangers: bytes thrown at whatever the ranks of a run listen on, and what comes back."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["Address", "blobs", "connected", "flood", "listening", "throw"]
+
+Address = tuple[str, int]
+CONNECTED, LISTENS = "01", "0A"
+# So long a stranger waits to be let in, and then for an answer, in seconds.
+PATIENCE = 0.05
+GREETING = struct.Struct("!4sHHQ")  # of the TCP rendezvous
+
+
+def listening(pids: Iterable[int]) -> set[Address]:
+    """Return the IPv4 addresses that the processes ``pids`` listen on."""
+    return {address for pid in pids for address in _own_ends(pid, LISTENS)}
+
+
+def connected(pid: int) -> set[Address]:
+    """Return the own ends of a process's IPv4 connections."""
+    return set(_own_ends(pid, CONNECTED))
+
+
+def _own_ends(pid: int, wanted: str) -> Iterator[Address]:
+    inodes = set(_socket_inodes(pid))
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *rest = line.split()
+        if state == wanted and rest[5] in inodes:
+            host, port = local.split(":")
+            yield socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)
+
+
+def _socket_inodes(pid: int) -> Iterator[str]:
+    folder = f"/proc/{pid}/fd"
+    with suppress(FileNotFoundError):  # it has ended
+        for fd in os.listdir(folder):
+            with suppress(FileNotFoundError):
+                target = os.readlink(f"{folder}/{fd}")
+                if target.startswith("socket:["):
+                    yield target[8:-1]
+
+
+def blobs(draw: random.Random, count: int) -> Iterator[bytes]:
+    """Yield what a stranger may send: noise, zeros, other protocols, and ours with a fault."""
+    for _ in range(count):
+        noise = draw.randbytes(draw.choice((1, 7, 8, 9, 64, 5000)))
+        kind, length = draw.randrange(10), draw.choice((0, 4, len(noise), 1 << 20, 1 << 62))
+        yield draw.choice(
+            (
+                noise,
+                bytes(draw.choice((1, 8, 100))),
+                b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+                GREETING.pack(b"FLrv", draw.choice((0, 1, 2)), kind, length) + noise,
+                struct.pack("=q", draw.randrange(8)) + noise,  # how a peer of Gloo's begins
+            )
+        )
+
+
+def throw(address: Address, blob: bytes) -> bytes:
+    """Connect, send, hang up; return the answer, which ought to be none."""
+    with socket.socket() as stranger:
+        stranger.settimeout(PATIENCE)
+        with suppress(OSError):
+            stranger.connect(address)
+            stranger.sendall(blob)
+            return stranger.recv(100)
+    return b""
+
+
+def flood(address: Address, count: int) -> list[socket.socket]:
+    """Return ``count`` sockets that have asked to connect, and have sent what keeps them open."""
+    strangers = []
+    for number in range(count):
+        stranger = socket.socket()
+        stranger.setblocking(False)
+        strangers.append(stranger)
+        with suppress(BlockingIOError):
+            stranger.connect(address)
+        with suppress(OSError):
+            stranger.send(struct.pack("=q", 1000 + number))
+    return strangers
