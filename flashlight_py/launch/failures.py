@@ -15,10 +15,11 @@ from flashlight_py.errors import (
 )
 from flashlight_py.launch.processes import describe_exit
 
-__all__ = ["Failure", "first_cause"]
+__all__ = ["CONSEQUENCES", "Failure", "first_cause"]
 
 # What a rank raises when another one has failed.
 _CONSEQUENCES = (PeerLostError, CollectiveTimeoutError, GroupClosedError, RendezvousError)
+CONSEQUENCES = frozenset(error.__name__ for error in _CONSEQUENCES)
 
 
 @dataclass(frozen=True)
