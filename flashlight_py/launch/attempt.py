@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from flashlight_py.launch.failures import CONSEQUENCES, Failure, first_cause
@@ -17,6 +17,8 @@ __all__ = ["Attempt", "Team", "failure_of_exit"]
 
 # How long to listen for the cause, in seconds, once a rank has ended by a mere consequence.
 CAUSE_SECONDS = 3.0
+# Between looks at a shared folder, which tells nobody when it changes.
+POLL_SECONDS = 0.25
 
 
 class Team(Protocol):
@@ -25,33 +27,39 @@ class Team(Protocol):
     def signal(self, number: int) -> None:
         """Send ``number`` to every rank and to what it has started."""
 
-    def close(self) -> None:
-        """Let go of everything, once all ranks have ended."""
+    def finish(self, grace: float) -> list[int]:
+        """Once all ranks have ended, end what they have left: by SIGKILL after ``grace`` seconds.
+
+        Returns the processes that the kernel does not let go of.
+        """
 
 
 class Attempt:
     """Follows ``ranks``; ends all of them by SIGTERM when one fails, by SIGKILL ``grace`` s later.
 
     ``failures`` are those from before it began to end the ranks. ``interrupted`` is the signal
-    that was sent to the launcher, or 0.
+    that was sent to the launcher, or 0. ``poll``, if set, is called a few times a second.
     """
 
     def __init__(self, loop: Loop, output: Output, ranks: Iterable[int], grace: float) -> None:
         self.failures: dict[int, Failure] = {}
         self.interrupted = 0
+        self.is_ending = False
+        self.poll: Callable[[], None] | None = None
+        self._poll_at = 0.0
         self._loop, self._output, self._grace = loop, output, grace
         self._running = set(ranks)
-        self._size = len(self._running)
         self._team: Team | None = None
         self._cause_until = self._kill_at = math.inf
-        self._is_ending = False
         loop.hear_signal = self.hear_signal
 
     def run(self, team: Team) -> None:
         """Block until all ranks have ended."""
         self._team = team
         while self._running:
-            self._loop.once(min(self._cause_until, self._kill_at, self._output.flush_at()))
+            poll_at = self._poll_at if self.poll else math.inf
+            ends = min(self._cause_until, self._kill_at, poll_at, self._output.flush_at())
+            self._loop.once(ends)
             self._look_at_the_clock()
 
     @property
@@ -74,15 +82,17 @@ class Attempt:
 
     def hear_end(self, rank: int, code: int) -> None:
         """Hear how a rank ended: its exit code, or minus the signal."""
-        if code != 0:
-            failure = failure_of_exit(code, self._output.last_error(rank))
-            self.hear_failure(rank, failure)
-        self._running.discard(rank)
+        if code == 0:
+            self._running.discard(rank)
+        else:
+            self.hear_failure(rank, failure_of_exit(code, self._output.last_error(rank)))
 
     def hear_failure(self, rank: int, failure: Failure) -> None:
-        """Hear that a rank failed; end all, at once if it is no mere consequence."""
+        """Hear that a rank failed, if it ran; end all, at once if it is no mere consequence."""
+        if rank not in self._running:
+            return
         self._running.discard(rank)
-        if self._is_ending:
+        if self.is_ending:
             return  # by our signal, as far as anybody can tell
         self.failures[rank] = failure
         if failure.follows and self._running:
@@ -103,9 +113,9 @@ class Attempt:
 
     def end(self, number: int) -> None:
         """Begin to end all ranks by ``number``."""
-        if self._is_ending:
+        if self.is_ending:
             return
-        self._is_ending = True
+        self.is_ending = True
         self._cause_until, self._kill_at = math.inf, time.monotonic() + self._grace
         if self._team is not None:
             self._team.signal(number)
@@ -120,6 +130,9 @@ class Attempt:
             self._team.signal(signal.SIGKILL)
         if now >= self._output.flush_at():
             self._output.flush()
+        if self.poll is not None and now >= self._poll_at:
+            self._poll_at = now + POLL_SECONDS
+            self.poll()
 
 
 def failure_of_exit(code: int, error: str) -> Failure:

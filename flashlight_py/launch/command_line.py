@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 
+from flashlight_py.errors import DistributedError
 from flashlight_py.launch.environs import input_for_rank_0
 from flashlight_py.launch.front import run_behind
 from flashlight_py.launch.job import Site, run_job
@@ -45,8 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: Options, folder: str, stdin: int | None) -> int:
     try:
-        with Loop() as loop, closing(_site(loop, options, folder, stdin)) as site:
+        with closing(_site(options, folder, stdin)) as site, Loop() as loop:
             return run_job(loop, site, options)
+    except DistributedError as error:
+        print(f"flrun: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         return _OUTPUT_CLOSED
     except OSError as error:
@@ -54,5 +58,14 @@ def _run(options: Options, folder: str, stdin: int | None) -> int:
         return _CANNOT_RUN
 
 
-def _site(loop: Loop, options: Options, folder: str, stdin: int | None) -> Site:
-    return LocalSite(loop, options.program, options.ranks, folder, stdin)
+def _site(options: Options, folder: str, stdin: int | None) -> Site:
+    """Return where the ranks are; blocks until the launchers of all hosts are here."""
+    if options.hosts:
+        from flashlight_py.launch.ssh_site import SshSite
+
+        return SshSite(options, stdin)
+    if options.nnodes > 1:
+        from flashlight_py.launch.nodes_site import NodesSite
+
+        return NodesSite(options, stdin)
+    return LocalSite(options.program, options.ranks, folder, stdin)

@@ -62,6 +62,10 @@ def _be_the_copy(front: int, work: Callable[[], int]) -> None:
         os.setsid()  # Ctrl-C on the terminal reaches the front alone, which hands it on
         kernel.die_with_parent(front, signal.SIGTERM)
         kernel.adopt_orphans()
+        for number in FORWARDED:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)  # until work() wishes otherwise
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         code = work()
     except BaseException:  # noqa: BLE001 - whatever it is, two processes must not go on as one
         sys.excepthook(*sys.exc_info())

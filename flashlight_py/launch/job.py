@@ -11,7 +11,6 @@ from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.options import Options
 from flashlight_py.launch.output import Output
 from flashlight_py.launch.plan import counts_of_remaining, may_restart, places
-from flashlight_py.launch.ranks import end_leftovers
 
 __all__ = ["Site", "run_job"]
 
@@ -28,10 +27,10 @@ class Site(Protocol):
     def heard(self, counts: Sequence[int]) -> Iterable[int]:
         """Return the ranks whose ends this launcher hears."""
 
-    def start(self, attempt: Attempt, counts: Sequence[int], restarts: int) -> Team:
+    def start(self, loop: Loop, attempt: Attempt, counts: Sequence[int], restarts: int) -> Team:
         """Start the ranks; each end and output is told to ``attempt``."""
 
-    def conclude(self, attempt: Attempt) -> None:
+    def conclude(self, loop: Loop, attempt: Attempt) -> None:
         """Add to ``attempt`` what the launchers of other hosts know of its end."""
 
     def close(self) -> None:
@@ -73,14 +72,13 @@ def _follow(
     grace: float,
 ) -> None:
     """Run one attempt until nothing of it is left."""
-    team = site.start(attempt, counts, restarts)
+    team = site.start(loop, attempt, counts, restarts)
     attempt.run(team)
-    stuck = end_leftovers(loop, grace)
-    team.close()
+    stuck = team.finish(grace)
     output.end()
     if stuck:
         output.say(f"processes that the kernel does not let go of are left: {stuck}")
-    site.conclude(attempt)
+    site.conclude(loop, attempt)
 
 
 def _report(attempt: Attempt, output: Output, site: Site, counts: Sequence[int]) -> str:

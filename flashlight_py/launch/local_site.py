@@ -42,25 +42,21 @@ def start_here(
 class LocalSite:
     """All ranks of a job are on this host; they meet at a path in ``folder``."""
 
-    def __init__(
-        self, loop: Loop, program: Sequence[str], ranks: int, folder: str, stdin: int | None
-    ) -> None:
+    def __init__(self, program: Sequence[str], ranks: int, folder: str, stdin: int | None) -> None:
         self.hosts = [os.uname().nodename]
         self.counts = [ranks]
-        self._loop, self._program, self._folder, self._stdin = loop, program, folder, stdin
+        self._program, self._folder, self._stdin = program, folder, stdin
 
     def heard(self, counts: Sequence[int]) -> range:
         """Return the ranks whose ends are heard here: all."""
         return range(sum(counts))
 
-    def start(self, attempt: Attempt, counts: Sequence[int], restarts: int) -> Team:
+    def start(self, loop: Loop, attempt: Attempt, counts: Sequence[int], restarts: int) -> Team:
         """Start all ranks."""
         meeting = {"FLASHLIGHT_FILE": os.path.join(self._folder, f"meeting-{restarts}")}
-        return start_here(
-            self._loop, attempt, self._program, counts, 0, restarts, meeting, self._stdin
-        )
+        return start_here(loop, attempt, self._program, counts, 0, restarts, meeting, self._stdin)
 
-    def conclude(self, attempt: Attempt) -> None:
+    def conclude(self, loop: Loop, attempt: Attempt) -> None:
         """Nobody else has anything to tell."""
 
     def close(self) -> None:

@@ -43,7 +43,6 @@ class Loop:
         for number in (signal.SIGCHLD, *FORWARDED):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _do_nothing)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # the front has held them back
 
     def __enter__(self) -> Loop:
         return self
@@ -59,9 +58,14 @@ class Loop:
         os.close(self._signals)
         os.close(self._woken)
 
-    def watch(self, descriptor: int, callback: Callable[[], object]) -> None:
-        """Call ``callback`` whenever ``descriptor`` can be read, or is at its end."""
-        self._selector.register(descriptor, selectors.EVENT_READ, callback)
+    def watch(self, descriptor: int, callback: Callable[[], object], writing: bool = False) -> None:
+        """Call ``callback`` whenever ``descriptor`` can be read, or is at its end; or written.
+
+        Raises:
+            PermissionError: it is a file, which always can.
+        """
+        event = selectors.EVENT_WRITE if writing else selectors.EVENT_READ
+        self._selector.register(descriptor, event, callback)
 
     def forget(self, descriptor: int) -> None:
         """Watch ``descriptor`` no more; nothing happens if it was not."""

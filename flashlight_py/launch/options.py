@@ -88,8 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-n", type=_whole, metavar="RANKS", help="on this host, or on each; default: its cores")
     add("--hosts", metavar="A:4,B:4", help="start over ssh on these hosts, so many ranks on each")
-    default = os.environ.get("FLASHLIGHT_SSH", "ssh")
-    add("--ssh", default=default, metavar="COMMAND", help="the ssh command (FLASHLIGHT_SSH)")
+    ssh = os.environ.get("FLASHLIGHT_SSH", "ssh -T -o BatchMode=yes")
+    add("--ssh", default=ssh, metavar="COMMAND", help="the ssh command (FLASHLIGHT_SSH)")
     add("--env", action="append", default=[], metavar="NAME", help="hand NAME on to --hosts too")
     add("--nnodes", type=_whole, default=1, metavar="N", help="hosts that run a launcher each")
     add("--node-rank", type=_count, default=0, metavar="I", help="which of them this is, from 0")

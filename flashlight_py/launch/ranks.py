@@ -73,11 +73,13 @@ class Ranks:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
 
-    def close(self) -> None:
-        """Take what can be read now and close the pipes, also where others hold their ends."""
+    def finish(self, grace: float) -> list[int]:
+        """End what the ranks have left, and close the pipes; as ``end_leftovers``, in seconds."""
+        stuck = end_leftovers(self._loop, grace)
         for source in list(self._pipes):
             self._drain(source)
             self._close(source)
+        return stuck
 
     def _listen(self, rank: int, descriptors: Sequence[int]) -> None:
         for stream, descriptor in zip(STREAMS, descriptors, strict=True):
