@@ -35,7 +35,8 @@ MOST = 1.5  # times the bare processes, and times NumPy's import
 def together(*command: str) -> None:
     """Start the command as often as there are ranks, and wait for all."""
     processes = [subprocess.Popen(command) for _ in range(RANKS)]
-    if any([process.wait() for process in processes]):
+    codes = [process.wait() for process in processes]
+    if any(codes):
         raise RuntimeError(f"{command} failed")
 
 

@@ -36,19 +36,22 @@ if checkpoint.exists():
 
 for epoch in range(sampler.epoch, epochs):
     sampler.set_epoch(epoch)
+    left = samples - sampler.consumed
+    common = len(sampler) if kind == "batches" else left // size  # steps that all ranks take
     for step, part in enumerate(parts()):
         if restarts == 0 and epoch == 1 and step == 3 and rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        fl.all_reduce(np.ones(1)) if kind == "batches" or step < samples // size else None
-        fl.barrier() if kind == "batches" or step < samples // size else None
+        if step < common:
+            fl.all_reduce(np.ones(1))
         with (folder / f"used-{restarts}-{rank}").open("a") as file:
             file.write("".join(f"{epoch} {index}\\n" for index in part))
         if rank == 0:
             hidden = folder / "hidden"
             hidden.write_text(json.dumps(sampler.state_dict()))
             hidden.rename(checkpoint)
-        fl.barrier() if kind == "batches" or step < samples // size else None
-fl.barrier()
+        if step < common:
+            fl.barrier()
+    fl.barrier()
 print("finished", size)
 """
 

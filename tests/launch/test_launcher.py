@@ -51,6 +51,23 @@ def test_the_first_cause_and_its_code(program: Path, what: str, code: int, told:
     assert last.endswith("; the other ranks were ended")
 
 
+def test_a_consequence_is_not_taken_for_the_cause(tmp_path: Path) -> None:
+    program = write(
+        tmp_path,
+        """
+        import os, time
+        class PeerLostError(Exception): pass
+        if os.environ["RANK"] == "0":
+            raise PeerLostError("rank 1 is gone")
+        time.sleep(0.3)  # so long it takes to end
+        os._exit(3)
+        """,
+    )
+    done = launch("-n", 2, program)
+    assert done.returncode == 3
+    assert "flrun: rank 1 of 2" in done.stderr.splitlines()[-1]
+
+
 def test_success_prints_whole_lines_by_rank_and_leaves_no_child(tmp_path: Path) -> None:
     program = write(
         tmp_path,
