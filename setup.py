@@ -98,7 +98,9 @@ def numpy_extension(name: str, sources: list[str], depends: list[str]) -> Extens
 
 
 FAST = numpy_extension(
-    "fast", ["csrc/fast/fast.c"], ["csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"]
+    "fast",
+    ["csrc/fast/fast.c", "csrc/fast/describe.c"],
+    ["csrc/fast/fast.h", "csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"],
 )
 TREE = numpy_extension(
     "tree",
@@ -110,5 +112,8 @@ setup(
     ext_modules=[FAST, TREE],
     cffi_modules=[f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "nccl")],
     cmdclass={"build_ext": BuildOptionalExtensions},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={
+        "bdist_wheel": {"py_limited_api": "cp310"},
+        "build_ext": {"parallel": os.cpu_count()},
+    },
 )
