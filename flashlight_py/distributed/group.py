@@ -16,6 +16,7 @@ from flashlight_py.distributed.verbs.objects import Objects
 from flashlight_py.distributed.verbs.point_to_point import PointToPoint
 from flashlight_py.distributed.verbs.reductions import Reductions
 from flashlight_py.distributed.verbs.subgroups import Subgroups
+from flashlight_py.distributed.work import AllOf
 from flashlight_py.errors import BackendUnavailableError, GroupClosedError
 
 __all__ = ["Joiner", "ProcessGroup"]
@@ -109,7 +110,14 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
         """Join ``members`` of this group, this rank among them."""
         assert self._joiner is not None or self.size == 1
         backend = self.backend() if self._joiner is None else self._joiner.join(store)
-        return self._adopt(ProcessGroup(backend, self._worldwide(members), self._joiner))
+        child = self._adopt(ProcessGroup(backend, self._worldwide(members), self._joiner))
+        try:
+            # One that closes the group at once must not do so while others still connect to it.
+            child.barrier()
+        except BaseException:
+            child.close()
+            raise
+        return child
 
     def _outside(self, members: list[int]) -> ProcessGroup:
         """Return a group that this process is not in."""
@@ -124,15 +132,14 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
 
     def barrier(self, timeout: float | None = None) -> None:
         """Block until every rank is here; see :func:`flashlight_py.barrier`."""
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not (hasattr(timeout, "__float__") and timeout > 0):
             raise ValueError(f"barrier: timeout must be a positive number of seconds: {timeout!r}")
         (self._gpus or self.backend()).barrier(timeout).wait()
 
     def synchronize(self) -> None:
         """Block until every operation that this rank has started in the group has ended."""
         unfinished, self._unfinished = self._unfinished, []
-        for work in unfinished:
-            work.wait()
+        AllOf([work for work in unfinished if not work.is_finished()]).wait()
         self.backend().synchronize()
         if self._gpus is not None:
             self._gpus.synchronize()

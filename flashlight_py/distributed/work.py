@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flashlight_py.errors import DistributedError
+from flashlight_py.errors import CollectiveTimeoutError, DistributedError
 
 __all__ = ["AllOf", "Done", "Then", "Work"]
 
@@ -69,22 +69,40 @@ class Then(Work):
         self._work = work
         self._finish: Callable[[Any], Any] | None = finish
         self._value: Any = None
+        self._failure: BaseException | None = None  # of making it: every wait raises the same
+        self._failure_told = False
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the other operation (up to ``timeout`` seconds), finish, return the result."""
-        value = self._work.wait(timeout)
+        value = self._other(timeout)
+        if self._failure is not None:
+            raise self._failure
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            self._value = finish(value)
+            try:
+                self._value = finish(value)
+            except BaseException as failure:
+                self._failure = failure
+                raise
         return self._value
+
+    def _other(self, timeout: float | None) -> Any:
+        """Wait for the other operation, and remember whether its failure is final."""
+        try:
+            return self._work.wait(timeout)
+        except DistributedError as failure:
+            # One by the limit of this wait is not: the operation goes on.
+            by_limit = timeout is not None and isinstance(failure, CollectiveTimeoutError)
+            self._failure_told = not by_limit
+            raise
 
     def is_completed(self) -> bool:
         """Tell whether the other operation has ended."""
         return self._work.is_completed()
 
     def is_finished(self) -> bool:
-        """Tell whether the result has been made."""
-        return self._finish is None
+        """Tell whether the result has been made, or whoever waited knows that it cannot be."""
+        return self._finish is None or self._failure_told
 
 
 class AllOf(Work):

@@ -244,7 +244,8 @@ class HierarchicalBackend(Backend):
     def synchronize(self) -> None:
         """Block until all that was started has ended."""
         for work in list(self._running):
-            work.wait()
+            if not work.failure_told:
+                work.wait()
 
     def close(self) -> None:
         """Close the backends, which ends what runs, then the thread."""
@@ -264,6 +265,7 @@ class _FutureWork(Work):
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
+        self.failure_told = False
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``."""
@@ -271,10 +273,14 @@ class _FutureWork(Work):
             return self._future.result(timeout)
         except FutureTimeout as error:
             if self._future.done():
+                self.failure_told = True
                 raise  # the operation's own timeout
             raise CollectiveTimeoutError(
                 f"still running after wait(timeout={timeout}) seconds; it goes on"
             ) from error
+        except DistributedError:
+            self.failure_told = True
+            raise
 
     def is_completed(self) -> bool:
         """Tell whether it has ended."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import as_array, pack
-from flashlight_py.distributed.verbs.base import Room, Verbs, unpack_into
+from flashlight_py.distributed.verbs.base import Room, Verbs, pack_apart, unpack_into
 
 __all__ = ["Movement"]
 
@@ -20,7 +20,7 @@ class Movement(Verbs):
     def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Any:
         """Give every rank ``root``'s ``x``, in place; see :func:`flashlight_py.broadcast`."""
         array = as_array("broadcast", x)
-        self._check_rank("broadcast", "root", root)
+        root = self._check_rank("broadcast", "root", root)
         packed = pack(array)
         work = self.backend(array).broadcast(packed, root, not async_op)
         return self._finish(work, x, unpack_into(array, packed), async_op)
@@ -29,32 +29,31 @@ class Movement(Verbs):
         """Join ``x`` of all ranks; see :func:`flashlight_py.all_gather`."""
         rows = _rows("all_gather", x)
         room = self._room("all_gather", out, rows, (None, *rows.shape[1:]))
-        work = self.backend(rows).all_gather(pack(rows), not async_op, room.packed)
+        work = self.backend(rows).all_gather(pack_apart(rows, room), not async_op, room.packed)
         return self._finish_into(work, room, async_op)
 
     def gather(self, x: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
         """Join ``x`` of all ranks on one; see :func:`flashlight_py.gather`."""
-        self._check_rank("gather", "root", root)
+        root = self._check_rank("gather", "root", root)
         rows = _rows("gather", x)
         given = out if self.rank == root else None
         room = self._room("gather", given, rows, (None, *rows.shape[1:]))
-        work = self.backend(rows).gather(pack(rows), root, not async_op, room.packed)
+        work = self.backend(rows).gather(pack_apart(rows, room), root, not async_op, room.packed)
         return self._finish_into(work, room, async_op)
 
     def scatter(
         self, xs: Any = None, root: int = 0, out: Any = None, async_op: bool = False
     ) -> Any:
         """Give each rank its part of ``xs`` on one; see :func:`flashlight_py.scatter`."""
-        self._check_rank("scatter", "root", root)
+        root = self._check_rank("scatter", "root", root)
         whole = self._whole(xs) if self.rank == root else None
         told = whole[0] if whole is not None else None if out is None else as_array("scatter", out)
         room = (
             Room(None, None, None) if told is None else self._room("scatter", out, told, told.shape)
         )
-        backend = self.backend(told)
-        return self._finish_into(
-            backend.scatter(whole, root, not async_op, room.packed), room, async_op
-        )
+        sent = None if whole is None else pack_apart(whole, room)
+        work = self.backend(told).scatter(sent, root, not async_op, room.packed)
+        return self._finish_into(work, room, async_op)
 
     def _whole(self, xs: Any) -> Array:
         """Return what the root scatters as one array of shape (size, part's shape)."""
@@ -96,11 +95,12 @@ class Movement(Verbs):
         if rows is None:
             self._require_equal_parts("all_to_all", array, "; rows= tells unequal parts")
             room = self._room("all_to_all", out, array, array.shape)
-            work = backend.all_to_all(pack(array), blocking, room.packed)
+            work = backend.all_to_all(pack_apart(array, room), blocking, room.packed)
         else:
             counts = self._check_rows(array, rows)
             room = self._room("all_to_all", out, array, (None, *array.shape[1:]))
-            work = backend.all_to_all_uneven(pack(array), counts, blocking, room.packed)
+            sent = pack_apart(array, room)
+            work = backend.all_to_all_uneven(sent, counts, blocking, room.packed)
         return self._finish_into(work, room, async_op)
 
     def _check_rows(self, array: Array, rows: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.arrays import dtype_code, pack
-from flashlight_py.distributed.verbs.base import Verbs, unpack_into
+from flashlight_py.distributed.verbs.base import Verbs, pack_apart, unpack_into, whole
 from flashlight_py.distributed.work import AllOf, Then, Work
 
 __all__ = ["Reductions"]
@@ -88,7 +88,7 @@ class Reductions(Verbs):
         self, x: Any, root: int = 0, op: str = "sum", scale: float = 1.0, async_op: bool = False
     ) -> Any:
         """Combine ``x`` of all ranks on one; see :func:`flashlight_py.reduce`."""
-        self._check_rank("reduce", "root", root)
+        root = self._check_rank("reduce", "root", root)
         array, reduce_op, factor = self._reduction("reduce", x, op, scale)
         packed = pack(array)
         work = self.backend(array).reduce(packed, reduce_op, factor, root, not async_op)
@@ -110,17 +110,28 @@ class Reductions(Verbs):
         room = self._room("reduce_scatter", out, array, shape)
         blocking = not async_op
         backend = self.backend(array)
-        work = backend.reduce_scatter(pack(array), reduce_op, factor, blocking, room.packed)
+        sent = pack_apart(array, room)
+        work = backend.reduce_scatter(sent, reduce_op, factor, blocking, room.packed)
         return self._finish_into(work, room, async_op)
 
     def shared_empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
         """Return an array that is cheap to reduce; see :func:`flashlight_py.shared_empty`."""
-        extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
-        if any(extent < 0 for extent in extents):
-            raise ValueError(f"shared_empty: a shape has no negative dimensions, got {extents}")
+        extents = _extents(shape)
         kind = np.dtype(dtype)
         dtype_code("shared_empty", kind)
         return self.backend().shared_empty(extents, kind)
+
+
+def _extents(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Return a shape, told as NumPy lets it be told, as a tuple."""
+    alone = whole(shape)
+    given = tuple(shape) if alone is None else (alone,)  # type: ignore[arg-type]
+    extents = tuple(extent for extent in map(whole, given) if extent is not None and extent >= 0)
+    if len(extents) < len(given):
+        raise ValueError(
+            f"shared_empty: a shape consists of integers that are not negative, got {given}"
+        )
+    return extents
 
 
 def _by_dtype(arrays: list[Array]) -> list[list[Array]]:
