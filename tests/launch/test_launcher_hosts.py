@@ -143,6 +143,16 @@ def test_a_failure_ends_all_launchers_with_its_code(tmp_path: Path) -> None:
     assert list(meeting.iterdir()) == []
 
 
+def test_launchers_go_on_together_with_the_ranks_that_remain(tmp_path: Path) -> None:
+    program = write(tmp_path, FAILING)
+    for done in on_each_node(tmp_path / "run", "--min-n", 2, program):
+        assert done.returncode == 1
+        told = [line for line in done.stderr.splitlines() if line.startswith("flrun: ")]
+        assert told[0].startswith("flrun: rank 1 of 3")
+        assert told[1] == "flrun: starting again with 2 rank(s), for the 1st time"
+        assert told[2].startswith("flrun: rank 1 of 2")
+
+
 def test_slurms_variables_are_enough(tmp_path: Path) -> None:
     """What ``srun -n 2 python program.py`` sets, for both tasks."""
     program = write(tmp_path, ALL_REDUCE)
