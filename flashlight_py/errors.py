@@ -34,18 +34,26 @@ class RendezvousError(DistributedError):
 
 
 class MismatchError(DistributedError):
-    """The ranks called different things: operation, order, dtype, shape, root or reduce op.
+    """The ranks called different things: operation, order, dtype, shape, root, reduce op or group.
 
-    Raised on every rank; the group can be used again afterwards.
+    Raised on every rank, naming what each has called and where. The group can be used again
+    afterwards, unless the message says otherwise: after a mismatch of groups, or through NCCL.
     """
 
 
 class PeerLostError(DistributedError):
-    """Another rank died, exited or closed its connection. The group cannot be used again."""
+    """Another rank died, exited, raised or closed its connection.
+
+    Names the rank and its process; has the traceback of one that raised. The group cannot be used
+    again.
+    """
 
 
 class CollectiveTimeoutError(DistributedError, TimeoutError):
-    """Another rank did not join an operation in time. The group cannot be used again."""
+    """Another rank did not join an operation in time; says what it joined last, and when.
+
+    The group cannot be used again.
+    """
 
 
 class BackendUnavailableError(DistributedError):

@@ -28,7 +28,17 @@ int fl_op_missing(fl_op* op, int* ranks, int capacity) {
   return count;
 }
 
-const fl_signature* fl_op_signatures(fl_op* op) { return op->operation->signatures.data(); }
+const fl_signature* fl_op_signatures(fl_op* op) { return op->operation->seen.calls.data(); }
+
+const char* fl_op_site(fl_op* op, int rank) {
+  const auto& sites = op->operation->seen.sites;
+  return static_cast<size_t>(rank) < sites.size() ? sites[rank].text : "";
+}
+
+double fl_op_age(fl_op* op, int rank) {
+  const auto& ages = op->operation->seen.ages;
+  return static_cast<size_t>(rank) < ages.size() ? ages[rank] : -1;
+}
 
 void* fl_op_output(fl_op* op, size_t* bytes) {
   *bytes = op->operation->output.size;

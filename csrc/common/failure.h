@@ -11,16 +11,33 @@
 
 namespace fl {
 
+// What ranks are known to have called, by rank: where, and how many seconds ago (-1: not known).
+struct Seen {
+  std::vector<fl_signature> calls;
+  std::vector<fl_site> sites;
+  std::vector<double> ages;
+
+  // Nothing yet, of any rank.
+  void reset(int ranks) {
+    calls.assign(ranks, fl_signature{});
+    sites.assign(ranks, fl_site{});
+    ages.assign(ranks, -1);
+  }
+};
+
 struct Failure : std::runtime_error {
   Failure(fl_status status, std::vector<int> missing, const std::string& message)
       : std::runtime_error(message), status(status), missing(std::move(missing)) {}
   fl_status status;
   std::vector<int> missing;
+  Seen seen;  // of a timeout: the last calls
 };
 
-// The ranks called different things; each rank's signature says what. The group lives on.
+// The ranks called different things; `seen` says what. The group lives on.
 struct Mismatch : std::exception {
+  explicit Mismatch(Seen seen = {}) : seen(std::move(seen)) {}
   const char* what() const noexcept override { return "the ranks called different things"; }
+  Seen seen;
 };
 
 }  // namespace fl

@@ -36,12 +36,14 @@ void execute(Transport& transport, Operation& operation) noexcept {
     operation.run(operation);
     return finish(operation, FL_OK);
   } catch (const Mismatch& mismatch) {
+    operation.seen = mismatch.seen;
     return finish(operation, FL_MISMATCH, mismatch.what());
   } catch (const Failure& caught) {
     failure = caught;
   } catch (const std::exception& error) {
     failure = transport.explain(error.what());
   }
+  operation.seen = failure.seen;
   transport.fail(failure);
   finish(operation, failure.status, failure.what(), failure.missing);
 }

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "failure.h"
@@ -30,6 +31,12 @@ class Transport {
   // Tell every peer why this rank gives up. fail() calls it, once.
   virtual void give_up(const Failure& failure) noexcept = 0;
 
+  // What users call the ranks of this group, where it is part of a larger one; once, at first.
+  void call_ranks(std::vector<int> numbers) { numbers_ = std::move(numbers); }
+  std::string name(int rank) const {
+    return "rank " + std::to_string(numbers_.empty() ? rank : numbers_[rank]);
+  }
+
   // From any thread: this failure ends the group; the first one counts. Operations that still run,
   // on whatever thread, must end soon, those that come later with FL_CLOSED at once.
   void fail(const Failure& failure) noexcept;
@@ -41,6 +48,7 @@ class Transport {
   mutable std::mutex mutex_;
   std::atomic<bool> is_broken_{false};
   std::string why_;
+  std::vector<int> numbers_;
 };
 
 struct Bytes {
@@ -68,7 +76,7 @@ struct Operation {
   fl_status status = FL_PENDING;
   std::string message;
   std::vector<int> missing;
-  std::vector<fl_signature> signatures;
+  Seen seen;
   Bytes output;
 };
 

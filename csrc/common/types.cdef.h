@@ -11,6 +11,7 @@ typedef enum {
   FL_TIMEOUT = 4,     /* the missing ranks did not join in time */
   FL_CLOSED = 5,      /* the group was closed, or broke in an earlier operation */
   FL_FAILED = 6,      /* anything else; the message says what */
+  FL_RAISED = 7,      /* a rank gave up in words of its own: fl_..._give_up's */
 } fl_status;
 
 typedef enum {
@@ -59,11 +60,17 @@ typedef struct {
   size_t bytes;
 } fl_room;
 
+/* Where a program calls: the end of "folder/file.py:12", closed by a zero; empty: not known. */
+typedef struct {
+  char text[64];
+} fl_site;
+
 /* A send or a receive, one of several that are exchanged; its signature's root is the tag. */
 typedef struct {
   fl_signature signature;
   void *data;
   int peer;
+  fl_site site;
 } fl_message;
 
 typedef struct fl_op fl_op;
@@ -73,8 +80,13 @@ fl_status fl_op_wait(fl_op *op, double seconds);
 const char *fl_op_message(fl_op *op);
 /* Write which ranks the failure is about; returns how many. */
 int fl_op_missing(fl_op *op, int *ranks, int capacity);
-/* What each rank called, of those whose signature arrived (the others have sequence 0). */
+/* What each rank called, of those whose signature arrived (the others have sequence 0); after
+   FL_TIMEOUT what each is known to have called last. */
 const fl_signature *fl_op_signatures(fl_op *op);
+/* Where `rank` called that; empty: not known. */
+const char *fl_op_site(fl_op *op, int rank);
+/* How many seconds before the failure it did so, roughly; -1: not known. */
+double fl_op_age(fl_op *op, int rank);
 /* What all_gather, gather and a scatter without output received, unless it went into a room; lives
    as long as the handle. */
 void *fl_op_output(fl_op *op, size_t *bytes);

@@ -43,15 +43,26 @@ fl_op* fl_gloo_connect(fl_group* group, const char* addresses, size_t address_by
   });
 }
 
+void fl_gloo_call_ranks(fl_group* group, const int* numbers) {
+  group->group.call_ranks({numbers, numbers + group->group.size()});
+}
+
+int fl_gloo_is_ahead(fl_group* group, int rank, fl_signature* call) {
+  return group->group.is_ahead(rank, *call) ? 1 : 0;
+}
+
+void fl_gloo_give_up(fl_group* group, const char* why) { group->group.give_up(why); }
+
 void fl_gloo_on_interrupt(fl_group* group, int (*check)(void)) {
   group->group.on_interrupt(check);
 }
 
 fl_op* fl_gloo_run(fl_group* group, const fl_signature* signature, void* data, void* output,
-                   int peer, double seconds, int async) {
+                   int peer, double seconds, int async, const fl_site* site) {
+  const fl_message given{*signature, data, peer, site != nullptr ? *site : fl_site{}};
   fl_op* op = fl::started([&] {
-    return async != 0 ? group->group.start(*signature, data, output, peer, seconds)
-                      : group->group.run(*signature, data, output, peer, seconds);
+    return async != 0 ? group->group.start(given, output, seconds)
+                      : group->group.run(given, output, seconds);
   });
   if (op->operation != nullptr) return op;
   delete op;

@@ -20,6 +20,7 @@ Collectives::Collectives(Mesh& mesh)
 Collectives::~Collectives() = default;
 
 void Collectives::open() {
+  last_.reset(size_);
   for (int r = 0; r < size_; ++r) {
     outgoing_[r].arrived = 1;
     outgoing_buffers_[r] = mesh_.buffer(&outgoing_[r], sizeof(Frame));
@@ -50,11 +51,12 @@ void Collectives::post_headers() {
 void Collectives::meet(Call& call, const void* data, const Parts& give) {
   tell(call, data, give);
   hear(call);
-  const bool same = all_same(call.seen.data(), size_);
-  const bool told = call.mine.verb != FL_SCATTER || call.seen[call.mine.root].ndim != FL_ANY;
+  const auto& calls = call.seen.calls;
+  const bool same = all_same(calls.data(), size_);
+  const bool told = call.mine.verb != FL_SCATTER || calls[call.mine.root].ndim != FL_ANY;
   if (same && told) return;
   post_headers();
-  throw Mismatch();
+  throw Mismatch(call.seen);
 }
 
 void Collectives::tell(const Call& call, const void* data, const Parts& give) {
@@ -63,6 +65,7 @@ void Collectives::tell(const Call& call, const void* data, const Parts& give) {
     if (r == rank_) continue;
     Frame& frame = outgoing_[r];
     frame.signature = call.mine;
+    frame.site = call.site;
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
     if (bytes > 0) std::memcpy(frame.payload, source + give[r].begin, bytes);
     outgoing_buffers_[r]->send(r, kHeaderSlot, 0, offsetof(Frame, payload) + bytes);
@@ -81,8 +84,31 @@ void Collectives::hear(Call& call) {
     const auto missing = not_arrived();
     throw Failure(FL_TIMEOUT, missing.empty() ? failure.missing : missing, failure.what());
   }
-  for (int r = 0; r < size_; ++r) call.seen[r] = incoming_[r].signature;
-  call.seen[rank_] = call.mine;
+  remember(call);
+}
+
+void Collectives::remember(Call& call) {
+  heard_at_ = Clock::now();
+  for (int r = 0; r < size_; ++r) {
+    last_.calls[r] = r == rank_ ? call.mine : incoming_[r].signature;
+    last_.sites[r] = r == rank_ ? call.site : incoming_[r].site;
+  }
+  call.seen.calls = last_.calls;
+  call.seen.sites = last_.sites;
+}
+
+Seen Collectives::last_calls() const {
+  Seen seen = last_;
+  const double age = std::chrono::duration<double>(Clock::now() - heard_at_).count();
+  for (int r = 0; r < size_; ++r) seen.ages[r] = seen.calls[r].sequence == 0 ? -1 : age;
+  return seen;
+}
+
+bool Collectives::is_ahead(int rank, fl_signature& call) const {
+  const Frame& frame = incoming_[rank];
+  if (rank == rank_ || __atomic_load_n(&frame.arrived, __ATOMIC_ACQUIRE) == 0) return false;
+  call = frame.signature;
+  return true;
 }
 
 std::vector<int> Collectives::not_arrived() const {

@@ -21,7 +21,8 @@ using Parts = std::vector<Part>;
 // One operation as it runs.
 struct Call {
   const fl_signature& mine;
-  std::vector<fl_signature>& seen;  // gets every rank's signature that arrives
+  const fl_site& site;
+  Seen& seen;  // gets what every rank calls, or after a timeout has called last
   Waiter& waiter;
 
   size_t bytes() const { return static_cast<size_t>(mine.count) * mine.itemsize; }
@@ -36,6 +37,13 @@ class Collectives {
 
   // Post the receives of the first headers; once, when every peer is connected.
   void open();
+
+  // Whether `rank` has told of a call that this rank has not made yet, and of which. No other call
+  // may run meanwhile.
+  bool is_ahead(int rank, fl_signature& call) const;
+
+  // What the other ranks have called last, as far as they have told, and how long ago.
+  Seen last_calls() const;
 
   void barrier(Call& call);
   void all_reduce(Call& call, void* data);
@@ -56,6 +64,7 @@ class Collectives {
   struct Frame {
     uint64_t arrived;  // written by the sender, cleared by the receiver
     fl_signature signature;
+    fl_site site;
     char payload[kInlineBytes];
   };
   class ReductionInParts;
@@ -65,6 +74,7 @@ class Collectives {
   void hear(Call& call);
   void post_headers();
   std::vector<int> not_arrived() const;
+  void remember(Call& call);
 
   Parts same_for_all(size_t bytes) const;
   Parts equal_sections(size_t bytes) const;
@@ -91,6 +101,9 @@ class Collectives {
   std::unique_ptr<Frame[]> incoming_;
   std::vector<Buffer> outgoing_buffers_;
   std::vector<Buffer> incoming_buffers_;
+  // The last call that all have made, and when it was heard of.
+  Seen last_;
+  Clock::time_point heard_at_;
   // Of large reductions: what came from each peer, kept from one to the next.
   std::unique_ptr<char[]> scratch_;
   std::vector<Buffer> slots_;

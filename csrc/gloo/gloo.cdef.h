@@ -23,6 +23,7 @@ fl_op *fl_gloo_connect(fl_group *group, const char *addresses, size_t address_by
 /* Run an operation on the caller's thread, or, with `async` or where others that were started must
    come first, on one of the group's own. Where it has ended well and there is nothing to fetch, the
    result is NULL; else a handle: of a failure, of what was received, or of an operation that runs.
+   `site` is where the program calls; NULL: not known.
    Collectives run in the order in which they are called; messages run beside them, those with the
    same peer, direction and tag in order.
 
@@ -38,7 +39,18 @@ fl_op *fl_gloo_connect(fl_group *group, const char *addresses, size_t address_by
    send, recv: data, to and from `peer`; the signature's root is the tag. A send ends when its
    receiver has called and the last byte is on its way. */
 fl_op *fl_gloo_run(fl_group *group, const fl_signature *signature, void *data, void *output,
-                   int peer, double seconds, int async);
+                   int peer, double seconds, int async, const fl_site *site);
+
+/* What users call the ranks of this group, where it is part of a larger one: `size` numbers. Before
+   the first operation. */
+void fl_gloo_call_ranks(fl_group *group, const int *numbers);
+
+/* Whether `rank` has begun a collective that this rank has not, and what it is. For messages: it may
+   change at any moment. */
+int fl_gloo_is_ahead(fl_group *group, int rank, fl_signature *call);
+
+/* End the group, and tell the others why, in words that end their operations too (FL_RAISED). */
+void fl_gloo_give_up(fl_group *group, const char *why);
 
 /* Run several messages at once, on the caller's thread. results[i] is NULL where message i ended
    well, else a handle: of its failure, or, where an earlier one with the same peer, direction and

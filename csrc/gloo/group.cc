@@ -21,10 +21,8 @@ Lane lane_of(const fl_signature& signature, int peer) {
   return {peer, signature.verb == FL_SEND, signature.root};
 }
 
-void require_match(const Message& message, Operation& operation) {
-  if (!message.is_mismatched()) return;
-  operation.signatures = message.signatures();
-  throw Mismatch();
+void require_match(const Message& message) {
+  if (message.is_mismatched()) throw Mismatch(message.seen());
 }
 
 }  // namespace
@@ -66,19 +64,25 @@ std::shared_ptr<Operation> Group::connect(std::vector<char> addresses, size_t by
   return lanes_.submit(kCollectives, seconds, connect);
 }
 
-std::shared_ptr<Operation> Group::start(const fl_signature& signature, void* data, void* output,
-                                        int peer, double seconds) {
-  if (is_message(signature)) return start_message({signature, data, peer}, seconds);
-  return lanes_.submit(kCollectives, seconds, collective(signature, data, output, nullptr));
+bool Group::is_ahead(int rank, fl_signature& call) {
+  Stay stay(lanes_);
+  return stay.enter(kCollectives) && collectives_.is_ahead(rank, call);
 }
 
-std::shared_ptr<Operation> Group::run(const fl_signature& signature, void* data, void* output,
-                                      int peer, double seconds) {
+void Group::give_up(const std::string& why) {
+  mesh_->fail(Failure(FL_RAISED, {mesh_->rank}, why));
+}
+
+std::shared_ptr<Operation> Group::start(const fl_message& given, void* output, double seconds) {
+  if (is_message(given.signature)) return start_message(given, seconds);
+  return lanes_.submit(kCollectives, seconds, collective(given, output, nullptr));
+}
+
+std::shared_ptr<Operation> Group::run(const fl_message& given, void* output, double seconds) {
   Stay stay(lanes_);
-  if (!stay.enter(lane_of(signature, peer))) return start(signature, data, output, peer, seconds);
-  return run_here(seconds, is_message(signature)
-                               ? whole_message({signature, data, peer}, interrupt_)
-                               : collective(signature, data, output, interrupt_));
+  if (!stay.enter(lane_of(given.signature, given.peer))) return start(given, output, seconds);
+  return run_here(seconds, is_message(given.signature) ? whole_message(given, interrupt_)
+                                                       : collective(given, output, interrupt_));
 }
 
 std::shared_ptr<Operation> Group::run_here(double seconds, Task task) {
@@ -97,7 +101,7 @@ Group::Task Group::whole_message(const fl_message& message, InterruptCheck inter
   return [this, message, interrupt](Operation& operation) {
     const auto begun = point_to_point_.begin(message);
     end({begun}, operation, interrupt);
-    require_match(*begun, operation);
+    require_match(*begun);
   };
 }
 
@@ -120,7 +124,7 @@ std::shared_ptr<Operation> Group::start_message(const fl_message& message, doubl
   return lanes_.go_on(lane, seconds, [this, begun, error](Operation& operation) {
     if (error) std::rethrow_exception(error);
     end({begun}, operation, nullptr);
-    require_match(*begun, operation);
+    require_match(*begun);
   });
 }
 
@@ -145,7 +149,7 @@ std::vector<std::shared_ptr<Operation>> Group::exchange(const fl_message* messag
     if (i >= begun.size() || !begun[i]->has_ended()) {
       results[here[i]] = failed;
     } else if (begun[i]->is_mismatched()) {
-      const auto tell = [&](Operation& operation) { require_match(*begun[i], operation); };
+      const auto tell = [&](Operation&) { require_match(*begun[i]); };
       results[here[i]] = run_here(seconds, tell);
     }
   }
@@ -154,14 +158,20 @@ std::vector<std::shared_ptr<Operation>> Group::exchange(const fl_message* messag
 
 // Collectives ---------------------------------------------------------------------------------
 
-Group::Task Group::collective(const fl_signature& signature, void* data, void* output,
-                              InterruptCheck interrupt) {
-  return [this, mine = signature, data, output, interrupt](Operation& operation) mutable {
-    mine.sequence = sequence_of(++calls_);
-    operation.signatures.assign(mesh_->size, fl_signature{});
+Group::Task Group::collective(const fl_message& given, void* output, InterruptCheck interrupt) {
+  return [this, given = given, output, interrupt](Operation& operation) mutable {
+    given.signature.sequence = sequence_of(++calls_);
     Waiter waiter(mesh_->watch(), operation.deadline, interrupt);
-    Call call{mine, operation.signatures, waiter};
-    operation.output = dispatch(call, data, output);
+    Call call{given.signature, given.site, operation.seen, waiter};
+    try {
+      operation.output = dispatch(call, given.data, output);
+    } catch (Failure& failure) {
+      if (failure.status == FL_TIMEOUT) {
+        failure.seen = collectives_.last_calls();
+        failure.seen.calls[mesh_->rank] = given.signature;
+      }
+      throw;
+    }
   };
 }
 

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../common/lanes.h"
@@ -19,17 +20,22 @@ class Group {
 
   int size() const { return mesh_->size; }
   std::vector<char> address(int peer) { return mesh_->address(peer); }
+  void call_ranks(std::vector<int> numbers) { mesh_->call_ranks(std::move(numbers)); }
   // Ask `check` now and then while run() waits; not 0: give up. Before the first run().
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
 
   std::shared_ptr<Operation> connect(std::vector<char> addresses, size_t bytes, double seconds);
+  // Whether `rank` has begun a collective that nobody has called here, and which.
+  bool is_ahead(int rank, fl_signature& call);
+  // End, and tell the others why.
+  void give_up(const std::string& why);
+
+  // Of a collective `given` has no peer.
   // Start an operation on a thread of the group's own.
-  std::shared_ptr<Operation> start(const fl_signature& signature, void* data, void* output,
-                                   int peer, double seconds);
+  std::shared_ptr<Operation> start(const fl_message& given, void* output, double seconds);
   // Run an operation on the caller's thread, unless others must come first: then it is started.
   // Null where it has ended well and there is nothing to fetch.
-  std::shared_ptr<Operation> run(const fl_signature& signature, void* data, void* output, int peer,
-                                 double seconds);
+  std::shared_ptr<Operation> run(const fl_message& given, void* output, double seconds);
   // The same for several messages at once.
   std::vector<std::shared_ptr<Operation>> exchange(const fl_message* messages, int count,
                                                    double seconds);
@@ -38,8 +44,7 @@ class Group {
   class Stay;
   using Task = std::function<void(Operation&)>;
   std::shared_ptr<Operation> run_here(double seconds, Task task);
-  Task collective(const fl_signature& signature, void* data, void* output,
-                  InterruptCheck interrupt);
+  Task collective(const fl_message& given, void* output, InterruptCheck interrupt);
   Bytes dispatch(Call& call, void* data, void* output);
   std::shared_ptr<Operation> start_message(const fl_message& message, double seconds);
   Task whole_message(const fl_message& message, InterruptCheck interrupt);

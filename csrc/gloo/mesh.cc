@@ -28,8 +28,8 @@ std::shared_ptr<gloo::transport::Device> create_device(const std::string& host,
 // Of what may be arriving just now.
 bool is_present(const int32_t& flag) { return __atomic_load_n(&flag, __ATOMIC_ACQUIRE) != 0; }
 
-std::string in_words_for_others(std::string message, int rank) {
-  const std::string self = "this rank", name = "rank " + std::to_string(rank);
+std::string in_words_for_others(std::string message, const std::string& name) {
+  const std::string self = "this rank";
   for (size_t at; (at = message.find(self)) != std::string::npos;) {
     message.replace(at, self.size(), name);
   }
@@ -58,7 +58,7 @@ struct Mesh::Control {
   int32_t status;
   int32_t missing_count;
   int32_t missing[kMaxMissing];
-  char message[512];
+  char message[4000];
   int32_t present;  // last: when it is there, all is
 };
 
@@ -154,7 +154,8 @@ Failure Mesh::explain(int peer, const std::string& what) {
       return {FL_PEER_LOST, {r},
               std::string("it gave up waiting for this rank: ") + control.message};
     }
-    const std::string message = "rank " + std::to_string(r) + " gave up: " + control.message;
+    const std::string message = name(r) + " gave up: " + control.message;
+    if (status == FL_RAISED) return {status, missing, control.message};
     if (status == FL_PEER_LOST || status == FL_TIMEOUT) return {status, missing, message};
     return {FL_PEER_LOST, {r}, message};
   }
@@ -197,7 +198,7 @@ void Mesh::tell_others(const Failure& failure) {
   for (int r : failure.missing) {
     if (control.missing_count < Control::kMaxMissing) control.missing[control.missing_count++] = r;
   }
-  const std::string message = in_words_for_others(failure.what(), rank);
+  const std::string message = in_words_for_others(failure.what(), name(rank));
   std::strncpy(control.message, message.c_str(), sizeof control.message - 1);
   const Buffer buffer = createUnboundBuffer(&control, sizeof control);
   int sent = 0;

@@ -27,19 +27,21 @@ std::string in_words(const fl_signature& call, const char* sending, const char* 
 
 }  // namespace
 
-Message::Message(Mesh& mesh, Notices& notices, const fl_signature& mine, void* data, int peer)
+Message::Message(Mesh& mesh, Notices& notices, const fl_message& mine)
     : mesh_(mesh),
       notices_(notices),
-      mine_(mine),
-      data_(static_cast<char*>(data)),
-      peer_(peer),
-      slot_(slot_of(mine)),
+      mine_(mine.signature),
+      here_(mine.site),
+      data_(static_cast<char*>(mine.data)),
+      peer_(mine.peer),
+      slot_(slot_of(mine_)),
       notice_(notices.blank()) {
-  notice_->call = mine;
-  if (is_large(mine)) {
-    payload_ = mesh.buffer(data, bytes_of(mine));
-  } else if (sends() && mine.count > 0) {
-    std::memcpy(notice_->payload, data, bytes_of(mine));
+  notice_->call = mine_;
+  notice_->site = here_;
+  if (is_large(mine_)) {
+    payload_ = mesh.buffer(data_, bytes_of(mine_));
+  } else if (sends() && mine_.count > 0) {
+    std::memcpy(notice_->payload, data_, bytes_of(mine_));
   }
 }
 
@@ -60,6 +62,7 @@ void Message::begin() {
 void Message::end(Waiter& waiter) {
   NoticePtr told = hear(waiter);
   theirs_ = told->call;
+  there_ = told->site;
   waiter.sent(*notice_->buffer, peer_);
   if (is_mismatched()) {
     call_off(waiter);
@@ -82,10 +85,13 @@ bool Message::is_mismatched() const {
   return theirs_.sequence != 0 && !same_message(mine_, theirs_);
 }
 
-std::vector<fl_signature> Message::signatures() const {
-  std::vector<fl_signature> seen(mesh_.size);
-  seen[mesh_.rank] = mine_;
-  seen[peer_] = theirs_;
+Seen Message::seen() const {
+  Seen seen;
+  seen.reset(mesh_.size);
+  seen.calls[mesh_.rank] = mine_;
+  seen.calls[peer_] = theirs_;
+  seen.sites[mesh_.rank] = here_;
+  seen.sites[peer_] = there_;
   return seen;
 }
 
@@ -101,7 +107,7 @@ NoticePtr Message::hear(Waiter& waiter) {
 std::string Message::instead() {
   const auto unheard = notices_.unheard(peer_);
   if (unheard.empty()) return "timed out";
-  const std::string name = "rank " + std::to_string(peer_);
+  const std::string name = mesh_.name(peer_);
   std::string told;
   for (size_t i = 0; i < std::min(unheard.size(), kMostTold); ++i) {
     told += name + in_words(unheard[i], " is sending", " is receiving") + ", ";

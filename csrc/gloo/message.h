@@ -14,7 +14,7 @@ namespace fl {
 // ends that agree: what they call says through which slot.
 class Message {
  public:
-  Message(Mesh& mesh, Notices& notices, const fl_signature& mine, void* data, int peer);
+  Message(Mesh& mesh, Notices& notices, const fl_message& mine);
 
   // What needs no waiting. Throws what Gloo throws where the connection is broken already.
   void begin();
@@ -27,8 +27,8 @@ class Message {
   bool has_ended() const { return ended_; }
   // The ends called different things, and nothing was changed.
   bool is_mismatched() const;
-  // What was called, by rank.
-  std::vector<fl_signature> signatures() const;
+  // What was called, and where.
+  Seen seen() const;
 
  private:
   NoticePtr hear(Waiter& waiter);
@@ -41,6 +41,7 @@ class Message {
   Notices& notices_;
   const fl_signature mine_;
   fl_signature theirs_{};
+  fl_site here_, there_{};
   bool ended_ = false;
   char* const data_;
   const int peer_;

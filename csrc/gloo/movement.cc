@@ -150,7 +150,7 @@ Bytes Collectives::gather_to(Call& call, const void* data, bool wanted, const Pa
   Parts take(size_);
   size_t total = 0;
   for (int r = 0; wanted && r < size_; ++r) {
-    take[r] = {total, static_cast<size_t>(call.seen[r].count) * call.mine.itemsize};
+    take[r] = {total, static_cast<size_t>(call.seen.calls[r].count) * call.mine.itemsize};
     total += take[r].bytes;
   }
   Bytes output;
@@ -166,7 +166,7 @@ Bytes Collectives::scatter(Call& call, const void* data, void* output) {
   Parts give(size_), take(size_);
   if (rank_ == root) give = equal_sections(call.bytes());
   meet(call, data, give);
-  const fl_signature& told = call.seen[root];
+  const fl_signature& told = call.seen.calls[root];
   take[root] = {0, static_cast<size_t>(told.count) * told.itemsize};
   Bytes part;
   if (output == nullptr) part = make_bytes(take[root].bytes);

@@ -24,8 +24,9 @@ inline bool is_large(const fl_signature& call) { return bytes_of(call) > kInline
 // What is told: `call`, and with a small send its payload. Memory beyond is not touched.
 struct Notice {
   fl_signature call;
+  fl_site site;
   char payload[kInlineMessage];
-  Buffer buffer;  // of the two above
+  Buffer buffer;  // of all above
 };
 using NoticePtr = std::unique_ptr<Notice>;
 

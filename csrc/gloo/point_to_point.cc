@@ -7,9 +7,10 @@ namespace fl {
 // The sender counts; a receiver's number only says that there is one.
 std::shared_ptr<Message> PointToPoint::begin(const fl_message& message) {
   const int peer = message.peer;
-  fl_signature mine = message.signature;
-  mine.sequence = mine.verb == FL_SEND ? sequence_of(++sends_[peer]) : 1;
-  auto begun = std::make_shared<Message>(mesh_, notices_, mine, message.data, peer);
+  fl_message mine = message;
+  fl_signature& call = mine.signature;
+  call.sequence = call.verb == FL_SEND ? sequence_of(++sends_[peer]) : 1;
+  auto begun = std::make_shared<Message>(mesh_, notices_, mine);
   begun->begin();
   return begun;
 }

@@ -32,6 +32,8 @@ ffi.cdef((CSRC / "common/types.cdef.h").read_text())
 ffi.cdef((CSRC / "shm/shm.cdef.h").read_text())
 # Python's answer to "has a signal handler asked to stop?", asked while a wait goes on.
 ffi.cdef('extern "Python" int fl_shm_interrupted(void);')
+# Python's answer to "where has the program called?", asked where other ranks must know.
+ffi.cdef('extern "Python" void fl_shm_where(fl_site *);')
 ffi.set_source(
     "flashlight_py._native._shm",
     '#include "csrc/shm/abi.h"',

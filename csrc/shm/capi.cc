@@ -22,8 +22,6 @@ struct fl_shm_region {
 
 namespace {
 
-constexpr size_t kNonceBytes = 64;
-
 fl::Mapping map(const char* path, bool create, size_t bytes) {
   return create ? fl::Mapping::create(path, bytes) : fl::Mapping::open(path, bytes);
 }
@@ -62,23 +60,6 @@ extern "C" {
 
 size_t fl_shm_bytes(int ranks) { return fl::Segment::bytes_for(ranks); }
 
-int fl_shm_probe_create(const char* path, const char* nonce, char* message, size_t message_bytes) {
-  return guarded(-1, message, message_bytes, [&] {
-    const fl::Mapping probe = fl::Mapping::create(path, kNonceBytes);
-    std::strncpy(probe.data(), nonce, kNonceBytes - 1);
-    return 0;
-  });
-}
-
-int fl_shm_probe_read(const char* path, const char* nonce, char* message, size_t message_bytes) {
-  return guarded(-1, message, message_bytes, [&] {
-    const fl::Mapping probe = fl::Mapping::open(path, kNonceBytes);
-    if (std::strncmp(probe.data(), nonce, kNonceBytes - 1) == 0) return 0;
-    fl::copy_message("another file of that name", message, message_bytes);
-    return -1;
-  });
-}
-
 fl_shm_group* fl_shm_open(const char* path, int create, int rank, int size, char* message,
                           size_t message_bytes) {
   return guarded<fl_shm_group*>(nullptr, message, message_bytes, [&] {
@@ -88,11 +69,11 @@ fl_shm_group* fl_shm_open(const char* path, int create, int rank, int size, char
 }
 
 fl_op* fl_shm_run(fl_shm_group* group, const fl_signature* signature, void* data, void* output,
-                  int peer, double seconds, int async) {
+                  int peer, double seconds, int async, const fl_site* site) {
   if (async != 0) {
-    return handle([&] { return group->group.start(*signature, data, output, peer, seconds); });
+    return handle([&] { return group->group.start(*signature, data, output, peer, seconds, site); });
   }
-  return handle([&] { return group->group.run(*signature, data, output, peer, seconds); });
+  return handle([&] { return group->group.run(*signature, data, output, peer, seconds, site); });
 }
 
 void fl_shm_exchange(fl_shm_group* group, const fl_message* messages, int count, double seconds,
@@ -123,6 +104,7 @@ fl_shm_region* fl_shm_add_region(fl_shm_group* group, const char* path, int crea
   return guarded<fl_shm_region*>(nullptr, message, message_bytes, [&] {
     const auto mapping = std::make_shared<fl::Mapping>(
         map(path, create != 0, bytes * group->group.size()));
+    mapping->close_file();  // there may be many of them
     return new fl_shm_region{mapping, group->group.add_region(mapping, bytes)};
   });
 }
@@ -135,6 +117,22 @@ void fl_shm_drop_region(fl_shm_group* group, void* array) { group->group.drop_re
 
 void fl_shm_on_interrupt(fl_shm_group* group, int (*check)(void)) {
   group->group.on_interrupt(check);
+}
+
+void fl_shm_on_mismatch(fl_shm_group* group, void (*where)(fl_site*)) {
+  group->group.on_mismatch(where);
+}
+
+void fl_shm_call_ranks(fl_shm_group* group, const int* numbers) {
+  group->group.call_ranks({numbers, numbers + group->group.size()});
+}
+
+int fl_shm_is_ahead(fl_shm_group* group, int rank, fl_signature* call) {
+  return group->group.is_ahead(rank, *call) ? 1 : 0;
+}
+
+void fl_shm_give_up(fl_shm_group* group, const char* why) {
+  group->group.give_up(why);
 }
 
 void fl_shm_close(fl_shm_group* group) { delete group; }

@@ -15,6 +15,9 @@ constexpr uint32_t kAny = 1u << 29;      // only verb and root are known
 constexpr uint32_t kIsLarge = 1u << 30;  // its data does not come with it, but its address
 constexpr uint32_t kCanRead = 1u << 31;  // it can read the memory of all others
 
+// How long ranks that differ wait for each other's places.
+constexpr double kTellingSeconds = 5;
+
 uint32_t kind_of(const fl_signature& s) {
   const uint32_t verb = static_cast<uint32_t>(s.verb) << 16;
   if (s.ndim == FL_ANY) return verb | kAny;
@@ -75,6 +78,7 @@ void Collectives::tell(const fl_signature& mine, const void* data, size_t inline
   call.place = inline_bytes > 0 ? 0 : place_of(data);
   call.signature = mine;
   call.signature.sequence = sequence_of(number);
+  call.called_at = coarse_now();
   if (inline_bytes > 0) {
     stream_copy(inline_bytes <= kTinyBytes ? call.tiny : call.payload, data, inline_bytes);
   } else {
@@ -116,7 +120,7 @@ void Collectives::hear(const fl_signature& mine) {
 // What all ranks find in the same way, also one that cannot be the measure of the others. A root
 // that knows nothing is as wrong as one that calls something else.
 bool Collectives::all_call_the_same() const {
-  const Seen seen = signatures();
+  const auto seen = calls();
   const fl_signature& mine = seen[rank_];
   if (!all_same(seen.data(), size_)) return false;
   return mine.verb != FL_SCATTER || seen[mine.root].ndim != FL_ANY;
@@ -127,12 +131,61 @@ const char* Collectives::inline_data(int rank, size_t bytes) const {
   return bytes <= kTinyBytes ? call.tiny : call.payload;
 }
 
-Collectives::Seen Collectives::signatures() const {
-  Seen seen(size_);
+std::vector<fl_signature> Collectives::calls() const {
+  std::vector<fl_signature> calls(size_);
   for (int r = 0; r < size_; ++r) {
-    if (call_of(r).number.value() == calls_) seen[r] = call_of(r).signature;
+    if (call_of(r).number.value() == calls_) calls[r] = call_of(r).signature;
+  }
+  return calls;
+}
+
+// All ranks come here, or have gone. Before one tells its place again, all have called again, and
+// so have read this.
+Seen Collectives::compare(const fl_site& site) {
+  Place& mine = segment_.block(rank_).place;
+  mine.site = site;
+  mine.told.raise(calls_);
+  Seen seen;
+  seen.reset(size_);
+  seen.calls = calls();
+  for (int r = 0; r < size_; ++r) {
+    Place& theirs = segment_.block(r).place;
+    if (has_told(theirs.told, r)) seen.sites[r] = theirs.site;
   }
   return seen;
+}
+
+// A rank that has died since, or was stopped, leaves its place unknown: the mismatch is one anyway.
+bool Collectives::has_told(Counter& told, int rank) {
+  Watch watch = watch_.at_most(kTellingSeconds);
+  try {
+    watch.wait(told, calls_, rank);
+  } catch (const Failure&) {
+    return false;
+  }
+  return told.value() == calls_;
+}
+
+Seen Collectives::last_calls() const {
+  Seen seen;
+  seen.reset(size_);
+  const int64_t now = coarse_now();
+  for (int r = 0; r < size_; ++r) {
+    const Call& now_or_before = call_of(r);
+    const Call& other = segment_.block(r).calls[(calls_ + 1) % 2];
+    const Call& last = now_or_before.number.reached(calls_) ? now_or_before : other;
+    if (last.number.value() == 0) continue;  // not called yet
+    seen.calls[r] = last.signature;
+    seen.ages[r] = (now - last.called_at) * 1e-9;
+  }
+  return seen;
+}
+
+bool Collectives::is_ahead(int rank, fl_signature& call) const {
+  const Call& next = segment_.block(rank).calls[(calls_ + 1) % 2];
+  if (rank == rank_ || next.number.value() != calls_ + 1) return false;
+  call = next.signature;
+  return true;
 }
 
 // Large arrays --------------------------------------------------------------------------------

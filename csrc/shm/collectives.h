@@ -26,8 +26,6 @@ struct Region {
 // says how long with begin() first.
 class Collectives {
  public:
-  using Seen = std::vector<fl_signature>;
-
   Collectives(Segment& segment, Peers& peers, Remote& remote, int rank, int size);
 
   // The next call: each of its waits may take `seconds`, and be interrupted on the caller's thread.
@@ -51,8 +49,16 @@ class Collectives {
   void all_to_all(const fl_signature& mine, const void* data, void* output);
   void all_to_all_uneven(const fl_signature& mine, const fl_sections& sections, void* output);
 
-  // The last call of every rank, for messages about a mismatch.
-  Seen signatures() const;
+  // What every rank calls now.
+  std::vector<fl_signature> calls() const;
+  // After a mismatch: what every rank has called, and where; this rank at `site`. Waits until all
+  // have told, but not for long.
+  Seen compare(const fl_site& site);
+  // The last call of every rank, and how long ago it was.
+  Seen last_calls() const;
+
+  // Whether `rank` has made a call that this rank has not made yet, and which.
+  bool is_ahead(int rank, fl_signature& call) const;
 
   // Arrays in this memory are reduced where they are. Collective in effect: every rank adds the
   // same regions in the same order. Returns this rank's array.
@@ -71,6 +77,7 @@ class Collectives {
   void tell_of_large(const fl_signature& mine, const void* data, Call& call);
   static int key_of(const fl_signature& mine, const Call& call);
   void hear(const fl_signature& mine);
+  bool has_told(Counter& told, int rank);
   bool all_call_the_same() const;
   uint64_t place_of(const void* data) const;
   bool all_in_one_place() const;

@@ -38,15 +38,14 @@ class Turn {
   const Lane lane_;
 };
 
-std::unique_ptr<Message> make_message(Mail& mail, const fl_signature& s, void* data, int peer) {
-  return s.verb == FL_SEND ? make_send(mail, s, data, peer) : make_receive(mail, s, data, peer);
+std::unique_ptr<Message> make_message(Mail& mail, const fl_message& m) {
+  return m.signature.verb == FL_SEND ? make_send(mail, m) : make_receive(mail, m);
 }
 
-// Nothing, of a message that was received; `seen` tells of one that does not match.
-Bytes end_of(const Message& message, std::vector<fl_signature>& seen) {
-  if (!message.is_mismatched()) return {};
-  seen = message.signatures();
-  throw Mismatch();
+// Nothing, of a message that was received; throws what there is to tell of one that does not match.
+Bytes end_of(const Message& message) {
+  if (message.is_mismatched()) throw Mismatch(message.seen());
+  return {};
 }
 
 }  // namespace
@@ -70,25 +69,42 @@ ShmGroup::~ShmGroup() {
 
 // On the caller's own thread, unless operations are queued: they come first.
 ShmGroup::Result ShmGroup::run(const fl_signature& signature, void* data, void* output, int peer,
-                               double seconds) {
-  if (is_message(signature)) return run_message(signature, data, peer, seconds);
+                               double seconds, const fl_site* site) {
+  if (is_message(signature)) return run_message({signature, data, peer, asked(site)}, seconds);
   if (queued_.load(std::memory_order_acquire) != 0) {
-    return start_collective(signature, data, output, seconds);
+    return start_collective(signature, data, output, seconds, asked(site));
   }
   const std::lock_guard<std::mutex> lock(running_);
   return guarded([&](Seen& seen) {
-    return dispatch(signature, data, output, seconds, interrupt_, seen);
+    return dispatch(signature, data, output, seconds, interrupt_, site, seen);
   });
 }
 
 ShmGroup::Result ShmGroup::start(const fl_signature& signature, void* data, void* output, int peer,
-                                 double seconds) {
-  return is_message(signature) ? start_message(signature, data, peer, seconds)
-                               : start_collective(signature, data, output, seconds);
+                                 double seconds, const fl_site* site) {
+  return is_message(signature)
+             ? start_message({signature, data, peer, asked(site)}, seconds)
+             : start_collective(signature, data, output, seconds, asked(site));
 }
 
-// Run `body` on the caller's thread; what it throws becomes an operation that has failed. `seen`
-// are the signatures that go with what it returns or throws.
+fl_site ShmGroup::asked(const fl_site* site) const {
+  if (site != nullptr) return *site;
+  fl_site here{};
+  if (where_ != nullptr) where_(&here);
+  return here;
+}
+
+bool ShmGroup::is_ahead(int rank, fl_signature& call) {
+  const std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
+  return lock.owns_lock() && queued_ == 0 && collectives_.is_ahead(rank, call);
+}
+
+void ShmGroup::give_up(const std::string& why) {
+  peers_.fail(Failure(FL_RAISED, {rank_}, why));
+}
+
+// Run `body` on the caller's thread; what it throws becomes an operation that has failed. `seen` is
+// what ranks have called, that goes with what it returns.
 template <typename Body>
 ShmGroup::Result ShmGroup::guarded(Body body) {
   if (peers_.is_broken()) return ended(FL_CLOSED, peers_.why_broken(), {}, {});
@@ -101,14 +117,14 @@ ShmGroup::Result ShmGroup::guarded(Body body) {
     done->output = std::move(output);
     return done;
   } catch (const Mismatch& mismatch) {
-    return ended(FL_MISMATCH, mismatch.what(), {}, std::move(seen));
+    return ended(FL_MISMATCH, mismatch.what(), {}, mismatch.seen);
   } catch (const Failure& caught) {
     failure = caught;
   } catch (const std::exception& error) {  // no memory: the others are in the middle of this call
     failure = peers_.explain(error.what());
   }
   peers_.fail(failure);
-  return ended(failure.status, failure.what(), failure.missing, {});
+  return ended(failure.status, failure.what(), failure.missing, failure.seen);
 }
 
 ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message,
@@ -118,8 +134,21 @@ ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message,
   operation->status = status;
   operation->message = message;
   operation->missing = std::move(missing);
-  operation->signatures = std::move(seen);
+  operation->seen = std::move(seen);
   return operation;
+}
+
+// Run `body`, a collective that was called at `site`; what it throws tells what ranks have called.
+template <typename Body>
+auto ShmGroup::telling(const fl_site* site, Body body) {
+  try {
+    return body();
+  } catch (const Mismatch&) {
+    throw Mismatch(collectives_.compare(asked(site)));
+  } catch (Failure& failure) {
+    if (failure.status == FL_TIMEOUT) failure.seen = collectives_.last_calls();
+    throw;
+  }
 }
 
 // Collectives ---------------------------------------------------------------------------------
@@ -143,19 +172,16 @@ bool ShmGroup::ready(int spins) const {
 
 ShmGroup::Result ShmGroup::finish(const fl_signature& signature, void* data) {
   const std::lock_guard<std::mutex> lock(running_, std::adopt_lock);
-  return guarded([&](Seen& seen) {
-    try {
+  return guarded([&](Seen&) {
+    return telling(nullptr, [&] {
       collectives_.complete_all_reduce(signature, data);
-    } catch (const Mismatch&) {
-      seen = collectives_.signatures();
-      throw;
-    }
-    return Bytes();
+      return Bytes();
+    });
   });
 }
 
 ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void* data,
-                                            void* output, double seconds) {
+                                            void* output, double seconds, const fl_site& site) {
   queued_.fetch_add(1, std::memory_order_acq_rel);
   return lanes_->submit(kCollectives, seconds, [=](Operation& operation) {
     const struct Leave {
@@ -165,37 +191,36 @@ ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void*
     const std::lock_guard<std::mutex> lock(running_);
     if (peers_.is_broken()) throw Failure(FL_CLOSED, {}, peers_.why_broken());
     operation.output =
-        dispatch(signature, data, output, operation.seconds, nullptr, operation.signatures);
+        dispatch(signature, data, output, operation.seconds, nullptr, &site, operation.seen);
   });
 }
 
 Bytes ShmGroup::dispatch(const fl_signature& s, void* data, void* output, double seconds,
-                         InterruptCheck interrupt, Seen& seen) {
+                         InterruptCheck interrupt, const fl_site* site, Seen& seen) {
   collectives_.begin(seconds, interrupt);
+  return telling(site, [&] { return call(s, data, output, seen); });
+}
+
+Bytes ShmGroup::call(const fl_signature& s, void* data, void* output, Seen& seen) {
   const auto* room = static_cast<const fl_room*>(output);  // of the gathers
   const auto with_shapes = [&](Bytes received) {
-    seen = collectives_.signatures();
+    seen.calls = collectives_.calls();
     return received;
   };
-  try {
-    switch (s.verb) {
-      case FL_ALL_REDUCE: collectives_.all_reduce(s, data); return {};
-      case FL_BARRIER: collectives_.barrier(s); return {};
-      case FL_BROADCAST: collectives_.broadcast(s, data); return {};
-      case FL_REDUCE: collectives_.reduce(s, data); return {};
-      case FL_REDUCE_SCATTER: collectives_.reduce_scatter(s, data, output); return {};
-      case FL_ALL_GATHER: return with_shapes(collectives_.all_gather(s, data, room));
-      case FL_GATHER: return with_shapes(collectives_.gather(s, data, room));
-      case FL_SCATTER: return with_shapes(collectives_.scatter(s, data, output));
-      case FL_ALL_TO_ALL: collectives_.all_to_all(s, data, output); return {};
-      case FL_ALL_TO_ALL_UNEVEN:
-        collectives_.all_to_all_uneven(s, *static_cast<const fl_sections*>(data), output);
-        return {};
-      default: throw Failure(FL_FAILED, {}, "unknown verb");
-    }
-  } catch (const Mismatch&) {
-    seen = collectives_.signatures();
-    throw;
+  switch (s.verb) {
+    case FL_ALL_REDUCE: collectives_.all_reduce(s, data); return {};
+    case FL_BARRIER: collectives_.barrier(s); return {};
+    case FL_BROADCAST: collectives_.broadcast(s, data); return {};
+    case FL_REDUCE: collectives_.reduce(s, data); return {};
+    case FL_REDUCE_SCATTER: collectives_.reduce_scatter(s, data, output); return {};
+    case FL_ALL_GATHER: return with_shapes(collectives_.all_gather(s, data, room));
+    case FL_GATHER: return with_shapes(collectives_.gather(s, data, room));
+    case FL_SCATTER: return with_shapes(collectives_.scatter(s, data, output));
+    case FL_ALL_TO_ALL: collectives_.all_to_all(s, data, output); return {};
+    case FL_ALL_TO_ALL_UNEVEN:
+      collectives_.all_to_all_uneven(s, *static_cast<const fl_sections*>(data), output);
+      return {};
+    default: throw Failure(FL_FAILED, {}, "unknown verb");
   }
 }
 
@@ -211,32 +236,30 @@ void ShmGroup::drop_region(const void* array) {
 
 // Messages ------------------------------------------------------------------------------------
 
-ShmGroup::Result ShmGroup::run_message(const fl_signature& signature, void* data, int peer,
-                                       double seconds) {
-  const Lane lane = lane_of(signature, peer);
-  if (!lanes_->enter(lane)) return start_message(signature, data, peer, seconds);
+ShmGroup::Result ShmGroup::run_message(const fl_message& sent, double seconds) {
+  const Lane lane = lane_of(sent.signature, sent.peer);
+  if (!lanes_->enter(lane)) return start_message(sent, seconds);
   const Turn turn(*lanes_, lane);
-  const auto message = make_message(mail_, signature, data, peer);
-  return guarded([&](Seen& seen) {
+  const auto message = make_message(mail_, sent);
+  return guarded([&](Seen&) {
     deliver(mail_, peers_, {message.get()}, {seconds, interrupt_, peers_.patience()});
-    return end_of(*message, seen);
+    return end_of(*message);
   });
 }
 
 // What can be done at once is done here: an offer is made, or what is there already is taken.
-ShmGroup::Result ShmGroup::start_message(const fl_signature& signature, void* data, int peer,
-                                         double seconds) {
-  const Lane lane = lane_of(signature, peer);
-  const std::shared_ptr<Message> message = make_message(mail_, signature, data, peer);
+ShmGroup::Result ShmGroup::start_message(const fl_message& sent, double seconds) {
+  const Lane lane = lane_of(sent.signature, sent.peer);
+  const std::shared_ptr<Message> message = make_message(mail_, sent);
   const auto run = [=](Operation& operation) {
     deliver(mail_, peers_, {message.get()}, {operation.seconds, nullptr, kInALane});
-    end_of(*message, operation.signatures);
+    end_of(*message);
   };
   if (!lanes_->enter(lane)) return lanes_->submit(lane, seconds, run);
   Turn turn(*lanes_, lane);
-  auto result = guarded([&](Seen& seen) {
+  auto result = guarded([&](Seen&) {
     message->step();
-    return end_of(*message, seen);
+    return end_of(*message);
   });
   const bool goes_on = result == nullptr && !message->has_ended();
   return goes_on ? turn.go_on(seconds, run) : result;
@@ -249,18 +272,17 @@ std::vector<ShmGroup::Result> ShmGroup::exchange(const fl_message* messages, int
   std::vector<Message*> all;
   std::list<Turn> turns;
   for (int i = 0; i < count; ++i) {
-    const auto& [signature, data, peer] = messages[i];
-    const Lane lane = lane_of(signature, peer);
+    const Lane lane = lane_of(messages[i].signature, messages[i].peer);
     auto turn = std::find_if(turns.begin(), turns.end(),
                              [&](const Turn& one) { return one.lane() == lane; });
     if (turn == turns.end() && lanes_->enter(lane)) {
       turn = turns.emplace(turns.end(), *lanes_, lane);
     }
     if (turn == turns.end()) {
-      results[i] = start_message(signature, data, peer, seconds);
+      results[i] = start_message(messages[i], seconds);
       continue;
     }
-    own[i] = make_message(mail_, signature, data, peer);
+    own[i] = make_message(mail_, messages[i]);
     own[i]->follow(std::exchange(turn->last, own[i].get()));
     all.push_back(own[i].get());
   }
@@ -272,7 +294,7 @@ std::vector<ShmGroup::Result> ShmGroup::exchange(const fl_message* messages, int
     if (own[i] == nullptr) continue;
     if (!own[i]->has_ended()) results[i] = failure;
     if (own[i]->is_mismatched()) {
-      results[i] = ended(FL_MISMATCH, Mismatch().what(), {}, own[i]->signatures());
+      results[i] = ended(FL_MISMATCH, Mismatch().what(), {}, own[i]->seen());
     }
   }
   return results;

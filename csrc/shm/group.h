@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../common/lanes.h"
@@ -18,6 +19,9 @@
 
 namespace fl {
 
+// Writes where the program is that has called; asked on the caller's thread, where that matters.
+using WhereAmI = void (*)(fl_site* site);
+
 class ShmGroup {
  public:
   // What became of a call: null where all went well and there is nothing to fetch.
@@ -26,8 +30,11 @@ class ShmGroup {
   ShmGroup(Mapping mapping, int rank, int size);
   ~ShmGroup();
 
-  Result run(const fl_signature& signature, void* data, void* output, int peer, double seconds);
-  Result start(const fl_signature& signature, void* data, void* output, int peer, double seconds);
+  // `site` is the caller's; null: it is asked for where that matters.
+  Result run(const fl_signature& signature, void* data, void* output, int peer, double seconds,
+             const fl_site* site = nullptr);
+  Result start(const fl_signature& signature, void* data, void* output, int peer, double seconds,
+               const fl_site* site = nullptr);
 
   // Several messages at once, on the caller's thread; those with something before them in their
   // lane are started.
@@ -42,19 +49,29 @@ class ShmGroup {
 
   void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
   void drop_region(const void* array);
+  void call_ranks(std::vector<int> numbers) { peers_.call_ranks(std::move(numbers)); }
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
+  void on_mismatch(WhereAmI where) { where_ = where; }
+  // Whether `rank` has begun a collective that nobody has called here, and which.
+  bool is_ahead(int rank, fl_signature& call);
+  // End, and tell the others why.
+  void give_up(const std::string& why);
   int size() const { return size_; }
 
  private:
-  using Seen = std::vector<fl_signature>;
   template <typename Body>
   Result guarded(Body body);
   Result ended(fl_status status, const std::string& message, std::vector<int> missing, Seen seen);
+  fl_site asked(const fl_site* site) const;
   Bytes dispatch(const fl_signature& signature, void* data, void* output, double seconds,
-                 InterruptCheck interrupt, Seen& seen);
-  Result start_collective(const fl_signature& signature, void* data, void* output, double seconds);
-  Result run_message(const fl_signature& signature, void* data, int peer, double seconds);
-  Result start_message(const fl_signature& signature, void* data, int peer, double seconds);
+                 InterruptCheck interrupt, const fl_site* site, Seen& seen);
+  Bytes call(const fl_signature& signature, void* data, void* output, Seen& seen);
+  template <typename Body>
+  auto telling(const fl_site* site, Body body);
+  Result start_collective(const fl_signature& signature, void* data, void* output, double seconds,
+                          const fl_site& site);
+  Result run_message(const fl_message& message, double seconds);
+  Result start_message(const fl_message& message, double seconds);
 
   const int rank_, size_;
   Segment segment_;
@@ -63,6 +80,7 @@ class ShmGroup {
   Collectives collectives_;
   Mail mail_;
   InterruptCheck interrupt_ = nullptr;
+  WhereAmI where_ = nullptr;
   std::mutex running_;          // whoever runs a collective holds it
   std::atomic<int> queued_{0};  // collectives that were started and have not ended
   std::unique_ptr<Lanes> lanes_;

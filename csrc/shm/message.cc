@@ -11,24 +11,28 @@ Mail::Mail(Segment& segment, Peers& peers, Remote& remote, int rank, int size)
       outboxes_(std::make_unique<Outbox[]>(size)),
       inboxes_(std::make_unique<Inbox[]>(size)) {}
 
-Message::Message(Mail& mail, const fl_signature& mine, int from, int to)
+Message::Message(Mail& mail, const fl_message& mine, int from, int to)
     : mail_(mail),
       from_(from),
       to_(to),
       channel_(mail.segment.channel(from, to)),
-      bytes_(static_cast<size_t>(mine.count) * mine.itemsize),
-      mine_(mine) {}
+      bytes_(static_cast<size_t>(mine.signature.count) * mine.signature.itemsize),
+      mine_(mine.signature),
+      here_(mine.site) {}
 
-std::vector<fl_signature> Message::signatures() const {
-  std::vector<fl_signature> seen(mail_.size);
-  seen[mail_.rank] = mine_;
-  seen[peer()] = theirs_;
+Seen Message::seen() const {
+  Seen seen;
+  seen.reset(mail_.size);
+  seen.calls[mail_.rank] = mine_;
+  seen.calls[peer()] = theirs_;
+  seen.sites[mail_.rank] = here_;
+  seen.sites[peer()] = there_;
   return seen;
 }
 
 std::string Message::peer_is(const char* doing, const std::vector<int32_t>& tags) const {
   constexpr size_t kShown = 4;
-  std::string text = "rank " + std::to_string(peer()) + " is ";
+  std::string text = mail_.peers.name(peer()) + " is ";
   if (tags.empty()) return text + "not " + doing;
   text += doing + std::string(" with tag ");
   for (size_t i = 0; i < std::min(tags.size(), kShown); ++i) {

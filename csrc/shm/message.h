@@ -83,15 +83,15 @@ class Message {
   bool has_ended() const { return ended_; }
   // The ends called different things; nothing was moved.
   bool is_mismatched() const { return mismatched_; }
-  // What both have called, by rank, once they know of each other.
-  std::vector<fl_signature> signatures() const;
+  // What both have called, and where, once they know of each other.
+  Seen seen() const;
 
   int peer() const { return from_ == mail_.rank ? to_ : from_; }
   // Of the bell that rings for it.
   uint32_t bits() const { return 1u << ((from_ * 5 + to_) % 32); }
 
  protected:
-  Message(Mail& mail, const fl_signature& mine, int from, int to);
+  Message(Mail& mail, const fl_message& mine, int from, int to);
   size_t piece_size(size_t at) const { return std::min(mail_.segment.piece_bytes(), bytes_ - at); }
   void ring_peer() { mail_.segment.block(peer()).bell.ring(bits()); }
   std::string peer_is(const char* doing, const std::vector<int32_t>& tags) const;
@@ -102,15 +102,15 @@ class Message {
   Channel& channel_;
   const size_t bytes_;
   fl_signature mine_, theirs_{};
+  fl_site here_, there_{};
   bool ended_ = false, mismatched_ = false;
 
  private:
   const Message* earlier_ = nullptr;
 };
 
-std::unique_ptr<Message> make_send(Mail& mail, const fl_signature& mine, const void* data,
-                                   int peer);
-std::unique_ptr<Message> make_receive(Mail& mail, const fl_signature& mine, void* data, int peer);
+std::unique_ptr<Message> make_send(Mail& mail, const fl_message& mine);
+std::unique_ptr<Message> make_receive(Mail& mail, const fl_message& mine);
 
 // What the ends tell each other, in one order with the bell: see there.
 inline void publish(std::atomic<uint32_t>& counter, uint32_t value) {

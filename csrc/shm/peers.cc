@@ -13,8 +13,9 @@
 namespace fl {
 namespace {
 
-// In place of a file descriptor: none can be had, the process had ended before, not asked for yet.
-constexpr int kNone = -1, kGone = -2, kUnknown = -3;
+// In place of a file descriptor: none can be had, the process had ended before, not asked for yet,
+// it is in another container.
+constexpr int kNone = -1, kGone = -2, kUnknown = -3, kElsewhere = -4;
 
 int processors() {
   cpu_set_t set;
@@ -39,6 +40,7 @@ uint64_t pid_namespace() {
 Peers::Peers(const Segment& segment, int rank, int size)
     : segment_(segment), rank_(rank), size_(size), patience_(patience_for(size)), pidfds_(size, kUnknown) {
   RankBlock& mine = segment_.block(rank);
+  mine.holds_lock = segment_.mapping().lock(rank) ? 1 : 0;
   mine.pid_namespace = pid_namespace();
   mine.pid = getpid();
 }
@@ -77,7 +79,8 @@ std::optional<Failure> Peers::farewell(const Concern& concern) const {
       return Failure(FL_PEER_LOST, {r},
                      std::string("it gave up waiting for this rank: ") + farewell.message);
     }
-    const std::string message = "rank " + std::to_string(r) + " gave up: " + farewell.message;
+    const std::string message = name(r) + " gave up: " + farewell.message;
+    if (status == FL_RAISED) return Failure(status, missing, farewell.message);
     if (status == FL_PEER_LOST || status == FL_TIMEOUT) return Failure(status, missing, message);
     return Failure(FL_PEER_LOST, {r}, message);
   }
@@ -90,7 +93,9 @@ std::vector<int> Peers::dead(const Concern& concern) {
   for (int r = 0; r < size_; ++r) {
     if (!matters(r, concern)) continue;
     pollfd end{pidfd(r), POLLIN, 0};
-    if (end.fd == kGone || (end.fd >= 0 && poll(&end, 1, 0) == 1)) dead.push_back(r);
+    const bool unlocked = end.fd == kElsewhere && !segment_.mapping().is_locked(r);
+    const bool ended = end.fd >= 0 && poll(&end, 1, 0) == 1;
+    if (end.fd == kGone || unlocked || ended) dead.push_back(r);
   }
   return dead;
 }
@@ -101,7 +106,7 @@ int Peers::pidfd(int r) {
   const int32_t pid = block.pid;
   int& fd = pidfds_[r];
   if (fd != kUnknown || pid == 0) return fd;
-  if (block.pid_namespace != pid_namespace()) return fd = kNone;
+  if (block.pid_namespace != pid_namespace()) return fd = block.holds_lock ? kElsewhere : kNone;
   fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
   if (fd < 0) fd = errno == ESRCH ? kGone : kNone;
   return fd;

@@ -1,6 +1,7 @@
 // The other ranks of the host: waiting for them, and noticing when there is no point.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <optional>
@@ -67,6 +68,11 @@ class Watch {
   // Each wait may take `seconds`. On the caller's own thread it can be interrupted.
   Watch(Peers& peers, Concern concern, double seconds, InterruptCheck interrupt)
       : peers_(&peers), concern_(concern), seconds_(seconds), interrupt_(interrupt) {}
+
+  // The same, each wait for so many seconds at most.
+  Watch at_most(double seconds) const {
+    return {*peers_, concern_, std::min(seconds, seconds_), interrupt_};
+  }
 
   // Wait until a counter of rank `peer` has reached `target`; throws Failure.
   void wait(Counter& counter, uint32_t target, int peer) {

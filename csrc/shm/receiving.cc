@@ -10,10 +10,10 @@ namespace {
 
 class Receiving final : public Message {
  public:
-  Receiving(Mail& mail, const fl_signature& mine, void* data, int peer)
-      : Message(mail, mine, peer, mail.rank),
-        inbox_(mail.from(peer)),
-        data_(static_cast<char*>(data)) {}
+  Receiving(Mail& mail, const fl_message& mine)
+      : Message(mail, mine, mine.peer, mail.rank),
+        inbox_(mail.from(mine.peer)),
+        data_(static_cast<char*>(mine.data)) {}
 
   bool step() override {
     switch (state_) {
@@ -95,7 +95,9 @@ class Receiving final : public Message {
   }
 
   bool refuse() {
+    there_ = offer_->site;
     offer_->signature = mine_;
+    offer_->site = here_;
     answer(kRefused);
     mismatched_ = ended_ = true;
     return true;
@@ -189,8 +191,8 @@ class Receiving final : public Message {
 
 }  // namespace
 
-std::unique_ptr<Message> make_receive(Mail& mail, const fl_signature& mine, void* data, int peer) {
-  return std::make_unique<Receiving>(mail, mine, data, peer);
+std::unique_ptr<Message> make_receive(Mail& mail, const fl_message& mine) {
+  return std::make_unique<Receiving>(mail, mine);
 }
 
 }  // namespace fl

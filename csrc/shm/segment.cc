@@ -51,8 +51,11 @@ uint32_t offers_for(int ranks) {
 class Descriptor {
  public:
   explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() { close(fd_); }
+  ~Descriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
   int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
 
  private:
   int fd_;
@@ -64,36 +67,56 @@ char* map(int fd, size_t bytes) {
   return static_cast<char*>(data);
 }
 
+struct flock byte_of_file(int number) {
+  struct flock range {};
+  range.l_type = F_WRLCK;
+  range.l_whence = SEEK_SET;
+  range.l_start = number;
+  range.l_len = 1;
+  return range;
+}
+
+// A file without a name is reached through a process that has it open: by a link of the kernel's.
+bool has_name(const std::string& path) { return path.rfind("/proc/", 0) != 0; }
+
 }  // namespace
 
 Mapping Mapping::create(const std::string& path, size_t bytes) {
-  const int fd = ::open(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0600);
+  const bool named = has_name(path);
+  const int flags = named ? O_CREAT | O_EXCL | O_NOFOLLOW : 0;
+  const int fd = ::open(path.c_str(), flags | O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0) fail("create");
-  const Descriptor descriptor(fd);
+  Descriptor descriptor(fd);
   // Reserved now, a file system that is too small is an error here; later it would be a SIGBUS.
   const int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
   if (error != 0) {
-    ::unlink(path.c_str());
+    if (named) ::unlink(path.c_str());
     fail("reserve", error);
   }
-  return Mapping(map(fd, bytes), bytes);
+  char* const data = map(fd, bytes);
+  return Mapping(descriptor.release(), data, bytes);
 }
 
 Mapping Mapping::open(const std::string& path, size_t bytes) {
-  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  const int flags = has_name(path) ? O_NOFOLLOW : 0;
+  const int fd = ::open(path.c_str(), flags | O_RDWR | O_CLOEXEC);
   if (fd < 0) fail("open");
-  const Descriptor descriptor(fd);
+  Descriptor descriptor(fd);
   struct stat status;
   if (fstat(fd, &status) != 0) fail("fstat");
   if (status.st_uid != geteuid() || !S_ISREG(status.st_mode)) fail("belongs to somebody else", EPERM);
   if (static_cast<size_t>(status.st_size) != bytes) fail("has another size", EINVAL);
-  return Mapping(map(fd, bytes), bytes);
+  char* const data = map(fd, bytes);
+  return Mapping(descriptor.release(), data, bytes);
 }
 
 Mapping::Mapping(Mapping&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+    : fd_(std::exchange(other.fd_, -1)),
+      data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)) {}
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  std::swap(fd_, other.fd_);
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
   return *this;
@@ -101,6 +124,21 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
 
 Mapping::~Mapping() {
   if (data_ != nullptr) munmap(data_, size_);
+  close_file();
+}
+
+void Mapping::close_file() {
+  if (fd_ >= 0) close(std::exchange(fd_, -1));
+}
+
+bool Mapping::lock(int number) const {
+  struct flock range = byte_of_file(number);
+  return fcntl(fd_, F_OFD_SETLK, &range) == 0;
+}
+
+bool Mapping::is_locked(int number) const {
+  struct flock range = byte_of_file(number);
+  return fcntl(fd_, F_OFD_GETLK, &range) != 0 || range.l_type != F_UNLCK;
 }
 
 size_t Segment::bytes_for(int ranks) {

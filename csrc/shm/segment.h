@@ -1,6 +1,8 @@
 // The memory that the ranks of one host share, and its layout.
 #pragma once
 
+#include <time.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -13,11 +15,12 @@
 
 namespace fl {
 
-// A mapped file in memory (/dev/shm). Unmapped with the object.
+// A mapped file in memory. Unmapped with the object, and closed.
 class Mapping {
  public:
-  // Create the file, exclusively and for this user alone, and reserve its memory; throws
-  // std::system_error. It keeps its name until unlink().
+  // Create the file, exclusively and for this user alone, or take one without a name that a process
+  // has open (/proc/PID/fd/N), and reserve its memory; throws std::system_error. A name stays until
+  // unlink().
   static Mapping create(const std::string& path, size_t bytes);
   // Map a file that this user has created; throws std::system_error.
   static Mapping open(const std::string& path, size_t bytes);
@@ -29,12 +32,28 @@ class Mapping {
 
   char* data() const { return data_; }
   size_t size() const { return size_; }
+  // The file stays open until this, to hold locks.
+  void close_file();
+
+  // Lock byte `number` of the file until it is closed, which the end of the process does too; false
+  // where that cannot be had. And whether another mapping has locked it. Unlike a pidfd, that reaches
+  // into other containers.
+  bool lock(int number) const;
+  bool is_locked(int number) const;
 
  private:
-  Mapping(char* data, size_t size) : data_(data), size_(size) {}
+  Mapping(int fd, char* data, size_t size) : fd_(fd), data_(data), size_(size) {}
+  int fd_ = -1;
   char* data_ = nullptr;
   size_t size_ = 0;
 };
+
+// Of a clock that all processes of a host share, some milliseconds behind and quick to read.
+inline int64_t coarse_now() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  return int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
+}
 
 constexpr size_t kLine = 64;
 constexpr size_t kTinyBytes = 16;
@@ -58,7 +77,9 @@ struct alignas(kLine) Call {
       Costs costs;
     } large;  // more than kInlineBytes
   };
-  alignas(kLine) fl_signature signature;  // for messages; nobody reads it while all is well
+  // For messages; nobody reads these lines while all is well.
+  alignas(kLine) fl_signature signature;
+  int64_t called_at;  // nanoseconds of coarse_now()
   alignas(kLine) char payload[kInlineBytes];
 };
 static_assert(offsetof(Call, signature) == kLine, "a tiny call is one cache line");
@@ -70,7 +91,13 @@ struct alignas(kLine) Farewell {
   int32_t status;
   int32_t missing_count;
   int32_t missing[kMaxMissing];
-  char message[400];
+  char message[4000];
+};
+
+// After a mismatch: where this rank has made that call.
+struct alignas(kLine) Place {
+  Counter told;  // the number of the call
+  fl_site site;
 };
 
 // What one rank writes and the others read. Counters go on from call to call: nothing is reset.
@@ -79,10 +106,12 @@ struct alignas(kLine) RankBlock {
   alignas(kLine) Counter filled;   // chunks that this rank has put into its slots
   alignas(kLine) Counter reduced;  // chunks of which it has reduced its part
   alignas(kLine) Counter drained;  // chunks of the others that it needs no more
+  Place place;
   Farewell farewell;
   alignas(kLine) Bell bell;  // for the threads of this rank that wait for messages
   alignas(kLine) std::atomic<int32_t> pid;  // written last; 0: not there yet
   std::atomic<uint64_t> pid_namespace;
+  std::atomic<int32_t> holds_lock;  // of its byte of the file, while it lives
   uint64_t token, token_at;  // a number, and where it also lies in the process: see remote.h
 };
 
@@ -105,6 +134,7 @@ struct Offer {
   uint32_t turn;                  // among what is accepted
   uint64_t address;               // of all the data in the sender's process; 0: do not read there
   uint32_t eager;                 // bytes that came with the offer
+  fl_site site;                   // where the call was made; as the signature
   fl_signature signature;         // the sender's; once refused the receiver's
 };
 
@@ -127,6 +157,7 @@ class Segment {
   Segment() = default;
   Segment(Mapping mapping, int ranks);
 
+  const Mapping& mapping() const { return mapping_; }
   RankBlock& block(int rank) const { return blocks_[rank]; }
   char* slot(int rank, uint32_t chunk) const {
     return slots_ + (static_cast<size_t>(rank) * kSlots + chunk % kSlots) * chunk_bytes_;

@@ -11,10 +11,10 @@ namespace {
 
 class Sending final : public Message {
  public:
-  Sending(Mail& mail, const fl_signature& mine, const void* data, int peer)
-      : Message(mail, mine, mail.rank, peer),
-        outbox_(mail.to(peer)),
-        data_(static_cast<const char*>(data)) {}
+  Sending(Mail& mail, const fl_message& mine)
+      : Message(mail, mine, mail.rank, mine.peer),
+        outbox_(mail.to(mine.peer)),
+        data_(static_cast<const char*>(mine.data)) {}
 
   bool step() override {
     switch (state_) {
@@ -50,6 +50,7 @@ class Sending final : public Message {
     const uint32_t number = look(channel_.posted) + 1;
     mine_.sequence = sequence_of(number);
     offer.signature = mine_;
+    offer.site = here_;
     channel_.places[number % mail_.segment.offers()] = static_cast<uint8_t>(place_);
     publish(channel_.posted, number);
     ring_peer();
@@ -96,6 +97,7 @@ class Sending final : public Message {
     turn_ = offer.turn;
     way_ = offer.way;
     theirs_ = answer == kRefused ? offer.signature : mine_;
+    there_ = offer.site;
     leave_place(answer != kAccepted);
     mismatched_ = answer == kRefused;
     ended_ = answer != kAccepted;
@@ -164,9 +166,8 @@ class Sending final : public Message {
 
 }  // namespace
 
-std::unique_ptr<Message> make_send(Mail& mail, const fl_signature& mine, const void* data,
-                                   int peer) {
-  return std::make_unique<Sending>(mail, mine, data, peer);
+std::unique_ptr<Message> make_send(Mail& mail, const fl_message& mine) {
+  return std::make_unique<Sending>(mail, mine);
 }
 
 }  // namespace fl

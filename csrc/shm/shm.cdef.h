@@ -6,26 +6,23 @@ typedef struct fl_shm_region fl_shm_region;
 /* Bytes of the segment that `ranks` ranks of one host share. */
 size_t fl_shm_bytes(int ranks);
 
-/* Create and reserve a file at `path`, exclusively, mode 0600, or map one that this user has
-   created. `nonce` is written into it, or compared. 0, or -1 with a message. */
-int fl_shm_probe_create(const char *path, const char *nonce, char *message, size_t message_bytes);
-int fl_shm_probe_read(const char *path, const char *nonce, char *message, size_t message_bytes);
-
-/* Map the segment at `path`, creating it where `create` is not 0; the caller unlinks the path
-   once every rank has mapped it. NULL with a message on failure. */
+/* Map the segment at `path`, an empty file without a name (/proc/PID/fd/N) or one of this user in
+   memory; `create` is not 0 on the one rank that reserves it, before the others come. NULL with a
+   message on failure. */
 fl_shm_group *fl_shm_open(const char *path, int create, int rank, int size, char *message,
                           size_t message_bytes);
 
 /* Run an operation. Where it ended well and there is nothing to fetch, the result is NULL; else a
    handle: of a failure, of what was received, or of an operation that goes on, which it does with
    `async` unless it could be done at once. `seconds` bounds each wait. `data` and `output` must
-   stay alive and untouched until it has ended.
+   stay alive and untouched until it has ended. `site` is where the program calls; NULL: it is asked
+   for, see fl_shm_on_mismatch.
 
    Collectives that were started run on a thread of the group's own, one after the other; those
    without `async` on the caller's, after them. Messages run beside collectives and beside each
    other, and are matched by tag; those of one direction between two ranks and with one tag in
    order, on the caller's thread where no earlier one goes on. Up to 64 sends to a rank (fewer in a
-   group of more than 16) can wait for their receives; further ones wait until the receiver waits for
+   group of more than 13) can wait for their receives; further ones wait until the receiver waits for
    them, or until one of those is received.
 
    all_reduce, reduce, broadcast: in place on data; reduce leaves the others' data as it is.
@@ -38,7 +35,7 @@ fl_shm_group *fl_shm_open(const char *path, int create, int rank, int size, char
      where it is NULL, and it is where the signature says FL_ANY, fl_op_output gives it.
    send, recv: data, to and from `peer`, which is another rank. */
 fl_op *fl_shm_run(fl_shm_group *group, const fl_signature *signature, void *data, void *output,
-                  int peer, double seconds, int async);
+                  int peer, double seconds, int async, const fl_site *site);
 
 /* Run several messages at once, on the caller's thread. results[i] is NULL where message i has ended
    well, else a handle: of its failure, or, where an earlier message of its lane still goes on, of one
@@ -65,6 +62,20 @@ void fl_shm_drop_region(fl_shm_group *group, void *array);
 
 /* Called now and then while the caller's own thread waits in one of these; not 0: give up. */
 void fl_shm_on_interrupt(fl_shm_group *group, int (*check)(void));
+
+/* Called on the caller's thread where other ranks must be told where the program has called. */
+void fl_shm_on_mismatch(fl_shm_group *group, void (*where)(fl_site *site));
+
+/* What users call the ranks of this group, where it is part of a larger one: `size` numbers. Before
+   the first operation. */
+void fl_shm_call_ranks(fl_shm_group *group, const int *numbers);
+
+/* Whether `rank` has begun a collective that this rank has not, and what it is. For messages: it may
+   change at any moment. */
+int fl_shm_is_ahead(fl_shm_group *group, int rank, fl_signature *call);
+
+/* End the group, and tell the others why, in words that end their operations too (FL_RAISED). */
+void fl_shm_give_up(fl_shm_group *group, const char *why);
 
 /* Stop the running operations, fail the queued ones, tell the others, unmap, free the group. */
 void fl_shm_close(fl_shm_group *group);

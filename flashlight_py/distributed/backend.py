@@ -9,6 +9,7 @@ tag in order. ``AVG`` never arrives: it is ``SUM`` with the scale divided by the
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.work import AllOf, Work
+from flashlight_py.errors import DistributedError
 
 __all__ = ["Backend", "Message"]
 
@@ -42,6 +44,7 @@ class Backend(abc.ABC):
     path: str  # what carries the data, in words
     rank: int
     size: int
+    people: Sequence[str] = ()  # which process each rank is, for messages
 
     @abc.abstractmethod
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
@@ -149,9 +152,23 @@ class Backend(abc.ABC):
     def barrier(self, timeout: float | None = None) -> Work:
         """End when every rank has called it; ``timeout`` in seconds, None: the group's."""
 
+    def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which collectives may take up to ``seconds`` each, where any wait."""
+        return contextlib.nullcontext()
+
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Block until every operation that this rank has started has ended."""
+
+    def give_up(self, traceback: str) -> None:  # noqa: B027  (optional: where nobody can be told)
+        """Tell the others that this rank's program has raised, in words, and end the group.
+
+        The first line of ``traceback`` names the exception. Not collective; blocks for half a
+        second at most.
+        """
+
+    def pass_on(self, error: DistributedError) -> None:  # noqa: B027  (as give_up)
+        """End the group because of ``error`` of another one, which the others raise as well."""
 
     @abc.abstractmethod
     def close(self) -> None:

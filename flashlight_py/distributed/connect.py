@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.agreement import between_hosts
 from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
 from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.hosts import address_to_bind, host_identity
+from flashlight_py.distributed.people import introduce
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.rendezvous.sub_store import SubStore
 from flashlight_py.distributed.settings import Settings
@@ -37,11 +39,13 @@ def connect(store: Store, settings: Settings) -> Connection:
     """Join the ranks of ``store``. Collective; every rank comes to the same choice.
 
     Raises:
-        BackendUnavailableError: the backend that was asked for, or every one, is unavailable.
+        BackendUnavailableError: the backend that was asked for, or every one, is unavailable, or
+            the environments differ in FLASHLIGHT_CHECKS.
         PeerLostError, CollectiveTimeoutError: a rank could not be connected.
     """
     if store.size == 1:
         return Connection(SingleBackend(), "the world is this process alone")
+    introduce(store, settings.checks)
     if settings.backend == "gloo":
         return Connection(_gloo(store, settings), "BACKEND is gloo")
     if settings.backend == "mpi":
@@ -54,8 +58,8 @@ def connect(store: Store, settings: Settings) -> Connection:
     return _shared(store, settings, hosts)
 
 
-def gpu_joiner(rule: DeviceRule, timeout: float) -> Callable[[Backend], Backend]:
-    """Return what joins the GPUs of a group, given its CPU backend; ``timeout`` is in seconds."""
+def gpu_joiner(rule: DeviceRule, settings: Settings) -> Callable[[Backend], Backend]:
+    """Return what joins the GPUs of a group, given its CPU backend."""
 
     def join(cpu: Backend) -> Backend:
         from flashlight_py.distributed.backends.mpi.backend import MpiBackend
@@ -66,7 +70,7 @@ def gpu_joiner(rule: DeviceRule, timeout: float) -> Callable[[Backend], Backend]
             return MpiGpuBackend(cpu)
         from flashlight_py.distributed.backends.nccl.joining import join_gpus
 
-        return join_gpus(rule, timeout, cpu)
+        return join_gpus(rule, settings.timeout, cpu, lambda store: _gloo(store, settings))
 
     return join
 
@@ -101,7 +105,7 @@ def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]]) ->
     if len(hosts) == 1:
         return Connection(inside, "all ranks share this host's memory")
     flat, between = _between(store, settings, hosts)
-    backend = HierarchicalBackend(store.rank, hosts, inside, between, flat)
+    backend = HierarchicalBackend(store.rank, hosts, inside, between, flat, settings.checks)
     sizes = ", ".join(str(len(host)) for host in hosts)
     return Connection(
         backend, f"{len(hosts)} hosts with {sizes} ranks: shared memory inside, Gloo between"
@@ -127,6 +131,7 @@ def _between(
     store: Store, settings: Settings, hosts: Sequence[Sequence[int]]
 ) -> tuple[Backend, Backend | None]:
     """Join all ranks, and the ranks of one place on their hosts; three exchanges in any case."""
+    settings = replace(settings, timeout=between_hosts(settings.timeout))
     flat = _gloo(store, settings)
     local = next(host.index(store.rank) for host in hosts if store.rank in host)
     carriers = min(len(host) for host in hosts)

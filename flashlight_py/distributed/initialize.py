@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flashlight_py import _native
+from flashlight_py.distributed import last_words
 from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.connect import connect, gpu_joiner
 from flashlight_py.distributed.constants import DistributedInit
@@ -17,6 +18,12 @@ from flashlight_py.distributed.hosts import host_identity, local_place
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
+from flashlight_py.distributed.rendezvous.singleton import (
+    check_allocation,
+    check_leftovers,
+    check_size_one,
+    is_alone,
+)
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.settings import Settings
 from flashlight_py.distributed.world import (
@@ -49,7 +56,8 @@ def distributed_init(
         init_method: ``DistributedInit.MPI``: under ``mpirun``; rank and size are MPI's, the
             arguments are ignored. ``FILE_SYSTEM``: through ``params["FILE_PATH"]``, with rank and
             size given. ``ENV``: as the environment variables of a launcher say. None: whichever
-            the environment calls for, and a world of one process where it calls for none.
+            the environment calls for, and a world of one process where it calls for none, or
+            FLASHLIGHT_ALONE=1.
         world_rank: this process's rank, from 0; FILE_SYSTEM only.
         world_size: number of processes; FILE_SYSTEM only.
         params: keys of ``DistributedConstants``: FILE_PATH, TIMEOUT (seconds, default 300, for
@@ -62,7 +70,8 @@ def distributed_init(
             without FILE_PATH. Nothing was created.
         BackendUnavailableError: mpi4py, an MPI library or Gloo is missing; says what to install.
         RendezvousError: a rank (named) did not come in time, two claim one rank, sizes differ,
-            the path cannot be used, or MPI does not know of the ranks that mpirun started.
+            the path cannot be used, MPI does not know of the ranks that mpirun started, or this
+            would be a world of one among processes that were started as several.
         PeerLostError: a rank died while ranks were connecting.
     """
     if is_distributed_init():
@@ -104,6 +113,7 @@ def distributed_shutdown() -> None:
     finally:
         set_world(None)
         group.close()
+        last_words.uninstall()
         atexit.unregister(_close_at_exit)
 
 
@@ -111,6 +121,7 @@ def _close_at_exit() -> None:
     """Close the sockets. Not collective: the others may still have work to do."""
     group = current_world().group
     set_world(None)
+    last_words.tell_of_threads()
     group.close()
 
 
@@ -132,7 +143,7 @@ def _choose(
         return lambda: MpiStore(settings.timeout)
     if method is DistributedInit.FILE_SYSTEM:
         return _by_file(rank, size, settings)
-    found = detect()
+    found = None if method is None and is_alone() else detect()
     if method is DistributedInit.ENV:
         return _by_environment(_require(found), settings)
     if rank != -1 or size != -1 or settings.file_path is not None:
@@ -141,6 +152,8 @@ def _choose(
             "as init_method, or leave them out to let the environment decide"
         )
     if found is None:
+        check_leftovers()
+        check_allocation()
         return None
     if found.launcher in ("openmpi", "pmi", "mvapich") and not found.file:
         return lambda: MpiStore(settings.timeout)
@@ -155,6 +168,7 @@ def _by_file(rank: int, size: int, settings: Settings) -> StoreFactory | None:
         )
     _check_place(rank, size)
     if size == 1:
+        check_size_one("distributed_init(FILE_SYSTEM, 0, 1)")
         return None
     return lambda: FileStore(path, rank, size, settings.timeout)
 
@@ -203,13 +217,16 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
     if settings.backend not in ("auto", "mpi"):
         _native.load(settings.backend)  # absent, it says so before anything is created
     store = create()
+    last_words.install()  # before MPI adds to it
     try:
         world = _connect(store, settings)
         store.close()
     except UnavailableEverywhereError:
+        last_words.uninstall()
         store.close()
         raise
     except BaseException as error:
+        last_words.uninstall()
         store.abort(f"{type(error).__name__}: {error}")
         raise
     return world
@@ -219,9 +236,7 @@ def _connect(store: Store, settings: Settings) -> World:
     local_rank, local_size = local_place(store.rank, store.exchange(host_identity()))
     connection = connect(store, settings)
     rule = DeviceRule(store.rank, local_rank, settings.max_device_per_node)
-    joiner = Joiner(
-        lambda members: connect(members, settings).backend, gpu_joiner(rule, settings.timeout)
-    )
+    joiner = Joiner(lambda members: connect(members, settings).backend, gpu_joiner(rule, settings))
     group = ProcessGroup(connection.backend, None, joiner)
     _join_gpus_at_once(group, settings)
     return World(group, local_rank, local_size, connection.why, rule)

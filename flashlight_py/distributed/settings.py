@@ -11,7 +11,10 @@ from typing import Any
 
 from flashlight_py.distributed.constants import DistributedConstants as Keys
 
-__all__ = ["Settings"]
+__all__ = ["CHECKS", "Settings"]
+
+CHECKS = "FLASHLIGHT_CHECKS"
+"""The environment variable that, if it is "0", spares hosts the comparison of calls."""
 
 DEFAULT_TIMEOUT = 300.0
 BACKENDS = ("auto", "gloo", "shm", "nccl", "mpi")
@@ -23,7 +26,10 @@ KNOWN = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user may set. Values may be strings, as flashlight's are; times are in seconds."""
+    """What a user may set. Values may be strings, as flashlight's are; times are in seconds.
+
+    ``checks``: ranks of several hosts compare what they call, unless the environment says no.
+    """
 
     file_path: str | None = None
     max_device_per_node: int | None = None
@@ -31,6 +37,7 @@ class Settings:
     backend: str = "auto"
     interface: str = ""
     mpi_cuda_aware: bool = False
+    checks: bool = True
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> Settings:
@@ -40,8 +47,7 @@ class Settings:
             TypeError: it is no mapping.
             ValueError: a key is unknown (the nearest known one is named) or a value is invalid.
         """
-        if params is None:
-            return cls()
+        params = {} if params is None else params
         if not isinstance(params, Mapping):
             raise TypeError(f"params must be a dict, got {type(params).__name__}")
         for key in params:
@@ -54,6 +60,7 @@ class Settings:
             backend=_backend(values.get(Keys.BACKEND, "auto")),
             interface=str(values.get(Keys.INTERFACE, "")),
             mpi_cuda_aware=_flag(Keys.MPI_CUDA_AWARE, values.get(Keys.MPI_CUDA_AWARE, 0)),
+            checks=os.environ.get(CHECKS, "1") != "0",
         )
 
 

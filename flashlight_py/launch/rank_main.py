@@ -80,10 +80,17 @@ def _report(link: Connection, folder: Path) -> bool:
         from flashlight_py.launch.failures import Failure
 
         link.send(Failure.of_exception(error, time.monotonic()))
+        _tell_the_others(error)
         return False
     link.send(None)
     link.send_bytes(result)
     return True
+
+
+def _tell_the_others(error: BaseException) -> None:
+    import flashlight_py as fl
+
+    fl.distributed.last_words.tell(error)
 
 
 def _do(folder: Path) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from tests.distributed import conformance
 from tests.distributed.harness import run_outcomes, run_ranks
 
 BACKENDS = ["gloo", "shm"]
@@ -133,6 +135,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(params: Any, count: int, vic
     for rank in {0, 1, 2} - {victim}:
         assert outcomes[rank].ok, outcomes[rank].report()
         assert f"lost rank {victim}" in outcomes[rank].value
+        assert ", which is process " in outcomes[rank].value
 
 
 def stay_away(rank: int, size: int) -> str:
@@ -152,6 +155,39 @@ def test_a_rank_that_stays_away_is_named_after_the_timeout(params: Any) -> None:
     for rank in (0, 2):
         message = outcomes[rank].value
         assert f"rank {rank} of 3: rank 1 did not join within 2 seconds" in message
+
+
+def stop_in_the_middle(rank: int, size: int) -> str:
+    pids = fl.all_gather_object(os.getpid())
+    fl.broadcast(np.zeros(7), root=1)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        fl.all_reduce(np.zeros(3))
+    except fl.errors.CollectiveTimeoutError as error:
+        return f"timeout: {error}"
+    except fl.errors.PeerLostError as error:
+        return f"lost: {error}"
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+        with contextlib.suppress(fl.errors.DistributedError):
+            fl.distributed_shutdown()
+    return "no error"
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "hierarchical", "mpi"])
+def test_a_stopped_rank_is_named_with_what_it_joined_last(backend: str) -> None:
+    world = conformance.BACKENDS[backend][1]
+    params = {**world.get("params", {}), "TIMEOUT": 1}
+    outcomes = run_outcomes(stop_in_the_middle, 3, **{**world, "params": params})
+    texts = [outcome.value for outcome in outcomes]
+    late = [text for text in texts if text.startswith("timeout: ")]
+    assert late, texts  # who comes second hears of the first
+    for text in late:
+        assert "rank 1 did not join within 1 seconds" in text
+        assert "which is process " in text
+    assert "broadcast(float64 (7,), root=1)" in late[0]
+    assert re.search(r", [12]\.\d s ago", late[0])
 
 
 def barrier_with_timeout(rank: int, size: int) -> str:

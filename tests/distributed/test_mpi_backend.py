@@ -196,8 +196,8 @@ def test_the_hook_prints_first_and_is_gone_when_the_last_group_is(
     printed: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
     before, mpi = sys.excepthook, FakeMpi()
-    exits.install(mpi)
-    exits.install(mpi)
+    exits.install(mpi, lambda: None)
+    exits.install(mpi, lambda: None)
     exits.uninstall()
     error = ValueError("uncaught")
     guard = sys.excepthook
@@ -212,6 +212,6 @@ def test_the_hook_prints_first_and_is_gone_when_the_last_group_is(
 def test_a_prompt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before = sys.excepthook
-    exits.install(FakeMpi())
+    exits.install(FakeMpi(), lambda: None)
     assert sys.excepthook is before
     exits.uninstall()

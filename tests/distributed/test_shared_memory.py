@@ -193,7 +193,7 @@ SMALL_DEV_SHM = """
 set -e
 mount -t tmpfs -o size={size} tmpfs /dev/shm
 for rank in 0 1; do
-  "{python}" -c "
+  {each} "{python}" -c "
 import logging, sys, numpy as np, flashlight_py as fl
 logging.basicConfig(level=logging.WARNING)
 fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, $rank, 2, {{'FILE_PATH': '{path}'}})
@@ -211,33 +211,76 @@ done
 wait
 ls -A /dev/shm
 """
+# Containers of one pod: they share /dev/shm, and do not see each other's processes.
+CONTAINER = "unshare --pid --fork --mount-proc"
 
 
 @pytest.mark.parametrize(
-    ("size", "way", "warning"),
+    ("size", "each", "way", "warning"),
     [
-        ("64k", "Gloo over TCP", "using Gloo instead of shared memory"),
-        ("6m", "shared memory", "shared_empty(1000000,) gives ordinary memory"),
+        ("64k", "", "shared memory", None),
+        ("64k", CONTAINER, "Gloo over TCP", "using Gloo instead of shared memory"),
+        ("6m", CONTAINER, "shared memory", "shared_empty(1000000,) gives ordinary memory"),
+        ("64m", CONTAINER, "shared memory", None),
     ],
 )
-def test_a_small_dev_shm_is_told_and_gone_around(
-    tmp_path: Path, size: str, way: str, warning: str
+def test_a_small_dev_shm_matters_to_containers_alone_and_is_gone_around(
+    tmp_path: Path, size: str, each: str, way: str, warning: str | None
 ) -> None:
     """In a mount namespace of its own, with a /dev/shm as small as a container's may be."""
-    script = SMALL_DEV_SHM.format(size=size, python=sys.executable, path=tmp_path / "meet")
-    unshare = subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False)
-    if unshare.returncode != 0:
-        pytest.skip(f"needs to unshare a mount namespace: {unshare.stderr.decode().strip()}")
-    done = subprocess.run(
+    script = SMALL_DEV_SHM.format(
+        size=size, each=each, python=sys.executable, path=tmp_path / "meet"
+    )
+    done = in_namespaces(script)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert len(lines) == 2, f"left in /dev/shm: {lines[2:]}"
+    assert all(way in line for line in lines), (lines, done.stderr)
+    assert (warning or "") in done.stderr
+    assert ("--shm-size" in done.stderr) == (warning is not None)
+
+
+DIE_IN_A_CONTAINER = """
+set -e
+mount -t tmpfs -o size=64m tmpfs /dev/shm
+for rank in 0 1; do
+  {each} "{python}" -c "
+import os, time, numpy as np, flashlight_py as fl
+fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, $rank, 2, {{'FILE_PATH': '{path}'}})
+fl.barrier()
+if $rank == 1:
+    os._exit(0)
+started = time.monotonic()
+try:
+    fl.all_reduce(np.zeros(3))
+except fl.errors.PeerLostError as error:
+    print(fl.distributed.describe().splitlines()[1], error, time.monotonic() - started < 2)
+" &
+done
+wait
+"""
+
+
+def test_a_process_of_another_container_that_ends_is_noticed(tmp_path: Path) -> None:
+    script = DIE_IN_A_CONTAINER.format(
+        each=CONTAINER, python=sys.executable, path=tmp_path / "meet"
+    )
+    done = in_namespaces(script)
+    assert "shared memory" in done.stdout, done
+    assert "lost rank 1 (its process has ended)" in done.stdout
+    assert done.stdout.strip().endswith("True")
+
+
+def in_namespaces(script: str) -> subprocess.CompletedProcess[str]:
+    """Run ``script`` in a mount namespace of its own; skips where that is not allowed."""
+    unshare = ["unshare", "-m", "--pid", "--fork", "true"]
+    tried = subprocess.run(unshare, capture_output=True, check=False)
+    if tried.returncode != 0:
+        pytest.skip(f"needs to unshare namespaces: {tried.stderr.decode().strip()}")
+    return subprocess.run(
         ["unshare", "-m", "bash", "-c", script],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0, done.stderr
-    assert len(lines) == 2, f"left in /dev/shm: {lines[2:]}"
-    assert all(way in line for line in lines), lines
-    assert warning in done.stderr
-    assert "--shm-size" in done.stderr

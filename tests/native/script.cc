@@ -57,7 +57,7 @@ class Running {
     }
   }
 
-  fl_message message() const { return {step_.signature, data_, step_.peer}; }
+  fl_message message() const { return {step_.signature, data_, step_.peer, {}}; }
   void has_become(std::shared_ptr<fl::Operation> operation) {
     handle_.operation = std::move(operation);
   }

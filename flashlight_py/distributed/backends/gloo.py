@@ -14,6 +14,7 @@ from flashlight_py.distributed.backends.interrupts import (
     raise_interruption,
 )
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
+from flashlight_py.distributed.backends.native_calls import call_in_words
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError
@@ -36,9 +37,10 @@ class GlooBackend(NativeBackend):
 
     def __init__(self, store: Store, host: str, interface: str, timeout: float) -> None:
         native = _native.load("gloo")
-        super().__init__(native, store.rank, store.size, timeout)
+        super().__init__(native, store, timeout)
         self._group = self._create(host, interface)
         answer = answer_to_interrupts(native, "fl_gloo_interrupted")
+        self.lib.fl_gloo_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
         self.lib.fl_gloo_on_interrupt(self._group, answer)
         try:
             self._connect(store)
@@ -84,13 +86,22 @@ class GlooBackend(NativeBackend):
 
     def _run(self, data: Any, output: Any, peer: int, seconds: float, blocking: bool) -> Any:
         handle = self.lib.fl_gloo_run(
-            self._group, self._signature, data, output, peer, seconds, not blocking
+            self._group, self._signature, data, output, peer, seconds, not blocking, self._here()
         )
         raise_interruption(self.lib, handle)
         return handle
 
     def _exchange(self, messages: Any, results: Any) -> None:
         self.lib.fl_gloo_exchange(self._group, messages, len(messages), self.timeout, results)
+
+    def call_ahead(self, rank: int) -> str:
+        """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""
+        call = self.ffi.new("fl_signature *")
+        ahead = self._group is not None and self.lib.fl_gloo_is_ahead(self._group, rank, call)
+        return call_in_words(self.lib, call) if ahead else ""
+
+    def _give_up(self, group: Any, why: bytes) -> None:
+        self.lib.fl_gloo_give_up(group, why)
 
     def _close(self, group: Any) -> None:
         self.lib.fl_gloo_close(group)

@@ -17,16 +17,21 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.agreement import Agreement
+from flashlight_py.distributed.call_site import Place, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.work import Done, Work
-from flashlight_py.errors import CollectiveTimeoutError, DistributedError, MismatchError
+from flashlight_py.errors import (
+    CollectiveTimeoutError,
+    DistributedError,
+    MismatchError,
+    PeerLostError,
+)
 
 __all__ = ["HierarchicalBackend", "part_of"]
 
 # Below this a part per local rank would only multiply messages: one rank carries everything.
 _SMALL_BYTES = 64 << 10
-# Room for what a rank calls, as text.
-_CALL_BYTES = 200
 
 
 def part_of(count: int, carriers: int, index: int) -> slice:
@@ -48,6 +53,8 @@ class HierarchicalBackend(Backend):
         inside: joins this host's ranks, in the order of ``hosts``.
         between: joins local rank i of all hosts; None where some host has no such rank.
         flat: joins all ranks, for verbs that gain nothing from the hierarchy.
+        checked: compare what ranks call before anything moves. Otherwise what differs between
+            hosts breaks the group, at once or after the timeout.
     """
 
     kind = DistributedBackend.GLOO
@@ -60,21 +67,23 @@ class HierarchicalBackend(Backend):
         inside: Backend,
         between: Backend | None,
         flat: Backend,
+        checked: bool = True,
     ) -> None:
         self.rank, self.size = rank, flat.size
         self._hosts = [list(host) for host in hosts]
         self._carriers = min(len(host) for host in hosts)
         self._inside, self._between, self._flat = inside, between, flat
+        self._agreement = Agreement(inside, between, flat) if checked else None
         self._host_of = {r: h for h, host in enumerate(self._hosts) for r in host}
         self._thread: ThreadPoolExecutor | None = None
         self._running: list[_FutureWork] = []
 
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
         """Reduce inside the hosts, between them, and share; see ``Backend``."""
-        return self._start(lambda: self._all_reduce(array, op, scale), blocking)
+        call = f"all_reduce({_kind(array)}, op={op.name.lower()}, scale={float(scale)!r})"
+        return self._start(call, lambda: self._all_reduce(array, op, scale), blocking)
 
     def _all_reduce(self, array: Array, op: ReduceOp, scale: float) -> Array:
-        self._agree(f"all_reduce({_kind(array)}, op={op.name.lower()}, scale={scale:g})")
         narrow = _is_narrow(array)
         wide = array.astype(np.float32) if narrow else array  # to be rounded once
         self._inside.all_reduce(wide, op, 1.0, blocking=True).wait()
@@ -88,10 +97,10 @@ class HierarchicalBackend(Backend):
 
     def broadcast(self, array: Array, root: int, blocking: bool = False) -> Work:
         """Give it to ``root``'s host, from there to the others; see ``Backend``."""
-        return self._start(lambda: self._broadcast(array, root), blocking)
+        call = f"broadcast({_kind(array)}, root={root})"
+        return self._start(call, lambda: self._broadcast(array, root), blocking)
 
     def _broadcast(self, array: Array, root: int) -> Array:
-        self._agree(f"broadcast({_kind(array)}, root={root})")
         home = self._host_of[root]
         if self._host_of[self.rank] == home:
             local = self._hosts[home].index(root)
@@ -110,36 +119,14 @@ class HierarchicalBackend(Backend):
             part = flat[part_of(flat.size, carriers, carrier)]
             self._inside.broadcast(part, carrier, blocking=True).wait()
 
-    def _agree(self, call: str) -> None:
-        """Make sure that all ranks of all hosts call the same, before anything moves."""
-        mine = np.zeros(_CALL_BYTES, np.uint8)
-        text = call.encode()[:_CALL_BYTES]
-        mine[: len(text)] = np.frombuffer(text, np.uint8)
-        local = self._inside.all_gather(mine, blocking=True).wait()
-        # Every host tells its ranks' calls where they differ, else the one that they share.
-        shared = local if len(set(_calls(local))) > 1 else mine
-        everyone = np.zeros(self.size * _CALL_BYTES, np.uint8)
-        if self._inside.rank == 0 and self._between is not None:
-            told = self._between.all_gather(shared, blocking=True).wait()
-            everyone[: told.size] = told
-        self._inside.broadcast(everyone, 0, blocking=True).wait()
-        calls = dict.fromkeys(text for text in _calls(everyone) if text)
-        if len(calls) > 1:
-            raise MismatchError(
-                f"rank {self.rank} of {self.size}: the ranks called different things: "
-                f"{'; '.join(calls)}. This rank called {call}. Nothing was changed; make every "
-                "rank call the same"
-            )
-
     def reduce(
         self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
     ) -> Work:
         """Reduce inside the hosts, then between them to ``root``'s; see ``Backend``."""
-        return self._start(lambda: self._reduce(array, op, scale, root), blocking)
+        call = f"reduce({_kind(array)}, op={op.name.lower()}, scale={float(scale)!r}, root={root})"
+        return self._start(call, lambda: self._reduce(array, op, scale, root), blocking)
 
     def _reduce(self, array: Array, op: ReduceOp, scale: float, root: int) -> Array:
-        call = f"reduce({_kind(array)}, root={root}, op={op.name.lower()}, scale={scale:g})"
-        self._agree(call)
         home = self._host_of[root]
         place = self._hosts[home].index(root)
         leader = place if place < self._carriers else 0  # of every host; only carriers are joined
@@ -162,27 +149,34 @@ class HierarchicalBackend(Backend):
         out: Array | None = None,
     ) -> Work:
         """Reduce among all ranks at once; see ``Backend``."""
-        return self._flatly(lambda flat: flat.reduce_scatter(array, op, scale, True, out), blocking)
+        call = f"reduce_scatter({_kind(array)}, op={op.name.lower()}, scale={float(scale)!r})"
+        return self._flatly(
+            call, lambda flat: flat.reduce_scatter(array, op, scale, True, out), blocking
+        )
 
     def all_gather(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
         """Gather among all ranks at once; see ``Backend``."""
-        return self._flatly(lambda flat: flat.all_gather(array, True, out), blocking)
+        call = f"all_gather({_rows(array)})"
+        return self._flatly(call, lambda flat: flat.all_gather(array, True, out), blocking)
 
     def gather(
         self, array: Array, root: int, blocking: bool = False, out: Array | None = None
     ) -> Work:
         """Gather among all ranks at once; see ``Backend``."""
-        return self._flatly(lambda flat: flat.gather(array, root, True, out), blocking)
+        call = f"gather({_rows(array)}, root={root})"
+        return self._flatly(call, lambda flat: flat.gather(array, root, True, out), blocking)
 
     def scatter(
         self, array: Array | None, root: int, blocking: bool = False, out: Array | None = None
     ) -> Work:
         """Scatter among all ranks at once; see ``Backend``."""
-        return self._flatly(lambda flat: flat.scatter(array, root, True, out), blocking)
+        call = f"scatter(root={root})"  # who receives may not know more
+        return self._flatly(call, lambda flat: flat.scatter(array, root, True, out), blocking)
 
     def all_to_all(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
         """Exchange among all ranks at once; see ``Backend``."""
-        return self._flatly(lambda flat: flat.all_to_all(array, True, out), blocking)
+        call = f"all_to_all({_kind(array)})"
+        return self._flatly(call, lambda flat: flat.all_to_all(array, True, out), blocking)
 
     def all_to_all_uneven(
         self,
@@ -192,21 +186,24 @@ class HierarchicalBackend(Backend):
         out: Array | None = None,
     ) -> Work:
         """Exchange among all ranks at once; see ``Backend``."""
-        return self._flatly(lambda flat: flat.all_to_all_uneven(array, rows, True, out), blocking)
+        call = f"all_to_all({_rows(array)}, rows=...)"
+        return self._flatly(
+            call, lambda flat: flat.all_to_all_uneven(array, rows, True, out), blocking
+        )
 
-    def _flatly(self, verb: Callable[[Backend], Work], blocking: bool) -> Work:
+    def _flatly(self, call: str, verb: Callable[[Backend], Work], blocking: bool) -> Work:
         """Have the backend that joins all ranks do it: the hierarchy would save nothing."""
-        return self._start(lambda: verb(self._flat).wait(), blocking)
+        return self._start(call, lambda: verb(self._flat).wait(), blocking)
 
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Send through memory inside the host, else between hosts; see ``Backend``."""
         backend, peer = self._way_to(dst)
-        return _Guarded(backend.send(array, peer, tag, blocking), self._close_backends)
+        return _Guarded(backend.send(array, peer, tag, blocking), self)
 
     def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
         """Receive by the way that ``send`` takes; see ``Backend``."""
         backend, peer = self._way_to(src)
-        return _Guarded(backend.recv(array, peer, tag, blocking), self._close_backends)
+        return _Guarded(backend.recv(array, peer, tag, blocking), self)
 
     def _way_to(self, rank: int) -> tuple[Backend, int]:
         host = self._hosts[self._host_of[self.rank]]
@@ -214,29 +211,53 @@ class HierarchicalBackend(Backend):
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array in the memory of this rank's host; see ``Backend``."""
-        return self._inside.shared_empty(shape, dtype)
+        call = f"shared_empty({dtype} {shape})"
+        work = self._start(call, lambda: self._inside.shared_empty(shape, dtype), blocking=True)
+        array: Array = work.wait()
+        return array
 
     def barrier(self, timeout: float | None = None) -> Work:
         """Wait for all ranks, up to ``timeout`` seconds; see ``Backend``."""
-        return self._start(lambda: self._flat.barrier(timeout).wait(), blocking=True)
+        if self._agreement is not None:  # to agree on it is to have come
+            return self._start("barrier()", lambda: None, blocking=True, seconds=timeout)
+        return self._start("barrier()", lambda: self._flat.barrier(timeout).wait(), blocking=True)
 
-    def _start(self, run: Callable[[], Any], blocking: bool) -> Work:
+    def _start(
+        self,
+        call: str,
+        run: Callable[[], Any],
+        blocking: bool,
+        seconds: float | None = None,
+    ) -> Work:
         """Run here, or on a thread after what was started before: backends keep an order."""
         self._running = [work for work in self._running if not work.is_completed()]
         if blocking and not self._running:
-            return Done(self._run(run))
+            return Done(self._run(call, run, seconds))
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "flashlight_py hierarchical")
-        work = _FutureWork(self._thread.submit(self._run, run))
+        work = _FutureWork(self._thread.submit(self._run_there, caller(), call, run, seconds))
         self._running.append(work)
         return work
 
-    def _run(self, run: Callable[[], Any]) -> Any:
+    def _run_there(
+        self, place: Place, call: str, run: Callable[[], Any], seconds: float | None
+    ) -> Any:
+        with called_at(place):
+            return self._run(call, run, seconds)
+
+    def _run(self, call: str, run: Callable[[], Any], seconds: float | None) -> Any:
         """Run; what breaks one backend ends the others, on which other hosts would wait."""
         try:
+            if self._agreement is not None:
+                self._agreement.reach(call, seconds)
             return run()
         except MismatchError:
+            if self._agreement is None:  # other ranks may be in the middle of it
+                self._close_backends()
             raise
+        except (PeerLostError, CollectiveTimeoutError) as error:
+            self.end(error)
+            raise type(error)(f"in {call}: {error}{self._last(error)}") from error
         except BaseException:
             self._close_backends()
             raise
@@ -246,6 +267,27 @@ class HierarchicalBackend(Backend):
         for work in list(self._running):
             if not work.failure_told:
                 work.wait()
+
+    def give_up(self, traceback: str) -> None:
+        """Tell the others inside and outside of this host; see ``Backend``."""
+        for backend in filter(None, (self._inside, self._between, self._flat)):
+            backend.give_up(traceback)
+
+    def _last(self, error: DistributedError) -> str:
+        """Say of a timeout what the late rank has joined before, as far as that is known."""
+        if self._agreement is None or not isinstance(error, CollectiveTimeoutError):
+            return ""
+        return f". {self._agreement.last()}"
+
+    def end(self, error: DistributedError) -> None:
+        """End all backends because of ``error`` of one of them."""
+        self.pass_on(error)
+        self._close_backends()
+
+    def pass_on(self, error: DistributedError) -> None:
+        """Have the others raise ``error``, inside and outside of this host; see ``Backend``."""
+        for backend in filter(None, (self._inside, self._between, self._flat)):
+            backend.pass_on(error)
 
     def close(self) -> None:
         """Close the backends, which ends what runs, then the thread."""
@@ -290,8 +332,8 @@ class _FutureWork(Work):
 class _Guarded(Work):
     """A message; what breaks the backend that carries it ends the others as well."""
 
-    def __init__(self, work: Work, close: Callable[[], None]) -> None:
-        self._work, self._close = work, close
+    def __init__(self, work: Work, owner: HierarchicalBackend) -> None:
+        self._work, self._owner = work, owner
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``."""
@@ -299,9 +341,9 @@ class _Guarded(Work):
             return self._work.wait(timeout)
         except MismatchError:
             raise
-        except DistributedError:
+        except DistributedError as error:
             if self._work.is_completed():
-                self._close()
+                self._owner.end(error)
             raise
 
     def is_completed(self) -> bool:
@@ -317,5 +359,6 @@ def _kind(array: Array) -> str:
     return f"{array.dtype} {array.shape}"
 
 
-def _calls(texts: Array) -> list[str]:
-    return [row.tobytes().rstrip(b"\0").decode() for row in texts.reshape(-1, _CALL_BYTES)]
+def _rows(array: Array) -> str:
+    """Describe arrays whose first dimensions may differ."""
+    return f"{array.dtype} rows of {array.shape[1:]}"

@@ -1,4 +1,4 @@
-"""Signal handlers (Ctrl-C) while the main thread waits inside a native library."""
+"""What a native library asks Python while it works: to stop (Ctrl-C)? and where was it called?"""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import threading
 from types import ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["answer_to_interrupts", "raise_interruption"]
+from flashlight_py.distributed.call_site import call_site
+
+__all__ = ["SITE_BYTES", "answer_to_interrupts", "answer_where", "raise_interruption"]
+
+SITE_BYTES = 63  # and a zero: the text of an fl_site
 
 
 class _Interruption(threading.local):
@@ -26,13 +30,24 @@ def raise_interruption(lib: Any, handle: Any) -> None:
         raise raised
 
 
+def _keep(kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
+    _interruption.raised = error
+
+
+def answer_where(native: ModuleType, name: str) -> Any:
+    """Return the C function ``name``, which writes where user code has called, as an fl_site."""
+
+    @native.ffi.def_extern(name=name, onerror=_keep)  # type: ignore[untyped-decorator]
+    def where(site: Any) -> None:
+        site.text = call_site().encode()[-SITE_BYTES:]
+
+    return getattr(native.lib, name)
+
+
 def answer_to_interrupts(native: ModuleType, name: str) -> Any:
     """Return the C function ``name``, which lets Python's signal handlers run during a wait."""
 
-    def keep(kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
-        _interruption.raised = error
-
-    @native.ffi.def_extern(name=name, error=1, onerror=keep)  # type: ignore[untyped-decorator]
+    @native.ffi.def_extern(name=name, error=1, onerror=_keep)  # type: ignore[untyped-decorator]
     def interrupted() -> int:
         return 0  # the interpreter runs pending handlers on its way here; what they raise is kept
 

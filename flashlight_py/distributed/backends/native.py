@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array
+from flashlight_py.distributed import last_words
 from flashlight_py.distributed.arrays import dtype_code, require_length
 from flashlight_py.distributed.backend import Backend, Message
 from flashlight_py.distributed.backends.describing import Describer
-from flashlight_py.distributed.backends.interrupts import raise_interruption
+from flashlight_py.distributed.backends.interrupts import SITE_BYTES, raise_interruption
+from flashlight_py.distributed.backends.native_errors import words_of, words_of_traceback
 from flashlight_py.distributed.backends.native_work import GATHERED, SCATTERED, NativeWork, Received
+from flashlight_py.distributed.call_site import Place, caller, site_of
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
-from flashlight_py.errors import GroupClosedError
+from flashlight_py.errors import DistributedError, GroupClosedError
 
 __all__ = ["MESSAGE_BYTES", "NativeBackend"]
 
@@ -33,11 +38,17 @@ class NativeBackend(Backend):
 
     kind = DistributedBackend.GLOO
 
-    def __init__(self, native: ModuleType, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
         self.ffi, self.lib = native.ffi, native.lib
-        self.rank, self.size, self.timeout = rank, size, timeout
+        self.rank, self.size, self.timeout = store.rank, store.size, timeout
+        self.people = store.people
+        # What users know the ranks as.
+        self.numbers = list(store.numbers) or list(range(self.size))
+        self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
+        last_words.listen(self)
         self._group: Any = None  # the library's handle; None once the group is closed
         self._signature = self.ffi.new("fl_signature *")
+        self._sites: dict[Place, Any] = {}
         self._describer = Describer(self.ffi, self._signature)
         self._pointer = self._describer.pointer
         self._running: list[NativeWork] = []
@@ -197,6 +208,7 @@ class NativeBackend(Backend):
             self._describe("exchange", verb, message.array, ReduceOp.SUM, 1.0, message.tag)
             room.signature = self._signature[0]
             room.data, room.peer = self._pointer(message.array), message.peer
+            room.site = self._here()[0]
         results = self.ffi.new("fl_op *[]", len(messages))
         self._exchange(together, results)
         works = [self._ended(*pair) for pair in zip(messages, results, strict=True)]
@@ -220,6 +232,19 @@ class NativeBackend(Backend):
     def barrier(self, timeout: float | None = None) -> Work:
         """Wait for all; ``timeout`` in seconds; see ``Backend``."""
         return self._start("barrier", self.lib.FL_BARRIER, None, timeout=timeout, blocking=True)
+
+    @abc.abstractmethod
+    def call_ahead(self, rank: int) -> str:
+        """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Bound what is started within by ``seconds``; see ``Backend``."""
+        before, self.timeout = self.timeout, seconds
+        try:
+            yield
+        finally:
+            self.timeout = before
 
     def _start(
         self,
@@ -247,7 +272,7 @@ class NativeBackend(Backend):
         (else the array).
         """
         if self._group is None:
-            raise GroupClosedError(f"[{name}] rank {self.rank} of {self.size}: the group is closed")
+            raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
         seconds = self.timeout if timeout is None else timeout
         self._describe(name, verb, array if like is None else like, op, scale, root)
         result = array if result is _ARRAY else result
@@ -276,6 +301,15 @@ class NativeBackend(Backend):
         signature.dtype = signature.itemsize = signature.count = 0
         signature.ndim = self.lib.FL_ANY if verb == self.lib.FL_SCATTER else 0
 
+    def _here(self) -> Any:
+        """Return where user code has called, as the library takes it."""
+        place = caller(3)
+        site = self._sites.get(place)
+        if site is None:
+            text = site_of(place).encode()[-SITE_BYTES:]
+            site = self._sites[place] = self.ffi.new("fl_site *", {"text": text})
+        return site
+
     def message(self, room: Any) -> str:
         """Return what the library wrote into ``room``."""
         text: str = self.ffi.string(room).decode(errors="replace")
@@ -289,6 +323,22 @@ class NativeBackend(Backend):
         """Block until all that was started has ended; raises what the first failure raises."""
         for work in list(self._running):
             work.wait()
+
+    def give_up(self, traceback: str) -> None:
+        """Tell the others what this rank's program has raised; see ``Backend``."""
+        self._end(words_of_traceback(self, traceback))
+
+    def pass_on(self, error: DistributedError) -> None:
+        """End the group, and have the others raise ``error``; see ``Backend``."""
+        self._end(words_of(error))
+
+    def _end(self, words: str) -> None:
+        if self._group is not None:
+            self._give_up(self._group, words.encode(errors="replace"))
+
+    @abc.abstractmethod
+    def _give_up(self, group: Any, why: bytes) -> None:
+        """Let the library tell the others."""
 
     def close(self) -> None:
         """End what runs and free the group; the native thread has ended on return."""

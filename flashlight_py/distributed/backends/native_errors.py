@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from flashlight_py.distributed.arrays import DTYPES
-from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.backends.elsewhere import waits_elsewhere
+from flashlight_py.distributed.backends.native_calls import call_in_words, number_in_words
+from flashlight_py.distributed.people import names, who_that_was
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -14,116 +17,142 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-__all__ = ["failure"]
+if TYPE_CHECKING:
+    from flashlight_py.distributed.backends.native import NativeBackend
+
+__all__ = ["failure", "words_of", "words_of_traceback"]
 
 _MAX_MISSING = 64
+_UNUSABLE = "This group cannot be used again"
+# What words for others begin with: the class of error that they are.
+_LOST, _LATE = "P", "T"
 
 
 def failure(
-    ffi: Any,
-    lib: Any,
-    handle: Any,
-    status: int,
-    verb: str,
-    rank: int,
-    size: int,
-    seconds: float,
+    backend: NativeBackend, handle: Any, status: int, verb: str, seconds: float
 ) -> DistributedError:
-    """Return the exception for an operation that ended with ``status``."""
-    where = f"[{verb}] rank {rank} of {size}"
+    """Return the exception for an operation of ``seconds`` that ended with ``status``."""
+    ffi, lib = backend.ffi, backend.lib
+    where = f"[{verb}] {backend.name}"
     text = ffi.string(lib.fl_op_message(handle)).decode(errors="replace")
     room = ffi.new("int[]", _MAX_MISSING)
     missing = list(room[0 : lib.fl_op_missing(handle, room, _MAX_MISSING)])
-    who = _ranks(missing) if missing else "another rank"
+    who = _names(backend, missing) if missing else "another rank"
     if status == lib.FL_MISMATCH:
-        return MismatchError(_mismatch(where, lib, lib.fl_op_signatures(handle), size))
+        return MismatchError(_mismatch(where, backend, handle))
+    if status == lib.FL_RAISED:
+        return _as_told(where, text)
     if status == lib.FL_PEER_LOST:
         return PeerLostError(
-            f"{where}: lost {who} ({text}). It died, exited or closed its connection: look at its "
-            "own output. This group cannot be used again"
+            f"{where}: lost {who} ({text}){who_that_was(missing, backend.people)}. It died, exited "
+            f"or closed its connection: look at its own output. {_UNUSABLE}"
         )
     if status == lib.FL_TIMEOUT:
-        return CollectiveTimeoutError(
-            f"{where}: {who} did not join within {seconds:g} seconds ({text}). It is stuck, slow, "
-            "or called something else; a longer limit is params={'TIMEOUT': seconds}. This group "
-            "cannot be used again"
-        )
+        return _late(where, backend, handle, missing, f"{seconds:g} seconds", text)
     if status == lib.FL_CLOSED:
         return GroupClosedError(f"{where}: the group cannot be used any more: {text}")
     return DistributedError(f"{where}: {text}")
 
 
-def _ranks(ranks: list[int]) -> str:
-    names = ", ".join(map(str, ranks))
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+def words_of_traceback(backend: NativeBackend, traceback: str) -> str:
+    """Return what the others are to raise: this rank's program has raised ``traceback``.
 
-
-def _mismatch(where: str, lib: Any, signatures: Any, size: int) -> str:
-    """List what the ranks called, ranks that agree on one line."""
-    groups: dict[str, list[int]] = {}
-    heard = [rank for rank in range(size) if signatures[rank].sequence]
-    for rank in heard:
-        groups.setdefault(_call(lib, signatures[rank]), []).append(rank)
-    calls = "; ".join(f"{_ranks(ranks)} called {call}" for call, ranks in groups.items())
+    Its first line is the exception.
+    """
+    summary, _, lines = traceback.partition("\n")
+    who = f"rank {backend.numbers[backend.rank]}"
     return (
-        f"{where}: the ranks called different things in {_number(lib, signatures, heard)}: "
-        f"{calls}. Nothing was changed; make every rank call the same"
+        f"{_LOST}lost {who}{who_that_was([backend.rank], backend.people)}: it raised {summary}. "
+        f"{_UNUSABLE}\n\nThe traceback of {who}:\n{lines}"
     )
 
 
-def _number(lib: Any, signatures: Any, heard: list[int]) -> str:
-    """Say which call it was, or which message between two ranks."""
-    number = max(signatures[rank].sequence for rank in heard)
-    for sender in heard:
-        if signatures[sender].verb == lib.FL_SEND:
-            receiver = next(rank for rank in heard if rank != sender)
-            return f"message {number} from rank {sender} to rank {receiver}"
-    return f"call {number} of this group"
+def words_of(error: DistributedError) -> str:
+    """Return what the others are to raise as well: ``error``, of this or of another group."""
+    kind = _LATE if isinstance(error, CollectiveTimeoutError) else _LOST
+    return kind + re.split(r"\[\w+\] rank \d+ of \d+: ", str(error), maxsplit=1)[-1]
 
 
-def _call(lib: Any, signature: Any) -> str:
-    """Write a signature as the call that it stands for."""
-    # An uneven all_to_all first gathers everybody's rows, with a root that no all_gather has.
-    tells_rows = signature.verb == lib.FL_ALL_GATHER and signature.root != 0
-    if tells_rows:
-        return "all_to_all(rows=...)"
-    name = _name(lib, signature)
-    arguments = [] if signature.verb == lib.FL_BARRIER else [_array(lib, signature)]
-    if signature.verb in (lib.FL_ALL_REDUCE, lib.FL_REDUCE_SCATTER, lib.FL_REDUCE):
-        arguments.append(f"op={ReduceOp(signature.op).name.lower()}")
-        arguments.append(f"scale={signature.scale:g}")
-    if signature.verb in (lib.FL_REDUCE, lib.FL_BROADCAST, lib.FL_GATHER, lib.FL_SCATTER):
-        arguments.append(f"root={signature.root}")
-    if signature.verb in (lib.FL_SEND, lib.FL_RECV):
-        arguments.append(f"tag={signature.root}")
-    if signature.verb == lib.FL_ALL_TO_ALL_UNEVEN:
-        arguments.append("rows=...")
-    return f"{name}({', '.join(filter(None, arguments))})"
+def _as_told(where: str, words: str) -> DistributedError:
+    kind = CollectiveTimeoutError if words.startswith(_LATE) else PeerLostError
+    return kind(f"{where}: {words[1:]}")
 
 
-def _name(lib: Any, signature: Any) -> str:
-    """Return the verb that a user has called."""
-    names = {
-        lib.FL_ALL_REDUCE: "all_reduce",
-        lib.FL_REDUCE: "reduce",
-        lib.FL_REDUCE_SCATTER: "reduce_scatter",
-        lib.FL_BROADCAST: "broadcast",
-        lib.FL_ALL_GATHER: "all_gather",
-        lib.FL_GATHER: "gather",
-        lib.FL_SCATTER: "scatter",
-        lib.FL_ALL_TO_ALL: "all_to_all",
-        lib.FL_ALL_TO_ALL_UNEVEN: "all_to_all",
-        lib.FL_BARRIER: "barrier",
-        lib.FL_SEND: "send",
-        lib.FL_RECV: "recv",
-    }
-    return names.get(signature.verb, f"verb {signature.verb}")
+def _mismatch(where: str, backend: NativeBackend, handle: Any) -> str:
+    """List what the ranks called, ranks that agree on one line."""
+    lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
+    groups: dict[str, list[int]] = {}
+    heard = [rank for rank in range(backend.size) if signatures[rank].sequence]
+    for rank in heard:
+        call = call_in_words(lib, signatures[rank]) + _site(backend, handle, rank)
+        groups.setdefault(call, []).append(rank)
+    calls = "; ".join(f"{_names(backend, ranks)} called {call}" for call, ranks in groups.items())
+    number = number_in_words(lib, signatures, heard, backend.numbers)
+    return (
+        f"{where}: the ranks called different things in {number}: {calls}. Nothing was changed; "
+        "make every rank call the same"
+    )
 
 
-def _array(lib: Any, signature: Any) -> str:
-    """Describe the array of a call; nothing where the rank does not know it yet."""
-    if signature.ndim == lib.FL_ANY:
-        return ""
-    extents = [str(signature.shape[d]) for d in range(min(signature.ndim, 8))]
-    shape = ", ".join(extents) + ("," if len(extents) == 1 else "")
-    return f"{DTYPES[signature.dtype]} ({shape})"
+def _names(backend: NativeBackend, ranks: Sequence[int]) -> str:
+    return names(backend.numbers[rank] for rank in ranks)
+
+
+def _site(backend: NativeBackend, handle: Any, rank: int) -> str:
+    """Say where ``rank`` called that, if it is known."""
+    site = backend.ffi.string(backend.lib.fl_op_site(handle, rank)).decode(errors="replace")
+    return f" at {site}" if site else ""
+
+
+def _late(
+    where: str,
+    backend: NativeBackend,
+    handle: Any,
+    missing: Sequence[int],
+    limit: str,
+    text: str,
+) -> DistributedError:
+    """Return the error of a wait for ``missing`` that lasted to its ``limit``."""
+    elsewhere = waits_elsewhere(backend, missing)
+    if elsewhere:
+        return MismatchError(
+            f"{where}: the ranks called verbs of different groups: {_own_call(backend, handle)}; "
+            f"{elsewhere}. They waited {limit} for each other. {_UNUSABLE}; make every rank call "
+            "the same, in the same order"
+        )
+    who = _names(backend, missing) if missing else "another rank"
+    return CollectiveTimeoutError(
+        f"{where}: {who} did not join within {limit} ({text})"
+        f"{who_that_was(missing, backend.people)}. {_last_calls(backend, handle, missing)}It is "
+        "stuck, slow, or called something else; a longer limit is params={'TIMEOUT': seconds}. "
+        f"{_UNUSABLE}"
+    )
+
+
+def _own_call(backend: NativeBackend, handle: Any) -> str:
+    """Say what this rank has called, in which group."""
+    signatures = backend.lib.fl_op_signatures(handle)
+    if signatures == backend.ffi.NULL:
+        return f"{backend.name} waits for a message"
+    mine = call_in_words(backend.lib, signatures[backend.rank])
+    return f"this rank called {mine} as rank {backend.rank} of a group of {backend.size}"
+
+
+def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int]) -> str:
+    """Say what this rank waits in, and what each that is missing has called last."""
+    lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
+    if signatures == backend.ffi.NULL:
+        return ""  # a message: its tags were told
+    mine = signatures[backend.rank]
+    told = [f"Call {mine.sequence} of this group is {call_in_words(lib, mine)}"]
+    for rank in missing:
+        who = f"rank {backend.numbers[rank]}"
+        theirs, ago = signatures[rank], f"{lib.fl_op_age(handle, rank):.1f} s ago"
+        if theirs.sequence == 0:
+            told.append(f"{who} has called nothing in it yet")
+        elif theirs.sequence == mine.sequence:
+            told.append(f"{who} began it {ago} and has not finished")
+        else:
+            last = call_in_words(lib, theirs) + _site(backend, handle, rank)
+            told.append(f"{who} last joined call {theirs.sequence}, {last}, {ago}")
+    return f"{'; '.join(told)}. "

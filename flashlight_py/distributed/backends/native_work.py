@@ -112,7 +112,7 @@ class NativeWork(Work):
 
     def _still_running(self, timeout: float) -> str:
         return (
-            f"[{self._name}] rank {self._backend.rank} of {self._backend.size}: still running "
+            f"[{self._name}] {self._backend.name}: still running "
             f"after wait(timeout={timeout:g}) seconds; it goes on, and can be waited for again"
         )
 
@@ -123,16 +123,7 @@ class NativeWork(Work):
     def _finish(self, status: int) -> Any:
         backend = self._backend
         if status != self._lib.FL_OK:
-            raise failure(
-                backend.ffi,
-                self._lib,
-                self._handle,
-                status,
-                self._name,
-                backend.rank,
-                backend.size,
-                self._seconds,
-            )
+            raise failure(backend, self._handle, status, self._name, self._seconds)
         return self._received.get(backend, self._handle)
 
 

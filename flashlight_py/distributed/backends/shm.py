@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,26 +19,22 @@ from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.interrupts import (
     answer_to_interrupts,
+    answer_where,
     raise_interruption,
 )
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
+from flashlight_py.distributed.backends.native_calls import call_in_words
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.exchange import BackendStore
+from flashlight_py.distributed.memory_file import DIRECTORY, MemoryFile, needs_names
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
-__all__ = ["ShmBackend", "map_together", "new_path"]
-
-DIRECTORY = Path("/dev/shm")
+__all__ = ["ShmBackend", "map_together"]
 
 _PAGE = 4096
 
 _log = logging.getLogger("flashlight_py")
-
-
-def new_path() -> Path:
-    """Return a path in shared memory that nobody can guess."""
-    return DIRECTORY / f"flashlight-{secrets.token_hex(12)}"
 
 
 class ShmBackend(NativeBackend):
@@ -56,13 +51,16 @@ class ShmBackend(NativeBackend):
 
     def __init__(self, store: Store, timeout: float) -> None:
         native = _native.load("shm")
-        super().__init__(native, store.rank, store.size, timeout)
+        super().__init__(native, store, timeout)
         self._room = self.ffi.new("char[]", MESSAGE_BYTES)
         self._dropped: list[Any] = []
-        self._group = map_together(store, self._open)
+        self._named = needs_names(store.spaces)
+        self._group = map_together(store, self._open, self._named)
+        self.lib.fl_shm_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
         self.lib.fl_shm_on_interrupt(
             self._group, answer_to_interrupts(native, "fl_shm_interrupted")
         )
+        self.lib.fl_shm_on_mismatch(self._group, answer_where(native, "fl_shm_where"))
         self._bind_fast()
 
     def _bind_fast(self) -> None:
@@ -98,8 +96,10 @@ class ShmBackend(NativeBackend):
     def _run(self, data: Any, output: Any, peer: int, seconds: float, blocking: bool) -> Any:
         if self._dropped:
             self._drop_regions()
+        asks = blocking and peer < 0  # where it was called, if that ever matters
+        site = self.ffi.NULL if asks else self._here()
         handle = self.lib.fl_shm_run(
-            self._group, self._signature, data, output, peer, seconds, not blocking
+            self._group, self._signature, data, output, peer, seconds, not blocking, site
         )
         raise_interruption(self.lib, handle)
         return handle
@@ -124,7 +124,7 @@ class ShmBackend(NativeBackend):
             return region
 
         try:
-            region = map_together(BackendStore(self), add)
+            region = map_together(BackendStore(self), add, self._named)
         except BackendUnavailableError as error:
             _log.warning("shared_empty%s gives ordinary memory: %s", shape, error)
             return np.empty(shape, dtype)
@@ -137,6 +137,15 @@ class ShmBackend(NativeBackend):
         """Let the group forget arrays that were collected."""
         while self._dropped:
             self.lib.fl_shm_drop_region(self._group, self._dropped.pop())
+
+    def call_ahead(self, rank: int) -> str:
+        """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""
+        call = self.ffi.new("fl_signature *")
+        ahead = self._group is not None and self.lib.fl_shm_is_ahead(self._group, rank, call)
+        return call_in_words(self.lib, call) if ahead else ""
+
+    def _give_up(self, group: Any, why: bytes) -> None:
+        self.lib.fl_shm_give_up(group, why)
 
     def _close(self, group: Any) -> None:
         self._dropped.clear()
@@ -158,44 +167,51 @@ class _Freer:
         self._lib.fl_shm_free_region(self._region)
 
 
-def map_together(store: Store, map_path: Callable[[str, bool], Any]) -> Any:
-    """Have rank 0 create a file and every rank map it; then it loses its name. Collective.
+def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool) -> Any:
+    """Have rank 0 make a file in memory and every rank map it. Collective; two exchanges.
 
-    ``map_path(path, create)`` raises OSError where it cannot.
+    ``map_path(path, create)`` raises OSError where it cannot; ``named``: the file needs a name,
+    which it has until all have mapped it.
 
     Raises:
         UnavailableEverywhereError: it failed on a rank; raised on every rank.
     """
-    path = str(new_path()) if store.rank == 0 else ""
+    file, path, error = None, "", ""
     try:
-        mapped, errors = _map_each(store, map_path, path)
-    finally:  # also where a rank was lost meanwhile, or a signal handler raised
         if store.rank == 0:
-            Path(path).unlink(missing_ok=True)
+            file, error = _attempt(lambda: MemoryFile(named))
+        mapped, errors, path = _map_each(store, map_path, file, error)
+    finally:  # also where a rank was lost meanwhile, or a signal handler raised
+        if file is not None:
+            file.close()
+        elif path and named:
+            Path(path).unlink(missing_ok=True)  # for a rank 0 that has died
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
     if failed:
         raise UnavailableEverywhereError(
-            f"shared memory ({DIRECTORY}) cannot be used: {'; '.join(failed)}. Give it more room "
-            "(docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm)"
+            f"shared memory cannot be used: {'; '.join(failed)}. Give it more room (a container "
+            f"needs more memory, or its {DIRECTORY} more space: docker run --shm-size=1g)"
         )
     return mapped
 
 
 def _map_each(
-    store: Store, map_path: Callable[[str, bool], Any], path: str
-) -> tuple[Any, list[str]]:
-    """Map the file that rank 0 creates at its ``path``; returns each rank's error too, or ""."""
-    mapped, error = None, ""
-    if store.rank == 0:
-        mapped, error = _attempt(map_path, path, True)
-    path, problem = json.loads(store.exchange(json.dumps([path, error]).encode())[0])
+    store: Store, map_path: Callable[[str, bool], Any], file: MemoryFile | None, error: str
+) -> tuple[Any, list[str], str]:
+    """Map rank 0's ``file``; returns each rank's error too, or "", and where the file was."""
+    mapped = None
+    if file is not None:
+        own = file.own_path
+        mapped, error = _attempt(lambda: map_path(own, True))
+    mine = json.dumps(["" if file is None else file.path, error])
+    path, problem = json.loads(store.exchange(mine.encode())[0])
     if not problem and store.rank != 0:
-        mapped, error = _attempt(map_path, path, False)
-    return mapped, [answer.decode() for answer in store.exchange(error.encode())]
+        mapped, error = _attempt(lambda: map_path(path, False))
+    return mapped, [answer.decode() for answer in store.exchange(error.encode())], path
 
 
-def _attempt(map_path: Callable[[str, bool], Any], path: str, create: bool) -> tuple[Any, str]:
+def _attempt(do: Callable[[], Any]) -> tuple[Any, str]:
     try:
-        return map_path(path, create), ""
+        return do(), ""
     except OSError as error:
         return None, str(error)

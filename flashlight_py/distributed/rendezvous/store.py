@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 
 __all__ = ["Store"]
 
@@ -12,10 +13,17 @@ class Store(abc.ABC):
 
     A backend needs one thing of it: to give some bytes and get everybody's. Addresses, host
     identities and NCCL's unique id all travel so; after that the backend's own wires are used.
+    ``people`` says which process each rank is, for messages; empty where they do not know yet.
+    ``numbers`` are the ranks' among ``total``, where these are part of a larger whole. ``spaces``
+    tell which of them see each other's processes; an empty text: not known.
     """
 
     rank: int
     size: int
+    people: Sequence[str] = ()
+    numbers: Sequence[int] = ()
+    total: int = 0
+    spaces: Sequence[str] = ("",)
 
     @abc.abstractmethod
     def exchange(self, payload: bytes) -> list[bytes]:

@@ -20,6 +20,10 @@ class SubStore(Store):
         self._store = store
         self._ranks = list(ranks)
         self.rank, self.size = self._ranks.index(store.rank), len(self._ranks)
+        self.people = [store.people[rank] for rank in self._ranks] if store.people else ()
+        self.numbers, self.total = self._ranks, store.size
+        if len(store.spaces) == store.size:
+            self.spaces = [store.spaces[rank] for rank in self._ranks]
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Give ``payload`` and return that of every rank of the sub-store; collective, blocking.

@@ -40,7 +40,7 @@ std::vector<Letter> letters(int ranks, Random& random, uint64_t step) {
 fl_message message_of(const Rank& rank, Begun& one) {
   const bool sends = one.letter.from == rank.rank;
   return {signature_of(sends ? FL_SEND : FL_RECV, one.letter.count, one.letter.tag),
-          one.array.data(), sends ? one.letter.to : one.letter.from};
+          one.array.data(), sends ? one.letter.to : one.letter.from, {}};
 }
 
 void check_received(const Rank& rank, const Begun& one) {

@@ -34,7 +34,7 @@ void Rank::close() {
 }
 
 fl_op* Rank::run(const fl_signature& signature, void* data, void* output, int peer, bool async) {
-  return fl_gloo_run(group_, &signature, data, output, peer, seconds, async ? 1 : 0);
+  return fl_gloo_run(group_, &signature, data, output, peer, seconds, async ? 1 : 0, nullptr);
 }
 
 void Rank::exchange(const std::vector<fl_message>& messages, std::vector<fl_op*>& results) {

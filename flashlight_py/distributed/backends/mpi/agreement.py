@@ -23,8 +23,8 @@ class Agreement:
         self._mpi, self._comm, self._progress = mpi, comm, progress
         self._size = int(comm.Get_size())
 
-    def reach(self, call: Call, where: str, number: int) -> Steps:
-        """Give what is called; returns what each rank told (``Call.told``), in rank order.
+    def reach(self, call: Call, where: str, number: int, site: str) -> Steps:
+        """Give what is called, at ``site``; returns what each rank told (``Call.told``).
 
         No rank gets past it before every rank has called. Raises ``MismatchError`` on all ranks
         if their calls do not fit.
@@ -36,10 +36,11 @@ class Agreement:
         alike = len({value for value in told if value}) <= 1 or not call.told_alike
         if keys.count(keys[0]) == self._size and alike:
             return told
-        raise mismatch(where, f"call {number}", (yield from self._words(call)))
+        raise mismatch(where, f"call {number}", (yield from self._words(call, site)))
 
-    def _words(self, call: Call) -> Steps:
-        text = call.text.encode()[:_TEXT_BYTES]
+    def _words(self, call: Call, site: str) -> Steps:
+        end = f" at {site}".encode()
+        text = call.text.encode()[: _TEXT_BYTES - len(end)] + end
         mine = np.frombuffer(text.ljust(_TEXT_BYTES, b"\0"), np.uint8)
         table = np.empty((self._size, _TEXT_BYTES), np.uint8)
         yield from self._gather(mine, table, self._mpi.BYTE)

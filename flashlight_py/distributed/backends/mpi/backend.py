@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed import last_words
 from flashlight_py.distributed.arrays import require_length
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.mpi import exits
@@ -33,7 +34,8 @@ class MpiBackend(Backend):
     """The ranks of ``comms``, three communicators that hold the same ones.
 
     ``seconds`` bounds each operation; with ``checked`` ranks compare what they call; ``gpu_aware``
-    says that the library takes pointers to a GPU's memory. ``path`` names the library.
+    says that the library takes pointers to a GPU's memory. ``path`` names the library, ``people``
+    the ranks' processes.
     """
 
     kind = DistributedBackend.MPI
@@ -47,15 +49,18 @@ class MpiBackend(Backend):
         seconds: float,
         checked: bool,
         gpu_aware: bool,
+        people: Sequence[str] = (),
     ) -> None:
         self._mpi, self._progress = mpi, progress
-        self._group = Group(mpi, progress, comms, seconds, checked)
+        self._group = Group(mpi, progress, comms, seconds, checked, people)
+        self.people = people
         self.rank, self.size = self._group.rank, self._group.size
         self.path, self.gpu_aware = path, gpu_aware
         self._movement = Movement(mpi, comms[0], progress)
         self._reduction = Reduction(mpi, comms[0], progress, self._movement)
         self._guarded = True
-        exits.install(mpi)
+        exits.install(mpi, progress.linger)
+        last_words.listen(self)
 
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
         """Reduce in place; the order of ranks is the library's; see ``Backend``."""
@@ -245,6 +250,10 @@ class MpiBackend(Backend):
     def synchronize(self) -> None:
         """Block until all that was started has ended; see ``Backend``."""
         self._group.synchronize()
+
+    def give_up(self, traceback: str) -> None:
+        """Tell the others what this rank's program has raised; see ``Backend``."""
+        self._group.give_up(traceback)
 
     def close(self) -> None:
         """Leave the group; the others are told. What runs fails."""

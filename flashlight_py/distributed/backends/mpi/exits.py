@@ -1,15 +1,19 @@
 """A rank that raises ends the job: else the others, and MPI_Finalize, would wait for it.
 
 While a group is open, an exception that nobody catches is printed, by whatever prints it otherwise,
-and then MPI ends all processes of the job, with exit code 1.
+the others have a moment to raise it as well, and then MPI ends all processes of the job, with exit
+code 1.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
+
+from flashlight_py.distributed.last_words import is_interactive
 
 __all__ = ["install", "uninstall"]
 
@@ -17,8 +21,8 @@ __all__ = ["install", "uninstall"]
 class _Guard:
     """``sys.excepthook`` around another one, for as long as it is ``active``."""
 
-    def __init__(self, mpi: Any, before: Any) -> None:
-        self._mpi, self.before = mpi, before
+    def __init__(self, mpi: Any, before: Any, linger: Callable[[], None]) -> None:
+        self._mpi, self.before, self._linger = mpi, before, linger
         self._pid = os.getpid()
         self.active = True
 
@@ -33,7 +37,8 @@ class _Guard:
                 self._end_the_job()
 
     def _end_the_job(self) -> None:
-        """Abort; no code of the interpreter's exit runs after that."""
+        """Abort, soon; no code of the interpreter's exit runs after that."""
+        self._linger()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:  # as under pythonw
                 stream.flush()
@@ -44,12 +49,15 @@ _guard: _Guard | None = None
 _users = 0
 
 
-def install(mpi: Any) -> None:
-    """Guard this process until ``uninstall`` has been called as often; not a Python prompt."""
+def install(mpi: Any, linger: Callable[[], None]) -> None:
+    """Guard this process until ``uninstall`` has been called as often; not a Python prompt.
+
+    ``linger()`` gives the others time to hear of it.
+    """
     global _guard, _users  # noqa: PLW0603  (there is one sys.excepthook)
     _users += 1
-    if _guard is None and not _is_interactive():
-        _guard = _Guard(mpi, sys.excepthook)
+    if _guard is None and not is_interactive():
+        _guard = _Guard(mpi, sys.excepthook, linger)
         sys.excepthook = _guard
 
 
@@ -63,7 +71,3 @@ def uninstall() -> None:
     if sys.excepthook is _guard:
         sys.excepthook = _guard.before
     _guard = None
-
-
-def _is_interactive() -> bool:
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive or sys.flags.inspect)

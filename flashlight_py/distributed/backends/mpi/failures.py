@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from flashlight_py.distributed.people import names, who_that_was
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -12,7 +13,7 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-__all__ = ["Farewell", "late", "lost", "mismatch", "names"]
+__all__ = ["Farewell", "late", "lost", "mismatch"]
 
 _UNUSABLE = "This group cannot be used again"
 
@@ -22,19 +23,15 @@ class Farewell:
     """What a rank tells the others when it leaves a group or can no longer use it.
 
     ``completed`` collectives have ended for it, so these will end for the others too. ``culprits``
-    are the ranks at fault; ``seconds`` is set if it gave up waiting for them after that long.
+    are the ranks at fault; ``seconds`` is set if it gave up waiting for them after that long. If a
+    culprit's program ``raised``, ``reason`` is the exception in a line, then the traceback.
     """
 
     completed: int
     culprits: tuple[int, ...]
     reason: str
     seconds: float | None = None
-
-
-def names(ranks: Iterable[int]) -> str:
-    """Return "rank 1" or "ranks 1, 2"."""
-    texts = [str(rank) for rank in sorted(ranks)]
-    return f"rank{'s' if len(texts) > 1 else ''} {', '.join(texts)}"
+    raised: bool = False
 
 
 def mismatch(where: str, which: str, calls: Mapping[int, str]) -> MismatchError:
@@ -49,22 +46,33 @@ def mismatch(where: str, which: str, calls: Mapping[int, str]) -> MismatchError:
     )
 
 
-def late(where: str, ranks: Iterable[int], seconds: float, detail: str) -> DistributedError:
+def late(
+    where: str, ranks: Iterable[int], seconds: float, detail: str, people: Sequence[str] = ()
+) -> DistributedError:
     """Say that ``ranks`` did not come within ``seconds``; none: they came, and did not finish."""
     missing = list(ranks)
     who = f"{names(missing)} did not join" if missing else "all ranks joined and did not finish"
     return CollectiveTimeoutError(
-        f"{where}: {who} within {seconds:g} seconds ({detail}). It is stuck, slow, or called "
-        f"something else; a longer limit is params={{'TIMEOUT': seconds}}. {_UNUSABLE}"
+        f"{where}: {who} within {seconds:g} seconds ({detail}){who_that_was(missing, people)}. "
+        "It is stuck, slow, or called something else; a longer limit is "
+        f"params={{'TIMEOUT': seconds}}. {_UNUSABLE}"
     )
 
 
-def lost(where: str, rank: int, sender: int, farewell: Farewell) -> DistributedError:
+def lost(
+    where: str, rank: int, sender: int, farewell: Farewell, people: Sequence[str] = ()
+) -> DistributedError:
     """Say what ``farewell`` of ``sender`` means to ``rank``, which waits for it."""
+    who, process = names(farewell.culprits), who_that_was(farewell.culprits, people)
+    if farewell.raised:
+        summary, _, traceback = farewell.reason.partition("\n")
+        return PeerLostError(
+            f"{where}: lost {who}{process}: it raised {summary}. {_UNUSABLE}\n\n"
+            f"The traceback of {who}:\n{traceback}"
+        )
     if farewell.seconds is None:
         return PeerLostError(
-            f"{where}: lost {names(farewell.culprits)} ({farewell.reason}). Look at its own "
-            f"output. {_UNUSABLE}"
+            f"{where}: lost {who} ({farewell.reason}){process}. Look at its own output. {_UNUSABLE}"
         )
     if rank in farewell.culprits:
         return PeerLostError(
@@ -72,4 +80,4 @@ def lost(where: str, rank: int, sender: int, farewell: Farewell) -> DistributedE
             f"{farewell.seconds:g} seconds: {farewell.reason}). {_UNUSABLE}"
         )
     detail = f"rank {sender} found out: {farewell.reason}"
-    return late(where, farewell.culprits, farewell.seconds, detail)
+    return late(where, farewell.culprits, farewell.seconds, detail, people)

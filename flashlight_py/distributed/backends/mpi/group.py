@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flashlight_py.distributed.backends.mpi.agreement import Agreement
@@ -30,6 +31,7 @@ class Group:
     """The ranks of three communicators that hold the same ones: ``calls``, ``wire``, ``notes``.
 
     ``seconds`` is how long each operation may take; with ``checked`` ranks compare their calls.
+    ``people`` says which process each rank is.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class Group:
         comms: tuple[Any, Any, Any],
         seconds: float,
         checked: bool,
+        people: Sequence[str] = (),
     ) -> None:
+        self.people = people
         self._mpi, self._comms, self.progress = mpi, comms, progress
         self.calls, wire, notes = comms
         self.rank, self.size = int(self.calls.Get_rank()), int(self.calls.Get_size())
@@ -54,6 +58,8 @@ class Group:
         self._begun = self._completed = 0
         self._unusable = ""  # why no operation can be started any more
         self._unheard: list[Operation] = []
+        self._last = "no call of this group"  # that all have joined, in words
+        self._last_at = time.monotonic()
         progress.add(self)
 
     def collective(
@@ -74,8 +80,9 @@ class Group:
     def _collective(self, call: Call, body: Callable[[list[int]], Steps], checked: bool) -> Steps:
         told: list[int] = []
         if checked:
-            where, number = self._queue[0].where, self._begun
-            told = yield from self._agreement.reach(call, where, number)
+            first, number = self._queue[0], self._begun
+            told = yield from self._agreement.reach(call, first.where, number, first.site)
+            self._last, self._last_at = f"call {number}, {call.text}", time.monotonic()
         return (yield from body(told))
 
     def message(
@@ -167,7 +174,7 @@ class Group:
         except self._mpi.Exception as error:
             self._mpi_failed(operation, error)
         except BaseException as error:
-            self._break(operation, error, f"it stopped in {operation.name}: {error!r}")
+            self._break(operation, error, self._own(f"it stopped in {operation.name}: {error!r}"))
             if not isinstance(error, Exception):
                 raise
         else:
@@ -179,8 +186,8 @@ class Group:
         leaver = self._leaver(operation)
         if leaver is not None:
             farewell = self._presence.farewells[leaver]
-            error = lost(operation.where, self.rank, leaver, farewell)
-            self._break(operation, error, farewell.reason, farewell.culprits, farewell.seconds)
+            error = lost(operation.where, self.rank, leaver, farewell, self.people)
+            self._break(operation, error, replace(farewell, completed=self._completed))
         elif operation.grace is None and time.monotonic() >= operation.deadline:
             self._call_the_roll(operation)
 
@@ -199,15 +206,18 @@ class Group:
             operation.roll_call = self._presence.ask(asked)
         elif operation.roll_call.is_over():
             missing, detail = self._absent(operation)
-            error = late(operation.where, missing, operation.seconds, detail)
-            self._break(operation, error, detail, missing, operation.seconds)
+            error = late(operation.where, missing, operation.seconds, detail, self.people)
+            farewell = Farewell(self._completed, missing, detail, operation.seconds)
+            self._break(operation, error, farewell)
 
     def _absent(self, operation: Operation) -> tuple[tuple[int, ...], str]:
         assert operation.roll_call is not None
         if operation.peer is None:
             missing = operation.roll_call.behind(operation.number)
             answered = len(operation.roll_call.answers)
-            return missing, f"asked where they are, {answered} of {self.size - 1} ranks answered"
+            asked = f"asked where they are, {answered} of {self.size - 1} ranks answered"
+            ago = time.monotonic() - self._last_at
+            return missing, f"{asked}; all joined {self._last}, {ago:.1f} s ago"
         waits_for = operation.roll_call.answers.get(operation.peer, (0, []))[1]
         return (operation.peer,), self.messages.explain(operation.peer, waits_for)
 
@@ -219,7 +229,8 @@ class Group:
         with self.progress.lock:
             operation = self._oldest()
             if operation is not None:
-                self._break(operation, error, f"{type(error).__name__} in {operation.name}")
+                reason = f"{type(error).__name__} in {operation.name}"
+                self._break(operation, error, self._own(reason))
 
     def _oldest(self) -> Operation | None:
         """Return an operation that has not ended: a collective, if there is one."""
@@ -231,21 +242,24 @@ class Group:
             return
         failure = DistributedError(f"{operation.where}: MPI failed: {error}")
         failure.__cause__ = error
-        self._break(operation, failure, f"MPI failed: {error}")
+        self._break(operation, failure, self._own(f"MPI failed: {error}"))
 
-    def _break(
-        self,
-        operation: Operation,
-        error: BaseException,
-        reason: str,
-        culprits: tuple[int, ...] | None = None,
-        seconds: float | None = None,
-    ) -> None:
+    def _own(self, reason: str, raised: bool = False) -> Farewell:
+        """Return what this rank says that is itself to blame."""
+        return Farewell(self._completed, (self.rank,), reason, raised=raised)
+
+    def give_up(self, traceback: str) -> None:
+        """End everything: this rank's program has raised."""
+        with self.progress.lock:
+            if not self._unusable and not self._mpi.Is_finalized():
+                self._presence.leave(self._own(traceback, raised=True))
+                self._end_all("this rank's program has raised an exception")
+
+    def _break(self, operation: Operation, error: BaseException, farewell: Farewell) -> None:
         """End everything, ``operation`` with ``error``, and tell the other ranks why."""
-        guilty = (self.rank,) if culprits is None else culprits
         operation.fail(error)
         try:
-            self._presence.leave(Farewell(self._completed, guilty, reason, seconds))
+            self._presence.leave(farewell)
         except self._mpi.Exception as problem:  # what broke the group may keep notes back as well
             _log.debug("%s: the others cannot be told: %s", operation.where, problem)
         self._end_all(f"this group broke earlier: {error}")
@@ -265,9 +279,7 @@ class Group:
                 return
             healthy = not self._unusable and not self.is_busy()
             if not self._unusable and not self._mpi.Is_finalized():
-                self._presence.leave(
-                    Farewell(self._completed, (self.rank,), "it has left the group")
-                )
+                self._presence.leave(self._own("it has left the group"))
             self._end_all(_CLOSED)
         self.progress.remove(self, healthy)
 
@@ -276,6 +288,10 @@ class Group:
         for source, kind, content in self._notes.hear():
             if kind is Kind.LEFT:
                 self._presence.hear(source, kind, content)
+        return self._presence.have_all_left()
+
+    def have_others_left(self) -> bool:
+        """Tell whether every other rank has said that it leaves."""
         return self._presence.have_all_left()
 
     def free(self) -> None:

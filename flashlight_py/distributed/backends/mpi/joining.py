@@ -49,7 +49,8 @@ def join(store: Store, seconds: float, gpu_aware: bool) -> MpiBackend:
     comms = _communicators(mpi, [other.world_rank for other in cards])
     progress = progress_of(mpi, library.has_threads(mpi))
     path = library.describe(mpi)
-    return MpiBackend(mpi, progress, comms, path, seconds, card.checked, gpu_aware)
+    checked, people = card.checked, store.people
+    return MpiBackend(mpi, progress, comms, path, seconds, checked, gpu_aware, people)
 
 
 def _look(gpu_aware: bool) -> tuple[Any, _Card]:

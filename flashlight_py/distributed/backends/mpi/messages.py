@@ -19,6 +19,7 @@ from flashlight_py.distributed.backends.mpi.failures import mismatch
 from flashlight_py.distributed.backends.mpi.memory import as_bytes, chunks
 from flashlight_py.distributed.backends.mpi.notes import Kind, Notes
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
+from flashlight_py.distributed.call_site import call_site
 
 __all__ = ["Messages"]
 
@@ -36,9 +37,10 @@ class Offer:
     tag: int
     kind: str
     data: bytes | None
+    site: str
 
     def __str__(self) -> str:
-        return f"send({self.kind}, tag={self.tag})"
+        return f"send({self.kind}, tag={self.tag}) at {self.site}"
 
 
 @dataclass
@@ -58,9 +60,10 @@ class Receiving:
     src: int
     tag: int
     kind: str
+    site: str
 
     def __str__(self) -> str:
-        return f"recv({self.kind}, tag={self.tag})"
+        return f"recv({self.kind}, tag={self.tag}) at {self.site}"
 
 
 class Messages:
@@ -79,7 +82,7 @@ class Messages:
         """Offer ``array`` to ``dst`` at once; the steps go on from there."""
         inline = array.nbytes <= _INLINE_BYTES and not is_cupy(array)
         data = array.tobytes() if inline else None
-        offer = Offer(next(self._numbers), tag, _kind(array), data)
+        offer = Offer(next(self._numbers), tag, _kind(array), data, call_site())
         sending = self._sending[offer.number] = Sending(offer, dst)
         self._notes.send(dst, Kind.OFFER, offer)
         return self._send(sending, array)
@@ -102,7 +105,7 @@ class Messages:
 
     def recv(self, array: Array, src: int, tag: int) -> Steps:
         """Ask for a message at once; the steps go on from there."""
-        receiving = Receiving(src, tag, _kind(array))
+        receiving = Receiving(src, tag, _kind(array), call_site())
         self._receiving.append(receiving)
         return self._recv(receiving, array)
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from flashlight_py.distributed.backends.mpi.presence import RollCall
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
+from flashlight_py.distributed.call_site import call_site
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import CollectiveTimeoutError
 
@@ -41,6 +42,7 @@ class Operation(Work):
     ) -> None:
         self.name, self.seconds, self.peer = name, seconds, peer
         self.where = f"[{name}] {owner.place}"
+        self.site = call_site()
         self.steps = steps
         self.number = 0
         self.deadline = math.inf

@@ -26,6 +26,7 @@ _YIELDING_SECONDS = 1e-3
 _LONGEST_SLEEP = 2e-3
 # How long the background thread may take to end its last step.
 _STOP_SECONDS = 10.0
+_LINGER_SECONDS = 1.0
 
 # Requests of operations that broke. MPI cannot cancel a collective and may still write into its
 # arrays, so they live as long as the process.
@@ -43,6 +44,9 @@ class Member(Protocol):
 
     def drain(self) -> bool:
         """After close: take what still arrives; tell whether nothing more will."""
+
+    def have_others_left(self) -> bool:
+        """Tell whether every other rank has said that it leaves."""
 
     def free(self) -> None:
         """Free the communicators."""
@@ -91,6 +95,15 @@ class Progress:
         with self.lock:
             for group in tuple(self._groups):
                 group.advance()
+
+    def linger(self) -> None:
+        """After all groups gave up: let the others hear why, and leave as well, for a second."""
+        end = time.monotonic() + _LINGER_SECONDS
+        while time.monotonic() < end:
+            self.step()
+            if all(group.have_others_left() for group in tuple(self._groups)):
+                return
+            time.sleep(_LONGEST_SLEEP)
 
     def until(self, requests: list[Any], moving: bool) -> Steps:
         """Yield until ``requests`` have ended; ``moving``: they carry arrays, all ranks work."""

@@ -10,32 +10,25 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from flashlight_py.device import Array
+from flashlight_py.distributed import last_words
 from flashlight_py.distributed.backend import Backend, Message
 from flashlight_py.distributed.backends.nccl import collect
+from flashlight_py.distributed.backends.nccl.checks import Checks
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
+from flashlight_py.distributed.backends.nccl.cpu_side import CpuSide
 from flashlight_py.distributed.backends.nccl.dtypes import BYTES
 from flashlight_py.distributed.backends.nccl.library import version_text
-from flashlight_py.distributed.backends.nccl.messages import (
-    agree_on_messages,
-    in_order,
-    rows_of_all,
-)
+from flashlight_py.distributed.backends.nccl.messages import in_order
 from flashlight_py.distributed.backends.nccl.reduction import Reduction
 from flashlight_py.distributed.backends.nccl.streams import CommunicationStream, Flight, Flights
 from flashlight_py.distributed.backends.nccl.watchdog import Watchdog
 from flashlight_py.distributed.backends.nccl.work import StreamWork
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
-from flashlight_py.distributed.exchange import exchange_bytes
 from flashlight_py.distributed.work import Done, Then, Work
-from flashlight_py.errors import DistributedError, PeerLostError
 
 __all__ = ["NcclBackend"]
 
-# How long the others may take to answer when one of them seems to be missing.
-_DIAGNOSIS_SECONDS = 10.0
 _OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}  # ncclRedOp_t
 _ALONE = contextlib.nullcontext()
 
@@ -44,46 +37,57 @@ class NcclBackend(Backend):
     """Every rank of ``cpu`` on its GPU, joined by ``communicator``; see joining.py.
 
     ``cpu`` is the group's backend for NumPy arrays, which stays in use: for barriers, for the
-    sizes of unequal gathers, for agreeing on messages. ``device`` is a CUDA device's index.
+    sizes of unequal gathers, for agreeing on messages. ``device`` is a CUDA device's index,
+    ``checks`` where ranks post what they call; None: nobody compares it.
     """
 
     kind = DistributedBackend.NCCL
 
-    def __init__(self, cpu: Backend, communicator: Communicator, cupy: Any, device: int) -> None:
+    def __init__(
+        self,
+        cpu: Backend,
+        communicator: Communicator,
+        cupy: Any,
+        device: int,
+        checks: Checks | None = None,
+    ) -> None:
         self.rank, self.size, self.device = cpu.rank, cpu.size, device
         self.functions: Any = communicator.lib
         version = version_text(communicator.nccl.version)
         self.path = f"NCCL {version}, here CUDA device {device}"
-        self._cpu, self._communicator, self._cupy = cpu, communicator, cupy
+        self._communicator, self._cupy = communicator, cupy
         self._ffi = communicator.nccl.ffi
         with self._on_device():
             self._stream = CommunicationStream(cupy, device)
         self._stream_handle = self._ffi.cast("cudaStream_t", self._stream.pointer)
         self._flights = Flights()
-        self._watchdog = Watchdog(cupy, device, communicator, self._flights)
-        communicator.who_is_missing = self._who_is_missing
+        self._checks = checks
+        self._watchdog = Watchdog(cupy, device, communicator, self._flights, cpu, checks)
+        self._cpu = CpuSide(cpu, communicator, self._watchdog.look)
+        last_words.listen(self)
+        communicator.who_is_missing = self._cpu.who_is_missing
 
-    def _who_is_missing(self) -> tuple[type[DistributedError] | None, str]:
-        """Ask over the CPU's side of the group who is still there."""
-        seconds = min(self._communicator.timeout, _DIAGNOSIS_SECONDS)
-        try:
-            self._cpu.barrier(seconds).wait()
-        except DistributedError as error:
-            lost = PeerLostError if isinstance(error, PeerLostError) else None
-            return lost, f"Asked over {self._cpu.path}: {error}"
-        return None, (
-            f"Every rank answered over {self._cpu.path}, so none is gone: they called different "
-            "things, or with different sizes or dtypes, which NCCL does not tell"
-        )
+    def _post(self, verb: str, array: Array | None = None, **how: Any) -> None:
+        """Let the others see what is called here."""
+        if self._checks is not None:
+            self._checks.post(verb, array, how)
+
+    def give_up(self, traceback: str) -> None:
+        """Tell the others what this rank's program has raised; see ``Backend``."""
+        if self._checks is not None:
+            self._checks.give_up(traceback)
 
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
         """Reduce in place; see ``Backend``. The order of the terms is NCCL's own."""
+        self._post("all_reduce", array, op=op, scale=scale)
         return self._all_reduce([array], array, op, scale, blocking)
 
     def all_reduce_many(
         self, arrays: Sequence[Array], op: ReduceOp, scale: float, blocking: bool = False
     ) -> Work:
         """Reduce all ``arrays`` in place, begun as one; see ``Backend``."""
+        for array in arrays:
+            self._post("all_reduce", array, op=op, scale=scale)
         return self._all_reduce(arrays, list(arrays), op, scale, blocking)
 
     def _all_reduce(
@@ -104,6 +108,7 @@ class NcclBackend(Backend):
         out: Array | None = None,
     ) -> Work:
         """Reduce to this rank's part; see ``Backend``."""
+        self._post("reduce_scatter", array, op=op, scale=scale)
         part = self._room(out, array.shape[0] // self.size, array)
         pairs = [(array, part)] if array.size else []
         function = self.functions.ncclReduceScatter
@@ -114,6 +119,7 @@ class NcclBackend(Backend):
         self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
     ) -> Work:
         """Reduce in place on ``root``; the array of every other rank stays as it is."""
+        self._post("reduce", array, op=op, scale=scale, root=root)
         target = array if self.rank == root else self.empty(array.shape, array)
         pairs = [(array, target)] if array.size else []
         begin = functools.partial(
@@ -123,6 +129,7 @@ class NcclBackend(Backend):
 
     def broadcast(self, array: Array, root: int, blocking: bool = False) -> Work:
         """Receive ``root``'s array in place; see ``Backend``."""
+        self._post("broadcast", array, root=root)
 
         def begin() -> None:
             there = self.pointer(array)
@@ -136,8 +143,9 @@ class NcclBackend(Backend):
 
         Blocks until every rank has called, even if not ``blocking``: the host must know the size.
         """
-        rows = rows_of_all(self._cpu, "all_gather", array)
-        self._require_fit("all_gather", out, sum(rows))
+        self._post("all_gather", array)
+        rows = self._cpu.rows_of_all("all_gather", array)
+        self._cpu.require_fit("all_gather", out, sum(rows))
         joined = self._room(out, sum(rows), array)
         row = joined.nbytes // max(sum(rows), 1)
         begin = functools.partial(self._gather_rows, array, joined, [row * n for n in rows])
@@ -163,9 +171,10 @@ class NcclBackend(Backend):
         self, array: Array, root: int, blocking: bool = False, out: Array | None = None
     ) -> Work:
         """Join all ranks' arrays on ``root``; blocks until every rank has called."""
-        rows = rows_of_all(self._cpu, "gather", array)
+        self._post("gather", array, root=root)
+        rows = self._cpu.rows_of_all(f"gather(root={root})", array)
         here = self.rank == root
-        self._require_fit("gather", out if here else None, sum(rows))
+        self._cpu.require_fit("gather", out if here else None, sum(rows))
         joined = self._room(out, sum(rows), array) if here else None
         return collect.gather(self, array, joined, rows, root, blocking)
 
@@ -176,12 +185,14 @@ class NcclBackend(Backend):
         if out is None:
             assert array is not None  # other ranks know by their out that a GPU is meant
             out = self.empty(array.shape[1:], array)
-        rows_of_all(self._cpu, "scatter", out, equal=True)
+        self._post("scatter", out, root=root)
+        self._cpu.rows_of_all(f"scatter(root={root})", out, equal=True)
         return collect.scatter(self, array, out, root, blocking)
 
     def all_to_all(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
         """Exchange equal parts; blocks until every rank has called; see ``Backend``."""
-        rows_of_all(self._cpu, "all_to_all", array, equal=True)
+        self._post("all_to_all", array)
+        self._cpu.rows_of_all("all_to_all", array, equal=True)
         rows = [array.shape[0] // self.size] * self.size
         got = self._room(out, array.shape[0], array)
         return collect.all_to_all(self, array, got, rows, rows, blocking)
@@ -194,25 +205,15 @@ class NcclBackend(Backend):
         out: Array | None = None,
     ) -> Work:
         """Exchange parts of different sizes; blocks until every rank has called."""
-        rows_of_all(self._cpu, "all_to_all", array)
-        table = self._cpu.all_gather(np.array(rows, np.int64), blocking=True).wait()
-        take = [int(n) for n in table.reshape(self.size, self.size)[:, self.rank]]
-        self._require_fit("all_to_all", out, sum(take))
+        self._post("all_to_all", array)
+        self._cpu.rows_of_all("all_to_all", array)
+        take = self._cpu.rows_for_this_rank(rows)
+        self._cpu.require_fit("all_to_all", out, sum(take))
         got = self._room(out, sum(take), array)
         return collect.all_to_all(self, array, got, rows, take, blocking)
 
     def _room(self, out: Array | None, rows: int, like: Array) -> Array:
         return self.empty((rows, *like.shape[1:]), like) if out is None else out
-
-    def _require_fit(self, verb: str, out: Array | None, rows: int) -> None:
-        """Find out together, before anything moves, whether an ``out`` is not ``rows`` long."""
-        fits = out is None or out.shape[0] == rows
-        problem = "" if fits else f"rank {self.rank} gave an out that is not {rows} rows long"
-        wrong = [text.decode() for text in exchange_bytes(self._cpu, problem.encode()) if text]
-        if wrong:
-            raise ValueError(
-                f"[{verb}] rank {self.rank} of {self.size}: {', '.join(wrong)}; nothing was sent"
-            )
 
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Send; blocks until ``dst`` receives under ``tag``; see ``Backend``."""
@@ -231,7 +232,7 @@ class NcclBackend(Backend):
         return self._exchange("exchange", messages, blocking)
 
     def _exchange(self, verb: str, messages: Sequence[Message], blocking: bool) -> Work:
-        agree_on_messages(self._cpu, messages)
+        self._cpu.agree_on_messages(messages)
         full = [message for message in in_order(messages) if message.array.size]
         lib = self.functions
 
@@ -246,6 +247,8 @@ class NcclBackend(Backend):
 
     def barrier(self, timeout: float | None = None) -> Work:
         """Block until this rank's collectives have ended and every rank is here (seconds)."""
+        self._post("barrier")
+        self._communicator.require("barrier")
         self.synchronize()
         return self._cpu.barrier(timeout)
 
@@ -262,6 +265,8 @@ class NcclBackend(Backend):
         self._watchdog.stop()
         with self._on_device():
             self._communicator.close()
+        if self._checks is not None:
+            self._checks.close()
         self._flights.clear()
 
     def launch(

@@ -59,6 +59,7 @@ class Communicator:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.lock = threading.RLock()
         self.broken: DistributedError | None = None
+        self._was_told = False
         self.handle: Any = nccl.ffi.NULL
         self.who_is_missing: Diagnosis | None = None
         self._state = nccl.ffi.new("ncclResult_t *")
@@ -147,7 +148,10 @@ class Communicator:
 
         Raises:
             GroupClosedError: it was closed, or broke before (which the message repeats).
+            DistributedError: it broke, and nobody has been told yet.
         """
+        if self.broken is not None and not self._was_told:
+            raise self.error()
         if self.broken is not None:
             raise GroupClosedError(f"{self._doing(verb)}: NCCL broke before: {self.error()}")
         if self.handle == self.nccl.ffi.NULL:
@@ -156,6 +160,7 @@ class Communicator:
     def error(self) -> DistributedError:
         """Return what broke it, and who is missing; for the user's thread, since that may ask."""
         assert self.broken is not None
+        self._was_told = True
         ask, self.who_is_missing = self.who_is_missing, None
         if ask is not None:
             kind, found = ask()

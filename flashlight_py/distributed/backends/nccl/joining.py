@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl import devices
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
+from flashlight_py.distributed.backends.nccl.checks import begin_checks
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load
 from flashlight_py.distributed.backends.nccl.meeting import Card, agree_on_outcome, meet
+from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import DistributedError
 
 __all__ = ["join_gpus"]
 
 
-def join_gpus(rule: DeviceRule, timeout: float, cpu: Backend) -> NcclBackend:
+def join_gpus(
+    rule: DeviceRule, timeout: float, cpu: Backend, connect: Callable[[Store], Backend]
+) -> NcclBackend:
     """Join the ranks of ``cpu``, each on the GPU that ``rule`` gives it. Collective, blocking.
 
-    ``timeout`` is in seconds, for joining and later for each collective.
+    ``timeout`` is in seconds, for joining and later for each collective; ``connect`` joins one rank
+    of each host.
 
     Raises:
         UnavailableEverywhereError: NCCL, CuPy or a GPU of its own is missing on a rank; raised on
@@ -32,7 +38,12 @@ def join_gpus(rule: DeviceRule, timeout: float, cpu: Backend) -> NcclBackend:
     nccl, cupy, index = tools
     with cupy.cuda.Device(index):
         communicator = _communicator(cpu, nccl, unique_id, timeout)
-    return NcclBackend(cpu, communicator, cupy, index)
+    try:
+        checks = begin_checks(cpu, connect)
+    except BaseException:
+        communicator.close()
+        raise
+    return NcclBackend(cpu, communicator, cupy, index, checks)
 
 
 def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] | None, Card]:

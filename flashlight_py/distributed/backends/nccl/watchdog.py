@@ -1,4 +1,4 @@
-"""A thread that ends a communicator whose collective cannot end.
+"""A thread that ends a communicator whose collective cannot end, or must not.
 
 The host does not wait for collectives, so nobody else would notice: a user who asks the device
 for a result would wait for ever on a rank that is gone.
@@ -9,8 +9,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.nccl.checks import Checks
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.streams import Flights
+from flashlight_py.errors import DistributedError
 
 __all__ = ["Watchdog"]
 
@@ -20,9 +23,18 @@ _INTERVAL = 0.2
 class Watchdog:
     """Looks at the oldest collective on its way, a few times a second, until ``stop``."""
 
-    def __init__(self, cupy: Any, index: int, communicator: Communicator, flights: Flights) -> None:
+    def __init__(
+        self,
+        cupy: Any,
+        index: int,
+        communicator: Communicator,
+        flights: Flights,
+        cpu: Backend,
+        checks: Checks | None,
+    ) -> None:
         self._device = cupy.cuda.Device(index)  # used by the thread alone
         self._communicator, self._flights = communicator, flights
+        self._cpu, self._checks = cpu, checks
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flashlight-nccl", daemon=True)
         self._thread.start()
@@ -38,11 +50,26 @@ class Watchdog:
             self.look()
 
     def look(self) -> None:
-        """Break the communicator if it failed, or its oldest collective takes too long."""
+        """Break the communicator if ranks differ, one is lost, or a collective is late or fails."""
         with self._communicator.lock:
             # What an aborted communicator leaves behind looks as if it had ended well.
             if self._communicator.broken is not None:
                 return
             oldest = self._flights.oldest()
-            if oldest is not None:
+            trouble = self._find_trouble(needs_all=oldest is not None)
+            if trouble is not None:
+                self._end(trouble)
+            elif oldest is not None:
                 self._communicator.watch(oldest.verb, oldest.started)
+
+    def _find_trouble(self, needs_all: bool) -> DistributedError | None:
+        if self._checks is None:
+            return None
+        found = self._checks.find_trouble()
+        return self._checks.find_dead() if found is None and needs_all else found
+
+    def _end(self, trouble: DistributedError) -> None:
+        """Cut off what runs on the device, and whoever asks the others over the CPU's side."""
+        self._communicator.who_is_missing = None  # that is known
+        self._communicator.fail(trouble)
+        self._cpu.pass_on(trouble)

@@ -1,0 +1,33 @@
+"""Ranks that wait for each other in different groups: found when the wait has been in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flashlight_py.distributed import last_words
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.backends.native import NativeBackend
+
+__all__ = ["waits_elsewhere"]
+
+
+def waits_elsewhere(backend: NativeBackend, missing: Sequence[int]) -> str:
+    """Say what a rank that is ``missing`` here has called in another group, for this rank too.
+
+    Empty where none has. Ranks of two groups are the same where their processes are.
+    """
+    for rank in missing:
+        for other in last_words.open_backends():
+            call_ahead = getattr(other, "call_ahead", None)
+            if other is backend or call_ahead is None or rank >= len(backend.people):
+                continue
+            there = [r for r, who in enumerate(other.people) if who == backend.people[rank]]
+            call = call_ahead(there[0]) if there else ""
+            if call:
+                return (
+                    f"rank {backend.numbers[rank]} called {call} as rank {there[0]} of a group of "
+                    f"{other.size}"
+                )
+    return ""

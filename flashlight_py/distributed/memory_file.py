@@ -1,0 +1,115 @@
+"""Memory that several processes of one user map: files that leave nothing behind.
+
+Where the processes can look at each other it is a file without a name (``memfd_create``), which is
+gone with the last of them, however they end. Containers of one pod share /dev/shm, but often not
+their processes: there the file has a name until all have mapped it. One that was left, because its
+owner was killed in that moment, is removed by whoever makes the next such file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["DIRECTORY", "MemoryFile", "needs_names", "open_memory", "process_space"]
+
+DIRECTORY = Path("/dev/shm")
+_PREFIX = "flashlight-"
+# A file this young, in seconds, may belong to somebody who is about to lock it.
+_YOUNG = 60.0
+
+
+def process_space() -> str:
+    """Return a text that is the same for processes of one kernel that see each other in /proc.
+
+    Empty where others cannot open this one's files there, or where it can make none.
+    """
+    kernel = Path("/proc/sys/kernel/random/boot_id")
+    try:
+        is_open = os.stat("/proc/self").st_uid == os.geteuid()  # not so if it may not be traced
+        space = f"{kernel.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+    return space if is_open and hasattr(os, "memfd_create") else ""  # Python may be older than it
+
+
+def needs_names(spaces: Sequence[str]) -> bool:
+    """Tell whether processes of these spaces, of one kernel, cannot all see each other in /proc.
+
+    Example:
+        >>> needs_names(["boot1 pid:[1]", "boot1 pid:[1]", "boot2 pid:[9]"])
+        False
+        >>> needs_names(["boot1 pid:[1]", "boot1 pid:[2]"])
+        True
+    """
+    kernels = {space.partition(" ")[0] for space in spaces}
+    return "" in spaces or len(set(spaces)) > len(kernels)
+
+
+class MemoryFile:
+    """An empty file in memory, for this user alone, until :meth:`close`.
+
+    Others of this user open it at ``path``; who has made it also at ``own_path``.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, named: bool) -> None:
+        name = f"{_PREFIX}{secrets.token_hex(12)}"
+        self._named: Path | None = None
+        if named:
+            _remove_orphans()
+            self._named = DIRECTORY / name
+            flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+            self.fd = os.open(self._named, flags, 0o600)
+            fcntl.flock(self.fd, fcntl.LOCK_SH)  # it has an owner that lives
+        else:
+            self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+            os.fchmod(self.fd, 0o600)
+        self.own_path = f"/proc/{os.getpid()}/fd/{self.fd}"
+        self.path = self.own_path if self._named is None else str(self._named)
+
+    def close(self) -> None:
+        """Take its name away; memory that is mapped stays."""
+        if self._named is not None:
+            self._named.unlink(missing_ok=True)
+        os.close(self.fd)
+
+
+def open_memory(path: str) -> int:
+    """Open what another process has made; the descriptor is the caller's to close.
+
+    Raises:
+        OSError: there is nothing, or it is somebody else's.
+    """
+    without_links = 0 if path.startswith("/proc/") else os.O_NOFOLLOW
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | without_links)
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise PermissionError(f"{path} belongs to somebody else")
+    return fd
+
+
+def _remove_orphans() -> None:
+    """Remove this user's files whose owners have died between making and mapping them."""
+    for path in DIRECTORY.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _YOUNG:
+                _remove_orphan(path)
+
+
+def _remove_orphan(path: Path) -> None:
+    fd = open_memory(str(path))
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an owner that lives holds a shared one
+        path.unlink()
+    finally:
+        os.close(fd)

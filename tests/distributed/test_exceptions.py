@@ -1,0 +1,200 @@
+"""A rank whose program raises: the others raise as well, soon, with its traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed import last_words
+from tests.distributed import conformance, processes
+from tests.distributed.harness import mpirun_command
+
+ROOT = Path(__file__).parents[2]
+SOON = 20.0
+
+PROGRAM = """
+import os, sys, threading
+import numpy as np
+import flashlight_py as fl
+
+def train():
+    if fl.get_world_rank() == 1:
+        {how}
+    for _ in range(3):
+        fl.all_reduce(np.zeros(3))
+
+if {rank} < 0:
+    fl.distributed_init(fl.DistributedInit.MPI, params={params})
+else:
+    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, {rank}, {size}, params={params})
+fl.barrier()
+train()
+fl.distributed_shutdown()
+"""
+RAISE = "raise ValueError('no such file' + chr(10) + 'of that name')"
+IN_A_THREAD = (
+    "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join(); sys.exit(0)"
+)
+
+
+def start(command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PATH": path, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return the exit code and the output of a process that must end by itself, soon."""
+    try:
+        output, _ = process.communicate(timeout=SOON)
+    finally:
+        processes.kill(processes.members({process.pid}), 5.0)
+        process.wait()
+    return process.returncode, output
+
+
+def by_hand(path: Path, how: str, size: int = 2, env: Any = None, **params: Any) -> Any:
+    params["FILE_PATH"] = str(path / "meet")
+    ranks = [
+        start(
+            [
+                sys.executable,
+                "-c",
+                PROGRAM.format(how=how, rank=rank, size=size, params=params),
+            ],
+            env(rank) if env is not None else None,
+        )
+        for rank in range(size)
+    ]
+    return [ended(rank) for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("size", "world"),
+    [
+        (2, {"BACKEND": "shm"}),
+        (2, {"BACKEND": "gloo"}),
+        (3, {"env": conformance.two_hosts}),
+    ],
+)
+def test_the_others_raise_with_the_traceback(tmp_path: Path, size: int, world: Any) -> None:
+    started = time.monotonic()
+    outcomes = by_hand(tmp_path, RAISE, size, **world)
+    assert time.monotonic() - started < 15
+    for rank, (code, output) in enumerate(outcomes):
+        assert code == 1
+        if rank != 1:
+            assert "PeerLostError: " in output
+            assert "lost rank 1, which is process " in output
+            assert "it raised ValueError: no such file. This group cannot be used" in output
+            assert "The traceback of rank 1:\nTraceback (most recent call last):" in output
+            assert "of that name" in output
+
+
+def test_a_thread_that_raised_is_told_when_its_process_ends(tmp_path: Path) -> None:
+    (code, output), (other, _) = by_hand(tmp_path, IN_A_THREAD, BACKEND="shm")
+    assert (code, other) == (1, 0)
+    assert "it raised ZeroDivisionError: division by zero" in output
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize(("how", "code"), [("sys.exit(3)", 3), ("os._exit(4)", 4)])
+def test_a_rank_that_exits_is_lost(tmp_path: Path, backend: str, how: str, code: int) -> None:
+    (first, output), (second, _) = by_hand(tmp_path, how, BACKEND=backend)
+    assert (first, second) == (1, code)
+    assert "PeerLostError: [all_reduce] rank 0 of 2: lost rank 1 (" in output
+
+
+@pytest.mark.parametrize("params", [{}, {"BACKEND": "mpi"}])
+def test_under_mpirun_the_others_raise_too(params: Any) -> None:
+    pytest.importorskip("mpi4py")
+    program = PROGRAM.format(how=RAISE, rank=-1, size=-1, params=params)
+    code, output = ended(start([*mpirun_command(2), sys.executable, "-c", program]))
+    assert code != 0
+    assert "PeerLostError: [all_reduce] rank 0 of 2: lost rank 1, which is process " in output
+    assert "it raised ValueError: no such file. This group cannot be used" in output
+    assert "The traceback of rank 1:" in output
+
+
+def fail(rank: int, told: str) -> None:
+    if rank == 1:
+        raise ValueError("no such file")
+    try:
+        fl.all_reduce(np.zeros(3))
+    except fl.errors.PeerLostError as error:
+        Path(told).write_text(str(error))
+        raise
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_in_a_spawn_the_others_hear_it_too(tmp_path: Path, backend: str) -> None:
+    told = tmp_path / "told"
+    with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 raised ValueError"):
+        fl.spawn(fail, (str(told),), nprocs=2, params={"BACKEND": backend})
+    if told.exists():  # else rank 0 was ended before it had written
+        assert "it raised ValueError: no such file" in told.read_text()
+
+
+# What is told -------------------------------------------------------------------------------
+
+
+def deep(depth: int) -> None:
+    if depth == 0:
+        raise ValueError("first line\nsecond line")
+    if depth % 2:  # else a traceback would count repeated lines
+        return deep(depth - 1)
+    return deep(depth - 1)
+
+
+def test_a_long_traceback_is_told_by_its_end() -> None:
+    try:
+        deep(300)
+    except ValueError as error:
+        words = last_words._in_words(error)
+    summary, _, rest = words.partition("\n")
+    assert summary == "ValueError: first line"
+    assert len(words.encode()) < 4000
+    assert rest.endswith("second line")
+
+
+def test_a_signal_handler_of_the_user_is_no_exception_of_ours(tmp_path: Path) -> None:
+    how = f"os.kill(os.getpid(), {int(signal.SIGINT)})"
+    (code, output), (other, _) = by_hand(tmp_path, how, BACKEND="shm")
+    assert code == 1
+    assert other == -signal.SIGINT
+    assert "it raised KeyboardInterrupt" in output
+
+
+def test_hooks_of_others_stay_and_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
+    before = sys.excepthook
+    last_words.install()
+    hook, error = sys.excepthook, ValueError("uncaught")
+    hook(ValueError, error, None)
+    last_words.uninstall()
+    assert printed == [error]
+    assert sys.excepthook is before
+
+
+def test_a_prompt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    before = sys.excepthook
+    last_words.install()
+    assert sys.excepthook is before

@@ -1,0 +1,258 @@
+"""Random programs of which one rank's differs: all raise at that call, and nothing was changed.
+
+EXAMPLES=1000 in the environment tries as many for each backend, others in every run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import flashlight_py as fl
+from tests.distributed import conformance
+from tests.distributed.conformance import BACKENDS
+from tests.distributed.harness import run_ranks
+
+FEW = 25
+EXAMPLES = int(os.environ.get("EXAMPLES", FEW))
+WORLDS = {"gloo": 2, "shm": 3, "hierarchical": 3, "mpi": 2}
+VERBS = [
+    *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter"),
+    *("all_to_all", "scatter", "barrier"),
+]
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+WITHOUT_ASYNC = ("barrier", "scatter", "all_gather", "gather", "all_to_all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a rank calls; shapes begin with a multiple of any number of ranks here."""
+
+    verb: str
+    dtype: str = "float64"
+    shape: tuple[int, ...] = (6,)
+    op: str = "sum"
+    scale: float = 1.0
+    root: int = 0
+    starts: bool = False
+
+    def compared(self) -> tuple[Any, ...]:
+        """What must be the same on all ranks."""
+        if self.verb == "barrier":
+            return (self.verb,)
+        free = self.verb in ("all_gather", "gather")
+        how = (self.op, self.scale) if self.verb in REDUCTIONS else ()
+        root = self.root if self.verb in ROOTED else None
+        shape = () if self.verb == "scatter" else self.shape[1:] if free else self.shape
+        dtype = "" if self.verb == "scatter" else self.dtype  # which the root alone knows
+        return self.verb, dtype, shape, how, root
+
+    def make(self, rank: int) -> Any:
+        return None if self.verb == "barrier" else np.full(self.shape, rank + 1, self.dtype)
+
+    def __call__(self, x: Any, rank: int, size: int) -> Any:
+        verb = getattr(fl, self.verb)
+        if self.verb == "barrier":
+            return verb()
+        if self.verb == "scatter":
+            return verb(np.stack([x] * size) if rank == self.root else None, self.root)
+        how: dict[str, Any] = {}
+        if self.verb in REDUCTIONS:
+            how |= {"op": self.op, "scale": self.scale}
+        if self.verb in ROOTED:
+            how["root"] = self.root
+        if self.starts and self.verb not in WITHOUT_ASYNC:
+            return verb(x, async_op=True, **how).wait()
+        return verb(x, **how)
+
+
+calls = st.builds(
+    Call,
+    verb=st.sampled_from(VERBS),
+    dtype=st.sampled_from(["float64", "float32", "int64", "int8"]),
+    shape=st.sampled_from([(6,), (12,), (6, 2), (6, 3), (6000,), (30_000,), (24_000, 2)]),
+    op=st.sampled_from(["sum", "max", "prod"]),
+    scale=st.just(1.0),
+    root=st.integers(0, 1),
+    starts=st.booleans(),
+)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[list[Call], list[Call]]:
+    """Draw a program, and that of the rank which differs."""
+    common = draw(st.lists(calls, min_size=1, max_size=4))
+    at = draw(st.integers(0, len(common) - 1))
+    odd = list(common)
+    how = draw(st.sampled_from(["field", "swap", "more", "less"]))
+    if how == "field":
+        field = draw(st.sampled_from([f.name for f in dataclasses.fields(Call)]))
+        odd[at] = dataclasses.replace(odd[at], **{field: getattr(draw(calls), field)})
+        if field == "scale" and odd[at].dtype.startswith("float"):
+            odd[at] = dataclasses.replace(odd[at], scale=1.0 + 1e-12)
+    elif how == "swap":
+        odd[at], odd[-1] = odd[-1], odd[at]
+    elif how == "more":
+        odd.insert(at, draw(calls))
+    else:
+        del odd[at]
+    return common, odd
+
+
+def run(rank: int, size: int, programs: list[list[Call]], last: Call) -> int:
+    """Run this rank's program up to the first call that differs, which must raise."""
+    mine = [*programs[rank], last]
+    for number, call in enumerate(mine):
+        everyone = [([*program, last, last][number]).compared() for program in programs]
+        x = call.make(rank)
+        if len(set(everyone)) == 1:
+            call(x, rank, size)
+            continue
+        with pytest.raises(fl.errors.MismatchError) as caught:
+            call(x, rank, size)
+        assert "called different things" in str(caught.value)
+        assert "test_mismatches.py:" in str(caught.value)
+        assert x is None or np.all(x == rank + 1)
+        break
+    y = np.full(20_000, rank + 1.0)
+    assert np.all(fl.all_reduce(y) == size * (size + 1) / 2)  # the group lives on
+    return 1
+
+
+@pytest.mark.parametrize("backend", WORLDS)
+def test_programs_that_differ_raise_everywhere_and_change_nothing(pool: Any, backend: str) -> None:
+    if backend == "mpi":
+        pytest.importorskip("mpi4py")
+    size = WORLDS[backend]
+    world = pool(size, **BACKENDS[backend][1])
+    last = Call("all_reduce", dtype="float32", shape=(18,))
+
+    @hypothesis.settings(max_examples=EXAMPLES, derandomize=EXAMPLES == FEW, database=None)
+    @hypothesis.given(programs(), st.integers(0, size - 1))
+    def check(drawn: tuple[list[Call], list[Call]], odd: int) -> None:
+        common, other = drawn
+        given = [other if rank == odd else common for rank in range(size)]
+        assert world.run(run, given, last) == [1] * size
+
+    check()
+
+
+def differ_beside_messages(rank: int, size: int, count: int) -> None:
+    """A mismatch of a message or of a collective leaves what runs beside it alone."""
+    peer = 1 - rank
+    got = np.zeros(count)
+    works = [fl.irecv(got, peer, tag=1), fl.isend(np.full(count, rank + 1.0), peer, tag=1)]
+    with pytest.raises(fl.errors.MismatchError, match=r"test_mismatches\.py:\d+; rank 1 called"):
+        fl.all_reduce(np.zeros(3 + rank))
+    other = np.full(5, 7.0)
+    exchange = [lambda: fl.send(np.zeros(5, np.float32), 1, 2), lambda: fl.recv(other, 0, 2)]
+    with pytest.raises(fl.errors.MismatchError, match=r"different things in (a )?message"):
+        exchange[rank]()
+    assert np.all(other == 7.0)
+    for work in works:
+        work.wait()
+    assert np.all(got == peer + 1)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm", "mpi"])
+@pytest.mark.parametrize("count", [10, 100_000])
+def test_what_runs_beside_a_mismatch_goes_on(pool: Any, backend: str, count: int) -> None:
+    pool(2, **BACKENDS[backend][1]).run(differ_beside_messages, count)
+
+
+def where_it_was_called(rank: int, size: int, starts: bool) -> str:
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        (two if rank else one)(starts)
+    return str(caught.value)
+
+
+def one(starts: bool) -> None:
+    work = fl.all_reduce(np.zeros(3), async_op=True) if starts else fl.all_reduce(np.zeros(3))
+    if starts:
+        work.wait()
+
+
+def two(starts: bool) -> None:
+    work = fl.broadcast(np.zeros(3), async_op=True) if starts else fl.broadcast(np.zeros(3))
+    if starts:
+        work.wait()
+
+
+@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize("backend", ["gloo", "shm", "mpi", "hierarchical"])
+def test_each_side_is_told_where_the_others_have_called(
+    pool: Any, backend: str, starts: bool
+) -> None:
+    lines = [f"distributed/test_mismatches.py:{line_of(fn)}" for fn in (one, two)]
+    for message in pool(WORLDS[backend], **BACKENDS[backend][1]).run(where_it_was_called, starts):
+        assert "rank 0 called all_reduce(float64 (3,), op=sum, scale=1" in message
+        assert all(line in message for line in lines), message
+
+
+def line_of(function: Any) -> int:
+    """Return the line of the function's first statement."""
+    line: int = function.__code__.co_firstlineno
+    return line + 1
+
+
+def differ_in_group(rank: int, size: int) -> str:
+    pair = fl.new_group([0, 1])
+    with pytest.raises(fl.errors.DistributedError) as caught:
+        (pair if rank == 1 else fl).all_reduce(np.zeros(3))  # type: ignore[attr-defined]
+    with contextlib.suppress(fl.errors.DistributedError):
+        fl.distributed_shutdown()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_verbs_of_different_groups_are_a_mismatch(backend: str) -> None:
+    texts = run_ranks(differ_in_group, 2, params={"BACKEND": backend, "TIMEOUT": 1})
+    # Who comes second hears of the first.
+    told = [text for text in texts if "the ranks called verbs of different groups" in text]
+    assert told, texts
+    for text in told:
+        assert text.startswith("MismatchError: [all_reduce] rank ")
+        assert ": this rank called all_reduce(float64 (3,), op=sum, scale=1) as rank" in text
+        assert " called all_reduce(float64 (3,), op=sum, scale=1) as rank" in text
+
+
+def differ_in_checks(rank: int, size: int, path: str) -> str:
+    with pytest.raises(fl.errors.BackendUnavailableError) as caught:
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": path})
+    return str(caught.value)
+
+
+def only_first_checks(rank: int) -> dict[str, str]:
+    return {"FLASHLIGHT_CHECKS": "1" if rank == 0 else "0"}
+
+
+def test_ranks_must_agree_on_whether_to_compare_calls(tmp_path: Any) -> None:
+    path = str(tmp_path / "meet")
+    for message in run_ranks(differ_in_checks, 2, path, env=only_first_checks, init=None):
+        assert "FLASHLIGHT_CHECKS is 0 on rank 1, and not on the others" in message
+
+
+def two_hosts_unchecked(rank: int) -> dict[str, str]:
+    return {**conformance.two_hosts(rank), "FLASHLIGHT_CHECKS": "0"}
+
+
+def differ_unchecked(rank: int, size: int) -> str:
+    x = np.ones(4)
+    assert np.all(fl.all_reduce(x) == size)
+    with pytest.raises(fl.errors.DistributedError) as caught:
+        fl.all_reduce(np.zeros(4 if rank < 2 else 5))
+    return type(caught.value).__name__
+
+
+def test_without_checks_hosts_that_differ_break_the_group() -> None:
+    names = run_ranks(differ_unchecked, 3, env=two_hosts_unchecked)
+    assert set(names) <= {"MismatchError", "PeerLostError", "GroupClosedError"}
+    assert "MismatchError" in names
