@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import flashlight_py
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flashlight_py"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "_native" not in path.parts)
@@ -105,12 +107,47 @@ def test_optional_libraries_are_imported_where_they_are_used(module: Path) -> No
         )
 
 
-def test_importing_the_package_loads_no_optional_library() -> None:
-    program = "import sys, flashlight_py; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True
-    )
-    assert OPTIONAL.isdisjoint(done.stdout.split())
+def modules_of(program: str) -> set[str]:
+    """What is imported when ``program`` has run."""
+    command = [sys.executable, "-W", "error", "-c", f"import sys\n{program}\nprint(*sys.modules)"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_every_public_name_loads_no_optional_library() -> None:
+    loaded = modules_of("from flashlight_py import *")
+    assert OPTIONAL.isdisjoint(loaded)
+    assert "flashlight_py.distributed.backends.mpi.backend" not in loaded
+    assert "flashlight_py.distributed.backends.nccl.communicator" not in loaded
+    assert not [name for name in loaded if name.startswith("flashlight_py._native._")]
+
+
+def test_a_name_is_imported_when_it_is_used() -> None:
+    assert "numpy" not in modules_of("import flashlight_py")
+    loaded = modules_of("import flashlight_py as fl\nfl.all_reduce")
+    assert "flashlight_py.distributed" in loaded
+    assert not {"flashlight_py.nn", "flashlight_py.parallel", "flashlight_py.autograd"} & loaded
+
+
+def test_the_launcher_imports_next_to_nothing() -> None:
+    loaded = modules_of("import flashlight_py.launch.__main__")
+    assert not {"numpy", "cffi", "multiprocessing", "asyncio", "inspect", "logging"} & loaded
+
+
+def test_public_names_come_from_where_the_type_checker_finds_them() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    told = {
+        alias.name: str(node.module).split(".")[1:2] or [alias.name]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and within(str(node.module), "flashlight_py")
+        for alias in node.names
+    }
+    assert set(told) == set(flashlight_py.__all__)
+    homes = flashlight_py._HOME_OF
+    for name, (home,) in told.items():
+        if name not in (*flashlight_py._PARTS, "__version__"):
+            assert homes.get(name, "distributed") == home, name
+    assert set(homes) <= set(told)
 
 
 def test_files_stay_short() -> None:

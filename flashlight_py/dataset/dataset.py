@@ -60,6 +60,12 @@ class Dataset(abc.ABC):
         """Go through all samples in order."""
         return map(self.get, range(len(self)))
 
+    def handed_out(self, index: int) -> None:  # noqa: B027 - most datasets need not know
+        """Hear that an iteration, also one of a PrefetchDataset, hands out sample ``index`` now.
+
+        A dataset that counts what was used overrides it; by itself it does nothing.
+        """
+
 
 def stack(samples: Sequence[Sample]) -> Sample:
     """Return one batch of ``samples``: each field stacked along a new first dimension.

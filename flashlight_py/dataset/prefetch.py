@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from itertools import count, islice
 
 from flashlight_py.dataset.dataset import Dataset, Sample
 
@@ -42,9 +42,13 @@ class PrefetchDataset(Dataset):
         """Return the sample at ``index``, made now."""
         return self._dataset.get(index)
 
+    def handed_out(self, index: int) -> None:
+        """Tell ``dataset``."""
+        self._dataset.handed_out(index)
+
     def __iter__(self) -> Iterator[Sample]:
         """Go through all samples in order."""
-        return self._iterate_ahead() if self._threads else super().__iter__()
+        return self._iterate_ahead() if self._threads else iter(self._dataset)
 
     def _iterate_ahead(self) -> Iterator[Sample]:
         indices = iter(range(len(self)))
@@ -52,9 +56,12 @@ class PrefetchDataset(Dataset):
         try:
             first = islice(indices, self._prefetch_size)
             ahead: deque[Future[Sample]] = deque(executor.submit(self.get, i) for i in first)
-            while ahead:
+            for index in count():
+                if not ahead:
+                    return
                 sample = ahead.popleft().result()
                 ahead.extend(executor.submit(self.get, i) for i in islice(indices, 1))
+                self._dataset.handed_out(index)
                 yield sample
         finally:
             executor.shutdown(cancel_futures=True)

@@ -11,8 +11,6 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.agreement import between_hosts
 from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
-from flashlight_py.distributed.backends.mpi.backend import MpiBackend
-from flashlight_py.distributed.backends.mpi.joining import join as join_mpi
 from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.backends.single import SingleBackend
@@ -51,8 +49,7 @@ def connect(store: Store, settings: Settings) -> Connection:
     if settings.backend == "gloo":
         return Connection(_gloo(store, settings), "BACKEND is gloo")
     if settings.backend == "mpi":
-        mpi = join_mpi(store, settings.timeout, settings.mpi_cuda_aware)
-        return Connection(mpi, "BACKEND is mpi")
+        return Connection(_mpi(store, settings), "BACKEND is mpi")
     hosts = ranks_by_memory(store)
     if settings.backend == "shm":
         return _only_shm(store, settings, hosts)
@@ -65,6 +62,8 @@ def gpu_joiner(rule: DeviceRule, settings: Settings) -> Callable[[Backend], Back
     """Return what joins the GPUs of a group, given its CPU backend."""
 
     def join(cpu: Backend) -> Backend:
+        from flashlight_py.distributed.backends.mpi.backend import MpiBackend
+
         if isinstance(cpu, MpiBackend):
             from flashlight_py.distributed.backends.mpi.gpu import MpiGpuBackend
 
@@ -74,6 +73,12 @@ def gpu_joiner(rule: DeviceRule, settings: Settings) -> Callable[[Backend], Back
         return join_gpus(rule, settings.timeout, cpu, lambda store: _gloo(store, settings))
 
     return join
+
+
+def _mpi(store: Store, settings: Settings) -> Backend:
+    from flashlight_py.distributed.backends.mpi.joining import join
+
+    return join(store, settings.timeout, settings.mpi_cuda_aware)
 
 
 def _only_shm(store: Store, settings: Settings, hosts: Sequence[Sequence[int]]) -> Connection:

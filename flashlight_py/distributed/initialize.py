@@ -193,8 +193,8 @@ def _check_place(rank: int, size: int) -> None:
 def _require(found: LaunchEnvironment | None) -> LaunchEnvironment:
     if found is None:
         raise RendezvousError(
-            "DistributedInit.ENV found no launcher in the environment; start by one (torchrun, "
-            "srun, mpirun), or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process"
+            "DistributedInit.ENV found no launcher in the environment; start by one (flrun, srun, "
+            "mpirun, torchrun), or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT by hand"
         )
     return found
 

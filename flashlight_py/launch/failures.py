@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flashlight_py.errors import (
     CollectiveTimeoutError,
@@ -15,14 +15,14 @@ from flashlight_py.errors import (
 )
 from flashlight_py.launch.processes import describe_exit
 
-__all__ = ["Failure", "first_cause"]
+__all__ = ["CONSEQUENCES", "Failure", "first_cause"]
 
 # What a rank raises when another one has failed.
 _CONSEQUENCES = (PeerLostError, CollectiveTimeoutError, GroupClosedError, RendezvousError)
+CONSEQUENCES = frozenset(error.__name__ for error in _CONSEQUENCES)
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """How one rank ended.
 
     ``what`` completes the sentence "rank 1 of 4 ...", ``at`` is the time in seconds of the clock

@@ -17,17 +17,20 @@ from contextlib import suppress
 from multiprocessing import spawn as mp_spawn
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch import processes
 from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.pickling import dumps
+from flashlight_py.launch.relay import Relay
 from flashlight_py.launch.variables import rank_variables, thread_variables, usable_cores
 
 __all__ = ["run"]
 
 RANK_MAIN = Path(__file__).with_name("rank_main.py")
+T = TypeVar("T", Connection, int)
+
 # How long to listen for the cause, in seconds, once a rank has told of a mere consequence.
 CAUSE_SECONDS = 3.0
 # How long ranks have to clean up, in seconds, before they are killed.
@@ -108,6 +111,7 @@ class LocalWorld:
         self.name, self.size = name, size
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection] = []
+        self._relay = Relay()
 
     def start(self, folder: str, task: int) -> None:
         """Start all ranks; they inherit the descriptor ``task`` and meet in ``folder``."""
@@ -117,15 +121,21 @@ class LocalWorld:
         meeting = os.path.join(folder, "meeting")
         for rank in range(self.size):
             environ = {**os.environ, **threads, **rank_variables(rank, self.size, meeting)}
-            self._start_rank(folder, task, environ)
+            self._start_rank(rank, folder, task, environ)
 
-    def _start_rank(self, folder: str, task: int, environ: Mapping[str, str]) -> None:
+    def _start_rank(self, rank: int, folder: str, task: int, environ: Mapping[str, str]) -> None:
         ours, theirs = Pipe()
         self._links.append(ours)
+        pipes = self._relay.pipes(rank)
         with theirs:
             place = [folder, str(task), str(theirs.fileno()), str(os.getpid())]
             command = [*_interpreter(), str(RANK_MAIN), *place]
-            self._processes.append(processes.start(command, environ, [theirs.fileno(), task]))
+            try:
+                process = processes.start(command, environ, [theirs.fileno(), task], **pipes)
+            finally:
+                for pipe in pipes.values():
+                    os.close(pipe)
+        self._processes.append(process)
         with suppress(BrokenPipeError):  # a rank that has died already is noticed later
             ours.send_bytes(multiprocessing.current_process().authkey)
 
@@ -158,7 +168,8 @@ class LocalWorld:
         """Let the ranks go, all of which have returned, and wait for their end."""
         for link in self._links:
             link.close()
-        codes = [process.wait() for process in self._processes]
+        codes = [self._wait(process) for process in self._processes]
+        self._relay.close()
         for rank, code in enumerate(codes):
             if code != 0:
                 warnings.warn(
@@ -179,11 +190,35 @@ class LocalWorld:
                 process.wait()
             for link in self._links:
                 link.close()
+            self._relay.close()
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait for the end of ``process``, showing what ranks print meanwhile."""
+        if self._relay.descriptors:
+            ended = os.pidfd_open(process.pid)
+            try:
+                while ended not in self._readable([ended], math.inf):
+                    pass
+            finally:
+                os.close(ended)
+        return process.wait()
 
     def _ready(self, heard: Set[int], ends: float) -> list[int]:
         """Wait for ranks other than those ``heard`` to report or end; [] when time is up."""
         rank_of = {link: rank for rank, link in enumerate(self._links) if rank not in heard}
-        return [rank_of[link] for link in _readable(rank_of, ends)]
+        return [rank_of[link] for link in self._readable(rank_of, ends)]
+
+    def _readable(self, objects: Iterable[T], ends: float) -> list[T]:
+        """Wait for ``objects``, showing what ranks print meanwhile; [] when time is up."""
+        awaited: list[T] = list(objects)
+        while True:
+            seconds = None if ends == math.inf else max(0.0, ends - time.monotonic())
+            ready = wait([*awaited, *self._relay.descriptors], seconds)
+            for descriptor in set(self._relay.descriptors).intersection(ready):
+                self._relay.read(descriptor)
+            found = [each for each in awaited if each in ready]
+            if found or not ready or time.monotonic() >= ends:
+                return found
 
     def _report(self, rank: int) -> bytes | Failure:
         link = self._links[rank]
@@ -210,13 +245,8 @@ class LocalWorld:
     def _await_ends(self, ends: float) -> None:
         """Return when every rank has ended, or at the time ``ends``; drops what they report."""
         links = {link for link in self._links if not link.closed}
-        while links and (ready := _readable(links, ends)):
+        while links and (ready := self._readable(links, ends)):
             links -= {link for link in ready if _has_ended(link)}
-
-
-def _readable(links: Iterable[Connection], ends: float) -> list[Connection]:
-    seconds = None if ends == math.inf else max(0.0, ends - time.monotonic())
-    return [link for link in wait(list(links), seconds) if isinstance(link, Connection)]
 
 
 def _has_ended(link: Connection) -> bool:

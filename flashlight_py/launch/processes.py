@@ -12,9 +12,13 @@ __all__ = ["describe_exit", "exit_code", "signal_groups", "start"]
 
 
 def start(
-    command: Sequence[str], environ: Mapping[str, str], descriptors: Sequence[int] = ()
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    descriptors: Sequence[int] = (),
+    stdout: int | None = None,
+    stderr: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start ``command`` without input, with our output, inheriting ``descriptors``.
+    """Start ``command`` without input, inheriting ``descriptors``; output is ours, or as given.
 
     In a session of its own it can be ended with all that it has started, and Ctrl-C on the
     terminal reaches this process alone, which passes it on.
@@ -23,6 +27,8 @@ def start(
         command,
         env=environ,
         stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
         pass_fds=descriptors,
         start_new_session=True,
     )

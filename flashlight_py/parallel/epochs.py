@@ -1,6 +1,9 @@
-"""One order of the samples for each epoch, and the certainty that all ranks have the same."""
+"""One order of the samples for each epoch, how much of it is used, and that all ranks agree."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -15,16 +18,21 @@ __all__ = ["Epochs"]
 class Epochs:
     """The indices of ``n`` samples in the order of the current epoch, which is 0 at first.
 
-    Ranks agree on everything that the order depends on when this is made and at each
-    ``set_epoch``, and never later. So reading an order communicates nothing: it may happen in
-    another thread, on some ranks only, or be left halfway.
+    Ranks agree on everything that the order depends on when this is made, at each ``set_epoch``
+    and ``load_state_dict``, and never later. So reading an order communicates nothing: it may
+    happen in another thread, on some ranks only, or be left halfway.
+
+    What all ranks together have used of an epoch is always a beginning of its order, so its
+    length, ``consumed``, tells it for any number of ranks. ``begin`` is where the epoch begins
+    here: 0, or what was consumed when its state was saved.
     """
 
     def __init__(
         self, what: str, place: Place, n: int, shuffle: bool, seed: int, **others: int
     ) -> None:
         self.n = whole_number(what, "n", n)
-        self.epoch = 0
+        self.epoch = self.begin = self.consumed = 0
+        self._is_told = False
         self._what = what
         self._place = place
         self._shuffle = bool(shuffle)
@@ -45,33 +53,89 @@ class Epochs:
         self._place.require_world(self._what)
         self._agree(epoch)
         if epoch != self.epoch:
-            self._order = self._draw(epoch)
-            self.epoch = epoch
+            self._go_to(epoch, 0)
+
+    @property
+    def left(self) -> int:
+        """The number of samples from where the epoch begins here."""
+        return self.n - self.begin
+
+    def count(self, used: int) -> None:
+        """Note that of the ``left`` samples all ranks together have used the first ``used``."""
+        if not self._is_told:
+            self.consumed = self.begin + used
+
+    def set_consumed(self, samples: int) -> None:
+        """Note what the user says: of this epoch, ``samples`` are used; counting ends with it.
+
+        Raises:
+            TypeError: ``samples`` is not an integer.
+            ValueError: it is not in [0, n].
+        """
+        samples = whole_number(self._what, "samples", samples)
+        if samples > self.n:
+            raise ValueError(
+                f"{self._what}: at most n={self.n} samples can be consumed, got {samples}"
+            )
+        self.consumed, self._is_told = samples, True
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """Return the epoch, what is consumed of it, and what its order depends on."""
+        return {**self._order_settings(), "epoch": self.epoch, "consumed": self.consumed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken; see ``DistributedSampler.load_state_dict``."""
+        epoch, consumed = (self._number_in(state, name) for name in ("epoch", "consumed"))
+        for name, value in self._order_settings().items():
+            if self._number_in(state, name) != value:
+                raise ValueError(
+                    f"{self._what}: the state was taken with {name}={state[name]}, this one has "
+                    f"{value}, and another order; make it with the arguments of that run"
+                )
+        if consumed > self.n:
+            raise ValueError(f"{self._what}: a state with {consumed} of {self.n} samples consumed")
+        self._place.require_world(self._what)
+        self._agree(epoch, consumed)
+        self._go_to(epoch, consumed)
 
     def at(self, positions: range) -> Indices:
-        """Return the indices of the samples at ``positions`` of the order, as an int64 array.
+        """Return the indices of the ``left`` samples at ``positions``, as an int64 array.
 
         Raises:
             NotInitializedError: the world is another one.
         """
         self._place.require_world(self._what)
-        start, stop, step = positions.start, positions.stop, positions.step
+        start, stop, step = (
+            self.begin + positions.start,
+            self.begin + positions.stop,
+            positions.step,
+        )
         if self._order is None:
             return np.arange(start, stop, step, dtype=np.int64)
         return self._order[start:stop:step]
 
+    def _go_to(self, epoch: int, consumed: int) -> None:
+        if epoch != self.epoch:
+            self._order = self._draw(epoch)
+        self.epoch, self.begin, self.consumed = epoch, consumed, consumed
+        self._is_told = False
+
     def _draw(self, epoch: int) -> Indices | None:
         return epoch_order(self.n, self._seed, epoch) if self._shuffle else None
 
-    def _agree(self, epoch: int) -> None:
-        if self._place.of_world:
-            check_settings_agree(
-                self._what,
-                {
-                    "n": self.n,
-                    "shuffle": self._shuffle,
-                    "seed": self._seed,
-                    **self._others,
-                    "epoch": epoch,
-                },
+    def _order_settings(self) -> dict[str, int | bool]:
+        return {"n": self.n, "shuffle": self._shuffle, "seed": self._seed}
+
+    def _number_in(self, state: Mapping[str, Any], name: str) -> int:
+        if name not in state:
+            raise ValueError(
+                f"{self._what}: expected a state with {name!r}, as state_dict() returns it; it "
+                f"has {sorted(state)}"
             )
+        return whole_number(self._what, f"the state's {name}", state[name])
+
+    def _agree(self, epoch: int, consumed: int = 0) -> None:
+        if not self._place.of_world:
+            return
+        settings = {**self._order_settings(), **self._others, "epoch": epoch}
+        check_settings_agree(self._what, {**settings, "consumed": consumed})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from flashlight_py.dataset.shares import strided_share
 from flashlight_py.parallel.epochs import Epochs
@@ -26,9 +27,14 @@ class DistributedSampler:
     numbers of steps. With ``drop_last`` every rank gets the same number, as training needs: the
     last n % size of the order are left out, if shuffled other ones in each epoch.
 
-    Making one and ``set_epoch`` are collective, unless rank and size are given: all ranks then
-    compare n, shuffle, seed, drop_last and epoch. Iterating is not, and communicates nothing: it
-    may happen in a thread or on one rank only. It begins anew each time, in the epoch's order.
+    Making one, ``set_epoch`` and ``load_state_dict`` are collective, unless rank and size are
+    given: all ranks then compare n, shuffle, seed, drop_last, epoch and what is consumed.
+    Iterating is not, and communicates nothing: it may happen in a thread or on one rank only. It
+    begins anew each time, in the epoch's order.
+
+    ``state_dict`` tells the epoch and how many of its samples all ranks have consumed, and
+    ``load_state_dict`` goes on from there, on any number of ranks: what is left of the epoch is
+    dealt out again, so that each sample comes once.
 
     Args:
         n: number of samples, the same on every rank.
@@ -61,10 +67,9 @@ class DistributedSampler:
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
-        what, drop_last = "DistributedSampler", bool(drop_last)
-        place = find_place(what, rank, size)
-        self._epochs = Epochs(what, place, n, shuffle, seed, drop_last=drop_last)
-        self._positions = strided_share(self._epochs.n, place.rank, place.size, drop_last)
+        what, self._drop_last = "DistributedSampler", bool(drop_last)
+        self._place = find_place(what, rank, size)
+        self._epochs = Epochs(what, self._place, n, shuffle, seed, drop_last=self._drop_last)
 
     @property
     def epoch(self) -> int:
@@ -73,6 +78,9 @@ class DistributedSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the order of ``epoch``, before iterating. Collective, as said above; blocking.
+
+        Another epoch than the current one begins with its first sample. The current one stays
+        as it is, also where ``load_state_dict`` went on in the middle of it.
 
         Raises:
             TypeError: ``epoch`` is not an integer.
@@ -83,9 +91,54 @@ class DistributedSampler:
         """
         self._epochs.set_epoch(epoch)
 
+    @property
+    def consumed(self) -> int:
+        """How many samples of the epoch all ranks have used together.
+
+        Iterating counts: an index counts as used when it is handed out, and the other ranks are
+        taken to be as far as this one.
+        """
+        return self._epochs.consumed
+
+    def set_consumed(self, samples: int) -> None:
+        """Say how many samples of the epoch all ranks have used together. Not collective.
+
+        For loaders that read indices ahead of their use, such as one that is given
+        ``list(sampler)``: the count of iterating would be too high. It stands until it is said
+        anew, the epoch changes or a state is loaded; iterating does not begin elsewhere by it.
+
+        Raises:
+            TypeError: ``samples`` is not an integer.
+            ValueError: ``samples`` is not in [0, n].
+        """
+        self._epochs.set_consumed(samples)
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """Return where this run is: n, shuffle, seed, epoch and consumed. Not collective.
+
+        Equal on ranks that are equally far, so the state of one serves all. JSON can hold it.
+        """
+        return self._epochs.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken, on any number of ranks. Collective, as said above.
+
+        Until ``set_epoch`` goes to another epoch, iterating gives this rank's share of the
+        samples that were not consumed, and ``len`` is their number. A state of a
+        ``ShardedDataset`` serves as well.
+
+        Raises:
+            ValueError: ``state`` is none of a sampler's, or n, shuffle or seed are others.
+            TypeError: something in ``state`` is no integer.
+            MismatchError: ranks load different states; on every rank, and nothing changes.
+            NotInitializedError: the world is another one than when the sampler was made.
+            DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        self._epochs.load_state_dict(state)
+
     def __len__(self) -> int:
-        """Return the number of this rank's samples."""
-        return len(self._positions)
+        """Return the number of this rank's samples that are left of the epoch."""
+        return len(self._positions())
 
     def __iter__(self) -> Iterator[int]:
         """Go through this rank's indices.
@@ -93,4 +146,18 @@ class DistributedSampler:
         Raises:
             NotInitializedError: the world is another one than when the sampler was made.
         """
-        return iter(self._epochs.at(self._positions).tolist())
+        return self._counting(self._epochs.at(self._positions()).tolist())
+
+    def _positions(self) -> range:
+        place = self._place
+        return strided_share(self._epochs.left, place.rank, place.size, self._drop_last)
+
+    def _counting(self, indices: list[int]) -> Iterator[int]:
+        """Hand out ``indices``; with each, every rank is taken to be one further."""
+        left, size = self._epochs.left, self._place.size
+        end = left - left % size if self._drop_last else left
+        for number, index in enumerate(indices, 1):
+            used = number * size
+            self._epochs.count(used if used < end else left)
+            yield index
+        self._epochs.count(left)

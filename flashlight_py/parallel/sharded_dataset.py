@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import SupportsIndex
+from collections.abc import Iterator, Mapping
+from typing import Any, SupportsIndex
 
 from flashlight_py.dataset import Dataset
 from flashlight_py.dataset.dataset import Sample
@@ -28,10 +29,15 @@ class ShardedDataset(Dataset):
     count for what it is worth, so that training gives the same for any number of ranks (but for
     rounding), also with a shorter last batch.
 
-    Making one and ``set_epoch`` are collective, unless rank and size are given: all ranks then
-    compare their arguments, the number of samples and the epoch. Everything else communicates
-    nothing, and ``PrefetchDataset`` may do it in threads. Batches are new arrays, as ``take`` of
-    ``dataset`` makes them: define it to pad samples of unequal shapes.
+    Making one, ``set_epoch`` and ``load_state_dict`` are collective, unless rank and size are
+    given: all ranks then compare their arguments, the number of samples, the epoch and what is
+    consumed. Everything else communicates nothing, and ``PrefetchDataset`` may do it in threads.
+    Batches are new arrays, as ``take`` of ``dataset`` makes them: define it to pad samples of
+    unequal shapes.
+
+    ``state_dict`` tells the epoch and how many of its samples are consumed. After
+    ``load_state_dict``, on any number of ranks and with any batch size, the items are the
+    batches of the samples that are left, counted from 0.
 
     Args:
         dataset: the same samples on every rank; its length is asked for once.
@@ -86,7 +92,7 @@ class ShardedDataset(Dataset):
             drop_last=drop_last,
         )
         self._batch_size = batch
-        self._count = count_batches(self._epochs.n, batch, drop_last)
+        self._drop_last = drop_last
 
     @property
     def epoch(self) -> int:
@@ -95,6 +101,9 @@ class ShardedDataset(Dataset):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the order of ``epoch``, before iterating. Collective, as said above; blocking.
+
+        Another epoch than the current one begins with its first batch. The current one stays as
+        it is, also where ``load_state_dict`` went on in the middle of it.
 
         Raises:
             TypeError: ``epoch`` is not an integer.
@@ -105,9 +114,64 @@ class ShardedDataset(Dataset):
         """
         self._epochs.set_epoch(epoch)
 
+    @property
+    def consumed(self) -> int:
+        """How many samples of the epoch all ranks have used together.
+
+        Iterating counts, also by a ``PrefetchDataset``: a batch counts as used when it is handed
+        out. ``dataset[t]`` does not.
+        """
+        return self._epochs.consumed
+
+    def set_consumed(self, samples: int) -> None:
+        """Say how many samples of the epoch are used, where iterating does not count them.
+
+        Not collective. It stands until it is said anew, the epoch changes or a state is loaded;
+        iterating does not begin elsewhere by it.
+
+        Raises:
+            TypeError: ``samples`` is not an integer.
+            ValueError: ``samples`` is not in [0, number of samples].
+        """
+        self._epochs.set_consumed(samples)
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """Return where this run is: n, shuffle, seed, epoch and consumed. Not collective.
+
+        The same on every rank that has taken as many batches. JSON can hold it.
+        """
+        return self._epochs.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken, on any number of ranks. Collective, as said above.
+
+        Until ``set_epoch`` goes to another epoch, this holds the batches of the samples that
+        were not consumed. A state of a ``DistributedSampler`` serves as well.
+
+        Raises:
+            ValueError: ``state`` is none of this, or n, shuffle or seed are others.
+            TypeError: something in ``state`` is no integer.
+            MismatchError: ranks load different states; on every rank, and nothing changes.
+            NotInitializedError: the world is another one than when this was made.
+            DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        self._epochs.load_state_dict(state)
+
     def __len__(self) -> int:
-        """Return the number of global batches, the same on every rank."""
-        return self._count
+        """Return the number of global batches left of the epoch, the same on every rank."""
+        return count_batches(self._epochs.left, self._batch_size, self._drop_last)
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Go through the batches, counting the samples that are used."""
+        for index in range(len(self)):
+            part = self.get(index)
+            self.handed_out(index)
+            yield part
+
+    def handed_out(self, index: int) -> None:
+        """Count batch ``index`` as used, and with it those before; the last one ends the epoch."""
+        is_last = index + 1 >= len(self)
+        self._epochs.count(self._epochs.left if is_last else (index + 1) * self._batch_size)
 
     def get(self, index: int) -> Sample:
         """Return this rank's part of global batch ``index``: arrays of shape (part, ...).
@@ -144,7 +208,7 @@ class ShardedDataset(Dataset):
         )
 
     def _batch(self, index: int) -> range:
-        return batch_positions(index, self._epochs.n, self._batch_size)
+        return batch_positions(index, self._epochs.left, self._batch_size)
 
     def _part(self, index: int) -> range:
         batch = self._batch(index)

@@ -94,3 +94,11 @@ def test_compression_tells_bytes_times_and_losses(tmp_path: Path) -> None:
     assert "| Float16 | 6 | 50.00% |" in output
     assert "2 epochs of the example, 20 samples" in output
     assert re.search(r"\| no hook \| 4804 \| \d+(\.\d+)? \| 1.000x \|", output)
+
+
+def test_the_launcher_is_timed_beside_bare_processes(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    command = [sys.executable, str(BENCHMARKS / "launch.py"), "--rounds", "1", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "| flrun -n 4 of an empty script | <= 1.5x |" in done.stdout
+    assert [len(m["seconds"]) for m in json.loads(file.read_text())["measurements"]] == [3, 3]

@@ -75,6 +75,14 @@ def test_our_launcher_with_a_file() -> None:
     assert found.file == "/shared/meet"
 
 
+def test_our_launcher_inside_a_step_of_another_one() -> None:
+    """Its mark tells that RANK and WORLD_SIZE were not left behind by an earlier launch."""
+    inner = {**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
+    with pytest.raises(ValueError, match="contradict OMPI_COMM_WORLD_RANK"):
+        detect(inner)
+    assert place(detect({**inner, "FLASHLIGHT_RESTART_COUNT": "0"}))[:3] == ("launcher", 0, 2)
+
+
 def test_open_mpi_and_hydra() -> None:
     assert place(detect(OPEN_MPI)) == ("openmpi", 1, 4, 1, 4)
     assert place(detect(HYDRA)) == ("pmi", 2, 4, 2, 4)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
+import io
 import multiprocessing
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 import numpy as np
@@ -78,13 +81,34 @@ def test_each_rank_gets_its_share_of_the_threads(monkeypatch: pytest.MonkeyPatch
     assert "OMP_NUM_THREADS" not in os.environ
 
 
-def test_ranks_print_whole_lines_to_our_output(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_print_whole_lines_to_our_output(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)  # which pytest has replaced
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
     print("before")
     fl.spawn(chatter, nprocs=2)
     output, errors = capfd.readouterr()
     assert output.startswith("before\n")
     assert sorted(output.splitlines()[1:]) == [f"rank {rank}" for rank in (0, 1) for _ in range(20)]
     assert sorted(errors.splitlines()) == ["error of 0", "error of 1"]
+
+
+def test_a_replaced_output_shows_whose_lines_they_are() -> None:
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
+        fl.spawn(flood, nprocs=2)
+    lines = [line for line in output.getvalue().splitlines() if "late" not in line]
+    assert sorted(lines) == [f"[{rank}] {'x' * 999}" for rank in (0, 1) for _ in range(200)]
+    assert sorted(output.getvalue().splitlines())[0] == "[0] late"
+    assert sorted(errors.getvalue().splitlines()) == ["[0] no end", "[1] no end"]
+
+
+def flood(rank: int) -> None:
+    """More than a pipe holds, also after the result."""
+    for _ in range(100):
+        print("x" * 999)
+    atexit.register(print, "no end", end="", file=sys.stderr)
+    atexit.register(print, "\n".join(["x" * 999] * 100 + ["late"]))
 
 
 def chatter(rank: int) -> None:

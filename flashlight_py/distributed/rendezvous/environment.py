@@ -130,7 +130,8 @@ def _check_inner(
     A launcher of processes that itself was started by one marks its children; a mere leftover
     would make every one of N ranks believe that it is the same rank.
     """
-    is_marked = "TORCHELASTIC_RUN_ID" in environ or "FLASHLIGHT_FILE" in environ
+    marks = {"TORCHELASTIC_RUN_ID", "FLASHLIGHT_FILE", "FLASHLIGHT_RESTART_COUNT"}
+    is_marked = not marks.isdisjoint(environ)
     if outer is None or is_marked or (outer.rank, outer.size) == (inner.rank, inner.size):
         return
     raise ValueError(

@@ -1,0 +1,130 @@
+"""What it takes to start: flrun beside bare processes, and the import beside NumPy's.
+
+    python benchmarks/launch.py --json launch.json
+
+In each round everybody is timed once, one after the other, from the start of the process to its
+end; the targets judge the medians of the rounds' ratios. ``flrun -n 4`` runs an empty script and
+stands beside four processes ``python -c "import numpy"`` that are started together; the imports
+are those of one process. ``flashlight_py`` imports its parts when they are used, so the import of
+all public names is shown as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from harness.facts import machine_facts
+from harness.report import ratio_table, time_table, verdict_table
+from harness.statistics import Measurement
+from harness.verdicts import Verdict, at_most
+
+RANKS = 4
+FLRUN, BARE, EMPTY = f"flrun -n {RANKS}", f"{RANKS} x import numpy", f"{RANKS} x nothing"
+IMPORT, NUMPY, EVERY = "import flashlight_py", "import numpy", "every public name"
+MOST = 1.5  # times the bare processes, and times NumPy's import
+
+
+def together(*command: str) -> None:
+    """Start the command as often as there are ranks, and wait for all."""
+    processes = [subprocess.Popen(command) for _ in range(RANKS)]
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        raise RuntimeError(f"{command} failed")
+
+
+def one(*command: str) -> None:
+    """Run the command."""
+    subprocess.run(command, check=True)
+
+
+def contenders(empty: Path) -> dict[str, dict[str, Callable[[], None]]]:
+    """Return what is timed, by task and title."""
+    python = sys.executable
+    return {
+        "start": {
+            FLRUN: lambda: one(python, "-m", "flashlight_py.launch", "-n", str(RANKS), str(empty)),
+            BARE: lambda: together(python, "-c", "import numpy"),
+            EMPTY: lambda: together(python, str(empty)),
+        },
+        "import": {
+            IMPORT: lambda: one(python, "-c", "import flashlight_py"),
+            NUMPY: lambda: one(python, "-c", "import numpy"),
+            EVERY: lambda: one(python, "-c", "from flashlight_py import *"),
+        },
+    }
+
+
+def measure(rounds: int) -> list[Measurement]:
+    """Time everybody once in each round, after one that does not count."""
+    with tempfile.TemporaryDirectory() as folder:
+        empty = Path(folder) / "empty.py"
+        empty.touch()
+        found = []
+        for task, calls in contenders(empty).items():
+            measurement = Measurement(task, "", 0, RANKS if task == "start" else 1)
+            for title, call in calls.items():
+                call()
+                measurement.seconds[title] = []
+            for _ in range(rounds):
+                for title, call in calls.items():
+                    measurement.seconds[title].append(duration_of(call))
+            found.append(measurement)
+    return found
+
+
+def duration_of(call: Callable[[], None]) -> float:
+    """Return how long ``call`` takes, in seconds."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def verdicts(start: Measurement, imports: Measurement) -> list[Verdict]:
+    """Judge the launcher and the import."""
+    return [
+        at_most(f"{FLRUN} of an empty script", MOST, {BARE: start.ratios(FLRUN, BARE)}),
+        at_most(IMPORT, MOST, {NUMPY: imports.ratios(IMPORT, NUMPY)}),
+    ]
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--quick", action="store_true", help="three rounds")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = read_options()
+    machine = machine_facts()
+    measurements = measure(3 if options.quick else options.rounds)
+    for measurement, ours in zip(measurements, (FLRUN, IMPORT), strict=True):
+        print(f"\n### {measurement.task}\n")
+        print(time_table([measurement], "from start to end", lambda m: m.task))
+        print(f"\nTime divided by that of {ours}:\n")
+        print(ratio_table([measurement], "", lambda m: m.task, ours))
+    judged = verdicts(*measurements)
+    print(f"\n### Targets\n\n{verdict_table(judged)}\n")
+    print("- " + ", ".join(f"{name} {value}" for name, value in machine.items()))
+    if options.json:
+        result = {
+            "machine": machine,
+            "measurements": [asdict(measurement) for measurement in measurements],
+            "verdicts": [asdict(verdict) for verdict in judged],
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""``python -m flashlight_py.launch.agent``: start ranks on this host for a launcher elsewhere.
+
+The launcher starts it over ssh and talks to it through standard input and output; see ``wire``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+from flashlight_py.launch.environs import environ_of
+from flashlight_py.launch.feeds import Feed
+from flashlight_py.launch.front import run_behind
+from flashlight_py.launch.loop import Loop
+from flashlight_py.launch.output import Source
+from flashlight_py.launch.plan import Place
+from flashlight_py.launch.ranks import Ranks
+from flashlight_py.launch.wire import Reader, send
+
+__all__ = ["Agent", "main"]
+
+_IN, _OUT = 0, 1
+
+
+class Agent:
+    """Does what the launcher says, until it says leave or is gone."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._reader = Reader(_IN)
+        self._ranks = Ranks(loop, self._hear_output, self._hear_end)
+        self._feed: Feed | None = None
+        self._grace = 0.0
+        self._is_leaving = False
+        loop.watch(_IN, self._read)
+        loop.hear_signal = lambda number: self._leave()
+
+    def run(self) -> None:
+        """Work until it is time to leave; then end what is left of the ranks."""
+        with socket.socket() as reserved:
+            # The port is ours as long as this socket has it, and rank 0 may listen there all the
+            # same: two sockets that both allow it share a port of which none listens yet.
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("", 0))
+            self._tell("hello", os.uname().nodename, _address(), reserved.getsockname()[1])
+            while not self._is_leaving:
+                self._loop.once()
+            self._tell("stuck", self._ranks.finish(self._grace))
+
+    def _read(self) -> None:
+        for kind, values in self._reader.read():
+            getattr(self, f"_do_{kind}")(*values)
+        if self._reader.has_ended:
+            self._leave()
+
+    def _do_start(self, task: dict[str, Any]) -> None:
+        self._grace = task["grace"]
+        environ = {**os.environ, **task["environ"]}
+        for place in map(Place._make, task["places"]):
+            is_first = place.rank == 0 and task["has_input"]
+            if is_first:
+                self._feed = Feed(self._loop, lambda: self._tell("more"))
+            self._ranks.start(
+                place.rank,
+                task["program"],
+                environ_of(environ, place, task["size"], task["restarts"], task["meeting"]),
+                self._feed.theirs if is_first and self._feed else None,
+            )
+            if is_first and self._feed:
+                self._feed.begin()
+
+    def _do_signal(self, number: int) -> None:
+        self._ranks.signal(number)
+
+    def _do_input(self, text: str) -> None:
+        if self._feed is not None:
+            self._feed.put(text.encode("latin-1"))
+
+    def _do_leave(self) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self._is_leaving = True
+
+    def _hear_output(self, source: Source, data: bytes) -> None:
+        self._tell("output", *source, data.decode("latin-1"))
+
+    def _hear_end(self, rank: int, code: int) -> None:
+        self._tell("end", rank, code, time.time())
+
+    def _tell(self, kind: str, *values: Any) -> None:
+        try:
+            send(_OUT, kind, *values)
+        except BrokenPipeError:
+            self._leave()
+
+
+def _address() -> str:
+    """Return the address that others reach this host at; "" if there is no way out of it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737); nothing is sent
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def main() -> int:
+    """Run the agent; returns its exit code."""
+    return run_behind(_work, lambda: None)
+
+
+def _work() -> int:
+    with Loop() as loop:
+        Agent(loop).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

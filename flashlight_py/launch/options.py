@@ -1,0 +1,152 @@
+"""The launcher's command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from flashlight_py.launch.variables import usable_cores
+
+__all__ = ["HostSlots", "Options", "read_options"]
+
+_EXAMPLES = """examples:
+  flrun -n 4 train.py --epochs 10
+  flrun -n 4 -m package.train
+  flrun -n 4 --max-restarts 3 --output-dir logs train.py
+  flrun --hosts a:4,b:4 train.py
+  flrun -n 4 --nnodes 2 --node-rank 0 --rdzv /shared/run train.py   (on each host, with its number)
+"""
+
+
+class HostSlots(NamedTuple):
+    """A host and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+
+class Options(NamedTuple):
+    """What the command line says. Times are in seconds."""
+
+    ranks: int
+    hosts: tuple[HostSlots, ...]
+    ssh: tuple[str, ...]
+    env: tuple[str, ...]
+    nnodes: int
+    node_rank: int
+    rdzv: str
+    max_restarts: int | None
+    min_n: int | None
+    output_dir: Path | None
+    grace: float
+    program: tuple[str, ...]
+
+
+def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
+    """Read ``arguments``, by default those of this process; ends it where they make no sense."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    hosts = _hosts(parser, given.hosts, given.n)
+    ranks = given.n or usable_cores()
+    total = sum(host.slots for host in hosts) if hosts else ranks * given.nnodes
+    if hosts and given.nnodes > 1:
+        parser.error("--hosts starts ranks on other hosts; --nnodes is for a launcher on each host")
+    if given.nnodes > 1 and given.rdzv is None:
+        parser.error("--nnodes needs --rdzv: a path that all hosts see")
+    if not 0 <= given.node_rank < given.nnodes:
+        parser.error(f"--node-rank: expected 0 to {given.nnodes - 1}, got {given.node_rank}")
+    if given.min_n is not None and given.min_n > total:
+        parser.error(f"--min-n: expected 1 to {total}, the number of ranks, got {given.min_n}")
+    return Options(
+        ranks=ranks,
+        hosts=hosts,
+        ssh=tuple(shlex.split(given.ssh)),
+        env=tuple(given.env),
+        nnodes=given.nnodes,
+        node_rank=given.node_rank,
+        rdzv=given.rdzv or "",
+        max_restarts=given.max_restarts,
+        min_n=given.min_n,
+        output_dir=given.output_dir,
+        grace=given.grace,
+        program=_program(given, interpreter),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flrun",
+        description="Start a program as the ranks of a world, and end them all when one fails.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-n", type=_whole, metavar="RANKS", help="on this host, or on each; default: its cores")
+    add("--hosts", metavar="A:4,B:4", help="start over ssh on these hosts, so many ranks on each")
+    ssh = os.environ.get("FLASHLIGHT_SSH", "ssh -T -o BatchMode=yes")
+    add("--ssh", default=ssh, metavar="COMMAND", help="the ssh command (FLASHLIGHT_SSH)")
+    add("--env", action="append", default=[], metavar="NAME", help="hand NAME on to --hosts too")
+    add("--nnodes", type=_whole, default=1, metavar="N", help="hosts that run a launcher each")
+    add("--node-rank", type=_count, default=0, metavar="I", help="which of them this is, from 0")
+    add("--rdzv", metavar="PATH", help="a path that all hosts see, where the ranks meet")
+    add("--max-restarts", type=_count, metavar="N", help="start again at most N times on failure")
+    add("--min-n", type=_whole, metavar="M", help="start again with the ranks that remain, if M")
+    add("--output-dir", type=Path, metavar="DIR", help="write rank-R.out and rank-R.err there")
+    add("--grace", type=_seconds, default=5.0, help="seconds from SIGTERM to SIGKILL (default 5)")
+    add("--no-python", action="store_true", help="PROGRAM is no Python script but a command")
+    add("-m", "--module", action="store_true", help="PROGRAM is a module, as of python -m")
+    add("program", metavar="PROGRAM")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the program")
+    return parser
+
+
+def _program(given: argparse.Namespace, interpreter: str) -> tuple[str, ...]:
+    start = () if given.no_python else (interpreter, "-m") if given.module else (interpreter,)
+    return (*start, given.program, *given.arguments)
+
+
+def _hosts(
+    parser: argparse.ArgumentParser, text: str | None, ranks: int | None
+) -> tuple[HostSlots, ...]:
+    if text is None:
+        return ()
+    hosts = []
+    for entry in text.split(","):
+        name, _, slots = entry.partition(":")
+        if not name or name.startswith("-") or (slots and not slots.isdecimal()):
+            parser.error(
+                f"--hosts: expected NAME or NAME:RANKS, separated by commas, got {entry!r}"
+            )
+        hosts.append(HostSlots(name, int(slots or ranks or 1)))
+    if any(host.slots < 1 for host in hosts):
+        parser.error("--hosts: a host takes at least one rank")
+    return tuple(hosts)
+
+
+def _whole(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _count(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
+    return seconds

@@ -1,0 +1,147 @@
+"""What ranks print: whole lines under the number of the rank, on the terminal or in files."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from flashlight_py.launch.tails import Tail
+
+__all__ = ["Output", "Source"]
+
+STREAMS = ("out", "err")
+# After so many seconds of silence the beginning of a line is shown on a terminal: a question.
+PARTIAL_SECONDS = 0.15
+LONGEST_LINE = 1 << 16  # bytes; what is longer is shown in parts
+_COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+class Source(NamedTuple):
+    """Standard output ("out") or error ("err") of a rank."""
+
+    rank: int
+    stream: str
+
+
+class Output:
+    """Takes what ``size`` ranks write, as it comes, and writes lines.
+
+    Each line goes to the descriptor of its stream, behind ``[rank]``, or, where ``folder`` is
+    given, as it is into ``rank-R.out`` and ``rank-R.err`` there, after what they hold.
+
+    Raises:
+        BrokenPipeError: from ``take`` and the others, when nobody reads our output any more.
+    """
+
+    def __init__(
+        self, size: int, folder: Path | None = None, descriptors: tuple[int, int] = (1, 2)
+    ) -> None:
+        self._tails = [Tail() for _ in range(size)]
+        self._descriptors = dict(zip(STREAMS, descriptors, strict=True))
+        self._folder = folder
+        self._files: dict[Source, BinaryIO] = {}
+        self._width = len(str(size - 1))
+        self._is_terminal = {name: os.isatty(end) for name, end in self._descriptors.items()}
+        self._rests: dict[Source, bytes] = {}
+        self._silent_since = 0.0
+        self._open: Source | None = None  # whose line the cursor stands in
+
+    def take(self, source: Source, data: bytes) -> None:
+        """Take the next bytes of ``source``."""
+        if self._folder is not None:
+            self._file(source).write(data)
+        lines, rest = _cut(self._rests.get(source, b"") + data)
+        self._rests[source] = rest
+        self._silent_since = time.monotonic()
+        if source.stream == "err":
+            for line in lines.splitlines():
+                self._tails[source.rank].read(line)
+        if lines:
+            self._show(source, lines)
+
+    def flush_at(self) -> float:
+        """Return when ``flush`` should be called, of ``time.monotonic``; inf: no need."""
+        if self._folder is None and any(
+            rest and self._is_terminal[source.stream] for source, rest in self._rests.items()
+        ):
+            return self._silent_since + PARTIAL_SECONDS
+        return math.inf
+
+    def flush(self) -> None:
+        """Show, on terminals, also lines that have no end yet."""
+        for source, rest in self._rests.items():
+            if rest and self._is_terminal[source.stream]:
+                self._rests[source] = b""
+                self._show(source, rest)
+
+    def end(self) -> None:
+        """Show what is left, as whole lines, and close the files."""
+        for source, rest in self._rests.items():
+            if rest:
+                if source.stream == "err":
+                    self._tails[source.rank].read(rest)
+                self._show(source, rest + b"\n")
+        self._rests.clear()
+        self._end_open_line()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def say(self, text: str) -> None:
+        """Write a line of our own to standard error."""
+        self._end_open_line()
+        _write(self._descriptors["err"], f"flrun: {text}\n".encode())
+
+    def last_error(self, rank: int) -> str:
+        """Return the line that the last traceback of ``rank`` has ended with; "" if none."""
+        return self._tails[rank].error
+
+    def files_of(self, rank: int) -> str:
+        """Return where the errors of ``rank`` can be read; "" if not in a file."""
+        return "" if self._folder is None else str(self._folder / f"rank-{rank}.err")
+
+    def _file(self, source: Source) -> BinaryIO:
+        if source not in self._files:
+            assert self._folder is not None
+            path = self._folder / f"rank-{source.rank}.{source.stream}"
+            self._files[source] = path.open("ab", buffering=0)
+        return self._files[source]
+
+    def _show(self, source: Source, text: bytes) -> None:
+        if self._folder is not None:
+            return
+        prefix = self._prefix(source)
+        body = text[:-1] if text.endswith(b"\n") else text
+        body = body.replace(b"\r\n", b"\n").replace(b"\r", b"\r" + prefix)
+        body = body.replace(b"\n", b"\n" + prefix)
+        if self._open != source:
+            self._end_open_line()
+            body = prefix + body
+        is_whole = text.endswith(b"\n")
+        _write(self._descriptors[source.stream], body + (b"\n" if is_whole else b""))
+        self._open = None if is_whole else source
+
+    def _end_open_line(self) -> None:
+        if self._open is not None:
+            _write(self._descriptors[self._open.stream], b"\n")
+            self._open = None
+
+    def _prefix(self, source: Source) -> bytes:
+        text = f"[{source.rank:>{self._width}}]"
+        if self._is_terminal[source.stream]:
+            text = f"\033[{_COLOURS[source.rank % len(_COLOURS)]}m{text}\033[0m"
+        return f"{text} ".encode()
+
+
+def _cut(data: bytes) -> tuple[bytes, bytes]:
+    """Return the whole lines and the beginning of the next one."""
+    end = data.rfind(b"\n") + 1
+    return (data, b"") if len(data) - end > LONGEST_LINE else (data[:end], data[end:])
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]

@@ -1,0 +1,85 @@
+"""The notebook runs from its first cell to the last, and interrupting a cell ends the ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+pytest.importorskip("cloudpickle")
+pytest.importorskip("matplotlib")
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "Notebook.ipynb"
+
+# nbclient's own warnings are not ours: it runs in a process where they are no errors.
+EXECUTE = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], as_version=4)
+nbclient.NotebookClient(notebook, timeout=60).execute()
+print(nbformat.writes(notebook))
+"""
+
+INTERRUPT = """
+import jupyter_client
+manager, client = jupyter_client.manager.start_new_kernel()
+client.execute('''
+import signal, subprocess
+import flashlight_py as fl
+
+def wait(rank):
+    child = subprocess.Popen(["sleep", "60"])
+    print("ready")
+    signal.pause()
+
+fl.spawn(wait, nprocs=2)
+''')
+told, ready = "", 0
+while "ename" not in told:
+    message = client.get_iopub_msg(timeout=30)
+    told = str(message["content"])
+    ready += told.count("ready") if message["msg_type"] == "stream" else 0
+    if ready == 2:
+        ready = 0
+        manager.interrupt_kernel()
+print(message["content"]["ename"])
+client.stop_channels()
+manager.shutdown_kernel(now=True)
+"""
+
+
+def run(program: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_notebook_runs() -> None:
+    cells: list[dict[str, Any]] = json.loads(run(EXECUTE, str(NOTEBOOK)))["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    printed = "".join("".join(output.get("text", "")) for output in outputs)
+    for rank in range(2):
+        assert f"[{rank}] rank {rank} of 2 has [21. 21. 21.]\n" in printed
+    assert "[0] loss " in printed
+    assert any("[[21.0, 21.0, 21.0]" in str(output.get("data")) for output in outputs)
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
+
+
+def test_interrupting_a_cell_ends_the_ranks() -> None:
+    assert run(INTERRUPT) == "KeyboardInterrupt\n"

@@ -1,0 +1,255 @@
+"""The launcher with ranks that end in every way: exit code, first cause, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launcher import LAUNCH, launch, write
+
+# Rank 1 does ``what``, the others wait to be ended.
+PROGRAM = """
+import os, signal, subprocess, sys, threading, time
+def on_one(what):
+    exec(what) if os.environ["RANK"] == "1" else signal.pause()
+on_one(sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("program"), PROGRAM)
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "told"),
+    [
+        ("raise ValueError('a bad batch')", 1, "raised ValueError: a bad batch"),
+        ("sys.exit(3)", 3, "exited with code 3"),
+        ("os._exit(4)", 4, "exited with code 4"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
+        # A child is left that has our pipes, and one in a session of its own.
+        (
+            "subprocess.Popen(['sleep', '60']); "
+            "subprocess.Popen(['sleep', '61'], start_new_session=True); sys.exit(5)",
+            5,
+            "exited with code 5",
+        ),
+    ],
+)
+def test_the_first_cause_and_its_code(program: Path, what: str, code: int, told: str) -> None:
+    done = launch("-n", 3, program, what)
+    assert done.returncode == code
+    host = os.uname().nodename
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"flrun: rank 1 of 3 on {host} {told}")
+    assert last.endswith("; the other ranks were ended")
+
+
+def test_a_consequence_is_not_taken_for_the_cause(tmp_path: Path) -> None:
+    program = write(
+        tmp_path,
+        """
+        import os, time
+        class PeerLostError(Exception): pass
+        if os.environ["RANK"] == "0":
+            raise PeerLostError("rank 1 is gone")
+        time.sleep(0.3)  # so long it takes to end
+        os._exit(3)
+        """,
+    )
+    done = launch("-n", 2, program)
+    assert done.returncode == 3
+    assert "flrun: rank 1 of 2" in done.stderr.splitlines()[-1]
+
+
+def test_success_prints_whole_lines_by_rank_and_leaves_no_child(tmp_path: Path) -> None:
+    program = write(
+        tmp_path,
+        """
+        import os, subprocess, sys
+        for number in range(200):
+            print(f"line {number}", "x" * 50)
+        print("no end", end="", file=sys.stderr)
+        stubborn = "import signal as s; s.signal(15, s.SIG_IGN); s.pause()"
+        kept = [subprocess.Popen(["sleep", "60"], start_new_session=True)]
+        kept += [subprocess.Popen([sys.executable, "-S", "-c", stubborn])]
+        os._exit(0)  # without a ResourceWarning for the children
+        """,
+    )
+    done = launch("-n", 3, "--grace", 0.3, program)
+    assert done.returncode == 0
+    lines = sorted(done.stdout.splitlines())
+    wanted = [f"[{rank}] line {number} {'x' * 50}" for rank in range(3) for number in range(200)]
+    assert lines == sorted(wanted)
+    assert sorted(done.stderr.splitlines()) == [f"[{rank}] no end" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    "stubborn",
+    [
+        "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN)",
+        "import atexit, signal as s; s.signal(s.SIGTERM, lambda *_: exit()); "
+        "atexit.register(lambda: [s.pause() for _ in range(9)])",
+    ],
+    ids=["ignores SIGTERM", "hangs at exit"],
+)
+def test_a_rank_that_does_not_go_is_killed(tmp_path: Path, stubborn: str) -> None:
+    ready = tmp_path / "ready"
+    program = write(
+        tmp_path,
+        f"""
+        import os, signal, sys, time
+        {stubborn}
+        if os.environ["RANK"] == "0":
+            open({str(ready)!r}, "w").close()
+            while True: signal.pause()
+        while not os.path.exists({str(ready)!r}): time.sleep(0.01)
+        os._exit(7)
+        """,
+    )
+    done = launch("-n", 2, "--grace", 0.3, program, timeout=10)
+    assert done.returncode == 7
+    assert "rank 1 of 2" in done.stderr
+
+
+def start(program: Path, *arguments: str, **options: object) -> subprocess.Popen[str]:
+    """Start the launcher, of which every rank prints a line when it is ready."""
+    process = subprocess.Popen(
+        [*LAUNCH, *arguments, str(program)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    for _ in range(2):
+        assert "ready" in process.stdout.readline()
+    return process
+
+
+WAITING = """
+import signal, subprocess
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+print("ready")
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_handed_on(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(write(tmp_path, WAITING), "-n", "2")
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 128 + number
+    assert errors.endswith(f"flrun: interrupted by {number.name}; all ranks were ended\n")
+    assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
+
+
+def test_other_signals_reach_the_ranks_and_the_job_goes_on(tmp_path: Path) -> None:
+    program = """
+    import os, signal, sys
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+    print("ready")
+    while True: signal.pause()
+    """
+    process = start(write(tmp_path, program), "-n", "2")
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate(timeout=10)
+    assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.parametrize("which", ["front", "copy"])
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, which: str) -> None:
+    """The fixture of this folder looks for processes and files that are left."""
+    process = start(write(tmp_path, WAITING), "-n", "2", "--grace", "1")
+    (copy,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(process.pid if which == "front" else int(copy), signal.SIGKILL)
+    _, errors = process.communicate(timeout=10)
+    if which == "copy":
+        assert process.returncode == 137
+        assert "flrun: the launcher was killed by SIGKILL" in errors
+    else:
+        assert "interrupted by SIGTERM; all ranks were ended" in errors
+
+
+def test_nobody_reads_the_output_any_more(tmp_path: Path) -> None:
+    program = write(tmp_path, "while True: print('ready')")
+    process = start(program, "-n", "2")
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()
+    assert process.wait(timeout=10) == 141
+    process.stderr.close()
+
+
+def test_variables_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = write(
+        tmp_path,
+        """
+        import os, sys
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MKL_NUM_THREADS",
+                 "FLASHLIGHT_RESTART_COUNT", "MASTER_PORT", "OMP_NUM_THREADS"]
+        print(*[os.environ.get(name) for name in names], *sys.argv[1:])
+        """,
+    )
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("MKL_NUM_THREADS", "5")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    done = launch("-n", 2, program, "-n", "3", "--x", cwd=tmp_path)
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert sorted(done.stdout.splitlines()) == [
+        f"[{rank}] {rank} 2 {rank} 2 5 0 None {share} -n 3 --x" for rank in range(2)
+    ]
+    done = launch("-n", 1, "-m", "program", "y", cwd=tmp_path)
+    assert done.stdout.endswith(" y\n")
+    done = launch("-n", 1, "--no-python", "sh", "-c", "echo $RANK; cat")
+    assert done.stdout == "[0] 0\n"
+
+
+def test_files_instead_of_the_terminal(tmp_path: Path) -> None:
+    program = write(tmp_path, "import os; print('out'); raise OSError(os.environ['RANK'])")
+    done = launch("-n", 1, "--max-restarts", 1, "--output-dir", tmp_path / "logs", program)
+    assert (tmp_path / "logs" / "rank-0.out").read_text() == "out\nout\n"
+    errors = tmp_path / "logs" / "rank-0.err"
+    assert errors.read_text().count("OSError: 0") == 2
+    assert done.stdout == ""
+    host = os.uname().nodename
+    told = f"flrun: rank 0 of 1 on {host} raised OSError: 0 (see {errors})"
+    again = "flrun: starting again with 1 rank(s), for the 1st time"
+    assert done.stderr.splitlines() == [told, again, told]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["-n", "0", "x"], "argument -n: expected a whole number from 1 on, got '0'"),
+        (["--hosts", "a,", "x"], "--hosts: expected NAME or NAME:RANKS"),
+        (["--hosts=-oX,b", "x"], "--hosts: expected NAME or NAME:RANKS"),
+        (["--nnodes", "2", "x"], "--nnodes needs --rdzv"),
+        (["--nnodes", "2", "--rdzv", "/x", "--hosts", "a", "x"], "--hosts starts ranks on other"),
+        (["--node-rank", "1", "x"], "--node-rank: expected 0 to 0, got 1"),
+        (["-n", "2", "--min-n", "3", "x"], "--min-n: expected 1 to 2"),
+        (["--grace", "-1", "x"], "--grace: expected a number of seconds, got '-1'"),
+        ([], "the following arguments are required: PROGRAM"),
+    ],
+)
+def test_senseless_arguments_are_refused(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from flashlight_py.launch.options import read_options
+
+    with pytest.raises(SystemExit):
+        read_options(arguments, "python")
+    assert told in capsys.readouterr().err
+
+
+def test_a_program_that_cannot_be_run() -> None:
+    done = launch("-n", 2, "--no-python", "/no/such/program")
+    assert done.returncode == 127
+    assert "flrun: cannot run /no/such/program: " in done.stderr

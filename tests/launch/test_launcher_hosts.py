@@ -1,0 +1,180 @@
+"""Several hosts: one launcher over ssh, or one on each. All hosts are this one.
+
+There is no ssh server here. A stand-in takes its place, which runs the remote command in a local
+shell; what ssh itself does (keys, known hosts, the network) is not tested.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.launcher import LAUNCH, launch, write
+
+ALL_REDUCE = """
+import os, sys
+import numpy as np
+import flashlight_py as fl
+fl.distributed_init(fl.DistributedInit.ENV)
+print(fl.get_world_rank(), int(fl.all_reduce(np.ones(1))[0]), os.environ.get("LOCAL_RANK"),
+      sys.stdin.readline().strip())
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> str:
+    """``ssh HOST COMMAND``; a host called "down" cannot be reached."""
+    stand_in = write(tmp_path, '[ "$1" = down ] && exit 255\nexec sh -c "$2"\n', "ssh")
+    return f"sh {stand_in}"
+
+
+def test_ranks_on_two_hosts_meet_at_a_port_of_their_own(tmp_path: Path, ssh: str) -> None:
+    program = write(tmp_path, ALL_REDUCE)
+    done = launch("--hosts", "a:2,b", "--ssh", ssh, program, input="typed\n")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] 0 3 0 typed", "[1] 1 3 1 ", "[2] 2 3 0 "]
+
+
+def test_input_of_any_size_reaches_rank_0_of_another_host(tmp_path: Path, ssh: str) -> None:
+    program = write(tmp_path, "import sys; print(len(sys.stdin.buffer.read()))")
+    large = tmp_path / "large"
+    large.write_bytes(os.urandom(300_000))
+    with large.open("rb") as file:
+        done = launch("--hosts", "a,b", "--ssh", ssh, program, stdin=file)
+    assert sorted(done.stdout.splitlines()) == ["[0] 300000", "[1] 0"]
+
+
+FAILING = """
+import os, signal, subprocess, sys
+if os.environ["RANK"] == "1":
+    raise ValueError("a bad batch")
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+signal.pause()
+"""
+
+
+def test_a_failure_on_another_host(tmp_path: Path, ssh: str) -> None:
+    done = launch("--hosts", "a,b,c", "--ssh", ssh, write(tmp_path, FAILING))
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("flrun: rank 1 of 3 on b raised ValueError: a bad batch")
+
+
+def test_a_host_that_cannot_be_reached(tmp_path: Path, ssh: str) -> None:
+    program = write(tmp_path, "import os; print('of', os.environ['WORLD_SIZE'])")
+    done = launch("--hosts", "a,down", "--ssh", ssh, program)
+    assert done.returncode == 1
+    assert "rank 1 of 2 on down is lost: ssh to down exited with code 255" in done.stderr
+    done = launch("--hosts", "a,down,b", "--ssh", ssh, "--min-n", 2, program)
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == ["[0] of 2", "[1] of 2"]
+
+
+WAITING = """
+import subprocess, signal
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+print("ready")
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_signals_reach_other_hosts(tmp_path: Path, ssh: str, number: signal.Signals) -> None:
+    """The fixture of this folder looks for processes that are left, also after a SIGKILL."""
+    command = [*LAUNCH, "--hosts", "a,b", "--ssh", ssh, str(write(tmp_path, WAITING))]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        for _ in range(2):
+            assert "ready" in process.stdout.readline()
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=10)
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        assert "KeyboardInterrupt" in errors
+
+
+def on_each_node(rdzv: Path, *arguments: object) -> list[Any]:
+    """Run one launcher for each of two nodes; node 1 has two ranks."""
+    launchers = [
+        subprocess.Popen(
+            [*LAUNCH, f"-n{node + 1}", "--nnodes=2", f"--node-rank={node}", f"--rdzv={rdzv}"]
+            + [str(argument) for argument in arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    outputs = [launcher.communicate(timeout=30) for launcher in launchers]
+    return [
+        subprocess.CompletedProcess(launcher.args, launcher.returncode, *output)
+        for launcher, output in zip(launchers, outputs, strict=True)
+    ]
+
+
+def test_a_launcher_on_each_host(tmp_path: Path) -> None:
+    program = write(tmp_path, ALL_REDUCE)
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    first, second = on_each_node(meeting / "run", program)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout == "[0] 0 3 0 \n"
+    assert sorted(second.stdout.splitlines()) == ["[1] 1 3 0 ", "[2] 2 3 1 "]
+    assert list(meeting.iterdir()) == []
+
+
+def test_a_failure_ends_all_launchers_with_its_code(tmp_path: Path) -> None:
+    program = write(tmp_path, FAILING)
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    for done in on_each_node(meeting, "--max-restarts", 1, program):
+        assert done.returncode == 1
+        assert done.stderr.count("rank 1 of 3") == 2
+        assert "raised ValueError: a bad batch" in done.stderr.splitlines()[-1]
+    assert list(meeting.iterdir()) == []
+
+
+def test_launchers_go_on_together_with_the_ranks_that_remain(tmp_path: Path) -> None:
+    program = write(tmp_path, FAILING)
+    for done in on_each_node(tmp_path / "run", "--min-n", 2, program):
+        assert done.returncode == 1
+        told = [line for line in done.stderr.splitlines() if line.startswith("flrun: ")]
+        assert told[0].startswith("flrun: rank 1 of 3")
+        assert told[1] == "flrun: starting again with 2 rank(s), for the 1st time"
+        assert told[2].startswith("flrun: rank 1 of 2")
+
+
+def test_slurms_variables_are_enough(tmp_path: Path) -> None:
+    """What ``srun -n 2 python program.py`` sets, for both tasks."""
+    program = write(tmp_path, ALL_REDUCE)
+    common = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+    }
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, program],
+            env={**os.environ, **common, "SLURM_PROCID": f"{i}", "SLURM_LOCALID": f"{i}"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    assert [task.communicate(timeout=30)[0] for task in tasks] == [
+        "0 2 None \n",
+        "1 2 None \n",
+    ]

@@ -1,0 +1,101 @@
+"""What ranks print, on its way to a terminal or a pipe: lines stay whole and tell their rank."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flashlight_py.launch.output import LONGEST_LINE, Output, Source
+from flashlight_py.launch.tails import Tail
+
+
+def written(ours: int, theirs: int, steps: Callable[[Output], None], size: int = 2) -> str:
+    """What ``steps`` make an Output write to ``theirs``."""
+    steps(Output(size, descriptors=(theirs, theirs)))
+    text = os.read(ours, 1 << 20).decode()
+    for end in (ours, theirs):
+        os.close(end)
+    return text
+
+
+def test_lines_of_ranks_do_not_mix() -> None:
+    def steps(output: Output) -> None:
+        output.take(Source(0, "out"), b"one ")
+        output.take(Source(1, "err"), b"two\nthr")
+        output.flush()  # nobody waits for an answer to a pipe
+        output.take(Source(0, "out"), b"line\r\nfour\n")
+        output.take(Source(1, "err"), b"ee")
+        assert output.flush_at() == float("inf")
+        output.end()
+        output.say("the end")
+
+    assert written(*os.pipe(), steps).splitlines() == [
+        "[1] two",
+        "[0] one line",
+        "[0] four",
+        "[1] three",
+        "flrun: the end",
+    ]
+
+
+def test_a_line_without_end_does_not_fill_the_memory() -> None:
+    def steps(output: Output) -> None:
+        output.take(Source(0, "out"), b"x" * (LONGEST_LINE + 1))
+        output.take(Source(1, "out"), b"y\n")
+
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, True)
+    fcntl.fcntl(theirs, 1031, 1 << 20)  # F_SETPIPE_SZ: nobody reads meanwhile
+    assert written(ours, theirs, steps) == f"[0] {'x' * (LONGEST_LINE + 1)}\n[1] y\n"
+
+
+def test_a_question_is_shown_on_a_terminal_and_goes_on_in_its_line() -> None:
+    def steps(output: Output) -> None:
+        output.take(Source(0, "out"), b"50%\r60%")
+        assert output.flush_at() < float("inf")
+        output.flush()
+        output.take(Source(0, "out"), b"\r70%")
+        output.flush()
+        output.take(Source(1, "out"), b"other\n")
+        output.end()
+
+    first, second = (f"\033[{colour}m[{rank}]\033[0m " for rank, colour in ((0, 36), (1, 33)))
+    assert written(*pty.openpty(), steps) == (
+        f"{first}50%\r{first}60%\r{first}70%\r\n{second}other\r\n"
+    )
+
+
+def test_ranks_of_a_large_world_stand_in_a_column() -> None:
+    text = written(*os.pipe(), lambda output: output.take(Source(7, "out"), b"x\n"), size=100)
+    assert text == "[ 7] x\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", ""),
+        ("ValueError: printed\n", ""),
+        ("Traceback (most recent call last):\n  File\n    x\nError: a\nmore\n", "Error: a"),
+        ("Traceback (most recent call last):\n  a\nA: 1\n\nDuring the handling of the above "
+         "exception\n\nTraceback (most recent call last):\n  b\nB: 2\n", "B: 2"),
+        ('  File "x.py", line 1\n    x y\n      ^\nSyntaxError: invalid\n', "SyntaxError: invalid"),
+    ],
+)  # fmt: skip
+def test_the_last_error_of_a_rank(text: str, error: str) -> None:
+    tail = Tail()
+    for line in text.encode().splitlines():
+        tail.read(line)
+    assert tail.error == error
+
+
+def test_files_take_all_as_it_is(tmp_path: Path) -> None:
+    output = Output(2, tmp_path)
+    output.take(Source(1, "err"), b"a\r\nb")
+    output.end()
+    assert (tmp_path / "rank-1.err").read_bytes() == b"a\r\nb"
+    assert output.files_of(1) == str(tmp_path / "rank-1.err")

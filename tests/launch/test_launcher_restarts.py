@@ -1,0 +1,76 @@
+"""A job that is started again: as it was, or with the ranks that remain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashlight_py.launch.plan import Place, counts_of_remaining, may_restart, places
+from tests.launch.launcher import launch, write
+
+
+def test_places_of_ranks() -> None:
+    assert places([2, 0, 1]) == [Place(0, 0, 2, 0), Place(1, 1, 2, 0), Place(2, 0, 1, 2)]
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.data())
+def test_what_remains_is_what_was_not_lost(counts: list[int], data: st.DataObject) -> None:
+    lost = data.draw(st.sets(st.sampled_from(range(sum(counts))))) if sum(counts) else set()
+    remaining = counts_of_remaining(counts, lost)
+    assert sum(remaining) == sum(counts) - len(lost)
+    assert all(0 <= after <= before for before, after in zip(counts, remaining, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("restarts", "most", "remaining", "least", "may"),
+    [
+        (0, None, 4, None, False),
+        (0, 1, 4, None, True),
+        (1, 1, 4, None, False),
+        (5, None, 3, 3, True),
+        (0, None, 2, 3, False),
+        (1, 1, 3, 3, False),
+        (0, 0, 3, 1, False),
+    ],
+)
+def test_whether_a_job_is_started_again(
+    restarts: int, most: int | None, remaining: int, least: int | None, may: bool
+) -> None:
+    assert may_restart(restarts, most, remaining, least) == may
+
+
+FAILING = """
+import os, signal, sys
+restarts, rank, size = (int(os.environ[name]) for name in
+    ("FLASHLIGHT_RESTART_COUNT", "RANK", "WORLD_SIZE"))
+print(f"restart {restarts}, {rank} of {size}, meets at {os.environ['FLASHLIGHT_FILE'][-1]}")
+if rank == 1 and restarts < int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGKILL)
+if restarts < int(sys.argv[1]):
+    signal.pause()
+"""
+
+
+def test_as_often_as_allowed_and_then_the_code_of_the_last_failure(tmp_path: Path) -> None:
+    program = write(tmp_path, FAILING)
+    done = launch("-n", 2, "--max-restarts", 2, program, 2)
+    assert done.returncode == 0
+    assert "[1] restart 2, 1 of 2, meets at 2" in done.stdout
+    assert done.stderr.count("flrun: starting again with 2 rank(s)") == 2
+    done = launch("-n", 2, "--max-restarts", 1, program, 2)
+    assert done.returncode == 137
+    assert done.stderr.count("was killed by SIGKILL") == 2
+
+
+def test_with_the_ranks_that_remain_down_to_the_least(tmp_path: Path) -> None:
+    program = write(tmp_path, FAILING)
+    done = launch("-n", 4, "--min-n", 2, program, 9)
+    assert done.returncode == 137
+    for restarts, size in enumerate((4, 3, 2)):
+        assert f"[1] restart {restarts}, 1 of {size}, meets at {restarts}" in done.stdout
+    assert "of 1" not in done.stdout
+    assert "flrun: starting again with 3 rank(s), for the 1st time" in done.stderr
+    assert "flrun: starting again with 2 rank(s), for the 2nd time" in done.stderr
