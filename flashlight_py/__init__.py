@@ -6,9 +6,21 @@ every core of a machine or on many hosts. See ``distributed_init`` and ``all_red
 
 from __future__ import annotations
 
-from flashlight_py import autograd, dataset, device, distributed, errors, meter, nn, optim, parallel
+from flashlight_py import (
+    autograd,
+    checkpoint,
+    dataset,
+    device,
+    distributed,
+    errors,
+    meter,
+    nn,
+    optim,
+    parallel,
+)
 from flashlight_py._version import __version__
 from flashlight_py.autograd import Variable, gradcheck, input, no_grad, param
+from flashlight_py.checkpoint import Checkpoint, load, save
 from flashlight_py.distributed import (
     Bfloat16Compression,
     CoalescingReducer,
@@ -78,6 +90,7 @@ from flashlight_py.random import set_seed
 __all__ = [
     "__version__",
     "autograd",
+    "checkpoint",
     "dataset",
     "device",
     "distributed",
@@ -147,6 +160,9 @@ __all__ = [
     "join",
     "synchronize",
     "sync_meter",
+    "save",
+    "load",
+    "Checkpoint",
     "spawn",
     "DistributedOptimizer",
     "DistributedDataContainer",

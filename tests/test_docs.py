@@ -24,7 +24,17 @@ from tests.distributed.harness import mpirun_command
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PACKAGES = ("autograd", "dataset", "device", "distributed", "errors", "meter", "nn", "optim")
+PACKAGES = (
+    "autograd",
+    "checkpoint",
+    "dataset",
+    "device",
+    "distributed",
+    "errors",
+    "meter",
+    "nn",
+    "optim",
+)
 PACKAGES += ("parallel", "parallel.functional")
 # A parameter whose name says that it is a duration or a size must have its unit in the docstring.
 UNITS = {"timeout": "seconds", "interval": "seconds", "bytes": "bytes"}

@@ -94,3 +94,20 @@ def test_compression_tells_bytes_times_and_losses(tmp_path: Path) -> None:
     assert "| Float16 | 6 | 50.00% |" in output
     assert "2 epochs of the example, 20 samples" in output
     assert re.search(r"\| no hook \| 4804 \| \d+(\.\d+)? \| 1.000x \|", output)
+
+
+def test_checkpoints_are_measured_beside_dd(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    options = ("--quick", "--folder", str(tmp_path), "--json", str(file))
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "checkpoint.py"), *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "| 4 MB |" in done.stdout
+    result = json.loads(file.read_text())
+    assert set(result["measurements"][1]["seconds"]) == {"dd, conv=fsync", "fl.save", "fl.load"}
+    assert list(tmp_path.iterdir()) == [file]
