@@ -34,6 +34,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "_native"),
     "checkpoint": ("_version", *FRAMEWORK[:3], "distributed", "parallel"),
     # The program of a rank imports the package (""), as the script of a user does.
+    "doctor.rank_main": ("doctor", ""),
+    "doctor": ("_version", "errors", "_native", "distributed", "launch"),
     "launch.rank_main": ("launch", ""),
     "launch": ("errors", "distributed.rendezvous"),
 }

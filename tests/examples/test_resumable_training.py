@@ -65,11 +65,12 @@ def test_killed_at_any_moment_the_parameters_end_the_same(tmp_path: Path) -> Non
     for _ in range(KILLS):
         with started("--folder", folder, *job) as processes:
             assert processes[0].stdout
-            for _ in range(random.integers(1, 30)):
+            # All kills together leave something to do: 100 lines are printed, 90 read at most.
+            for _ in range(random.integers(1, max(2, 90 // KILLS))):
                 processes[0].stdout.readline()
-            time.sleep(random.uniform(0, 0.005))  # the moment is what is tried here
+            time.sleep(random.uniform(0, 0.003))  # the moment is what is tried here
     output, found = trained(folder, *job)
-    assert output.startswith("Going on from step ")
+    assert 0 < int(output.partition("\n")[0].removeprefix("Going on from step ")) < 300
     assert output.endswith("Done after step 300\n")
     assert found.keys() == expected.keys()
     for name, array in expected.items():
