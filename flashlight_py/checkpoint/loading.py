@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,8 +34,7 @@ __all__ = ["Checkpoint", "load"]
 _log = logging.getLogger("flashlight_py")
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """What was loaded: its step, its path on rank 0, and ``extra`` as it was saved.
 
     ``ranks`` tells how many saved it; ``skipped`` why newer ones were not used, one text each.
