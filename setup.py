@@ -98,7 +98,9 @@ def numpy_extension(name: str, sources: list[str], depends: list[str]) -> Extens
 
 
 FAST = numpy_extension(
-    "fast", ["csrc/fast/fast.c"], ["csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"]
+    "fast",
+    ["csrc/fast/fast.c", "csrc/fast/describe.c"],
+    ["csrc/fast/fast.h", "csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"],
 )
 TREE = numpy_extension(
     "tree",

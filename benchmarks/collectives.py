@@ -6,18 +6,23 @@ The method is that of all_reduce.py. Sizes are bytes of each rank's argument: wh
 all_gather, what it is given to cut in a reduce_scatter, a scatter or an all_to_all. send_recv is
 there and back between ranks 0 and 1, sendrecv a step around a ring. The root of a broadcast may be
 done before the others; as everywhere it is the slowest rank's time for a batch of calls that
-counts. Where a result is not in place, everybody writes it into an array that was made before.
+counts. Where a result is not in place, everybody writes it into an array that was made before. A
+copy of the argument by one core, beside them, shows what is a matter of memory alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from harness import collectives_targets
+from harness.all_reduce_targets import COPY
 from harness.conductor import Case, Conductor, Contender
 from harness.facts import machine_facts
+from harness.launchers import Library
 from harness.options import collective_peers, common_arguments, ours, plan_of
 from harness.report import (
     facts_text,
@@ -68,6 +73,7 @@ def measure(options: argparse.Namespace, conductor: Conductor) -> list[Measureme
     for ranks in options.ranks:
         entrants = [Contender(OURS, ours("flashlight_collectives"), ranks)]
         entrants += collective_peers(options, ranks, conductor.absent)
+        entrants.append(Contender(COPY, Library(COPY, "copy", Path(sys.executable)), 1))
         results += [conductor.measure(case, entrants) for case in cases(options, ranks)]
     return results
 

@@ -7,12 +7,14 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
 #include <numpy/arrayobject.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "../common/types.cdef.h"
+#include "fast.h"
+
 #include "../shm/shm.cdef.h"
 
 /* How many looks at the other ranks' calls it takes (about 2 us) until the GIL is let go. */
@@ -55,13 +57,12 @@ static int op_code(PyObject *op, int is_integer, double *scale, int size) {
   return -1;
 }
 
-static int describe(PyObject *x, PyObject *scale, PyObject *op, int size, fl_signature *out) {
+static int describe_call(PyObject *x, PyObject *scale, PyObject *op, int size, fl_signature *out) {
   if (!PyArray_CheckExact(x) || !PyFloat_CheckExact(scale)) return 0;
   PyArrayObject *array = (PyArrayObject *)x;
   if (!PyArray_ISCARRAY(array)) return 0; /* contiguous, aligned, writeable, native */
   const int code = dtype_code(PyArray_TYPE(array));
-  const int dims = PyArray_NDIM(array);
-  if (code < 0 || dims > 8) return 0;
+  if (code < 0 || PyArray_NDIM(array) > 8) return 0;
   memset(out, 0, sizeof *out);
   out->verb = FL_ALL_REDUCE;
   out->dtype = code;
@@ -71,13 +72,7 @@ static int describe(PyObject *x, PyObject *scale, PyObject *op, int size, fl_sig
   if (is_integer && out->scale != 1.0) return 0;
   out->op = op_code(op, is_integer, &out->scale, size);
   if (out->op < 0) return 0;
-  out->itemsize = (int32_t)PyArray_ITEMSIZE(array);
-  out->ndim = dims;
-  out->count = 1;
-  for (int d = 0; d < dims; ++d) {
-    out->shape[d] = PyArray_DIM(array, d);
-    out->count *= out->shape[d];
-  }
+  describe_array(array, out);
   return 1;
 }
 
@@ -91,7 +86,7 @@ static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t co
     return NULL;
   }
   PyObject *x = args[0];
-  if (!describe(x, args[1], args[2], binding->size, &signature)) {
+  if (!describe_call(x, args[1], args[2], binding->size, &signature)) {
     Py_RETURN_NOTIMPLEMENTED;
   }
   void *data = PyArray_DATA((PyArrayObject *)x);
@@ -155,7 +150,12 @@ static PyObject *bind(PyObject *module, PyObject *args) {
   return function;
 }
 
-static PyMethodDef methods[] = {{"bind", bind, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyMethodDef methods[] = {
+    {"bind", bind, METH_VARARGS, NULL},
+    {"address", address, METH_O, NULL},
+    {"describe", (PyCFunction)(void (*)(void))describe, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_fast", NULL, -1, methods, NULL, NULL, NULL, NULL};

@@ -87,10 +87,7 @@ class _Synchronization:
         self._where = f"[synchronize] rank {members.rank} of {members.size}"
 
     def of(self, tree: SomeTree) -> SomeTree:
-        plan, numbers, number_bytes = self._agreed_plan(tree)
-        buffers = Buffers(plan, number_bytes)
-        if self._is_root:
-            buffers.pack(numbers)
+        plan, buffers = self._agreed_buffers(tree)
         for buffer in buffers.used:
             broadcast(buffer, self._root, group=self._group)
         if self._is_root:
@@ -99,27 +96,35 @@ class _Synchronization:
         changed: SomeTree = put_numbers(plan, decode_numbers(like, buffers.unpack()))
         return changed
 
-    def _agreed_plan(self, tree: object) -> tuple[Plan, bytes, int]:
-        """Return this rank's plan, its numbers and the bytes of the root's, if all trees agree.
+    def _agreed_buffers(self, tree: object) -> tuple[Plan, Buffers]:
+        """Return this rank's plan and its buffers, packed on the root, if all trees agree.
 
         Dicts may have their keys in another order on other ranks. Few have, so keys are sorted
         only where the first walks do not agree.
         """
         descriptions = []
         for sort_keys in (False, True):
-            plan, numbers = self._walk(tree, sort_keys)
+            plan, packed, numbers = self._walk(tree, sort_keys)
             descriptions.append(plan.description)
-            agreed, number_bytes = self._compare(plan.description, len(numbers))
+            agreed, number_bytes = self._compare(plan.description, numbers)
             if agreed:
-                return plan, numbers, number_bytes
+                return plan, packed or Buffers(plan, number_bytes)
         raise self._mismatch(*descriptions)
 
-    def _walk(self, tree: object, sort_keys: bool) -> tuple[Plan, bytes]:
-        """Return the plan and, on the root, its encoded numbers; an error is told to all ranks."""
+    def _walk(self, tree: object, sort_keys: bool) -> tuple[Plan, Buffers | None, int]:
+        """Return the plan and, on the root, packed buffers and the bytes of its numbers.
+
+        The root packs before it hears from the others, who may still be unpacking what came last.
+        An error is told to all ranks.
+        """
         try:
             plan = plan_of(tree, sort_keys)
-            found = [number for _, _, number in plan.numbers] if self._is_root else []
-            return plan, encode_numbers(found)
+            if not self._is_root:
+                return plan, None, 0
+            numbers = encode_numbers([number for _, _, number in plan.numbers])
+            buffers = Buffers(plan, len(numbers))
+            buffers.pack(numbers)
+            return plan, buffers, len(numbers)
         except Exception as error:
             self._reduce(0, 0, failed=True)
             raise self._first_failure(error) from error

@@ -1,6 +1,7 @@
 """The native side of Gloo under stress: at random, at full speed and under the sanitizers.
 
-A short form of ``make sanitize``; more can be read in tests/native/gloo/Makefile.
+A short form of ``make sanitize``, which also builds it plainly and for the other sanitizers; more
+can be read in tests/native/gloo/Makefile.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("configuration", "worlds"), [("plain", 40), ("address", 20), ("thread", 10)]
-)
+@pytest.mark.parametrize(("configuration", "worlds"), [("thread", 10)])
 def test_random_worlds_give_what_they_promise(configuration: str, worlds: int) -> None:
     """Every verb, messages in any order, mismatches, ranks that leave or are late."""
     build = ["make", "-s", "-j2", "-C", str(ROOT / "tests/native/gloo"), configuration]

@@ -13,6 +13,7 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.arrays import dtype_code, require_length
 from flashlight_py.distributed.backend import Backend, Message
+from flashlight_py.distributed.backends.describing import Describer
 from flashlight_py.distributed.backends.interrupts import raise_interruption
 from flashlight_py.distributed.backends.native_work import GATHERED, SCATTERED, NativeWork, Received
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
@@ -37,6 +38,8 @@ class NativeBackend(Backend):
         self.rank, self.size, self.timeout = rank, size, timeout
         self._group: Any = None  # the library's handle; None once the group is closed
         self._signature = self.ffi.new("fl_signature *")
+        self._describer = Describer(self.ffi, self._signature)
+        self._pointer = self._describer.pointer
         self._running: list[NativeWork] = []
 
     @abc.abstractmethod
@@ -264,22 +267,14 @@ class NativeBackend(Backend):
     def _describe(
         self, name: str, verb: int, array: Array | None, op: ReduceOp, scale: float, root: int
     ) -> None:
+        if array is not None:
+            code = dtype_code(name, array.dtype)
+            self._describer.describe(array, verb, code, op, scale, root)
+            return
         signature = self._signature
         signature.verb, signature.op, signature.scale, signature.root = verb, op, scale, root
-        if array is None:
-            signature.dtype = signature.itemsize = signature.count = 0
-            signature.ndim = self.lib.FL_ANY if verb == self.lib.FL_SCATTER else 0
-            return
-        shape = array.shape
-        signature.dtype, signature.itemsize = dtype_code(name, array.dtype), array.itemsize
-        signature.count, signature.ndim = math.prod(shape), len(shape)
-        for d, extent in enumerate(shape[:8]):
-            signature.shape[d] = extent
-
-    def _pointer(self, array: Array | None) -> Any:
-        if array is None:
-            return self.ffi.NULL
-        return self.ffi.cast("void *", array.ctypes.data)
+        signature.dtype = signature.itemsize = signature.count = 0
+        signature.ndim = self.lib.FL_ANY if verb == self.lib.FL_SCATTER else 0
 
     def message(self, room: Any) -> str:
         """Return what the library wrote into ``room``."""

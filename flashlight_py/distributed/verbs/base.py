@@ -23,6 +23,9 @@ class Room(NamedTuple):
     packed: Array | None
 
 
+_NO_ROOM = Room(None, None, None)
+
+
 class Verbs(abc.ABC):
     """Validates, packs, calls a backend, unpacks. ``rank`` and ``size`` are those of the group."""
 
@@ -68,12 +71,11 @@ class Verbs(abc.ABC):
         return then if unpack is None else self._keep(then)
 
     def _room(self, verb: str, out: Any, like: Array, shape: tuple[int | None, ...]) -> Room:
-        """Return where a result of ``shape`` goes; None stands for an extent that is not known."""
+        """Return where a result of ``shape`` goes; its first extent is None if not known."""
         if out is None:
-            return Room(None, None, None)
+            return _NO_ROOM
         array = as_array(verb, out)
-        known = [e is None or e == got for e, got in zip(shape, array.shape, strict=False)]
-        if array.ndim != len(shape) or not all(known) or array.dtype != like.dtype:
+        if not _fits(array.shape, shape) or array.dtype != like.dtype:
             extents = ", ".join("any" if extent is None else str(extent) for extent in shape)
             raise ValueError(
                 f"{verb}: out must be {like.dtype} ({extents}), got {array.dtype} {array.shape}"
@@ -115,3 +117,10 @@ def unpack_into(array: Array, packed: Array) -> Callable[[Any], None] | None:
         array[...] = packed
 
     return unpack
+
+
+def _fits(got: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    if got == wanted:
+        return True
+    same_rank = len(got) == len(wanted) > 0
+    return same_rank and wanted[0] is None and got[1:] == wanted[1:]

@@ -1,0 +1,24 @@
+/* Arrays read by NumPy's C API: what the files of this module share. */
+#pragma once
+
+#include <stdint.h>
+
+#include "../common/types.cdef.h"
+
+enum { SHAPE = sizeof((fl_signature *)0)->shape / sizeof(int64_t) };
+
+/* Element size, count and shape of `array`. */
+static inline void describe_array(PyArrayObject *array, fl_signature *out) {
+  const int dims = PyArray_NDIM(array);
+  out->itemsize = (int32_t)PyArray_ITEMSIZE(array);
+  out->ndim = dims;
+  out->count = 1;
+  for (int d = 0; d < dims; ++d) {
+    const int64_t extent = PyArray_DIM(array, d);
+    out->count *= extent;
+    if (d < SHAPE) out->shape[d] = extent;
+  }
+}
+
+PyObject *address(PyObject *module, PyObject *array);
+PyObject *describe(PyObject *module, PyObject *const *args, Py_ssize_t count);
