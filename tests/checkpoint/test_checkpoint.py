@@ -17,6 +17,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.errors import CheckpointError
+from tests.autograd.strict_library import StrictArray, StrictLibrary
 from tests.checkpoint.runs import Run
 
 
@@ -102,6 +103,18 @@ def test_bfloat16_comes_back(tmp_path: Path) -> None:
     assert found is not None
     assert found.extra.dtype == ml_dtypes.bfloat16
     assert found.extra.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_arrays_of_a_gpu_are_brought_to_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for CuPy, which refuses what is not done explicitly; see tests/gpu."""
+    monkeypatch.setitem(sys.modules, "cupy", StrictLibrary())
+    array = np.arange(6.0).reshape(2, 3).T
+    fl.save(tmp_path, extra=[StrictArray(array)])
+    found = fl.load(tmp_path)
+    assert found is not None
+    np.testing.assert_array_equal(found.extra[0], array)
 
 
 def test_the_library_safetensors_reads_our_files_and_we_its(tmp_path: Path) -> None:
