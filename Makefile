@@ -3,6 +3,7 @@
 #   PYTHON=python3.12   the interpreter that .venv is made from (3.10 or later)
 #   RANKS=4 EPOCHS=100  of `make example`
 #   PYTEST="-k gloo"    arguments of pytest in `make test`
+#   KILLS=50            how often `make test` kills examples/ResumableTraining.py
 #   ROUNDS=5000 SEED=2  of `make sanitize`: calls of a group, and which
 #   CHAOS="--rounds 5"  arguments of `make chaos`; --help tells
 #   BENCH=--quick       arguments of every script in `make bench`
@@ -22,7 +23,7 @@ READY := .venv/.ready
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example test test-gpu lint chaos sanitize wheel bench clean
+.PHONY: help setup example test test-gpu lint docs chaos sanitize wheel bench clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +44,10 @@ lint: $(READY) ## ruff and mypy
 
 chaos: $(READY) ## ranks that die, stop and raise, hundreds of rounds; and 1,000 worlds in a row
 	$(IN_VENV) python -m tests.chaos $(CHAOS)
+
+docs: .venv/.docs ## build the documentation into build/site; warnings are errors
+	$(IN_VENV) NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 sanitize: ## stress the native code: plain, with Address- and UndefinedBehavior-, with ThreadSanitizer
 	@for way in plain address thread; do \
@@ -66,6 +71,10 @@ clean: ## remove everything that make has created, .venv included
 	rm -rf .venv .venv-bench-* build dist wheelhouse *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f flashlight_py/_native/*.so flashlight_py/_native/*.missing.txt flashlight_py/_native/_nccl.py
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.docs: $(READY) scripts/install_extra
+	$(IN_VENV) scripts/install_extra docs
+	@touch $@
 
 $(READY): pyproject.toml setup.py scripts/setup $(SOURCES)
 	@PYTHON="$(PYTHON)" scripts/setup

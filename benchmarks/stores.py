@@ -8,6 +8,7 @@ This is what csrc/shm/choice.h finds out while it runs.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import tempfile
@@ -24,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the times there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "stores"
@@ -36,7 +38,14 @@ def main() -> None:
     for case in results[0]:
         fill, add = zip(*(result[case] for result in results), strict=True)
         print(f"| {case[0]} | {case[1]} | {spread(fill)} | {spread(add)} |")
-    print("\n- " + ", ".join(f"{name} {value}" for name, value in machine_facts().items()))
+    machine = machine_facts()
+    print("\n- " + ", ".join(f"{name} {value}" for name, value in machine.items()))
+    if options.json:
+        cases = [{"bytes": size, "stores": way} for size, way in results[0]]
+        times = [[result[case] for result in results] for case in results[0]]
+        told = [{**case, "us": each} for case, each in zip(cases, times, strict=True)]
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"machine": machine, "rounds": told}, indent=1) + "\n")
 
 
 def measure(program: Path) -> dict[tuple[int, str], tuple[float, float]]:

@@ -17,6 +17,7 @@ from flashlight_py._version import __version__
 if TYPE_CHECKING:
     from flashlight_py import (
         autograd,
+        checkpoint,
         dataset,
         device,
         distributed,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     )
     from flashlight_py.autograd import Variable, input, no_grad, param
     from flashlight_py.autograd.gradcheck import gradcheck
+    from flashlight_py.checkpoint import Checkpoint, load, save
     from flashlight_py.distributed import (
         Bfloat16Compression,
         CoalescingReducer,
@@ -99,6 +101,7 @@ if TYPE_CHECKING:
 __all__ = [
     "__version__",
     "autograd",
+    "checkpoint",
     "dataset",
     "device",
     "distributed",
@@ -170,6 +173,9 @@ __all__ = [
     "synchronize",
     "sync_meter",
     "profile",
+    "save",
+    "load",
+    "Checkpoint",
     "spawn",
     "DistributedOptimizer",
     "DistributedDataContainer",
@@ -179,6 +185,7 @@ __all__ = [
 
 _PARTS = (
     "autograd",
+    "checkpoint",
     "dataset",
     "device",
     "distributed",
@@ -192,6 +199,7 @@ _PARTS = (
 # Where a public name is imported from; all others are from distributed.
 _HOMES = {
     "autograd": ["Variable", "gradcheck", "input", "no_grad", "param"],
+    "checkpoint": ["Checkpoint", "load", "save"],
     "launch": ["spawn"],
     "parallel": [
         "DistributedDataContainer",

@@ -18,6 +18,7 @@ __all__ = [
     "UnavailableEverywhereError",
     "GroupClosedError",
     "RankFailedError",
+    "CheckpointError",
 ]
 
 
@@ -79,3 +80,10 @@ class RankFailedError(DistributedError):
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or none of those that are there can be used.
+
+    Raised on every rank that saves or loads together.
+    """

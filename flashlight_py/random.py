@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-__all__ = ["generator", "set_seed"]
+from flashlight_py.device import is_cupy
+
+__all__ = [
+    "generator",
+    "load_state_dict",
+    "set_seed",
+    "set_state_of",
+    "state_dict",
+    "state_of",
+]
 
 _seed: int | None = None
 _generators: dict[str, Any] = {}
@@ -38,3 +49,58 @@ def generator(library: ModuleType = np) -> Any:
     if name not in _generators:
         _generators[name] = library.random.default_rng(_seed)
     return _generators[name]
+
+
+def state_dict() -> dict[str, Any]:
+    """Return the seed, and the state of each generator that has been used: dicts and copies."""
+    states = {name: state_of(generator) for name, generator in _generators.items()}
+    return {"seed": _seed, "generators": states}
+
+
+def load_state_dict(state: Mapping[str, Any]) -> None:
+    """Go on where ``state_dict`` was taken: the same numbers follow as followed then.
+
+    Raises:
+        ModuleNotFoundError: a generator of CuPy's was saved, and CuPy is not installed.
+    """
+    global _seed  # noqa: PLW0603 - as in set_seed
+    _generators.clear()
+    for name, of_generator in state["generators"].items():
+        set_state_of(generator(importlib.import_module(name)), of_generator)
+    _seed = state["seed"]
+
+
+def state_of(generator: Any) -> dict[str, Any]:
+    """Return the state of a ``numpy.random.Generator`` or CuPy's, as a dict of its own.
+
+    Raises:
+        TypeError: it is no such generator.
+    """
+    bits = getattr(generator, "bit_generator", None)
+    if isinstance(bits, np.random.BitGenerator):
+        return dict(bits.state)
+    device_state: Any = getattr(bits, "_state", None)  # CuPy has no public name for it
+    if not is_cupy(device_state):
+        raise TypeError(
+            f"expected a numpy.random.Generator or a cupy.random.Generator, got "
+            f"{type(generator).__name__}"
+        )
+    return {"bit_generator": type(bits).__name__, "state": device_state.get()}
+
+
+def set_state_of(generator: Any, state: Mapping[str, Any]) -> None:
+    """Let ``generator`` go on from ``state``, which ``state_of`` returned, in place.
+
+    Raises:
+        ValueError: the state is of a generator of another kind.
+    """
+    bits = generator.bit_generator
+    if state["bit_generator"] != type(bits).__name__:
+        raise ValueError(
+            f"the state is of a {state['bit_generator']} generator, this one is a "
+            f"{type(bits).__name__}; make it as it was made when the state was saved"
+        )
+    if isinstance(bits, np.random.BitGenerator):
+        bits.state = dict(state)
+    else:
+        bits._state.set(state["state"])

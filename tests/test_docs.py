@@ -24,7 +24,17 @@ from tests.distributed.harness import mpirun_command
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PACKAGES = ("autograd", "dataset", "device", "distributed", "errors", "meter", "nn", "optim")
+PACKAGES = (
+    "autograd",
+    "checkpoint",
+    "dataset",
+    "device",
+    "distributed",
+    "errors",
+    "meter",
+    "nn",
+    "optim",
+)
 PACKAGES += ("parallel", "parallel.functional", "trace")
 # A parameter whose name says that it is a duration or a size must have its unit in the docstring.
 UNITS = {"timeout": "seconds", "interval": "seconds", "bytes": "bytes"}
@@ -191,9 +201,11 @@ def test_links_between_documents_lead_somewhere(document: str) -> None:
 
 # What the pages for newcomers call besides the package: objects of the reader's program, built-ins.
 LOCAL = {"len", "optimizer", "loss", "sampler", "joined", "group"}
+LOCAL |= {"model", "criterion", "sgd", "l", "meter", "var", "module", "train", "eval"}
+LOCAL |= {"clear_grad_hook"}  # of a Variable
 
 
-@pytest.mark.parametrize("page", ["from-pytorch", "from-mpi4py"])
+@pytest.mark.parametrize("page", ["from-flashlight", "from-pytorch", "from-mpi4py"])
 def test_names_that_lead_from_another_library_exist(page: str) -> None:
     rows = re.findall(r"^\|(.*)\|$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
     column, called = 0, list[str]()

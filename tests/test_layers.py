@@ -29,14 +29,16 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autograd": FRAMEWORK[:4],
     "nn": FRAMEWORK[:5],
     "optim": FRAMEWORK[:6],
-    "serialize": FRAMEWORK,
     "dataset": ("errors", "device", "random"),
     "meter": ("errors", "device"),
     "distributed.rendezvous": ("errors",),
     "distributed": ("errors", "device", "_native"),
     "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "_native"),
     "trace": ("errors", "distributed"),
+    "checkpoint": ("_version", *FRAMEWORK[:3], "distributed", "parallel"),
     # The program of a rank imports the package (""), as the script of a user does.
+    "doctor.rank_main": ("doctor", ""),
+    "doctor": ("_version", "errors", "_native", "distributed", "launch"),
     "launch.rank_main": ("launch", ""),
     "launch": ("errors", "distributed.rendezvous"),
 }

@@ -102,3 +102,20 @@ def test_the_launcher_is_timed_beside_bare_processes(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "| flrun -n 4 of an empty script | <= 1.5x |" in done.stdout
     assert [len(m["seconds"]) for m in json.loads(file.read_text())["measurements"]] == [3, 3]
+
+
+def test_checkpoints_are_measured_beside_dd(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    options = ("--quick", "--folder", str(tmp_path), "--json", str(file))
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "checkpoint.py"), *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "| 4 MB |" in done.stdout
+    result = json.loads(file.read_text())
+    assert set(result["measurements"][1]["seconds"]) == {"dd, conv=fsync", "fl.save", "fl.load"}
+    assert list(tmp_path.iterdir()) == [file]

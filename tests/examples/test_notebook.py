@@ -73,7 +73,8 @@ def test_the_notebook_runs() -> None:
         assert f"[{rank}] rank {rank} of 2 has [21. 21. 21.]\n" in printed
     assert "[0] loss " in printed
     assert any("[[21.0, 21.0, 21.0]" in str(output.get("data")) for output in outputs)
-    assert any("image/png" in output.get("data", {}) for output in outputs)
+    pictures = ["image/png" in output.get("data", {}) for output in outputs]
+    assert pictures.count(True) == 2  # the loss, and the trace
 
 
 def test_the_notebook_is_kept_without_outputs() -> None:

@@ -1,0 +1,92 @@
+"""Train, be killed at any moment, start again, and end with the same parameters, bit for bit.
+
+    mpirun -n 2 python examples/ResumableTraining.py --folder run
+
+Run it again after an interruption: it goes on from the last checkpoint in the folder. What is
+saved is all that the next step depends on: the parameters, the optimizer's state, each rank's
+random numbers (dropout draws from them) and the number of the step, which tells the batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import flashlight_py as fl
+
+FEATURES = 10
+SAMPLES = 1_000
+GLOBAL_BATCH = 20
+
+
+def main(options: argparse.Namespace) -> None:
+    fl.distributed_init()
+    # Dropout is to differ between ranks; the parameters are made alike below.
+    fl.set_seed(options.seed + fl.get_world_rank())
+
+    model = fl.nn.Sequential()
+    model.add(fl.nn.Linear(FEATURES, 64))
+    model.add(fl.nn.ReLU())
+    model.add(fl.nn.Dropout(0.1))
+    model.add(fl.nn.Linear(64, 1))
+    fl.all_reduce_parameters(model)
+    fl.distribute_module_grads(model)
+    optimizer = fl.optim.AdamOptimizer(model.params(), 1e-3)
+    criterion = fl.nn.MeanSquaredError()
+    batches = my_batches(options.seed)
+
+    # All ranks go on from the same checkpoint; there is none when the run begins.
+    checkpoint = fl.load(options.folder, module=model, optimizer=optimizer, rng=True)
+    first = 0 if checkpoint is None else checkpoint.step
+    say(f"Going on from step {first}" if first else "Starting")
+
+    for step in range(first, options.epochs * len(batches)):
+        epoch, t = divmod(step, len(batches))
+        if epoch != batches.epoch:
+            batches.set_epoch(epoch)
+        inputs, targets = batches[t]
+        optimizer.zero_grad()
+        loss = criterion(model(fl.input(inputs)), fl.no_grad(targets))
+        loss.backward()
+        optimizer.step()
+        if (step + 1) % options.save_every == 0:
+            fl.save(options.folder, module=model, optimizer=optimizer, rng=True, step=step + 1)
+            say(f"Saved step {step + 1}")
+
+    say(f"Done after step {options.epochs * len(batches)}")
+    if options.result and fl.get_world_rank() == 0:
+        arrays: dict[str, Any] = model.state_dict()
+        np.savez(options.result, **arrays)
+
+
+def my_batches(seed: int) -> fl.ShardedDataset:
+    """Make data that depend on the seed alone; item t is this rank's part of batch t."""
+    random = np.random.default_rng(seed)
+    x = random.random((SAMPLES, FEATURES), dtype=np.float32)
+    data = fl.dataset.TensorDataset([x, (x**3).sum(axis=1, keepdims=True)])
+    return fl.ShardedDataset(data, GLOBAL_BATCH, seed=seed, drop_last=True)
+
+
+def say(line: str) -> None:
+    """Print on rank 0 only."""
+    if fl.is_main_process():
+        print(line, flush=True)
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Train, going on from the last checkpoint.")
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="of the checkpoints; made if there is none")
+    add("--epochs", type=int, default=10)
+    add("--save-every", type=int, default=10, metavar="STEPS")
+    add("--seed", type=int, default=0)
+    add("--result", type=Path, metavar="FILE.npz", help="write the trained parameters")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main(read_options())

@@ -1,0 +1,8 @@
+"""Checkpoints: the state of a run in a folder, so that a run that was killed goes on from there."""
+
+from __future__ import annotations
+
+from flashlight_py.checkpoint.loading import Checkpoint, load
+from flashlight_py.checkpoint.saving import save
+
+__all__ = ["Checkpoint", "load", "save"]

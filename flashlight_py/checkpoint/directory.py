@@ -1,0 +1,110 @@
+"""The directory of a run's checkpoints: how one appears whole or not at all, and which are there.
+
+Each is a directory ``<number>-step-<step>`` with two files. Numbers count up, so the newest has the
+highest, also where a run went back to an earlier step. One that is being written, or removed, has
+a name that begins with a full stop; if we are killed then, the next ``save`` removes it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from flashlight_py._version import __version__
+from flashlight_py.checkpoint.files import read_durable, sync_directory, write_durable
+from flashlight_py.checkpoint.manifest import Manifest
+from flashlight_py.device import Array
+
+__all__ = ["clear", "is_checkpoint", "newest_first", "publish", "read"]
+
+MANIFEST, STATE = "manifest.json", "state.safetensors"
+
+_NAME = re.compile(r"(\d{6,})-step-(\d+)", re.ASCII)
+_TEMPORARY = re.compile(r"\.(writing|removing)-[0-9a-f]{16}", re.ASCII)
+
+
+def publish(
+    directory: Path, step: int, ranks: int, parts: Iterable[str], state: Iterable[Array]
+) -> Path:
+    """Write a checkpoint, whose state is the pieces ``state``; return its path.
+
+    It has its name, and is on the disk with it, only once all of it is on the disk.
+
+    Raises:
+        OSError: the system says so; nothing is left behind.
+    """
+    if not directory.is_dir():
+        directory.mkdir(parents=True)
+        sync_directory(directory.parent)
+    _remove_temporaries(directory)  # a disk that was full stays so otherwise
+    last = next((_number(each) for each in newest_first(directory)), 0)
+    place = _temporary(directory, "writing")
+    place.mkdir()
+    try:
+        content = write_durable(place / STATE, state)
+        manifest = Manifest(step, ranks, tuple(parts), content, __version__)
+        write_durable(place / MANIFEST, [np.frombuffer(manifest.encode(), np.uint8)])
+        sync_directory(place)
+        path = place.rename(directory / f"{last + 1:06d}-step-{step}")
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    sync_directory(directory)
+    return path
+
+
+def read(checkpoint: Path) -> tuple[Manifest, Array]:
+    """Return the manifest and the bytes of the state (uint8), once they are found to be whole.
+
+    Raises:
+        OSError, ValueError: a file is missing, cannot be read or is not what was written.
+    """
+    manifest = Manifest.decode((checkpoint / MANIFEST).read_bytes())
+    return manifest, read_durable(checkpoint / STATE, manifest.state)
+
+
+def newest_first(directory: Path) -> list[Path]:
+    """Return the checkpoints in ``directory``, whole or not; none where there is no directory."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=_number, reverse=True)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Tell whether ``path`` is one checkpoint, and not the directory of several."""
+    return (path / MANIFEST).exists() or _NAME.fullmatch(path.name) is not None
+
+
+def clear(directory: Path, keep: int) -> None:
+    """Remove all checkpoints but the ``keep`` newest.
+
+    Raises:
+        OSError: the system says so.
+    """
+    for path in newest_first(directory)[keep:]:
+        # First the name: what is half removed is not to be taken for a checkpoint.
+        path.rename(_temporary(directory, "removing"))
+    _remove_temporaries(directory)
+
+
+def _remove_temporaries(directory: Path) -> None:
+    """Remove what is being removed, and what a run that died was writing."""
+    for path in list(directory.iterdir()):
+        if _TEMPORARY.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
+def _number(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match
+    return int(match[1])
+
+
+def _temporary(directory: Path, kind: str) -> Path:
+    return directory / f".{kind}-{secrets.token_hex(8)}"

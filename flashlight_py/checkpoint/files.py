@@ -1,0 +1,118 @@
+"""Files that are on the disk when we say so, and of which we know what was written.
+
+What a file must hold is told by its length and its SHA-256. Computing the digest takes as long as
+writing to a fast disk, so it happens meanwhile, in a thread: hashlib releases the GIL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from flashlight_py.device import Array
+
+__all__ = ["Content", "read_durable", "sync_directory", "write_durable"]
+
+PIECE_BYTES = 8 << 20
+
+
+class Content(NamedTuple):
+    """What tells a file's content: its length in bytes, and the SHA-256 of it, in hexadecimal."""
+
+    nbytes: int
+    sha256: str
+
+
+def write_durable(file: Path, pieces: Iterable[Array]) -> Content:
+    """Create ``file`` of ``pieces`` (uint8); it is on the disk when this returns.
+
+    Raises:
+        OSError: the system says so; ``FileExistsError`` if there is such a file.
+    """
+    nbytes = 0
+    with open(file, "xb", buffering=0) as stream, _digesting() as (add, digest):
+        for piece in pieces:
+            for part in _parts(piece):
+                add(part)
+                _write_whole(stream.fileno(), part)
+                nbytes += part.nbytes
+        os.fsync(stream.fileno())
+        return Content(nbytes, digest())
+
+
+def read_durable(file: Path, expected: Content) -> Array:
+    """Return what ``file`` holds, as uint8 of one dimension.
+
+    Raises:
+        OSError: the system says so.
+        ValueError: it is not what was written; says what differs.
+    """
+    with open(file, "rb", buffering=0) as stream, _digesting() as (add, digest):
+        present = os.fstat(stream.fileno()).st_size
+        if present != expected.nbytes:
+            raise ValueError(f"{file.name} has {present} bytes, {expected.nbytes} were written")
+        content = np.empty(present, np.uint8)
+        for part in _parts(content):
+            _read_whole(stream.fileno(), part, file)
+            add(part)
+        if digest() != expected.sha256:
+            raise ValueError(f"{file.name} holds other bytes than were written (by its SHA-256)")
+    return content
+
+
+def sync_directory(directory: Path) -> None:
+    """Return when the names in ``directory`` are on the disk.
+
+    Raises:
+        OSError: the system says so.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _digesting() -> Iterator[tuple[Callable[[Array], object], Callable[[], str]]]:
+    """Give two functions: one to add bytes, one that waits and returns the digest."""
+    found = hashlib.sha256()
+    added: list[Future[None]] = []
+    with ThreadPoolExecutor(1, thread_name_prefix="flashlight-digest") as executor:
+
+        def add(part: Array) -> None:
+            added.append(executor.submit(found.update, part))  # type: ignore[arg-type]
+
+        def digest() -> str:
+            for each in added:
+                each.result()
+            return found.hexdigest()
+
+        yield add, digest
+
+
+def _parts(content: Array) -> Iterator[Array]:
+    for begin in range(0, content.size, PIECE_BYTES):
+        yield content[begin : begin + PIECE_BYTES]
+
+
+def _write_whole(descriptor: int, part: Array) -> None:
+    rest = part.data
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _read_whole(descriptor: int, part: Array, file: Path) -> None:
+    rest = part.data
+    while rest:
+        got = os.readv(descriptor, [rest])
+        if got == 0:
+            raise ValueError(f"{file.name} became shorter while it was read")
+        rest = rest[got:]

@@ -1,0 +1,116 @@
+"""What of a run is saved, by the name of the argument, and how all ranks hear of a failure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.exchange import exchange_bytes
+from flashlight_py.errors import CheckpointError, MismatchError
+from flashlight_py.parallel.agreement import by_rank
+
+__all__ = [
+    "Attempt",
+    "Stateful",
+    "check_agreement",
+    "check_parts",
+    "everyone",
+    "given_parts",
+    "where",
+]
+
+# What a rank raises that another rank's failure is told to; whatever else becomes the last one.
+_KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
+
+
+class Stateful(Protocol):
+    """Anything whose state can be taken and given back: modules, optimizers, samplers."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state: dicts, lists, tuples, arrays, numbers, strings, None."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Go on from ``state``."""
+
+
+def given_parts(**parts: Stateful | None) -> dict[str, Stateful]:
+    """Return the parts that are not None."""
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def check_parts(what: str, parts: Mapping[str, Stateful]) -> None:
+    """Refuse a part that has no state.
+
+    Raises:
+        TypeError: it lacks ``state_dict`` or ``load_state_dict``.
+    """
+    for name, part in parts.items():
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(part, method, None)):
+                raise TypeError(f"{what}: {name}, a {type(part).__name__}, has no {method}()")
+
+
+def check_agreement(what: str, group: ProcessGroup, told: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what every rank ``told`` of its arguments, by name, where it is not the same.
+
+    Raises:
+        MismatchError: names the arguments that differ, with values and ranks.
+    """
+    given = {name: [str(each[name]) for each in told] for name in told[0]}
+    differing = {name: by_rank(values) for name, values in given.items() if len(set(values)) > 1}
+    if differing:
+        raise MismatchError(
+            f"{where(what, group)}: the ranks give different arguments: "
+            f"{', '.join(f'{name} ({values})' for name, values in differing.items())}. "
+            "Nothing was done; give the same on every rank"
+        )
+
+
+def where(what: str, group: ProcessGroup) -> str:
+    """Return how a message begins."""
+    return f"[{what}] rank {group.rank} of {group.size}"
+
+
+def everyone(group: ProcessGroup, told: object) -> list[Any]:
+    """Give ``told``, which JSON can hold, and return every rank's. Collective, blocking."""
+    return [json.loads(text) for text in exchange_bytes(group.backend(), json.dumps(told).encode())]
+
+
+class Attempt:
+    """A ``with`` block that keeps its exception until the other ranks have been told of it."""
+
+    def __init__(self, what: str, group: ProcessGroup) -> None:
+        self._what = what
+        self._group = group
+        self._error: Exception | None = None
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception):
+            self._error = error
+        return self._error is not None
+
+    @property
+    def failure(self) -> list[str] | None:
+        """What the others are told: the kind of the exception and its text; None: there is none."""
+        return None if self._error is None else [type(self._error).__name__, str(self._error)]
+
+    def end(self, failures: Sequence[Any]) -> None:
+        """Raise if one of ``failures``, which the ranks have told in rank order, is not None.
+
+        Raises:
+            TypeError, ValueError, CheckpointError: this rank's own; or of the same kind, what the
+                first rank that failed has told. A failure of another kind is a CheckpointError.
+        """
+        if isinstance(self._error, TypeError | ValueError | CheckpointError):
+            raise self._error
+        for rank, failure in enumerate(failures):
+            if failure:
+                kind, text = failure
+                error = _KINDS.get(kind, CheckpointError)
+                place = where(self._what, self._group)
+                raise error(f"{place}: rank {rank} failed: {kind}: {text}") from self._error

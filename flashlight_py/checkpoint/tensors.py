@@ -1,0 +1,149 @@
+"""The file format safetensors: a length, a JSON header, then the bytes of the arrays.
+
+Written here and not by the library of that name, so that one pass writes, digests and flushes
+without a second copy of the arrays, and bfloat16 comes back too. The tests read our files with
+that library, and its files with ours. https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.checkpoint.tree import Arrays, pack, unpack
+from flashlight_py.device import Array, to_device
+from flashlight_py.errors import BackendUnavailableError
+
+__all__ = ["from_bytes", "pieces", "to_bytes"]
+
+_NAMES = {
+    **{"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    "complex64": "C64",
+}
+_DTYPES = {short: name for name, short in _NAMES.items()}
+# Of complex128 the format knows nothing: it is stored as pairs, and marked in the metadata.
+_PAIRS = {"complex128": "float64"}
+
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8
+
+
+def pieces(tree: object) -> Iterator[Array]:
+    """Yield the file that holds ``tree``: pieces of bytes (uint8, one dimension), any lengths.
+
+    Arrays that are contiguous on the host are not copied; others are, one at a time.
+
+    Raises:
+        TypeError: something in the tree, or its dtype, cannot be stored; raised before the first
+            piece.
+    """
+    structure, arrays = pack(tree)
+    # Wide elements first, so that all are aligned: the header's length is a multiple of 8.
+    names = sorted(arrays, key=lambda name: -_element(name, arrays[name]).itemsize)
+    yield np.frombuffer(_header(structure, arrays, names), np.uint8)
+    for name in names:
+        yield _as_bytes(arrays[name])
+
+
+def to_bytes(tree: object) -> Array:
+    """Return the whole file that holds ``tree``, as uint8 of one dimension.
+
+    Raises:
+        TypeError: as ``pieces``.
+    """
+    return np.concatenate(list(pieces(tree)))
+
+
+def from_bytes(file: Array) -> Any:
+    """Return the tree that ``file`` (uint8, one dimension) holds; its arrays are views of it.
+
+    Raises:
+        ValueError: it is not such a file.
+        BackendUnavailableError: it holds bfloat16, and ml_dtypes is not installed.
+    """
+    try:
+        (length,) = _LENGTH.unpack(file[: _LENGTH.size].tobytes())
+        begin = _LENGTH.size + length
+        header = json.loads(file[_LENGTH.size : begin].tobytes())
+        metadata = header.pop("__metadata__", {})
+        arrays = {name: _view(file[begin:], **entry) for name, entry in header.items()}
+        arrays |= {
+            name: _of_pairs(arrays[name], dtype)
+            for name, dtype in json.loads(metadata.get("pairs", "{}")).items()
+        }
+    except (struct.error, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not a safetensors file: {error!r}") from error
+    if "structure" not in metadata:
+        return arrays  # written by somebody else
+    return unpack(json.loads(metadata["structure"]), arrays)
+
+
+def _header(structure: Any, arrays: Arrays, names: list[str]) -> bytes:
+    pairs = {name: array.dtype.name for name, array in arrays.items() if array.dtype.name in _PAIRS}
+    metadata = {"structure": json.dumps(structure), "pairs": json.dumps(pairs)}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in names:
+        array = arrays[name]
+        begin, end = end, end + array.nbytes
+        shape = [*array.shape, 2] if name in pairs else list(array.shape)
+        dtype = _NAMES[_element(name, array).name]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return _LENGTH.pack(len(text)) + text
+
+
+def _element(name: str, array: Array) -> np.dtype[Any]:
+    """Return the dtype that ``array`` is stored as.
+
+    Raises:
+        TypeError: the format has none for it.
+    """
+    stored = np.dtype(_PAIRS.get(array.dtype.name, array.dtype))
+    if stored.name not in _NAMES:
+        raise TypeError(
+            f"a checkpoint cannot hold {name} of dtype {array.dtype}; expected one of "
+            f"{', '.join([*_NAMES, *_PAIRS])}"
+        )
+    return stored
+
+
+def _as_bytes(array: Array) -> Array:
+    """Return the elements, row by row and little-endian; a view where they lie like that."""
+    host = np.asarray(to_device(array, "cpu"))
+    ordered = host.astype(host.dtype.newbyteorder("<"), copy=False)
+    return np.ascontiguousarray(ordered).reshape(-1).view(np.uint8)
+
+
+def _view(data: Array, dtype: str, shape: list[int], data_offsets: list[int]) -> Array:
+    begin, end = data_offsets
+    kind = _dtype(_DTYPES[dtype])
+    if not 0 <= begin <= end <= data.size or end - begin != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"bytes {begin} to {end} cannot be {shape} of {kind}")
+    return data[begin:end].view(kind).reshape(shape)
+
+
+def _of_pairs(array: Array, dtype: str) -> Array:
+    return array.view(dtype).reshape(array.shape[:-1])
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    if name != "bfloat16":
+        return np.dtype(name).newbyteorder("<")
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "the checkpoint holds arrays of dtype bfloat16, which NumPy lacks; install it with: "
+            f"pip install 'flashlight-py[bfloat16]' ({error})"
+        ) from error
+    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return found

@@ -1,0 +1,48 @@
+"""Pages of the site that are files outside docs/: CONTRIBUTING, CHANGELOG and the examples.
+
+A hook of mkdocs. Links that lead from docs/ to such a file lead to its page on the site.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[2]
+# Where a file of the checkout is on the site; relative to docs/.
+PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES |= {
+    f"examples/{file.name}": f"examples/{file.stem}.md" for file in ROOT.glob("examples/*.py")
+}
+_LINK = re.compile(r"(?<=\]\()([^)#:]+)(?=[)#])")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=_content(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Let links lead to where the files are on the site."""
+    here = posixpath.dirname(page.file.src_uri)
+    source = {page: source for source, page in PAGES.items()}.get(page.file.src_uri)
+    # A file of the checkout's root has links from there, a page of docs/ from docs/.
+    base = posixpath.dirname(source) if source else posixpath.join("docs", here)
+    return _LINK.sub(lambda link: _target(link[1], base, here), markdown)
+
+
+def _target(link: str, base: str, here: str) -> str:
+    file = posixpath.normpath(posixpath.join(base, link))
+    page = PAGES.get(file, file.removeprefix("docs/") if file.startswith("docs/") else None)
+    return link if page is None else posixpath.relpath(page, here or ".")
+
+
+def _content(file: Path) -> str:
+    text = file.read_text()
+    return text if file.suffix == ".md" else f"# {file.name}\n\n```python\n{text}```\n"

@@ -1,0 +1,246 @@
+"""Save and load on one process: everything comes back, bit for bit, and the newest are kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.errors import CheckpointError
+from tests.autograd.strict_library import StrictArray, StrictLibrary
+from tests.checkpoint.runs import Run
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    first = Run()
+    first.step()
+    first.save(tmp_path, 1)
+    first.step()
+    again = Run(seed=9)
+    found = again.load(tmp_path)
+    assert found is not None
+    assert (found.step, found.ranks, found.skipped) == (1, 1, ())
+    assert again.everything() != first.everything()
+    again.step()
+    assert again.everything() == first.everything()
+
+
+def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
+    run = Run()
+    before = run.everything()
+    assert run.load(tmp_path) is None
+    assert run.load(tmp_path / "missing") is None
+    assert run.everything() == before
+
+
+def test_the_newest_are_kept_also_when_steps_go_back(tmp_path: Path) -> None:
+    run = Run()
+    for step in (5, 10, 3, 4):
+        run.save(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["000003-step-3", "000004-step-4"]
+    found = run.load(tmp_path)
+    assert found is not None
+    assert found.step == 4
+
+
+def test_other_files_and_what_a_dead_run_left(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    left = tmp_path / ".writing-0123456789abcdef"
+    left.mkdir()
+    (left / "state.safetensors").write_bytes(b"half")
+    assert Run().load(tmp_path) is None
+    Run().save(tmp_path, 1)
+    assert names(tmp_path) == ["000001-step-1", "notes"]
+
+
+def test_extra_is_whatever_plain_values_and_arrays_there_are(tmp_path: Path) -> None:
+    extra = {
+        "best": 0.1,
+        "loss": [np.float32(0.1), float("inf"), None, True, 2**70, "ü"],
+        "shape": (1, (2, 3j)),
+        3: {"$array": np.arange(3)},
+        "a.b": np.ones((2, 0)),
+        "a": {"b": np.asfortranarray(np.arange(6).reshape(2, 3)), "c": np.float64(2.5)},
+    }
+    fl.save(tmp_path, extra=extra)
+    found = fl.load(tmp_path)
+    assert found is not None
+    assert repr(found.extra) == repr(extra)
+    assert type(found.extra["loss"][0]) is np.float32
+
+
+@pytest.mark.parametrize("change", [np.asarray, lambda a: a.astype(a.dtype.newbyteorder(">"))])
+def test_every_dtype_comes_back(tmp_path: Path, change: Any) -> None:
+    codes = "?bhilqBHILQefdFD"
+    arrays = {code: change(np.arange(6).reshape(2, 3).T.astype(code)) for code in codes}
+    fl.save(tmp_path, extra=arrays)
+    found = fl.load(tmp_path)
+    assert found is not None
+    for code, array in arrays.items():
+        np.testing.assert_array_equal(found.extra[code], array)
+        assert found.extra[code].dtype == np.dtype(code)
+        assert found.extra[code].flags.aligned
+
+
+def test_bfloat16_comes_back(tmp_path: Path) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    fl.save(tmp_path, extra=np.arange(5).astype(ml_dtypes.bfloat16))
+    found = fl.load(tmp_path)
+    assert found is not None
+    assert found.extra.dtype == ml_dtypes.bfloat16
+    assert found.extra.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_arrays_of_a_gpu_are_brought_to_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for CuPy, which refuses what is not done explicitly; see tests/gpu."""
+    monkeypatch.setitem(sys.modules, "cupy", StrictLibrary())
+    array = np.arange(6.0).reshape(2, 3).T
+    fl.save(tmp_path, extra=[StrictArray(array)])
+    found = fl.load(tmp_path)
+    assert found is not None
+    np.testing.assert_array_equal(found.extra[0], array)
+
+
+def test_the_library_safetensors_reads_our_files_and_we_its(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.numpy")
+    from flashlight_py.checkpoint.tensors import from_bytes
+
+    run = Run()
+    path = run.save(tmp_path, 1)
+    read = library.load_file(path / "state.safetensors")
+    for name, array in run.model.state_dict().items():
+        np.testing.assert_array_equal(read[f"module.{name}"], array)
+    theirs = from_bytes(np.frombuffer(library.save(read), np.uint8))
+    assert theirs.keys() == read.keys()
+    assert all((theirs[name] == read[name]).all() for name in read)
+
+
+@pytest.mark.parametrize(
+    ("generator", "other"),
+    [
+        (np.random.Generator(kind(1)), np.random.Generator(kind(2)))
+        for kind in (np.random.MT19937, np.random.Philox, np.random.SFC64, np.random.PCG64DXSM)
+    ],
+    ids=lambda g: type(g.bit_generator).__name__,
+)
+def test_every_generator_of_numpy(tmp_path: Path, generator: Any, other: Any) -> None:
+    generator.standard_normal(3)
+    fl.save(tmp_path, rng={"a": generator})
+    fl.load(tmp_path, rng={"a": other})
+    assert other.standard_normal(5).tolist() == generator.standard_normal(5).tolist()
+
+
+def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    folder, generator = tmp_path / "none", np.random.default_rng()
+    with pytest.raises(TypeError, match="step must be an integer, got float"):
+        fl.save(folder, step=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+        fl.save(folder, keep=0)
+    with pytest.raises(TypeError, match="module, a dict, has no state_dict"):
+        fl.save(folder, module={})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"rng: expected a numpy\.random\.Generator"):
+        fl.save(folder, rng=[generator, 3])
+    with pytest.raises(TypeError, match=r"cannot hold extra\.a\.0, a set"):
+        fl.save(folder, extra={"a": [set()]})
+    with pytest.raises(TypeError, match="of dtype object"):
+        fl.save(folder, extra=np.array([None]))
+    assert not folder.exists() or names(folder) == []
+
+
+def test_what_was_not_saved_cannot_be_loaded(tmp_path: Path) -> None:
+    run = Run()
+    fl.save(tmp_path, module=run.model)
+    with pytest.raises(ValueError, match="saved with module, so it has no optimizer and no rng"):
+        fl.load(tmp_path, module=run.model, optimizer=run.optimizer, rng=True)
+    with pytest.raises(ValueError, match="has shape"):
+        fl.load(tmp_path, module=Run(width=6).model)
+
+
+def test_other_generators_than_those_saved_are_refused(tmp_path: Path) -> None:
+    fl.save(tmp_path, rng=np.random.default_rng(0))
+    with pytest.raises(ValueError, match="give the same"):
+        fl.load(tmp_path, rng=True)
+    with pytest.raises(ValueError, match="is of a PCG64 generator, this one is a Philox"):
+        fl.load(tmp_path, rng=np.random.Generator(np.random.Philox()))
+
+
+def test_one_checkpoint_may_be_named(tmp_path: Path) -> None:
+    run = Run()
+    paths = [run.save(tmp_path, step) for step in (1, 2)]
+    found = run.load(paths[0])
+    assert found is not None
+    assert (found.step, found.path) == (1, paths[0])
+
+
+def test_a_disk_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"\[save\] rank 0 of 1: rank 0 failed: .*Error"):
+        Run().save(tmp_path / "file" / "below", 1)
+
+
+WRITER = """
+import sys
+import numpy as np
+import flashlight_py as fl
+
+for step in range(1, 10_000):
+    fl.save(sys.argv[1], step=step, keep=2, extra=np.full(300_000, step))
+    print(step, flush=True)
+"""
+
+
+def test_killed_at_any_moment_the_last_one_that_was_told_of_is_there(tmp_path: Path) -> None:
+    random = np.random.default_rng(5)
+    for round_ in range(3):
+        folder = tmp_path / str(round_)
+        command = [sys.executable, "-c", WRITER, str(folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout
+            assert process.stdout.readline() == "1\n"
+            time.sleep(random.uniform(0, 0.05))  # the moment of the kill is what is tried here
+            process.send_signal(signal.SIGKILL)
+            told = [1, *map(int, process.stdout.read().split())][-1]
+        found = fl.load(folder)
+        assert found is not None
+        assert found.step in (told, told + 1)
+        assert (found.extra == found.step).all()
+        assert found.skipped == ()
+
+
+def test_the_manifest_tells_what_is_there(tmp_path: Path) -> None:
+    path = Run().save(tmp_path, 7)
+    manifest = json.loads((path / "manifest.json").read_text())["manifest"]
+    assert manifest["step"] == 7
+    assert manifest["parts"] == ["module", "optimizer", "sampler", "rng"]
+    assert manifest["state"]["nbytes"] == os.path.getsize(path / "state.safetensors")
+
+
+def test_skipping_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run()
+    run.save(tmp_path, 1)
+    newest = run.save(tmp_path, 2)
+    os.truncate(newest / "state.safetensors", 100)
+    with caplog.at_level(logging.WARNING, "flashlight_py"):
+        found = run.load(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    size = os.path.getsize(tmp_path / "000001-step-1" / "state.safetensors")
+    reason = f"000002-step-2: state.safetensors has 100 bytes, {size} were written"
+    assert found.skipped == (reason,)
+    assert f"{reason}. It is skipped; 000001-step-1 is used instead" in caplog.text

@@ -1,0 +1,127 @@
+"""Save and load on several ranks: one checkpoint for all, and a failure that all hear of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.errors import CheckpointError, MismatchError
+from tests.checkpoint.runs import Run
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+def saves_then_steps(rank: int, size: int, folder: Path) -> tuple[str, bytes]:
+    run = Run(seed=rank)
+    fl.all_reduce_parameters(run.model)
+    run.step()
+    path = run.save(folder, 1)
+    run.step()
+    return path.name, run.everything()
+
+
+def loads_then_steps(rank: int, size: int, folder: Path) -> tuple[int, bytes]:
+    run = Run(seed=rank)
+    # Only rank 0's path is looked at: the others need not see the folder.
+    found = run.load(folder if rank == 0 else Path("/nowhere"))
+    assert found is not None
+    run.step()
+    return found.step, run.everything()
+
+
+def test_every_rank_goes_on_with_its_own_random_numbers(pool: Any, tmp_path: Path) -> None:
+    saved = pool(2).run(saves_then_steps, tmp_path)
+    loaded = pool(2).run(loads_then_steps, tmp_path)
+    assert [name for name, _ in saved] == ["000001-step-1"] * 2
+    assert [step for step, _ in loaded] == [1, 1]
+    # Rank 0's parameters are what is saved, so rank 0 alone is where it was; its step used them.
+    assert loaded[0][1] == saved[0][1]
+    assert loaded[0][1] != loaded[1][1]
+
+
+def next_numbers(rank: int, size: int, folder: Path, save: bool) -> list[float]:
+    generator = np.random.default_rng(rank if save else 100 + rank)
+    if save:
+        fl.save(folder, rng=generator)
+    else:
+        fl.load(folder, rng=generator)
+    return generator.random(3).tolist()
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+def test_random_numbers_on_another_number_of_ranks(
+    pool: Any, tmp_path: Path, before: int, after: int
+) -> None:
+    saved = pool(before).run(next_numbers, tmp_path, True)
+    loaded = pool(after).run(next_numbers, tmp_path, False)
+    for rank, numbers in enumerate(loaded):
+        own = np.random.default_rng(100 + rank).random(3).tolist()
+        assert numbers == (saved[rank] if rank < before else own)
+
+
+def agree_on_the_one_before(rank: int, size: int, folder: Path) -> tuple[int, int]:
+    run = Run()
+    run.save(folder, 1)
+    path = run.save(folder, 2)
+    if rank == 0:
+        (path / "manifest.json").unlink()
+    found = run.load(folder)
+    assert found is not None
+    return found.step, len(found.skipped)
+
+
+def test_all_ranks_use_the_same_checkpoint(pool: Any, tmp_path: Path) -> None:
+    assert pool(2).run(agree_on_the_one_before, tmp_path) == [(1, 1)] * 2
+
+
+def differ(rank: int, size: int, folder: Path) -> None:
+    run = Run()
+    with pytest.raises(MismatchError, match=r"step \(rank\(s\) 0: 0; rank\(s\) 1: 1\)"):
+        run.save(folder, step=rank)
+    run.position.consumed = rank
+    with pytest.raises(MismatchError, match="sampler"):
+        run.save(folder, step=0)
+    assert not folder.exists()
+    run.position.consumed = 0
+    run.save(folder, step=0)
+    with pytest.raises(MismatchError, match="parts"):
+        fl.load(folder, module=run.model, optimizer=run.optimizer if rank else None)
+
+
+def test_ranks_that_differ_are_told(pool: Any, tmp_path: Path) -> None:
+    pool(2).run(differ, tmp_path / "none")
+
+
+class Unwilling(Run):
+    """Its state cannot be taken, or not be given back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("no state today")
+
+    def load_state_dict(self, state: Any) -> None:
+        raise ValueError("not this one")
+
+
+def fail_on_one(rank: int, size: int, folder: Path) -> None:
+    module: Any = Unwilling() if rank == 1 else Run().model
+    with pytest.raises(CheckpointError, match="rank 1 failed: KeyError: 'no state today'"):
+        fl.save(folder, module=module)
+    fl.save(folder, module=Run().model)
+    with pytest.raises(ValueError, match="not this one"):
+        fl.load(folder, module=module)
+    with pytest.raises(ValueError, match=r"cannot hold|has no optimizer"):
+        fl.load(folder, optimizer=Run().optimizer)
+    file = folder.parent / "file"
+    file.touch()
+    with pytest.raises(CheckpointError, match="rank 0 failed: "):
+        fl.save(file / "below", module=Run().model)
+    assert fl.load(folder / "empty") is None
+    assert fl.all_reduce(np.ones(1)).tolist() == [size]  # the group goes on
+
+
+def test_a_failure_of_one_is_raised_by_all(pool: Any, tmp_path: Path) -> None:
+    pool(2).run(fail_on_one, tmp_path / "folder")

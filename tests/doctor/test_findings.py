@@ -1,0 +1,112 @@
+"""What the doctor says of what it sees, without starting anything."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashlight_py.doctor import folder, gpu, memory, mpi, network
+from flashlight_py.doctor.__main__ import main
+from flashlight_py.doctor.finding import Finding, State, table
+
+
+def test_table_has_columns_and_wraps() -> None:
+    found = [
+        Finding("gloo", State.OK, "there"),
+        Finding("shared memory", State.WARNING, "very little " * 5, "take more of it"),
+    ]
+    assert table(found, 60).splitlines() == [
+        "  ok       gloo           there",
+        "  warning  shared memory  very little very little very",
+        "                          little very little very little",
+        "                          -> take more of it",
+    ]
+    assert table([], 60) == ""
+
+
+def test_names_that_are_the_loopback_are_told() -> None:
+    assert network.of_name("a", ["127.0.1.1", "::1"]).state is State.WARNING
+    assert network.of_name("a", ["127.0.1.1", "10.0.0.1"]).state is State.OK
+    assert network.of_name("a", []).state is State.WARNING
+
+
+def test_an_interface_that_is_not_there_fails() -> None:
+    states = {name: list(network.look(name))[1].state for name in ("lo", "127.0.0.1", "nothing0")}
+    assert states == {"lo": State.OK, "127.0.0.1": State.OK, "nothing0": State.FAILED}
+
+
+def test_the_file_system_is_named(tmp_path: Path) -> None:
+    mountinfo = (
+        "1 0 8:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / /data\\040x rw,shared:1 - nfs4 server:/x rw\n"
+    )
+    assert folder.file_system_of(Path("/data x/run"), mountinfo) == ("nfs4", "/data x")
+    assert folder.file_system_of(Path("/home"), mountinfo) == ("ext4", "/")
+
+
+def test_a_good_folder_keeps_every_promise_and_stays_as_it_was(tmp_path: Path) -> None:
+    found = list(folder.look(tmp_path))
+    assert [each.what for each in found] == ["file system", *folder.promises()]
+    assert all(each.state is State.OK for each in found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_fails(tmp_path: Path) -> None:
+    (found,) = folder.look(tmp_path / "nowhere")
+    assert found.state is State.FAILED
+    assert "nowhere" in found.detail
+
+
+def test_broken_promises_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that breaks its promises cannot be had, so the system calls are changed."""
+    monkeypatch.setattr(os, "O_EXCL", 0)
+    problem = folder.promises()["exclusive create"](tmp_path)
+    assert "created the same file with O_EXCL, expected 1" in problem
+    monkeypatch.setattr(os, "listdir", lambda path: [])
+    (tmp_path / "empty").mkdir()
+    assert "the listing has 0" in folder.promises()["listing"](tmp_path / "empty")
+
+
+def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "ENOUGH_BYTES", 2**62)
+    (found,) = memory.look()
+    assert found.state is State.WARNING
+    assert "--shm-size" in found.remedy
+    monkeypatch.setattr(memory, "DIRECTORY", tmp_path / "none")
+    (found,) = memory.look()
+    assert found.state is State.MISSING
+
+
+def test_a_driver_without_cupy_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: 550.1\nGCC\n")
+    monkeypatch.setattr(gpu, "_DRIVER", driver)
+    monkeypatch.setitem(sys.modules, "cupy", None)  # importing it fails, whether it is there or not
+    first, second, _ = gpu.look()
+    assert (first.state, first.detail) == (State.OK, "NVRM version: 550.1")
+    assert second.state is State.WARNING
+    assert gpu.usable_gpus() == 0
+
+
+def test_a_command_of_another_mpi_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    program = tmp_path / "mpirun"
+    program.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.1'\n")
+    program.chmod(0o755)
+    assert mpi._mpirun("MPICH").state is State.WARNING
+    assert mpi._mpirun("Open MPI").state is State.OK
+    assert mpi.mpirun_command(2) == [
+        *(str(program), "--allow-run-as-root", "--oversubscribe", "-n", "2")
+    ]
+
+
+def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--timeout", "0"])
+    assert "expected a positive number of seconds" in capsys.readouterr().err

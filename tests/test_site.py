@@ -1,0 +1,74 @@
+"""The documentation site: every page is reached, every public name described, no link is dead."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashlight_py as fl
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+IN_NAV = re.findall(r": (\S+\.md)$", NAV, re.MULTILINE)
+DESCRIBED = {
+    name
+    for page in (DOCS / "api").glob("*.md")
+    for name in re.findall(r"^::: flashlight_py\.(\S+)$", page.read_text(), re.MULTILINE)
+}
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    pages = [str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")]
+    examples = [f"examples/{file.stem}.md" for file in (ROOT / "examples").glob("*.py")]
+    assert sorted(IN_NAV) == sorted([*pages, *examples, "contributing.md", "changelog.md"])
+
+
+def test_every_public_name_is_described() -> None:
+    names = {f.rpartition(".")[2] for f in DESCRIBED}
+    public = [name for name in fl.__all__ if callable(getattr(fl, name))]
+    assert not [name for name in public if name not in names]
+    for package in (fl.nn, fl.optim, fl.dataset, fl.meter, fl.errors, fl.functional):
+        offered = [n for n in package.__all__ if inspect.isclass(getattr(package, n))]
+        assert not [name for name in offered if name not in names], package.__name__
+
+
+def test_what_is_described_exists() -> None:
+    for name in DESCRIBED:
+        value: object = fl
+        for part in name.split("."):
+            # A function may be named as its module: then the function is met first.
+            value = getattr(value, part, None) or getattr(inspect.getmodule(value), part)
+        assert callable(value), name
+
+
+@pytest.mark.slow
+def test_it_can_be_built_without_a_warning(tmp_path: Path) -> None:
+    if not all(importlib.util.find_spec(name) for name in ("mkdocs", "mkdocstrings")):
+        pytest.skip("needs the extra docs: make docs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    front = (tmp_path / "index.html").read_text()
+    assert 'href="quick-start.html"' in front
+    page = (tmp_path / "api" / "distributed.html").read_text()
+    assert 'id="flashlight_py.all_reduce"' in page
+    # Of our own docstrings: no reference in another tool's words, no example as a quotation.
+    assert ":func:" not in page
+    assert "<blockquote>" not in page
+    changes = (tmp_path / "contributing.html").read_text()
+    assert 'href="design.html"' in changes
