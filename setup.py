@@ -100,7 +100,10 @@ def numpy_extension(name: str, sources: list[str], depends: list[str]) -> Extens
 FAST = numpy_extension(
     "fast",
     ["csrc/fast/fast.c", "csrc/fast/describe.c"],
-    ["csrc/fast/fast.h", "csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"],
+    [
+        *(f"csrc/fast/{name}.h" for name in ("fast", "place", "ring")),
+        *("csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"),
+    ],
 )
 TREE = numpy_extension(
     "tree",
@@ -112,5 +115,8 @@ setup(
     ext_modules=[FAST, TREE],
     cffi_modules=[f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "nccl")],
     cmdclass={"build_ext": BuildOptionalExtensions},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={
+        "bdist_wheel": {"py_limited_api": "cp310"},
+        "build_ext": {"parallel": os.cpu_count()},
+    },
 )

@@ -6,7 +6,18 @@ every core of a machine or on many hosts. See ``distributed_init`` and ``all_red
 
 from __future__ import annotations
 
-from flashlight_py import autograd, dataset, device, distributed, errors, meter, nn, optim, parallel
+from flashlight_py import (
+    autograd,
+    dataset,
+    device,
+    distributed,
+    errors,
+    meter,
+    nn,
+    optim,
+    parallel,
+    trace,
+)
 from flashlight_py._version import __version__
 from flashlight_py.autograd import Variable, gradcheck, input, no_grad, param
 from flashlight_py.distributed import (
@@ -74,6 +85,7 @@ from flashlight_py.parallel import (
     synchronize,
 )
 from flashlight_py.random import set_seed
+from flashlight_py.trace import profile
 
 __all__ = [
     "__version__",
@@ -87,6 +99,7 @@ __all__ = [
     "nn",
     "optim",
     "parallel",
+    "trace",
     "Variable",
     "input",
     "no_grad",
@@ -147,6 +160,7 @@ __all__ = [
     "join",
     "synchronize",
     "sync_meter",
+    "profile",
     "spawn",
     "DistributedOptimizer",
     "DistributedDataContainer",

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PACKAGES = ("autograd", "dataset", "device", "distributed", "errors", "meter", "nn", "optim")
-PACKAGES += ("parallel", "parallel.functional")
+PACKAGES += ("parallel", "parallel.functional", "trace")
 # A parameter whose name says that it is a duration or a size must have its unit in the docstring.
 UNITS = {"timeout": "seconds", "interval": "seconds", "bytes": "bytes"}
 
@@ -153,6 +153,7 @@ def test_programs_of_the_documents_run_on_two_ranks(program: str, tmp_path: Path
         text=True,
         timeout=60,
         check=False,
+        cwd=tmp_path,  # for what it writes
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

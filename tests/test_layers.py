@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "distributed.rendezvous": ("errors",),
     "distributed": ("errors", "device", "_native"),
     "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "_native"),
+    "trace": ("errors", "distributed"),
     # The program of a rank imports the package (""), as the script of a user does.
     "launch.rank_main": ("launch", ""),
     "launch": ("errors", "distributed.rendezvous"),

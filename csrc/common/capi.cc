@@ -19,6 +19,12 @@ fl_status fl_op_wait(fl_op* op, double seconds) {
   return FL_PENDING;
 }
 
+double fl_op_ended(fl_op* op) {
+  const fl::Operation& operation = *op->operation;
+  const std::lock_guard<std::mutex> lock(operation.queue->mutex);
+  return std::chrono::duration<double>(operation.ended.time_since_epoch()).count();
+}
+
 const char* fl_op_message(fl_op* op) { return op->operation->message.c_str(); }
 
 int fl_op_missing(fl_op* op, int* ranks, int capacity) {

@@ -55,6 +55,7 @@ void finish(Operation& operation, fl_status status, const std::string& message,
     operation.message = message;
     operation.missing = std::move(missing);
     operation.run = nullptr;
+    operation.ended = Clock::now();
     operation.status = status;
   }
   operation.queue->done.notify_all();

@@ -74,6 +74,7 @@ struct Operation {
   std::function<void(Operation&)> run;
   // Results; readable once status is no longer FL_PENDING.
   fl_status status = FL_PENDING;
+  Clock::time_point ended;
   std::string message;
   std::vector<int> missing;
   Seen seen;

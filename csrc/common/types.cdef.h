@@ -77,6 +77,8 @@ typedef struct fl_op fl_op;
 
 /* Wait up to `seconds` for the operation to end. FL_PENDING when it has not. */
 fl_status fl_op_wait(fl_op *op, double seconds);
+/* When it ended, in seconds of CLOCK_MONOTONIC; 0 while it runs. */
+double fl_op_ended(fl_op *op);
 const char *fl_op_message(fl_op *op);
 /* Write which ranks the failure is about; returns how many. */
 int fl_op_missing(fl_op *op, int *ranks, int capacity);

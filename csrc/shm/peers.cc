@@ -76,7 +76,8 @@ std::optional<Failure> Peers::farewell(const Concern& concern) const {
     const std::vector<int> missing(farewell.missing, farewell.missing + farewell.missing_count);
     if (status == FL_OK) return Failure(FL_PEER_LOST, {r}, "it has left the group");
     if (std::find(missing.begin(), missing.end(), rank_) != missing.end()) {
-      return Failure(FL_PEER_LOST, {r}, "it gave up waiting for this rank");
+      return Failure(FL_PEER_LOST, {r},
+                     std::string("it gave up waiting for this rank: ") + farewell.message);
     }
     const std::string message = name(r) + " gave up: " + farewell.message;
     if (status == FL_RAISED) return Failure(status, missing, farewell.message);

@@ -17,6 +17,7 @@ __all__ = [
     "check_reduction",
     "dtype_code",
     "dtype_of_code",
+    "may_overlap",
     "pack",
     "parse_op",
     "require_length",
@@ -53,18 +54,23 @@ def as_array(verb: str, value: Any, writes: bool = True) -> Array:
         ValueError: it is read-only and the verb ``writes`` into it, a tensor that requires grad, or
             a Variable that was computed from others and needs a gradient.
     """
-    array = value if isinstance(value, np.ndarray) else _held_by(verb, value, writes)
+    array = value if type(value) is np.ndarray else _held_by(verb, value, writes)
     dtype_code(verb, array.dtype)
     if writes and not is_cupy(array) and not array.flags.writeable:
         raise ValueError(
             f"{verb} works in place and the array is read-only (shape {array.shape}, dtype "
-            f"{array.dtype}); pass a copy: {verb}(x.copy())"
+            f"{array.dtype}); pass a copy, x.copy()"
         )
     return array
 
 
 def _held_by(verb: str, value: Any, writes: bool) -> Array:
-    """Return the array of a Variable, or of another library."""
+    """Return the array of a Variable, of another library, or of a class derived from NumPy's."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{verb} knows no masks, and what is masked would take part; pass x.data, or a copy "
+            "such as x.filled(0)"
+        )
     if getattr(value, "has_history", False):
         raise ValueError(
             f"{verb} knows no gradients, and this Variable (shape {value.shape}) was computed from "
@@ -163,6 +169,12 @@ def pack(array: Array) -> Array:
     xp = array_module(array)
     packed: Array = xp.array(array, dtype=array.dtype.newbyteorder("="), order="C")
     return packed
+
+
+def may_overlap(one: Array, other: Array) -> bool:
+    """Tell whether two arrays may share memory; cheap, and never wrong where they do."""
+    xp = array_module(one)
+    return xp is array_module(other) and bool(xp.may_share_memory(one, other))
 
 
 def require_length(verb: str, out: Array, rows: int, rank: int, size: int) -> None:

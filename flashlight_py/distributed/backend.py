@@ -17,6 +17,7 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.recorder.fast_calls import FastCalls
 from flashlight_py.distributed.work import AllOf, Work
 from flashlight_py.errors import DistributedError
 
@@ -45,6 +46,7 @@ class Backend(abc.ABC):
     rank: int
     size: int
     people: Sequence[str] = ()  # which process each rank is, for messages
+    fast_calls: FastCalls | None = None  # where ``fast_all_reduce`` notes what it did
 
     @abc.abstractmethod
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:

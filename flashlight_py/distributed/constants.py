@@ -47,6 +47,9 @@ class DistributedConstants:
     INTERFACE = "INTERFACE"
     """Network interface or local address to use between hosts, such as ``eth0``."""
 
+    TRACE_DIR = "TRACE_DIR"
+    """Folder of the flight records, such as one that all hosts see; "" for none at all."""
+
     COALESCE_CACHE_SIZE = 20 << 20
     """Bytes that ``CoalescingReducer`` collects before it reduces them: 20 MiB."""
 

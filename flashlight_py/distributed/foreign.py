@@ -13,7 +13,7 @@ import numpy as np
 
 from flashlight_py.device import Array
 
-__all__ = ["shared_view"]
+__all__ = ["is_of", "shared_view"]
 
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
 
@@ -22,18 +22,22 @@ def shared_view(verb: str, value: Any, writes: bool = True) -> Array | None:
     """Return an array of ``value``'s memory, or None where it is nothing that has any to share.
 
     A CuPy array where the memory is a GPU's, else a NumPy array, writeable if the verb ``writes``.
+    A NumPy scalar has none, and is copied for verbs that read.
 
     Raises:
-        TypeError: ``value`` is a NumPy scalar, or its memory cannot be shared.
+        TypeError: ``value`` is a NumPy scalar and the verb ``writes``, or its memory cannot be
+            shared.
         ValueError: it is read-only and the verb ``writes``, or a tensor that requires grad.
     """
     if isinstance(value, np.generic):
+        if not writes:
+            return np.asarray(value)
         raise TypeError(
             f"{verb} works in place and a NumPy scalar ({type(value).__name__}) cannot change; "
             "pass np.array(x)"
         )
-    if _is_of(value, "torch", "Tensor"):
-        _refuse_grad(verb, value)
+    if is_of(value, "torch", "Tensor"):
+        _refuse_grad(verb, value, writes)
     try:
         view = _view(value)
     except (BufferError, ImportError, RuntimeError, TypeError, ValueError) as error:
@@ -50,9 +54,9 @@ def shared_view(verb: str, value: Any, writes: bool = True) -> Array | None:
 
 
 def _view(value: Any) -> Array | None:
-    if _is_of(value, "torch", "Tensor") and not value.is_cuda:
+    if is_of(value, "torch", "Tensor") and not value.is_cuda:
         return _of_torch(value)
-    if _is_of(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
+    if is_of(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
         value = value.get_obj()  # the ctypes array that multiprocessing.Array has a lock around
     buffer = _buffer(value)
     if buffer is not None:
@@ -83,11 +87,12 @@ def _of_torch(tensor: Any) -> Array:
     return bits.view(ml_dtypes.bfloat16)
 
 
-def _refuse_grad(verb: str, tensor: Any) -> None:
-    """Refuse a tensor whose history PyTorch records: it would not see that the values change."""
+def _refuse_grad(verb: str, tensor: Any, writes: bool) -> None:
+    """Refuse a tensor whose history PyTorch records: it would see nothing of this."""
     if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
+        why = "works in place" if writes else "knows no gradients"
         raise ValueError(
-            f"{verb} works in place and this tensor requires grad (shape {tuple(tensor.shape)}, "
+            f"{verb} {why} and this tensor requires grad (shape {tuple(tensor.shape)}, "
             f"{tensor.dtype}); pass x.detach(), which shares its memory"
         )
 
@@ -108,7 +113,7 @@ def _buffer(value: Any) -> memoryview | None:
         return None
 
 
-def _is_of(value: object, module: str, name: str) -> bool:
+def is_of(value: object, module: str, name: str) -> bool:
     """Tell whether ``value`` is of class ``module.name``, without importing the module."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name, ()))

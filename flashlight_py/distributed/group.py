@@ -10,12 +10,14 @@ from typing import Any
 
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.recorder.journal import Journal, name_of_group
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs.movement import Movement
 from flashlight_py.distributed.verbs.objects import Objects
 from flashlight_py.distributed.verbs.point_to_point import PointToPoint
 from flashlight_py.distributed.verbs.reductions import Reductions
 from flashlight_py.distributed.verbs.subgroups import Subgroups
+from flashlight_py.distributed.work import AllOf
 from flashlight_py.errors import BackendUnavailableError, GroupClosedError
 
 __all__ = ["Joiner", "ProcessGroup"]
@@ -44,16 +46,16 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
         ranks: Sequence[int] | None = None,
         joiner: Joiner | None = None,
     ) -> None:
-        super().__init__()
+        everyone = () if backend is None else range(backend.size)
+        self.ranks = tuple(everyone if ranks is None else ranks)
+        self.size = len(self.ranks)
+        super().__init__(_journal(backend, ranks, self.ranks))
         self._backend = backend
         self._joiner = joiner
         self._gpus: Backend | None = None
         self._children: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
         self.fast_all_reduce = _nothing_fast if backend is None else backend.fast_all_reduce
         self.rank = -1 if backend is None else backend.rank
-        everyone = () if backend is None else range(backend.size)
-        self.ranks = tuple(everyone if ranks is None else ranks)
-        self.size = len(self.ranks)
 
     @property
     def is_member(self) -> bool:
@@ -109,7 +111,14 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
         """Join ``members`` of this group, this rank among them."""
         assert self._joiner is not None or self.size == 1
         backend = self.backend() if self._joiner is None else self._joiner.join(store)
-        return self._adopt(ProcessGroup(backend, self._worldwide(members), self._joiner))
+        child = self._adopt(ProcessGroup(backend, self._worldwide(members), self._joiner))
+        try:
+            # One that closes the group at once must not do so while others still connect to it.
+            backend.barrier().wait()
+        except BaseException:
+            child.close()
+            raise
+        return child
 
     def _outside(self, members: list[int]) -> ProcessGroup:
         """Return a group that this process is not in."""
@@ -124,15 +133,15 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
 
     def barrier(self, timeout: float | None = None) -> None:
         """Block until every rank is here; see :func:`flashlight_py.barrier`."""
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not (hasattr(timeout, "__float__") and timeout > 0):
             raise ValueError(f"barrier: timeout must be a positive number of seconds: {timeout!r}")
-        (self._gpus or self.backend()).barrier(timeout).wait()
+        backend = self._gpus or self.backend()
+        self._journal.run("barrier", None, backend.barrier, timeout)
 
     def synchronize(self) -> None:
         """Block until every operation that this rank has started in the group has ended."""
         unfinished, self._unfinished = self._unfinished, []
-        for work in unfinished:
-            work.wait()
+        AllOf([work for work in unfinished if not work.is_finished()]).wait()
         self.backend().synchronize()
         if self._gpus is not None:
             self._gpus.synchronize()
@@ -166,6 +175,14 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
             return f"ProcessGroup(not a member, ranks={list(self.ranks)})"
         state = "closed" if self._backend is None else self._backend.kind.name
         return f"ProcessGroup(rank={self.rank}, size={self.size}, {state})"
+
+
+def _journal(backend: Backend | None, given: Sequence[int] | None, ranks: Sequence[int]) -> Journal:
+    """Return the journal of a new group; the world is the one that is given no ranks."""
+    if backend is None:
+        return Journal("none of this process", (), "", None)
+    name = "world" if given is None else name_of_group(ranks)
+    return Journal(name, ranks, backend.path, backend.fast_calls)
 
 
 def _nothing_fast(array: object, scale: float, op: str) -> object:

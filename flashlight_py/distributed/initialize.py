@@ -6,6 +6,7 @@ import atexit
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from flashlight_py import _native
@@ -15,6 +16,8 @@ from flashlight_py.distributed.connect import connect, gpu_joiner
 from flashlight_py.distributed.constants import DistributedInit
 from flashlight_py.distributed.group import Joiner, ProcessGroup
 from flashlight_py.distributed.hosts import host_identity, local_place
+from flashlight_py.distributed.recorder import watchdog
+from flashlight_py.distributed.recorder.flight_record import Flight, default_folder, new_job
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
@@ -61,9 +64,10 @@ def distributed_init(
         world_rank: this process's rank, from 0; FILE_SYSTEM only.
         world_size: number of processes; FILE_SYSTEM only.
         params: keys of ``DistributedConstants``: FILE_PATH, TIMEOUT (seconds, default 300, for
-            meeting and later for each operation), INTERFACE, BACKEND, MPI_CUDA_AWARE, and
-            MAX_DEVICE_PER_NODE, which joins the GPUs at once; else the first collective of a CuPy
-            array does so.
+            meeting and later for each operation), INTERFACE, BACKEND, MPI_CUDA_AWARE,
+            TRACE_DIR (default: the variable FLASHLIGHT_TRACE_DIR, else a folder among the
+            temporary files), and MAX_DEVICE_PER_NODE, which joins the GPUs at once; else the first
+            collective of a CuPy array does so.
 
     Raises:
         ValueError: unknown method or params key, rank or size that make no sense, FILE_SYSTEM
@@ -86,6 +90,7 @@ def distributed_init(
     settings = Settings.from_params(params)
     create = _choose(method, world_rank, world_size, settings)
     set_world(alone() if create is None else _meet(create, settings))
+    _watch(current_world(), settings)
     atexit.register(_close_at_exit)
     world = current_world()
     if world.group.rank == 0:
@@ -111,6 +116,7 @@ def distributed_shutdown() -> None:
     except GroupClosedError:
         _log.debug("the group broke before the shutdown; whoever used it was told")
     finally:
+        watchdog.stop()
         set_world(None)
         group.close()
         last_words.uninstall()
@@ -120,6 +126,7 @@ def distributed_shutdown() -> None:
 def _close_at_exit() -> None:
     """Close the sockets. Not collective: the others may still have work to do."""
     group = current_world().group
+    watchdog.stop()
     set_world(None)
     last_words.tell_of_threads()
     group.close()
@@ -233,13 +240,25 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
 
 
 def _connect(store: Store, settings: Settings) -> World:
-    local_rank, local_size = local_place(store.rank, store.exchange(host_identity()))
+    told = store.exchange(host_identity() + b"\n" + new_job().encode())
+    local_rank, local_size = local_place(store.rank, [line.split(b"\n")[0] for line in told])
     connection = connect(store, settings)
     rule = DeviceRule(store.rank, local_rank, settings.max_device_per_node)
     joiner = Joiner(lambda members: connect(members, settings).backend, gpu_joiner(rule, settings))
     group = ProcessGroup(connection.backend, None, joiner)
     _join_gpus_at_once(group, settings)
-    return World(group, local_rank, local_size, connection.why, rule)
+    job = told[0].split(b"\n")[1].decode()  # rank 0's name for it
+    return World(group, local_rank, local_size, connection.why, rule, job)
+
+
+def _watch(world: World, settings: Settings) -> None:
+    """Have this rank's last calls written where it is told, when something goes wrong."""
+    chosen = settings.trace_dir is not None
+    folder = Path(settings.trace_dir).absolute() if settings.trace_dir else None
+    group, job = world.group, world.job if world.group.size > 1 else new_job()
+    watchdog.start(
+        Flight(group.rank, group.size, job, folder if chosen else default_folder(job), chosen)
+    )
 
 
 def _join_gpus_at_once(group: ProcessGroup, settings: Settings) -> None:

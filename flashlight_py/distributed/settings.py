@@ -20,7 +20,7 @@ DEFAULT_TIMEOUT = 300.0
 BACKENDS = ("auto", "gloo", "shm", "nccl", "mpi")
 KNOWN = (
     *(Keys.FILE_PATH, Keys.MAX_DEVICE_PER_NODE, Keys.TIMEOUT, Keys.BACKEND, Keys.INTERFACE),
-    Keys.MPI_CUDA_AWARE,
+    *(Keys.MPI_CUDA_AWARE, Keys.TRACE_DIR),
 )
 
 
@@ -38,6 +38,7 @@ class Settings:
     interface: str = ""
     mpi_cuda_aware: bool = False
     checks: bool = True
+    trace_dir: str | None = None
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> Settings:
@@ -61,6 +62,7 @@ class Settings:
             interface=str(values.get(Keys.INTERFACE, "")),
             mpi_cuda_aware=_flag(Keys.MPI_CUDA_AWARE, values.get(Keys.MPI_CUDA_AWARE, 0)),
             checks=os.environ.get(CHECKS, "1") != "0",
+            trace_dir=_folder(values.get(Keys.TRACE_DIR, os.environ.get("FLASHLIGHT_TRACE_DIR"))),
         )
 
 
@@ -80,6 +82,10 @@ def _path(value: Any) -> str | None:
     if not isinstance(path, str) or not path:
         raise ValueError(f"params['FILE_PATH'] must be a path that is not empty, got {value!r}")
     return path
+
+
+def _folder(value: Any) -> str | None:
+    return None if value is None else os.fsdecode(os.fspath(value))
 
 
 def _count(value: Any) -> int | None:

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flashlight_py.errors import DistributedError
+from flashlight_py.errors import CollectiveTimeoutError, DistributedError
 
 __all__ = ["AllOf", "Done", "Then", "Work"]
 
@@ -16,6 +16,8 @@ class Work(abc.ABC):
 
     The arrays given to it must not be read or written until :meth:`wait` has returned.
     """
+
+    flight: Any = None  # of a collective that a device does: tells when that has ``ended``
 
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> Any:
@@ -35,6 +37,10 @@ class Work(abc.ABC):
     @abc.abstractmethod
     def is_completed(self) -> bool:
         """Tell, without blocking, whether the operation has ended, well or not."""
+
+    def end_time(self) -> float | None:
+        """Return when the operation ended, in seconds of ``time.monotonic``; None: not known."""
+        return None
 
     def result(self) -> Any:
         """Return the result of an operation that has ended; raises what :meth:`wait` raises.
@@ -69,22 +75,44 @@ class Then(Work):
         self._work = work
         self._finish: Callable[[Any], Any] | None = finish
         self._value: Any = None
+        self._failure: BaseException | None = None  # of making it: every wait raises the same
+        self._failure_told = False
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the other operation (up to ``timeout`` seconds), finish, return the result."""
-        value = self._work.wait(timeout)
+        value = self._other(timeout)
+        if self._failure is not None:
+            raise self._failure
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            self._value = finish(value)
+            try:
+                self._value = finish(value)
+            except BaseException as failure:
+                self._failure = failure
+                raise
         return self._value
+
+    def _other(self, timeout: float | None) -> Any:
+        """Wait for the other operation, and remember whether its failure is final."""
+        try:
+            return self._work.wait(timeout)
+        except DistributedError as failure:
+            # One by the limit of this wait is not: the operation goes on.
+            by_limit = timeout is not None and isinstance(failure, CollectiveTimeoutError)
+            self._failure_told = not by_limit
+            raise
 
     def is_completed(self) -> bool:
         """Tell whether the other operation has ended."""
         return self._work.is_completed()
 
+    def end_time(self) -> float | None:
+        """Return when the other operation ended; see ``Work``."""
+        return self._work.end_time()
+
     def is_finished(self) -> bool:
-        """Tell whether the result has been made."""
-        return self._finish is None
+        """Tell whether the result has been made, or whoever waited knows that it cannot be."""
+        return self._finish is None or self._failure_told
 
 
 class AllOf(Work):
@@ -104,6 +132,11 @@ class AllOf(Work):
     def is_completed(self) -> bool:
         """Tell whether all have ended."""
         return all(work.is_completed() for work in self._works)
+
+    def end_time(self) -> float | None:
+        """Return when the last of them ended, where all tell; see ``Work``."""
+        times = [time for work in self._works if (time := work.end_time()) is not None]
+        return max(times) if times and len(times) == len(self._works) else None
 
 
 def _outcome(work: Work, timeout: float | None) -> tuple[Any, DistributedError | None]:

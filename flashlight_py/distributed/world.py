@@ -38,6 +38,7 @@ class World:
     local_size: int = 1
     why: str = "the world is this process alone"
     device_rule: DeviceRule = field(default_factory=DeviceRule)
+    job: str = "alone"  # a name that all ranks agree on
 
 
 def alone() -> World:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 from flashlight_py.launch.variables import usable_cores
 
@@ -79,10 +80,21 @@ def _checked_size(
         raise TypeError(f"spawn: fn must be a function of (rank, *args), got {fn!r}")
     if not isinstance(args, tuple | list):
         raise TypeError(f"spawn: args must be a tuple such as (x,), got {type(args).__name__}")
-    if nprocs is not None and (not isinstance(nprocs, int) or nprocs < 1):
+    size = usable_cores() if nprocs is None else _whole(nprocs)
+    if size < 1:
         raise ValueError(f"spawn: nprocs must be an integer of at least 1, got {nprocs!r}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"spawn: timeout must be a positive number of seconds, got {timeout!r}")
     if params is not None and "FILE_PATH" in params:
         raise ValueError("spawn: the ranks meet at a path of their own; leave FILE_PATH out")
-    return usable_cores() if nprocs is None else nprocs
+    return size
+
+
+def _whole(number: SupportsIndex) -> int:
+    """Return an integer of any kind, also NumPy's, as an int; 0 for anything else."""
+    if isinstance(number, bool):
+        return 0
+    try:
+        return operator.index(number)
+    except TypeError:
+        return 0

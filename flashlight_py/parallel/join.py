@@ -9,7 +9,6 @@ a rank without data, and it knows, without any further message, when all have en
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterator
 from typing import Any, SupportsIndex
 
@@ -24,6 +23,7 @@ from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.data_parallel import gradient_sync_of
 from flashlight_py.parallel.gradient_sync import GradientSync
+from flashlight_py.parallel.place import whole_number
 
 __all__ = ["Joined", "join"]
 
@@ -54,9 +54,7 @@ class Joined:
             TypeError: ``samples`` is no whole number.
             ValueError: it is negative.
         """
-        number = operator.index(samples)
-        if number < 0:
-            raise ValueError(f"count: a batch has at least 0 samples, got {number}")
+        number = whole_number("join: count", "samples", samples)
         self._count = self._count + number if self._counting else number
         self._counting = True
 

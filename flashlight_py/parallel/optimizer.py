@@ -15,7 +15,8 @@ from flashlight_py.distributed import (
     ProcessGroup,
     all_reduce,
 )
-from flashlight_py.distributed.arrays import as_array
+from flashlight_py.distributed.arrays import as_array, check_reduction
+from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.world import current_world
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.agreement import check_arrays_agree
@@ -144,12 +145,18 @@ class DistributedOptimizer:
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
         updates = list(updates)
-        arrays = [as_array("DistributedOptimizer.reduce", update) for update in updates]
+        arrays = [self._update(update) for update in updates]
         if len({id(array) for array in arrays}) < len(arrays):
             raise ValueError("DistributedOptimizer.reduce: the same array was given twice")
         check_arrays_agree("DistributedOptimizer.reduce: updates", arrays, self._members)
         self._reduce(arrays)
         return updates
+
+    def _update(self, update: Any) -> Array:
+        what, op = "DistributedOptimizer.reduce", ReduceOp.AVG if self._average else ReduceOp.SUM
+        array = as_array(what, update)
+        check_reduction(what, array.dtype, op, 1.0)
+        return array
 
     @property
     def _members(self) -> ProcessGroup:

@@ -9,6 +9,7 @@ import numpy as np
 
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
 from flashlight_py.distributed.exchange import exchange_bytes
+from flashlight_py.distributed.verbs.base import whole
 from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import DistributedError, MismatchError
 from flashlight_py.parallel.agreement import by_rank
@@ -37,9 +38,9 @@ def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None
     dtype but ``object``) are changed in place. So are dicts, lists and dataclasses, whose numbers
     (bool, int of any size, float, complex, NumPy scalars; of exactly these types) are replaced;
     tuples, namedtuples and frozen dataclasses with numbers in them are made anew. Of a
-    ``fl.nn.Module`` parameters and buffers are meant, of a ``fl.Variable`` its array, of an
-    optimizer its state and settings, but not its parameters. Whatever else is in the tree, such as
-    None, strings and functions, stays as it is and need not be alike.
+    ``fl.nn.Module``, or one of PyTorch, parameters and buffers are meant, of a ``fl.Variable`` its
+    array, of an optimizer of ``fl.optim`` its state and settings, but not its parameters. Whatever
+    else is in the tree, such as None, strings and functions, stays as it is and need not be alike.
 
     All of it travels in one packed transfer, or one on the CPU and one on the GPU; it takes as much
     memory as the arrays. An array or a container that is met twice is taken once.
@@ -69,11 +70,12 @@ def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None
         3
     """
     members = current_world().group if group is None else group
-    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < members.size:
+    number = None if isinstance(root, bool) else whole(root)
+    if number is None or not 0 <= number < members.size:
         raise ValueError(
             f"synchronize: root must be a rank of this group, 0 to {members.size - 1}; got {root!r}"
         )
-    return _Synchronization(root, group, members).of(tree)
+    return _Synchronization(number, group, members).of(tree)
 
 
 class _Synchronization:

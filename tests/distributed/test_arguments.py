@@ -25,6 +25,7 @@ from flashlight_py.distributed import initialize
         (np.array(["a"]), "<U1"),
         (np.array([datetime.datetime.now()], "datetime64[s]"), "datetime64"),
         (np.zeros(2, [("a", int)]), "'a'"),
+        (np.ma.array([1.0, 2.0], mask=[True, False]), "no masks"),
     ],
 )
 def test_what_is_no_array_of_numbers_is_refused_by_name(value: Any, named: str) -> None:

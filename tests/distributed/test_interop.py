@@ -229,6 +229,29 @@ def test_tensors_without_memory_of_their_own_are_refused(torch: Any) -> None:
             fl.all_reduce(tensor)
 
 
+def synchronize_torch(rank: int, size: int) -> None:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    weight = model[0].weight
+    model(torch.full((4, 2), rank + 1.0)).sum().backward()
+    with torch.no_grad():
+        weight.fill_(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rank + 1.0, momentum=0.9)
+    optimizer.step()
+    expected = [fl.broadcast_object(entry, root=1) for entry in model.state_dict().values()]
+    assert fl.synchronize({"model": model}, root=1)["model"] is model
+    assert model[0].weight is weight
+    for entry, tensor in zip(expected, model.state_dict().values(), strict=True):
+        assert torch.equal(entry, tensor)
+    optimizer.load_state_dict(fl.synchronize(optimizer.state_dict(), root=1))
+    assert optimizer.param_groups[0]["lr"] == 2.0
+
+
+def test_a_model_of_pytorch_can_be_synchronized(pool: Any, torch: Any) -> None:
+    pool(2).run(synchronize_torch)
+
+
 def test_the_same_tensor_twice_is_refused(torch: Any) -> None:
     x = torch.ones(3)
     with pytest.raises(ValueError, match="twice"):

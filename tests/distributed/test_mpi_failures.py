@@ -34,6 +34,7 @@ fl.barrier()
 if rank == 0:
     sys.stdout.write("joined\\n")
     sys.stdout.flush()
+fl.barrier()  # what ranks print later is not mixed with it
 """
 
 

@@ -40,7 +40,7 @@ def test_the_world_is_initialised() -> None:
 
 
 def test_one_process_is_a_world_too() -> None:
-    assert fl.spawn(is_initialised, nprocs=1) == [True]
+    assert fl.spawn(is_initialised, nprocs=np.int64(1)) == [True]  # type: ignore[arg-type]
     assert not fl.is_distributed_init()
 
 
@@ -203,6 +203,7 @@ def test_what_cannot_be_pickled_is_refused_before_a_process_starts(
         ({"fn": 3}, TypeError, "must be a function"),
         ({"args": "text"}, TypeError, r"tuple such as \(x,\), got str"),
         ({"nprocs": 0}, ValueError, "at least 1, got 0"),
+        ({"nprocs": True}, ValueError, "at least 1, got True"),
         ({"nprocs": 2.0}, ValueError, r"got 2\.0"),
         ({"timeout": 0}, ValueError, "positive number of seconds"),
         ({"params": {"FILE_PATH": "/x"}}, ValueError, "leave FILE_PATH out"),

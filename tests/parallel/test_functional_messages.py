@@ -172,7 +172,8 @@ def test_a_pipeline_trains_as_one_process(pool: Any, backend: str, in_order: boo
 def whole_numbers(rank: int, size: int) -> Any:
     if rank == 0:
         token = D.send(fl.input(np.arange(3)), 1)
-        constant = D.send(fl.input(np.ones((2, 2), np.float32)), 1, 1)
+        tag = np.int64(1)
+        constant = D.send(fl.input(np.ones((2, 2), np.float32)), 1, tag)  # type: ignore[arg-type]
         return token.calc_grad, token.dtype, constant.calc_grad, constant.dtype, constant.shape
     received = D.recv(np.zeros(3, int), 0)
     ones = D.recv(((2, 2), "float32"), 0, 1)

@@ -345,5 +345,5 @@ def test_arguments() -> None:
         joined.count(np.int32(3))
         with pytest.raises(ValueError, match="at least 0"):
             joined.count(-1)
-        with pytest.raises(TypeError, match="float"):
+        with pytest.raises(TypeError, match="join: count: samples must be an integer, got float"):
             joined.count(1.5)  # type: ignore[arg-type]

@@ -41,7 +41,8 @@ def all_gather(
         x: array; the first dimension may differ between ranks, the others and the dtype must
             not. A scalar-shaped array counts as one row. Left as it is.
         out: array of shape ``(sum of first dimensions, *x.shape[1:])`` that is filled in place,
-            in place of a new one: large results are then not allocated anew in every call.
+            in place of a new one: large results are then not allocated anew in every call. It may
+            share memory with ``x``, which is copied then.
         async_op: return a ``Work`` at once; its ``wait()`` returns the result.
         group: the process group, default the world.
 
@@ -103,7 +104,8 @@ def scatter(
             dimensions) and dtype, or one array whose first dimension is cut into equal parts;
             on the other ranks not looked at.
         root: rank in the group.
-        out: array that is filled in place, in place of a new one.
+        out: array that is filled in place, in place of a new one. It may share memory with what
+            the root gives, which is copied then.
         async_op: return a ``Work`` at once; its ``wait()`` returns the part.
         group: the process group, default the world.
 

@@ -19,7 +19,8 @@ def broadcast_object(obj: Any = None, root: int = 0, group: ProcessGroup | None 
 
     Raises:
         ValueError: ``root`` is no rank of the group.
-        TypeError: the object cannot be pickled; raised on every rank, and nothing was sent.
+        TypeError: the object cannot be pickled; raised on every rank, and nothing was sent. What
+            unpickling raises is raised where it does, with a note that names the ranks.
         DistributedError: as for :func:`all_reduce`.
     """
     return of(group).broadcast_object(obj, root)

@@ -137,7 +137,8 @@ def reduce_scatter(
         x: array whose first dimension is a multiple of the number of ranks; left as it is.
         scale: real number that the result is multiplied by.
         op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"`` or ``"max"``.
-        out: array of the part's shape that is filled in place, in place of a new one.
+        out: array of the part's shape that is filled in place, in place of a new one. It may share
+            memory with ``x``, which is copied then.
         async_op: return a ``Work`` at once; its ``wait()`` returns the part.
         group: the process group, default the world.
 

@@ -8,6 +8,7 @@ every rank and in every run with the same placement.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -271,7 +272,8 @@ class HierarchicalBackend(Backend):
     def synchronize(self) -> None:
         """Block until all that was started has ended."""
         for work in list(self._running):
-            work.wait()
+            if not work.failure_told:
+                work.wait()
 
     def give_up(self, traceback: str) -> None:
         """Tell the others inside and outside of this host; see ``Backend``."""
@@ -312,6 +314,12 @@ class _FutureWork(Work):
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
+        self.failure_told = False
+        self._end_time: float | None = None
+        future.add_done_callback(self._note_end)
+
+    def _note_end(self, _: Future[Any]) -> None:
+        self._end_time = time.monotonic()
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``."""
@@ -319,14 +327,22 @@ class _FutureWork(Work):
             return self._future.result(timeout)
         except FutureTimeout as error:
             if self._future.done():
+                self.failure_told = True
                 raise  # the operation's own timeout
             raise CollectiveTimeoutError(
                 f"still running after wait(timeout={timeout}) seconds; it goes on"
             ) from error
+        except DistributedError:
+            self.failure_told = True
+            raise
 
     def is_completed(self) -> bool:
         """Tell whether it has ended."""
         return self._future.done()
+
+    def end_time(self) -> float | None:
+        """Return when it ended, if it has; see ``Work``."""
+        return self._end_time
 
 
 class _Guarded(Work):
@@ -349,6 +365,10 @@ class _Guarded(Work):
     def is_completed(self) -> bool:
         """Tell whether it has ended."""
         return self._work.is_completed()
+
+    def end_time(self) -> float | None:
+        """Return when it ended, if it has; see ``Work``."""
+        return self._work.end_time()
 
 
 def _is_narrow(array: Array) -> bool:

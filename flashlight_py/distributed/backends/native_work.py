@@ -120,6 +120,10 @@ class NativeWork(Work):
         """Tell whether it has ended."""
         return bool(self._lib.fl_op_wait(self._handle, 0.0) != self._lib.FL_PENDING)
 
+    def end_time(self) -> float | None:
+        """Return when it ended, if it has; see ``Work``."""
+        return self._lib.fl_op_ended(self._handle) or None
+
     def _finish(self, status: int) -> Any:
         backend = self._backend
         if status != self._lib.FL_OK:

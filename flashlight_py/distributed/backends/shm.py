@@ -27,6 +27,7 @@ from flashlight_py.distributed.backends.native_calls import call_in_words
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.exchange import BackendStore
 from flashlight_py.distributed.memory_file import DIRECTORY, MemoryFile, needs_names
+from flashlight_py.distributed.recorder.fast_calls import FastCalls
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
@@ -66,15 +67,17 @@ class ShmBackend(NativeBackend):
     def _bind_fast(self) -> None:
         """Let plain arrays be reduced by a native function that reads them by itself."""
         try:
-            bind = _native.load("fast").bind
+            fast = _native.load("fast")
         except BackendUnavailableError as error:
             _log.warning("small reductions take some microseconds longer: %s", error)
             return
         steps = ("fl_shm_begin", "fl_shm_ready", "fl_shm_finish")
         addresses = [self._address_of(self.ffi.addressof(self.lib, step)) for step in steps]
         group = self._address_of(self._group)
-        function = bind(group, self.size, self.timeout, *addresses, self._fast_failed)
-        self.fast_all_reduce = function  # type: ignore[method-assign]
+        calls = FastCalls(fast)
+        ring = (calls.memory, calls.places, calls.package)
+        function = fast.bind(group, self.size, self.timeout, *addresses, self._fast_failed, *ring)
+        self.fast_calls, self.fast_all_reduce = calls, function  # type: ignore[method-assign]
 
     def _address_of(self, pointer: Any) -> int:
         return int(self.ffi.cast("uintptr_t", pointer))
@@ -82,8 +85,10 @@ class ShmBackend(NativeBackend):
     def _fast_failed(self, address: int) -> None:
         """Raise what became of an operation of the native function."""
         handle = self.ffi.cast("fl_op *", address)
-        raise_interruption(self.lib, handle)
-        NativeWork(self, "all_reduce", handle, None, NOTHING, self.timeout).wait()
+        assert self.fast_calls is not None
+        with self.fast_calls.failing():
+            raise_interruption(self.lib, handle)
+            NativeWork(self, "all_reduce", handle, None, NOTHING, self.timeout).wait()
 
     def _open(self, path: str, create: bool) -> Any:
         group = self.lib.fl_shm_open(

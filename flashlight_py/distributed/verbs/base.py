@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import abc
+import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.arrays import as_array, check_reduction, pack, parse_op
+from flashlight_py.distributed.arrays import as_array, check_reduction, may_overlap, pack, parse_op
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.recorder.journal import Journal
 from flashlight_py.distributed.work import Done, Then, Work
 
-__all__ = ["Room", "Verbs", "unpack_into"]
+__all__ = ["Room", "Verbs", "pack_apart", "unpack_into", "whole"]
 
 
 class Room(NamedTuple):
@@ -27,12 +29,16 @@ _NO_ROOM = Room(None, None, None)
 
 
 class Verbs(abc.ABC):
-    """Validates, packs, calls a backend, unpacks. ``rank`` and ``size`` are those of the group."""
+    """Validates, packs, calls a backend, unpacks. ``rank`` and ``size`` are those of the group.
+
+    Whatever backends are given goes through ``journal``, which records it.
+    """
 
     rank: int
     size: int
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
         self._unfinished: list[Then] = []
 
     @abc.abstractmethod
@@ -74,7 +80,7 @@ class Verbs(abc.ABC):
         """Return where a result of ``shape`` goes; its first extent is None if not known."""
         if out is None:
             return _NO_ROOM
-        array = as_array(verb, out)
+        array = as_array(f"{verb}(out=)", out)
         if not _fits(array.shape, shape) or array.dtype != like.dtype:
             extents = ", ".join("any" if extent is None else str(extent) for extent in shape)
             raise ValueError(
@@ -101,11 +107,32 @@ class Verbs(abc.ABC):
         self._unfinished.append(work)
         return work
 
-    def _check_rank(self, verb: str, name: str, rank: int) -> None:
-        if not isinstance(rank, int) or not 0 <= rank < self.size:
+    def _check_rank(self, verb: str, name: str, rank: SupportsIndex) -> int:
+        """Return ``rank`` as an int, if it is one of the group's."""
+        number = whole(rank)
+        if number is None or not 0 <= number < self.size:
             raise ValueError(
                 f"{verb}: {name} must be a rank of this group, 0 to {self.size - 1}; got {rank!r}"
             )
+        return number
+
+
+def whole(value: object) -> int | None:
+    """Return an integer of any kind, also NumPy's, as an int; None for anything else."""
+    if type(value) is int:
+        return value
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def pack_apart(array: Array, room: Room) -> Array:
+    """Return ``array`` in a form that backends can read while they fill ``room``."""
+    packed = pack(array)
+    if room.packed is not None and may_overlap(packed, room.packed):
+        packed = packed.copy()
+    return packed
 
 
 def unpack_into(array: Array, packed: Array) -> Callable[[Any], None] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import as_array, pack
-from flashlight_py.distributed.verbs.base import Room, Verbs, unpack_into
+from flashlight_py.distributed.verbs.base import Room, Verbs, pack_apart, unpack_into
 
 __all__ = ["Movement"]
 
@@ -20,41 +20,48 @@ class Movement(Verbs):
     def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Any:
         """Give every rank ``root``'s ``x``, in place; see :func:`flashlight_py.broadcast`."""
         array = as_array("broadcast", x)
-        self._check_rank("broadcast", "root", root)
-        packed = pack(array)
-        work = self.backend(array).broadcast(packed, root, not async_op)
+        root = self._check_rank("broadcast", "root", root)
+        packed, call = pack(array), self.backend(array).broadcast
+        arguments = (packed, root, not async_op)
+        work = self._journal.run(
+            "broadcast", packed, call, *arguments, root=root, async_op=async_op
+        )
         return self._finish(work, x, unpack_into(array, packed), async_op)
 
     def all_gather(self, x: Any, out: Any = None, async_op: bool = False) -> Any:
         """Join ``x`` of all ranks; see :func:`flashlight_py.all_gather`."""
         rows = _rows("all_gather", x)
         room = self._room("all_gather", out, rows, (None, *rows.shape[1:]))
-        work = self.backend(rows).all_gather(pack(rows), not async_op, room.packed)
+        packed, call = pack_apart(rows, room), self.backend(rows).all_gather
+        arguments = (packed, not async_op, room.packed)
+        work = self._journal.run("all_gather", packed, call, *arguments, async_op=async_op)
         return self._finish_into(work, room, async_op)
 
     def gather(self, x: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
         """Join ``x`` of all ranks on one; see :func:`flashlight_py.gather`."""
-        self._check_rank("gather", "root", root)
+        root = self._check_rank("gather", "root", root)
         rows = _rows("gather", x)
         given = out if self.rank == root else None
         room = self._room("gather", given, rows, (None, *rows.shape[1:]))
-        work = self.backend(rows).gather(pack(rows), root, not async_op, room.packed)
+        packed, call = pack_apart(rows, room), self.backend(rows).gather
+        arguments = (packed, root, not async_op, room.packed)
+        work = self._journal.run("gather", packed, call, *arguments, root=root, async_op=async_op)
         return self._finish_into(work, room, async_op)
 
     def scatter(
         self, xs: Any = None, root: int = 0, out: Any = None, async_op: bool = False
     ) -> Any:
         """Give each rank its part of ``xs`` on one; see :func:`flashlight_py.scatter`."""
-        self._check_rank("scatter", "root", root)
+        root = self._check_rank("scatter", "root", root)
         whole = self._whole(xs) if self.rank == root else None
         told = whole[0] if whole is not None else None if out is None else as_array("scatter", out)
         room = (
             Room(None, None, None) if told is None else self._room("scatter", out, told, told.shape)
         )
-        backend = self.backend(told)
-        return self._finish_into(
-            backend.scatter(whole, root, not async_op, room.packed), room, async_op
-        )
+        sent = None if whole is None else pack_apart(whole, room)
+        call, arguments = self.backend(told).scatter, (sent, root, not async_op, room.packed)
+        work = self._journal.run("scatter", told, call, *arguments, root=root, async_op=async_op)
+        return self._finish_into(work, room, async_op)
 
     def _whole(self, xs: Any) -> Array:
         """Return what the root scatters as one array of shape (size, part's shape)."""
@@ -92,15 +99,19 @@ class Movement(Verbs):
     ) -> Any:
         """Give each rank its part of ``x``; see :func:`flashlight_py.all_to_all`."""
         array, blocking = as_array("all_to_all", x, writes=False), not async_op
-        backend = self.backend(array)
+        backend, run = self.backend(array), self._journal.run
         if rows is None:
             self._require_equal_parts("all_to_all", array, "; rows= tells unequal parts")
             room = self._room("all_to_all", out, array, array.shape)
-            work = backend.all_to_all(pack(array), blocking, room.packed)
+            sent = pack_apart(array, room)
+            arguments: tuple[Any, ...] = (sent, blocking, room.packed)
+            work = run("all_to_all", sent, backend.all_to_all, *arguments, async_op=async_op)
         else:
             counts = self._check_rows(array, rows)
             room = self._room("all_to_all", out, array, (None, *array.shape[1:]))
-            work = backend.all_to_all_uneven(pack(array), counts, blocking, room.packed)
+            sent, call = pack_apart(array, room), backend.all_to_all_uneven
+            arguments = (sent, counts, blocking, room.packed)
+            work = run("all_to_all", sent, call, *arguments, async_op=async_op)
         return self._finish_into(work, room, async_op)
 
     def _check_rows(self, array: Array, rows: Sequence[int]) -> list[int]:

@@ -28,43 +28,54 @@ class Objects(Verbs):
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """Return ``root``'s object; see :func:`flashlight_py.broadcast_object`."""
-        self._check_rank("broadcast_object", "root", root)
+        root = self._check_rank("broadcast_object", "root", root)
         parcel = _Parcel("broadcast_object", self, [obj] if self.rank == root else [])
-        lengths = parcel.lengths(root, 1)
-        room = np.empty(lengths[0], np.uint8)
-        room[...] = parcel.payload() if self.rank == root else 0
-        self.backend().broadcast(room, root, blocking=True).wait()
-        return obj if self.rank == root else pickle.loads(room.tobytes())
+        with self._journal.recording("broadcast_object", root=root) as record:
+            record.size = parcel.lengths(root, 1)[0]
+            room = np.empty(record.size, np.uint8)
+            room[...] = parcel.payload() if self.rank == root else 0
+            self.backend().broadcast(room, root, blocking=True).wait()
+        if self.rank == root:
+            return obj
+        return self._unpickled("broadcast_object", room.tobytes(), root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return all ranks' objects; see :func:`flashlight_py.all_gather_object`."""
         parcel = _Parcel("all_gather_object", self, [obj])
-        parcel.lengths_of_all()
-        everyone = exchange_bytes(self.backend(), parcel.payload().tobytes())
-        return self._with_own(everyone, obj)
+        with self._journal.recording("all_gather_object") as record:
+            record.size = parcel.size
+            parcel.lengths_of_all()
+            everyone = exchange_bytes(self.backend(), parcel.payload().tobytes())
+        return self._with_own("all_gather_object", everyone, obj)
 
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
         """Return all ranks' objects on ``root``; see :func:`flashlight_py.gather_object`."""
-        self._check_rank("gather_object", "root", root)
+        root = self._check_rank("gather_object", "root", root)
         parcel = _Parcel("gather_object", self, [obj])
-        lengths = parcel.lengths_of_all()
-        joined = self.backend().gather(parcel.payload(), root, blocking=True).wait()
+        with self._journal.recording("gather_object", root=root) as record:
+            record.size = parcel.size
+            lengths = parcel.lengths_of_all()
+            joined = self.backend().gather(parcel.payload(), root, blocking=True).wait()
         if self.rank != root:
             return None
         ends = np.cumsum(lengths)
         pieces = [joined[end - n : end].tobytes() for end, n in zip(ends, lengths, strict=True)]
-        return self._with_own(pieces, obj)
+        return self._with_own("gather_object", pieces, obj)
 
     def scatter_object(self, objs: Sequence[Any] | None = None, root: int = 0) -> Any:
         """Return this rank's object of ``root``'s; see :func:`flashlight_py.scatter_object`."""
-        self._check_rank("scatter_object", "root", root)
+        root = self._check_rank("scatter_object", "root", root)
         here = self.rank == root
         parcel = _Parcel("scatter_object", self, self._one_each(objs) if here else [])
-        lengths = parcel.lengths(root, self.size)
-        rows = lengths if here else [0] * self.size
-        payload = parcel.payload()
-        got = self.backend().all_to_all_uneven(payload, rows, blocking=True).wait()
-        return objs[root] if here and objs is not None else pickle.loads(got.tobytes())
+        with self._journal.recording("scatter_object", root=root) as record:
+            record.size = parcel.size
+            lengths = parcel.lengths(root, self.size)
+            rows = lengths if here else [0] * self.size
+            payload = parcel.payload()
+            got = self.backend().all_to_all_uneven(payload, rows, blocking=True).wait()
+        if here and objs is not None:
+            return objs[root]
+        return self._unpickled("scatter_object", got.tobytes(), root)
 
     def _one_each(self, objs: Sequence[Any] | None) -> list[Any]:
         given = None if objs is None else list(objs)
@@ -76,11 +87,23 @@ class Objects(Verbs):
             )
         return given
 
-    def _with_own(self, pickles: Sequence[bytes], obj: Any) -> list[Any]:
+    def _with_own(self, verb: str, pickles: Sequence[bytes], obj: Any) -> list[Any]:
         """Unpickle what came; this rank's own object is the one that was given."""
         return [
-            obj if rank == self.rank else pickle.loads(data) for rank, data in enumerate(pickles)
+            obj if rank == self.rank else self._unpickled(verb, data, rank)
+            for rank, data in enumerate(pickles)
         ]
+
+    def _unpickled(self, verb: str, data: bytes, source: int) -> Any:
+        """Make the object of rank ``source``; what its class raises here says where it was."""
+        try:
+            return pickle.loads(data)
+        except Exception as error:
+            error.add_note(
+                f"[{verb}] rank {self.rank} of {self.size}: the object that came from rank "
+                f"{source} cannot be unpickled here; import on every rank what it is made of"
+            )
+            raise
 
 
 class _Parcel:
@@ -95,6 +118,11 @@ class _Parcel:
             self._pickles = [pickle.dumps(obj, pickle.HIGHEST_PROTOCOL) for obj in objs]
         except Exception as error:  # noqa: BLE001  (__reduce__ may raise anything; every rank is told)
             self._problem = f"{type(error).__name__}: {error}"
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of this rank's pickles."""
+        return sum(map(len, self._pickles))
 
     def payload(self) -> Array:
         """Return all of this rank's pickles, one after the other."""

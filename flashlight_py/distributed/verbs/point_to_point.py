@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.arrays import as_array, pack
+from flashlight_py.distributed.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.backend import Message
-from flashlight_py.distributed.verbs.base import Verbs, unpack_into
+from flashlight_py.distributed.recorder.journal import Journal
+from flashlight_py.distributed.verbs.base import Verbs, unpack_into, whole
 from flashlight_py.distributed.verbs.self_mail import SelfMail
 from flashlight_py.distributed.work import AllOf, Work
 
@@ -33,7 +32,7 @@ class P2POp:
     def __init__(self, kind: str, x: Any, peer: int, tag: int = 0) -> None:
         if kind not in ("send", "recv"):
             raise ValueError(f"P2POp: kind must be 'send' or 'recv', got {kind!r}")
-        self.kind, self.x, self.peer, self.tag = kind, x, peer, tag
+        self.kind, self.x, self.peer, self.tag = kind, x, _plain(peer), _plain(tag)
 
     @property
     def sends(self) -> bool:
@@ -47,22 +46,26 @@ class P2POp:
 class PointToPoint(Verbs):
     """``send``, ``recv`` and their relatives."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, journal: Journal) -> None:
+        super().__init__(journal)
         self._mail = SelfMail()
 
     def send(self, x: Any, dst: int, tag: int = 0) -> None:
         """Give ``x`` to rank ``dst``, blocking; see :func:`flashlight_py.send`."""
-        array = self._message("send", x, dst, tag)
+        dst, tag = _plain(dst), _plain(tag)
+        array = self._sent("send", x, dst, tag)
         self._refuse_self("send", "dst", dst)
-        self.backend(array).send(pack(array), dst, tag, blocking=True).wait()
+        packed, call = pack(array), self.backend(array).send
+        self._journal.run("send", packed, call, *(packed, dst, tag, True), peer=dst, tag=tag)
 
     def recv(self, x: Any, src: int, tag: int = 0) -> Any:
         """Fill ``x`` with what ``src`` sends, blocking; see :func:`flashlight_py.recv`."""
-        array = self._message("recv", x, src, tag)
+        src, tag = _plain(src), _plain(tag)
+        array = self._filled("recv", x, src, tag)
         self._refuse_self("recv", "src", src)
-        packed = pack(array)
-        work = self.backend(array).recv(packed, src, tag, blocking=True)
+        packed, call = pack(array), self.backend(array).recv
+        arguments = (packed, src, tag, True)
+        work = self._journal.run("recv", packed, call, *arguments, peer=src, tag=tag)
         return self._finish(work, x, unpack_into(array, packed), async_op=False)
 
     def isend(self, x: Any, dst: int, tag: int = 0) -> Work:
@@ -79,7 +82,7 @@ class PointToPoint(Verbs):
 
     def _begin_all(self, ops: Sequence[P2POp]) -> list[Work]:
         """Check all messages, then begin them: those of GPUs together, after those of the CPU."""
-        checked = [(op, self._message(f"i{op.kind}", op.x, op.peer, op.tag)) for op in ops]
+        checked = [(op, self._array_of(op)) for op in ops]
         packed = [pack(array) for _, array in checked]
         on_gpu = [
             index
@@ -92,7 +95,15 @@ class PointToPoint(Verbs):
         ]
         if on_gpu:
             messages = [_message_of(checked[index][0], packed[index]) for index in on_gpu]
-            together = self.backend(packed[on_gpu[0]]).exchange(messages)
+            together = self._journal.run(
+                "batch_isend_irecv",
+                None,
+                self.backend(packed[on_gpu[0]]).exchange,
+                messages,
+                peer=messages[0].peer,
+                size=sum(message.array.nbytes for message in messages),
+                async_op=True,
+            )
             for index in on_gpu:
                 works[index] = together
         return [
@@ -106,28 +117,33 @@ class PointToPoint(Verbs):
     ) -> Any:
         """Send and receive at once, blocking; see :func:`flashlight_py.sendrecv`."""
         receiving = P2POp("recv", out, src, tag if recv_tag is None else recv_tag)
-        outgoing = self._message("sendrecv", x, dst, tag)
-        incoming = self._message("sendrecv", out, src, receiving.tag)
-        if _may_overlap(outgoing, incoming):
-            outgoing = outgoing.copy()
-        sending = P2POp("send", outgoing, dst, tag)
-        if self.rank in (dst, src) or is_cupy(outgoing) or is_cupy(incoming):
+        sending = P2POp("send", x, dst, tag)
+        outgoing = self._sent("sendrecv", x, sending.peer, sending.tag)
+        incoming = self._filled("sendrecv", out, receiving.peer, receiving.tag)
+        if may_overlap(outgoing, incoming):
+            sending.x = outgoing = outgoing.copy()
+        if self.rank in (sending.peer, receiving.peer) or is_cupy(outgoing) or is_cupy(incoming):
             AllOf(self._begin_all([receiving, sending])).wait()
             return out
         # On this thread alone: no other has to wake up for it.
-        packed = pack(incoming)
+        packed, call = pack(incoming), self.backend().exchange
         messages = [_message_of(receiving, packed), _message_of(sending, pack(outgoing))]
-        work = self.backend().exchange(messages, blocking=True)
+        work = self._journal.run("sendrecv", outgoing, call, messages, True, peer=dst, tag=tag)
         return self._finish(work, out, unpack_into(incoming, packed), async_op=False)
 
     def _begin(self, op: P2POp, packed: Array) -> Work:
         """Begin one message of a NumPy array, or one to this rank itself."""
+        begin: Callable[..., Work]
+        arguments: tuple[Any, ...]
         if op.peer == self.rank:
             self.backend()  # a closed group takes no mail
-            return self._mail.send(packed, op.tag) if op.sends else self._mail.recv(packed, op.tag)
-        backend = self.backend(packed)
-        begin = backend.send if op.sends else backend.recv
-        return begin(packed, op.peer, op.tag)
+            begin, arguments = self._mail.send if op.sends else self._mail.recv, (packed,)
+        else:
+            backend, arguments = self.backend(packed), (packed, op.peer)
+            begin = backend.send if op.sends else backend.recv
+        return self._journal.run(
+            op.kind, packed, begin, *arguments, op.tag, peer=op.peer, tag=op.tag, async_op=True
+        )
 
     def _home(self, op: P2POp, array: Array, packed: Array, work: Work) -> Work:
         """Return ``work`` with the user's own array as its result, brought home if received."""
@@ -135,13 +151,27 @@ class PointToPoint(Verbs):
         finished: Work = self._finish(work, op.x, unpack, async_op=True)
         return finished
 
-    def _message(self, verb: str, x: Any, peer: int, tag: int) -> Array:
-        """Check everything that a message is given, and return its array."""
-        sends = verb in ("send", "isend")
-        array = as_array(verb, x, writes=not sends)
-        self._check_rank(verb, "dst" if sends else "src", peer)
-        if not isinstance(tag, int) or not 0 <= tag < 2**31:
-            raise ValueError(f"{verb}: tag must be an integer from 0 to 2**31 - 1, got {tag!r}")
+    def _array_of(self, op: P2POp) -> Array:
+        if not isinstance(op, P2POp):
+            raise TypeError(
+                "batch_isend_irecv takes flashlight_py.P2POp('send' or 'recv', x, peer), got "
+                f"{type(op).__name__}"
+            )
+        check = self._sent if op.sends else self._filled
+        return check(f"i{op.kind}", op.x, op.peer, op.tag)
+
+    def _sent(self, verb: str, x: Any, dst: int, tag: int) -> Array:
+        """Check everything that an outgoing message is given, and return its array."""
+        array = as_array(verb, x, writes=False)
+        self._check_rank(verb, "dst", dst)
+        _check_tag(verb, tag)
+        return array
+
+    def _filled(self, verb: str, x: Any, src: int, tag: int) -> Array:
+        """Check everything that an incoming message is given, and return its array."""
+        array = as_array(verb, x)
+        self._check_rank(verb, "src", src)
+        _check_tag(verb, tag)
         return array
 
     def _refuse_self(self, verb: str, name: str, peer: int) -> None:
@@ -156,7 +186,12 @@ def _message_of(op: P2POp, array: Array) -> Message:
     return Message(op.sends, array, op.peer, op.tag)
 
 
-def _may_overlap(one: Array, other: Array) -> bool:
-    if is_cupy(one) or is_cupy(other):
-        return one is other
-    return np.may_share_memory(one, other)
+def _plain(number: Any) -> Any:
+    """Return an integer of any kind as an int; anything else as it is, to be refused by name."""
+    found = whole(number)
+    return number if found is None else found
+
+
+def _check_tag(verb: str, tag: int) -> None:
+    if not isinstance(tag, int) or not 0 <= tag < 2**31:
+        raise ValueError(f"{verb}: tag must be an integer from 0 to 2**31 - 1, got {tag!r}")

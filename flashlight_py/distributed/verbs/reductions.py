@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.arrays import dtype_code, pack
-from flashlight_py.distributed.verbs.base import Verbs, unpack_into
+from flashlight_py.distributed.verbs.base import Verbs, pack_apart, unpack_into, whole
 from flashlight_py.distributed.work import AllOf, Then, Work
 
 __all__ = ["Reductions"]
@@ -24,8 +24,11 @@ class Reductions(Verbs):
     ) -> Any:
         """Combine ``x`` of all ranks in place; see :func:`flashlight_py.all_reduce`."""
         array, reduce_op, factor = self._reduction("all_reduce", x, op, scale)
-        packed = pack(array)
-        work = self.backend(array).all_reduce(packed, reduce_op, factor, not async_op)
+        packed, call = pack(array), self.backend(array).all_reduce
+        arguments = (packed, reduce_op, factor, not async_op)
+        work = self._journal.run(
+            "all_reduce", packed, call, *arguments, op=reduce_op, async_op=async_op
+        )
         return self._finish(work, x, unpack_into(array, packed), async_op)
 
     def all_reduce_multiple(
@@ -62,7 +65,15 @@ class Reductions(Verbs):
     def _all_reduce_together(self, arrays: list[Array], op: str, scale: float) -> Work:
         _, reduce_op, factor = self._reduction("all_reduce_multiple", arrays[0], op, scale)
         packed = [pack(array) for array in arrays]
-        work = self.backend(arrays[0]).all_reduce_many(packed, reduce_op, factor)
+        work = self._journal.run(
+            "all_reduce_multiple",
+            None,
+            self.backend(arrays[0]).all_reduce_many,
+            *(packed, reduce_op, factor),
+            op=reduce_op,
+            size=sum(array.nbytes for array in packed),
+            async_op=True,
+        )
         homes = [unpack_into(array, p) for array, p in zip(arrays, packed, strict=True)]
 
         def unpack(_: Any) -> None:
@@ -88,10 +99,13 @@ class Reductions(Verbs):
         self, x: Any, root: int = 0, op: str = "sum", scale: float = 1.0, async_op: bool = False
     ) -> Any:
         """Combine ``x`` of all ranks on one; see :func:`flashlight_py.reduce`."""
-        self._check_rank("reduce", "root", root)
+        root = self._check_rank("reduce", "root", root)
         array, reduce_op, factor = self._reduction("reduce", x, op, scale)
-        packed = pack(array)
-        work = self.backend(array).reduce(packed, reduce_op, factor, root, not async_op)
+        packed, call = pack(array), self.backend(array).reduce
+        arguments = (packed, reduce_op, factor, root, not async_op)
+        work = self._journal.run(
+            "reduce", packed, call, *arguments, op=reduce_op, root=root, async_op=async_op
+        )
         home = unpack_into(array, packed) if self.rank == root else None
         return self._finish(work, x, home, async_op)
 
@@ -108,19 +122,33 @@ class Reductions(Verbs):
         self._require_equal_parts("reduce_scatter", array)
         shape = (array.shape[0] // self.size, *array.shape[1:])
         room = self._room("reduce_scatter", out, array, shape)
-        blocking = not async_op
-        backend = self.backend(array)
-        work = backend.reduce_scatter(pack(array), reduce_op, factor, blocking, room.packed)
+        packed, call = pack_apart(array, room), self.backend(array).reduce_scatter
+        arguments = (packed, reduce_op, factor, not async_op, room.packed)
+        work = self._journal.run(
+            "reduce_scatter", packed, call, *arguments, op=reduce_op, async_op=async_op
+        )
         return self._finish_into(work, room, async_op)
 
     def shared_empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
         """Return an array that is cheap to reduce; see :func:`flashlight_py.shared_empty`."""
-        extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
-        if any(extent < 0 for extent in extents):
-            raise ValueError(f"shared_empty: a shape has no negative dimensions, got {extents}")
+        extents = _extents(shape)
         kind = np.dtype(dtype)
         dtype_code("shared_empty", kind)
-        return self.backend().shared_empty(extents, kind)
+        backend = self.backend()
+        with self._journal.recording("shared_empty", like=(kind, extents)):
+            return backend.shared_empty(extents, kind)
+
+
+def _extents(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Return a shape, told as NumPy lets it be told, as a tuple."""
+    alone = whole(shape)
+    given = tuple(shape) if alone is None else (alone,)  # type: ignore[arg-type]
+    extents = tuple(extent for extent in map(whole, given) if extent is not None and extent >= 0)
+    if len(extents) < len(given):
+        raise ValueError(
+            f"shared_empty: a shape consists of integers that are not negative, got {given}"
+        )
+    return extents
 
 
 def _by_dtype(arrays: list[Array]) -> list[list[Array]]:

@@ -11,7 +11,7 @@ import numpy as np
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.exchange import exchange_bytes
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.verbs.base import Verbs
+from flashlight_py.distributed.verbs.base import Verbs, whole
 from flashlight_py.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -29,24 +29,23 @@ class Subgroups(Verbs):
     def new_group(self, ranks: Sequence[int]) -> ProcessGroup:
         """Make a group of some ranks of this one; see :func:`flashlight_py.new_group`."""
         members = self._check_members(ranks)
-        self._agree("new_group", json.dumps(members))
-        return self._found(members)
+        self.backend()
+        with self._journal.recording("new_group"):
+            self._agree("new_group", json.dumps(members))
+            return self._found(members)
 
     def split(self, color: int | None, key: int = 0) -> ProcessGroup:
         """Make a group of those with one color; see :func:`flashlight_py.split`."""
-        if color is not None and (not isinstance(color, int) or isinstance(color, bool)):
-            raise ValueError(f"split: color must be an integer, or None to stay out; got {color!r}")
-        if not isinstance(key, int):
-            raise ValueError(f"split: key must be an integer, got {key!r}")
-        told = exchange_bytes(self.backend(), json.dumps(["split", color, key]).encode())
-        choices = [_as_choice(text, rank, self) for rank, text in enumerate(told)]
-        mates = [(k, rank) for rank, (c, k) in enumerate(choices) if c == color and c is not None]
-        return self._found([rank for _, rank in sorted(mates)])
+        color, key = _check_color(color), _check_key(key)
+        backend = self.backend()
+        with self._journal.recording("split"):
+            told = exchange_bytes(backend, json.dumps(["split", color, key]).encode())
+            choices = [_as_choice(text, rank, self) for rank, text in enumerate(told)]
+            mates = [(k, rank) for rank, (c, k) in enumerate(choices) if c == color]
+            return self._found([] if color is None else [rank for _, rank in sorted(mates)])
 
     def _check_members(self, ranks: Sequence[int]) -> list[int]:
-        members = [int(rank) for rank in ranks]
-        for rank in members:
-            self._check_rank("new_group", "each of ranks", rank)
+        members = [self._check_rank("new_group", "each of ranks", rank) for rank in ranks]
         if len(set(members)) < len(members):
             raise ValueError(f"new_group: a rank is in the list twice: {members}")
         if not members:
@@ -74,6 +73,20 @@ class Subgroups(Verbs):
 
     def _outside(self, members: list[int]) -> ProcessGroup:
         raise NotImplementedError  # ProcessGroup knows how a group is made
+
+
+def _check_color(color: object) -> int | None:
+    number = None if isinstance(color, bool) else whole(color)
+    if number is None and color is not None:
+        raise ValueError(f"split: color must be an integer, or None to stay out; got {color!r}")
+    return number
+
+
+def _check_key(key: object) -> int:
+    number = whole(key)
+    if number is None:
+        raise ValueError(f"split: key must be an integer, got {key!r}")
+    return number
 
 
 def _as_choice(text: bytes, rank: int, group: Verbs) -> tuple[int | None, int]:

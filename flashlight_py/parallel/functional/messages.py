@@ -14,6 +14,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.variable import record_in_order
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.verbs.base import whole
 from flashlight_py.parallel.functional.call import group_or_world, require_variable
 
 __all__ = ["recv", "send"]
@@ -55,7 +56,7 @@ def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None)
     """
     require_variable("send", v)
     group = group_or_world(group)
-    _check_tag("send", tag)
+    tag = _checked_tag("send", tag)
     array = v.data
     group.send(array, dst, tag)
     answer = _tag_of_gradient(group, "to", dst, tag)
@@ -92,7 +93,7 @@ def recv(like: Like, src: int, tag: int = 0, group: ProcessGroup | None = None) 
         DistributedError: as :func:`flashlight_py.recv`.
     """
     group = group_or_world(group)
-    _check_tag("recv", tag)
+    tag = _checked_tag("recv", tag)
     array: Array = group.recv(_room_for(like), src, tag)
     answer = _tag_of_gradient(group, "from", src, tag)
     if array.dtype.kind != "f":
@@ -106,12 +107,14 @@ def recv(like: Like, src: int, tag: int = 0, group: ProcessGroup | None = None) 
     return record_in_order(array, (source, send_gradient))
 
 
-def _check_tag(verb: str, tag: int) -> None:
-    if not isinstance(tag, int) or not 0 <= tag < _TAGS:
+def _checked_tag(verb: str, tag: int) -> int:
+    number = whole(tag)
+    if number is None or not 0 <= number < _TAGS:
         raise ValueError(
             f"functional.{verb}: tag must be an integer from 0 to {_TAGS - 1} (the others belong "
             f"to gradients), got {tag!r}"
         )
+    return number
 
 
 def _tag_of_gradient(group: ProcessGroup, direction: str, peer: int, tag: int) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.arrays import as_array
+from flashlight_py.distributed.foreign import is_of
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.optimizer import DistributedOptimizer
@@ -104,6 +105,8 @@ def _state(value: Any) -> dict[str, Any] | None:
     """Return what an object consists of, by name; None for one that we know nothing of."""
     if isinstance(value, Module):
         return dict(value.state_dict())
+    if is_of(value, "torch.nn", "Module"):
+        return _tensors_of(value)
     if isinstance(value, DistributedOptimizer):
         return {"optimizer": value.optimizer}
     if isinstance(value, FirstOrderOptimizer):
@@ -114,6 +117,12 @@ def _state(value: Any) -> dict[str, Any] | None:
         names = [field.name for field in dataclasses.fields(value)]
         return {name: getattr(value, name) for name in names if hasattr(value, name)}
     return None
+
+
+def _tensors_of(module: Any) -> dict[str, Any]:
+    """Return the parameters and buffers of a module of PyTorch, without what it adds to them."""
+    state = module.state_dict().items()
+    return {name: entry for name, entry in state if is_of(entry, "torch", "Tensor")}
 
 
 def _object(value: Any, parts: dict[str, Any]) -> Answer:

@@ -52,6 +52,7 @@ class Operation(Work):
         self.error: BaseException | None = None
         self.was_heard = False  # its failure has been told to somebody
         self._value: Any = None
+        self._end_time: float | None = None
         self._owner = owner
 
     def begin(self, number: int) -> None:
@@ -61,11 +62,13 @@ class Operation(Work):
 
     def end(self, value: Any) -> None:
         """It ended well."""
+        self._end_time = time.monotonic()
         self._value, self.ended = value, True
 
     def fail(self, error: BaseException) -> None:
         """It broke; requests that MPI still works on are kept."""
         self.steps.close()
+        self._end_time = time.monotonic()
         self.error, self.ended = error, True
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -93,3 +96,7 @@ class Operation(Work):
         if not self.ended:
             self._owner.progress.step()
         return self.ended
+
+    def end_time(self) -> float | None:
+        """Return when it ended, if it has; see ``Work``."""
+        return self._end_time

@@ -23,7 +23,7 @@ from flashlight_py.distributed.backends.nccl.messages import in_order
 from flashlight_py.distributed.backends.nccl.reduction import Reduction
 from flashlight_py.distributed.backends.nccl.streams import CommunicationStream, Flight, Flights
 from flashlight_py.distributed.backends.nccl.watchdog import Watchdog
-from flashlight_py.distributed.backends.nccl.work import StreamWork
+from flashlight_py.distributed.backends.nccl.work import Led, StreamWork
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.work import Done, Then, Work
 
@@ -297,7 +297,7 @@ class NcclBackend(Backend):
             self._flights.add(flight)
             if blocking:
                 self._stream.lead(flight.event)
-                return Done(result)
+                return Led(flight, result)
         return StreamWork(self, flight, result)
 
     def call(self, verb: str, function: Callable[..., int], *arguments: Any) -> None:

@@ -56,6 +56,8 @@ class CommunicationStream:
 class Flight:
     """A collective that was given to the device; ``started`` is a time in seconds.
 
+    ``ended`` is when it was first seen to have ended.
+
     ``arrays`` are kept: CuPy would hand the memory of one that is dropped to whoever asks next on
     the stream that it was made on, while the collective still reads and writes it.
     """
@@ -65,11 +67,12 @@ class Flight:
     arrays: Sequence[Array]
     started: float = field(default_factory=time.monotonic)
     landed: bool = False
+    ended: float | None = None
 
     def ask(self) -> bool:
         """Tell whether it has ended; lets go of the arrays when it has."""
         if not self.landed and self.event.done:
-            self.landed, self.arrays = True, ()
+            self.landed, self.arrays, self.ended = True, (), time.monotonic()
         return self.landed
 
 

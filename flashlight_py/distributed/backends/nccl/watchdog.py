@@ -13,11 +13,14 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl.checks import Checks
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.streams import Flights
+from flashlight_py.distributed.recorder import incidents
 from flashlight_py.errors import DistributedError
 
 __all__ = ["Watchdog"]
 
 _INTERVAL = 0.2
+# While a profile is taken, which wants to know when collectives ended.
+_INTERVAL_OF_PROFILE = 0.0005
 
 
 class Watchdog:
@@ -46,8 +49,11 @@ class Watchdog:
 
     def _run(self) -> None:
         self._device.use()
-        while not self._stop.wait(_INTERVAL) and self._communicator.broken is None:
+        while not self._stop.wait(self._interval()) and self._communicator.broken is None:
             self.look()
+
+    def _interval(self) -> float:
+        return _INTERVAL if incidents.listener is None else _INTERVAL_OF_PROFILE
 
     def look(self) -> None:
         """Break the communicator if ranks differ, one is lost, or a collective is late or fails."""

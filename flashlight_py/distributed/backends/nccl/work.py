@@ -7,23 +7,32 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.distributed.backends.nccl.streams import Flight
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 
-__all__ = ["StreamWork"]
+__all__ = ["Led", "StreamWork"]
 
 # CUDA has no wait with a time limit, and one without would not answer Ctrl-C.
 _INTERVAL = 0.0002
+
+
+class Led(Done):
+    """A collective that the caller's stream waits for already: the result can be used."""
+
+    def __init__(self, flight: Flight, result: Any) -> None:
+        super().__init__(result)
+        self.flight = flight
 
 
 class StreamWork(Work):
     """Waiting makes the caller's current stream wait; the host blocks only for a ``timeout``."""
 
     def __init__(self, backend: NcclBackend, flight: Flight, result: Any) -> None:
-        self._backend, self._flight, self._result = backend, flight, result
+        self._backend, self._result = backend, result
+        self.flight: Flight = flight
 
     def wait(self, timeout: float | None = None) -> Any:
         """Return the result, which the current stream can use; see ``Work``.
@@ -32,12 +41,16 @@ class StreamWork(Work):
         """
         if timeout is not None:
             self.block(timeout)
-        self._backend.join(self._flight)
+        self._backend.join(self.flight)
         return self._result
 
     def is_completed(self) -> bool:
         """Tell whether the device is done with it, or it failed."""
-        return self._backend.has_ended(self._flight)
+        return self._backend.has_ended(self.flight)
+
+    def end_time(self) -> float | None:
+        """Return when it was seen to have ended; see ``Work``."""
+        return self.flight.ended
 
     def block(self, timeout: float = math.inf) -> None:
         """Block the host until it has ended, well or not, for at most ``timeout`` seconds.
@@ -49,7 +62,7 @@ class StreamWork(Work):
         while not self.is_completed():
             if time.monotonic() >= end:
                 raise CollectiveTimeoutError(
-                    f"[{self._flight.verb}] rank {self._backend.rank} of {self._backend.size}: "
+                    f"[{self.flight.verb}] rank {self._backend.rank} of {self._backend.size}: "
                     f"still running after wait(timeout={timeout:g}) seconds; it goes on, and can "
                     "be waited for again"
                 )

@@ -1,0 +1,131 @@
+"""One readable file per rank: its last calls, and where each of its threads stands."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashlight_py.distributed.recorder import journal
+from flashlight_py.distributed.recorder.stacks import stacks, stands_at
+
+__all__ = ["FORMAT", "Flight", "default_folder", "new_job", "record_text", "write_record"]
+
+FORMAT = "flashlight_py flight record 1"
+
+
+@dataclass(frozen=True)
+class Flight:
+    """Which rank of how many this is, of which job, and where its file goes (None: nowhere).
+
+    A folder ``chosen`` by the user may be a link, or somebody else's that this user may write to.
+    """
+
+    rank: int = 0
+    size: int = 1
+    job: str = ""
+    folder: Path | None = None
+    chosen: bool = False
+
+    @property
+    def file(self) -> Path | None:
+        """The file of this rank."""
+        return None if self.folder is None else self.folder / f"rank{self.rank}.json"
+
+
+def new_job() -> str:
+    """Return a name that no other job has: the time, and what nobody can guess."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
+def default_folder(job: str) -> Path:
+    """Return where a job's records go unless the user has said where."""
+    return Path(tempfile.gettempdir()) / f"flashlight-trace-{job}"
+
+
+def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = None) -> Path:
+    """Write this rank's file and return its path; one that is there already is replaced.
+
+    ``threads`` are the lines that tell where the threads stand, default those of this moment.
+
+    Raises:
+        OSError: it cannot be written, or somebody else has put the folder there.
+    """
+    assert flight.folder is not None
+    assert flight.file is not None
+    text = record_text(flight, reason, stacks() if threads is None else threads)
+    _make_folder(flight.folder, flight.chosen)
+    # Readers see a whole file or none, also of a rank that dies meanwhile.
+    part = flight.folder / f".rank{flight.rank}-{secrets.token_hex(6)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    try:
+        with open(os.open(part, flags, 0o600), "w") as file:
+            file.write(text)
+        part.replace(flight.file)
+    finally:
+        part.unlink(missing_ok=True)
+    return flight.file
+
+
+def _make_folder(folder: Path, chosen: bool) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if chosen:
+        return
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(f"{folder} is not a folder of this user's own")
+
+
+def record_text(flight: Flight, reason: str, threads: Sequence[str]) -> str:
+    """Return the file's text: JSON with one line for each call and for each line of a stack."""
+    now = time.monotonic_ns()
+    head = {
+        "format": FORMAT,
+        "job": flight.job,
+        "rank": flight.rank,
+        "size": flight.size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "reason": reason,
+        "program": sys.argv,
+        "stands_at": stands_at(),
+        "now": now,
+        "wall": time.time(),
+    }
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    lines.append(_mapping("groups", journal.groups()))
+    lines.append(_block("calls", [_readable(r.as_dict(), now) for r in journal.recent()]))
+    lines.append(_block("threads", threads))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _readable(fields: dict[str, Any], now: int) -> dict[str, Any]:
+    """Say first how the call stands and how long ago it was, for people."""
+    started, ended = fields["started"], fields.get("ended")
+    state = "failed" if "error" in fields else "running" if ended is None else "ended"
+    return {
+        "state": state,
+        "seconds_ago": round((now - started) / 1e9, 6),
+        "seconds": round(((ended or now) - started) / 1e9, 9),
+        **fields,
+    }
+
+
+def _block(name: str, values: Sequence[Any]) -> str:
+    rows = ",\n".join(f"  {json.dumps(value, ensure_ascii=False)}" for value in values)
+    return f' "{name}": [\n{rows}\n ]'
+
+
+def _mapping(name: str, values: Mapping[str, Any]) -> str:
+    rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
+    return f' "{name}": {{\n{rows}\n }}'

@@ -1,0 +1,203 @@
+"""Writes the flight record: when a call fails, when SIGUSR1 comes, when another rank wrote its own.
+
+A thread of its own waits for the signal, so that it is answered while the main thread hangs in a
+library: faulthandler writes the stacks into a pipe from within the signal's handler, and the thread
+adds the calls. Where a handler for SIGUSR1 is there already, it stays and is not called upon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from flashlight_py.distributed.recorder import incidents
+from flashlight_py.distributed.recorder.flight_record import Flight, default_folder, write_record
+from flashlight_py.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+
+__all__ = ["Watchdog", "current", "dump", "start", "stop"]
+
+_log = logging.getLogger("flashlight_py")
+
+# Failures come in cascades, and programs may provoke mismatches: the first of them is written.
+_QUIET_SECONDS = 10.0
+# How often a rank looks for others' records; on a network's file system nothing would tell.
+_LOOK_SECONDS = 0.5
+# More than the stacks of a hundred threads.
+_PIPE_BYTES = 1 << 20
+# Until all stacks have come through the pipe, once the first has.
+_WRITING_SECONDS = 0.05
+
+
+class Watchdog:
+    """Writes the record of ``flight`` when it is time to, until ``stop``."""
+
+    def __init__(self, flight: Flight) -> None:
+        self.flight = flight
+        self._written = -_QUIET_SECONDS
+        self._lock = threading.Lock()
+        self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        with contextlib.suppress(OSError):  # more than this user may have: the default will do
+            fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._stopping, self._stop = os.pipe2(os.O_CLOEXEC)
+        self._answers_signal = _take(signal.SIGUSR1, self._writer)
+        self._seen = self._changed()
+        self._thread = threading.Thread(target=self._run, name="flashlight-watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and let go of the signal."""
+        self.release_signal()
+        os.close(self._stop)
+        self._thread.join()
+        for end in (self._reader, self._writer, self._stopping):
+            os.close(end)
+
+    def abandon(self) -> None:
+        """Let go of everything in a child that was forked, where the thread does not run."""
+        self.release_signal()
+        for end in (self._reader, self._writer, self._stopping, self._stop):
+            os.close(end)
+
+    def release_signal(self) -> None:
+        """Give SIGUSR1 back, unless somebody else has taken it meanwhile."""
+        if self._answers_signal and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            faulthandler.unregister(signal.SIGUSR1)
+
+    def write(self, reason: str, threads: list[str] | None = None) -> Path | None:
+        """Write the record and return its path; None, and a warning, where that fails."""
+        with self._lock:
+            self._written = time.monotonic()
+            try:
+                path = write_record(self.flight, reason, threads)
+            except OSError as error:
+                _log.warning(
+                    "rank %d of %d: the flight record (%s) cannot be written: %s",
+                    *(self.flight.rank, self.flight.size, reason, error),
+                )
+                return None
+            _log.warning(
+                "rank %d of %d: the flight record (%s) is in %s",
+                *(self.flight.rank, self.flight.size, reason, path),
+            )
+            return path
+
+    def explain(self, error: BaseException) -> None:
+        """Write the record for a failed call, and say in its message where it is."""
+        if not isinstance(error, CollectiveTimeoutError | PeerLostError | MismatchError):
+            return
+        if self._is_quiet():
+            return
+        path = self.write(f"{type(error).__name__}: {error}")
+        if path is not None and error.args:
+            compare = f"python -m flashlight_py.trace diff {path.parent}"
+            where = f"The last calls of this rank are in {path}; to compare the ranks: {compare}"
+            error.args = (f"{error.args[0]}. {where}", *error.args[1:])
+
+    def _is_quiet(self) -> bool:
+        return time.monotonic() - self._written < _QUIET_SECONDS
+
+    def _run(self) -> None:
+        """Wait for the signal, for others' records and for the end."""
+        while True:
+            ready, _, _ = select.select([self._reader, self._stopping], [], [], _LOOK_SECONDS)
+            if self._stopping in ready:
+                return
+            if ready:
+                self.write("SIGUSR1", self._stacks().splitlines())
+            elif self._others_wrote() and not self._is_quiet():
+                self.write("another rank has written its own")
+
+    def _stacks(self) -> str:
+        """Read what the signal's handler writes, which it may not have done yet."""
+        text = b""
+        while select.select([self._reader], [], [], _WRITING_SECONDS)[0]:
+            text += os.read(self._reader, _PIPE_BYTES)
+        return text.decode(errors="replace")
+
+    def _others_wrote(self) -> bool:
+        """Tell whether something came into the folder since it was looked at last."""
+        before, self._seen = self._seen, self._changed()
+        return self._seen > before
+
+    def _changed(self) -> int:
+        assert self.flight.folder is not None
+        try:
+            return os.stat(self.flight.folder).st_mtime_ns
+        except OSError:  # not there yet, or out of reach for a while
+            return 0
+
+
+def _take(number: signal.Signals, file: int) -> bool:
+    """Have the stacks written to ``file`` when the signal comes, unless somebody else handles it.
+
+    MPICH does, to hear of processes that have ended: it hears of the signal afterwards.
+    """
+    caught, ignored = _is_in("SigCgt", number), _is_in("SigIgn", number)
+    by_mpi = "mpi4py" in sys.modules and signal.getsignal(number) is signal.SIG_DFL
+    if ignored or (caught and not by_mpi):
+        return False
+    faulthandler.register(number, file, all_threads=True, chain=caught)
+    return True
+
+
+def _is_in(mask: str, number: signal.Signals) -> bool:
+    """Tell whether the kernel has the signal in this mask of the process: also what C code did."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    bits = next(line.split()[1] for line in lines if line.startswith(f"{mask}:"))
+    return bool(int(bits, 16) >> (number - 1) & 1)
+
+
+current: Watchdog | None = None
+
+
+def start(flight: Flight) -> None:
+    """Begin to watch over this rank; a flight without a folder is not written."""
+    global current  # noqa: PLW0603  (a process is one rank)
+    if flight.folder is not None:
+        current = Watchdog(flight)
+        incidents.on_failure = current.explain
+
+
+def stop() -> None:
+    """End what ``start`` has begun."""
+    global current
+    incidents.on_failure = None
+    watchdog, current = current, None
+    if watchdog is not None:
+        watchdog.stop()
+
+
+def dump(reason: str = "asked for") -> Path:
+    """Write this rank's flight record now, whatever runs, and return its path. Not collective.
+
+    It holds the last calls of this process (verb, bytes, dtype, shape, line of user code, times)
+    and where its threads stand. Other ranks of the host notice, and write theirs within a second.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    flight = Flight() if current is None else current.flight
+    if flight.folder is None:
+        flight = Flight(folder=default_folder(f"alone-{os.getpid()}"))
+    return write_record(flight, reason)
+
+
+def _forget_in_child() -> None:
+    """After a fork: the thread is the parent's, and so are the pipe and the file."""
+    global current
+    incidents.on_failure = None
+    watchdog, current = current, None
+    if watchdog is not None:
+        watchdog.abandon()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

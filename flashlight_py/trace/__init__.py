@@ -1,0 +1,12 @@
+"""What the ranks called, and when: profiles and flight records, and what makes them readable.
+
+``python -m flashlight_py.trace diff DIR`` compares the flight records of the ranks,
+``python -m flashlight_py.trace view trace.json`` makes a page of a profile.
+"""
+
+from __future__ import annotations
+
+from flashlight_py.distributed.recorder.watchdog import dump
+from flashlight_py.trace.profiling import Profile, profile
+
+__all__ = ["Profile", "dump", "profile"]

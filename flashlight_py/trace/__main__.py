@@ -1,0 +1,64 @@
+"""``python -m flashlight_py.trace``: compare flight records, look at profiles."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flashlight_py.trace.diff import compare
+from flashlight_py.trace.page import page
+from flashlight_py.trace.records import read_records
+from flashlight_py.trace.timeline import of_records, read_trace
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit status."""
+    chosen = _parser().parse_args(arguments)
+    try:
+        status: int = chosen.command(chosen)
+    except (OSError, ValueError) as error:
+        print(f"flashlight_py.trace: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m flashlight_py.trace", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    diff = commands.add_parser(
+        "diff", help="say where ranks parted; exits with 1 where they have, 2 where it cannot tell"
+    )
+    diff.add_argument("folder", type=Path, help="of the flight records, rank0.json and so on")
+    diff.set_defaults(command=_diff)
+    view = commands.add_parser("view", help="make a page (HTML, by itself) of a timeline")
+    view.add_argument(
+        *("trace",),
+        type=Path,
+        nargs="?",
+        default=Path("trace.json"),
+        help="what fl.profile has written, or a folder of flight records (default: trace.json)",
+    )
+    view.add_argument("-o", "--output", type=Path, help="default: the trace's name with .html")
+    view.set_defaults(command=_view)
+    return parser
+
+
+def _diff(chosen: argparse.Namespace) -> int:
+    lines, agree = compare(read_records(chosen.folder))
+    print("\n".join(lines))
+    return 0 if agree else 1
+
+
+def _view(chosen: argparse.Namespace) -> int:
+    source: Path = chosen.trace
+    trace = of_records(read_records(source)) if source.is_dir() else read_trace(source)
+    output: Path = chosen.output or source.with_suffix(".html")
+    output.write_text(page(trace), encoding="utf-8")
+    print(f"{output}: open it in a browser")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

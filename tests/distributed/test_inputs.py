@@ -1,0 +1,207 @@
+"""What is unusual and allowed: results over their own inputs, inputs that are only read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.distributed.conformance import BACKENDS
+from tests.distributed.harness import run_outcomes
+
+
+@pytest.fixture(
+    params=[("gloo", 4), ("shm", 4), ("hierarchical", 5), ("mpi", 4)], ids=lambda w: w[0]
+)
+def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
+    name, size = request.param
+    return pool(size, **BACKENDS[name][1])
+
+
+def numbers(rank: int, rows: int) -> np.ndarray:
+    return np.arange(float(rows)) + 1e6 * rank
+
+
+def same(given: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_array_equal(given, expected)
+
+
+def gathers_over_their_input(rank: int, size: int, n: int) -> None:
+    everything = np.concatenate([numbers(r, n) for r in range(size)])
+    for start in (rank * n, n // 2):  # its own place, and across two others'
+        room = np.zeros(size * n)
+        room[start : start + n] = numbers(rank, n)
+        same(fl.all_gather(room[start : start + n], out=room), everything)
+    room = np.zeros(size * n)
+    room[-n:] = numbers(rank, n)
+    if fl.gather(room[-n:], root=1, out=room) is room:
+        same(room, everything)
+
+
+def exchanges_over_their_input(rank: int, size: int, n: int) -> None:
+    came = np.concatenate([numbers(r, size * n)[rank * n : (rank + 1) * n] for r in range(size)])
+    for rows in (None, [n] * size):
+        x = numbers(rank, size * n)
+        assert fl.all_to_all(x, rows, out=x) is x
+        same(x, came)
+
+
+def parts_over_their_input(rank: int, size: int, n: int) -> None:
+    whole = np.sum([numbers(r, size * n) for r in range(size)], axis=0)
+    for part in (0, rank):  # that of another rank, and its own
+        x = numbers(rank, size * n)
+        same(fl.reduce_scatter(x, out=x[part * n :][:n]), whole[rank * n :][:n])
+    x = numbers(0, size * n)
+    out = x[:n] if rank == 1 else np.zeros(n)
+    same(
+        fl.scatter(x if rank == 1 else None, root=1, out=out), numbers(0, size * n)[rank * n :][:n]
+    )
+
+
+@pytest.mark.parametrize("n", [3, 100_000])
+def test_a_result_may_lie_over_what_it_is_made_of(ranks: Any, n: int) -> None:
+    for check in (gathers_over_their_input, exchanges_over_their_input, parts_over_their_input):
+        ranks.run(check, n)
+
+
+def read_only_inputs(rank: int, size: int) -> None:
+    x = np.full(size, float(rank))
+    x.flags.writeable = False
+    right, left = (rank + 1) % size, (rank - 1) % size
+    came = np.zeros(size)
+    assert fl.sendrecv(x, right, came, left) is came
+    same(came, np.full(size, float(left)))
+    work = fl.isend(x, right)
+    same(fl.recv(came, left), np.full(size, float(left)))
+    work.wait()
+    same(fl.all_gather(x), np.repeat(np.arange(float(size)), size))
+    same(fl.all_to_all(x), np.arange(float(size)))
+    same(fl.reduce_scatter(x), [sum(range(size))])
+    same(fl.scatter(x if rank == 1 else None, root=1), [1.0])
+    same(fl.all_gather(np.float32(rank)), np.arange(size))  # a scalar of NumPy cannot change
+    with pytest.raises(ValueError, match=r"sendrecv.* read-only"):
+        fl.sendrecv(came, right, x, left)
+    with pytest.raises(ValueError, match="dst must be a rank"):
+        fl.sendrecv(came, size, came, left)
+
+
+def test_what_is_only_read_may_be_read_only(ranks: Any) -> None:
+    ranks.run(read_only_inputs)
+
+
+def integers_of_numpy(rank: int, size: int) -> None:
+    last = np.arange(size)[-1]
+    same(fl.broadcast(np.array([rank]), root=last), [last])
+    same(fl.reduce(np.array([rank]), root=last), [sum(range(size)) if rank == last else rank])
+    assert fl.broadcast_object(rank, root=last) == last
+    assert fl.synchronize([rank], root=last) == [last]
+    box = np.zeros(1, int)
+    right, left = np.int32((rank + 1) % size), np.uint8((rank - 1) % size)
+    same(fl.sendrecv(np.array([rank]), right, box, left, tag=np.int64(5)), [left])
+    ops = [fl.P2POp("send", np.array([rank]), right), fl.P2POp("recv", box, left)]
+    fl.batch_isend_irecv(ops).wait()
+    same(box, [left])
+    with fl.split(np.int64(0), key=np.int64(-rank)) as group:
+        assert group.ranks == tuple(range(size))[::-1]
+    with pytest.raises(ValueError, match=r"must be a rank of this group.*got 1\.0"):
+        fl.broadcast(box, root=1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"must be a rank of this group.*got 0\.5"):
+        fl.new_group([0.5, 1])  # type: ignore[list-item]
+
+
+def test_ranks_tags_and_colors_may_be_integers_of_numpy(ranks: Any) -> None:
+    ranks.run(integers_of_numpy)
+
+
+def test_what_is_no_message_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"batch_isend_irecv takes .*P2POp.* got tuple"):
+        fl.batch_isend_irecv([("send", np.ones(1), 0)])  # type: ignore[list-item]
+
+
+def fails_late_and_is_told_once(rank: int, size: int) -> None:
+    work = fl.all_reduce(np.ones((4, 2 * size + 2 * rank))[:, ::2], async_op=True)
+    for _ in range(2):
+        with pytest.raises(fl.errors.MismatchError, match="called different things"):
+            work.wait()
+    fl.sync_distributed()  # who waited knows of it
+
+
+def test_a_failure_that_was_told_is_not_raised_by_sync_distributed(ranks: Any) -> None:
+    ranks.run(fails_late_and_is_told_once)
+
+
+def test_a_result_that_cannot_be_brought_home_is_never_told_as_done() -> None:
+    columns = np.ones((4, 4))[:, ::2]
+    work = fl.all_reduce(columns, async_op=True)
+    columns.flags.writeable = False  # one may not, while it is on its way
+    for _ in range(2):
+        with pytest.raises(ValueError, match="read-only"):
+            work.wait()
+
+
+class Unreadable:
+    """Can be pickled, and not made again."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def sends_what_nobody_can_unpickle(rank: int, size: int) -> None:
+    if rank == 1:
+        fl.broadcast_object(Unreadable(), root=1)
+    else:
+        with pytest.raises(ValueError, match="no number") as caught:
+            fl.broadcast_object(root=1)
+        assert f"rank {rank} of {size}: the object that came from rank 1" in "".join(
+            caught.value.__notes__
+        )
+    assert fl.all_gather_object(rank) == list(range(size))  # nobody is behind
+
+
+def test_unpickling_that_fails_tells_whose_object_it_was(ranks: Any) -> None:
+    ranks.run(sends_what_nobody_can_unpickle)
+
+
+def leaves_groups_at_once(rank: int, size: int) -> None:
+    for _ in range(4):
+        fl.new_group(range(size)).close()
+        fl.split(rank % 2).close()
+
+
+def test_a_group_may_be_closed_at_once(ranks: Any) -> None:
+    ranks.run(leaves_groups_at_once)
+
+
+def other_tags(rank: int, size: int) -> str:
+    with pytest.raises((fl.errors.CollectiveTimeoutError, fl.errors.PeerLostError)) as caught:
+        fl.send(np.zeros(3), 1, tag=3) if rank == 0 else fl.recv(np.zeros(3), 0, tag=7)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_tags_that_do_not_meet_are_both_told_on_both_ranks(backend: str) -> None:
+    for outcome in run_outcomes(other_tags, 2, params={"BACKEND": backend, "TIMEOUT": 1}):
+        assert "with tag 3" in outcome.value
+        assert "with tag 7" in outcome.value
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: fl.barrier(timeout="3"), "positive number of seconds: '3'"),  # type: ignore[arg-type]
+        (lambda: fl.distributed.shared_empty((1.5,)), "integers"),  # type: ignore[arg-type]
+        (lambda: fl.all_gather(np.ones(2), out=np.broadcast_to(1.0, 2)), r"\(out=\).* read-only"),
+    ],
+)
+def test_wrong_arguments_are_told_in_words(call: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        call()
+    assert fl.distributed.shared_empty(np.int64(3)).shape == (3,)
+
+
+def test_a_list_of_ranks_is_no_group() -> None:
+    for verb in (fl.all_reduce, fl.broadcast, fl.all_gather_object):
+        with pytest.raises(TypeError, match=r"ProcessGroup, as new_group.*got list"):
+            verb(np.ones(1), group=[0])  # type: ignore[operator]

@@ -1,0 +1,97 @@
+"""A profile holds every rank's calls, on one clock, and leaves no trace of itself."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.recorder import incidents, journal
+from flashlight_py.distributed.world import current_world
+from flashlight_py.trace import clocks
+from tests.trace.validity import assert_valid
+
+SHM = {"BACKEND": "shm"}
+
+
+def profiled(rank: int, size: int, path: str) -> int:
+    x = np.zeros(1000, np.float32)
+    with fl.profile(path) as taken:
+        fl.all_reduce(x)
+        with taken.span("overlap"):
+            work = fl.all_reduce(np.zeros(500_000), async_op=True)
+            if rank == 0:
+                fl.sendrecv(x, 1, x.copy(), 1)
+            else:
+                fl.sendrecv(x, 0, x.copy(), 0)
+            work.wait()
+        with pytest.raises(RuntimeError, match="being taken already"):
+            fl.profile(path).start()
+    assert incidents.listener is None
+    before = len(journal._recent)
+    fl.all_reduce(x)
+    return len(journal._recent) - before
+
+
+def test_a_profile_of_two_ranks(pool: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    through_python = pool(2, params=SHM).run(profiled, str(path))
+    assert through_python == [0, 0]  # the native way is open again
+    trace = json.loads(path.read_text())
+    assert_valid(trace)
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for rank in range(2):
+        own = [e for e in events if e["pid"] == rank and e["cat"] != "late"]
+        names = sorted(e["name"] for e in own)
+        expected = ["all_reduce", "all_reduce", "overlap", "sendrecv", "wait for all_reduce"]
+        assert names == expected
+        lines = {e["args"]["line"].split(":")[0] for e in own if "line" in e["args"]}
+        assert lines == {"trace/test_profile.py"}
+        beside = next(e for e in own if e["args"].get("async"))
+        assert beside["args"]["bytes"] == 4_000_000
+        assert beside["tid"] != next(e for e in own if e["name"] == "overlap")["tid"]
+    assert {s["rank"] for s in trace["otherData"]["summary"]} == {0, 1}
+
+
+def test_an_exception_leaves_the_part_of_its_rank(tmp_path: Path) -> None:
+    def fail() -> None:
+        with fl.profile(tmp_path / "trace.json"):
+            fl.barrier()
+            raise KeyError("in the program")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert incidents.listener is None
+    assert_valid(json.loads((tmp_path / "trace.rank0.json").read_text()))
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_what_was_not_started_cannot_be_stopped(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="nothing was started"):
+        fl.profile(tmp_path / "trace.json").stop()
+
+
+def ask_for_the_time(rank: int, size: int) -> int:
+    """Clocks of two hosts, an hour apart: rank 1's is ahead. Here they are one, so it is faked."""
+    backend = current_world().group.backend()
+    assert clocks.offset_to_rank_0(backend) == 0  # one host, one clock
+    if rank == 0:
+        clocks._answer(backend, 1)
+        return 0
+    real = clocks.time
+    clocks.time = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + 3_600 * 10**9)  # type: ignore[assignment]
+    try:
+        return clocks._ask(backend)
+    finally:
+        clocks.time = real
+
+
+def test_the_clock_of_another_host_is_found(pool: Any) -> None:
+    offset = pool(2, params=SHM).run(ask_for_the_time)[1]
+    assert abs(offset + 3_600 * 10**9) < 5_000_000

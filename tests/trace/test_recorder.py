@@ -1,0 +1,176 @@
+"""Every verb of every backend is recorded: what, how much, from which line, and how it ended."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.recorder import journal
+from flashlight_py.distributed.work import Done
+from flashlight_py.distributed.world import current_world
+from flashlight_py.errors import CollectiveTimeoutError, MismatchError
+
+
+def two_hosts(rank: int) -> dict[str, str]:
+    """Ranks 0 and 1 share memory, and so do 2 and 3."""
+    return {"FLASHLIGHT_MEMORY_DOMAIN": str(rank // 2)}
+
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "shm": {"params": {"BACKEND": "shm"}},
+    "gloo": {"params": {"BACKEND": "gloo"}},
+    "mpi": {"init": "mpi", "params": {"BACKEND": "mpi"}},
+    "hierarchical": {"env": two_hosts},
+}
+
+
+def here() -> str:
+    """This file, as records name it."""
+    return "trace/test_recorder.py:"
+
+
+def calls_since(number: int, group: str = "world") -> list[dict[str, Any]]:
+    records = [record.as_dict() for record in journal.recent()]
+    return [r for r in records if r["group"] == group and r.get("number", 0) > number]
+
+
+def all_verbs(rank: int, size: int) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:
+    before = journal.groups()["world"]["calls"]
+    x = np.full(4, 1.0, np.float32)
+    fl.all_reduce(x)
+    fl.all_reduce(x, op="max", async_op=True).wait()
+    fl.reduce(x, root=1)
+    fl.broadcast(np.zeros((2, 3)), root=1)
+    fl.all_gather(np.zeros(rank + 1))
+    fl.gather(x, root=1)
+    fl.scatter(np.zeros((size, 2)) if rank == 0 else None)
+    fl.reduce_scatter(x)
+    fl.all_to_all(x)
+    fl.barrier()
+    fl.all_gather_object("word")
+    fl.broadcast_object("word")
+    fl.all_reduce_multiple([x, np.zeros(2)])
+    fl.all_reduce(x)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    fl.sendrecv(x, right, np.zeros(4, np.float32), left, tag=3)
+    messages = [r.as_dict() for r in journal.recent()][-1:]
+    return before, calls_since(before), messages
+
+
+VERBS = [
+    *("all_reduce", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter"),
+    *("reduce_scatter", "all_to_all", "barrier", "all_gather_object", "broadcast_object"),
+    *("all_reduce", "all_reduce", "all_reduce"),
+]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_verb_is_numbered_and_described(pool: Any, world: str) -> None:
+    size = 4 if world == "hierarchical" else 2
+    results = pool(size, **WORLDS[world]).run(all_verbs)
+    for rank, (before, calls, messages) in enumerate(results):
+        assert [call["verb"] for call in calls] == VERBS
+        assert [call["number"] - before for call in calls] == list(range(1, len(VERBS) + 1))
+        assert all(0 < call["started"] <= call["ended"] for call in calls)
+        # What took the native way in no time at all has no line; everything else has.
+        lines = [call.get("line", here()) for call in calls[1:-1]]
+        assert all(line.startswith(here()) for line in lines)
+        assert [call["bytes"] for call in calls[:5]] == [16, 16, 16, 48, 8 * (rank + 1)]
+        assert calls[1]["op"] == "max"
+        assert calls[1]["async"]
+        assert calls[3] | {"root": 1, "dtype": "float64", "shape": [2, 3]} == calls[3]
+        assert calls[12]["via"] == "all_reduce_multiple"
+        assert (
+            messages[0] | {"verb": "sendrecv", "peer": (rank + 1) % size, "tag": 3} == messages[0]
+        )
+
+
+def mismatch(rank: int, size: int) -> list[dict[str, Any]]:
+    before = journal.groups()["world"]["calls"]
+    for verb in (
+        lambda: fl.all_reduce(np.zeros(3 + rank)),
+        lambda: fl.broadcast(np.zeros(3), rank),
+    ):
+        with pytest.raises(MismatchError):
+            verb()
+    fl.all_reduce(np.zeros(3))
+    return calls_since(before)
+
+
+def test_a_failed_call_says_why_and_the_next_ones_count_on(pool: Any) -> None:
+    for calls in pool(2, **WORLDS["shm"]).run(mismatch):
+        assert [call["verb"] for call in calls] == ["all_reduce", "broadcast", "all_reduce"]
+        assert all(call["error"].startswith("MismatchError: ") for call in calls[:2])
+        assert all(call["line"].startswith(here()) for call in calls[:2])
+        assert "error" not in calls[2]
+
+
+def wait_in_vain(rank: int, size: int) -> list[dict[str, Any]]:
+    before = journal.groups()["world"]["calls"]
+    if rank == 0:
+        work = fl.all_reduce(np.zeros(3), async_op=True)
+        with pytest.raises(CollectiveTimeoutError):
+            work.wait(timeout=0.01)
+        running = calls_since(before)
+        fl.send(np.zeros(1), 1)  # now the other may come
+        work.wait()
+        return running + calls_since(before)
+    fl.recv(np.zeros(1), 0)
+    fl.all_reduce(np.zeros(3))
+    return []
+
+
+def test_a_wait_that_ends_is_no_failure(pool: Any) -> None:
+    running, ended = pool(2, **WORLDS["shm"]).run(wait_in_vain)[0]
+    assert "ended" not in running
+    assert "error" not in running
+    assert ended["ended"] > running["started"]
+
+
+def in_groups(rank: int, size: int) -> tuple[list[str], list[dict[str, Any]]]:
+    known = set(journal.groups())
+    groups = [fl.new_group([1, 0]), fl.new_group([1, 0])]
+    for group in groups:
+        group.all_reduce(np.zeros(3))
+    names = [name for name in journal.groups() if name not in known]
+    calls = [call for name in names for call in calls_since(0, name)]
+    for group in groups:
+        group.close()
+    return names, calls
+
+
+def test_groups_have_names_that_their_ranks_agree_on(pool: Any) -> None:
+    (names, calls), (others, _) = pool(2, **WORLDS["shm"]).run(in_groups)
+    assert names == others
+    assert len(names) == 2
+    assert [call["number"] for call in calls] == [1, 1]
+
+
+class Flight:
+    """A collective that a device does; there is none here, so this one is told when it ends."""
+
+    ended: float | None = None
+
+
+def test_a_call_on_a_device_runs_until_the_device_is_done() -> None:
+    own = journal.Journal("devices", (0,), "", None)
+    work, flight = Done(None), Flight()
+    work.flight = flight
+    own.run("broadcast", None, lambda: work)
+    assert "ended" not in calls_since(0, "devices")[0]
+    flight.ended = time.monotonic()
+    assert calls_since(0, "devices")[0]["ended"] == int(flight.ended * 1e9)
+
+
+def test_a_world_of_one_records_too_and_wrong_arguments_do_not_count() -> None:
+    before = current_world().group._journal.calls
+    with pytest.raises(TypeError):
+        fl.all_reduce("no array")
+    fl.all_reduce(np.zeros(3), scale=0.5)
+    call = calls_since(before)[-1]
+    assert call["number"] == before + 1
+    assert call["line"].startswith(here())
