@@ -76,7 +76,8 @@ def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "--shm-size" in found.remedy
     monkeypatch.setattr(memory, "DIRECTORY", tmp_path / "none")
     (found,) = memory.look()
-    assert found.state is State.MISSING
+    assert found.state is State.WARNING
+    assert "there is no" in found.detail
 
 
 def test_a_driver_without_cupy_is_a_warning(
