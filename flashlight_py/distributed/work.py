@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flashlight_py.errors import CollectiveTimeoutError, DistributedError
+from flashlight_py.errors import CollectiveTimeoutError, DistributedError, GroupClosedError
 
 __all__ = ["AllOf", "Done", "Then", "Work"]
 
@@ -122,11 +122,14 @@ class AllOf(Work):
         self._works = list(works)
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """Wait for each in turn, up to ``timeout`` seconds each; then raise the first failure."""
+        """Wait for each in turn, up to ``timeout`` seconds each; then raise the first failure.
+
+        Where one has closed the group, the others only follow: its failure is raised, not theirs.
+        """
         outcomes = [_outcome(work, timeout) for work in self._works]
-        for _, failure in outcomes:
-            if failure is not None:
-                raise failure
+        failures = [failure for _, failure in outcomes if failure is not None]
+        if failures:
+            raise min(failures, key=lambda failure: isinstance(failure, GroupClosedError))
         return [result for result, _ in outcomes]
 
     def is_completed(self) -> bool:
