@@ -19,6 +19,8 @@ NOT_SOURCE = shutil.ignore_patterns(
     ".*", "*.egg-info", "*.so", "*.missing.txt", "__pycache__", "build", "dist", "wheelhouse"
 )
 
+OTHERS_LEFT_OUT = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in ("SHM", "FAST", "TREE")}
+
 # Trains on 2 ranks which find each other through a file; prints the libraries of Gloo in use.
 TRAIN = """
 import sys
@@ -139,21 +141,27 @@ def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path
         assert "flashlight_py.libs/libgloo" in used
 
 
-def test_package_without_gloo_works_and_says_what_to_do(tmp_path: Path) -> None:
-    """Built where Gloo's headers are hidden, not where the build was told to leave it out."""
-    hidden = tmp_path / "no_gloo" / "gloo"
-    hidden.mkdir(parents=True)
+@pytest.fixture(scope="module")
+def reason(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Why Gloo is missing, as a build says where its headers are hidden."""
+    folder = tmp_path_factory.mktemp("no_gloo")
+    hidden = folder / "gloo"
+    hidden.mkdir()
     (hidden / "context.h").write_text('#error "this machine has no Gloo"\n')
+    return reason_in(build(folder, CPATH=str(folder), **OTHERS_LEFT_OUT))
+
+
+def test_package_without_gloo_works_and_says_what_to_do(
+    wheel: Path, reason: str, tmp_path: Path
+) -> None:
+    """The built wheel, with the reason of such a build in the place of its Gloo."""
+    assert "could not be compiled" in reason
+    assert "libgloo-dev" in reason
     python = empty_environment(tmp_path / "venv")
-    run(
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        copy_of_sources(tmp_path),
-        CPATH=str(hidden.parent),
-    )
+    run(python, "-m", "pip", "install", "--quiet", wheel)
+    (extension,) = (tmp_path / "venv").rglob("_native/_gloo*.so")
+    extension.with_name("gloo.missing.txt").write_text(reason)
+    extension.unlink()
     alone = (
         "import numpy as np, flashlight_py as fl\n"
         "fl.distributed_init()\n"
@@ -169,21 +177,28 @@ def test_package_without_gloo_works_and_says_what_to_do(tmp_path: Path) -> None:
         "except fl.errors.BackendUnavailableError as error:\n"
         "    print(error)\n"
     )
-    told = run(python, "-c", asked)
-    assert "could not be compiled" in told
-    assert "libgloo-dev" in told
+    assert reason.strip() in run(python, "-c", asked)
     assert not list(tmp_path.glob("meet*"))
     assert train_on_two_ranks(python, tmp_path, "auto") == ["", ""]  # shared memory serves them
 
 
 def test_build_can_be_told_to_leave_gloo_out(tmp_path: Path) -> None:
-    into = tmp_path / "dist"
-    command = (sys.executable, "-m", "build", "--wheel", "--outdir", into)
-    others = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in ("SHM", "FAST", "TREE")}  # to be quick
-    run(*command, copy_of_sources(tmp_path), FLASHLIGHT_WITHOUT_GLOO="1", **others)
-    (built,) = into.glob("*.whl")
-    with zipfile.ZipFile(built) as content:
-        assert not any("_gloo" in name and name.endswith(".so") for name in content.namelist())
-        reason = content.read("flashlight_py/_native/gloo.missing.txt").decode()
+    reason = reason_in(build(tmp_path, FLASHLIGHT_WITHOUT_GLOO="1", **OTHERS_LEFT_OUT))
     assert "FLASHLIGHT_WITHOUT_GLOO" in reason
     assert "libgloo-dev" in reason
+
+
+def build(folder: Path, **variables: str) -> Path:
+    """Return a wheel built in ``folder``, as it comes from the compiler."""
+    into = folder / "dist"
+    command = (sys.executable, "-m", "build", "--wheel", "--outdir", into)
+    run(*command, copy_of_sources(folder), **variables)
+    (built,) = into.glob("*.whl")
+    return built
+
+
+def reason_in(built: Path) -> str:
+    """Return why the wheel has no Gloo."""
+    with zipfile.ZipFile(built) as content:
+        assert not any("_gloo" in name and name.endswith(".so") for name in content.namelist())
+        return content.read("flashlight_py/_native/gloo.missing.txt").decode()

@@ -139,7 +139,7 @@ def test_kill_9_between_any_two_file_operations(
     """Two adjacent moments of death, each followed by a whole run at the same path."""
     for moment in (first, first + 1):
         plans = [{"die_before": moment} if rank == victim else {} for rank in range(3)]
-        started = [ranks.start(r, 3, timeout=2.5, **plan) for r, plan in enumerate(plans)]
+        started = [ranks.start(r, 3, timeout=1.5, **plan) for r, plan in enumerate(plans)]
         assert started[victim].outcome() in ("dying", "closed")
         survivors_end([rank for rank in started if rank is not started[victim]], victim)
         ranks.run(3)

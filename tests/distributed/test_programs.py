@@ -13,13 +13,13 @@ from tests.distributed.programs import VERBS, Call, calls, run_program
 
 CALLS = 12  # per program: the ranks are asked once for all of them
 WORLDS = [("single", 1), ("gloo", 2), ("gloo", 5), ("shm", 2), ("shm", 3), ("shm", 5)]
-WORLDS += [("hierarchical", 4), ("hierarchical", 5), ("mpi", 2), ("mpi", 3)]
+WORLDS += [("hierarchical", 3), ("hierarchical", 5), ("mpi", 2), ("mpi", 3)]
 
 # The same programs every time. A failing one is not shrunk: each try would need new processes.
 repeatable = settings(
     derandomize=True,
     deadline=None,
-    max_examples=20,
+    max_examples=15,
     phases=[Phase.explicit, Phase.generate],
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -46,7 +46,7 @@ def test_each_verb_in_every_size(ranks: Any, verb: str) -> None:
     program = [
         Call(verb, "float32", rows, width, "contiguous", root, "sum", 1.0, async_op, everyone)
         for rows in (0, 1, 3)
-        for width in (1, 1000, 5000, 100_000)
+        for width in (1, 1000, 100_000)
         for root in {0, ranks.size - 1}
         for async_op in (False, True)
     ]

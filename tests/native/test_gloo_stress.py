@@ -1,6 +1,6 @@
 """The native side of Gloo under stress: at random, at full speed and under the sanitizers.
 
-A short form of ``make sanitize``, which also builds it plainly and for the other sanitizers; more
+A short form of ``make sanitize``, which also builds it plainly and for the other sanitizer; more
 can be read in tests/native/gloo/Makefile.
 """
 
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("configuration", "worlds"), [("thread", 10)])
+@pytest.mark.parametrize(("configuration", "worlds"), [("address", 20)])
 def test_random_worlds_give_what_they_promise(configuration: str, worlds: int) -> None:
     """Every verb, messages in any order, mismatches, ranks that leave or are late."""
     build = ["make", "-s", "-j2", "-C", str(ROOT / "tests/native/gloo"), configuration]
