@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,24 @@ def fail_on_one(rank: int, size: int, folder: Path) -> None:
 
 def test_a_failure_of_one_is_raised_by_all(pool: Any, tmp_path: Path) -> None:
     pool(2).run(fail_on_one, tmp_path / "folder")
+
+
+def use_some(rank: int, size: int, folder: Path) -> list[int]:
+    sampler = fl.DistributedSampler(20, seed=3)
+    indices = iter(sampler)
+    used = [next(indices) for _ in range(3)]
+    fl.save(folder, sampler=sampler)
+    return used
+
+
+def use_the_rest(rank: int, size: int, folder: Path) -> list[int]:
+    sampler = fl.DistributedSampler(20, seed=3)
+    fl.load(folder, sampler=sampler)
+    return list(sampler)
+
+
+def test_a_sampler_goes_on_with_fewer_ranks(pool: Any, tmp_path: Path) -> None:
+    used = list(chain.from_iterable(pool(3).run(use_some, tmp_path)))
+    rest = list(chain.from_iterable(pool(2).run(use_the_rest, tmp_path)))
+    assert len(used) == 9
+    assert sorted(used + rest) == list(range(20))
