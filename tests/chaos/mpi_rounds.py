@@ -65,6 +65,8 @@ class _Job:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        assert self.process.stdout is not None
+        self._pipe, self._unread = self.process.stdout.fileno(), b""
 
     def await_event(self, event: str, ends: float, count: int = 1) -> list[dict[str, Any]]:
         """Return ``count`` events of a kind; fewer if the job ends before."""
@@ -79,17 +81,26 @@ class _Job:
         return self.process.wait(max(0.1, ends - time.monotonic()))
 
     def _read(self, ends: float, awaited: str) -> bool:
-        pipe = self.process.stdout
-        assert pipe is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(pipe, selectors.EVENT_READ)
-            if not selector.select(max(0.0, ends - time.monotonic())):
+        """Take in one more line; whether there was one."""
+        while b"\n" not in self._unread:  # what a stream buffers, a selector would not see
+            if not self._more(ends):
                 raise TimeoutError(f"no {awaited} in time; the job printed {self.output[-2000:]!r}")
-        line = pipe.readline().decode(errors="replace")
+            part = os.read(self._pipe, 1 << 16)
+            if not part:
+                break
+            self._unread += part
+        first, newline, self._unread = self._unread.partition(b"\n")
+        line = (first + newline).decode(errors="replace")
         if line.startswith('{"id"'):
             self.events.append(json.loads(line))
         self.output += line
         return bool(line)
+
+    def _more(self, ends: float) -> bool:
+        """Wait for more from the job, or for its end; False if neither comes."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._pipe, selectors.EVENT_READ)
+            return bool(selector.select(max(0.0, ends - time.monotonic())))
 
     def end(self) -> None:
         processes.kill(processes.members({self.process.pid} | self._groups()), 5.0)
