@@ -72,8 +72,10 @@ class Watchdog:
         if self._answers_signal and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
             faulthandler.unregister(signal.SIGUSR1)
 
-    def write(self, reason: str, threads: list[str] | None = None) -> Path | None:
-        """Write the record and return its path; None, and a warning, where that fails."""
+    def write(
+        self, reason: str, threads: list[str] | None = None, level: int = logging.WARNING
+    ) -> Path | None:
+        """Write the record and return its path, logged at ``level``; None where that fails."""
         with self._lock:
             self._written = time.monotonic()
             try:
@@ -84,7 +86,8 @@ class Watchdog:
                     *(self.flight.rank, self.flight.size, reason, error),
                 )
                 return None
-            _log.warning(
+            _log.log(
+                level,
                 "rank %d of %d: the flight record (%s) is in %s",
                 *(self.flight.rank, self.flight.size, reason, path),
             )
@@ -96,11 +99,12 @@ class Watchdog:
             return
         if self._is_quiet():
             return
-        path = self.write(f"{type(error).__name__}: {error}")
+        path = self.write(f"{type(error).__name__}: {error}", level=logging.INFO)  # the error tells
         if path is not None and error.args:
             compare = f"python -m flashlight_py.trace diff {path.parent}"
             where = f"The last calls of this rank are in {path}; to compare the ranks: {compare}"
-            error.args = (f"{error.args[0]}. {where}", *error.args[1:])
+            end = "\n\n" if "\n" in str(error.args[0]) else ". "  # after a traceback
+            error.args = (f"{error.args[0]}{end}{where}", *error.args[1:])
 
     def _is_quiet(self) -> bool:
         return time.monotonic() - self._written < _QUIET_SECONDS
@@ -114,7 +118,7 @@ class Watchdog:
             if ready:
                 self.write("SIGUSR1", self._stacks().splitlines())
             elif self._others_wrote() and not self._is_quiet():
-                self.write("another rank has written its own")
+                self.write("another rank has written its own", level=logging.INFO)
 
     def _stacks(self) -> str:
         """Read what the signal's handler writes, which it may not have done yet."""
