@@ -7,13 +7,38 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType, FrameType
 
-__all__ = ["Place", "call_site", "called_at", "caller", "site_of"]
+__all__ = ["PACKAGE", "Place", "call_site", "called_at", "caller", "frame_of_caller", "site_of"]
 
-_PACKAGE = f"{Path(__file__).parents[1]}/"
+PACKAGE = f"{Path(__file__).parents[1]}/"
 
 Place = tuple[str, int]
 """A file's path, and a line of it."""
+
+
+class _Ours(dict[str, bool]):
+    """Whether files are of this package; remembered, as every call asks."""
+
+    def __missing__(self, path: str) -> bool:
+        ours = self[path] = path.startswith(PACKAGE)
+        return ours
+
+
+_IS_OURS = _Ours()
+
+
+def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
+    """Return the innermost frame outside this package, and our code that it called.
+
+    The first ``depth`` frames are known to be ours: they are not looked at, which saves time.
+    """
+    frame = sys._getframe(depth)
+    code = ours = frame.f_code
+    while _IS_OURS[code.co_filename] and (back := frame.f_back) is not None:
+        ours, frame = code, back
+        code = frame.f_code
+    return frame, ours
 
 
 class _Pinned(threading.local):
@@ -26,15 +51,10 @@ _pinned = _Pinned()
 
 
 def caller(depth: int = 1) -> Place:
-    """Return where the innermost caller outside this package is.
-
-    The first ``depth`` callers are known to be inside: they are not looked at, which saves time.
-    """
+    """Return where the innermost caller outside this package is; ``depth`` callers are inside."""
     if _pinned.place is not None:
         return _pinned.place
-    frame = sys._getframe(depth)
-    while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
-        frame = frame.f_back
+    frame, _ = frame_of_caller(depth + 1)
     return frame.f_code.co_filename, frame.f_lineno
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.distributed.arrays import DTYPES
+from flashlight_py.distributed.call_site import PACKAGE
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.recorder import incidents
-from flashlight_py.distributed.recorder.record import PACKAGE, Record, What, place_of_caller
+from flashlight_py.distributed.recorder.record import Record, What, place_of_caller
 
 __all__ = ["FastCalls"]
 

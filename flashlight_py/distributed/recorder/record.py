@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from pathlib import Path
-from sys import _getframe
 from types import CodeType
 from typing import Any, NamedTuple
 
+from flashlight_py.distributed.call_site import frame_of_caller, site_of
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.work import Work
 
-__all__ = ["PACKAGE", "Place", "Record", "What", "line_of", "place_of_caller"]
-
-PACKAGE = f"{Path(__file__).parents[2]}/"
+__all__ = ["Place", "Record", "What", "line_of", "place_of_caller"]
 
 # A line of user code, to be worked out when somebody reads it (which takes longer than a call): its
 # code, the instruction in it (a frame's ``f_lasti``), and the name of our function that it called.
@@ -107,29 +104,13 @@ class Record:
         return {name: value for name, value in fields.items() if value is not None}
 
 
-class _Ours(dict[str, bool]):
-    """Whether files are of this package; remembered, as every call asks."""
-
-    def __missing__(self, path: str) -> bool:
-        ours = self[path] = path.startswith(PACKAGE)
-        return ours
-
-
-_IS_OURS = _Ours()
-
-
 def place_of_caller(depth: int) -> Place:
     """Return the line outside this package that called; ``depth`` frames above are ours."""
-    frame = _getframe(depth)
-    code = ours = frame.f_code
-    while _IS_OURS[code.co_filename] and (back := frame.f_back) is not None:
-        ours, frame = code, back
-        code = frame.f_code
-    return code, frame.f_lasti, ours.co_name
+    frame, ours = frame_of_caller(depth + 1)
+    return frame.f_code, frame.f_lasti, ours.co_name
 
 
 def line_of(code: CodeType, instruction: int) -> str:
     """Return "folder/file.py:12" of an instruction, a frame's ``f_lasti``."""
     found = [line for start, end, line in code.co_lines() if start <= instruction < end and line]
-    path = "/".join(code.co_filename.split("/")[-2:])
-    return f"{path}:{found[0] if found else code.co_firstlineno}"
+    return site_of((code.co_filename, found[0] if found else code.co_firstlineno))

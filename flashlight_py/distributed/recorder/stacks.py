@@ -8,7 +8,8 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from flashlight_py.distributed.recorder.record import PACKAGE, line_of
+from flashlight_py.distributed.call_site import PACKAGE
+from flashlight_py.distributed.recorder.record import line_of
 
 __all__ = ["stacks", "stands_at"]
 

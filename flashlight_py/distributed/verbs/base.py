@@ -14,7 +14,7 @@ from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.recorder.journal import Journal
 from flashlight_py.distributed.work import Done, Then, Work
 
-__all__ = ["Room", "Verbs", "pack_apart", "unpack_into", "whole"]
+__all__ = ["NO_ROOM", "Room", "Verbs", "pack_apart", "unpack_into", "whole"]
 
 
 class Room(NamedTuple):
@@ -25,7 +25,7 @@ class Room(NamedTuple):
     packed: Array | None
 
 
-_NO_ROOM = Room(None, None, None)
+NO_ROOM = Room(None, None, None)
 
 
 class Verbs(abc.ABC):
@@ -79,7 +79,7 @@ class Verbs(abc.ABC):
     def _room(self, verb: str, out: Any, like: Array, shape: tuple[int | None, ...]) -> Room:
         """Return where a result of ``shape`` goes; its first extent is None if not known."""
         if out is None:
-            return _NO_ROOM
+            return NO_ROOM
         array = as_array(f"{verb}(out=)", out)
         if not _fits(array.shape, shape) or array.dtype != like.dtype:
             extents = ", ".join("any" if extent is None else str(extent) for extent in shape)

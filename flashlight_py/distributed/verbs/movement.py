@@ -7,7 +7,7 @@ from typing import Any
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import as_array, pack
-from flashlight_py.distributed.verbs.base import Room, Verbs, pack_apart, unpack_into
+from flashlight_py.distributed.verbs.base import NO_ROOM, Verbs, pack_apart, unpack_into
 
 __all__ = ["Movement"]
 
@@ -55,9 +55,7 @@ class Movement(Verbs):
         root = self._check_rank("scatter", "root", root)
         whole = self._whole(xs) if self.rank == root else None
         told = whole[0] if whole is not None else None if out is None else as_array("scatter", out)
-        room = (
-            Room(None, None, None) if told is None else self._room("scatter", out, told, told.shape)
-        )
+        room = NO_ROOM if told is None else self._room("scatter", out, told, told.shape)
         sent = None if whole is None else pack_apart(whole, room)
         call, arguments = self.backend(told).scatter, (sent, root, not async_op, room.packed)
         work = self._journal.run("scatter", told, call, *arguments, root=root, async_op=async_op)

@@ -128,7 +128,9 @@ class PointToPoint(Verbs):
         # On this thread alone: no other has to wake up for it.
         packed, call = pack(incoming), self.backend().exchange
         messages = [_message_of(receiving, packed), _message_of(sending, pack(outgoing))]
-        work = self._journal.run("sendrecv", outgoing, call, messages, True, peer=dst, tag=tag)
+        work = self._journal.run(
+            "sendrecv", outgoing, call, messages, True, peer=sending.peer, tag=sending.tag
+        )
         return self._finish(work, out, unpack_into(incoming, packed), async_op=False)
 
     def _begin(self, op: P2POp, packed: Array) -> Work:
