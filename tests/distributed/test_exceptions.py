@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,11 +13,9 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed import last_words
-from tests.distributed import conformance, processes
+from tests.distributed import conformance
 from tests.distributed.harness import mpirun_command
-
-ROOT = Path(__file__).parents[2]
-SOON = 20.0
+from tests.distributed.jobs import ended, start
 
 PROGRAM = """
 import os, sys, threading
@@ -46,29 +42,6 @@ RAISE = "raise ValueError('no such file' + chr(10) + 'of that name')"
 IN_A_THREAD = (
     "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join(); sys.exit(0)"
 )
-
-
-def start(command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PATH": path, **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Return the exit code and the output of a process that must end by itself, soon."""
-    try:
-        output, _ = process.communicate(timeout=SOON)
-    finally:
-        processes.kill(processes.members({process.pid}), 5.0)
-        process.wait()
-    return process.returncode, output
 
 
 def by_hand(path: Path, how: str, size: int = 2, env: Any = None, **params: Any) -> Any:

@@ -7,21 +7,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed import mpi_ranks, processes
+from tests.distributed import mpi_ranks
 from tests.distributed.harness import mpirun_command, run_outcomes
+from tests.distributed.jobs import ended, start
 from tests.distributed.test_failures import barrier_with_timeout, interrupted, stay_away
 
 pytest.importorskip("mpi4py")
 
-ROOT = Path(__file__).parents[2]
 WORLD: dict[str, Any] = {"init": "mpi", "params": {"BACKEND": "mpi"}}
-# From the failure to the end of the job. The others would wait for TIMEOUT, 300 seconds.
-SOON = 30.0
 
 PREAMBLE = """
 import os, signal, sys, threading
@@ -38,31 +35,12 @@ fl.barrier()  # what ranks print later is not mixed with it
 """
 
 
-def start(size: int, script: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return subprocess.Popen(
-        [*mpirun_command(size), sys.executable, "-c", PREAMBLE + script],
-        cwd=ROOT,
-        env={**os.environ, "PATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def outcome(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Return the exit code and the output of a job that must end by itself, soon."""
-    try:
-        output, _ = process.communicate(timeout=SOON)
-    finally:
-        processes.kill(processes.members({process.pid}), 5.0)
-        process.wait()
-    return process.returncode, output
+def start_job(size: int, script: str) -> subprocess.Popen[str]:
+    return start([*mpirun_command(size), sys.executable, "-c", PREAMBLE + script])
 
 
 def run(size: int, script: str) -> tuple[int, str]:
-    return outcome(start(size, script))
+    return ended(start_job(size, script))
 
 
 def test_an_uncaught_exception_is_printed_and_ends_the_job() -> None:
@@ -153,13 +131,13 @@ fl.barrier()
 """
     if whom == "rank":
         script = "if rank == 0: threading.Timer(1, os.kill, (os.getpid(), 2)).start()\n" + script
-    process = start(2, script)
+    process = start_job(2, script)
     assert process.stdout is not None
     assert process.stdout.readline() == "joined\n"
     if whom == "job":
         time.sleep(0.5)  # so that the ranks wait
         os.killpg(process.pid, signal.SIGINT)
-    code, output = outcome(process)
+    code, output = ended(process)
     assert code != 0
     assert whom == "job" or "KeyboardInterrupt" in output
 

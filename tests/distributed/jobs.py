@@ -1,0 +1,40 @@
+"""A program, or an mpirun of one, that is watched from its start to its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.distributed import processes
+
+__all__ = ["ended", "start"]
+
+ROOT = Path(__file__).parents[2]
+# From the failure to the end of a job. Where nothing told the others, they would wait for minutes.
+SOON = 30.0
+
+
+def start(command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start it in a session of its own, with this environment's programs and ``env``."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PATH": path, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return the exit code and the output of one that must end by itself, soon."""
+    try:
+        output, _ = process.communicate(timeout=SOON)
+    finally:
+        processes.kill(processes.members({process.pid}), 5.0)
+        process.wait()
+    return process.returncode, output
