@@ -258,11 +258,14 @@ class Group:
     def _break(self, operation: Operation, error: BaseException, farewell: Farewell) -> None:
         """End everything, ``operation`` with ``error``, and tell the other ranks why."""
         operation.fail(error)
-        try:
-            self._presence.leave(farewell)
-        except self._mpi.Exception as problem:  # what broke the group may keep notes back as well
-            _log.debug("%s: the others cannot be told: %s", operation.where, problem)
+        self._tell(lambda: self._presence.leave(farewell))
         self._end_all(f"this group broke earlier: {error}")
+
+    def _tell(self, say: Callable[[], None]) -> None:
+        try:
+            say()
+        except self._mpi.Exception as problem:  # what broke the group may keep notes back as well
+            _log.debug("%s: the others cannot be told: %s", self.place, problem)
 
     def _end_all(self, reason: str) -> None:
         self._unusable = reason
@@ -280,19 +283,26 @@ class Group:
             healthy = not self._unusable and not self.is_busy()
             if not self._unusable and not self._mpi.Is_finalized():
                 self._presence.leave(self._own("it has left the group"))
+            self.go()
             self._end_all(_CLOSED)
         self.progress.remove(self, healthy)
 
-    def drain(self) -> bool:
-        """Take the notes that others still send; tell whether all have left."""
-        for source, kind, content in self._notes.hear():
-            if kind is Kind.LEFT:
-                self._presence.hear(source, kind, content)
-        return self._presence.have_all_left()
+    def go(self) -> None:
+        """Tell the others that this rank has nothing more to say in this group."""
+        with self.progress.lock:
+            if not self._mpi.Is_finalized():
+                self._tell(self._presence.go)
 
-    def have_others_left(self) -> bool:
-        """Tell whether every other rank has said that it leaves."""
-        return self._presence.have_all_left()
+    def drain(self) -> bool:
+        """Take the notes that others still send; tell whether nothing more will come."""
+        for source, kind, content in self._notes.hear():
+            if kind in (Kind.LEFT, Kind.GONE):
+                self._presence.hear(source, kind, content)
+        return self._presence.are_all_gone()
+
+    def are_others_gone(self) -> bool:
+        """Tell whether every other rank has said its last word in this group."""
+        return self._presence.are_all_gone()
 
     def free(self) -> None:
         """Free the communicators: every rank has left, and nothing is on its way."""

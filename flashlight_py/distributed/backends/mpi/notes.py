@@ -24,6 +24,8 @@ class Kind(enum.IntEnum):
     """Something is to be sent: an ``Offer``."""
     REPLY = 5
     """(the offer's number, None or the call that it does not fit)"""
+    GONE = 6
+    """The sender has closed the group, or its program has ended and printed why: the last note."""
 
 
 class Notes:

@@ -44,6 +44,7 @@ class Presence:
     ) -> None:
         self.others = [other for other in range(size) if other != rank]
         self.farewells: dict[int, Farewell] = {}
+        self._gone: set[int] = set()
         self._notes, self._where_am_i = notes, where_am_i
         self._numbers = itertools.count()
         self._roll_calls: dict[int, RollCall] = {}
@@ -52,6 +53,11 @@ class Presence:
         """Tell all others that this rank leaves."""
         for rank in self.others:
             self._notes.send(rank, Kind.LEFT, farewell)
+
+    def go(self) -> None:
+        """Tell all others that they need not wait for anything more of this rank."""
+        for rank in self.others:
+            self._notes.send(rank, Kind.GONE, None)
 
     def ask(self, ranks: Collection[int]) -> RollCall:
         """Ask ``ranks`` where they are."""
@@ -65,6 +71,8 @@ class Presence:
         """Take a note that is about who is where."""
         if kind is Kind.LEFT:
             self.farewells.setdefault(source, content)
+        elif kind is Kind.GONE:
+            self._gone.add(source)
         elif kind is Kind.ASK:
             self._notes.send(source, Kind.ANSWER, (content, *self._where_am_i(source)))
         else:
@@ -76,6 +84,6 @@ class Presence:
         early = (rank for rank, farewell in self.farewells.items() if farewell.completed < number)
         return next(early, None)
 
-    def have_all_left(self) -> bool:
+    def are_all_gone(self) -> bool:
         """Tell whether no other rank will send anything any more."""
-        return len(self.farewells) == len(self.others)
+        return len(self._gone) == len(self.others)

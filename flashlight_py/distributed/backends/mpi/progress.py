@@ -26,7 +26,6 @@ _YIELDING_SECONDS = 1e-3
 _LONGEST_SLEEP = 2e-3
 # How long the background thread may take to end its last step.
 _STOP_SECONDS = 10.0
-_LINGER_SECONDS = 1.0
 
 # Requests of operations that broke. MPI cannot cancel a collective and may still write into its
 # arrays, so they live as long as the process.
@@ -45,8 +44,11 @@ class Member(Protocol):
     def drain(self) -> bool:
         """After close: take what still arrives; tell whether nothing more will."""
 
-    def have_others_left(self) -> bool:
-        """Tell whether every other rank has said that it leaves."""
+    def go(self) -> None:
+        """Tell the other ranks that this one has nothing more to say."""
+
+    def are_others_gone(self) -> bool:
+        """Tell whether every other rank has said its last word."""
 
     def free(self) -> None:
         """Free the communicators."""
@@ -96,12 +98,13 @@ class Progress:
             for group in tuple(self._groups):
                 group.advance()
 
-    def linger(self) -> None:
-        """After all groups gave up: let the others hear why, and leave as well, for a second."""
-        end = time.monotonic() + _LINGER_SECONDS
+    def linger(self, end: float) -> None:
+        """This program has ended, and printed why: let the others do so too, until ``end``."""
+        for group in tuple(self._groups):
+            group.go()
         while time.monotonic() < end:
             self.step()
-            if all(group.have_others_left() for group in tuple(self._groups)):
+            if all(group.are_others_gone() for group in tuple(self._groups)):
                 return
             time.sleep(_LONGEST_SLEEP)
 
