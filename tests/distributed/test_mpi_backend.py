@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from typing import Any
 
@@ -196,8 +198,8 @@ def test_the_hook_prints_first_and_is_gone_when_the_last_group_is(
     printed: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
     before, mpi = sys.excepthook, FakeMpi()
-    exits.install(mpi, lambda: None)
-    exits.install(mpi, lambda: None)
+    exits.install(mpi, lambda _: None)
+    exits.install(mpi, lambda _: None)
     exits.uninstall()
     error = ValueError("uncaught")
     guard = sys.excepthook
@@ -209,9 +211,46 @@ def test_the_hook_prints_first_and_is_gone_when_the_last_group_is(
     assert (printed, mpi.aborted) == ([error, error], [1])
 
 
+# A program whose Abort tells what nobody has read of its output by then: mpirun loses that.
+ABORTING = """
+import fcntl, os, sys, termios
+from flashlight_py.distributed.backends.mpi import exits
+
+class FakeMpi:
+    def Is_finalized(self):
+        return False
+
+    def Abort(self, code):
+        unread = fcntl.ioctl(2, termios.FIONREAD, b"    ")
+        print(int.from_bytes(unread, sys.byteorder), flush=True)
+        os._exit(code)
+
+FakeMpi.COMM_WORLD = FakeMpi()
+exits._LINGER_SECONDS = 30.0
+exits.install(FakeMpi(), lambda end: None)
+raise ValueError("no such file")
+"""
+
+
+def test_the_job_is_ended_when_what_was_printed_has_been_read() -> None:
+    reading, writing = os.pipe()
+    command = [sys.executable, "-c", ABORTING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writing) as process:
+        os.close(writing)
+        with pytest.raises(subprocess.TimeoutExpired):  # nobody reads, so it does not end
+            process.wait(1.0)
+        text = b""
+        while not text.endswith(b"ValueError: no such file\n"):
+            text += os.read(reading, 1 << 16)
+        assert process.stdout is not None
+        assert process.stdout.read() == b"0\n"
+    assert process.returncode == 1
+    os.close(reading)
+
+
 def test_a_prompt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before = sys.excepthook
-    exits.install(FakeMpi(), lambda: None)
+    exits.install(FakeMpi(), lambda _: None)
     assert sys.excepthook is before
     exits.uninstall()
