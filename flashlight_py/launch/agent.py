@@ -19,7 +19,8 @@ from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.output import Source
 from flashlight_py.launch.plan import Place
 from flashlight_py.launch.ranks import Ranks
-from flashlight_py.launch.wire import Reader, send
+from flashlight_py.launch.wire import Reader, message
+from flashlight_py.launch.writing import write_whole
 
 __all__ = ["Agent", "main"]
 
@@ -94,8 +95,8 @@ class Agent:
 
     def _tell(self, kind: str, *values: Any) -> None:
         try:
-            send(_OUT, kind, *values)
-        except BrokenPipeError:
+            write_whole(_OUT, message(kind, *values))
+        except ConnectionError:
             self._leave()
 
 

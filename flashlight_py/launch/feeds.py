@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 
 from flashlight_py.launch.loop import Loop
+from flashlight_py.launch.writing import Outgoing
 
 __all__ = ["Feed", "Supply"]
 
@@ -42,31 +42,18 @@ class Feed:
     """A pipe to a process. Asks for ``more`` whenever all that was put has been written."""
 
     def __init__(self, loop: Loop, more: Callable[[], None]) -> None:
-        self._loop, self._more = loop, more
+        self._more = more
         self.theirs, self._ours = os.pipe()
-        self._rest = b""
+        self._out = Outgoing(loop, self._ours, more)
 
     def begin(self) -> None:
         """Close our copy of the process's end, which has been given to it, and ask."""
         os.close(self.theirs)
-        os.set_blocking(self._ours, False)
         self._more()
 
     def put(self, data: bytes) -> None:
         """Write ``data`` as the process reads; nothing: close the pipe."""
-        if not data:
+        if data:
+            self._out.put(data)
+        else:
             os.close(self._ours)
-            return
-        self._rest = data
-        self._loop.watch(self._ours, self._write, writing=True)
-
-    def _write(self) -> None:
-        with suppress(BlockingIOError):
-            try:
-                self._rest = self._rest[os.write(self._ours, self._rest) :]
-            except BrokenPipeError:  # it reads no more; so do we
-                self._loop.forget(self._ours)
-                return
-        if not self._rest:
-            self._loop.forget(self._ours)
-            self._more()

@@ -20,7 +20,8 @@ from flashlight_py.launch.options import Options
 from flashlight_py.launch.output import Source
 from flashlight_py.launch.plan import Place, places
 from flashlight_py.launch.processes import describe_exit
-from flashlight_py.launch.wire import Reader, send
+from flashlight_py.launch.wire import Reader, message
+from flashlight_py.launch.writing import Outgoing
 
 __all__ = ["SshSite"]
 
@@ -175,7 +176,8 @@ class _Agent:
         )
         assert self._process.stdin
         assert self._process.stdout
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self._to = Outgoing(loop, self._process.stdin.fileno())
+        self._out = self._process.stdout.fileno()
         self._reader = Reader(self._out)
         loop.watch(self._out, self._read)
         loop.child(self._process.pid, self._on_end)
@@ -184,16 +186,13 @@ class _Agent:
         self.is_started = True
         self.send("start", task)
 
-    def send(self, kind: str, *values: Any) -> bool:
-        """Send a message; False if the connection is gone."""
-        try:
-            send(self._in, kind, *values)
-        except BrokenPipeError:
-            return False
-        return True
+    def send(self, kind: str, *values: Any) -> None:
+        """Send a message as the agent reads; does not block, nothing happens if it is gone."""
+        self._to.put(message(kind, *values))
 
     def close(self) -> None:
         """Close the connection; whatever is still there ends by it."""
+        self._to.close()
         self._loop.forget(self._out)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe

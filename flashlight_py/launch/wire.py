@@ -4,6 +4,9 @@ To an agent: ``start`` the ranks, send them a ``signal``, ``input`` for rank 0, 
 of the connection means leave, too: a launcher that was killed leaves no ranks behind.
 From an agent: ``hello``, ``output`` of a rank, ``end`` of a rank, ``more`` input can be taken,
 ``stuck`` processes when it leaves. Bytes travel as text of Latin-1, which has one sign for each.
+
+An agent waits until the launcher has taken what it says; meanwhile its ranks wait to print. The
+launcher waits for no agent, or each of the two might wait for the other.
 """
 
 from __future__ import annotations
@@ -12,20 +15,14 @@ import json
 import os
 from typing import Any
 
-__all__ = ["Reader", "send"]
+__all__ = ["Reader", "message"]
 
 _CHUNK = 1 << 16
 
 
-def send(descriptor: int, kind: str, *values: Any) -> None:
-    """Send a message; blocks until it is written.
-
-    Raises:
-        BrokenPipeError: nobody is at the other end.
-    """
-    data = json.dumps([kind, *values]).encode() + b"\n"
-    while data:
-        data = data[os.write(descriptor, data) :]
+def message(kind: str, *values: Any) -> bytes:
+    """Return the line that says so."""
+    return json.dumps([kind, *values]).encode() + b"\n"
 
 
 class Reader:

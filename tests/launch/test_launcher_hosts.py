@@ -50,6 +50,28 @@ def test_input_of_any_size_reaches_rank_0_of_another_host(tmp_path: Path, ssh: s
     assert sorted(done.stdout.splitlines()) == ["[0] 300000", "[1] 0"]
 
 
+PRINTING_AND_READING = """
+import sys, threading
+printing = threading.Thread(target=lambda: [print("x" * 1000) for _ in range(2000)])
+printing.start()
+read = len(sys.stdin.buffer.read())
+printing.join()
+print(read)
+"""
+
+
+def test_input_and_output_at_once_do_not_wait_for_each_other(tmp_path: Path, ssh: str) -> None:
+    """More of both than all pipes in between can hold."""
+    program = write(tmp_path, PRINTING_AND_READING)
+    large = tmp_path / "large"
+    large.write_bytes(os.urandom(3_000_000))
+    with large.open("rb") as file:
+        done = launch("--hosts", "a", "--ssh", ssh, program, stdin=file, timeout=15)
+    assert done.returncode == 0, done.stderr
+    *printed, read = done.stdout.splitlines()
+    assert (len(printed), read) == (2000, "[0] 3000000")
+
+
 FAILING = """
 import os, signal, subprocess, sys
 if os.environ["RANK"] == "1":
