@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from flashlight_py.launch import kernel
 from flashlight_py.launch.loop import FORWARDED
@@ -70,6 +71,14 @@ def _be_the_copy(front: int, work: Callable[[], int]) -> None:
     except BaseException:  # noqa: BLE001 - whatever it is, two processes must not go on as one
         sys.excepthook(*sys.exc_info())
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _leave(code)
+
+
+def _leave(code: int) -> None:
+    """Exit, whatever becomes of what is not written yet: a closed stream, a full disk."""
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+    finally:
         os._exit(code)
