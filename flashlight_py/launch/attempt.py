@@ -38,7 +38,8 @@ class Attempt:
     """Follows ``ranks``; ends all of them by SIGTERM when one fails, by SIGKILL ``grace`` s later.
 
     ``failures`` are those from before it began to end the ranks. ``interrupted`` is the signal
-    that was sent to the launcher, or 0. ``poll``, if set, is called a few times a second.
+    that was sent to the launcher, SIGPIPE if their output could not be written, or 0. ``poll``, if
+    set, is called a few times a second.
     """
 
     def __init__(self, loop: Loop, output: Output, ranks: Iterable[int], grace: float) -> None:
@@ -74,11 +75,15 @@ class Attempt:
         return own or ({self.cause[0]} if self.cause else set())
 
     def hear_output(self, source: Source, data: bytes) -> None:
-        """Show what a rank writes; end all if nobody reads it any more."""
-        try:
-            self._output.take(source, data)
-        except BrokenPipeError:
-            self.hear_signal(signal.SIGPIPE)
+        """Show what a rank writes; end all if that cannot be done."""
+        self._output.take(source, data)
+        self._heed_output()
+
+    def end_output(self) -> None:
+        """Show what is left of the output, once nothing of the ranks is."""
+        self._team = None
+        self._output.end()
+        self._heed_output()
 
     def hear_end(self, rank: int, code: int) -> None:
         """Hear how a rank ended: its exit code, or minus the signal."""
@@ -109,7 +114,7 @@ class Attempt:
         if self.interrupted:
             self._kill_at = 0.0
         self.interrupted = self.interrupted or number
-        self.end(signal.SIGTERM if number == signal.SIGPIPE else number)
+        self.end(number)
 
     def end(self, number: int) -> None:
         """Begin to end all ranks by ``number``."""
@@ -130,9 +135,15 @@ class Attempt:
             self._team.signal(signal.SIGKILL)
         if now >= self._output.flush_at():
             self._output.flush()
+            self._heed_output()
         if self.poll is not None and now >= self._poll_at:
             self._poll_at = now + POLL_SECONDS
             self.poll()
+
+    def _heed_output(self) -> None:
+        if self._output.error and not self.is_ending:
+            self.interrupted = signal.SIGPIPE
+            self.end(signal.SIGTERM)
 
 
 def failure_of_exit(code: int, error: str) -> Failure:

@@ -12,15 +12,14 @@ from contextlib import closing
 from flashlight_py.errors import DistributedError
 from flashlight_py.launch.environs import input_for_rank_0
 from flashlight_py.launch.front import run_behind
-from flashlight_py.launch.job import Site, run_job
+from flashlight_py.launch.job import Site, StartError, run_job
 from flashlight_py.launch.local_site import LocalSite
 from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.options import Options, read_options
 
 __all__ = ["main"]
 
-# As shells say: the program cannot be run; somebody closed our output (128 + SIGPIPE).
-_CANNOT_RUN, _OUTPUT_CLOSED = 127, 141
+_CANNOT_RUN = 127  # as shells say
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,14 +47,12 @@ def _run(options: Options, folder: str, stdin: int | None) -> int:
     try:
         with closing(_site(options, folder, stdin)) as site, Loop() as loop:
             return run_job(loop, site, options)
-    except DistributedError as error:
+    except StartError as error:
+        print(f"flrun: cannot run {options.program[0]}: {error.__cause__}", file=sys.stderr)
+        return _CANNOT_RUN
+    except (DistributedError, OSError) as error:
         print(f"flrun: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        return _OUTPUT_CLOSED
-    except OSError as error:
-        print(f"flrun: cannot run {options.program[0]}: {error}", file=sys.stderr)
-        return _CANNOT_RUN
 
 
 def _site(options: Options, folder: str, stdin: int | None) -> Site:

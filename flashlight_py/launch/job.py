@@ -12,7 +12,11 @@ from flashlight_py.launch.options import Options
 from flashlight_py.launch.output import Output
 from flashlight_py.launch.plan import counts_of_remaining, may_restart, places
 
-__all__ = ["Site", "run_job"]
+__all__ = ["Site", "StartError", "run_job"]
+
+
+class StartError(Exception):
+    """A rank cannot be started; ``__cause__`` is what the system says."""
 
 
 class Site(Protocol):
@@ -41,16 +45,17 @@ def run_job(loop: Loop, site: Site, options: Options) -> int:
     """Run the job and return its exit code: that of the rank that failed first, or 0.
 
     Raises:
-        OSError: the program cannot be started.
+        StartError: the program cannot be started.
     """
     counts, restarts = list(site.counts), 0
     while True:
         output = Output(sum(counts), options.output_dir)
         attempt = Attempt(loop, output, site.heard(counts), options.grace)
         _follow(loop, site, attempt, output, counts, restarts, options.grace)
+        if output.error:
+            output.say(output.error)
         if attempt.interrupted:
-            name = signal.Signals(attempt.interrupted).name
-            output.say(f"interrupted by {name}; all ranks were ended")
+            output.say(f"{_interruption(attempt.interrupted)}; all ranks were ended")
             return 128 + attempt.interrupted
         if attempt.cause is None:
             return 0
@@ -72,13 +77,22 @@ def _follow(
     grace: float,
 ) -> None:
     """Run one attempt until nothing of it is left."""
-    team = site.start(loop, attempt, counts, restarts)
+    try:
+        team = site.start(loop, attempt, counts, restarts)
+    except OSError as error:
+        raise StartError from error
     attempt.run(team)
     stuck = team.finish(grace)
-    output.end()
+    attempt.end_output()
     if stuck:
         output.say(f"processes that the kernel does not let go of are left: {stuck}")
     site.conclude(loop, attempt)
+
+
+def _interruption(number: int) -> str:
+    if number == signal.SIGPIPE:
+        return "the output of the ranks is lost"
+    return f"interrupted by {signal.Signals(number).name}"
 
 
 def _report(attempt: Attempt, output: Output, site: Site, counts: Sequence[int]) -> str:

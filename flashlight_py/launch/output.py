@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from flashlight_py.launch.tails import Tail
+from flashlight_py.launch.writing import write_whole
 
 __all__ = ["Output", "Source"]
 
 STREAMS = ("out", "err")
+_WORDS = {"out": "standard output", "err": "standard error"}
 # After so many seconds of silence the beginning of a line is shown on a terminal: a question.
 PARTIAL_SECONDS = 0.15
 LONGEST_LINE = 1 << 16  # bytes; what is longer is shown in parts
@@ -32,8 +36,8 @@ class Output:
     Each line goes to the descriptor of its stream, behind ``[rank]``, or, where ``folder`` is
     given, as it is into ``rank-R.out`` and ``rank-R.err`` there, after what they hold.
 
-    Raises:
-        BrokenPipeError: from ``take`` and the others, when nobody reads our output any more.
+    Where something cannot be written, because nobody reads it, the disk is full or the terminal
+    gone, all that follows is dropped, and ``error`` says so; nothing is raised.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Output:
         self._descriptors = dict(zip(STREAMS, descriptors, strict=True))
         self._folder = folder
         self._files: dict[Source, BinaryIO] = {}
+        self._failed: dict[str, OSError] = {}
         self._width = len(str(size - 1))
         self._is_terminal = {name: os.isatty(end) for name, end in self._descriptors.items()}
         self._rests: dict[Source, bytes] = {}
@@ -52,7 +57,7 @@ class Output:
     def take(self, source: Source, data: bytes) -> None:
         """Take the next bytes of ``source``."""
         if self._folder is not None:
-            self._file(source).write(data)
+            self._store(source, data)
         lines, rest = _cut(self._rests.get(source, b"") + data)
         self._rests[source] = rest
         self._silent_since = time.monotonic()
@@ -77,6 +82,13 @@ class Output:
                 self._rests[source] = b""
                 self._show(source, rest)
 
+    @property
+    def error(self) -> str:
+        """What could not be written, and why; "" if all could."""
+        return "; ".join(
+            f"{what} cannot be written: {error.strerror}" for what, error in self._failed.items()
+        )
+
     def end(self) -> None:
         """Show what is left, as whole lines, and close the files."""
         for source, rest in self._rests.items():
@@ -87,13 +99,14 @@ class Output:
         self._rests.clear()
         self._end_open_line()
         for file in self._files.values():
-            file.close()
+            with self._noting(str(file.name)):
+                file.close()
         self._files.clear()
 
     def say(self, text: str) -> None:
         """Write a line of our own to standard error."""
         self._end_open_line()
-        _write(self._descriptors["err"], f"flrun: {text}\n".encode())
+        self._put("err", f"flrun: {text}\n".encode())
 
     def last_error(self, rank: int) -> str:
         """Return the line that the last traceback of ``rank`` has ended with; "" if none."""
@@ -103,12 +116,29 @@ class Output:
         """Return where the errors of ``rank`` can be read; "" if not in a file."""
         return "" if self._folder is None else str(self._folder / f"rank-{rank}.err")
 
-    def _file(self, source: Source) -> BinaryIO:
-        if source not in self._files:
-            assert self._folder is not None
-            path = self._folder / f"rank-{source.rank}.{source.stream}"
-            self._files[source] = path.open("ab", buffering=0)
-        return self._files[source]
+    def _store(self, source: Source, data: bytes) -> None:
+        """Write to the file of ``source``."""
+        assert self._folder is not None
+        path = self._folder / f"rank-{source.rank}.{source.stream}"
+        if str(path) in self._failed:
+            return
+        with self._noting(str(path)):
+            if source not in self._files:
+                self._files[source] = path.open("ab", buffering=0)
+            write_whole(self._files[source].fileno(), data)
+
+    def _put(self, stream: str, data: bytes) -> None:
+        """Write to a stream of our own."""
+        if _WORDS[stream] not in self._failed:
+            with self._noting(_WORDS[stream]):
+                write_whole(self._descriptors[stream], data)
+
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._failed[what] = error
 
     def _show(self, source: Source, text: bytes) -> None:
         if self._folder is not None:
@@ -121,12 +151,12 @@ class Output:
             self._end_open_line()
             body = prefix + body
         is_whole = text.endswith(b"\n")
-        _write(self._descriptors[source.stream], body + (b"\n" if is_whole else b""))
+        self._put(source.stream, body + (b"\n" if is_whole else b""))
         self._open = None if is_whole else source
 
     def _end_open_line(self) -> None:
         if self._open is not None:
-            _write(self._descriptors[self._open.stream], b"\n")
+            self._put(self._open.stream, b"\n")
             self._open = None
 
     def _prefix(self, source: Source) -> bytes:
@@ -140,8 +170,3 @@ def _cut(data: bytes) -> tuple[bytes, bytes]:
     """Return the whole lines and the beginning of the next one."""
     end = data.rfind(b"\n") + 1
     return (data, b"") if len(data) - end > LONGEST_LINE else (data[:end], data[end:])
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]

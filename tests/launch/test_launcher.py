@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,49 @@ def test_nobody_reads_the_output_any_more(tmp_path: Path) -> None:
     process.stdout.close()
     assert process.wait(timeout=10) == 141
     process.stderr.close()
+
+
+def test_output_that_cannot_be_written_ends_the_job_in_order(tmp_path: Path) -> None:
+    """The rank has its grace, and the user is told why, on what still can be written to."""
+    ended = tmp_path / "ended"
+    trap = f"sleep 0.2; echo in order > {ended}; exit 0"
+    wait = f"trap '{trap}' TERM; echo hi; while :; do sleep 0.05; done"
+    command = [*LAUNCH, "-n", "1", "--no-python", "sh", "-c", wait]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=20, check=False
+        )
+    assert done.returncode == 141
+    assert ended.read_text() == "in order\n"
+    assert done.stderr.splitlines() == [
+        "flrun: standard output cannot be written: No space left on device",
+        "flrun: the output of the ranks is lost; all ranks were ended",
+    ]
+
+
+def test_the_last_words_of_a_rank_are_not_lost_in_silence() -> None:
+    """They are shown when all has ended well: a line without an end."""
+    with open("/dev/full", "w") as full:
+        command = [*LAUNCH, "-n", "1", "--no-python", "printf", "hi"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=20, check=False)
+    assert done.returncode == 141
+
+
+COPY = """
+import sys
+from flashlight_py.launch.front import run_behind
+def work():
+    sys.stdout = open("/dev/full", "w")
+    print("kept until it is flushed")
+    return 3
+sys.exit(run_behind(work, lambda: None))
+"""
+
+
+def test_the_copy_of_the_launcher_exits_also_if_it_cannot_flush(tmp_path: Path) -> None:
+    program = [sys.executable, write(tmp_path, COPY)]
+    done = subprocess.run(program, stderr=subprocess.PIPE, timeout=20, check=False)
+    assert (done.returncode, done.stderr) == (3, b"")
 
 
 def test_variables_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

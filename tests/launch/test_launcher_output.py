@@ -53,6 +53,36 @@ def test_lines_of_ranks_do_not_mix() -> None:
     ]
 
 
+def test_what_cannot_be_written_is_dropped_and_told() -> None:
+    ours, theirs = os.pipe()
+    with open("/dev/full", "wb") as full:
+        output = Output(1, descriptors=(full.fileno(), theirs))
+        assert output.error == ""
+        output.take(Source(0, "out"), b"one\ntwo\n")
+        output.take(Source(0, "err"), b"three\n")
+        output.say(output.error)
+        output.end()
+    assert os.read(ours, 1 << 10).decode().splitlines() == [
+        "[0] three",
+        "flrun: standard output cannot be written: No space left on device",
+    ]
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.out").symlink_to("/dev/full")
+    (tmp_path / "rank-1.out").mkdir()
+    output = Output(2, tmp_path)
+    for rank in (0, 0, 1):
+        output.take(Source(rank, "out"), b"x\n")
+    output.end()
+    assert output.error == (
+        f"{tmp_path}/rank-0.out cannot be written: No space left on device; "
+        f"{tmp_path}/rank-1.out cannot be written: Is a directory"
+    )
+
+
 def test_a_line_without_end_does_not_fill_the_memory() -> None:
     def steps(output: Output) -> None:
         output.take(Source(0, "out"), b"x" * (LONGEST_LINE + 1))
