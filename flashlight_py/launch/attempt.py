@@ -134,7 +134,7 @@ class Attempt:
             self._kill_at = math.inf
             self._team.signal(signal.SIGKILL)
         if now >= self._output.flush_at():
-            self._output.flush()
+            self._output.flush(now)
             self._heed_output()
         if self.poll is not None and now >= self._poll_at:
             self._poll_at = now + POLL_SECONDS

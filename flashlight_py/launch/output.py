@@ -51,7 +51,7 @@ class Output:
         self._width = len(str(size - 1))
         self._is_terminal = {name: os.isatty(end) for name, end in self._descriptors.items()}
         self._rests: dict[Source, bytes] = {}
-        self._silent_since = 0.0
+        self._heard_at: dict[Source, float] = {}
         self._open: Source | None = None  # whose line the cursor stands in
 
     def take(self, source: Source, data: bytes) -> None:
@@ -60,7 +60,7 @@ class Output:
             self._store(source, data)
         lines, rest = _cut(self._rests.get(source, b"") + data)
         self._rests[source] = rest
-        self._silent_since = time.monotonic()
+        self._heard_at[source] = time.monotonic()
         if source.stream == "err":
             for line in lines.splitlines():
                 self._tails[source.rank].read(line)
@@ -69,17 +69,13 @@ class Output:
 
     def flush_at(self) -> float:
         """Return when ``flush`` should be called, of ``time.monotonic``; inf: no need."""
-        if self._folder is None and any(
-            rest and self._is_terminal[source.stream] for source, rest in self._rests.items()
-        ):
-            return self._silent_since + PARTIAL_SECONDS
-        return math.inf
+        return min(map(self._due_at, self._unfinished()), default=math.inf)
 
-    def flush(self) -> None:
-        """Show, on terminals, also lines that have no end yet."""
-        for source, rest in self._rests.items():
-            if rest and self._is_terminal[source.stream]:
-                self._rests[source] = b""
+    def flush(self, now: float = math.inf) -> None:
+        """Show, on terminals, also lines that have no end yet: those that are due ``now``."""
+        for source in self._unfinished():
+            if self._due_at(source) <= now:
+                rest, self._rests[source] = self._rests[source], b""
                 self._show(source, rest)
 
     @property
@@ -115,6 +111,16 @@ class Output:
     def files_of(self, rank: int) -> str:
         """Return where the errors of ``rank`` can be read; "" if not in a file."""
         return "" if self._folder is None else str(self._folder / f"rank-{rank}.err")
+
+    def _unfinished(self) -> list[Source]:
+        """Return whose line on a terminal has begun and not ended."""
+        if self._folder is not None:
+            return []
+        begun = [source for source, rest in self._rests.items() if rest]
+        return [source for source in begun if self._is_terminal[source.stream]]
+
+    def _due_at(self, source: Source) -> float:
+        return self._heard_at[source] + PARTIAL_SECONDS
 
     def _store(self, source: Source, data: bytes) -> None:
         """Write to the file of ``source``."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashlight_py.launch.output import LONGEST_LINE, Output, Source
+from flashlight_py.launch.output import LONGEST_LINE, PARTIAL_SECONDS, Output, Source
 from flashlight_py.launch.tails import Tail
 
 
@@ -108,6 +108,23 @@ def test_a_question_is_shown_on_a_terminal_and_goes_on_in_its_line() -> None:
     assert written(*pty.openpty(), steps) == (
         f"{first}50%\r{first}60%\r{first}70%\r\n{second}other\r\n"
     )
+
+
+def test_a_question_is_shown_while_another_rank_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("flashlight_py.launch.output.time.monotonic", lambda: clock[0])
+
+    def steps(output: Output) -> None:
+        output.take(Source(0, "out"), b"go on? ")
+        for clock[0] in (0.1, 0.2):
+            output.take(Source(1, "out"), b"a line\nanother")
+            assert output.flush_at() == PARTIAL_SECONDS
+        output.flush(clock[0])
+        assert output.flush_at() == 0.2 + PARTIAL_SECONDS
+
+    shown = written(*pty.openpty(), steps)
+    assert shown.endswith("go on? ")
+    assert shown.count("another") == 1
 
 
 def test_ranks_of_a_large_world_stand_in_a_column() -> None:
