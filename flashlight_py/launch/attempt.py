@@ -17,6 +17,8 @@ __all__ = ["Attempt", "Team", "failure_of_exit"]
 
 # How long to listen for the cause, in seconds, once a rank has ended by a mere consequence.
 CAUSE_SECONDS = 3.0
+# After so many seconds in which no rank has ended, once one has, it is told who still runs.
+STAYING_SECONDS = 10.0
 # Between looks at a shared folder, which tells nobody when it changes.
 POLL_SECONDS = 0.25
 
@@ -51,7 +53,8 @@ class Attempt:
         self._loop, self._output, self._grace = loop, output, grace
         self._running = set(ranks)
         self._team: Team | None = None
-        self._cause_until = self._kill_at = math.inf
+        self._cause_until = self._kill_at = self._tell_at = math.inf
+        self._has_told = False
         loop.hear_signal = self.hear_signal
 
     def run(self, team: Team) -> None:
@@ -59,8 +62,8 @@ class Attempt:
         self._team = team
         while self._running:
             poll_at = self._poll_at if self.poll else math.inf
-            ends = min(self._cause_until, self._kill_at, poll_at, self._output.flush_at())
-            self._loop.once(ends)
+            times = (self._cause_until, self._kill_at, self._tell_at, self._output.flush_at())
+            self._loop.once(min(*times, poll_at))
             self._look_at_the_clock()
 
     @property
@@ -89,6 +92,7 @@ class Attempt:
         """Hear how a rank ended: its exit code, or minus the signal."""
         if code == 0:
             self._running.discard(rank)
+            self._tell_at = time.monotonic() + STAYING_SECONDS
         else:
             self.hear_failure(rank, failure_of_exit(code, self._output.last_error(rank)))
 
@@ -133,6 +137,8 @@ class Attempt:
         if now >= self._kill_at and self._team is not None:
             self._kill_at = math.inf
             self._team.signal(signal.SIGKILL)
+        if now >= self._tell_at:
+            self._tell_who_stays()
         if now >= self._output.flush_at():
             self._output.flush(now)
             self._heed_output()
@@ -140,10 +146,28 @@ class Attempt:
             self._poll_at = now + POLL_SECONDS
             self.poll()
 
+    def _tell_who_stays(self) -> None:
+        """Say once that some ranks still run: one may hang at its exit, where nobody notices."""
+        self._tell_at = math.inf
+        if self._has_told or self.is_ending:
+            return
+        self._has_told = True
+        self._output.say(
+            f"{_still_run(sorted(self._running))}, {STAYING_SECONDS:g} s after the last of the "
+            "others has ended with exit code 0; Ctrl-C ends the job"
+        )
+
     def _heed_output(self) -> None:
         if self._output.error and not self.is_ending:
             self.interrupted = signal.SIGPIPE
             self.end(signal.SIGTERM)
+
+
+def _still_run(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} still runs"
+    named = ", ".join(map(str, ranks[:8]))
+    return f"ranks {named} still run" if len(ranks) <= 8 else f"{len(ranks)} ranks still run"
 
 
 def failure_of_exit(code: int, error: str) -> Failure:

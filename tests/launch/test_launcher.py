@@ -165,6 +165,42 @@ def test_other_signals_reach_the_ranks_and_the_job_goes_on(tmp_path: Path) -> No
     assert (process.returncode, errors) == (0, "")
 
 
+# The launcher, less patient.
+IMPATIENT = """
+import sys
+from flashlight_py.launch import attempt
+from flashlight_py.launch.command_line import main
+attempt.STAYING_SECONDS = 0.2
+sys.exit(main())
+"""
+
+HANGING_AT_EXIT = """
+import atexit, os, signal
+if os.environ["RANK"] == "1":
+    atexit.register(signal.pause)
+"""
+
+
+def test_a_rank_that_hangs_at_its_exit_is_told_and_ctrl_c_ends_it(tmp_path: Path) -> None:
+    launcher = write(tmp_path, IMPATIENT, "flrun.py")
+    program = write(tmp_path, HANGING_AT_EXIT)
+    with subprocess.Popen(
+        [sys.executable, launcher, "-n", "3", program],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr
+        assert process.stderr.readline() == (
+            "flrun: rank 1 still runs, 0.2 s after the last of the others has ended with exit "
+            "code 0; Ctrl-C ends the job\n"
+        )
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert errors.endswith("flrun: interrupted by SIGINT; all ranks were ended\n")
+
+
 @pytest.mark.parametrize("which", ["front", "copy"])
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, which: str) -> None:
     """The fixture of this folder looks for processes and files that are left."""
