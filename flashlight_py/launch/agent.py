@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -91,7 +90,7 @@ class Agent:
         self._tell("output", *source, data.decode("latin-1"))
 
     def _hear_end(self, rank: int, code: int) -> None:
-        self._tell("end", rank, code, time.time())
+        self._tell("end", rank, code)
 
     def _tell(self, kind: str, *values: Any) -> None:
         try:

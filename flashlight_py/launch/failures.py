@@ -25,10 +25,11 @@ CONSEQUENCES = frozenset(error.__name__ for error in _CONSEQUENCES)
 class Failure(NamedTuple):
     """How one rank ended.
 
-    ``what`` completes the sentence "rank 1 of 4 ...", ``at`` is the time in seconds of the clock
-    that all processes of a machine share (``time.monotonic``), ``follows`` tells that it may be
-    no more than the consequence of another rank's failure. ``exit_code`` is that of a process
-    which ended without raising, or minus the signal.
+    ``what`` completes the sentence "rank 1 of 4 ...", ``follows`` tells that it may be no more than
+    the consequence of another rank's failure. ``exit_code`` is that of a process which ended
+    without raising, or minus the signal. ``at`` is when it was noticed, in seconds, compared only
+    within one job: of ``time.monotonic`` in ``spawn``, whose ranks are on one machine; of
+    ``time.time`` in ``flrun``, where each host's launcher may notice with a clock of its own.
     """
 
     what: str
