@@ -12,6 +12,7 @@ from contextlib import closing
 from flashlight_py.errors import DistributedError
 from flashlight_py.launch.environs import input_for_rank_0
 from flashlight_py.launch.front import run_behind
+from flashlight_py.launch.interruption import Interrupted
 from flashlight_py.launch.job import Site, StartError, run_job
 from flashlight_py.launch.local_site import LocalSite
 from flashlight_py.launch.loop import Loop
@@ -45,8 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: Options, folder: str, stdin: int | None) -> int:
     try:
-        with closing(_site(options, folder, stdin)) as site, Loop() as loop:
+        # The loop is first: from here on no signal ends this process by itself.
+        with Loop() as loop, closing(_site(options, folder, stdin)) as site:
             return run_job(loop, site, options)
+    except Interrupted as interruption:
+        print(f"flrun: {interruption}; no rank was started", file=sys.stderr)
+        return 128 + interruption.number
     except StartError as error:
         print(f"flrun: cannot run {options.program[0]}: {error.__cause__}", file=sys.stderr)
         return _CANNOT_RUN
