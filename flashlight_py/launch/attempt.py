@@ -120,6 +120,10 @@ class Attempt:
         self.interrupted = self.interrupted or number
         self.end(number)
 
+    def say(self, text: str) -> None:
+        """Write a line of the launcher's own."""
+        self._output.say(text)
+
     def end(self, number: int) -> None:
         """Begin to end all ranks by ``number``."""
         if self.is_ending:

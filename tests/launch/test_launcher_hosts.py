@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -123,19 +124,21 @@ def test_signals_reach_other_hosts(tmp_path: Path, ssh: str, number: signal.Sign
         assert "KeyboardInterrupt" in errors
 
 
+def start_node(node: int, rdzv: Path, *arguments: object, nodes: int = 2) -> Any:
+    """Start the launcher of one node, which has a rank more than its number."""
+    return subprocess.Popen(
+        [*LAUNCH, f"-n{node + 1}", f"--nnodes={nodes}", f"--node-rank={node}", f"--rdzv={rdzv}"]
+        + [str(argument) for argument in arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def on_each_node(rdzv: Path, *arguments: object) -> list[Any]:
-    """Run one launcher for each of two nodes; node 1 has two ranks."""
-    launchers = [
-        subprocess.Popen(
-            [*LAUNCH, f"-n{node + 1}", "--nnodes=2", f"--node-rank={node}", f"--rdzv={rdzv}"]
-            + [str(argument) for argument in arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node in range(2)
-    ]
+    """Run one launcher for each of two nodes."""
+    launchers = [start_node(node, rdzv, *arguments) for node in range(2)]
     outputs = [launcher.communicate(timeout=30) for launcher in launchers]
     return [
         subprocess.CompletedProcess(launcher.args, launcher.returncode, *output)
@@ -173,6 +176,69 @@ def test_launchers_go_on_together_with_the_ranks_that_remain(tmp_path: Path) -> 
         assert told[0].startswith("flrun: rank 1 of 3")
         assert told[1] == "flrun: starting again with 2 rank(s), for the 1st time"
         assert told[2].startswith("flrun: rank 1 of 2")
+
+
+def wait_for(folder: Path, pattern: str) -> Path:
+    """Return the file below ``folder`` that has come."""
+    ends = time.monotonic() + 20
+    while time.monotonic() < ends:
+        if found := list(folder.rglob(pattern)):
+            return found[0]
+        time.sleep(0.01)
+    raise AssertionError(f"no {pattern} in {list(folder.rglob('*'))}")
+
+
+def test_a_signal_before_all_launchers_are_there(tmp_path: Path) -> None:
+    """The third node never comes. Who waits is told, and nothing is left in the folder."""
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    nodes = [start_node(node, meeting, "program.py", nodes=3) for node in range(2)]
+    wait_for(meeting, "job-*")
+    wait_for(meeting, "*.join-*")
+    nodes[0].send_signal(signal.SIGINT)
+    errors = [node.communicate(timeout=20)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [130, 1]
+    assert errors[0] == "flrun: interrupted by SIGINT; no rank was started\n"
+    assert "gave up: interrupted by SIGINT" in errors[1]
+    assert list(meeting.iterdir()) == []
+
+
+FIRST_ENDS = """
+import os, signal
+if os.environ["RANK"] != "0":
+    signal.pause()
+"""
+
+
+def test_a_signal_to_a_launcher_whose_ranks_have_ended(tmp_path: Path) -> None:
+    meeting, program = tmp_path / "meeting", write(tmp_path, FIRST_ENDS)
+    meeting.mkdir()
+    nodes = [start_node(node, meeting, program) for node in range(2)]
+    wait_for(meeting, "ended-0-0")
+    nodes[0].send_signal(signal.SIGINT)
+    for node in nodes:
+        assert node.communicate(timeout=20)[1].endswith(
+            "flrun: interrupted by SIGINT; all ranks were ended\n"
+        )
+        assert node.returncode == 130
+    assert list(meeting.iterdir()) == []
+
+
+def test_a_launcher_that_is_dead_is_not_waited_for(tmp_path: Path) -> None:
+    """Its last sign of life is made an old one, since nobody wants to wait."""
+    meeting, program = tmp_path / "meeting", write(tmp_path, FIRST_ENDS)
+    meeting.mkdir()
+    first, second = (start_node(node, meeting, program) for node in range(2))
+    job = wait_for(meeting, "ended-0-0").parent
+    wait_for(meeting, "alive-1")
+    children = Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text()
+    os.kill(int(children), signal.SIGKILL)
+    second.communicate(timeout=20)
+    os.utime(job / "alive-1", (0, 0))
+    _, errors = first.communicate(timeout=20)
+    assert first.returncode == 1
+    assert "is lost: its launcher (node 1) says nothing any more" in errors
+    assert list(meeting.iterdir()) == []
 
 
 def test_slurms_variables_are_enough(tmp_path: Path) -> None:
