@@ -7,6 +7,7 @@ cannot be initialised ends the process.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any
 
 from flashlight_py.doctor.finding import Finding, State
 
-__all__ = ["look", "mpirun_command"]
+__all__ = ["absence", "look", "mpirun_command"]
 
 SECONDS = 60.0
 _REMEDY = "pip install 'flashlight-py[mpi]' (MPICH), or an MPI of your system and mpi4py"
@@ -27,7 +28,7 @@ _REMEDY = "pip install 'flashlight-py[mpi]' (MPICH), or an MPI of your system an
 
 def look() -> Iterator[Finding]:
     """Tell of mpi4py, the library, its knowledge of GPUs, and ``mpirun``."""
-    if importlib.util.find_spec("mpi4py") is None:
+    if not _is_installed():
         yield Finding("mpi4py", State.MISSING, "not installed: no start by mpirun", _REMEDY)
         return
     told, problem = _ask()
@@ -43,6 +44,15 @@ def look() -> Iterator[Finding]:
     yield _mpirun(told["vendor"])
 
 
+def absence() -> str:
+    """Return why nothing can be started by ``mpirun`` here; "" if it can, as far as is known."""
+    if not _is_installed():
+        return "mpi4py is not installed"
+    if problem := _ask()[1]:
+        return f"mpi4py cannot load the library: {problem}"
+    return "" if mpirun_command(1) else "mpirun is not on PATH"
+
+
 def mpirun_command(size: int) -> list[str] | None:
     """Return what starts ``size`` processes of the command that follows; None: no mpirun."""
     beside = Path(sys.executable).with_name("mpirun")
@@ -54,6 +64,11 @@ def mpirun_command(size: int) -> list[str] | None:
     return [program, "-n", str(size)]
 
 
+def _is_installed() -> bool:
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+@functools.cache
 def _ask() -> tuple[dict[str, Any], str]:
     """Return what the other process tells, and what went wrong, if it did."""
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -17,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from flashlight_py import _native
+from flashlight_py.doctor import mpi
 from flashlight_py.doctor.finding import Finding, State
 from flashlight_py.doctor.gpu import usable_gpus
-from flashlight_py.doctor.mpi import mpirun_command
 from flashlight_py.errors import BackendUnavailableError
+from flashlight_py.launch.failures import is_consequence
+from flashlight_py.launch.tails import Tail
 from flashlight_py.launch.variables import rank_variables, thread_variables, usable_cores
 
 __all__ = ["LARGE_BYTES", "SMALL_BYTES", "Way", "look", "tried"]
@@ -28,6 +29,7 @@ __all__ = ["LARGE_BYTES", "SMALL_BYTES", "Way", "look", "tried"]
 SMALL_BYTES, LARGE_BYTES = 4, 4 << 20
 
 _RANK_MAIN = "flashlight_py.doctor.rank_main"
+_REMEDY = "docs/errors.md says what such errors mean; docs/mpi.md is about MPI"
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,7 @@ def _ways() -> Iterator[Way]:
     yield Way("shm", 2, "shm", shm)
     yield Way("gloo", 2, "gloo", gloo)
     yield Way("hierarchical", 4, absent=shm or gloo, hosts=2)
-    command = mpirun_command(2) if importlib.util.find_spec("mpi4py") else None
-    absent = "" if command else "mpi4py or mpirun is not installed"
-    yield Way("mpi", 2, "mpi", absent, starter=tuple(command or ()))
+    yield Way("mpi", 2, "mpi", mpi.absence(), starter=tuple(mpi.mpirun_command(2) or ()))
     gpus = usable_gpus()
     absent = "" if gpus > 1 else f"needs two GPUs with CuPy and NCCL, {gpus} can be used here"
     yield Way("nccl", 2, "nccl", absent, device="cuda")
@@ -90,7 +90,7 @@ def tried(way: Way, timeout: float) -> Finding:
     codes = [process.returncode for process in processes]
     if any(codes) or any(output is None for output in outputs):
         return _failed(way, codes, outputs, timeout)
-    return Finding(way.name, State.OK, _speed(json.loads(str(outputs[0]).splitlines()[-1])))
+    return _finding_of(way, str(outputs[0]))
 
 
 def _commands(
@@ -140,17 +140,48 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
         process.communicate()
 
 
+def _finding_of(way: Way, output: str) -> Finding:
+    """Tell of a way whose ranks have ended well what rank 0 told, among whatever else it wrote."""
+    told = _told(output)
+    if told is None:
+        return Finding(way.name, State.FAILED, f"exit code 0: {_last_words(output)}", _REMEDY)
+    if told["ranks"] != way.ranks:
+        met = f"{told['ranks']} of {way.ranks} ranks have met; is mpirun of another MPI?"
+        return Finding(way.name, State.FAILED, met, _REMEDY)
+    return Finding(way.name, State.OK, _speed(told))
+
+
+def _told(output: str) -> dict[str, Any] | None:
+    """Return the last object of JSON that stands in a line of ``output``."""
+    for line in reversed(output.splitlines()):
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                return dict(json.loads(line))
+    return None
+
+
 def _failed(
     way: Way, codes: Sequence[int], outputs: Sequence[str | None], timeout: float
 ) -> Finding:
-    """Tell of the first rank that failed by itself, else that time was up."""
-    remedy = "docs/errors.md says what such errors mean; docs/mpi.md is about MPI"
-    for code, output in zip(codes, outputs, strict=True):
-        if output is not None and code != 0:
-            lines = [line for line in output.splitlines() if line.strip()]
-            last = lines[-1] if lines else "it wrote nothing"
-            return Finding(way.name, State.FAILED, f"exit code {code}: {last}", remedy)
-    return Finding(way.name, State.FAILED, f"has not ended within {timeout:g} s", remedy)
+    """Tell of the first rank that failed, of itself if one did; else that time was up."""
+    failed = [
+        (code, _last_words(output))
+        for code, output in zip(codes, outputs, strict=True)
+        if output is not None and code != 0
+    ]
+    if not failed:
+        return Finding(way.name, State.FAILED, f"has not ended within {timeout:g} s", _REMEDY)
+    code, words = min(failed, key=lambda each: is_consequence(each[1]))
+    return Finding(way.name, State.FAILED, f"exit code {code}: {words}", _REMEDY)
+
+
+def _last_words(output: str) -> str:
+    """Return what the last traceback ended with, else the last line."""
+    tail, last = Tail(), "it wrote nothing"
+    for line in filter(str.strip, output.splitlines()):
+        tail.read(line.encode())
+        last = line
+    return tail.error or last
 
 
 def _speed(told: Mapping[str, Any]) -> str:

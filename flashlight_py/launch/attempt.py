@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from flashlight_py.launch.failures import CONSEQUENCES, Failure, first_cause
+from flashlight_py.launch.failures import Failure, first_cause, is_consequence
 from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.output import Output, Source
 from flashlight_py.launch.processes import describe_exit
@@ -177,8 +177,7 @@ def _still_run(ranks: list[int]) -> str:
 def failure_of_exit(code: int, error: str) -> Failure:
     """Describe an exit by ``code``, or by a signal if negative; ``error``: its last traceback's."""
     now = time.time()  # comparable between hosts
-    name = error.partition(":")[0].rpartition(".")[2]
     if code == 1 and error:
-        return Failure(f"raised {error}", now, name in CONSEQUENCES, exit_code=code)
+        return Failure(f"raised {error}", now, is_consequence(error), exit_code=code)
     before = f"; its last traceback ended with {error}" if error else ""
     return Failure(f"{describe_exit(code)}{before}", now, exit_code=code)

@@ -15,7 +15,7 @@ from flashlight_py.errors import (
 )
 from flashlight_py.launch.processes import describe_exit
 
-__all__ = ["CONSEQUENCES", "Failure", "first_cause"]
+__all__ = ["CONSEQUENCES", "Failure", "first_cause", "is_consequence"]
 
 # What a rank raises when another one has failed.
 _CONSEQUENCES = (PeerLostError, CollectiveTimeoutError, GroupClosedError, RendezvousError)
@@ -45,7 +45,7 @@ class Failure(NamedTuple):
         if isinstance(error, SystemExit):
             code = _code_of(error)
             return cls(f"exited with code {code}", at, traceback=text, exit_code=code)
-        return cls(f"raised {_in_one_line(error)}", at, _is_consequence(error), text)
+        return cls(f"raised {_in_one_line(error)}", at, _follows(error), text)
 
     @classmethod
     def of_exit(cls, code: int, at: float) -> Failure:
@@ -59,6 +59,11 @@ class Failure(NamedTuple):
         if self.traceback:
             message = f"{message}\n\n{self.traceback}"
         return RankFailedError(message, rank, self.exit_code)
+
+
+def is_consequence(last_line: str) -> bool:
+    """Tell whether a traceback that ends with ``last_line`` says that another rank has failed."""
+    return last_line.partition(":")[0].rpartition(".")[2] in CONSEQUENCES
 
 
 def first_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
@@ -79,7 +84,7 @@ def _code_of(error: SystemExit) -> int:
     return error.code if isinstance(error.code, int) else 1
 
 
-def _is_consequence(error: BaseException) -> bool:
+def _follows(error: BaseException) -> bool:
     """Tell whether ``error``, or what led to it, says that another rank has failed."""
     seen: list[BaseException] = []
     led_to: BaseException | None = error

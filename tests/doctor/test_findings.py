@@ -1,14 +1,15 @@
-"""What the doctor says of what it sees, without starting anything."""
+"""What the doctor says of what it sees, without starting a world."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from flashlight_py.doctor import folder, gpu, memory, mpi, network
+from flashlight_py.doctor import folder, gpu, memory, mpi, network, running
 from flashlight_py.doctor.__main__ import main
 from flashlight_py.doctor.finding import Finding, State, table
 
@@ -105,6 +106,85 @@ def test_a_command_of_another_mpi_is_a_warning(
     assert mpi.mpirun_command(2) == [
         *(str(program), "--allow-run-as-root", "--oversubscribe", "-n", "2")
     ]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mpi4py") is None, reason="needs MPI: pip install 'flashlight-py[mpi]'"
+)
+def test_the_mpi_that_is_here() -> None:
+    found = {each.what: each for each in mpi.look()}
+    assert list(found) == ["library", "ABI", "threads", "GPU memory", "mpirun"]
+    assert found["library"].state is found["ABI"].state is found["GPU memory"].state is State.OK
+    abi, standard, path = found["ABI"].detail.split("; ")
+    assert abi
+    assert standard.startswith("MPI ")
+    assert Path(path).name.startswith("libmpi")
+    assert mpi.absence() == ""
+
+
+@pytest.mark.parametrize(
+    ("cuda", "told"),
+    [
+        (None, "it does not say whether it takes CuPy arrays"),
+        (True, "takes pointers to it: params={'BACKEND': 'mpi', 'MPI_CUDA_AWARE': 1}"),
+        (False, "does not take pointers to it; CuPy arrays are staged"),
+    ],
+)
+def test_an_mpi_and_the_memory_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool | None, told: str
+) -> None:
+    """Libraries of each kind are not here, so what the other process tells is given."""
+    answer = dict.fromkeys(("library", "mpi4py", "abi", "standard", "path", "vendor"), "x")
+    monkeypatch.setattr(mpi, "_is_installed", lambda: True)
+    monkeypatch.setattr(mpi, "_ask", lambda: ({**answer, "threads": False, "cuda": cuda}, ""))
+    found = {each.what: each for each in mpi.look()}
+    assert found["GPU memory"].detail.startswith(told)
+    assert found["threads"].state is State.WARNING
+
+
+def test_an_mpi_that_cannot_be_loaded_is_missing_and_not_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mpi, "_is_installed", lambda: True)
+    monkeypatch.setattr(mpi, "_ask", lambda: ({}, "libmpi.so.12: cannot open"))
+    (library,) = mpi.look()
+    (way,) = (each for each in running._ways() if each.name == "mpi")
+    assert library.state is State.MISSING
+    assert library.detail == "mpi4py cannot load it: libmpi.so.12: cannot open"
+    assert way.absent == "mpi4py cannot load the library: libmpi.so.12: cannot open"
+
+
+SPEED = '{"seconds": [1e-6, 1e-3], "ranks": 2, "path": "shm"}'
+
+
+@pytest.mark.parametrize(
+    ("script", "state", "told"),
+    [
+        (f"echo '{SPEED}'; echo '{{a leak}}'", State.OK, "1 us and 1 ms (4.2 GB/s); 2 ranks, shm"),
+        (f"echo '{SPEED}' | sed s/2,/1,/", State.FAILED, "1 of 2 ranks have met"),
+        ("echo hello", State.FAILED, "exit code 0: hello"),
+        ("true", State.FAILED, "exit code 0: it wrote nothing"),
+    ],
+)
+def test_what_the_ranks_of_a_way_wrote(script: str, state: State, told: str) -> None:
+    """Of whatever is written, by libraries too, the line of rank 0 is found, or its absence."""
+    found = running.tried(running.Way("mpi", 2, starter=("sh", "-c", script)), 10.0)
+    assert found.state is state
+    assert found.detail.startswith(told)
+
+
+def test_the_rank_that_failed_of_itself_is_told() -> None:
+    head = "Traceback (most recent call last)\n  ...\n"
+    outputs = [
+        f"{head}flashlight_py.errors.PeerLostError: rank 1 is gone\n and more of it\n",
+        f"{head}OSError: no such file\n",
+    ]
+    found = running._failed(running.Way("gloo", 2), [1, 1], outputs, 10.0)
+    assert found.detail == "exit code 1: OSError: no such file"
+    found = running._failed(running.Way("gloo", 2), [1, -9], [outputs[0], None], 10.0)
+    assert found.detail.endswith("PeerLostError: rank 1 is gone")
+    found = running._failed(running.Way("gloo", 2), [-9, -9], [None, None], 10.0)
+    assert found.detail == "has not ended within 10 s"
 
 
 def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
