@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,8 @@ from flashlight_py.device import Array
 __all__ = ["Content", "read_durable", "sync_directory", "write_durable"]
 
 PIECE_BYTES = 8 << 20
+# What may wait for its digest: enough to compute and write at once, and little to hold in memory.
+WAITING_BYTES = 2 * PIECE_BYTES
 
 
 class Content(NamedTuple):
@@ -33,18 +36,21 @@ class Content(NamedTuple):
 def write_durable(file: Path, pieces: Iterable[Array]) -> Content:
     """Create ``file`` of ``pieces`` (uint8); it is on the disk when this returns.
 
+    A piece is held until it is written and digested: beside the last one, those of which 16 MiB
+    at most wait for the digest.
+
     Raises:
         OSError: the system says so; ``FileExistsError`` if there is such a file.
     """
     nbytes = 0
-    with open(file, "xb", buffering=0) as stream, _digesting() as (add, digest):
+    with open(file, "xb", buffering=0) as stream, _digesting() as digest:
         for piece in pieces:
             for part in _parts(piece):
-                add(part)
+                digest.add(part)
                 _write_whole(stream.fileno(), part)
                 nbytes += part.nbytes
         os.fsync(stream.fileno())
-        return Content(nbytes, digest())
+        return Content(nbytes, digest.result())
 
 
 def read_durable(file: Path, expected: Content) -> Array:
@@ -54,15 +60,15 @@ def read_durable(file: Path, expected: Content) -> Array:
         OSError: the system says so.
         ValueError: it is not what was written; says what differs.
     """
-    with open(file, "rb", buffering=0) as stream, _digesting() as (add, digest):
+    with open(file, "rb", buffering=0) as stream, _digesting() as digest:
         present = os.fstat(stream.fileno()).st_size
         if present != expected.nbytes:
             raise ValueError(f"{file.name} has {present} bytes, {expected.nbytes} were written")
         content = np.empty(present, np.uint8)
         for part in _parts(content):
             _read_whole(stream.fileno(), part, file)
-            add(part)
-        if digest() != expected.sha256:
+            digest.add(part)
+        if digest.result() != expected.sha256:
             raise ValueError(f"{file.name} holds other bytes than were written (by its SHA-256)")
     return content
 
@@ -80,22 +86,37 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+class _Digest:
+    """The SHA-256 of what is added, computed in the thread of ``executor``."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor, self._found = executor, hashlib.sha256()
+        self._waiting: deque[tuple[int, Future[None]]] = deque()
+        self._waiting_bytes = 0
+
+    def add(self, part: Array) -> None:
+        """Add bytes, which are held until they are digested; blocks while too many wait."""
+        done = self._executor.submit(self._found.update, part)  # type: ignore[arg-type]
+        self._waiting.append((part.nbytes, done))
+        self._waiting_bytes += part.nbytes
+        self._wait(WAITING_BYTES)
+
+    def result(self) -> str:
+        """Wait for all that was added and return the digest, in hexadecimal."""
+        self._wait(0)
+        return self._found.hexdigest()
+
+    def _wait(self, most: int) -> None:
+        while self._waiting_bytes > most:
+            nbytes, done = self._waiting.popleft()
+            done.result()
+            self._waiting_bytes -= nbytes
+
+
 @contextmanager
-def _digesting() -> Iterator[tuple[Callable[[Array], object], Callable[[], str]]]:
-    """Give two functions: one to add bytes, one that waits and returns the digest."""
-    found = hashlib.sha256()
-    added: list[Future[None]] = []
+def _digesting() -> Iterator[_Digest]:
     with ThreadPoolExecutor(1, thread_name_prefix="flashlight-digest") as executor:
-
-        def add(part: Array) -> None:
-            added.append(executor.submit(found.update, part))  # type: ignore[arg-type]
-
-        def digest() -> str:
-            for each in added:
-                each.result()
-            return found.hexdigest()
-
-        yield add, digest
+        yield _Digest(executor)
 
 
 def _parts(content: Array) -> Iterator[Array]:

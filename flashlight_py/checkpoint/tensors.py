@@ -38,7 +38,7 @@ _ALIGNMENT = 8
 def pieces(tree: object) -> Iterator[Array]:
     """Yield the file that holds ``tree``: pieces of bytes (uint8, one dimension), any lengths.
 
-    Arrays that are contiguous on the host are not copied; others are, one at a time.
+    Arrays that are contiguous on the host are not copied; others are, each when it is asked for.
 
     Raises:
         TypeError: something in the tree, or its dtype, cannot be stored; raised before the first

@@ -9,13 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.checkpoint import files
 from flashlight_py.errors import CheckpointError
 from tests.autograd.strict_library import StrictArray, StrictLibrary
 from tests.checkpoint.runs import Run
@@ -221,6 +224,36 @@ def test_killed_at_any_moment_the_last_one_that_was_told_of_is_there(tmp_path: P
         assert found.step in (told, told + 1)
         assert (found.extra == found.step).all()
         assert found.skipped == ()
+
+
+class SlowDigest:
+    """In the place of SHA-256 on a machine whose disk is faster."""
+
+    def update(self, part: Any) -> None:
+        time.sleep(0.002)
+
+    def hexdigest(self) -> str:
+        return ""
+
+
+def test_few_copies_are_held_where_the_digest_is_slower_than_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies such as are made of arrays of a GPU: three that wait, and what is at hand."""
+    monkeypatch.setattr(files, "hashlib", SimpleNamespace(sha256=SlowDigest))
+    monkeypatch.setattr(files, "WAITING_BYTES", 3000)
+    gone: list[int] = []
+    held: list[int] = []
+
+    def copy(number: int) -> Any:
+        array = np.zeros(1000, np.uint8)
+        weakref.finalize(array, gone.append, number)
+        held.append(number + 1 - len(gone))
+        return array
+
+    files.write_durable(tmp_path / "file", map(copy, range(30)))
+    assert len(held) == 30
+    assert max(held) <= 5
 
 
 def test_the_manifest_tells_what_is_there(tmp_path: Path) -> None:
