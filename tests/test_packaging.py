@@ -139,6 +139,8 @@ def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path
     for used in train_on_two_ranks(python, tmp_path, "gloo"):
         assert len(used.split()) == 1, used
         assert "flashlight_py.libs/libgloo" in used
+    shown = run(python.with_name("flrun"), "-n", 2, "--no-python", "sh", "-c", "echo $RANK")
+    assert sorted(shown.splitlines()) == ["[0] 0", "[1] 1"]
 
 
 @pytest.fixture(scope="module")
