@@ -16,11 +16,10 @@ _LIFE_SECONDS = 5.0
 
 
 class Board:
-    """What ``nodes`` launchers tell in ``folder``, which exists; this one is number ``node``."""
+    """What launchers tell in ``folder``, which exists; this one is that of number ``node``."""
 
-    def __init__(self, folder: Path, node: int, nodes: int) -> None:
-        self.folder = folder
-        self._node, self._nodes = node, nodes
+    def __init__(self, folder: Path, node: int) -> None:
+        self.folder, self._node = folder, node
         self._shown_at = float("-inf")
         self._since = 0.0
         self.show_life()

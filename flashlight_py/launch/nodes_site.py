@@ -58,7 +58,7 @@ class NodesSite:
             told = self._meet()
         self.hosts = [each["host"] for each in told]
         self.counts = [each["ranks"] for each in told]
-        self._board = Board(Path(told[0]["folder"]), self._node, len(told))
+        self._board = Board(Path(told[0]["folder"]), self._node)
         self._counts, self._attempt = self.counts, 0
 
     def heard(self, counts: Sequence[int]) -> list[int]:
@@ -119,7 +119,7 @@ class NodesSite:
         self._board.show_life()
         if attempt.is_ending:
             self._tell_ending(attempt)
-        elif self._told("failing") or self._left() or self._board.is_gone():
+        elif self._told("failing") or self._board.is_gone() or self._left() & self._working():
             attempt.end(signal.SIGTERM)
 
     def _hear_all(self, loop: Loop, attempt: Attempt) -> dict[int, Any]:
@@ -129,7 +129,7 @@ class NodesSite:
             self._board.show_life()
             self._tell_ending(attempt)
             lost, told = self._lost(), self._told("ended")
-            missing = set(range(len(self.hosts))) - told.keys()
+            missing = self._working() - told.keys()
             now = time.monotonic()
             if missing <= lost or now >= ends:
                 return told
@@ -150,6 +150,10 @@ class NodesSite:
             return nodes
         longest = SILENT_SECONDS + 2 * self._options.grace
         return self._left() | {node for node in nodes if self._board.silence_of(node) > longest}
+
+    def _working(self) -> set[int]:
+        """Return the nodes that have ranks in this attempt."""
+        return {node for node, count in enumerate(self._counts) if count}
 
     def _give_up(self, attempt: Attempt, node: int) -> None:
         """Count the ranks of a node that says nothing as lost."""

@@ -228,7 +228,7 @@ def test_a_launcher_that_is_dead_is_not_waited_for(tmp_path: Path) -> None:
     """Its last sign of life is made an old one, since nobody wants to wait."""
     meeting, program = tmp_path / "meeting", write(tmp_path, FIRST_ENDS)
     meeting.mkdir()
-    first, second = (start_node(node, meeting, program) for node in range(2))
+    first, second = (start_node(node, meeting, "--min-n", 1, program) for node in range(2))
     job = wait_for(meeting, "ended-0-0").parent
     wait_for(meeting, "alive-1")
     children = Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text()
@@ -236,8 +236,11 @@ def test_a_launcher_that_is_dead_is_not_waited_for(tmp_path: Path) -> None:
     second.communicate(timeout=20)
     os.utime(job / "alive-1", (0, 0))
     _, errors = first.communicate(timeout=20)
-    assert first.returncode == 1
-    assert "is lost: its launcher (node 1) says nothing any more" in errors
+    assert first.returncode == 0
+    lost, again = errors.splitlines()
+    assert lost.startswith("flrun: rank 1 of 3 ")
+    assert "is lost: its launcher (node 1) says nothing any more" in lost
+    assert again == "flrun: starting again with 1 rank(s), for the 1st time"
     assert list(meeting.iterdir()) == []
 
 
