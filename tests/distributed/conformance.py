@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from typing import Any
 
 import ml_dtypes
@@ -255,3 +256,41 @@ def ring_of_messages(rank: int, size: int, count: int) -> None:
     steps[first]()
     steps[1 - first]()
     assert_equal(y, values((rank - 1) % size, (count,), "float32"), f"{count} from before")
+
+
+def messages_beside_collectives(rank: int, size: int) -> None:
+    """Blocking messages with every other rank while collectives run; then two threads at once."""
+    left, right = (rank - 1) % size, (rank + 1) % size
+    total = size * (size + 1) / 2
+    for turn in range(20):
+        arrays = [np.full(count, rank + 1.0) for count in (3, 5_000, 50_000)]
+        works = [fl.all_reduce(array, async_op=True) for array in arrays]
+        got = np.zeros(300, np.int32)
+        fl.sendrecv(np.full(300, rank * 100 + turn, np.int32), right, out=got, src=left)
+        assert np.all(got == left * 100 + turn)
+        for work in works:
+            assert np.all(work.wait() == total)
+
+
+def two_threads(rank: int, size: int) -> None:
+    """A thread reduces while another sends and receives."""
+    peer, failures = rank ^ 1, []
+
+    def reduce() -> None:
+        for _ in range(200):
+            array = np.full(3_000, rank + 1.0)
+            fl.reduce(array, root=0)
+            if rank == 0 and not np.all(array == size * (size + 1) / 2):
+                failures.append(array)
+
+    thread = threading.Thread(target=reduce)
+    thread.start()
+    for turn in range(200):
+        message = np.full(3, turn, np.int32)
+        if rank < peer:
+            fl.send(message, peer)
+        else:
+            fl.recv(message, peer)
+        assert np.all(message == turn)
+    thread.join()
+    assert not failures
