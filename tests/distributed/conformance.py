@@ -44,6 +44,7 @@ LAYOUTS = [
     *("contiguous", "fortran", "strided", "reversed", "transposed", "swapped bytes"),
     *("scalar-shaped", "empty", "one element"),
 ]
+PERIOD = 65_537  # a prime: no part of an array that a library cuts out looks like another
 BINARY = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
@@ -60,18 +61,26 @@ def ops_of(name: str) -> list[str]:
     return ["sum", "prod", "min", "max"] + ([] if kind in "iu" else ["avg"])
 
 
+@functools.lru_cache(maxsize=64)
 def values(rank: int, shape: tuple[int, ...], name: str) -> Array:
-    """This rank's values, which any rank can compute."""
-    random = np.random.default_rng(1000 + rank)
-    dtype = dtype_of(name)
+    """This rank's values, which any rank can compute; read-only, as they are kept."""
+    count = int(np.prod(shape))
+    # Of a large array the first ones again and again: drawing them would take most of the time.
+    drawn = _draw(np.random.default_rng(1000 + rank), min(count, PERIOD), dtype_of(name))
+    array = np.resize(drawn, shape)
+    array.flags.writeable = False
+    return array
+
+
+def _draw(random: np.random.Generator, count: int, dtype: np.dtype[Any]) -> Array:
     if dtype.kind == "b":
-        return np.asarray(random.random(shape) < 0.5)
+        return np.asarray(random.random(count) < 0.5)
     if dtype.kind in "iu":
-        return np.asarray(random.integers(0, 100, shape)).astype(dtype)
-    numbers = random.standard_normal(shape)
+        return random.integers(0, 100, count).astype(dtype)
+    numbers = random.standard_normal(count)
     if dtype.kind == "c":
-        numbers = numbers + 1j * random.standard_normal(shape)
-    return np.asarray(numbers).astype(dtype)
+        return (numbers + 1j * random.standard_normal(count)).astype(dtype)
+    return numbers.astype(dtype)
 
 
 def lay_out(array: Array, layout: str) -> Array:
@@ -165,7 +174,7 @@ def all_reduce_sizes(rank: int, size: int, name: str, counts: list[int]) -> None
 
 
 def all_reduce_twice(rank: int, size: int, count: int) -> bytes:
-    x = values(rank, (count,), "float32")
+    x = values(rank, (count,), "float32").copy()
     fl.all_reduce(x)
     return x.tobytes()
 
