@@ -228,15 +228,23 @@ def test_nobody_reads_the_output_any_more(tmp_path: Path) -> None:
 def test_output_that_cannot_be_written_ends_the_job_in_order(tmp_path: Path) -> None:
     """The rank has its grace, and the user is told why, on what still can be written to."""
     ended = tmp_path / "ended"
-    trap = f"sleep 0.2; echo in order > {ended}; exit 0"
-    wait = f"trap '{trap}' TERM; echo hi; while :; do sleep 0.05; done"
-    command = [*LAUNCH, "-n", "1", "--no-python", "sh", "-c", wait]
+    program = f"""
+    import pathlib, signal, sys, time
+    def end(*_):
+        time.sleep(0.2)  # so long it takes to be in order
+        pathlib.Path({str(ended)!r}).write_text("in order")
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, end)
+    print("hi")
+    signal.pause()
+    """
+    command = [*LAUNCH, "-n", "1", write(tmp_path, program)]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=20, check=False
         )
     assert done.returncode == 141
-    assert ended.read_text() == "in order\n"
+    assert ended.read_text() == "in order"
     assert done.stderr.splitlines() == [
         "flrun: standard output cannot be written: No space left on device",
         "flrun: the output of the ranks is lost; all ranks were ended",
