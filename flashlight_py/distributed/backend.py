@@ -52,6 +52,7 @@ class Backend(abc.ABC):
     rank: int
     size: int
     people: Sequence[str] = ()  # which process each rank is, for messages
+    team: object = None  # the same for the backends that one group is made of
     fast_calls: FastCalls | None = None  # where ``fast_all_reduce`` notes what it did
 
     @abc.abstractmethod

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flashlight_py.distributed.backends.agreement import between_hosts
 from tests.chaos.rank import EXIT_CODE
 from tests.distributed import conformance, leftovers
 from tests.distributed.rendezvous_helpers import Rank, Ranks
@@ -162,7 +163,9 @@ class _Judge:
     def _judge_error(self, rank: Rank, event: dict[str, Any], at: float) -> None:
         who = f"rank {rank.plan['rank']} of {rank.plan['size']}"
         stalled = self._game.fate == "stop"
-        limit = SOON + (SHORT if stalled else 0.0)
+        limit = SOON
+        if stalled:  # whoever waits for one that waits for another host gives it more time
+            limit += between_hosts(SHORT, 4) if self._game.backend == "hierarchical" else SHORT
         expected = {"CollectiveTimeoutError" if stalled else "PeerLostError"}
         if stalled and self._game.verb == "split":
             # Who has given its group up calls the world next, where others are not yet.

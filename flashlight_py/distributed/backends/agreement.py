@@ -26,12 +26,15 @@ _KEY_BYTES = 16
 _TEXT_BYTES = 320
 
 
-def between_hosts(seconds: float) -> float:
+def between_hosts(seconds: float, times: int = 1) -> float:
     """Return how long hosts wait for each other where ranks of one host wait ``seconds``.
 
     A little longer: the host of a rank that is late can then say so, instead of being late itself.
+    And so on, ``times`` times, for who waits for one that waits.
     """
-    return seconds + min(2.0, 0.2 * seconds)
+    for _ in range(times):
+        seconds += min(2.0, 0.2 * seconds)
+    return seconds
 
 
 class Agreement:
@@ -46,6 +49,8 @@ class Agreement:
         self._inside, self._between, self._flat = inside, between, flat
         self._timeout = timeout
         self.calls = 0
+        # This rank has ended the last call while a mate may still wait for other hosts.
+        self.is_ahead = False
         self._last, self._last_at = "no call of this group", time.monotonic()
 
     def reach(self, call: str, seconds: float | None = None) -> None:
@@ -72,7 +77,7 @@ class Agreement:
     def _all_call(self, call: str, seconds: float) -> bool:
         """Tell whether all ranks call the same; the same answer on all of them."""
         mine = np.frombuffer(bytearray(_key(call)), np.uint8)
-        local = self._inside.all_gather(mine, blocking=True).wait().reshape(-1, _KEY_BYTES)
+        local = self._gather_inside(mine).reshape(-1, _KEY_BYTES)
         # A host whose ranks differ tells zeros, which no other host's key equals.
         shared = mine if (local == mine).all() else np.zeros_like(mine)
         verdict = np.zeros(1, np.uint8)
@@ -80,9 +85,16 @@ class Agreement:
             told = self._between.all_gather(shared, blocking=True).wait().reshape(-1, _KEY_BYTES)
             verdict[0] = bool((told == told[0]).all() and told[0].any())
         # The rank that gives it may wait for another host meanwhile, and is not late itself.
-        with self._inside.within(between_hosts(between_hosts(seconds))):
+        with self._inside.within(between_hosts(seconds, 2)):
             self._inside.broadcast(verdict, 0, blocking=True).wait()
         return bool(verdict[0])
+
+    def _gather_inside(self, mine: Array) -> Array:
+        is_ahead, self.is_ahead = self.is_ahead, False
+        limit = between_hosts(self._timeout, 4)  # of a mate that has three of them itself
+        with self._inside.within(limit) if is_ahead else contextlib.nullcontext():
+            local: Array = self._inside.all_gather(mine, blocking=True).wait()
+        return local
 
     def _differences(self, call: str) -> str:
         call = call.partition(": ")[0]  # what users know it as

@@ -23,6 +23,8 @@ def waits_elsewhere(backend: NativeBackend, missing: Sequence[int]) -> str:
             call_ahead = getattr(other, "call_ahead", None)
             if other is backend or call_ahead is None or rank >= len(backend.people):
                 continue
+            if other.team is not None and other.team is backend.team:
+                continue  # parts of one group, in which a rank goes from one to the other
             there = [r for r, who in enumerate(other.people) if who == backend.people[rank]]
             call = call_ahead(there[0]) if there else ""
             if call:

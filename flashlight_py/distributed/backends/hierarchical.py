@@ -76,8 +76,13 @@ class HierarchicalBackend(Backend):
         self._hosts = [list(host) for host in hosts]
         self._carriers = min(len(host) for host in hosts)
         self._inside, self._between, self._flat = inside, between, flat
-        # For a mate that may itself be waiting for another host.
-        self._patience = between_hosts(between_hosts(timeout))
+        team = object()
+        for part in filter(None, (inside, between, flat)):
+            part.team = team
+        # What ranks do after they have agreed takes longer than agreeing, and a mate may wait for
+        # another host that does it: so whoever waits for the late rank itself is the first to tell.
+        self._far = between_hosts(timeout, 3 if checked else 1)
+        self._patience = between_hosts(self._far)
         self._agreement = Agreement(inside, between, flat, timeout) if checked else None
         self._host_of = {r: h for h, host in enumerate(self._hosts) for r in host}
         self._part_of = ""  # with a colon
@@ -120,7 +125,8 @@ class HierarchicalBackend(Backend):
         """Do ``step`` between the hosts, each carrier on its part; share the parts inside."""
         carriers = 1 if flat.nbytes <= _SMALL_BYTES else self._carriers
         if self._inside.rank < carriers and self._between is not None:
-            step(flat[part_of(flat.size, carriers, self._inside.rank)], self._between).wait()
+            with self._between.within(self._far):
+                step(flat[part_of(flat.size, carriers, self._inside.rank)], self._between).wait()
         with self._inside.within(self._patience):
             for carrier in range(carriers):
                 part = flat[part_of(flat.size, carriers, carrier)]
@@ -140,7 +146,10 @@ class HierarchicalBackend(Backend):
         total = array.astype(np.float32) if _is_narrow(array) else array.copy()
         self._inside.reduce(total, op, 1.0, leader, blocking=True).wait()
         if self._inside.rank == leader and self._between is not None:
-            self._between.reduce(total, op, scale, home, blocking=True).wait()
+            with self._between.within(self._far):
+                self._between.reduce(total, op, scale, home, blocking=True).wait()
+        elif self._agreement is not None:
+            self._agreement.is_ahead = True
         if self._host_of[self.rank] == home and place != leader:
             with self._inside.within(self._patience):
                 self._inside.broadcast(total, leader, blocking=True).wait()
@@ -201,7 +210,12 @@ class HierarchicalBackend(Backend):
 
     def _flatly(self, call: str, verb: Callable[[Backend], Work], blocking: bool) -> Work:
         """Have the backend that joins all ranks do it: the hierarchy would save nothing."""
-        return self._start(call, lambda: verb(self._flat).wait(), blocking)
+
+        def run() -> Any:
+            with self._flat.within(self._far):
+                return verb(self._flat).wait()
+
+        return self._start(call, run, blocking)
 
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Send through memory inside the host, else between hosts; see ``Backend``."""
