@@ -1,4 +1,4 @@
-"""Random programs: lists of calls that every rank makes, each compared with NumPy, or with MPI.
+"""Random programs: lists of calls that every rank makes, each compared with NumPy.
 
 A call is plain data, so that hypothesis can draw and shrink it and the ranks can be sent it.
 What every rank gives is computed from the call and the rank, so any rank knows all inputs.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,8 @@ from tests.distributed.conformance import (
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 MOVEMENTS = ("broadcast", "all_gather", "gather", "scatter", "all_to_all", "all_to_all_uneven")
 MESSAGES = ("sendrecv", "crossing messages")
-VERBS = (*REDUCTIONS, *MOVEMENTS, *MESSAGES)
+OBJECTS = ("broadcast_object", "all_gather_object", "gather_object", "scatter_object")
+VERBS = (*REDUCTIONS, *MOVEMENTS, *MESSAGES, *OBJECTS, "barrier")
 # Rows are narrow or wide, so that arrays lie on both sides of every threshold of the libraries.
 WIDTHS = (1, 3, 700, 30_000)
 
@@ -67,7 +68,7 @@ def calls(draw: Any, size: int, verbs: Sequence[str] = VERBS) -> Call:
     """Draw a call for a world of ``size`` ranks."""
     dtype = draw(st.sampled_from(DTYPES))
     op = draw(st.sampled_from(ops_of(dtype)))
-    scales = [1.0] if dtype == "bool" else [1.0, 2.0] if _is_whole(dtype) else [1.0, 0.375]
+    scales = [1.0] if dtype == "bool" else [1.0, 2.0] if is_whole(dtype) else [1.0, 0.375]
     layouts = ["contiguous", "fortran", "strided", "reversed"]
     members = draw(st.permutations(range(size)))[: draw(st.integers(1, size))]
     whole = draw(st.booleans())
@@ -86,15 +87,20 @@ def calls(draw: Any, size: int, verbs: Sequence[str] = VERBS) -> Call:
     )
 
 
-def _is_whole(dtype: str) -> bool:
+def is_whole(dtype: str) -> bool:
     return dtype_of(dtype).kind in "iu"
 
 
 # What runs on the ranks ---------------------------------------------------------------------
 
 
-def run_program(rank: int, size: int, program: Sequence[Call], with_mpi: bool = False) -> None:
-    """Make every call; each is checked before the next."""
+Oracle = Callable[[Call, fl.ProcessGroup], None]
+
+
+def run_program(
+    rank: int, size: int, program: Sequence[Call], oracles: Mapping[str, Oracle] | None = None
+) -> None:
+    """Make every call; each is checked before the next, by the oracle of its verb as well."""
     groups: dict[tuple[int, ...], fl.ProcessGroup] = {}
     for call in program:
         if call.members not in groups:
@@ -102,8 +108,8 @@ def run_program(rank: int, size: int, program: Sequence[Call], with_mpi: bool = 
         group = groups[call.members]
         if group.is_member:
             _STEPS[call.verb](call, group)
-            if with_mpi and call.verb in _ORACLES:
-                _ORACLES[call.verb](call, group)
+            if oracles is not None and call.verb in oracles:
+                oracles[call.verb](call, group)
     for group in groups.values():
         group.close()
     fl.barrier()
@@ -256,6 +262,47 @@ def _crossing_messages(call: Call, group: fl.ProcessGroup) -> None:
         assert_equal(out, call.array(peer), repr(call))
 
 
+def _objects(call: Call, group: fl.ProcessGroup) -> tuple[Any, list[Any]]:
+    """What this rank gives, and what each of them does: pickles of very different sizes."""
+    everyone = [{"rank": m, "values": call.unequal(m), "text": "x" * m} for m in range(group.size)]
+    return everyone[group.rank], everyone
+
+
+def _assert_same(got: Any, expected: Any, what: str) -> None:
+    assert (got["rank"], got["text"]) == (expected["rank"], expected["text"]), what
+    assert_equal(got["values"], expected["values"], what)
+
+
+def _broadcast_object(call: Call, group: fl.ProcessGroup) -> None:
+    mine, everyone = _objects(call, group)
+    got = fl.broadcast_object(mine, call.root, group)
+    _assert_same(got, everyone[call.root], repr(call))
+
+
+def _all_gather_object(call: Call, group: fl.ProcessGroup) -> None:
+    mine, everyone = _objects(call, group)
+    for got, expected in zip(fl.all_gather_object(mine, group), everyone, strict=True):
+        _assert_same(got, expected, repr(call))
+
+
+def _gather_object(call: Call, group: fl.ProcessGroup) -> None:
+    mine, everyone = _objects(call, group)
+    all_of_them = fl.gather_object(mine, call.root, group)
+    assert (all_of_them is None) == (group.rank != call.root), repr(call)
+    for got, expected in zip(all_of_them or [], everyone if all_of_them else [], strict=True):
+        _assert_same(got, expected, repr(call))
+
+
+def _scatter_object(call: Call, group: fl.ProcessGroup) -> None:
+    _, everyone = _objects(call, group)
+    got = fl.scatter_object(everyone if group.rank == call.root else None, call.root, group)
+    _assert_same(got, everyone[group.rank], repr(call))
+
+
+def _barrier(call: Call, group: fl.ProcessGroup) -> None:
+    fl.barrier(group=group)
+
+
 _STEPS: dict[str, Callable[[Call, fl.ProcessGroup], None]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
@@ -268,93 +315,9 @@ _STEPS: dict[str, Callable[[Call, fl.ProcessGroup], None]] = {
     "all_to_all_uneven": _all_to_all_uneven,
     "sendrecv": _sendrecv,
     "crossing messages": _crossing_messages,
-}
-
-
-# The same calls made of the MPI library -------------------------------------------------------
-
-
-def _communicator(group: fl.ProcessGroup) -> Any:
-    from mpi4py import MPI
-
-    members = MPI.COMM_WORLD.group.Incl(group.ranks)
-    communicator = MPI.COMM_WORLD.Create_group(members)
-    members.Free()
-    return communicator
-
-
-def _oracle(step: Callable[[Any, Call, fl.ProcessGroup], tuple[Any, Any]]) -> Any:
-    """Have ``step`` return (MPI's answer, ours) and compare them."""
-
-    def check(call: Call, group: fl.ProcessGroup) -> None:
-        if dtype_of(call.dtype).itemsize == 2 and not _is_whole(call.dtype):
-            return  # MPI has no float16
-        communicator = _communicator(group)
-        theirs, ours = step(communicator, call, group)
-        communicator.Free()
-        if theirs is None:
-            assert ours is None
-        else:
-            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=repr(call))
-
-    return check
-
-
-def _mpi_op(call: Call) -> Any:
-    from mpi4py import MPI
-
-    if call.dtype == "bool":
-        return {"min": MPI.LAND, "max": MPI.LOR}[call.op]
-    names = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
-    return names[call.op]
-
-
-def _scaled(call: Call, array: Array, size: int) -> Array:
-    factor = call.scale / size if call.op == "avg" else call.scale
-    return array if factor == 1.0 else (array * factor).astype(array.dtype)
-
-
-def _mpi_all_reduce(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[Any, Any]:
-    x = call.array(group.rank)
-    theirs = np.empty_like(x)
-    comm.Allreduce(x, theirs, _mpi_op(call))
-    ours = fl.all_reduce(x.copy(), call.scale, call.op, group=group)
-    return _scaled(call, theirs, group.size), ours
-
-
-def _mpi_reduce(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[Any, Any]:
-    x = call.array(group.rank)
-    theirs = np.empty_like(x)
-    comm.Reduce(x, theirs, _mpi_op(call), call.root)
-    ours = fl.reduce(x.copy(), call.root, call.op, call.scale, group=group)
-    here = group.rank == call.root
-    return _scaled(call, theirs, group.size) if here else x, ours
-
-
-def _mpi_broadcast(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[Any, Any]:
-    theirs = call.array(group.rank)
-    ours = fl.broadcast(theirs.copy(), call.root, group=group)
-    comm.Bcast(theirs, call.root)
-    return theirs, ours
-
-
-def _mpi_all_gather(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[Any, Any]:
-    x = call.unequal(group.rank)
-    theirs = np.concatenate(comm.allgather(x))
-    return theirs, fl.all_gather(x, group=group)
-
-
-def _mpi_all_to_all(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[Any, Any]:
-    x = call.array(group.rank, call.rows * group.size)
-    theirs = np.empty_like(x)
-    comm.Alltoall(x, theirs)
-    return theirs, fl.all_to_all(x, group=group)
-
-
-_ORACLES: dict[str, Callable[[Call, fl.ProcessGroup], None]] = {
-    "all_reduce": _oracle(_mpi_all_reduce),
-    "reduce": _oracle(_mpi_reduce),
-    "broadcast": _oracle(_mpi_broadcast),
-    "all_gather": _oracle(_mpi_all_gather),
-    "all_to_all": _oracle(_mpi_all_to_all),
+    "broadcast_object": _broadcast_object,
+    "all_gather_object": _all_gather_object,
+    "gather_object": _gather_object,
+    "scatter_object": _scatter_object,
+    "barrier": _barrier,
 }

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import BACKENDS, two_hosts
+from tests.distributed.oracles import ORACLES, run_with_mpi
 from tests.distributed.programs import VERBS, Call, calls, run_program
 
 CALLS = 12  # per program: the ranks are asked once for all of them
-WORLDS = [("single", 1), ("gloo", 2), ("gloo", 5), ("shm", 2), ("shm", 3), ("shm", 5)]
-WORLDS += [("hierarchical", 3), ("hierarchical", 5), ("mpi", 2), ("mpi", 3)]
+WORLDS = [("single", 1), ("gloo", 2), ("gloo", 4), ("gloo", 5), ("shm", 2), ("shm", 3), ("shm", 5)]
+WORLDS += [("hierarchical", 3), ("hierarchical", 5), ("mpi", 2), ("mpi", 4), ("mpi", 5)]
 
 # The same programs every time. A failing one is not shrunk: each try would need new processes.
 repeatable = settings(
@@ -55,8 +56,11 @@ def test_each_verb_in_every_size(ranks: Any, verb: str) -> None:
 
 @repeatable
 @given(data=st.data())
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_programs_give_what_mpi_gives(pool: Any, backend: str, data: st.DataObject) -> None:
-    ranks = pool(3, init="mpi", params={"BACKEND": backend})
-    program = data.draw(st.lists(calls(3), min_size=1, max_size=CALLS))
-    ranks.run(run_program, program, True)
+@pytest.mark.parametrize(("backend", "size"), [("gloo", 3), ("shm", 2), ("hierarchical", 4)])
+def test_programs_give_what_mpi_gives(
+    pool: Any, backend: str, size: int, data: st.DataObject
+) -> None:
+    world = {"env": two_hosts} if backend == "hierarchical" else {"params": {"BACKEND": backend}}
+    ranks = pool(size, init="mpi", **world)
+    program = data.draw(st.lists(calls(size, tuple(ORACLES)), min_size=1, max_size=CALLS))
+    ranks.run(run_with_mpi, program)
