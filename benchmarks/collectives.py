@@ -6,7 +6,8 @@ The method is that of all_reduce.py. Sizes are bytes of each rank's argument: wh
 all_gather, what it is given to cut in a reduce_scatter, a scatter or an all_to_all. send_recv is
 there and back between ranks 0 and 1, sendrecv a step around a ring. The root of a broadcast may be
 done before the others; as everywhere it is the slowest rank's time for a batch of calls that
-counts. Where a result is not in place, everybody writes it into an array that was made before. A
+counts. Where a result is not in place, everybody writes it into an array that was made before; of
+the verbs of objects, to which the array is an object, it is new. torch has no unequal all_gather. A
 copy of the argument by one core, beside them, shows what is a matter of memory alone.
 """
 
@@ -50,6 +51,11 @@ VERBS: dict[str, Callable[[int], int]] = {
     "send_recv": lambda ranks: 2,
     "sendrecv": lambda ranks: 3,
     "barrier": lambda ranks: 0,
+    "all_gather, unequal": lambda ranks: 2 + ranks,
+    "all_to_all, unequal": lambda ranks: 3,
+    "batch_isend_irecv": lambda ranks: 4,
+    "broadcast_object": lambda ranks: 5,
+    "all_gather_object": lambda ranks: 3 + 3 * ranks,
 }
 
 

@@ -57,7 +57,8 @@ def test_every_verb_that_is_there_gives_the_right_answer(tmp_path: Path) -> None
 
 
 VERBS = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"]
-VERBS += ["all_to_all", "send_recv", "sendrecv", "barrier"]
+VERBS += ["all_to_all", "send_recv", "sendrecv", "barrier", "all_gather, unequal"]
+VERBS += ["all_to_all, unequal", "batch_isend_irecv", "broadcast_object", "all_gather_object"]
 
 
 def test_training_step_without_peers(tmp_path: Path) -> None:

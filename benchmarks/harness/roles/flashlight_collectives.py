@@ -68,11 +68,38 @@ class Flashlight(CollectiveRole):
             "send_recv": lambda x: self.ping_pong(fl.send, fl.recv, x),
             "sendrecv": self._sendrecv,
             "barrier": lambda x: (fl.barrier, x),
+            "all_gather, unequal": self._all_gather_unequal,
+            "all_to_all, unequal": self._all_to_all_unequal,
+            "batch_isend_irecv": self._batch,
+            "broadcast_object": lambda x: (lambda: fl.broadcast_object(x), x),
+            "all_gather_object": lambda x: (lambda: fl.all_gather_object(x)[-1], x),
         }
 
     def _sendrecv(self, x: Any) -> tuple[Call, Any]:
         out, after, before = np.empty_like(x), *self.neighbours()
         return lambda: fl.sendrecv(x, after, out, before), out
+
+    def _all_gather_unequal(self, x: Any) -> tuple[Call, Any]:
+        out = np.empty(x.shape[0] * (self.size + 1) // 2, x.dtype)
+        mine = self.share(x)
+        return lambda: fl.all_gather(mine, out=out), out
+
+    def _all_to_all_unequal(self, x: Any) -> tuple[Call, Any]:
+        out, (gives, _) = np.empty_like(x), self.unequal_rows(x.shape[0])
+        return lambda: fl.all_to_all(x, gives, out=out), out
+
+    def _batch(self, x: Any) -> tuple[Call, Any]:
+        after, before = self.neighbours()
+        out, other = np.empty_like(x), np.empty_like(x)
+        ops = [
+            *(fl.P2POp("send", x, after, 0), fl.P2POp("send", x, before, 1)),
+            *(fl.P2POp("recv", out, before, 0), fl.P2POp("recv", other, after, 1)),
+        ]
+
+        def call() -> None:
+            fl.batch_isend_irecv(ops).wait()
+
+        return call, out
 
 
 def join(place: Place) -> Flashlight:

@@ -65,11 +65,36 @@ class Mpi(CollectiveRole):
             "send_recv": lambda x: self.ping_pong(comm.Send, comm.Recv, x),
             "sendrecv": self._sendrecv,
             "barrier": lambda x: (comm.Barrier, x),
+            "all_gather, unequal": self._all_gather_unequal,
+            "all_to_all, unequal": self._all_to_all_unequal,
+            "batch_isend_irecv": self._batch,
+            "broadcast_object": lambda x: (lambda: comm.bcast(x), x),
+            "all_gather_object": lambda x: (lambda: comm.allgather(x)[-1], x),
         }
 
     def _sendrecv(self, x: Any) -> tuple[Call, Any]:
         out, after, before = np.empty_like(x), *self.neighbours()
         return lambda: self._comm.Sendrecv(x, after, 0, out, before, 0), out
+
+    def _all_gather_unequal(self, x: Any) -> tuple[Call, Any]:
+        out = np.empty(x.shape[0] * (self.size + 1) // 2, x.dtype)
+        mine, part = self.share(x), x.shape[0] // self.size
+        counts = [part * (rank + 1) for rank in range(self.size)]
+        return lambda: self._comm.Allgatherv(mine, [out, counts]), out
+
+    def _all_to_all_unequal(self, x: Any) -> tuple[Call, Any]:
+        out, (gives, gets) = np.empty_like(x), self.unequal_rows(x.shape[0])
+        return lambda: self._comm.Alltoallv([x, gives], [out, gets]), out
+
+    def _batch(self, x: Any) -> tuple[Call, Any]:
+        comm, (after, before) = self._comm, self.neighbours()
+        out, other = np.empty_like(x), np.empty_like(x)
+
+        def call() -> None:
+            receives = [comm.Irecv(out, before, 0), comm.Irecv(other, after, 1)]
+            MPI.Request.Waitall([comm.Isend(x, after, 0), comm.Isend(x, before, 1), *receives])
+
+        return call, out
 
 
 def join(_: Place) -> Mpi:

@@ -51,6 +51,10 @@ class Torch(CollectiveRole):
             "send_recv": lambda x: self.ping_pong(dist.send, dist.recv, x),
             "sendrecv": self._sendrecv,
             "barrier": lambda x: (dist.barrier, x),
+            "all_to_all, unequal": self._all_to_all_unequal,
+            "batch_isend_irecv": self._batch,
+            "broadcast_object": self._broadcast_object,
+            "all_gather_object": self._all_gather_object,
         }
 
     def _all_gather(self, x: Any) -> tuple[Call, Any]:
@@ -87,6 +91,43 @@ class Torch(CollectiveRole):
                 sent.wait()
 
         return call, out
+
+    def _all_to_all_unequal(self, x: Any) -> tuple[Call, Any]:
+        out, (gives, gets) = torch.empty_like(x), self.unequal_rows(x.shape[0])
+        return lambda: dist.all_to_all_single(out, x, gets, gives), out
+
+    def _batch(self, x: Any) -> tuple[Call, Any]:
+        after, before = self.neighbours()
+        out, other = torch.empty_like(x), torch.empty_like(x)
+        ops = [
+            *(dist.P2POp(dist.isend, x, after, tag=0), dist.P2POp(dist.isend, x, before, tag=1)),
+            *(
+                dist.P2POp(dist.irecv, out, before, tag=0),
+                dist.P2POp(dist.irecv, other, after, tag=1),
+            ),
+        ]
+
+        def call() -> None:
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+
+        return call, out
+
+    def _broadcast_object(self, x: Any) -> tuple[Call, Any]:
+        def call() -> Any:
+            objects = [x if self.rank == 0 else None]
+            dist.broadcast_object_list(objects, 0)
+            return objects[0]
+
+        return call, x
+
+    def _all_gather_object(self, x: Any) -> tuple[Call, Any]:
+        def call() -> Any:
+            objects: list[Any] = [None] * self.size
+            dist.all_gather_object(objects, x)
+            return objects[-1]
+
+        return call, x
 
 
 def join(place: Place) -> Torch:

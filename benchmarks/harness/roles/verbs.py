@@ -45,11 +45,26 @@ VERBS: dict[str, Callable[[int], Callable[[int], Expected | None]]] = {
     # Around a ring: from the rank before.
     "sendrecv": lambda n: lambda rank: Expected(1, (rank - 1) % n + 1, (rank - 1) % n + 1),
     "barrier": lambda n: lambda rank: None,
+    # Rank r gives (r + 1) / n of its array.
+    "all_gather, unequal": lambda n: _everywhere((n + 1) / 2, 1, n),
+    # Everybody keeps half of what it had for the next.
+    "all_to_all, unequal": lambda n: _everywhere(1, 1, n),
+    # To and from both neighbours around a ring.
+    "batch_isend_irecv": lambda n: lambda rank: Expected(1, (rank - 1) % n + 1, (rank - 1) % n + 1),
+    # The array as an object; of all of them the last.
+    "broadcast_object": lambda n: _everywhere(1, 1, 1),
+    "all_gather_object": lambda n: _everywhere(1, n, n),
 }
 
 
-# These cut their argument into one part for each rank.
-CUTTING = ("scatter", "reduce_scatter", "all_to_all")
+# These cut their argument into so many parts for each rank.
+CUTTING = {
+    "scatter": 1,
+    "reduce_scatter": 1,
+    "all_to_all": 1,
+    "all_gather, unequal": 1,
+    "all_to_all, unequal": 2,
+}
 
 
 def total(size: int) -> int:
@@ -85,7 +100,7 @@ class CollectiveRole(Role):
         verb = task["verb"]
         if verb not in self.builders:
             raise Refusal(f"has no {verb}")
-        parts = self.size if verb in CUTTING else 1
+        parts = self.size * CUTTING[verb] if verb in CUTTING else 1
         array = self.array(task["nbytes"], task["dtype"], parts, task.get("kind", ""))
         call, out = self.builders[verb](array)
 
@@ -111,6 +126,19 @@ class CollectiveRole(Role):
     def neighbours(self) -> tuple[int, int]:
         """Return the ranks after and before this one, around a ring."""
         return (self.rank + 1) % self.size, (self.rank - 1) % self.size
+
+    def share(self, x: Any) -> Any:
+        """Return what this rank gives to an unequal all_gather."""
+        return x[: x.shape[0] // self.size * (self.rank + 1)]
+
+    def unequal_rows(self, count: int) -> tuple[list[int], list[int]]:
+        """Return what this rank gives to each, and gets of each, in an unequal all_to_all."""
+        after, before = self.neighbours()
+        half = count // self.size // 2
+        gives, gets = [2 * half] * self.size, [2 * half] * self.size
+        gives[after], gets[before] = half, half
+        gives[self.rank] = gets[self.rank] = 3 * half
+        return gives, gets
 
     def ping_pong(self, send: Transfer, recv: Transfer, x: Any) -> tuple[Call, Any]:
         """Ranks 0 and 1: there and back. The others have nothing to do."""
