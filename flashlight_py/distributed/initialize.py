@@ -234,7 +234,8 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
         raise
     except BaseException as error:
         last_words.uninstall()
-        store.abort(f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+        store.abort(reason.encode(errors="backslashreplace").decode())  # a path may be no text
         raise
     return world
 

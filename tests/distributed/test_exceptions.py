@@ -38,7 +38,8 @@ fl.barrier()
 train()
 fl.distributed_shutdown()
 """
-RAISE = "raise ValueError('no such file' + chr(10) + 'of that name')"
+# The name of a file may be no text.
+RAISE = "raise ValueError('no such file' + chr(10) + 'of that name: caf' + chr(0xDCE9))"
 IN_A_THREAD = (
     "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join(); sys.exit(0)"
 )
@@ -79,7 +80,7 @@ def test_the_others_raise_with_the_traceback(tmp_path: Path, size: int, world: A
             assert "lost rank 1, which is process " in output
             assert "it raised ValueError: no such file. This group cannot be used" in output
             assert "The traceback of rank 1:\nTraceback (most recent call last):" in output
-            assert "of that name" in output
+            assert r"of that name: caf\udce9" in output
 
 
 def test_a_thread_that_raised_is_told_when_its_process_ends(tmp_path: Path) -> None:
