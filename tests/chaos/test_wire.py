@@ -7,6 +7,7 @@ import random
 import signal
 import struct
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ SECONDS = 0.6
 # Descriptors that a rank may open: a flood of twice as many must not use them up.
 DESCRIPTORS = 64
 # Seconds in which ranks have come to connect, and starts of which one at least is caught at that.
-LONGEST_START = 3.0
+LONGEST_START = 10.0
 MOST_STARTS = 20
 # How every message of Gloo's begins; the first number is the bytes of all of it.
 HEADER = struct.Struct("=6Q")
@@ -57,11 +58,17 @@ def stopped_while_connecting(started: list[Rank]) -> set[wire.Address]:
     """Stop the ranks, and return where they listen for each other; empty: they are connected."""
     pids = [rank.pid for rank in started]
     ends = time.monotonic() + LONGEST_START
-    while not wire.listening(pids) and time.monotonic() < ends:
-        pass  # nothing tells when they begin to, and it is soon over
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+    while not wire.listening(pids) and not all(map(wire.connected, pids)):
+        assert time.monotonic() < ends  # nothing tells when they begin, and it is soon over
+    send(signal.SIGSTOP, started)
     return wire.listening(pids)
+
+
+def send(number: signal.Signals, started: list[Rank]) -> None:
+    """Send a signal to the ranks that have not ended."""
+    for rank in started:
+        with suppress(ProcessLookupError):
+            os.kill(rank.pid, number)
 
 
 def visited(ranks: Ranks, folder: Path, each: int) -> tuple[list[bytes], set[int]]:
@@ -71,15 +78,14 @@ def visited(ranks: Ranks, folder: Path, each: int) -> tuple[list[bytes], set[int
     """
     draw = random.Random(str(folder))
     params = {"BACKEND": "gloo", "TIMEOUT": 1.0}
-    plan: dict[str, Any] = {"params": params, "seconds": 0.05, "descriptors": DESCRIPTORS}
+    plan: dict[str, Any] = {"params": params, "seconds": 0.2, "descriptors": DESCRIPTORS}
     started = start(ranks, folder, 3, "gloo", **plan)
     try:
         doors = stopped_while_connecting(started)
         crowds = [wire.crowd(door, wire.blobs(draw, each)) for door in doors]
         strangers = [stranger for crowd in crowds for stranger in crowd]
     finally:
-        for rank in started:
-            os.kill(rank.pid, signal.SIGCONT)
+        send(signal.SIGCONT, started)
     codes = {rank.await_event("ended")["code"] for rank in started}
     return [wire.heard(stranger) for stranger in strangers], codes
 
