@@ -38,8 +38,12 @@ class MismatchError(DistributedError):
     """The ranks called different things: operation, order, dtype, shape, root, reduce op or group.
 
     Raised on every rank, naming what each has called and where. The group can be used again
-    afterwards, unless the message says otherwise: after a mismatch of groups, or through NCCL.
+    afterwards where ``group_lives``; not after a mismatch of groups, or through NCCL.
     """
+
+    def __init__(self, *args: object, group_lives: bool = True) -> None:
+        super().__init__(*args)
+        self.group_lives = group_lives
 
 
 class PeerLostError(DistributedError):

@@ -95,14 +95,18 @@ Lanes::Pending Lanes::next(const Lane& lane) {
   return operation;
 }
 
-// Let a thread run the head of a lane, or where none can be had end it, and the next one.
+// Let a thread run the head of a lane. Where none can be had this fails, as if it had run: the others
+// wait for it, and what comes next would be out of turn.
 void Lanes::begin(const Lane& lane, Pending operation) noexcept {
   while (operation != nullptr) {
     {
       const std::lock_guard<std::mutex> lock(queue_->mutex);
       if (hand_over(lane, operation)) return;
     }
-    finish(*operation, FL_FAILED, "no thread can be had for another operation");
+    operation->run = [](Operation&) {
+      throw Failure(FL_FAILED, {}, "no thread can be had for another operation");
+    };
+    execute(transport_, *operation);
     const std::lock_guard<std::mutex> lock(queue_->mutex);
     operation = next(lane);
   }

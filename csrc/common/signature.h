@@ -16,9 +16,10 @@ inline bool first_dimension_is_free(int verb) {
 }
 
 inline bool same_call(const fl_signature& a, const fl_signature& b) {
-  if (a.ndim == FL_ANY || b.ndim == FL_ANY) return a.verb == b.verb && a.root == b.root;
-  if (a.verb != b.verb || a.dtype != b.dtype || a.op != b.op || a.root != b.root ||
-      a.scale != b.scale || a.itemsize != b.itemsize || a.ndim != b.ndim) {
+  if (a.verb != b.verb || a.root != b.root || a.part_of != b.part_of) return false;
+  if (a.ndim == FL_ANY || b.ndim == FL_ANY) return true;
+  if (a.dtype != b.dtype || a.op != b.op || a.scale != b.scale || a.itemsize != b.itemsize ||
+      a.ndim != b.ndim) {
     return false;
   }
   const bool free = first_dimension_is_free(a.verb);

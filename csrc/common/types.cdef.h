@@ -44,6 +44,7 @@ typedef struct {
   int32_t itemsize;  /* bytes */
   int32_t ndim;
   int64_t shape[8];  /* the first eight dimensions */
+  int64_t part_of;   /* what it is a step of, a number from 1 to 31; 0: a call by itself */
 } fl_signature;
 
 /* What all_to_all_uneven is given as data: this rank's sections, one after the other, and the bytes

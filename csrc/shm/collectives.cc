@@ -19,9 +19,9 @@ constexpr uint32_t kCanRead = 1u << 31;  // it can read the memory of all others
 constexpr double kTellingSeconds = 5;
 
 uint32_t kind_of(const fl_signature& s) {
-  const uint32_t verb = static_cast<uint32_t>(s.verb) << 16;
-  if (s.ndim == FL_ANY) return verb | kAny;
-  return verb | static_cast<uint32_t>(s.dtype) << 8 | static_cast<uint32_t>(s.op);
+  const uint32_t call = static_cast<uint32_t>(s.part_of) << 24 | static_cast<uint32_t>(s.verb) << 16;
+  if (s.ndim == FL_ANY) return call | kAny;
+  return call | static_cast<uint32_t>(s.dtype) << 8 | static_cast<uint32_t>(s.op);
 }
 
 // FNV-1a over what same_call compares and the first line of a Call has no room for.
@@ -37,7 +37,7 @@ uint64_t hash_of_shape(const fl_signature& s) {
 // What same_call says, of the first lines alone.
 bool alike(const Call& a, const Call& b, bool free) {
   if (((a.kind | b.kind) & kAny) != 0) {
-    return ((a.kind ^ b.kind) >> 16 & 0xff) == 0 && a.root == b.root;
+    return ((a.kind ^ b.kind) >> 16 & 0x1fff) == 0 && a.root == b.root;
   }
   constexpr uint32_t kMayDiffer = kIsLarge | kCanRead;
   return (a.kind | kMayDiffer) == (b.kind | kMayDiffer) && a.root == b.root && a.scale == b.scale &&
@@ -100,7 +100,7 @@ void Collectives::tell_of_large(const fl_signature& mine, const void* data, Call
 
 // Under which costs are kept: in place they are others.
 int Collectives::key_of(const fl_signature& mine, const Call& call) {
-  return call.place != 0 ? 0 : mine.verb;
+  return mine.verb == FL_ALL_REDUCE && call.place != 0 ? 0 : mine.verb;
 }
 
 void Collectives::hear(const fl_signature& mine) {
@@ -200,7 +200,7 @@ Way Collectives::choose(const fl_signature& mine, size_t bytes) {
     if ((call.kind & kIsLarge) == 0) continue;
     for (int way = 0; way < kWays; ++way) sum[way] += call.large.costs.of[way];
   }
-  const int key = all_in_one_place() ? 0 : mine.verb;
+  const int key = mine.verb == FL_ALL_REDUCE && all_in_one_place() ? 0 : mine.verb;
   trial_ = choice_.begin(key, bytes, all_can_read ? kWays : kDirectly, sum);
   return trial_.way;
 }

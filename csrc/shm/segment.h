@@ -64,7 +64,7 @@ constexpr uint32_t kSlots = 4;
 // cache line goes from core to core. The number is raised last.
 struct alignas(kLine) Call {
   Counter number;
-  uint32_t kind;    // verb, dtype, op, and what collectives.cc says with it
+  uint32_t kind;    // part_of, verb, dtype, op, and what collectives.cc says with it
   int32_t root;     // root, or 0
   int64_t count;    // elements
   double scale;

@@ -21,7 +21,13 @@ from flashlight_py.distributed.recorder.fast_calls import FastCalls
 from flashlight_py.distributed.work import AllOf, Work
 from flashlight_py.errors import DistributedError
 
-__all__ = ["Backend", "Message"]
+__all__ = ["COMPOSED", "Backend", "Message"]
+
+# Calls that several collectives make up. Ranks know them by their places in this list.
+COMPOSED = (
+    *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
+    *("new_group", "split", "shared_empty", "all_to_all(rows=...)"),
+)
 
 
 class Message(NamedTuple):
@@ -156,6 +162,13 @@ class Backend(abc.ABC):
 
     def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
         """Return a context in which collectives may take up to ``seconds`` each, where any wait."""
+        return contextlib.nullcontext()
+
+    def part_of(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which collectives are steps of ``call``, one of ``COMPOSED``.
+
+        They go with those of the other ranks that are steps of the same.
+        """
         return contextlib.nullcontext()
 
     @abc.abstractmethod

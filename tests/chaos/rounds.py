@@ -32,7 +32,7 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.S
 # How soon a lost rank must be noticed on one host, in seconds.
 SOON = 2.0
 # TIMEOUT of the rounds in which a rank stalls, and of the others, in seconds.
-SHORT, LONG = 1.0, 30.0
+SHORT, LONG = 2.0, 30.0
 CALLS = 200
 # Floats per rank: a cache line, what travels with a call, what goes in pieces.
 LENGTHS = (1, 100, 3_000, 40_000)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from typing import Any
 
 import ml_dtypes
@@ -43,6 +44,7 @@ LAYOUTS = [
     *("contiguous", "fortran", "strided", "reversed", "transposed", "swapped bytes"),
     *("scalar-shaped", "empty", "one element"),
 ]
+PERIOD = 65_537  # a prime: no part of an array that a library cuts out looks like another
 BINARY = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
@@ -59,18 +61,26 @@ def ops_of(name: str) -> list[str]:
     return ["sum", "prod", "min", "max"] + ([] if kind in "iu" else ["avg"])
 
 
+@functools.lru_cache(maxsize=64)
 def values(rank: int, shape: tuple[int, ...], name: str) -> Array:
-    """This rank's values, which any rank can compute."""
-    random = np.random.default_rng(1000 + rank)
-    dtype = dtype_of(name)
+    """This rank's values, which any rank can compute; read-only, as they are kept."""
+    count = int(np.prod(shape))
+    # Of a large array the first ones again and again: drawing them would take most of the time.
+    drawn = _draw(np.random.default_rng(1000 + rank), min(count, PERIOD), dtype_of(name))
+    array = np.resize(drawn, shape)
+    array.flags.writeable = False
+    return array
+
+
+def _draw(random: np.random.Generator, count: int, dtype: np.dtype[Any]) -> Array:
     if dtype.kind == "b":
-        return np.asarray(random.random(shape) < 0.5)
+        return np.asarray(random.random(count) < 0.5)
     if dtype.kind in "iu":
-        return np.asarray(random.integers(0, 100, shape)).astype(dtype)
-    numbers = random.standard_normal(shape)
+        return random.integers(0, 100, count).astype(dtype)
+    numbers = random.standard_normal(count)
     if dtype.kind == "c":
-        numbers = numbers + 1j * random.standard_normal(shape)
-    return np.asarray(numbers).astype(dtype)
+        return (numbers + 1j * random.standard_normal(count)).astype(dtype)
+    return numbers.astype(dtype)
 
 
 def lay_out(array: Array, layout: str) -> Array:
@@ -164,7 +174,7 @@ def all_reduce_sizes(rank: int, size: int, name: str, counts: list[int]) -> None
 
 
 def all_reduce_twice(rank: int, size: int, count: int) -> bytes:
-    x = values(rank, (count,), "float32")
+    x = values(rank, (count,), "float32").copy()
     fl.all_reduce(x)
     return x.tobytes()
 
@@ -255,3 +265,41 @@ def ring_of_messages(rank: int, size: int, count: int) -> None:
     steps[first]()
     steps[1 - first]()
     assert_equal(y, values((rank - 1) % size, (count,), "float32"), f"{count} from before")
+
+
+def messages_beside_collectives(rank: int, size: int) -> None:
+    """Blocking messages with every other rank while collectives run; then two threads at once."""
+    left, right = (rank - 1) % size, (rank + 1) % size
+    total = size * (size + 1) / 2
+    for turn in range(20):
+        arrays = [np.full(count, rank + 1.0) for count in (3, 5_000, 50_000)]
+        works = [fl.all_reduce(array, async_op=True) for array in arrays]
+        got = np.zeros(300, np.int32)
+        fl.sendrecv(np.full(300, rank * 100 + turn, np.int32), right, out=got, src=left)
+        assert np.all(got == left * 100 + turn)
+        for work in works:
+            assert np.all(work.wait() == total)
+
+
+def two_threads(rank: int, size: int) -> None:
+    """A thread reduces while another sends and receives."""
+    peer, failures = rank ^ 1, []
+
+    def reduce() -> None:
+        for _ in range(200):
+            array = np.full(3_000, rank + 1.0)
+            fl.reduce(array, root=0)
+            if rank == 0 and not np.all(array == size * (size + 1) / 2):
+                failures.append(array)
+
+    thread = threading.Thread(target=reduce)
+    thread.start()
+    for turn in range(200):
+        message = np.full(3, turn, np.int32)
+        if rank < peer:
+            fl.send(message, peer)
+        else:
+            fl.recv(message, peer)
+        assert np.all(message == turn)
+    thread.join()
+    assert not failures

@@ -81,3 +81,13 @@ def test_send_and_recv_around_a_ring(ranks: Any) -> None:
         pytest.skip("a world of one has nobody to send to (refused: test_arguments.py)")
     for count in (0, 1, 5_000, 1_000_000):
         ranks.run(conformance.ring_of_messages, count)
+
+
+def test_messages_run_beside_collectives(ranks: Any) -> None:
+    if ranks.size > 1:
+        ranks.run(conformance.messages_beside_collectives)
+
+
+def test_two_threads_of_a_rank_call_different_verbs(ranks: Any) -> None:
+    if ranks.size in (2, 4):
+        ranks.run(conformance.two_threads)

@@ -29,13 +29,12 @@ def test_native_and_python_describe_alike(
     array: np.ndarray[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ffi = _native.load("shm").ffi
-    signatures = [ffi.new("fl_signature *") for _ in range(2)]
-    native = Describer(ffi, signatures[0])
+    native = Describer(ffi, 1.0)
     monkeypatch.setattr(_native, "load", _missing)
-    plain = Describer(ffi, signatures[1])
+    plain = Describer(ffi, 1.0)
     for describer in (native, plain):
         describer.describe(array, verb=3, dtype=12, op=1, scale=0.5, root=7)
-    assert bytes(ffi.buffer(signatures[0])) == bytes(ffi.buffer(signatures[1]))
-    assert signatures[0].count == array.size
+    assert bytes(ffi.buffer(native.signature)) == bytes(ffi.buffer(plain.signature))
+    assert native.signature.count == array.size
     assert native.pointer(array) == plain.pointer(array) == ffi.cast("void *", array.ctypes.data)
     assert native.pointer(None) == plain.pointer(None) == ffi.NULL

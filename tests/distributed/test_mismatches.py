@@ -227,6 +227,36 @@ def line_of(function: Any) -> int:
     return line + 1
 
 
+COMPOSED = {
+    "broadcast_object": (lambda: fl.broadcast_object("hello"), lambda: fl.broadcast(ONE.copy())),
+    "all_gather_object": (lambda: fl.all_gather_object("hello"), lambda: fl.all_gather(ONE)),
+    "gather_object": (lambda: fl.gather_object("hello"), lambda: fl.all_gather(ONE)),
+    "scatter_object": (lambda: fl.scatter_object(OBJECTS), lambda: fl.broadcast(np.zeros(3, int))),
+    "new_group": (lambda: fl.new_group([0, 1]), lambda: fl.all_gather(ONE)),
+    "split": (lambda: fl.split(0), lambda: fl.new_group([0, 1])),
+    "all_to_all(": (lambda: fl.all_to_all(np.ones(3), [1] * 3), lambda: fl.split(0)),
+}
+ONE, OBJECTS = np.ones(1, int), ["a", "b", "c"]
+
+
+def compose(rank: int, size: int, odd: int) -> int:
+    """Let one rank call what the others' verb begins with inside."""
+    for name, pair in COMPOSED.items():
+        with pytest.raises(fl.errors.MismatchError) as caught:
+            pair[rank == odd]()
+        assert f"called {name}" in str(caught.value), str(caught.value)
+        assert "test_mismatches.py:" in str(caught.value)
+        assert fl.all_reduce(np.ones(2))[1] == size  # in step again
+    return 1
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm", "mpi", "hierarchical"])
+def test_a_verb_made_of_others_is_told_from_them(pool: Any, backend: str) -> None:
+    world = pool(3, **BACKENDS[backend][1])
+    for odd in range(3):
+        assert world.run(compose, odd) == [1] * 3
+
+
 def differ_in_group(rank: int, size: int) -> str:
     pair = fl.new_group([0, 1])
     with pytest.raises(fl.errors.DistributedError) as caught:

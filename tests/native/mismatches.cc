@@ -22,7 +22,7 @@ Step Author::mismatched(const fl_signature& s) {
 fl_signature Author::other_than(const fl_signature& base) {
   const auto count = static_cast<size_t>(base.count);
   fl_signature other = base;
-  switch (random_.below(6)) {
+  switch (random_.below(7)) {
     case 0:
       other.verb = base.verb == FL_BARRIER ? FL_REDUCE : FL_BARRIER;
       break;
@@ -37,6 +37,9 @@ fl_signature Author::other_than(const fl_signature& base) {
       break;
     case 4:
       other.scale = 0.5;
+      break;
+    case 5:
+      other.part_of = 1 + static_cast<int>(random_.below(31));
       break;
     default:
       other = signature(FL_ALL_REDUCE, base.dtype, 2, 0, 1.0, count + world_.ranks);

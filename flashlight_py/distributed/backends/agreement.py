@@ -49,7 +49,7 @@ class Agreement:
         self._last, self._last_at = "no call of this group", time.monotonic()
 
     def reach(self, call: str, seconds: float | None = None) -> None:
-        """Return once every rank has called ``call``, whose first word is the verb.
+        """Return once every rank has called ``call``, as "verb(...)" or "verb: step(...)".
 
         ``seconds`` bounds each step of the way; None: the group's timeout does.
 
@@ -85,6 +85,7 @@ class Agreement:
         return bool(verdict[0])
 
     def _differences(self, call: str) -> str:
+        call = call.partition(": ")[0]  # what users know it as
         texts = self._flat.all_gather(_padded(f"{call} at {call_site()}"), blocking=True).wait()
         groups: dict[str, list[int]] = {}
         for rank, row in enumerate(texts.reshape(-1, _TEXT_BYTES)):

@@ -1,8 +1,9 @@
-"""What a NumPy array is, for a native library: its address, and its part of a signature."""
+"""What a thread is about to call, for a native library: arrays, and the call's signature."""
 
 from __future__ import annotations
 
 import math
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -15,12 +16,17 @@ __all__ = ["Describer"]
 _SHAPE = 8  # dimensions that a signature has room for
 
 
-class Describer:
-    """Fills ``signature`` (an ``fl_signature *`` of ``ffi``), natively where that is there."""
+class Describer(threading.local):
+    """Fills a ``signature`` (an ``fl_signature *`` of ``ffi``), natively where that is there.
 
-    def __init__(self, ffi: Any, signature: Any) -> None:
-        self._ffi, self._signature = ffi, signature
-        self._place = int(ffi.cast("uintptr_t", signature))
+    Each thread has one of its own: the library reads it during the whole call. ``seconds`` is how
+    long what the thread starts may take.
+    """
+
+    def __init__(self, ffi: Any, seconds: float) -> None:
+        self._ffi, self.seconds = ffi, seconds
+        self.signature = ffi.new("fl_signature *")
+        self._place = int(ffi.cast("uintptr_t", self.signature))
         try:
             # From Python each field of the signature takes 100 ns, the address 1 us.
             self._native: ModuleType | None = _native.load("fast")
@@ -34,7 +40,7 @@ class Describer:
         if self._native is not None:
             self._native.describe(self._place, array, verb, dtype, op, scale, root)
             return
-        signature, shape = self._signature, array.shape
+        signature, shape = self.signature, array.shape
         signature.verb, signature.dtype, signature.op = verb, dtype, op
         signature.scale, signature.root = scale, root
         signature.itemsize, signature.count = array.itemsize, math.prod(shape)

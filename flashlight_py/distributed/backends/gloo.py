@@ -106,13 +106,20 @@ class GlooBackend(NativeBackend):
 
     def _run(self, data: Any, output: Any, peer: int, seconds: float, blocking: bool) -> Any:
         handle = self.lib.fl_gloo_run(
-            self._group, self._signature, data, output, peer, seconds, not blocking, self._here()
+            self._group,
+            self._next.signature,
+            data,
+            output,
+            peer,
+            seconds,
+            not blocking,
+            self._here(),
         )
         raise_interruption(self.lib, handle)
         return handle
 
     def _exchange(self, messages: Any, results: Any) -> None:
-        self.lib.fl_gloo_exchange(self._group, messages, len(messages), self.timeout, results)
+        self.lib.fl_gloo_exchange(self._group, messages, len(messages), self._next.seconds, results)
 
     def call_ahead(self, rank: int) -> str:
         """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""

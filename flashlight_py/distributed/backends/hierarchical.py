@@ -8,10 +8,9 @@ every rank and in every run with the same placement.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.agreement import Agreement, between_hosts
+from flashlight_py.distributed.backends.hierarchical_work import FutureWork, GuardedWork
 from flashlight_py.distributed.call_site import Place, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.work import Done, Work
@@ -80,8 +80,9 @@ class HierarchicalBackend(Backend):
         self._patience = between_hosts(between_hosts(timeout))
         self._agreement = Agreement(inside, between, flat, timeout) if checked else None
         self._host_of = {r: h for h, host in enumerate(self._hosts) for r in host}
+        self._part_of = ""  # with a colon
         self._thread: ThreadPoolExecutor | None = None
-        self._running: list[_FutureWork] = []
+        self._running: list[FutureWork] = []
 
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
         """Reduce inside the hosts, between them, and share; see ``Backend``."""
@@ -205,12 +206,12 @@ class HierarchicalBackend(Backend):
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Send through memory inside the host, else between hosts; see ``Backend``."""
         backend, peer = self._way_to(dst)
-        return _Guarded(backend.send(array, peer, tag, blocking), self)
+        return GuardedWork(backend.send(array, peer, tag, blocking), self)
 
     def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
         """Receive by the way that ``send`` takes; see ``Backend``."""
         backend, peer = self._way_to(src)
-        return _Guarded(backend.recv(array, peer, tag, blocking), self)
+        return GuardedWork(backend.recv(array, peer, tag, blocking), self)
 
     def _way_to(self, rank: int) -> tuple[Backend, int]:
         host = self._hosts[self._host_of[self.rank]]
@@ -237,12 +238,13 @@ class HierarchicalBackend(Backend):
         seconds: float | None = None,
     ) -> Work:
         """Run here, or on a thread after what was started before: backends keep an order."""
+        call = f"{self._part_of}{call}"
         self._running = [work for work in self._running if not work.is_completed()]
         if blocking and not self._running:
             return Done(self._run(call, run, seconds))
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "flashlight_py hierarchical")
-        work = _FutureWork(self._thread.submit(self._run_there, caller(), call, run, seconds))
+        work = FutureWork(self._thread.submit(self._run_there, caller(), call, run, seconds))
         self._running.append(work)
         return work
 
@@ -258,8 +260,10 @@ class HierarchicalBackend(Backend):
             if self._agreement is not None:
                 self._agreement.reach(call, seconds)
             return run()
-        except MismatchError:
-            if self._agreement is None:  # other ranks may be in the middle of it
+        except MismatchError as error:
+            if not error.group_lives:
+                self.end(error)
+            elif self._agreement is None:  # other ranks may be in the middle of it
                 self._close_backends()
             raise
         except (PeerLostError, CollectiveTimeoutError) as error:
@@ -268,6 +272,19 @@ class HierarchicalBackend(Backend):
         except BaseException:
             self._close_backends()
             raise
+
+    @contextlib.contextmanager
+    def part_of(self, call: str) -> Iterator[None]:
+        """Mark what is started within as steps of ``call``; see ``Backend``."""
+        before, self._part_of = self._part_of, f"{call}: "
+        try:
+            if self._agreement is not None:
+                yield
+                return
+            with self._flat.part_of(call):  # which compares, then, what it is given
+                yield
+        finally:
+            self._part_of = before
 
     def synchronize(self) -> None:
         """Block until all that was started has ended."""
@@ -307,68 +324,6 @@ class HierarchicalBackend(Backend):
         for backend in (self._inside, self._between, self._flat):
             if backend is not None:
                 backend.close()
-
-
-class _FutureWork(Work):
-    """An operation on the thread of a hierarchical backend."""
-
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-        self.failure_told = False
-        self._end_time: float | None = None
-        future.add_done_callback(self._note_end)
-
-    def _note_end(self, _: Future[Any]) -> None:
-        self._end_time = time.monotonic()
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait up to ``timeout`` seconds; see ``Work``."""
-        try:
-            return self._future.result(timeout)
-        except FutureTimeout as error:
-            if self._future.done():
-                self.failure_told = True
-                raise  # the operation's own timeout
-            raise CollectiveTimeoutError(
-                f"still running after wait(timeout={timeout}) seconds; it goes on"
-            ) from error
-        except DistributedError:
-            self.failure_told = True
-            raise
-
-    def is_completed(self) -> bool:
-        """Tell whether it has ended."""
-        return self._future.done()
-
-    def end_time(self) -> float | None:
-        """Return when it ended, if it has; see ``Work``."""
-        return self._end_time
-
-
-class _Guarded(Work):
-    """A message; what breaks the backend that carries it ends the others as well."""
-
-    def __init__(self, work: Work, owner: HierarchicalBackend) -> None:
-        self._work, self._owner = work, owner
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait up to ``timeout`` seconds; see ``Work``."""
-        try:
-            return self._work.wait(timeout)
-        except MismatchError:
-            raise
-        except DistributedError as error:
-            if self._work.is_completed():
-                self._owner.end(error)
-            raise
-
-    def is_completed(self) -> bool:
-        """Tell whether it has ended."""
-        return self._work.is_completed()
-
-    def end_time(self) -> float | None:
-        """Return when it ended, if it has; see ``Work``."""
-        return self._work.end_time()
 
 
 def _is_narrow(array: Array) -> bool:

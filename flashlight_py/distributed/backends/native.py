@@ -14,7 +14,7 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed import last_words
 from flashlight_py.distributed.arrays import dtype_code, require_length
-from flashlight_py.distributed.backend import Backend, Message
+from flashlight_py.distributed.backend import COMPOSED, Backend, Message
 from flashlight_py.distributed.backends.describing import Describer
 from flashlight_py.distributed.backends.interrupts import SITE_BYTES, raise_interruption
 from flashlight_py.distributed.backends.native_errors import words_of, words_of_traceback
@@ -29,8 +29,6 @@ __all__ = ["MESSAGE_BYTES", "NativeBackend"]
 
 MESSAGE_BYTES = 1024
 _ARRAY = object()
-# In the place of a root: this all_gather tells the rows of an uneven all_to_all.
-ROWS_OF_ALL_TO_ALL = 1
 
 
 class NativeBackend(Backend):
@@ -47,15 +45,14 @@ class NativeBackend(Backend):
         self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
         last_words.listen(self)
         self._group: Any = None  # the library's handle; None once the group is closed
-        self._signature = self.ffi.new("fl_signature *")
         self._sites: dict[Place, Any] = {}
-        self._describer = Describer(self.ffi, self._signature)
-        self._pointer = self._describer.pointer
-        self._running: list[NativeWork] = []
+        self._next = Describer(self.ffi, timeout)  # the call that this thread is about to make
+        self._pointer = self._next.pointer
+        self._running: dict[NativeWork, None] = {}  # in order; threads change it at the same time
 
     @abc.abstractmethod
     def _run(self, data: Any, output: Any, peer: int, seconds: float, blocking: bool) -> Any:
-        """Start the operation of ``self._signature``; a handle, or NULL where it has ended well."""
+        """Start what ``self._next`` describes; a handle, or NULL where it has ended well."""
 
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
         """Reduce in rank order and in place; see ``Backend``."""
@@ -184,9 +181,8 @@ class NativeBackend(Backend):
     def _rows_of_all(self, rows: Sequence[int]) -> Array:
         """Return how many rows each rank (first index) has for each; blocking."""
         verb, mine = self.lib.FL_ALL_GATHER, np.array(rows, np.int64)
-        work = self._start(
-            "all_to_all", verb, mine, root=ROWS_OF_ALL_TO_ALL, result=GATHERED, blocking=True
-        )
+        with self.part_of("all_to_all(rows=...)"):
+            work = self._start("all_to_all", verb, mine, result=GATHERED, blocking=True)
         table: Array = work.wait().reshape(self.size, self.size)
         return table
 
@@ -206,7 +202,7 @@ class NativeBackend(Backend):
         for room, message in zip(together, messages, strict=True):
             verb = self.lib.FL_SEND if message.sends else self.lib.FL_RECV
             self._describe("exchange", verb, message.array, ReduceOp.SUM, 1.0, message.tag)
-            room.signature = self._signature[0]
+            room.signature = self._next.signature[0]
             room.data, room.peer = self._pointer(message.array), message.peer
             room.site = self._here()[0]
         results = self.ffi.new("fl_op *[]", len(messages))
@@ -225,8 +221,8 @@ class NativeBackend(Backend):
         if handle == self.ffi.NULL:
             return Done(array)
         received = Received(name, array, array, None, message.tag)
-        work = NativeWork(self, name, handle, array, received, self.timeout)
-        self._running.append(work)
+        work = NativeWork(self, name, handle, array, received, self._next.seconds)
+        self._running[work] = None
         return work
 
     def barrier(self, timeout: float | None = None) -> Work:
@@ -240,11 +236,21 @@ class NativeBackend(Backend):
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
         """Bound what is started within by ``seconds``; see ``Backend``."""
-        before, self.timeout = self.timeout, seconds
+        before, self._next.seconds = self._next.seconds, seconds
         try:
             yield
         finally:
-            self.timeout = before
+            self._next.seconds = before
+
+    @contextlib.contextmanager
+    def part_of(self, call: str) -> Iterator[None]:
+        """Mark what is started within as steps of ``call``; see ``Backend``."""
+        signature = self._next.signature
+        before, signature.part_of = signature.part_of, 1 + COMPOSED.index(call)
+        try:
+            yield
+        finally:
+            signature.part_of = before
 
     def _start(
         self,
@@ -273,7 +279,7 @@ class NativeBackend(Backend):
         """
         if self._group is None:
             raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
-        seconds = self.timeout if timeout is None else timeout
+        seconds = self._next.seconds if timeout is None else timeout
         self._describe(name, verb, array if like is None else like, op, scale, root)
         result = array if result is _ARRAY else result
         source = self._pointer(array) if data is None else data
@@ -285,8 +291,10 @@ class NativeBackend(Backend):
         work = NativeWork(self, name, handle, (array, output, room, keep), received, seconds)
         # The library writes into the array whether or not anybody keeps the Work, also after Ctrl-C
         # has ended a blocking wait for it.
-        self._running = [other for other in self._running if not other.is_completed()]
-        self._running.append(work)
+        for other in list(self._running):
+            if other.is_completed():
+                self.forget(other)
+        self._running[work] = None
         return work
 
     def _describe(
@@ -294,9 +302,9 @@ class NativeBackend(Backend):
     ) -> None:
         if array is not None:
             code = dtype_code(name, array.dtype)
-            self._describer.describe(array, verb, code, op, scale, root)
+            self._next.describe(array, verb, code, op, scale, root)
             return
-        signature = self._signature
+        signature = self._next.signature
         signature.verb, signature.op, signature.scale, signature.root = verb, op, scale, root
         signature.dtype = signature.itemsize = signature.count = 0
         signature.ndim = self.lib.FL_ANY if verb == self.lib.FL_SCATTER else 0
@@ -317,7 +325,7 @@ class NativeBackend(Backend):
 
     def forget(self, work: NativeWork) -> None:
         """Let go of an operation that has ended, and of whose end the caller hears now."""
-        self._running = [other for other in self._running if other is not work]
+        self._running.pop(work, None)
 
     def synchronize(self) -> None:
         """Block until all that was started has ended; raises what the first failure raises."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashlight_py.distributed.arrays import DTYPES
+from flashlight_py.distributed.backend import COMPOSED
 from flashlight_py.distributed.constants import ReduceOp
 
 __all__ = ["call_in_words", "number_in_words"]
@@ -23,10 +24,8 @@ def number_in_words(lib: Any, signatures: Any, heard: Sequence[int], numbers: Se
 
 def call_in_words(lib: Any, signature: Any) -> str:
     """Write a signature as the call that it stands for."""
-    # An uneven all_to_all first gathers everybody's rows, with a root that no all_gather has.
-    tells_rows = signature.verb == lib.FL_ALL_GATHER and signature.root != 0
-    if tells_rows:
-        return "all_to_all(rows=...)"
+    if signature.part_of:
+        return COMPOSED[signature.part_of - 1]
     name = _name(lib, signature)
     arguments = [] if signature.verb == lib.FL_BARRIER else [_array(lib, signature)]
     if signature.verb in (lib.FL_ALL_REDUCE, lib.FL_REDUCE_SCATTER, lib.FL_REDUCE):

@@ -118,7 +118,8 @@ def _late(
         return MismatchError(
             f"{where}: the ranks called verbs of different groups: {_own_call(backend, handle)}; "
             f"{elsewhere}. They waited {limit} for each other. {_UNUSABLE}; make every rank call "
-            "the same, in the same order"
+            "the same, in the same order",
+            group_lives=False,
         )
     who = _names(backend, missing) if missing else "another rank"
     return CollectiveTimeoutError(

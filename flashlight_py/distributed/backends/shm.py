@@ -104,13 +104,13 @@ class ShmBackend(NativeBackend):
         asks = blocking and peer < 0  # where it was called, if that ever matters
         site = self.ffi.NULL if asks else self._here()
         handle = self.lib.fl_shm_run(
-            self._group, self._signature, data, output, peer, seconds, not blocking, site
+            self._group, self._next.signature, data, output, peer, seconds, not blocking, site
         )
         raise_interruption(self.lib, handle)
         return handle
 
     def _exchange(self, messages: Any, results: Any) -> None:
-        self.lib.fl_shm_exchange(self._group, messages, len(messages), self.timeout, results)
+        self.lib.fl_shm_exchange(self._group, messages, len(messages), self._next.seconds, results)
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array, not initialised, in memory that all ranks have mapped. Collective.
@@ -129,7 +129,8 @@ class ShmBackend(NativeBackend):
             return region
 
         try:
-            region = map_together(BackendStore(self), add, self._named)
+            with self.part_of("shared_empty"):
+                region = map_together(BackendStore(self), add, self._named)
         except BackendUnavailableError as error:
             _log.warning("shared_empty%s gives ordinary memory: %s", shape, error)
             return np.empty(shape, dtype)
@@ -185,7 +186,8 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool
     try:
         if store.rank == 0:
             file, error = _attempt(lambda: MemoryFile(named))
-        mapped, errors, path = _map_each(store, map_path, file, error)
+        mapped, error, path = _map_here(store, map_path, file, error)
+        errors = [answer.decode() for answer in store.exchange(error.encode())]
     finally:  # also where a rank was lost meanwhile, or a signal handler raised
         if file is not None:
             file.close()
@@ -200,10 +202,10 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool
     return mapped
 
 
-def _map_each(
+def _map_here(
     store: Store, map_path: Callable[[str, bool], Any], file: MemoryFile | None, error: str
-) -> tuple[Any, list[str], str]:
-    """Map rank 0's ``file``; returns each rank's error too, or "", and where the file was."""
+) -> tuple[Any, str, str]:
+    """Map rank 0's ``file``; returns this rank's error too, or "", and where the file is."""
     mapped = None
     if file is not None:
         own = file.own_path
@@ -212,7 +214,7 @@ def _map_each(
     path, problem = json.loads(store.exchange(mine.encode())[0])
     if not problem and store.rank != 0:
         mapped, error = _attempt(lambda: map_path(path, False))
-    return mapped, [answer.decode() for answer in store.exchange(error.encode())], path
+    return mapped, error, path
 
 
 def _attempt(do: Callable[[], Any]) -> tuple[Any, str]:

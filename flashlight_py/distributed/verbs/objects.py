@@ -30,7 +30,8 @@ class Objects(Verbs):
         """Return ``root``'s object; see :func:`flashlight_py.broadcast_object`."""
         root = self._check_rank("broadcast_object", "root", root)
         parcel = _Parcel("broadcast_object", self, [obj] if self.rank == root else [])
-        with self._journal.recording("broadcast_object", root=root) as record:
+        recording = self._journal.recording("broadcast_object", root=root)
+        with recording as record, self.backend().part_of("broadcast_object"):
             record.size = parcel.lengths(root, 1)[0]
             room = np.empty(record.size, np.uint8)
             room[...] = parcel.payload() if self.rank == root else 0
@@ -42,7 +43,8 @@ class Objects(Verbs):
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return all ranks' objects; see :func:`flashlight_py.all_gather_object`."""
         parcel = _Parcel("all_gather_object", self, [obj])
-        with self._journal.recording("all_gather_object") as record:
+        recording = self._journal.recording("all_gather_object")
+        with recording as record, self.backend().part_of("all_gather_object"):
             record.size = parcel.size
             parcel.lengths_of_all()
             everyone = exchange_bytes(self.backend(), parcel.payload().tobytes())
@@ -52,7 +54,8 @@ class Objects(Verbs):
         """Return all ranks' objects on ``root``; see :func:`flashlight_py.gather_object`."""
         root = self._check_rank("gather_object", "root", root)
         parcel = _Parcel("gather_object", self, [obj])
-        with self._journal.recording("gather_object", root=root) as record:
+        recording = self._journal.recording("gather_object", root=root)
+        with recording as record, self.backend().part_of("gather_object"):
             record.size = parcel.size
             lengths = parcel.lengths_of_all()
             joined = self.backend().gather(parcel.payload(), root, blocking=True).wait()
@@ -67,7 +70,8 @@ class Objects(Verbs):
         root = self._check_rank("scatter_object", "root", root)
         here = self.rank == root
         parcel = _Parcel("scatter_object", self, self._one_each(objs) if here else [])
-        with self._journal.recording("scatter_object", root=root) as record:
+        recording = self._journal.recording("scatter_object", root=root)
+        with recording as record, self.backend().part_of("scatter_object"):
             record.size = parcel.size
             lengths = parcel.lengths(root, self.size)
             rows = lengths if here else [0] * self.size
@@ -99,10 +103,11 @@ class Objects(Verbs):
         try:
             return pickle.loads(data)
         except Exception as error:
-            error.add_note(
-                f"[{verb}] rank {self.rank} of {self.size}: the object that came from rank "
-                f"{source} cannot be unpickled here; import on every rank what it is made of"
-            )
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(
+                    f"[{verb}] rank {self.rank} of {self.size}: the object that came from rank "
+                    f"{source} cannot be unpickled here; import on every rank what it is made of"
+                )
             raise
 
 

@@ -29,19 +29,19 @@ class Subgroups(Verbs):
     def new_group(self, ranks: Sequence[int]) -> ProcessGroup:
         """Make a group of some ranks of this one; see :func:`flashlight_py.new_group`."""
         members = self._check_members(ranks)
-        self.backend()
-        with self._journal.recording("new_group"):
-            self._agree("new_group", json.dumps(members))
+        backend = self.backend()
+        with self._journal.recording("new_group"), backend.part_of("new_group"):
+            self._agree(members)
             return self._found(members)
 
     def split(self, color: int | None, key: int = 0) -> ProcessGroup:
         """Make a group of those with one color; see :func:`flashlight_py.split`."""
         color, key = _check_color(color), _check_key(key)
         backend = self.backend()
-        with self._journal.recording("split"):
-            told = exchange_bytes(backend, json.dumps(["split", color, key]).encode())
-            choices = [_as_choice(text, rank, self) for rank, text in enumerate(told)]
-            mates = [(k, rank) for rank, (c, k) in enumerate(choices) if c == color]
+        with self._journal.recording("split"), backend.part_of("split"):
+            told = exchange_bytes(backend, json.dumps([color, key]).encode())
+            choices = enumerate(map(json.loads, told))
+            mates = [(k, rank) for rank, (c, k) in choices if c == color]
             return self._found([] if color is None else [rank for _, rank in sorted(mates)])
 
     def _check_members(self, ranks: Sequence[int]) -> list[int]:
@@ -52,15 +52,15 @@ class Subgroups(Verbs):
             raise ValueError("new_group: a group has at least one rank, got none")
         return members
 
-    def _agree(self, verb: str, mine: str) -> None:
+    def _agree(self, members: Sequence[int]) -> None:
         """Make sure that all ranks of this group ask for the same new one."""
-        told = exchange_bytes(self.backend(), f"{verb} {mine}".encode())
+        told = exchange_bytes(self.backend(), f"new_group {json.dumps(members)}".encode())
         asked = [text.decode() for text in told]
         if len(set(asked)) > 1:
             calls = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(asked))
             raise MismatchError(
-                f"[{verb}] rank {self.rank} of {self.size}: the ranks asked for different groups "
-                f"({calls}). Every rank of the parent must give the same list"
+                f"[new_group] rank {self.rank} of {self.size}: the ranks asked for different "
+                f"groups ({calls}). Every rank of the parent must give the same list"
             )
 
     def _found(self, members: list[int]) -> ProcessGroup:
@@ -87,17 +87,6 @@ def _check_key(key: object) -> int:
     if number is None:
         raise ValueError(f"split: key must be an integer, got {key!r}")
     return number
-
-
-def _as_choice(text: bytes, rank: int, group: Verbs) -> tuple[int | None, int]:
-    """Return the color and key that ``rank`` chose."""
-    if not text.startswith(b'["split"'):
-        raise MismatchError(
-            f"[split] rank {group.rank} of {group.size}: rank {rank} called {text.decode()} "
-            "instead; make every rank of the parent call the same"
-        )
-    _, color, key = json.loads(text)
-    return color, key
 
 
 class MemberStore(Store):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,7 @@ class MpiBackend(Backend):
         self._movement = Movement(mpi, comms[0], progress)
         self._reduction = Reduction(mpi, comms[0], progress, self._movement)
         self._guarded = True
+        self._part_of = ""
         exits.install(mpi, progress.linger)
         last_words.listen(self)
 
@@ -204,7 +207,8 @@ class MpiBackend(Backend):
             )
             return taken
 
-        call = Call.of("all_to_all_uneven", array, ragged=True, told=array.shape[0])
+        call = Call.of("all_to_all", array, ragged=True, told=array.shape[0])
+        call = replace(call, text=f"{call.text[:-1]}, rows=...)", key=f"uneven {call.key}")
         work = self._start(call, array, body, blocking, needs_table=True)
         return self._into(out, work, "all_to_all")
 
@@ -247,6 +251,15 @@ class MpiBackend(Backend):
         call = Call.of("barrier")
         return self._group.collective(call, _nothing, True, timeout, needs_table=True)
 
+    @contextlib.contextmanager
+    def part_of(self, call: str) -> Iterator[None]:
+        """Mark what is started within as steps of ``call``; see ``Backend``."""
+        before, self._part_of = self._part_of, call
+        try:
+            yield
+        finally:
+            self._part_of = before
+
     def synchronize(self) -> None:
         """Block until all that was started has ended; see ``Backend``."""
         self._group.synchronize()
@@ -275,6 +288,8 @@ class MpiBackend(Backend):
         def steps(told: list[int]) -> Steps:
             return on_device(array, body(told))
 
+        if self._part_of:
+            call = call.as_part_of(self._part_of)
         return self._group.collective(call, steps, blocking, needs_table=needs_table)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,10 @@ class Call:
         text = f"{verb}({kind} {shape_text(shape)}{end})"
         key = f"{verb}({kind} rows of {shape[1:]}{end})" if ragged else text
         return cls(text, key, told)
+
+    def as_part_of(self, call: str) -> Call:
+        """Return this as a step of ``call``, which users know it as."""
+        return replace(self, text=call, key=f"{call}: {self.key}")
 
     @property
     def digest(self) -> int:

@@ -46,14 +46,16 @@ class _Guard:
 
     def _end_the_job(self) -> None:
         """Abort, soon; no code of the interpreter's exit runs after that."""
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # as under pythonw
-                stream.flush()
         end = time.monotonic() + _LINGER_SECONDS
-        for descriptor in (1, 2):
-            _await_reader(descriptor, end)
-        self._linger(end)
-        self._mpi.COMM_WORLD.Abort(1)
+        try:
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:  # as under pythonw
+                    stream.flush()
+            for descriptor in (1, 2):
+                _await_reader(descriptor, end)
+            self._linger(end)
+        finally:  # also after Ctrl-C, or where nobody reads any more
+            self._mpi.COMM_WORLD.Abort(1)
 
 
 def _await_reader(descriptor: int, end: float) -> None:

@@ -252,7 +252,7 @@ class Group:
         """End everything: this rank's program has raised."""
         with self.progress.lock:
             if not self._unusable and not self._mpi.Is_finalized():
-                self._presence.leave(self._own(traceback, raised=True))
+                self._tell(lambda: self._presence.leave(self._own(traceback, raised=True)))
                 self._end_all("this rank's program has raised an exception")
 
     def _break(self, operation: Operation, error: BaseException, farewell: Farewell) -> None:
@@ -282,7 +282,7 @@ class Group:
                 return
             healthy = not self._unusable and not self.is_busy()
             if not self._unusable and not self._mpi.Is_finalized():
-                self._presence.leave(self._own("it has left the group"))
+                self._tell(lambda: self._presence.leave(self._own("it has left the group")))
             self.go()
             self._end_all(_CLOSED)
         self.progress.remove(self, healthy)

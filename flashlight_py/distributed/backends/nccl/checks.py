@@ -63,11 +63,12 @@ class Checks:
         self._memory, self._mates, self._cpu = memory, list(mates), cpu
         self._rings = [Ring(memory, place) for place in range(len(mates))]
         self._mine, self._agreed, self._link = self._rings[mine], 0, link
-        self._ends = {
-            rank: os.pidfd_open(process)
+        ends = {
+            rank: _end_of(process)
             for rank, process in zip(mates, processes, strict=True)
             if process and rank != cpu.rank
         }
+        self._ends = {rank: end for rank, end in ends.items() if end is not None}
         if link is not None:
             link.start(self._rings, self._mine)
 
@@ -119,7 +120,8 @@ class Checks:
             return MismatchError(
                 f"{self._where()}: the ranks called different things in {word.text}. NCCL had "
                 "begun them, so what the arrays hold is undefined, and this group cannot be used "
-                "again; make every rank call the same"
+                "again; make every rank call the same",
+                group_lives=False,
             )
         number, _, raised = word.text.partition("\n")
         summary, _, traceback = raised.partition("\n")
@@ -153,6 +155,14 @@ def describe(
         return f"{verb}()"
     named = (f"{name}={_value(value)}" for name, value in how)
     return f"{verb}({', '.join([f'{dtype} {shape}', *named])})"
+
+
+def _end_of(process: int) -> int | None:
+    """Return a descriptor that tells the end of ``process``; None where the system has none."""
+    try:
+        return os.pidfd_open(process)
+    except (AttributeError, OSError):  # Python or the kernel is too old, or it has ended
+        return None
 
 
 def _value(value: Any) -> str:
