@@ -43,7 +43,7 @@ class BuildOptionalExtensions(build_ext):
         Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # one from an earlier build
         note.parent.mkdir(parents=True, exist_ok=True)
         remedy = f"Install {NEEDED[_short_name(ext)]}a C++17 compiler, then install again: {AGAIN}"
-        note.write_text(f"{reason}. {remedy}\n")
+        note.write_text(f"{reason}. {remedy}\n", encoding="utf-8", errors="backslashreplace")
         self.warn(f"{ext.name} is left out: {reason}")
 
     def _why_not(self, ext: Any) -> str | None:
@@ -75,7 +75,7 @@ class BuildOptionalExtensions(build_ext):
         target = Path("flashlight_py/_native") / source.name
         target.unlink(missing_ok=True)
         if source.exists():
-            target.write_text(source.read_text())
+            target.write_bytes(source.read_bytes())
 
     def get_outputs(self) -> list[str]:
         """Only files that exist, so that a missing extension does not fail the packing."""

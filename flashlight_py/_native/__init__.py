@@ -22,7 +22,8 @@ def load(name: str) -> ModuleType:
         return importlib.import_module(f"flashlight_py._native._{name}")
     except ImportError as error:
         note = Path(__file__).with_name(f"{name}.missing.txt")
-        reason = note.read_text().strip() if note.exists() else f"{error}. {_remedy(name)}"
+        told = note.read_text(encoding="utf-8").strip() if note.exists() else ""
+        reason = told or f"{error}. {_remedy(name)}"
         raise BackendUnavailableError(f"the {name} backend is not available: {reason}") from error
 
 

@@ -93,8 +93,8 @@ def _only_shm(store: Store, settings: Settings, hosts: Sequence[Sequence[int]]) 
 def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]]) -> Connection:
     """Use the memory that ranks share; where that fails on any host, all use Gloo alone."""
     inside, problem = _inside(store, settings, hosts)
-    problems = [answer.decode() for answer in store.exchange(problem.encode())]
-    failed = next((text for text in problems if text), "")
+    told = store.exchange(problem.encode(errors="backslashreplace"))
+    failed = next((text.decode() for text in told if text), "")
     if failed:
         if inside is not None:
             inside.close()

@@ -77,6 +77,8 @@ def distributed_init(
             the path cannot be used, MPI does not know of the ranks that mpirun started, or this
             would be a world of one among processes that were started as several.
         PeerLostError: a rank died while ranks were connecting.
+        OSError: the process may open no more files; or TRACE_DIR is relative to a working directory
+            that was removed, and nothing was created.
     """
     if is_distributed_init():
         warnings.warn(
@@ -89,10 +91,16 @@ def distributed_init(
     method = _method(init_method)
     settings = Settings.from_params(params)
     create = _choose(method, world_rank, world_size, settings)
-    set_world(alone() if create is None else _meet(create, settings))
-    _watch(current_world(), settings)
+    world = alone() if create is None else _meet(create, settings)
+    try:
+        _watch(world, settings)
+    except BaseException as error:
+        last_words.tell(error)
+        last_words.uninstall()
+        world.group.close()
+        raise
+    set_world(world)
     atexit.register(_close_at_exit)
-    world = current_world()
     if world.group.rank == 0:
         _log.info("initialised %d process(es): %r", world.group.size, world.group)
 
@@ -234,7 +242,8 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
         raise
     except BaseException as error:
         last_words.uninstall()
-        store.abort(f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+        store.abort(reason.encode(errors="backslashreplace").decode())  # a path may be no text
         raise
     return world
 
@@ -254,7 +263,7 @@ def _connect(store: Store, settings: Settings) -> World:
 def _watch(world: World, settings: Settings) -> None:
     """Have this rank's last calls written where it is told, when something goes wrong."""
     chosen = settings.trace_dir is not None
-    folder = Path(settings.trace_dir).absolute() if settings.trace_dir else None
+    folder = Path(settings.trace_dir) if settings.trace_dir else None
     group, job = world.group, world.job if world.group.size > 1 else new_job()
     watchdog.start(
         Flight(group.rank, group.size, job, folder if chosen else default_folder(job), chosen)

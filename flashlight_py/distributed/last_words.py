@@ -122,12 +122,12 @@ def is_interactive() -> bool:
 def _in_words(error: BaseException) -> str:
     """Return the exception in one line, then as much of the traceback's end as others can take."""
     last = traceback.format_exception_only(type(error), error)[-1].strip()
-    summary = _cut(last.splitlines()[0] if last else type(error).__name__, _SUMMARY_BYTES)
-    lines = "".join(traceback.format_exception(error)).rstrip()
-    room = _BYTES - len(summary.encode())
-    tail = lines.encode()[-room:].decode(errors="ignore")
-    return f"{summary}\n{tail if len(lines.encode()) <= room else f'[...] {tail[6:]}'}"
+    summary = _bytes(last.splitlines()[0] if last else type(error).__name__)[:_SUMMARY_BYTES]
+    lines = _bytes("".join(traceback.format_exception(error)).rstrip())
+    room = _BYTES - len(summary)
+    tail = lines if len(lines) <= room else b"[...] " + lines[6 - room :]
+    return f"{summary.decode(errors='ignore')}\n{tail.decode(errors='ignore')}"
 
 
-def _cut(text: str, limit: int) -> str:
-    return text.encode()[:limit].decode(errors="ignore")
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")  # a file's name may be no text

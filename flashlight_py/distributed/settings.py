@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flashlight_py.distributed.constants import DistributedConstants as Keys
@@ -47,6 +48,7 @@ class Settings:
         Raises:
             TypeError: it is no mapping.
             ValueError: a key is unknown (the nearest known one is named) or a value is invalid.
+            OSError: TRACE_DIR is relative, and the working directory was removed.
         """
         params = {} if params is None else params
         if not isinstance(params, Mapping):
@@ -85,7 +87,9 @@ def _path(value: Any) -> str | None:
 
 
 def _folder(value: Any) -> str | None:
-    return None if value is None else os.fsdecode(os.fspath(value))
+    """Return the absolute path, so that it stays the same; "" as it is."""
+    folder = None if value is None else os.fsdecode(os.fspath(value))
+    return str(Path(folder).absolute()) if folder else folder
 
 
 def _count(value: Any) -> int | None:

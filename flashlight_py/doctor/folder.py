@@ -133,7 +133,8 @@ def _own_files(folder: Path) -> str:
 
 
 def _file_system(folder: Path) -> Finding:
-    kind, mount = file_system_of(folder.resolve(), Path("/proc/self/mountinfo").read_text())
+    mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+    kind, mount = file_system_of(folder.resolve(), mounts)
     if kind.startswith(_NETWORK):
         return Finding("file system", State.OK, f"{kind}, mounted at {mount}: for several hosts")
     detail = f"{kind}, mounted at {mount}: for the ranks of this host, unless others mount it"
@@ -145,7 +146,7 @@ def file_system_of(path: Path, mountinfo: str) -> tuple[str, str]:
     found = ("unknown", "/")
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
-        mount = before.split()[4].encode().decode("unicode_escape")
+        mount = before.split()[4].encode("latin-1", "backslashreplace").decode("unicode_escape")
         if path.is_relative_to(mount) and len(mount) >= len(found[1]):
             found = (after.split()[0], mount)
     return found

@@ -76,6 +76,7 @@ def _ask() -> tuple[dict[str, Any], str]:
             [sys.executable, "-m", "flashlight_py.doctor.mpi"],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=SECONDS,
             check=False,
             stdin=subprocess.DEVNULL,
@@ -128,7 +129,14 @@ def _mpirun(vendor: str) -> Finding:
 def _version_of(program: str) -> str:
     try:
         command = [program, "--version"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return done.stdout
@@ -158,7 +166,7 @@ def _tell() -> dict[str, Any]:
 
 def _library_path() -> str:
     """Return the file of libmpi that this process has mapped."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
     files = (line.split(maxsplit=5)[-1] for line in lines if "/" in line)
     return next((file for file in files if Path(file).name.startswith("libmpi")), "")
 

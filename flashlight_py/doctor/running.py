@@ -119,6 +119,7 @@ def _started(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
         env={**os.environ, **threads, **variables},
         start_new_session=True,
     )

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _diff(chosen: argparse.Namespace) -> int:
     lines, agree = compare(read_records(chosen.folder))
-    print("\n".join(lines))
+    _say("\n".join(lines))
     return 0 if agree else 1
 
 
@@ -56,8 +56,14 @@ def _view(chosen: argparse.Namespace) -> int:
     trace = of_records(read_records(source)) if source.is_dir() else read_trace(source)
     output: Path = chosen.output or source.with_suffix(".html")
     output.write_text(page(trace), encoding="utf-8")
-    print(f"{output}: open it in a browser")
+    _say(f"{output}: open it in a browser")
     return 0
+
+
+def _say(text: str) -> None:
+    """Print what may hold names and words that the terminal's encoding does not have."""
+    encoding = sys.stdout.encoding
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 if __name__ == "__main__":

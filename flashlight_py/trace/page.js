@@ -348,7 +348,7 @@ function makeTables() {
   const rows = [...total].sort((a, b) => b[1].us - a[1].us);
   table("Verbs, all ranks", ["", "calls", "bytes", "time", "waiting for a rank", "longest"], rows.map(([name, v]) => [
     verbs.get(name), name, v.calls, size(v.bytes), duration(v.us), duration(v.waited_us),
-    duration(Math.max(...events.filter((e) => e.name === name).map((e) => e.dur)))]));
+    duration(events.reduce((most, e) => e.name === name ? Math.max(most, e.dur) : most, 0))]));
   table("Ranks", ["", "communication", "program blocked", "beside the program"], ranks.map((r) => [
     null, bands.find((band) => band.pid === r.rank).name, duration(r.communication_us), duration(r.blocked_us),
     `${duration(r.overlapped_us)} (${Math.round(100 * r.overlapped_us / (r.communication_us || 1))} %)`]));

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashlight_py.distributed.recorder.flight_record import FORMAT
+from flashlight_py.distributed.recorder.flight_record import read_fields
 
 __all__ = ["FlightRecord", "call_text", "read_records"]
 
@@ -34,15 +33,14 @@ class FlightRecord:
         """Read one file.
 
         Raises:
+            OSError: it cannot be read.
             ValueError: it is no flight record.
         """
+        fields = read_fields(path)
         try:
-            fields = json.loads(path.read_text())
-            if fields["format"] != FORMAT:
-                raise ValueError(f"its format is {fields['format']!r}, and this reads {FORMAT!r}")
             return cls(**{name: fields[name] for name in cls.__dataclass_fields__})
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no flight record: {error}") from error
+        except KeyError as error:
+            raise ValueError(f"{path} is no flight record: it has no {error}") from error
 
 
 def read_records(folder: Path) -> list[FlightRecord]:

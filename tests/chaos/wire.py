@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Address", "blobs", "connected", "flood", "listening", "throw"]
+__all__ = ["Address", "blobs", "connected", "crowd", "heard", "listening"]
 
 Address = tuple[str, int]
 CONNECTED, LISTENS = "01", "0A"
-# So long a stranger waits to be let in, and then for an answer, in seconds.
+# So long a stranger waits to be let in, in seconds.
 PATIENCE = 0.05
 GREETING = struct.Struct("!4sHHQ")  # of the TCP rendezvous
 
@@ -64,26 +64,24 @@ def blobs(draw: random.Random, count: int) -> Iterator[bytes]:
         )
 
 
-def throw(address: Address, blob: bytes) -> bytes:
-    """Connect, send, hang up; return the answer, which ought to be none."""
-    with socket.socket() as stranger:
+def crowd(address: Address, blobs: Iterable[bytes]) -> Iterator[socket.socket]:
+    """Have strangers connect, send a blob each, and stay, until one is not let in."""
+    for blob in blobs:
+        stranger = socket.socket()
         stranger.settimeout(PATIENCE)
-        with suppress(OSError):
+        try:
             stranger.connect(address)
             stranger.sendall(blob)
-            return stranger.recv(100)
-    return b""
+        except OSError:
+            stranger.close()
+            return
+        yield stranger
 
 
-def flood(address: Address, count: int) -> list[socket.socket]:
-    """Return ``count`` sockets that have asked to connect, and have sent what keeps them open."""
-    strangers = []
-    for number in range(count):
-        stranger = socket.socket()
-        stranger.setblocking(False)
-        strangers.append(stranger)
-        with suppress(BlockingIOError):
-            stranger.connect(address)
-        with suppress(OSError):
-            stranger.send(struct.pack("=q", 1000 + number))
-    return strangers
+def heard(stranger: socket.socket) -> bytes:
+    """Return all that a stranger has been told, and hang up; whoever told it must have ended."""
+    told = b""
+    with stranger, suppress(OSError):
+        while more := stranger.recv(65536):
+            told += more
+    return told

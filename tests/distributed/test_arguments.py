@@ -155,6 +155,17 @@ def test_distributed_init_refuses_before_anything_is_created(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_in_a_working_directory_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(FileNotFoundError):
+        fl.distributed_init(params={"TRACE_DIR": "records"})
+    assert not fl.is_distributed_init()
+
+
 def test_params_must_be_a_mapping() -> None:
     with pytest.raises(TypeError, match="dict"):
         fl.distributed_init(params=["FILE_PATH"])  # type: ignore[arg-type]

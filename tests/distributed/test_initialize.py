@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.distributed.harness import mpirun_command
+import flashlight_py as fl
+from flashlight_py.distributed import initialize
+from flashlight_py.distributed.recorder import watchdog
+from tests.distributed.harness import mpirun_command, run_ranks
 
 MAIN = Path(__file__).with_name("start_main.py")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI_LOCAL", "SLURM_")
@@ -109,3 +117,52 @@ def test_a_size_without_a_place_to_meet_says_so() -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "MASTER_ADDR" in errors
+
+
+def held() -> tuple[int, int, Any, bool]:
+    """Descriptors, threads, the hook of exceptions, and whether SIGUSR1 is heard: a world's."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    hears = watchdog._is_in("SigCgt", signal.SIGUSR1)
+    return descriptors, threading.active_count(), sys.excepthook, hears
+
+
+def start_watching_without_descriptors(*args: Any) -> None:
+    """Watch the world, at a moment when the process may open no more files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        watch(*args)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+watch = initialize._watch
+
+
+def fail_at_the_end_of_the_start(rank: int, size: int, folder: str) -> str:
+    params = {"FILE_PATH": f"{folder}/meet", "BACKEND": "gloo", "TRACE_DIR": f"{folder}/records"}
+    place = fl.DistributedInit.FILE_SYSTEM, rank, size, params
+    told, before = "", held()
+    if rank == 1:
+        initialize._watch = start_watching_without_descriptors
+        with pytest.raises(OSError, match="Too many open files"):
+            fl.distributed_init(*place)
+        initialize._watch = watch
+    else:
+        fl.distributed_init(*place)
+        with pytest.raises(fl.errors.PeerLostError) as caught:
+            fl.barrier()
+        told = str(caught.value)
+        fl.distributed_shutdown()
+    assert not fl.is_distributed_init()
+    assert held() == before
+    fl.distributed_init(*place)
+    assert np.all(fl.all_reduce(np.ones(3)) == size)
+    fl.distributed_shutdown()
+    return told
+
+
+def test_a_start_that_fails_at_its_end_leaves_nothing_and_is_told(tmp_path: Path) -> None:
+    told, _ = run_ranks(fail_at_the_end_of_the_start, 2, str(tmp_path), init=None)
+    assert "lost rank 1" in told
+    assert "it raised OSError: [Errno 24] Too many open files" in told

@@ -174,15 +174,30 @@ def test_a_group_may_be_closed_at_once(ranks: Any) -> None:
     ranks.run(leaves_groups_at_once)
 
 
-def other_tags(rank: int, size: int) -> str:
+def other_tags(rank: int, size: int, peer: int) -> str:
+    calls = {
+        0: lambda: fl.send(np.zeros(3), peer, tag=3),
+        peer: lambda: fl.recv(np.zeros(3), 0, tag=7),
+    }
     with pytest.raises((fl.errors.CollectiveTimeoutError, fl.errors.PeerLostError)) as caught:
-        fl.send(np.zeros(3), 1, tag=3) if rank == 0 else fl.recv(np.zeros(3), 0, tag=7)
+        calls.get(rank, lambda: fl.barrier(timeout=20))()  # until it hears of them
     return str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_tags_that_do_not_meet_are_both_told_on_both_ranks(backend: str) -> None:
-    for outcome in run_outcomes(other_tags, 2, params={"BACKEND": backend, "TIMEOUT": 1}):
+@pytest.mark.parametrize(
+    ("backend", "size", "peer"),
+    [
+        *(("gloo", 2, 1), ("shm", 2, 1)),
+        *(("hierarchical", 3, 1), ("hierarchical", 3, 2)),  # of its host, and of the other
+    ],
+)
+def test_tags_that_do_not_meet_are_both_told_on_every_rank(
+    backend: str, size: int, peer: int
+) -> None:
+    world = BACKENDS[backend][1]
+    world = {**world, "params": {**world.get("params", {}), "TIMEOUT": 1}}
+    outcomes = run_outcomes(other_tags, size, peer, **world)
+    for outcome in outcomes:
         assert "with tag 3" in outcome.value
         assert "with tag 7" in outcome.value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 from typing import Any
 
 import hypothesis
@@ -168,10 +169,21 @@ def test_what_runs_beside_a_mismatch_goes_on(pool: Any, backend: str, count: int
     pool(2, **BACKENDS[backend][1]).run(differ_beside_messages, count)
 
 
-def where_it_was_called(rank: int, size: int, starts: bool) -> str:
-    with pytest.raises(fl.errors.MismatchError) as caught:
-        (two if rank else one)(starts)
-    return str(caught.value)
+# A file's name may be any bytes, as Python shows those that are no text.
+NO_TEXT = compile("fl.all_reduce(np.zeros(3 + rank))", "/home/caf\udce9/train.py", "exec")
+
+
+def where_it_was_called(rank: int, size: int, starts: bool) -> list[str]:
+    messages = []
+    for call in (
+        lambda: (two if rank else one)(starts),
+        lambda: exec(NO_TEXT, {**globals(), "rank": rank}),
+    ):
+        with pytest.raises(fl.errors.MismatchError) as caught:
+            call()
+        messages.append(str(caught.value))
+        fl.barrier()
+    return messages
 
 
 def one(starts: bool) -> None:
@@ -192,9 +204,21 @@ def test_each_side_is_told_where_the_others_have_called(
     pool: Any, backend: str, starts: bool
 ) -> None:
     lines = [f"distributed/test_mismatches.py:{line_of(fn)}" for fn in (one, two)]
-    for message in pool(WORLDS[backend], **BACKENDS[backend][1]).run(where_it_was_called, starts):
+    told = pool(WORLDS[backend], **BACKENDS[backend][1]).run(where_it_was_called, starts)
+    for message, again in told:
         assert "rank 0 called all_reduce(float64 (3,), op=sum, scale=1" in message
         assert all(line in message for line in lines), message
+        assert r" at caf\udce9/train.py:1" in again
+    first, then = ({number_of(message) for message in each} for each in zip(*told, strict=True))
+    (number,) = first
+    assert then == {number + 2}
+
+
+def number_of(message: str) -> int:
+    """Which call of the group it was, the first being 1."""
+    found = re.search(r"the ranks called different things in call (\d+) of this group: ", message)
+    assert found, message
+    return int(found[1])
 
 
 def line_of(function: Any) -> int:

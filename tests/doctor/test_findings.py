@@ -42,7 +42,9 @@ def test_an_interface_that_is_not_there_fails() -> None:
 def test_the_file_system_is_named(tmp_path: Path) -> None:
     mountinfo = (
         "1 0 8:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / /data\\040x rw,shared:1 - nfs4 server:/x rw\n"
+        "3 1 0:3 / /\u00e9t\u00e9\udce9 rw - tmpfs none rw\n"
     )
+    assert folder.file_system_of(Path("/\u00e9t\u00e9\udce9/x"), mountinfo)[0] == "tmpfs"
     assert folder.file_system_of(Path("/data x/run"), mountinfo) == ("nfs4", "/data x")
     assert folder.file_system_of(Path("/home"), mountinfo) == ("ext4", "/")
 

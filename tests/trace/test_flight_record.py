@@ -20,6 +20,7 @@ from flashlight_py.distributed.recorder.flight_record import Flight, write_recor
 from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.trace.__main__ import main
+from flashlight_py.trace.records import read_records
 from tests.distributed.harness import run_ranks
 
 
@@ -156,3 +157,28 @@ def test_a_folder_that_somebody_put_there_is_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "elsewhere").iterdir())
     write_record(Flight(folder=tmp_path / "records", chosen=True), "a test")
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["rank0.json"]
+
+
+IN_ANY_LANGUAGE = """
+import os, sys
+import flashlight_py as fl
+from flashlight_py.trace.__main__ import main
+from flashlight_py.trace.records import read_records
+fl.distributed_init(params={"TRACE_DIR": sys.argv[1]})
+fl.trace.dump("Caf\u00e9 " + sys.argv[2])  # im Café
+assert main(["diff", sys.argv[1]]) == 0
+"""
+
+
+def test_a_record_holds_any_text_in_any_locale(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(IN_ANY_LANGUAGE, encoding="utf-8")
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, str(program), str(tmp_path / "records"), b"caf\xe9"]
+    told = subprocess.run(
+        command, env={**os.environ, **plain}, capture_output=True, check=True, timeout=60
+    )
+    assert b"Caf\\xe9 caf\\udce9" in told.stdout
+    (found,) = read_records(tmp_path / "records")
+    assert found.reason == "Caf\u00e9 caf\udce9"
+    assert "# im Café" in (tmp_path / "records" / "rank0.json").read_text(encoding="utf-8")

@@ -42,11 +42,23 @@ def test_the_page_needs_nothing_else() -> None:
     assert "/*SCRIPT*/" not in text
 
 
+def a_long_trace(count: int) -> dict[str, Any]:
+    trace = a_trace()
+    barrier = next(event for event in trace["traceEvents"] if event["name"] == "barrier")
+    later = ({**barrier, "ts": 70_000 + number, "dur": 1, "args": {}} for number in range(count))
+    trace["traceEvents"] += later
+    return trace
+
+
 @pytest.mark.skipif(PROGRAM is None, reason="needs a browser: apt-get install chromium")
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    file = tmp_path / "page.html"
+    file, long = tmp_path / "page.html", tmp_path / "long.html"
     file.write_text(page(a_trace()), encoding="utf-8")
+    long.write_text(page(a_long_trace(200_000)), encoding="utf-8")
     with Browser(tmp_path / "browser") as browser:
+        browser.open(long)
+        assert browser.value("document.body.dataset.error") is None
+        assert _rows(browser)["barrier"][4] == "10.00 ms"
         browser.open(file)
         assert browser.value("document.body.dataset.error") is None
         assert browser.value("document.getElementById('facts').textContent").startswith("3 ranks, ")
@@ -57,9 +69,13 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         assert browser.screenshot().startswith(b"\x89PNG")
 
 
-def _shows_tables_and_legend(browser: Browser) -> None:
+def _rows(browser: Browser) -> dict[str, list[str]]:
     rows = "[...document.querySelectorAll('tbody tr')].map(row => row.innerText.split('\\t'))"
-    by_name = {row[0].strip(): row[1:] for row in browser.value(rows)}
+    return {row[0].strip(): row[1:] for row in browser.value(rows)}
+
+
+def _shows_tables_and_legend(browser: Browser) -> None:
+    by_name = _rows(browser)
     assert by_name["all_reduce"][:3] == ["3", "12 KiB", "54.00 ms"]
     assert by_name["broadcast"][3] == "15.00 ms"  # rank 0 waited 10 ms, rank 1 5 ms, for rank 2
     assert {"rank 0 (host, pid 100)", "rank 2 (host, pid 102)"} <= set(by_name)

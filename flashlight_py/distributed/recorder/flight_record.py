@@ -18,7 +18,15 @@ from typing import Any
 from flashlight_py.distributed.recorder import journal
 from flashlight_py.distributed.recorder.stacks import stacks, stands_at
 
-__all__ = ["FORMAT", "Flight", "default_folder", "new_job", "record_text", "write_record"]
+__all__ = [
+    "FORMAT",
+    "Flight",
+    "default_folder",
+    "new_job",
+    "read_fields",
+    "record_text",
+    "write_record",
+]
 
 FORMAT = "flashlight_py flight record 1"
 
@@ -68,12 +76,31 @@ def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = No
     part = flight.folder / f".rank{flight.rank}-{secrets.token_hex(6)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
-        with open(os.open(part, flags, 0o600), "w") as file:
+        # Whatever the locale; half a character, as in a file's name, is written as JSON writes it.
+        with open(
+            os.open(part, flags, 0o600), "w", encoding="utf-8", errors="backslashreplace"
+        ) as file:
             file.write(text)
         part.replace(flight.file)
     finally:
         part.unlink(missing_ok=True)
     return flight.file
+
+
+def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what a file holds that ``write_record`` has written.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no flight record.
+    """
+    try:
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        if fields["format"] != FORMAT:
+            raise ValueError(f"its format is {fields['format']!r}, and this reads {FORMAT!r}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no flight record: {error}") from error
+    return dict(fields)
 
 
 def _make_folder(folder: Path, chosen: bool) -> None:

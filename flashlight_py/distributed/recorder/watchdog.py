@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import fcntl
 import logging
+import math
 import os
 import select
 import signal
@@ -21,13 +22,15 @@ from pathlib import Path
 
 from flashlight_py.distributed.recorder import incidents
 from flashlight_py.distributed.recorder.flight_record import Flight, default_folder, write_record
+from flashlight_py.distributed.recorder.others import ANSWER, OtherRecords
 from flashlight_py.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 
 __all__ = ["Watchdog", "current", "dump", "start", "stop"]
 
 _log = logging.getLogger("flashlight_py")
 
-# Failures come in cascades, and programs may provoke mismatches: the first of them is written.
+# Failures come in cascades, and programs may provoke mismatches: the first of them is written, and
+# not answered by ranks that have just written as well.
 _QUIET_SECONDS = 10.0
 # How often a rank looks for others' records; on a network's file system nothing would tell.
 _LOOK_SECONDS = 0.5
@@ -42,16 +45,21 @@ class Watchdog:
 
     def __init__(self, flight: Flight) -> None:
         self.flight = flight
-        self._written = -_QUIET_SECONDS
-        self._lock = threading.Lock()
-        self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        with contextlib.suppress(OSError):  # more than this user may have: the default will do
-            fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self._stopping, self._stop = os.pipe2(os.O_CLOEXEC)
-        self._answers_signal = _take(signal.SIGUSR1, self._writer)
-        self._seen = self._changed()
-        self._thread = threading.Thread(target=self._run, name="flashlight-watchdog", daemon=True)
-        self._thread.start()
+        self._written, self._explained = -math.inf, -math.inf
+        # The handler of a signal may dump while its thread is writing.
+        self._lock = threading.RLock()
+        self._others = OtherRecords(flight)
+        with contextlib.ExitStack() as undo:
+            self._reader, self._writer = _pipe(os.O_CLOEXEC | os.O_NONBLOCK, undo)
+            with contextlib.suppress(OSError):  # more than this user may have: the default will do
+                fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            self._stopping, self._stop = _pipe(os.O_CLOEXEC, undo)
+            self._answers_signal = _take(signal.SIGUSR1, self._writer)
+            undo.callback(self.release_signal)
+            name = "flashlight-watchdog"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+            undo.pop_all()
 
     def stop(self) -> None:
         """End the thread and let go of the signal."""
@@ -72,42 +80,50 @@ class Watchdog:
         if self._answers_signal and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
             faulthandler.unregister(signal.SIGUSR1)
 
+    def record(self, reason: str, threads: list[str] | None = None) -> Path:
+        """Write the record and return its path.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with self._lock:
+            self._written = time.time()  # nearly; it counts also where the writing fails
+            path = write_record(self.flight, reason, threads)
+            self._written = path.stat().st_mtime  # by the clock that dates the others' files
+            return path
+
     def write(
         self, reason: str, threads: list[str] | None = None, level: int = logging.WARNING
     ) -> Path | None:
         """Write the record and return its path, logged at ``level``; None where that fails."""
-        with self._lock:
-            self._written = time.monotonic()
-            try:
-                path = write_record(self.flight, reason, threads)
-            except OSError as error:
-                _log.warning(
-                    "rank %d of %d: the flight record (%s) cannot be written: %s",
-                    *(self.flight.rank, self.flight.size, reason, error),
-                )
-                return None
-            _log.log(
-                level,
-                "rank %d of %d: the flight record (%s) is in %s",
-                *(self.flight.rank, self.flight.size, reason, path),
+        try:
+            path = self.record(reason, threads)
+        except OSError as error:
+            _log.warning(
+                "rank %d of %d: the flight record (%s) cannot be written: %s",
+                *(self.flight.rank, self.flight.size, reason, error),
             )
-            return path
+            return None
+        _log.log(
+            level,
+            "rank %d of %d: the flight record (%s) is in %s",
+            *(self.flight.rank, self.flight.size, reason, path),
+        )
+        return path
 
     def explain(self, error: BaseException) -> None:
         """Write the record for a failed call, and say in its message where it is."""
         if not isinstance(error, CollectiveTimeoutError | PeerLostError | MismatchError):
             return
-        if self._is_quiet():
+        if time.monotonic() - self._explained < _QUIET_SECONDS:
             return
+        self._explained = time.monotonic()
         path = self.write(f"{type(error).__name__}: {error}", level=logging.INFO)  # the error tells
         if path is not None and error.args:
             compare = f"python -m flashlight_py.trace diff {path.parent}"
             where = f"The last calls of this rank are in {path}; to compare the ranks: {compare}"
             end = "\n\n" if "\n" in str(error.args[0]) else ". "  # after a traceback
             error.args = (f"{error.args[0]}{end}{where}", *error.args[1:])
-
-    def _is_quiet(self) -> bool:
-        return time.monotonic() - self._written < _QUIET_SECONDS
 
     def _run(self) -> None:
         """Wait for the signal, for others' records and for the end."""
@@ -117,8 +133,14 @@ class Watchdog:
                 return
             if ready:
                 self.write("SIGUSR1", self._stacks().splitlines())
-            elif self._others_wrote() and not self._is_quiet():
-                self.write("another rank has written its own", level=logging.INFO)
+            else:
+                self._answer()
+
+    def _answer(self) -> None:
+        """Write the record if another rank has, unless this one has its own reason meanwhile."""
+        with self._lock:
+            if self._others.have_written(after=self._written + _QUIET_SECONDS):
+                self.write(ANSWER, level=logging.INFO)
 
     def _stacks(self) -> str:
         """Read what the signal's handler writes, which it may not have done yet."""
@@ -127,17 +149,13 @@ class Watchdog:
             text += os.read(self._reader, _PIPE_BYTES)
         return text.decode(errors="replace")
 
-    def _others_wrote(self) -> bool:
-        """Tell whether something came into the folder since it was looked at last."""
-        before, self._seen = self._seen, self._changed()
-        return self._seen > before
 
-    def _changed(self) -> int:
-        assert self.flight.folder is not None
-        try:
-            return os.stat(self.flight.folder).st_mtime_ns
-        except OSError:  # not there yet, or out of reach for a while
-            return 0
+def _pipe(flags: int, undo: contextlib.ExitStack) -> tuple[int, int]:
+    """Return the reading and the writing end of a pipe, which ``undo`` closes."""
+    ends = os.pipe2(flags)
+    for end in ends:
+        undo.callback(os.close, end)
+    return ends
 
 
 def _take(number: signal.Signals, file: int) -> bool:
@@ -155,7 +173,8 @@ def _take(number: signal.Signals, file: int) -> bool:
 
 def _is_in(mask: str, number: signal.Signals) -> bool:
     """Tell whether the kernel has the signal in this mask of the process: also what C code did."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    # The first line holds the process's name, which is cut off anywhere.
+    lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
     bits = next(line.split()[1] for line in lines if line.startswith(f"{mask}:"))
     return bool(int(bits, 16) >> (number - 1) & 1)
 
@@ -189,10 +208,9 @@ def dump(reason: str = "asked for") -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    flight = Flight() if current is None else current.flight
-    if flight.folder is None:
-        flight = Flight(folder=default_folder(f"alone-{os.getpid()}"))
-    return write_record(flight, reason)
+    if current is not None:
+        return current.record(reason)
+    return write_record(Flight(folder=default_folder(f"alone-{os.getpid()}")), reason)
 
 
 def _forget_in_child() -> None:

@@ -120,7 +120,7 @@ def _path_in_wheel(distribution: str) -> str | None:
 def _path_in_process() -> str | None:
     """Return the path of an NCCL that somebody, such as CuPy, has opened in this process."""
     maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
+    lines = maps.read_text(errors="surrogateescape").splitlines() if maps.exists() else []
     paths = (line.partition("/")[2] for line in lines)
     return next((f"/{path}" for path in paths if Path(path).name.startswith("libnccl.so")), None)
 

@@ -1,0 +1,136 @@
+"""A rank writes its record for its own reasons, and when another rank has had one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.recorder import watchdog
+from flashlight_py.distributed.recorder.flight_record import Flight, write_record
+from flashlight_py.distributed.recorder.others import ANSWER, OtherRecords
+from flashlight_py.errors import PeerLostError
+
+
+def own_reason(folder: Path) -> str:
+    return str(json.loads((folder / "rank0.json").read_text())["reason"])
+
+
+def test_only_what_another_rank_of_the_job_has_to_tell_counts(tmp_path: Path) -> None:
+    mine = Flight(0, 3, "this job", tmp_path)
+    other, foreign = replace(mine, rank=1), replace(mine, rank=1, job="another job")
+    records = OtherRecords(mine)
+    ticks = count(10**18)
+
+    def counts(act: Callable[[], object], after: float = -math.inf) -> bool:
+        act()
+        os.utime(tmp_path, ns=(0, next(ticks)))  # two acts may fall into one tick of its clock
+        return records.have_written(after)
+
+    assert not counts((tmp_path / "loss.txt").touch)
+    assert not counts(lambda: write_record(mine, "a test"))
+    assert not counts(lambda: write_record(foreign, "a test"))
+    assert not counts(lambda: write_record(other, ANSWER))
+    assert not counts(lambda: (tmp_path / "rank2.json").write_text("[]"))
+    assert not counts(lambda: os.mkfifo(tmp_path / "rank3.json"))  # to read it would never end
+    assert counts(lambda: write_record(other, "a test"))
+    assert not records.have_written(-math.inf)
+    written = write_record(other, "a test").stat().st_mtime
+    assert not counts(lambda: None, after=written + 10)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The folder of a world's records, what waits until its watchdog has looked there, and that."""
+    looked = threading.Event()
+    have_written = OtherRecords.have_written
+
+    def tell(self: OtherRecords, after: float) -> bool:
+        looked.set()
+        return have_written(self, after)
+
+    def look() -> None:
+        for _ in range(3):  # the first may have begun before, the last begins when all is written
+            looked.clear()
+            assert looked.wait(10)
+
+    monkeypatch.setattr(OtherRecords, "have_written", tell)
+    monkeypatch.setattr(watchdog, "_LOOK_SECONDS", 0.01)
+    fl.distributed_init(params={"TRACE_DIR": tmp_path})
+    try:
+        yield tmp_path, look, watchdog.current
+    finally:
+        fl.distributed_shutdown()
+
+
+def test_a_dump_keeps_its_reason_until_another_rank_has_a_later_one(world: Any) -> None:
+    folder, look, dog = world
+    other = replace(dog.flight, rank=1)
+    fl.trace.dump("a test")
+    look()
+    assert own_reason(folder) == "a test"
+    written = write_record(other, "a signal").stat().st_mtime
+    look()
+    assert own_reason(folder) == "a test"  # it tells as much
+    later = write_record(other, "another signal")
+    os.utime(later, (written + 60, written + 60))
+    (folder / "loss.txt").touch()  # now the folder changes, as it does when a file comes
+    look()
+    assert own_reason(folder) == ANSWER
+
+
+def test_a_failure_is_written_whatever_was_written_before(world: Any) -> None:
+    folder, look, dog = world
+    fl.trace.dump("a test")
+    with dog._lock:  # as while a record is written, on the thread that a signal interrupts
+        fl.trace.dump("the handler of a signal")
+        write_record(replace(dog.flight, rank=1), "a test")
+        time.sleep(0.05)  # until the watchdog has seen that; nothing would tell
+        dog.explain(PeerLostError("[barrier] rank 0 of 2: lost rank 1"))
+    dog.explain(PeerLostError("again"))
+    look()
+    assert own_reason(folder) == "PeerLostError: [barrier] rank 0 of 2: lost rank 1"
+
+
+def held() -> tuple[list[str], int, bool]:
+    listed = os.listdir("/proc/self/fd")
+    return listed, threading.active_count(), watchdog._is_in("SigCgt", signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("allowed", range(1, 5))
+def test_what_cannot_start_leaves_nothing(tmp_path: Path, allowed: int) -> None:
+    """It needs two pipes, and one file for a moment: four descriptors are too few."""
+    before = held()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = (number for number in count() if not os.path.exists(f"/proc/self/fd/{number}"))
+    *_, last = islice(free, allowed)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            watchdog.Watchdog(Flight(folder=tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert held() == before
+
+
+def test_a_process_may_have_any_name() -> None:
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes(b"fourteen bytes\xc3\xa9")  # of which the kernel keeps fifteen
+    try:
+        assert name.read_bytes() == b"fourteen bytes\xc3\n"
+        assert not watchdog._is_in("SigCgt", signal.SIGKILL)
+    finally:
+        name.write_bytes(before.rstrip(b"\n"))
