@@ -19,8 +19,9 @@ def broadcast_object(obj: Any = None, root: int = 0, group: ProcessGroup | None 
 
     Raises:
         ValueError: ``root`` is no rank of the group.
-        TypeError: the object cannot be pickled; raised on every rank, and nothing was sent. What
-            unpickling raises is raised where it does, with a note that names the ranks.
+        TypeError: the object cannot be pickled; raised on every rank, and nobody is given
+            anything. What unpickling raises is raised where it does, with a note that names the
+            ranks.
         DistributedError: as for :func:`all_reduce`.
     """
     return of(group).broadcast_object(obj, root)
@@ -33,7 +34,7 @@ def all_gather_object(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
 
     Raises:
         TypeError: a rank's object cannot be pickled; raised on every rank, names the rank, and
-            nothing was sent.
+            nobody is given anything.
         DistributedError: as for :func:`all_reduce`.
 
     Example:
