@@ -99,7 +99,7 @@ def all_reduce_multiple_mixed(rank: int, size: int, contiguous: bool, async_op: 
         [values(r, shape, name) for name, shape in zip(names, shapes, strict=True)]
         for r in range(size)
     ]
-    host = values(rank, (7,), "float64")
+    host = values(rank, (7,), "float64").copy()
     xs = [*(on_gpu(x) for x in everyone[rank]), host]
     xs[0] = on_gpu(everyone[rank][0], "fortran")
     result = fl.all_reduce_multiple(xs, scale=2.0, contiguous=contiguous, async_op=async_op)
