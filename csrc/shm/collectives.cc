@@ -157,6 +157,7 @@ Seen Collectives::compare(const fl_site& site) {
 
 // A rank that has died since, or was stopped, leaves its place unknown: the mismatch is one anyway.
 bool Collectives::has_told(Counter& told, int rank) {
+  if (calls_ == 0) return false;  // the counter has wrapped: whoever never told looks as if it had
   Watch watch = watch_.at_most(kTellingSeconds);
   try {
     watch.wait(told, calls_, rank);
