@@ -15,8 +15,10 @@ import pytest
 from tests.distributed import leftovers
 from tests.distributed.harness import RankPool
 
-# Ranks of other tests may take the processor away at any moment: no example has a time limit.
-hypothesis.settings.register_profile("ranks", deadline=None)
+# Ranks of other tests may take the processor away at any moment: nothing has a time limit.
+hypothesis.settings.register_profile(
+    "ranks", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("ranks")
 
 # Idle ranks cost memory, and starting two of them about half a second.

@@ -23,7 +23,7 @@ repeatable = settings(
     max_examples=15,
     phases=[Phase.explicit, Phase.generate],
     report_multiple_bugs=False,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
