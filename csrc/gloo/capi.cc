@@ -70,10 +70,14 @@ fl_op* fl_gloo_run(fl_group* group, const fl_signature* signature, void* data, v
 }
 
 void fl_gloo_exchange(fl_group* group, const fl_message* messages, int count, double seconds,
-                      fl_op** results) {
+                      int async, fl_op** results) {
   std::vector<std::shared_ptr<fl::Operation>> ended(count);
   fl_op* failed = fl::started([&] {
-    ended = group->group.exchange(messages, count, seconds);
+    if (async == 0) {
+      ended = group->group.exchange(messages, count, seconds);
+    } else {
+      for (int i = 0; i < count; ++i) ended[i] = group->group.start(messages[i], nullptr, seconds);
+    }
     return nullptr;
   });
   for (int i = 0; i < count; ++i) {

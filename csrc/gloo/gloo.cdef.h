@@ -52,11 +52,11 @@ int fl_gloo_is_ahead(fl_group *group, int rank, fl_signature *call);
 /* End the group, and tell the others why, in words that end their operations too (FL_RAISED). */
 void fl_gloo_give_up(fl_group *group, const char *why);
 
-/* Run several messages at once, on the caller's thread. results[i] is NULL where message i ended
-   well, else a handle: of its failure, or, where an earlier one with the same peer, direction and
-   tag must come first, of one that was started. */
+/* Run several messages at once, on the caller's thread; `async`: start them. results[i] is NULL where
+   message i ended well, else a handle: of its failure, or of one that goes on (async, or an earlier
+   one with the same peer, direction and tag must come first). */
 void fl_gloo_exchange(fl_group *group, const fl_message *messages, int count, double seconds,
-                      fl_op **results);
+                      int async, fl_op **results);
 
 /* Called now and then while the caller's own thread waits in fl_gloo_run or fl_gloo_exchange; not
    0: give up, and end the group. */

@@ -77,9 +77,11 @@ fl_op* fl_shm_run(fl_shm_group* group, const fl_signature* signature, void* data
 }
 
 void fl_shm_exchange(fl_shm_group* group, const fl_message* messages, int count, double seconds,
-                     fl_op** results) {
+                     int async, fl_op** results) {
   try {
-    auto ended = group->group.exchange(messages, count, seconds);
+    fl::ShmGroup& ranks = group->group;
+    auto ended = async != 0 ? ranks.start_exchange(messages, count, seconds)
+                            : ranks.exchange(messages, count, seconds);
     for (int i = 0; i < count; ++i) {
       results[i] = ended[i] == nullptr ? nullptr : new fl_op{std::move(ended[i])};
     }

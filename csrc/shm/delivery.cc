@@ -84,7 +84,35 @@ class Delivery {
   Clock::time_point since_{};  // when nothing more went on; of all messages together
 };
 
+// How long a caller that does not want to wait tries: much less than a thread takes to wake up where
+// nothing moves, about as long where something does.
+constexpr auto kIdle = std::chrono::microseconds(20), kMoment = std::chrono::microseconds(100);
+constexpr int kYields = 3;  // where another rank has to get this processor
+
 }  // namespace
+
+void deliver_briefly(const Peers& peers, const std::vector<Message*>& messages) {
+  const auto began = Clock::now();
+  auto moved_at = began;
+  for (int yields = 0;;) {
+    bool moved = false, goes_on = false;
+    for (Message* message : messages) {
+      if (message->may_step()) moved = message->step() || moved;
+      goes_on = goes_on || !message->has_ended();
+    }
+    const auto now = Clock::now();
+    if (moved) moved_at = now;
+    if (!goes_on || now - began > kMoment || now - moved_at > kIdle) return;
+    if (moved) continue;
+    if (peers.may_spin()) {
+      pause_briefly();
+    } else if (++yields > kYields) {
+      return;
+    } else {
+      sched_yield();
+    }
+  }
+}
 
 void deliver(Mail& mail, Peers& peers, const std::vector<Message*>& messages,
              const Waiting& waiting) {

@@ -20,4 +20,8 @@ struct Waiting {
 void deliver(Mail& mail, Peers& peers, const std::vector<Message*>& messages,
              const Waiting& waiting);
 
+// Step on with all of `messages` for a moment, in which peers that exchange with this rank at the same
+// time are likely to do their part; some may not have ended then.
+void deliver_briefly(const Peers& peers, const std::vector<Message*>& messages);
+
 }  // namespace fl

@@ -251,18 +251,55 @@ ShmGroup::Result ShmGroup::run_message(const fl_message& sent, double seconds) {
 ShmGroup::Result ShmGroup::start_message(const fl_message& sent, double seconds) {
   const Lane lane = lane_of(sent.signature, sent.peer);
   const std::shared_ptr<Message> message = make_message(mail_, sent);
-  const auto run = [=](Operation& operation) {
-    deliver(mail_, peers_, {message.get()}, {operation.seconds, nullptr, kInALane});
-    end_of(*message);
-  };
-  if (!lanes_->enter(lane)) return lanes_->submit(lane, seconds, run);
+  if (!lanes_->enter(lane)) return lanes_->submit(lane, seconds, rest_of(message));
   Turn turn(*lanes_, lane);
   auto result = guarded([&](Seen&) {
     message->step();
     return end_of(*message);
   });
   const bool goes_on = result == nullptr && !message->has_ended();
-  return goes_on ? turn.go_on(seconds, run) : result;
+  return goes_on ? turn.go_on(seconds, rest_of(message)) : result;
+}
+
+// What a thread does with a message.
+std::function<void(Operation&)> ShmGroup::rest_of(std::shared_ptr<Message> message) {
+  return [this, message = std::move(message)](Operation& operation) {
+    deliver(mail_, peers_, {message.get()}, {operation.seconds, nullptr, kInALane});
+    end_of(*message);
+  };
+}
+
+std::vector<ShmGroup::Result> ShmGroup::start_exchange(const fl_message* messages, int count,
+                                                       double seconds) {
+  std::vector<Result> results(count);
+  std::vector<std::shared_ptr<Message>> own(count);
+  std::vector<Message*> all;
+  std::list<Turn> turns;
+  for (int i = 0; i < count; ++i) {
+    const Lane lane = lane_of(messages[i].signature, messages[i].peer);
+    if (!lanes_->enter(lane)) {
+      results[i] = start_message(messages[i], seconds);
+      continue;
+    }
+    turns.emplace_back(*lanes_, lane);
+    own[i] = make_message(mail_, messages[i]);
+    all.push_back(own[i].get());
+  }
+  const Result failure = guarded([&](Seen&) {
+    deliver_briefly(peers_, all);
+    return Bytes();
+  });
+  auto turn = turns.begin();
+  for (int i = 0; i < count; ++i) {
+    if (own[i] == nullptr) continue;
+    if (own[i]->is_mismatched()) {
+      results[i] = ended(FL_MISMATCH, Mismatch().what(), {}, own[i]->seen());
+    } else if (!own[i]->has_ended()) {
+      results[i] = failure != nullptr ? failure : turn->go_on(seconds, rest_of(own[i]));
+    }
+    ++turn;
+  }
+  return results;
 }
 
 std::vector<ShmGroup::Result> ShmGroup::exchange(const fl_message* messages, int count,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -39,6 +40,8 @@ class ShmGroup {
   // Several messages at once, on the caller's thread; those with something before them in their
   // lane are started.
   std::vector<Result> exchange(const fl_message* messages, int count, double seconds);
+  // The same without waiting: threads go on with those that do not end within a moment.
+  std::vector<Result> start_exchange(const fl_message* messages, int count, double seconds);
 
   // all_reduce on the caller's thread in two steps, so that a caller who holds a lock can let it
   // go when the others are late. begin() is false, and nothing has happened, where operations are
@@ -72,6 +75,7 @@ class ShmGroup {
                           const fl_site& site);
   Result run_message(const fl_message& message, double seconds);
   Result start_message(const fl_message& message, double seconds);
+  std::function<void(Operation&)> rest_of(std::shared_ptr<Message> message);
 
   const int rank_, size_;
   Segment segment_;

@@ -37,11 +37,11 @@ fl_shm_group *fl_shm_open(const char *path, int create, int rank, int size, char
 fl_op *fl_shm_run(fl_shm_group *group, const fl_signature *signature, void *data, void *output,
                   int peer, double seconds, int async, const fl_site *site);
 
-/* Run several messages at once, on the caller's thread. results[i] is NULL where message i has ended
-   well, else a handle: of its failure, or, where an earlier message of its lane still goes on, of one
-   that was started. */
+/* Run several messages at once, on the caller's thread; `async`: for a moment only. results[i] is NULL
+   where message i has ended well, else a handle: of its failure, or of one that goes on (async, or an
+   earlier message of its lane is not done). */
 void fl_shm_exchange(fl_shm_group *group, const fl_message *messages, int count, double seconds,
-                     fl_op **results);
+                     int async, fl_op **results);
 
 /* all_reduce on the caller's thread in two steps: begin tells the others (0: nothing has happened,
    use fl_shm_run); ready says after up to `spins` looks whether all have called; finish waits for

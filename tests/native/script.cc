@@ -204,7 +204,9 @@ class Player {
       running_.emplace_back(group_, steps[end], rank_, end, nullptr);
       messages.push_back(running_.back().message());
     }
-    auto ended = group_.exchange(messages.data(), static_cast<int>(messages.size()), kForever);
+    const int count = static_cast<int>(messages.size());
+    auto ended = begin % 2 == 0 ? group_.exchange(messages.data(), count, kForever)
+                                : group_.start_exchange(messages.data(), count, kForever);
     for (size_t i = 0; i < ended.size(); ++i) {
       running_[before + i].has_become(std::move(ended[i]));
     }

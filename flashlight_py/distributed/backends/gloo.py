@@ -118,8 +118,11 @@ class GlooBackend(NativeBackend):
         raise_interruption(self.lib, handle)
         return handle
 
-    def _exchange(self, messages: Any, results: Any) -> None:
-        self.lib.fl_gloo_exchange(self._group, messages, len(messages), self._next.seconds, results)
+    def _exchange(self, messages: Any, results: Any, blocking: bool) -> None:
+        seconds = self._next.seconds
+        self.lib.fl_gloo_exchange(
+            self._group, messages, len(messages), seconds, not blocking, results
+        )
 
     def call_ahead(self, rank: int) -> str:
         """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""

@@ -196,7 +196,7 @@ class NativeBackend(Backend):
 
     def exchange(self, messages: Sequence[Message], blocking: bool = False) -> Work:
         """Send and receive several messages; blocking: on the caller's thread alone."""
-        if not blocking or self._group is None:
+        if self._group is None:
             return super().exchange(messages, blocking)
         together = self.ffi.new("fl_message[]", len(messages))
         for room, message in zip(together, messages, strict=True):
@@ -206,13 +206,13 @@ class NativeBackend(Backend):
             room.data, room.peer = self._pointer(message.array), message.peer
             room.site = self._here()[0]
         results = self.ffi.new("fl_op *[]", len(messages))
-        self._exchange(together, results)
+        self._exchange(together, results, blocking)
         works = [self._ended(*pair) for pair in zip(messages, results, strict=True)]
         raise_interruption(self.lib, self.ffi.NULL)
         return AllOf(works)
 
     @abc.abstractmethod
-    def _exchange(self, messages: Any, results: Any) -> None:
+    def _exchange(self, messages: Any, results: Any, blocking: bool) -> None:
         """Exchange ``messages``; ``results`` get what ``_run`` returns of each."""
 
     def _ended(self, message: Message, handle: Any) -> Work:

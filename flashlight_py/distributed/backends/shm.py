@@ -109,8 +109,11 @@ class ShmBackend(NativeBackend):
         raise_interruption(self.lib, handle)
         return handle
 
-    def _exchange(self, messages: Any, results: Any) -> None:
-        self.lib.fl_shm_exchange(self._group, messages, len(messages), self._next.seconds, results)
+    def _exchange(self, messages: Any, results: Any, blocking: bool) -> None:
+        seconds = self._next.seconds
+        self.lib.fl_shm_exchange(
+            self._group, messages, len(messages), seconds, not blocking, results
+        )
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array, not initialised, in memory that all ranks have mapped. Collective.

@@ -81,36 +81,36 @@ class PointToPoint(Verbs):
         return AllOf(self._begin_all(ops))
 
     def _begin_all(self, ops: Sequence[P2POp]) -> list[Work]:
-        """Check all messages, then begin them: those of GPUs together, after those of the CPU."""
+        """Check all messages, then begin them: several of one device together, GPUs' last."""
         checked = [(op, self._array_of(op)) for op in ops]
         packed = [pack(array) for _, array in checked]
-        on_gpu = [
-            index
-            for index, (op, array) in enumerate(checked)
-            if self.size > 1 and op.peer != self.rank and is_cupy(array)
-        ]
-        works = [
-            None if index in on_gpu else self._begin(op, room)
-            for index, ((op, _), room) in enumerate(zip(checked, packed, strict=True))
-        ]
-        if on_gpu:
-            messages = [_message_of(checked[index][0], packed[index]) for index in on_gpu]
-            together = self._journal.run(
-                "batch_isend_irecv",
-                None,
-                self.backend(packed[on_gpu[0]]).exchange,
-                messages,
-                peer=messages[0].peer,
-                size=sum(message.array.nbytes for message in messages),
-                async_op=True,
+        alone, on_cpu, on_gpu = list[int](), list[int](), list[int]()
+        for index, (op, array) in enumerate(checked):
+            own = op.peer == self.rank
+            (alone if own else on_gpu if is_cupy(array) else on_cpu).append(index)
+        if len(on_cpu) == 1:
+            alone, on_cpu = sorted(alone + on_cpu), []
+        works = {index: self._begin(ops[index], packed[index]) for index in alone}
+        for batch in filter(None, (on_cpu, on_gpu)):
+            together = self._begin_together(
+                [_message_of(ops[index], packed[index]) for index in batch]
             )
-            for index in on_gpu:
-                works[index] = together
+            works |= dict.fromkeys(batch, together)
         return [
-            self._home(op, array, room, work)
-            for (op, array), room, work in zip(checked, packed, works, strict=True)
-            if work is not None
+            self._home(op, array, packed[index], works[index])
+            for index, (op, array) in enumerate(checked)
         ]
+
+    def _begin_together(self, messages: list[Message]) -> Work:
+        return self._journal.run(
+            "batch_isend_irecv",
+            None,
+            self.backend(messages[0].array).exchange,
+            messages,
+            peer=messages[0].peer,
+            size=sum(message.array.nbytes for message in messages),
+            async_op=True,
+        )
 
     def sendrecv(
         self, x: Any, dst: int, out: Any, src: int, tag: int = 0, recv_tag: int | None = None
