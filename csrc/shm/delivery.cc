@@ -87,14 +87,14 @@ class Delivery {
 // How long a caller that does not want to wait tries: much less than a thread takes to wake up where
 // nothing moves, about as long where something does.
 constexpr auto kIdle = std::chrono::microseconds(20), kMoment = std::chrono::microseconds(100);
-constexpr int kYields = 3;  // where another rank has to get this processor
 
 }  // namespace
 
 void deliver_briefly(const Peers& peers, const std::vector<Message*>& messages) {
   const auto began = Clock::now();
+  const auto idle = peers.may_spin() ? kIdle : kMoment;  // or others have to get this processor first
   auto moved_at = began;
-  for (int yields = 0;;) {
+  for (;;) {
     bool moved = false, goes_on = false;
     for (Message* message : messages) {
       if (message->may_step()) moved = message->step() || moved;
@@ -102,15 +102,9 @@ void deliver_briefly(const Peers& peers, const std::vector<Message*>& messages) 
     }
     const auto now = Clock::now();
     if (moved) moved_at = now;
-    if (!goes_on || now - began > kMoment || now - moved_at > kIdle) return;
+    if (!goes_on || now - began > kMoment || now - moved_at > idle) return;
     if (moved) continue;
-    if (peers.may_spin()) {
-      pause_briefly();
-    } else if (++yields > kYields) {
-      return;
-    } else {
-      sched_yield();
-    }
+    peers.may_spin() ? pause_briefly() : static_cast<void>(sched_yield());
   }
 }
 
