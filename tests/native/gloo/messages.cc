@@ -61,7 +61,7 @@ void exchanged(Rank& rank, std::list<Begun>& own) {
   std::vector<fl_message> messages;
   for (Begun& one : own) messages.push_back(message_of(rank, one));
   std::vector<fl_op*> results;
-  rank.exchange(messages, results);
+  rank.exchange(messages, rank.rank % 2 == 1, results);
   for (fl_op* op : results) check_ok(op, "an exchange");
 }
 

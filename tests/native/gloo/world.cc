@@ -37,10 +37,11 @@ fl_op* Rank::run(const fl_signature& signature, void* data, void* output, int pe
   return fl_gloo_run(group_, &signature, data, output, peer, seconds, async ? 1 : 0, nullptr);
 }
 
-void Rank::exchange(const std::vector<fl_message>& messages, std::vector<fl_op*>& results) {
+void Rank::exchange(const std::vector<fl_message>& messages, bool async,
+                    std::vector<fl_op*>& results) {
   results.resize(messages.size());
   fl_gloo_exchange(group_, messages.data(), static_cast<int>(messages.size()), seconds,
-                   results.data());
+                   async ? 1 : 0, results.data());
 }
 
 fl_signature signature_of(int verb, size_t count, int root) {

@@ -26,7 +26,8 @@ class Rank {
 
   // Run an operation here, or begin it: fl_gloo_run.
   fl_op* run(const fl_signature& signature, void* data, void* output, int peer, bool async);
-  void exchange(const std::vector<fl_message>& messages, std::vector<fl_op*>& results);
+  void exchange(const std::vector<fl_message>& messages, bool async,
+                std::vector<fl_op*>& results);
 
   const int rank, size;
   double seconds = 60;
