@@ -161,7 +161,9 @@ def _end_of(process: int) -> int | None:
     """Return a descriptor that tells the end of ``process``; None where the system has none."""
     try:
         return os.pidfd_open(process)
-    except (AttributeError, OSError):  # Python or the kernel is too old, or it has ended
+    except ProcessLookupError:  # it has ended: that is a lost rank, and nothing to go without
+        raise
+    except (AttributeError, OSError):  # Python or the kernel is too old, or a sandbox forbids it
         return None
 
 
