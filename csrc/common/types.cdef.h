@@ -31,8 +31,11 @@ typedef enum {
 
 /* What a rank calls. Every rank's travels ahead of the payload and must equal every other's;
    all_gather, gather and all_to_all_uneven let the first dimension differ, and a rank that is not
-   the root of a scatter may leave out what it expects: ndim is FL_ANY then. */
+   the root of a scatter may leave out what it expects: ndim is FL_ANY then. A rank whose program gave
+   what cannot be called joins all the same, by a barrier, send or recv whose ndim is FL_REFUSED: that
+   equals no other rank's call, and its site says why. */
 #define FL_ANY -1
+#define FL_REFUSED -2
 typedef struct {
   uint64_t sequence; /* calls of this group so far, this one included; filled in by the library */
   int32_t verb;      /* fl_verb */
@@ -43,7 +46,7 @@ typedef struct {
   int64_t count;     /* elements */
   int32_t itemsize;  /* bytes */
   int32_t ndim;
-  int64_t shape[8];  /* the first eight dimensions */
+  int64_t shape[8];  /* the dimensions; of more than eight, the last is a hash of all from the eighth on */
   int64_t part_of;   /* what it is a step of, a number from 1 to 31; 0: a call by itself */
 } fl_signature;
 
@@ -61,9 +64,10 @@ typedef struct {
   size_t bytes;
 } fl_room;
 
-/* Where a program calls: the end of "folder/file.py:12", closed by a zero; empty: not known. */
+/* Where a program calls: the end of "folder/file.py:12", and of a call that it refused also why;
+   closed by a zero; empty: not known. */
 typedef struct {
-  char text[64];
+  char text[256];
 } fl_site;
 
 /* A send or a receive, one of several that are exchanged; its signature's root is the tag. */

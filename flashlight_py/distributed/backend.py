@@ -67,6 +67,8 @@ class Backend(abc.ABC):
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new NumPy array, not initialised, that is cheap to reduce. Collective."""
+        with self.part_of("shared_empty"):
+            self.barrier().wait()
         return np.empty(shape, dtype)
 
     def fast_all_reduce(self, array: object, scale: float, op: str) -> object:
@@ -160,6 +162,18 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def barrier(self, timeout: float | None = None) -> Work:
         """End when every rank has called it; ``timeout`` in seconds, None: the group's."""
+
+    @abc.abstractmethod
+    def refuse(self, call: str) -> None:
+        """Take part in a collective that this rank refuses: the others raise MismatchError.
+
+        ``call`` is what this rank called and why it did not, in words. Returns at once; what this
+        rank calls afterwards comes after it.
+        """
+
+    @abc.abstractmethod
+    def refuse_message(self, call: str, peer: int, tag: int, sends: bool) -> None:
+        """As ``refuse``, of a message to ``peer``, or from it."""
 
     def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
         """Return a context in which collectives may take up to ``seconds`` each, where any wait."""

@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 
-__all__ = ["PACKAGE", "Place", "call_site", "called_at", "caller", "frame_of_caller", "site_of"]
+__all__ = [
+    "PACKAGE",
+    "Place",
+    "call_site",
+    "called_at",
+    "caller",
+    "frame_of_caller",
+    "site_of",
+    "text_at_site",
+]
 
 PACKAGE = f"{Path(__file__).parents[1]}/"
 
@@ -73,6 +82,13 @@ def site_of(place: Place) -> str:
 def call_site() -> str:
     """Return "folder/file.py:line" of the innermost caller outside this package."""
     return site_of(caller())
+
+
+def text_at_site(text: str, limit: int) -> bytes:
+    """Return ``text`` and where user code has called, in ``limit`` bytes: the middle goes."""
+    raw = f"{text} at {call_site()}".encode(errors="backslashreplace")
+    half = limit // 2
+    return raw if len(raw) <= limit else raw[: half - 2] + b" ... " + raw[3 + half - limit :]
 
 
 @contextlib.contextmanager

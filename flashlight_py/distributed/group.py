@@ -16,6 +16,7 @@ from flashlight_py.distributed.verbs.movement import Movement
 from flashlight_py.distributed.verbs.objects import Objects
 from flashlight_py.distributed.verbs.point_to_point import PointToPoint
 from flashlight_py.distributed.verbs.reductions import Reductions
+from flashlight_py.distributed.verbs.refusing import refusable
 from flashlight_py.distributed.verbs.subgroups import Subgroups
 from flashlight_py.distributed.work import AllOf
 from flashlight_py.errors import BackendUnavailableError, GroupClosedError
@@ -131,6 +132,7 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
         self._children.add(child)
         return child
 
+    @refusable()
     def barrier(self, timeout: float | None = None) -> None:
         """Block until every rank is here; see :func:`flashlight_py.barrier`."""
         if timeout is not None and not (hasattr(timeout, "__float__") and timeout > 0):

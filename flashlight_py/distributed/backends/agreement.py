@@ -19,7 +19,10 @@ from flashlight_py.distributed.call_site import call_site
 from flashlight_py.distributed.people import names
 from flashlight_py.errors import MismatchError
 
-__all__ = ["Agreement", "between_hosts"]
+__all__ = ["STEP", "Agreement", "between_hosts"]
+
+# Between a verb and the collective that is a step of it.
+STEP = "\n"
 
 _KEY_BYTES = 16
 # Room for a call and its place as text, told only where calls differ.
@@ -54,7 +57,7 @@ class Agreement:
         self._last, self._last_at = "no call of this group", time.monotonic()
 
     def reach(self, call: str, seconds: float | None = None) -> None:
-        """Return once every rank has called ``call``, as "verb(...)" or "verb: step(...)".
+        """Return once every rank has called ``call``, as "verb(...)" or "verb", STEP, "step(...)".
 
         ``seconds`` bounds each step of the way; None: the group's timeout does.
 
@@ -66,7 +69,10 @@ class Agreement:
         with self._within(seconds):
             same = self._all_call(call, self._timeout if seconds is None else seconds)
             if same:
-                self._last, self._last_at = f"call {self.calls}, {call}", time.monotonic()
+                self._last, self._last_at = (
+                    f"call {self.calls}, {call.replace(STEP, ': ')}",
+                    time.monotonic(),
+                )
                 return
             raise MismatchError(self._differences(call))
 
@@ -97,7 +103,7 @@ class Agreement:
         return local
 
     def _differences(self, call: str) -> str:
-        call = call.partition(": ")[0]  # what users know it as
+        call = call.partition(STEP)[0]  # what users know it as
         texts = self._flat.all_gather(_padded(f"{call} at {call_site()}"), blocking=True).wait()
         groups: dict[str, list[int]] = {}
         for rank, row in enumerate(texts.reshape(-1, _TEXT_BYTES)):

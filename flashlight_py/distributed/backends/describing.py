@@ -45,7 +45,7 @@ class Describer(threading.local):
         signature.scale, signature.root = scale, root
         signature.itemsize, signature.count = array.itemsize, math.prod(shape)
         signature.ndim = len(shape)
-        for d, extent in enumerate(shape[:_SHAPE]):
+        for d, extent in enumerate(_folded(shape)):
             signature.shape[d] = extent
 
     def pointer(self, array: Array | None) -> Any:
@@ -54,3 +54,13 @@ class Describer(threading.local):
             return self._ffi.NULL
         address = array.ctypes.data if self._native is None else self._native.address(array)
         return self._ffi.cast("void *", address)
+
+
+def _folded(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return ``shape``, of many dimensions with a hash in the place of the last; as csrc/fast."""
+    if len(shape) <= _SHAPE:
+        return shape
+    number = 0
+    for extent in shape[_SHAPE - 1 :]:
+        number = number * 1099511628211 + extent
+    return (*shape[: _SHAPE - 1], number & (2**63 - 1))

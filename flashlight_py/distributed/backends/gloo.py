@@ -104,7 +104,15 @@ class GlooBackend(NativeBackend):
             raise BackendUnavailableError(f"Gloo gave no address for rank {peer}")
         return bytes(self.ffi.buffer(room, count))
 
-    def _run(self, data: Any, output: Any, peer: int, seconds: float, blocking: bool) -> Any:
+    def _run(
+        self,
+        data: Any,
+        output: Any,
+        peer: int,
+        seconds: float,
+        blocking: bool,
+        site: Any = None,
+    ) -> Any:
         handle = self.lib.fl_gloo_run(
             self._group,
             self._next.signature,
@@ -113,7 +121,7 @@ class GlooBackend(NativeBackend):
             peer,
             seconds,
             not blocking,
-            self._here(),
+            self._here() if site is None else site,
         )
         raise_interruption(self.lib, handle)
         return handle

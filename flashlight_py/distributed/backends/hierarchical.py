@@ -17,10 +17,11 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.agreement import Agreement, between_hosts
+from flashlight_py.distributed.backends.agreement import STEP, Agreement, between_hosts
 from flashlight_py.distributed.backends.hierarchical_work import FutureWork, GuardedWork
 from flashlight_py.distributed.call_site import Place, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.people import names
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import (
     CollectiveTimeoutError,
@@ -85,7 +86,7 @@ class HierarchicalBackend(Backend):
         self._patience = between_hosts(self._far)
         self._agreement = Agreement(inside, between, flat, timeout) if checked else None
         self._host_of = {r: h for h, host in enumerate(self._hosts) for r in host}
-        self._part_of = ""  # with a colon
+        self._part_of = ""  # with STEP
         self._thread: ThreadPoolExecutor | None = None
         self._running: list[FutureWork] = []
 
@@ -238,6 +239,20 @@ class HierarchicalBackend(Backend):
         array: Array = work.wait()
         return array
 
+    def refuse(self, call: str) -> None:
+        """Have the others raise; see ``Backend``. Without checks that ends the group."""
+        if self._agreement is None:  # the others may be in the middle of anything
+            self.end(MismatchError(f"{names([self.rank])} called {call}"))
+            return
+        work = self._start(call, lambda: None, blocking=False)
+        assert isinstance(work, FutureWork)
+        work.failure_told = True  # this rank raises its own
+
+    def refuse_message(self, call: str, peer: int, tag: int, sends: bool) -> None:
+        """Have the peer raise, by the way of messages to it; see ``Backend``."""
+        backend, there = self._way_to(peer)
+        backend.refuse_message(call, there, tag, sends)
+
     def barrier(self, timeout: float | None = None) -> Work:
         """Wait for all ranks, up to ``timeout`` seconds; see ``Backend``."""
         if self._agreement is not None:  # to agree on it is to have come
@@ -282,7 +297,8 @@ class HierarchicalBackend(Backend):
             raise
         except (PeerLostError, CollectiveTimeoutError) as error:
             self.end(error)
-            raise type(error)(f"in {call}: {error}{self._last(error)}") from error
+            called = call.replace(STEP, ": ")
+            raise type(error)(f"in {called}: {error}{self._last(error)}") from error
         except BaseException:
             self._close_backends()
             raise
@@ -290,7 +306,7 @@ class HierarchicalBackend(Backend):
     @contextlib.contextmanager
     def part_of(self, call: str) -> Iterator[None]:
         """Mark what is started within as steps of ``call``; see ``Backend``."""
-        before, self._part_of = self._part_of, f"{call}: "
+        before, self._part_of = self._part_of, f"{call}{STEP}"
         try:
             if self._agreement is not None:
                 yield

@@ -10,7 +10,7 @@ from flashlight_py.distributed.call_site import call_site
 
 __all__ = ["SITE_BYTES", "answer_to_interrupts", "answer_where", "raise_interruption"]
 
-SITE_BYTES = 63  # and a zero: the text of an fl_site
+SITE_BYTES = 255  # and a zero: the text of an fl_site
 
 
 class _Interruption(threading.local):

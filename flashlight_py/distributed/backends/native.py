@@ -19,7 +19,7 @@ from flashlight_py.distributed.backends.describing import Describer
 from flashlight_py.distributed.backends.interrupts import SITE_BYTES, raise_interruption
 from flashlight_py.distributed.backends.native_errors import words_of, words_of_traceback
 from flashlight_py.distributed.backends.native_work import GATHERED, SCATTERED, NativeWork, Received
-from flashlight_py.distributed.call_site import Place, caller, site_of
+from flashlight_py.distributed.call_site import Place, caller, site_of, text_at_site
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -51,8 +51,19 @@ class NativeBackend(Backend):
         self._running: dict[NativeWork, None] = {}  # in order; threads change it at the same time
 
     @abc.abstractmethod
-    def _run(self, data: Any, output: Any, peer: int, seconds: float, blocking: bool) -> Any:
-        """Start what ``self._next`` describes; a handle, or NULL where it has ended well."""
+    def _run(
+        self,
+        data: Any,
+        output: Any,
+        peer: int,
+        seconds: float,
+        blocking: bool,
+        site: Any = None,
+    ) -> Any:
+        """Start what ``self._next`` describes; a handle, or NULL where it has ended well.
+
+        ``site`` is where it was called; None: where user code is.
+        """
 
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
         """Reduce in rank order and in place; see ``Backend``."""
@@ -228,6 +239,22 @@ class NativeBackend(Backend):
     def barrier(self, timeout: float | None = None) -> Work:
         """Wait for all; ``timeout`` in seconds; see ``Backend``."""
         return self._start("barrier", self.lib.FL_BARRIER, None, timeout=timeout, blocking=True)
+
+    def refuse(self, call: str) -> None:
+        """Have the others raise; see ``Backend``."""
+        self._refuse(call, self.lib.FL_BARRIER)
+
+    def refuse_message(self, call: str, peer: int, tag: int, sends: bool) -> None:
+        """Have the peer raise; see ``Backend``."""
+        self._refuse(call, self.lib.FL_SEND if sends else self.lib.FL_RECV, peer, tag)
+
+    def _refuse(self, call: str, verb: int, peer: int = -1, tag: int = 0) -> None:
+        self._describe("refuse", verb, None, ReduceOp.SUM, 1.0, tag)
+        self._next.signature.ndim = self.lib.FL_REFUSED
+        site = self.ffi.new("fl_site *", {"text": text_at_site(call, SITE_BYTES)})
+        null, seconds = self.ffi.NULL, self._next.seconds
+        handle = self._run(null, null, peer, seconds, blocking=False, site=site)
+        self.lib.fl_op_free(handle)  # it goes on; who refused knows how it ends
 
     @abc.abstractmethod
     def call_ahead(self, rank: int) -> str:

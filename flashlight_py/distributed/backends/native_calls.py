@@ -24,6 +24,8 @@ def number_in_words(lib: Any, signatures: Any, heard: Sequence[int], numbers: Se
 
 def call_in_words(lib: Any, signature: Any) -> str:
     """Write a signature as the call that it stands for."""
+    if signature.ndim == lib.FL_REFUSED:
+        return "something, and refused what it was given"
     if signature.part_of:
         return COMPOSED[signature.part_of - 1]
     name = _name(lib, signature)
@@ -64,5 +66,7 @@ def _array(lib: Any, signature: Any) -> str:
     if signature.ndim == lib.FL_ANY:
         return ""
     extents = [str(signature.shape[d]) for d in range(min(signature.ndim, 8))]
+    if signature.ndim > 8:
+        extents[7] = "..."  # in its place is a hash of what follows
     shape = ", ".join(extents) + ("," if len(extents) == 1 else "")
     return f"{DTYPES[signature.dtype]} ({shape})"

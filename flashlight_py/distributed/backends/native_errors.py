@@ -84,7 +84,7 @@ def _mismatch(where: str, backend: NativeBackend, handle: Any) -> str:
     groups: dict[str, list[int]] = {}
     heard = [rank for rank in range(backend.size) if signatures[rank].sequence]
     for rank in heard:
-        call = call_in_words(lib, signatures[rank]) + _site(backend, handle, rank)
+        call = _call_and_site(backend, handle, signatures[rank], rank)
         groups.setdefault(call, []).append(rank)
     calls = "; ".join(f"{_names(backend, ranks)} called {call}" for call, ranks in groups.items())
     number = number_in_words(lib, signatures, heard, backend.numbers)
@@ -98,10 +98,13 @@ def _names(backend: NativeBackend, ranks: Sequence[int]) -> str:
     return names(backend.numbers[rank] for rank in ranks)
 
 
-def _site(backend: NativeBackend, handle: Any, rank: int) -> str:
-    """Say where ``rank`` called that, if it is known."""
-    site = backend.ffi.string(backend.lib.fl_op_site(handle, rank)).decode(errors="replace")
-    return f" at {site}" if site else ""
+def _call_and_site(backend: NativeBackend, handle: Any, signature: Any, rank: int) -> str:
+    """Say what ``rank`` called, and where, if that is known; of a call that it refused also why."""
+    lib = backend.lib
+    site = backend.ffi.string(lib.fl_op_site(handle, rank)).decode(errors="replace")
+    if site and signature.ndim == lib.FL_REFUSED:
+        return str(site)
+    return call_in_words(lib, signature) + (f" at {site}" if site else "")
 
 
 def _late(
@@ -154,6 +157,6 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int]) -> 
         elif theirs.sequence == mine.sequence:
             told.append(f"{who} began it {ago} and has not finished")
         else:
-            last = call_in_words(lib, theirs) + _site(backend, handle, rank)
+            last = _call_and_site(backend, handle, theirs, rank)
             told.append(f"{who} last joined call {theirs.sequence}, {last}, {ago}")
     return f"{'; '.join(told)}. "

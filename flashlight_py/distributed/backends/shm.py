@@ -98,11 +98,20 @@ class ShmBackend(NativeBackend):
             raise OSError(self.message(self._room))
         return group
 
-    def _run(self, data: Any, output: Any, peer: int, seconds: float, blocking: bool) -> Any:
+    def _run(
+        self,
+        data: Any,
+        output: Any,
+        peer: int,
+        seconds: float,
+        blocking: bool,
+        site: Any = None,
+    ) -> Any:
         if self._dropped:
             self._drop_regions()
-        asks = blocking and peer < 0  # where it was called, if that ever matters
-        site = self.ffi.NULL if asks else self._here()
+        if site is None:
+            asks = blocking and peer < 0  # where it was called, if that ever matters
+            site = self.ffi.NULL if asks else self._here()
         handle = self.lib.fl_shm_run(
             self._group, self._next.signature, data, output, peer, seconds, not blocking, site
         )

@@ -86,6 +86,12 @@ class SingleBackend(Backend):
         """Refuse: there is nobody else."""
         raise ValueError("recv: this world has one rank, and a rank cannot receive from itself")
 
+    def refuse(self, call: str) -> None:
+        """Nobody else waits."""
+
+    def refuse_message(self, call: str, peer: int, tag: int, sends: bool) -> None:
+        """Nobody else waits."""
+
     def barrier(self, timeout: float | None = None) -> Work:
         """End at once."""
         return Done()

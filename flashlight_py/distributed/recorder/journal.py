@@ -22,6 +22,8 @@ __all__ = ["Journal", "groups", "name_of_group", "recent"]
 # Calls that went through Python; those of the native all_reduce have rings of their own.
 _KEPT = 512
 
+_NOTED = "flashlight_py_noted"  # an attribute of errors
+
 _recent: deque[Record] = deque(maxlen=_KEPT)
 _journals: list[weakref.ref[Journal]] = []  # a list can be read while another thread adds to it
 _made: Counter[tuple[int, ...]] = Counter()
@@ -107,6 +109,16 @@ class Journal:
             raise
         record.ended = monotonic_ns()
 
+    def refused(self, verb: str, error: Exception, peer: int | None = None) -> None:
+        """Count and record a call that this rank refused to make, because of ``error``."""
+        number = self._count() if peer is None else 0
+        what = (self.name, number, verb, None, None, None, None, peer)
+        _fail(_begin(what, 4), error)
+
+    def has_noted(self, error: BaseException) -> bool:
+        """Tell whether ``error`` ended a call that had begun, or one that was refused."""
+        return hasattr(error, _NOTED)
+
     def _count(self) -> int:
         self._header[NUMBER] = number = self._header[NUMBER] + 1
         return number
@@ -160,6 +172,7 @@ class _Recorded(Work):
 def _fail(record: Record, error: BaseException) -> None:
     record.ended = monotonic_ns()
     record.error = f"{type(error).__name__}: {error}"
+    setattr(error, _NOTED, True)
     incidents.report(error)
 
 

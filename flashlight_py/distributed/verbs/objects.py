@@ -15,6 +15,7 @@ import numpy as np
 
 from flashlight_py.distributed.exchange import Letter, broadcast_letter, exchange_letters
 from flashlight_py.distributed.verbs.base import Verbs
+from flashlight_py.distributed.verbs.refusing import refusable
 
 __all__ = ["Objects"]
 
@@ -22,6 +23,7 @@ __all__ = ["Objects"]
 class Objects(Verbs):
     """The verbs of objects; all block."""
 
+    @refusable()
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """Return ``root``'s object; see :func:`flashlight_py.broadcast_object`."""
         root = self._check_rank("broadcast_object", "root", root)
@@ -32,27 +34,30 @@ class Objects(Verbs):
             letter = broadcast_letter(self.backend(), mine, root)
             record.size = len(letter.content)
             self._raise_problems("broadcast_object", {root: letter})
-        return obj if here else self._unpickled("broadcast_object", letter.content, root)
+            return obj if here else self._unpickled("broadcast_object", letter.content, root)
 
+    @refusable()
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return all ranks' objects; see :func:`flashlight_py.all_gather_object`."""
-        letters = self._gathered("all_gather_object", obj, None)
-        return self._with_own("all_gather_object", letters, obj)
+        return self._gathered("all_gather_object", obj, None)
 
+    @refusable()
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
         """Return all ranks' objects on ``root``; see :func:`flashlight_py.gather_object`."""
         root = self._check_rank("gather_object", "root", root)
-        letters = self._gathered("gather_object", obj, root)
-        return self._with_own("gather_object", letters, obj) if self.rank == root else None
+        objects = self._gathered("gather_object", obj, root)
+        return objects if self.rank == root else None
 
-    def _gathered(self, verb: str, obj: Any, root: int | None) -> list[Letter]:
+    def _gathered(self, verb: str, obj: Any, root: int | None) -> list[Any]:
         mine, _ = _pickled([obj])
         with self._journal.recording(verb, root=root) as record, self.backend().part_of(verb):
             record.size = len(mine.content)
             letters = exchange_letters(self.backend(), mine, root)
             self._raise_problems(verb, dict(enumerate(letters)))
-        return letters
+            wanted = root is None or self.rank == root
+            return self._with_own(verb, letters, obj) if wanted else []
 
+    @refusable()
     def scatter_object(self, objs: Sequence[Any] | None = None, root: int = 0) -> Any:
         """Return this rank's object of ``root``'s; see :func:`flashlight_py.scatter_object`."""
         root = self._check_rank("scatter_object", "root", root)
@@ -62,7 +67,7 @@ class Objects(Verbs):
         with recording as record, self.backend().part_of("scatter_object"):
             record.size = len(mine.content)
             content = self._scattered(mine, lengths, root)
-        return given[root] if given else self._unpickled("scatter_object", content, root)
+            return given[root] if given else self._unpickled("scatter_object", content, root)
 
     def _scattered(self, mine: Letter, lengths: Sequence[int], root: int) -> Any:
         """Return this rank's bytes of those that ``root`` has in ``mine``, ``lengths`` for each."""

@@ -10,6 +10,7 @@ from flashlight_py.distributed.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.backend import Message
 from flashlight_py.distributed.recorder.journal import Journal
 from flashlight_py.distributed.verbs.base import Verbs, unpack_into, whole
+from flashlight_py.distributed.verbs.refusing import End, refusable
 from flashlight_py.distributed.verbs.self_mail import SelfMail
 from flashlight_py.distributed.work import AllOf, Work
 
@@ -43,6 +44,19 @@ class P2POp:
         return f"P2POp({self.kind!r}, peer={self.peer}, tag={self.tag})"
 
 
+def _sent_to(dst: Any, tag: Any) -> End:
+    return End(True, _plain(dst), _plain(tag))
+
+
+def _received_from(src: Any, tag: Any) -> End:
+    return End(False, _plain(src), _plain(tag))
+
+
+def _ends_of(group: Verbs, ops: Any) -> list[End]:
+    known = isinstance(ops, Sequence) and all(isinstance(op, P2POp) for op in ops)
+    return [End(op.sends, op.peer, op.tag) for op in ops] if known else []
+
+
 class PointToPoint(Verbs):
     """``send``, ``recv`` and their relatives."""
 
@@ -50,6 +64,7 @@ class PointToPoint(Verbs):
         super().__init__(journal)
         self._mail = SelfMail()
 
+    @refusable(lambda _, x, dst, tag=0: [_sent_to(dst, tag)])
     def send(self, x: Any, dst: int, tag: int = 0) -> None:
         """Give ``x`` to rank ``dst``, blocking; see :func:`flashlight_py.send`."""
         dst, tag = _plain(dst), _plain(tag)
@@ -58,6 +73,7 @@ class PointToPoint(Verbs):
         packed, call = pack(array), self.backend(array).send
         self._journal.run("send", packed, call, *(packed, dst, tag, True), peer=dst, tag=tag)
 
+    @refusable(lambda _, x, src, tag=0: [_received_from(src, tag)])
     def recv(self, x: Any, src: int, tag: int = 0) -> Any:
         """Fill ``x`` with what ``src`` sends, blocking; see :func:`flashlight_py.recv`."""
         src, tag = _plain(src), _plain(tag)
@@ -68,14 +84,17 @@ class PointToPoint(Verbs):
         work = self._journal.run("recv", packed, call, *arguments, peer=src, tag=tag)
         return self._finish(work, x, unpack_into(array, packed), async_op=False)
 
+    @refusable(lambda _, x, dst, tag=0: [_sent_to(dst, tag)])
     def isend(self, x: Any, dst: int, tag: int = 0) -> Work:
         """Begin to give ``x`` to rank ``dst``; see :func:`flashlight_py.isend`."""
         return self._begin_all([P2POp("send", x, dst, tag)])[0]
 
+    @refusable(lambda _, x, src, tag=0: [_received_from(src, tag)])
     def irecv(self, x: Any, src: int, tag: int = 0) -> Work:
         """Begin to fill ``x`` with what ``src`` sends; see :func:`flashlight_py.irecv`."""
         return self._begin_all([P2POp("recv", x, src, tag)])[0]
 
+    @refusable(_ends_of)
     def batch_isend_irecv(self, ops: Sequence[P2POp]) -> Work:
         """Begin several messages; see :func:`flashlight_py.batch_isend_irecv`."""
         return AllOf(self._begin_all(ops))
@@ -112,6 +131,12 @@ class PointToPoint(Verbs):
             async_op=True,
         )
 
+    @refusable(
+        lambda _, x, dst, out, src, tag=0, recv_tag=None: [
+            _sent_to(dst, tag),
+            _received_from(src, tag if recv_tag is None else recv_tag),
+        ]
+    )
     def sendrecv(
         self, x: Any, dst: int, out: Any, src: int, tag: int = 0, recv_tag: int | None = None
     ) -> Any:

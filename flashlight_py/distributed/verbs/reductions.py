@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,32 @@ from numpy.typing import DTypeLike
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.arrays import dtype_code, pack
 from flashlight_py.distributed.verbs.base import Verbs, pack_apart, unpack_into, whole
+from flashlight_py.distributed.verbs.refusing import refusable
 from flashlight_py.distributed.work import AllOf, Then, Work
 
 __all__ = ["Reductions"]
 
 
+def _calls_of_multiple(
+    group: Verbs,
+    xs: Any,
+    scale: float = 1.0,
+    op: str = "sum",
+    async_op: bool = False,
+    contiguous: bool = False,
+) -> list[None]:
+    """Return a None for each collective that others begin where this rank refuses ``xs``."""
+    held = [getattr(x, "array", x) for x in xs] if isinstance(xs, Iterable) else []
+    arrays: list[Any] = [x for x in held if hasattr(x, "dtype")]
+    kinds = [f"{is_cupy(x)} {x.dtype}" if contiguous else index for index, x in enumerate(arrays)]
+    together = 0 if contiguous else max(0, sum(map(is_cupy, arrays)) - 1)  # GPUs' begin as one
+    return [None] * max(1, len(set(kinds)) - together)
+
+
 class Reductions(Verbs):
     """``all_reduce`` and its relatives."""
 
+    @refusable()
     def all_reduce(
         self, x: Any, scale: float = 1.0, op: str = "sum", async_op: bool = False
     ) -> Any:
@@ -31,6 +49,7 @@ class Reductions(Verbs):
         )
         return self._finish(work, x, unpack_into(array, packed), async_op)
 
+    @refusable(_calls_of_multiple)
     def all_reduce_multiple(
         self,
         xs: Sequence[Any],
@@ -95,6 +114,7 @@ class Reductions(Verbs):
 
         return self._keep(Then(self.all_reduce(flat, scale, op, async_op=True), unpack))
 
+    @refusable()
     def reduce(
         self, x: Any, root: int = 0, op: str = "sum", scale: float = 1.0, async_op: bool = False
     ) -> Any:
@@ -109,6 +129,7 @@ class Reductions(Verbs):
         home = unpack_into(array, packed) if self.rank == root else None
         return self._finish(work, x, home, async_op)
 
+    @refusable()
     def reduce_scatter(
         self,
         x: Any,
@@ -129,6 +150,7 @@ class Reductions(Verbs):
         )
         return self._finish_into(work, room, async_op)
 
+    @refusable()
     def shared_empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
         """Return an array that is cheap to reduce; see :func:`flashlight_py.shared_empty`."""
         extents = _extents(shape)

@@ -12,6 +12,7 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.exchange import exchange_bytes
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs.base import Verbs, whole
+from flashlight_py.distributed.verbs.refusing import refusable
 from flashlight_py.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ _TAG = -1
 class Subgroups(Verbs):
     """``new_group`` and ``split``."""
 
+    @refusable()
     def new_group(self, ranks: Sequence[int]) -> ProcessGroup:
         """Make a group of some ranks of this one; see :func:`flashlight_py.new_group`."""
         members = self._check_members(ranks)
@@ -34,6 +36,7 @@ class Subgroups(Verbs):
             self._agree(members)
             return self._found(members)
 
+    @refusable()
     def split(self, color: int | None, key: int = 0) -> ProcessGroup:
         """Make a group of those with one color; see :func:`flashlight_py.split`."""
         color, key = _check_color(color), _check_key(key)

@@ -245,6 +245,15 @@ class MpiBackend(Backend):
 
         return self._group.message("recv", begin, src, blocking)
 
+    def refuse(self, call: str) -> None:
+        """Have the others raise; see ``Backend``."""
+        self._group.refuse(Call(text=call, key=call), _nothing)
+
+    def refuse_message(self, call: str, peer: int, tag: int, sends: bool) -> None:
+        """Have the peer raise; see ``Backend``."""
+        refuse = functools.partial(self._group.messages.refuse, call, peer, tag, sends)
+        self._group.message("refuse", refuse, peer, blocking=False).was_heard = True
+
     def barrier(self, timeout: float | None = None) -> Work:
         """Wait for all; ``timeout`` in seconds; see ``Backend``. The header is the barrier."""
 

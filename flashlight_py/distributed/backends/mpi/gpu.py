@@ -105,6 +105,14 @@ class MpiGpuBackend(Backend):
         work = self._host.scatter(given, root, blocking)
         return work if self._aware else self._keep(Then(work, _to_gpu))
 
+    def refuse(self, call: str) -> None:
+        """Have the others raise; see ``Backend``."""
+        self._host.refuse(call)
+
+    def refuse_message(self, call: str, peer: int, tag: int, sends: bool) -> None:
+        """Have the peer raise; see ``Backend``."""
+        self._host.refuse_message(call, peer, tag, sends)
+
     def barrier(self, timeout: float | None = None) -> Work:
         """Wait for all; ``timeout`` in seconds; see ``Backend``."""
         return self._host.barrier(timeout)

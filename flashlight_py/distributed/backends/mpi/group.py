@@ -77,6 +77,13 @@ class Group:
         steps = self._collective(call, body, self._checked or needs_table)
         return self._start(call.verb, steps, None, blocking, seconds)
 
+    def refuse(self, call: Call, body: Callable[[list[int]], Steps]) -> None:
+        """Start ``call``, which fits no other rank's; where none are compared, end the group."""
+        if self._checked:
+            self.collective(call, body, blocking=False).was_heard = True
+        else:
+            self.give_up(f"MismatchError: {call.text}")
+
     def _collective(self, call: Call, body: Callable[[list[int]], Steps], checked: bool) -> Steps:
         told: list[int] = []
         if checked:

@@ -38,8 +38,11 @@ class Offer:
     kind: str
     data: bytes | None
     site: str
+    refused: str = ""  # in words, if there is none in truth
 
     def __str__(self) -> str:
+        if self.refused:
+            return f"{self.refused} at {self.site}"
         return f"send({self.kind}, tag={self.tag}) at {self.site}"
 
 
@@ -61,8 +64,11 @@ class Receiving:
     tag: int
     kind: str
     site: str
+    refused: str = ""
 
     def __str__(self) -> str:
+        if self.refused:
+            return f"{self.refused} at {self.site}"
         return f"recv({self.kind}, tag={self.tag}) at {self.site}"
 
 
@@ -82,12 +88,25 @@ class Messages:
         """Offer ``array`` to ``dst`` at once; the steps go on from there."""
         inline = array.nbytes <= _INLINE_BYTES and not is_cupy(array)
         data = array.tobytes() if inline else None
-        offer = Offer(next(self._numbers), tag, _kind(array), data, call_site())
+        return self._offer(
+            Offer(next(self._numbers), tag, _kind(array), data, call_site()), array, dst
+        )
+
+    def _offer(self, offer: Offer, array: Array | None, dst: int) -> Steps:
         sending = self._sending[offer.number] = Sending(offer, dst)
         self._notes.send(dst, Kind.OFFER, offer)
         return self._send(sending, array)
 
-    def _send(self, sending: Sending, array: Array) -> Steps:
+    def refuse(self, call: str, peer: int, tag: int, sends: bool) -> Steps:
+        """Do this rank's part of a message that it refuses: the peer hears of it."""
+        if sends:
+            offer = Offer(next(self._numbers), tag, "", b"", call_site(), refused=call)
+            return self._offer(offer, None, peer)
+        receiving = Receiving(peer, tag, "", call_site(), refused=call)
+        self._receiving.append(receiving)
+        return self._recv(receiving, None)
+
+    def _send(self, sending: Sending, array: Array | None) -> Steps:
         while not sending.answered:
             yield
         del self._sending[sending.offer.number]
@@ -95,6 +114,7 @@ class Messages:
             calls = {self._rank: str(sending.offer), sending.dst: sending.unfit}
             raise self._mismatch("send", calls)
         if sending.offer.data is None:
+            assert array is not None
             tag = sending.offer.number % _LARGEST_TAG
             parts = chunks(as_bytes(array))
             requests = [
@@ -109,12 +129,11 @@ class Messages:
         self._receiving.append(receiving)
         return self._recv(receiving, array)
 
-    def _recv(self, receiving: Receiving, array: Array) -> Steps:
+    def _recv(self, receiving: Receiving, array: Array | None) -> Steps:
         while (offer := self._offer_for(receiving)) is None:
             yield
         self._receiving.remove(receiving)
-        fits = offer.kind == receiving.kind
-        if not fits:
+        if offer.kind != receiving.kind or array is None:
             self._notes.send(receiving.src, Kind.REPLY, (offer.number, str(receiving)))
             raise self._mismatch("recv", {self._rank: str(receiving), receiving.src: str(offer)})
         yield from self._take(offer, receiving.src, array)

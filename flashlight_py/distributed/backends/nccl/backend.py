@@ -14,7 +14,7 @@ from flashlight_py.device import Array
 from flashlight_py.distributed import last_words
 from flashlight_py.distributed.backend import Backend, Message
 from flashlight_py.distributed.backends.nccl import collect
-from flashlight_py.distributed.backends.nccl.checks import Checks
+from flashlight_py.distributed.backends.nccl.checks import Checks, asks_nobody
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.cpu_side import CpuSide
 from flashlight_py.distributed.backends.nccl.dtypes import BYTES
@@ -76,6 +76,17 @@ class NcclBackend(Backend):
         """Tell the others what this rank's program has raised; see ``Backend``."""
         if self._checks is not None:
             self._checks.give_up(traceback)
+
+    def refuse(self, call: str) -> None:
+        """Have the others raise; see ``Backend``. What NCCL has begun there ends this group."""
+        if self._checks is not None:
+            self._checks.refuse(call)
+        if self._checks is None or not asks_nobody(call):
+            self._cpu.refuse(call)
+
+    def refuse_message(self, call: str, peer: int, tag: int, sends: bool) -> None:
+        """Have the peer raise where the two compare what they have; see ``Backend``."""
+        self._cpu.refuse_message(call, peer, tag)
 
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
         """Reduce in place; see ``Backend``. The order of the terms is NCCL's own."""

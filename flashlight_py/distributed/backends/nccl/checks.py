@@ -37,7 +37,7 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-__all__ = ["Checks", "begin_checks"]
+__all__ = ["Checks", "asks_nobody", "begin_checks"]
 
 _log = logging.getLogger("flashlight_py")
 
@@ -80,6 +80,10 @@ class Checks:
         dtype, shape = (None, None) if array is None else (array.dtype, array.shape)
         call = describe(verb, dtype, shape, tuple(how.items()))
         self._mine.post(call, call if verb in _UNASKED else "")
+
+    def refuse(self, call: str) -> None:
+        """Post a call that this rank refuses, which equals no other rank's."""
+        self._mine.post(call, call if asks_nobody(call) else "")
 
     def give_up(self, traceback: str) -> None:
         """Tell that this rank's program has raised."""
@@ -141,6 +145,11 @@ class Checks:
             self._link.close()
         while self._ends:
             os.close(self._ends.popitem()[1])
+
+
+def asks_nobody(call: str) -> bool:
+    """Tell whether ``call`` is of a verb that is given to NCCL without asking the others."""
+    return call.partition(",")[0] in _UNASKED
 
 
 @functools.lru_cache(maxsize=1024)

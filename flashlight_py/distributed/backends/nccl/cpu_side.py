@@ -77,6 +77,15 @@ class CpuSide:
         with self._asking():
             agree_on_messages(self._cpu, messages)
 
+    def refuse(self, call: str) -> None:
+        """Have the others raise where they ask; see ``Backend``."""
+        self._cpu.refuse(call)
+
+    def refuse_message(self, call: str, peer: int, tag: int) -> None:
+        """Have ``peer`` raise, which tells and asks under ``tag``; see ``agree_on_messages``."""
+        for sends in (True, False):
+            self._cpu.refuse_message(call, peer, tag, sends)
+
     def barrier(self, timeout: float | None) -> Work:
         """Wait for every rank, up to ``timeout`` seconds."""
         with self._asking():

@@ -1,0 +1,248 @@
+"""An argument refused on one rank is a part of the call: every rank raises, the group lives on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.distributed.conformance import BACKENDS
+from tests.distributed.harness import run_ranks
+
+SIZE, ODD = 3, 1
+AT_ONCE = 20.0  # seconds, on a machine that does much else
+
+
+@pytest.fixture(params=["gloo", "shm", "hierarchical", "mpi"])
+def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
+    if request.param == "mpi":
+        pytest.importorskip("mpi4py")
+    return pool(SIZE, **BACKENDS[request.param][1])
+
+
+def ones(n: int = 6) -> Any:
+    return np.ones(n)
+
+
+# What the odd rank calls, and what the others do.
+Calls = tuple[Callable[[], Any], Callable[[], Any]]
+COLLECTIVES: dict[str, Calls] = {
+    "what is no array": (lambda: fl.all_reduce(None), lambda: fl.all_reduce(ones())),
+    "a dtype": (lambda: fl.all_reduce(np.array(["a"])), lambda: fl.all_reduce(ones(1))),
+    "an op": (lambda: fl.reduce(np.ones(2, bool)), lambda: fl.reduce(ones(2))),
+    "a large array's scale": (
+        lambda: fl.all_reduce(ones(99_999), scale=np.nan),
+        lambda: fl.all_reduce(ones(99_999)),
+    ),
+    "unequal parts": (lambda: fl.reduce_scatter(ones(7)), lambda: fl.reduce_scatter(ones())),
+    "parts that differ": (
+        lambda: fl.scatter([ones(1), ones(2), ones(3)], root=ODD),
+        lambda: fl.scatter(root=ODD),
+    ),
+    "out": (lambda: fl.all_gather(ones(), out=ones(7)[:, None]), lambda: fl.all_gather(ones())),
+    "rows": (
+        lambda: fl.all_to_all(ones(), rows=[6]),
+        lambda: fl.all_to_all(ones(), rows=[2, 2, 2]),
+    ),
+    "a root": (lambda: fl.broadcast(ones(), root=7), lambda: fl.broadcast(ones(), root=2)),
+    "a timeout": (lambda: fl.barrier(timeout=-1), fl.barrier),
+    "an object's root": (
+        lambda: fl.broadcast_object(3, root=-1),
+        lambda: fl.broadcast_object(3),
+    ),
+    "members": (lambda: fl.new_group([9]), lambda: fl.new_group([0, 1])),
+    "a color": (lambda: fl.split("red"), lambda: fl.split(0)),  # type: ignore[arg-type]
+    "a shape": (
+        lambda: fl.distributed.shared_empty((1.5,)),  # type: ignore[arg-type]
+        lambda: fl.distributed.shared_empty(3),
+    ),
+    "one of several": (
+        lambda: fl.all_reduce_multiple([ones(), None]),
+        lambda: fl.all_reduce_multiple([ones()]),
+    ),
+    "several": (
+        lambda: fl.all_reduce_multiple([ones(), ones(2)], op="median"),
+        lambda: fl.all_reduce_multiple([ones(), ones(2)]),
+    ),
+    "several as one": (
+        lambda: fl.all_reduce_multiple([ones(), ones(2)], op="median", contiguous=True),
+        lambda: fl.all_reduce_multiple([ones(), ones(2)], contiguous=True),
+    ),
+    "another verb": (lambda: fl.all_reduce(None), lambda: fl.broadcast(ones())),
+    "what was started": (
+        lambda: fl.all_reduce(ones(), op="no", async_op=True),
+        lambda: fl.all_reduce(ones(), async_op=True).wait(),
+    ),
+}
+
+
+def refuse(rank: int, size: int) -> None:
+    for name, (wrong, right) in COLLECTIVES.items():
+        began = time.monotonic()
+        if rank == ODD:
+            with pytest.raises((TypeError, ValueError)):
+                wrong()
+        else:
+            check(right, name)
+        assert fl.all_reduce(np.ones(3))[0] == size, name  # in step
+        assert time.monotonic() - began < AT_ONCE, name
+    fl.sync_distributed()  # nothing is left to be raised
+
+
+def check(call: Callable[[], Any], name: str) -> None:
+    try:
+        call()
+    except fl.errors.MismatchError as error:
+        message = str(error)
+    else:
+        pytest.fail(f"{name} did not raise")
+    assert f"rank {ODD} called " in message, (name, message)
+    assert ", and refused what it was given (" in message, (name, message)
+    assert "test_refusals.py:" in message, (name, message)
+
+
+def test_a_refused_collective_raises_on_every_rank(ranks: Any) -> None:
+    ranks.run(refuse)
+
+
+def the_reason(rank: int, size: int) -> None:
+    if rank == ODD:
+        with pytest.raises(ValueError, match="first dimension must be a multiple") as caught:
+            fl.reduce_scatter(ones(7))
+        assert "\n" not in str(caught.value)
+    else:
+        with pytest.raises(
+            fl.errors.MismatchError,
+            match=r"rank 1 called reduce_scatter, and refused what it was given \(ValueError: "
+            r"reduce_scatter: the first dimension must be a multiple of the 3 ranks, got shape "
+            r"\(7,\)\) at distributed/test_refusals.py:\d+",
+        ):
+            fl.reduce_scatter(ones())
+
+
+def test_the_others_have_its_reason(ranks: Any) -> None:
+    ranks.run(the_reason)
+
+
+def refuse_alike(rank: int, size: int) -> None:
+    for _ in range(3):
+        for wrong, _right in COLLECTIVES.values():
+            with pytest.raises((TypeError, ValueError)):
+                wrong()
+    with pytest.raises(ValueError, match="read-only"):
+        fl.sendrecv(ones(), (rank + 1) % size, np.broadcast_to(1.0, 6), (rank - 1) % size)
+    with pytest.raises(ValueError, match="dst must be a rank"):
+        fl.sendrecv(ones(), size, ones(), (rank - 1) % size)
+    got = np.zeros(1)
+    fl.sendrecv(np.full(1, float(rank)), (rank + 1) % size, got, (rank - 1) % size)
+    assert got[0] == (rank - 1) % size
+    assert fl.all_reduce(np.ones(3))[0] == size
+
+
+def test_ranks_that_refuse_alike_raise_their_own_and_go_on(ranks: Any) -> None:
+    # In a scatter the others are right.
+    ranks.run(refuse_alike_but_scatter)
+
+
+def refuse_alike_but_scatter(rank: int, size: int) -> None:
+    scatter = COLLECTIVES.pop("parts that differ")
+    try:
+        refuse_alike(rank, size)
+    finally:
+        COLLECTIVES["parts that differ"] = scatter
+
+
+def messages(peer: int) -> dict[str, Calls]:
+    """Calls of a rank that refuses, and of its peer."""
+    me, locked = ODD, np.broadcast_to(1.0, 6)
+    p2p = fl.P2POp
+    return {
+        "send": (lambda: fl.send(None, peer), lambda: fl.recv(ones(), me)),
+        "recv": (lambda: fl.recv(locked, peer), lambda: fl.send(ones(), me)),
+        "a long one": (lambda: fl.recv(locked, peer), lambda: fl.send(ones(99_999), me)),
+        "isend": (lambda: fl.isend(None, peer, 4), lambda: fl.irecv(ones(), me, 4).wait()),
+        "irecv": (lambda: fl.irecv(locked, peer, 4), lambda: fl.isend(ones(), me, 4).wait()),
+        "sendrecv": (
+            lambda: fl.sendrecv(ones(), peer, locked, peer),
+            lambda: fl.sendrecv(ones(), me, ones(), me),
+        ),
+        "batch": (
+            lambda: fl.batch_isend_irecv([p2p("send", ones(), peer), p2p("recv", locked, peer)]),
+            lambda: fl.batch_isend_irecv([p2p("recv", ones(), me), p2p("send", ones(), me)]).wait(),
+        ),
+    }
+
+
+def refuse_messages(rank: int, size: int, peer: int) -> None:
+    for name, (wrong, right) in messages(peer).items():
+        if rank == ODD:
+            with pytest.raises((TypeError, ValueError)):
+                wrong()
+        if rank == peer:
+            check(right, name)
+        if rank in (ODD, peer):  # later messages are not taken for it
+            other, got = ODD + peer - rank, ones()
+            fl.sendrecv(np.full(6, float(rank)), other, got, other)
+            assert got[0] == other, name
+        assert fl.all_reduce(np.ones(3))[0] == size, name
+    fl.sync_distributed()
+
+
+@pytest.mark.parametrize("peer", [0, 2])  # of its host, and of the other
+def test_a_refused_message_raises_at_both_ends(ranks: Any, peer: int) -> None:
+    ranks.run(refuse_messages, peer)
+
+
+def refuse_in_a_group(rank: int, size: int) -> str:
+    """A group of its own: ranks are named as the world knows them."""
+    with fl.new_group([2, 1]) as group:
+        if not group.is_member:
+            return ""
+        with pytest.raises((TypeError, fl.errors.MismatchError)) as caught:
+            group.all_reduce(None if rank == ODD else ones())
+        assert group.all_reduce(np.ones(3))[0] == 2
+        return str(caught.value)
+
+
+def test_a_group_goes_on_as_well(ranks: Any) -> None:
+    assert ", and refused what it was given (TypeError" in ranks.run(refuse_in_a_group)[2]
+
+
+def refuse_unchecked(rank: int, size: int) -> str:
+    with pytest.raises((TypeError, fl.errors.DistributedError)) as caught:
+        fl.all_reduce(None if rank == ODD else np.ones(3))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def two_hosts_unchecked(rank: int) -> dict[str, str]:
+    return {**BACKENDS["hierarchical"][1]["env"](rank), "FLASHLIGHT_CHECKS": "0"}
+
+
+def test_without_checks_between_hosts_the_group_ends_with_the_reason() -> None:
+    texts = run_ranks(refuse_unchecked, SIZE, env=two_hosts_unchecked)
+    assert texts[ODD].startswith("TypeError")
+    for text in (texts[0], texts[2]):
+        assert "rank 1 called all_reduce, and refused what it was given (TypeError" in text
+
+
+def interrupted(rank: int, size: int) -> None:
+    class Stop(BaseException):
+        pass
+
+    class Array:
+        @property
+        def array(self) -> Any:
+            raise Stop
+
+    if rank == ODD:
+        with pytest.raises(Stop):
+            fl.all_reduce(Array())
+    assert fl.all_reduce(np.ones(3))[0] == size  # no call was made
+
+
+def test_what_ends_a_program_is_no_refusal(ranks: Any) -> None:
+    ranks.run(interrupted)
