@@ -1,9 +1,9 @@
 """Every exception that flashlight_py raises on purpose.
 
-Wrong arguments raise ``ValueError`` or ``TypeError`` before any array is sent, on the rank that gave
-them, and ``MismatchError`` with its reason on the others. What goes wrong
-between processes raises one of these; the class says whose fault it is, the message says what
-was being done, on which rank of how many, what was expected, what came, and what to do next.
+Wrong arguments raise ``ValueError`` or ``TypeError`` before any array is sent, on the rank that
+gave them, and ``MismatchError`` with its reason on the others. What goes wrong between processes
+raises one of these; the class says whose fault it is, the message says what was being done, on
+which rank of how many, what was expected, what came, and what to do next.
 """
 
 from __future__ import annotations

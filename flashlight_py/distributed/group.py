@@ -12,6 +12,7 @@ from flashlight_py.device import is_cupy
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.recorder.journal import Journal, name_of_group
 from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.verbs.base import check_seconds
 from flashlight_py.distributed.verbs.movement import Movement
 from flashlight_py.distributed.verbs.objects import Objects
 from flashlight_py.distributed.verbs.point_to_point import PointToPoint
@@ -26,10 +27,15 @@ __all__ = ["Joiner", "ProcessGroup"]
 
 @dataclass(frozen=True)
 class Joiner:
-    """How the ranks of a group and of its subgroups are joined."""
+    """How the ranks of a group and of its subgroups are joined.
+
+    Joining may take ``seconds``. ``limited`` returns the same for groups of another timeout.
+    """
 
     join: Callable[[Store], Backend]
     join_gpus: Callable[[Backend], Backend]
+    seconds: float
+    limited: Callable[[float], Joiner]
 
 
 class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
@@ -108,14 +114,17 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
             self._gpus = self._joiner.join_gpus(self.backend())
         return self._gpus
 
-    def _inside(self, members: list[int], store: Store) -> ProcessGroup:
+    def _inside(self, members: list[int], store: Store, timeout: float | None) -> ProcessGroup:
         """Join ``members`` of this group, this rank among them."""
-        assert self._joiner is not None or self.size == 1
-        backend = self.backend() if self._joiner is None else self._joiner.join(store)
-        child = self._adopt(ProcessGroup(backend, self._worldwide(members), self._joiner))
+        joiner = self._joiner
+        assert joiner is not None or self.size == 1
+        if joiner is not None and timeout is not None:
+            joiner = joiner.limited(timeout)
+        backend = self.backend() if joiner is None else joiner.join(store)
+        child = self._adopt(ProcessGroup(backend, self._worldwide(members), joiner))
         try:
             # One that closes the group at once must not do so while others still connect to it.
-            backend.barrier().wait()
+            backend.barrier(None if joiner is None else joiner.seconds).wait()
         except BaseException:
             child.close()
             raise
@@ -135,10 +144,9 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
     @refusable()
     def barrier(self, timeout: float | None = None) -> None:
         """Block until every rank is here; see :func:`flashlight_py.barrier`."""
-        if timeout is not None and not (hasattr(timeout, "__float__") and timeout > 0):
-            raise ValueError(f"barrier: timeout must be a positive number of seconds: {timeout!r}")
+        seconds = check_seconds("barrier", timeout)
         backend = self._gpus or self.backend()
-        self._journal.run("barrier", None, backend.barrier, timeout)
+        self._journal.run("barrier", None, backend.barrier, seconds)
 
     def synchronize(self) -> None:
         """Block until every operation that this rank has started in the group has ended."""

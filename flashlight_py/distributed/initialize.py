@@ -253,11 +253,19 @@ def _connect(store: Store, settings: Settings) -> World:
     local_rank, local_size = local_place(store.rank, [line.split(b"\n")[0] for line in told])
     connection = connect(store, settings)
     rule = DeviceRule(store.rank, local_rank, settings.max_device_per_node)
-    joiner = Joiner(lambda members: connect(members, settings).backend, gpu_joiner(rule, settings))
-    group = ProcessGroup(connection.backend, None, joiner)
+    group = ProcessGroup(connection.backend, None, _joiner(rule, settings))
     _join_gpus_at_once(group, settings)
     job = told[0].split(b"\n")[1].decode()  # rank 0's name for it
     return World(group, local_rank, local_size, connection.why, rule, job)
+
+
+def _joiner(rule: DeviceRule, settings: Settings) -> Joiner:
+    return Joiner(
+        lambda members: connect(members, settings).backend,
+        gpu_joiner(rule, settings),
+        settings.joining_seconds,
+        lambda seconds: _joiner(rule, settings.limited(seconds)),
+    )
 
 
 def _watch(world: World, settings: Settings) -> None:

@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,16 @@ class Settings:
     mpi_cuda_aware: bool = False
     checks: bool = True
     trace_dir: str | None = None
+    joining: float = 0.0  # how long that may take, where it is longer than the timeout
+
+    @property
+    def joining_seconds(self) -> float:
+        """How long the ranks of a group may take to be joined."""
+        return max(self.timeout, self.joining)
+
+    def limited(self, seconds: float) -> Settings:
+        """Return the settings of a group whose operations may take ``seconds`` each."""
+        return replace(self, timeout=seconds, joining=self.joining_seconds)
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> Settings:

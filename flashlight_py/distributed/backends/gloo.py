@@ -33,7 +33,7 @@ class GlooBackend(NativeBackend):
     """Every rank of ``store`` connected to every other; collective, blocking.
 
     ``host`` is the name or address that the sockets are bound to, or empty: then ``interface``
-    names the network interface. ``timeout`` (seconds) bounds connecting and each operation.
+    names the network interface. ``timeout`` (seconds) bounds an operation, ``joining`` connecting.
 
     Raises:
         BackendUnavailableError: the native extension or the interface is missing.
@@ -42,9 +42,12 @@ class GlooBackend(NativeBackend):
 
     path = "Gloo over TCP"
 
-    def __init__(self, store: Store, host: str, interface: str, timeout: float) -> None:
+    def __init__(
+        self, store: Store, host: str, interface: str, timeout: float, joining: float
+    ) -> None:
         native = _native.load("gloo")
         super().__init__(native, store, timeout)
+        self._joining = joining
         self._group = self._create(host, interface)
         answer = answer_to_interrupts(native, "fl_gloo_interrupted")
         self.lib.fl_gloo_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
@@ -62,7 +65,7 @@ class GlooBackend(NativeBackend):
             self.size,
             host.encode(),
             interface.encode(),
-            self.timeout,
+            self._joining,
             room,
             MESSAGE_BYTES,
         )
@@ -81,8 +84,8 @@ class GlooBackend(NativeBackend):
         cards = [json.loads(text) for text in store.exchange(json.dumps(card).encode())]
         people = {rank: Peer.from_record(card["peer"]) for rank, card in enumerate(cards)}
         addresses = b"".join(bytes.fromhex(card["addresses"][self.rank]) for card in cards)
-        op = self.lib.fl_gloo_connect(self._group, addresses, len(mine[0]), self.timeout)
-        work = NativeWork(self, "connect", op, addresses, NOTHING, self.timeout)
+        op = self.lib.fl_gloo_connect(self._group, addresses, len(mine[0]), self._joining)
+        work = NativeWork(self, "connect", op, addresses, NOTHING, self._joining)
         while not _has_ended(work, _LOOK_SECONDS):
             self._fail_if_dead(people)
         work.wait()

@@ -14,7 +14,7 @@ from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.recorder.journal import Journal
 from flashlight_py.distributed.work import Done, Then, Work
 
-__all__ = ["NO_ROOM", "Room", "Verbs", "pack_apart", "unpack_into", "whole"]
+__all__ = ["NO_ROOM", "Room", "Verbs", "check_seconds", "pack_apart", "unpack_into", "whole"]
 
 
 class Room(NamedTuple):
@@ -115,6 +115,19 @@ class Verbs(abc.ABC):
                 f"{verb}: {name} must be a rank of this group, 0 to {self.size - 1}; got {rank!r}"
             )
         return number
+
+
+def check_seconds(verb: str, timeout: Any) -> float | None:
+    """Return a ``timeout`` in seconds as a float, None as it is.
+
+    Raises:
+        ValueError: it is no positive number.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not hasattr(timeout, "__float__") or not timeout > 0:
+        raise ValueError(f"{verb}: timeout must be a positive number of seconds: {timeout!r}")
+    return float(timeout)
 
 
 def whole(value: object) -> int | None:

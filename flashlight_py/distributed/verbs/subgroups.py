@@ -11,7 +11,7 @@ import numpy as np
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.exchange import exchange_bytes
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.verbs.base import Verbs, whole
+from flashlight_py.distributed.verbs.base import Verbs, check_seconds, whole
 from flashlight_py.distributed.verbs.refusing import refusable
 from flashlight_py.errors import MismatchError
 
@@ -28,24 +28,26 @@ class Subgroups(Verbs):
     """``new_group`` and ``split``."""
 
     @refusable()
-    def new_group(self, ranks: Sequence[int]) -> ProcessGroup:
+    def new_group(self, ranks: Sequence[int], timeout: float | None = None) -> ProcessGroup:
         """Make a group of some ranks of this one; see :func:`flashlight_py.new_group`."""
-        members = self._check_members(ranks)
+        members, seconds = self._check_members(ranks), check_seconds("new_group", timeout)
         backend = self.backend()
         with self._journal.recording("new_group"), backend.part_of("new_group"):
-            self._agree(members)
-            return self._found(members)
+            self._agree(members, seconds)
+            return self._found(members, seconds)
 
     @refusable()
-    def split(self, color: int | None, key: int = 0) -> ProcessGroup:
+    def split(self, color: int | None, key: int = 0, timeout: float | None = None) -> ProcessGroup:
         """Make a group of those with one color; see :func:`flashlight_py.split`."""
-        color, key = _check_color(color), _check_key(key)
+        color, key, seconds = _check_color(color), _check_key(key), check_seconds("split", timeout)
         backend = self.backend()
         with self._journal.recording("split"), backend.part_of("split"):
-            told = exchange_bytes(backend, json.dumps([color, key]).encode())
-            choices = enumerate(map(json.loads, told))
-            mates = [(k, rank) for rank, (c, k) in choices if c == color]
-            return self._found([] if color is None else [rank for _, rank in sorted(mates)])
+            told = exchange_bytes(backend, json.dumps([color, key, seconds]).encode())
+            choices = list(map(json.loads, told))
+            self._require_same("split", [f"split{_limit(limit)}" for _, _, limit in choices])
+            mates = [(k, rank) for rank, (c, k, _) in enumerate(choices) if c == color]
+            members = [] if color is None else [rank for _, rank in sorted(mates)]
+            return self._found(members, seconds)
 
     def _check_members(self, ranks: Sequence[int]) -> list[int]:
         members = [self._check_rank("new_group", "each of ranks", rank) for rank in ranks]
@@ -55,27 +57,34 @@ class Subgroups(Verbs):
             raise ValueError("new_group: a group has at least one rank, got none")
         return members
 
-    def _agree(self, members: Sequence[int]) -> None:
+    def _agree(self, members: Sequence[int], seconds: float | None) -> None:
         """Make sure that all ranks of this group ask for the same new one."""
-        told = exchange_bytes(self.backend(), f"new_group {json.dumps(members)}".encode())
-        asked = [text.decode() for text in told]
+        mine = f"new_group {json.dumps(members)}{_limit(seconds)}"
+        told = exchange_bytes(self.backend(), mine.encode())
+        self._require_same("new_group", [text.decode() for text in told])
+
+    def _require_same(self, verb: str, asked: Sequence[str]) -> None:
         if len(set(asked)) > 1:
             calls = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(asked))
             raise MismatchError(
-                f"[new_group] rank {self.rank} of {self.size}: the ranks asked for different "
-                f"groups ({calls}). Every rank of the parent must give the same list"
+                f"[{verb}] rank {self.rank} of {self.size}: the ranks asked for different "
+                f"groups ({calls}). Every rank of the parent must give the same"
             )
 
-    def _found(self, members: list[int]) -> ProcessGroup:
+    def _found(self, members: list[int], seconds: float | None) -> ProcessGroup:
         if self.rank not in members:
             return self._outside(members)
-        return self._inside(members, MemberStore(self.backend(), members))
+        return self._inside(members, MemberStore(self.backend(), members), seconds)
 
-    def _inside(self, members: list[int], store: Store) -> ProcessGroup:
+    def _inside(self, members: list[int], store: Store, timeout: float | None) -> ProcessGroup:
         raise NotImplementedError  # ProcessGroup knows how a group is made
 
     def _outside(self, members: list[int]) -> ProcessGroup:
         raise NotImplementedError  # ProcessGroup knows how a group is made
+
+
+def _limit(seconds: float | None) -> str:
+    return "" if seconds is None else f", timeout={seconds!r}"
 
 
 def _check_color(color: object) -> int | None:

@@ -1,0 +1,63 @@
+"""A timeout of a group's own bounds its collectives and messages, and no others."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.distributed.conformance import BACKENDS
+
+SHORT, MOST = 0.3, 60.0  # seconds: the group's, and far less than the world's
+
+
+@pytest.fixture(params=["gloo", "shm", "hierarchical", "mpi"])
+def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
+    if request.param == "mpi":
+        pytest.importorskip("mpi4py")
+    return pool(3, **BACKENDS[request.param][1])
+
+
+def waits_in_vain(group: fl.ProcessGroup, verb: str) -> None:
+    """Wait for ranks that never come, until the group's timeout."""
+    began, more = time.monotonic(), [(group.rank + 1) % group.size] if verb == "recv" else []
+    late = fl.errors.CollectiveTimeoutError, fl.errors.MismatchError  # the others are in the world
+    with pytest.raises(late, match=r"0\.\d+ seconds"):
+        getattr(group, verb)(np.ones(3), *more)
+    assert SHORT * 0.9 < time.monotonic() - began < MOST
+
+
+def times_out(rank: int, size: int) -> None:
+    made = [fl.new_group([2, 0, 1], timeout=SHORT), fl.split(0, timeout=np.float32(SHORT))]
+    made.append(fl.new_group([0, 1], timeout=SHORT))
+    made += [group.new_group([1, 0]) for group in made[:2]]  # those of a group have its timeout
+    for group, verb in zip(made, ["all_reduce", "recv", "all_gather"] * 2, strict=False):
+        if rank == group.ranks[0]:
+            waits_in_vain(group, verb)
+    assert fl.all_reduce(np.ones(2))[0] == size  # the world goes on
+    for group in made:
+        group.close()
+
+
+def test_who_waits_in_a_group_waits_for_its_timeout(ranks: Any) -> None:
+    ranks.run(times_out)
+
+
+def differ(rank: int, size: int) -> None:
+    with pytest.raises(fl.errors.MismatchError, match=r"rank 1: new_group \[0, 1\], timeout=1\.0"):
+        fl.new_group([0, 1], timeout=rank or None)
+    with pytest.raises(fl.errors.MismatchError, match=r"rank 0: split; rank 1: split, timeout=1"):
+        fl.split(0, timeout=rank or None)
+    for timeout in (0, -1, "1", float("nan"), True):
+        with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
+            fl.new_group([0, 1], timeout=timeout)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
+            fl.split(0, timeout=timeout)  # type: ignore[arg-type]
+    assert fl.all_reduce(np.ones(2))[0] == size
+
+
+def test_ranks_give_one_timeout(ranks: Any) -> None:
+    ranks.run(differ)
