@@ -27,6 +27,7 @@ typedef enum {
   FL_SCATTER = 10,
   FL_ALL_TO_ALL = 11,
   FL_ALL_TO_ALL_UNEVEN = 12,
+  FL_REDUCE_SCATTER_UNEVEN = 13,
 } fl_verb;
 
 /* What a rank calls. Every rank's travels ahead of the payload and must equal every other's;
@@ -41,7 +42,8 @@ typedef struct {
   int32_t verb;      /* fl_verb */
   int32_t dtype;     /* fl_dtype */
   int32_t op;        /* fl_reduce_op */
-  int32_t root;      /* root rank, or the tag of send and recv */
+  int32_t root;      /* root rank; the tag of send and recv; a digest of the parts of an uneven
+                        reduce_scatter */
   double scale;
   int64_t count;     /* elements */
   int32_t itemsize;  /* bytes */
@@ -50,7 +52,7 @@ typedef struct {
   int64_t part_of;   /* what it is a step of, a number from 1 to 31; 0: a call by itself */
 } fl_signature;
 
-/* What all_to_all_uneven is given as data: this rank's sections, one after the other, and the bytes
+/* What the uneven verbs are given as data: this rank's sections, one after the other, and the bytes
    that each rank has for each: bytes[source * ranks + destination], the same on every rank. */
 typedef struct {
   const void *data;

@@ -49,6 +49,7 @@ class Collectives {
   void all_reduce(Call& call, void* data);
   void reduce(Call& call, void* data);
   void reduce_scatter(Call& call, const void* data, void* output);
+  void reduce_scatter_uneven(Call& call, const fl_sections& sections, void* output);
   void broadcast(Call& call, void* data);
   // Where `room` has the size of what comes, it is filled, and the result is empty.
   Bytes all_gather(Call& call, const void* data, const fl_room* room);
@@ -80,6 +81,7 @@ class Collectives {
   Parts equal_sections(size_t bytes) const;
 
   void reduce_inline(const Call& call, const void* data, size_t skip, size_t count, void* into);
+  void reduce_sections(Call& call, const void* data, void* output, const Parts& sections);
   void reduce_in_parts(Call& call, const void* data, char* output, const Parts& parts,
                        int collector);
   gloo::transport::UnboundBuffer& slot(int r, size_t c);

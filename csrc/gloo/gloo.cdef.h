@@ -31,6 +31,7 @@ fl_op *fl_gloo_connect(fl_group *group, const char *addresses, size_t address_by
    reduce: in place on the root's data; the others' stays as it is.
    reduce_scatter, all_to_all: data has signature.count elements in all; output takes the result.
    all_to_all_uneven: data is an fl_sections; output takes what is for this rank, in rank order.
+   reduce_scatter_uneven: data is an fl_sections, the same bytes of every source.
    all_gather, gather: output may be an fl_room; where it does not fit, or is NULL, the ranks' data,
    one after the other, are given by fl_op_output: empty where this rank is not a gather's root.
    scatter: the signature describes one part. On the root, data has one for each rank; elsewhere it

@@ -189,6 +189,9 @@ Bytes Group::dispatch(Call& call, void* data, void* output) {
     case FL_ALL_TO_ALL_UNEVEN:
       collectives_.all_to_all_uneven(call, *static_cast<fl_sections*>(data), output);
       return {};
+    case FL_REDUCE_SCATTER_UNEVEN:
+      collectives_.reduce_scatter_uneven(call, *static_cast<fl_sections*>(data), output);
+      return {};
     default: throw std::invalid_argument("unknown verb");
   }
 }

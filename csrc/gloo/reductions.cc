@@ -223,10 +223,28 @@ void Collectives::reduce(Call& call, void* data) {
 
 void Collectives::reduce_scatter(Call& call, const void* data, void* output) {
   const size_t count = static_cast<size_t>(call.mine.count) / size_;
-  const Parts sections = equal_sections(count * call.mine.itemsize);
-  const bool small = sections[0].bytes <= kInlineBytes;
-  meet(call, data, sections);
-  if (small) reduce_inline(call, data, sections[rank_].begin, count, output);
+  reduce_sections(call, data, output, equal_sections(count * call.mine.itemsize));
+}
+
+void Collectives::reduce_scatter_uneven(Call& call, const fl_sections& sections, void* output) {
+  Parts parts(size_);
+  size_t given = 0;
+  for (int r = 0; r < size_; ++r) {
+    parts[r] = {given, static_cast<size_t>(sections.bytes[r])};
+    given += parts[r].bytes;
+  }
+  reduce_sections(call, sections.data, output, parts);
+}
+
+// Small where all parts are: every rank must choose alike.
+void Collectives::reduce_sections(Call& call, const void* data, void* output,
+                                  const Parts& sections) {
+  const bool small = std::all_of(sections.begin(), sections.end(), [](const Part& part) {
+    return part.bytes <= kInlineBytes;
+  });
+  meet(call, data, small ? sections : same_for_all(0));
+  const Part& own = sections[rank_];
+  if (small) reduce_inline(call, data, own.begin, own.bytes / call.mine.itemsize, output);
   post_headers();
   if (small) return;
   reduce_in_parts(call, data, static_cast<char*>(output), sections, kNobody);

@@ -54,7 +54,7 @@ Collectives::Collectives(Segment& segment, Peers& peers, Remote& remote, int ran
       rank_(rank),
       size_(size),
       from_(size),
-      choice_(FL_ALL_TO_ALL_UNEVEN + 1) {}
+      choice_(FL_REDUCE_SCATTER_UNEVEN + 1) {}
 
 void Collectives::begin(double seconds, InterruptCheck interrupt) {
   watch_ = Watch(peers_, Concern{-1, calls_ + 1}, seconds, interrupt);

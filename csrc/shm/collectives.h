@@ -40,6 +40,7 @@ class Collectives {
   void complete_all_reduce(const fl_signature& mine, void* data);
   void reduce(const fl_signature& mine, void* data);
   void reduce_scatter(const fl_signature& mine, const void* data, void* output);
+  void reduce_scatter_uneven(const fl_signature& mine, const fl_sections& sections, void* output);
   void broadcast(const fl_signature& mine, void* data);
   // Where `room` is null, or what comes does not fit exactly, it is returned.
   Bytes all_gather(const fl_signature& mine, const void* data, const fl_room* room);
@@ -98,6 +99,8 @@ class Collectives {
   void stream_rows(const Rows& rows, const char* data, char* into);
   void exchange_sections(const fl_signature& mine, const Sections& sections, const void* data,
                          void* output);
+  void reduce_sections(const fl_signature& mine, const Sections& sections, const void* data,
+                       void* output);
   void move_sections(const fl_signature& mine, const Sections& sections, const void* data,
                      void* output);
   void read_sections(const Sections& sections, const char* data, char* into);

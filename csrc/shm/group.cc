@@ -220,6 +220,9 @@ Bytes ShmGroup::call(const fl_signature& s, void* data, void* output, Seen& seen
     case FL_ALL_TO_ALL_UNEVEN:
       collectives_.all_to_all_uneven(s, *static_cast<const fl_sections*>(data), output);
       return {};
+    case FL_REDUCE_SCATTER_UNEVEN:
+      collectives_.reduce_scatter_uneven(s, *static_cast<const fl_sections*>(data), output);
+      return {};
     default: throw Failure(FL_FAILED, {}, "unknown verb");
   }
 }

@@ -149,8 +149,19 @@ void Collectives::read_sections(const Sections& sections, const char* data, char
 }
 
 void Collectives::reduce_scatter(const fl_signature& mine, const void* data, void* output) {
-  const size_t item = mine.itemsize, part = static_cast<size_t>(mine.count) / size_;
-  const size_t bytes = part * item * size_, own = part * item * rank_;
+  const size_t part = static_cast<size_t>(mine.count) / size_ * mine.itemsize;
+  reduce_sections(mine, {size_, part}, data, output);
+}
+
+void Collectives::reduce_scatter_uneven(const fl_signature& mine, const fl_sections& given,
+                                        void* output) {
+  reduce_sections(mine, {size_, 0, given.bytes}, given.data, output);
+}
+
+void Collectives::reduce_sections(const fl_signature& mine, const Sections& sections,
+                                  const void* data, void* output) {
+  const size_t item = mine.itemsize, part = sections.bytes(rank_, rank_) / item;
+  const size_t bytes = sections.bytes_of(rank_), own = sections.begin(rank_, rank_);
   if (bytes <= kInlineBytes) {
     enter(mine, data, bytes);
     reduce_inline(mine, data, own, part, output);
@@ -162,7 +173,7 @@ void Collectives::reduce_scatter(const fl_signature& mine, const void* data, voi
     reduce_read(mine, own, static_cast<const char*>(data) + own, part, into);
     end_reading();
   } else {
-    const Routes routes = routes_of({size_, part * item});
+    const Routes routes = routes_of(sections);
     const Route& route = routes.give[rank_];
     stream_sections(routes, data, [&](uint32_t c) {
       fl::reduce(mine.dtype, mine.op, mine.scale, into + route.begin(c), from_.data(), size_,

@@ -29,6 +29,7 @@ fl_shm_group *fl_shm_open(const char *path, int create, int rank, int size, char
    barrier: data is NULL.
    reduce_scatter, all_to_all: data has signature.count elements, output takes the result.
    all_to_all_uneven: data is an fl_sections *; output takes what came, in rank order.
+   reduce_scatter_uneven: data is an fl_sections *, the same bytes of every source.
    all_gather, gather: the ranks' data, one after the other, go into output, which is NULL or an
      fl_room *; where they do not fit exactly they are given by fl_op_output.
    scatter: signature.count elements for each rank lie in data on the root. output takes one part;

@@ -19,6 +19,7 @@ __all__ = [
     "dtype_of_code",
     "may_overlap",
     "pack",
+    "pack_terms",
     "parse_op",
     "require_length",
     "scale_in_place",
@@ -44,6 +45,9 @@ for name in ("longdouble", "clongdouble"):  # NumPy calls them by their width
 _codes_seen: dict[np.dtype[Any], int] = {}
 
 _OPS = {op.name.lower(): op for op in ReduceOp}
+_BITWISE = (ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR)
+# What they are of truth values.
+_LOGICAL = dict(zip((ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR), _BITWISE, strict=True))
 
 
 def as_array(verb: str, value: Any, writes: bool = True) -> Array:
@@ -128,8 +132,9 @@ def check_reduction(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float)
 
     Raises:
         TypeError: op does not exist for this dtype (sum of bool, min of complex, average of
-            integers), or scale is no real number.
-        ValueError: scale is not finite, or would give fractions in an integer array.
+            integers, bits of floats), or scale is no real number.
+        ValueError: scale is not finite, would give fractions in an integer array, or is not 1
+            where the result is no number.
     """
     if isinstance(scale, complex) or not hasattr(scale, "__float__"):
         raise TypeError(f"{verb}: scale must be a real number, got {type(scale).__name__}")
@@ -137,16 +142,28 @@ def check_reduction(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float)
     if not math.isfinite(factor):
         raise ValueError(f"{verb}: scale must be finite, got {factor}")
     kind = dtype.kind
-    if kind == "b" and (op not in (ReduceOp.MIN, ReduceOp.MAX) or factor != 1.0):
+    if op in _BITWISE or op in _LOGICAL:
+        _check_bits(verb, dtype, op, factor)
+    elif kind == "b" and (op not in (ReduceOp.MIN, ReduceOp.MAX) or factor != 1.0):
         raise TypeError(
-            f"{verb}: a bool array takes op 'min' (all) or 'max' (any) and no scale, got "
-            f"op={op.name.lower()!r}, scale={factor}; cast it to an integer to count"
+            f"{verb}: a bool array takes op 'and' or 'min' (all), 'or' or 'max' (any), 'xor' and "
+            f"no scale, got op={op.name.lower()!r}, scale={factor}; cast it to an integer to count"
         )
     if kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
         raise TypeError(f"{verb}: complex numbers have no {op.name.lower()}; use sum, avg or prod")
     if kind in "iu":
         _check_integer(verb, dtype, op, factor)
     return factor
+
+
+def _check_bits(verb: str, dtype: np.dtype[Any], op: ReduceOp, factor: float) -> None:
+    if op in _BITWISE and dtype.kind not in "biu":
+        raise TypeError(
+            f"{verb}: op={op.name.lower()!r} combines the bits of integers and bool, got {dtype}; "
+            f"op='l{op.name.lower()}' takes every number that is not zero for true"
+        )
+    if factor != 1.0:
+        raise ValueError(f"{verb}: op={op.name.lower()!r} takes no scale, got {factor}")
 
 
 def _check_integer(verb: str, dtype: np.dtype[Any], op: ReduceOp, factor: float) -> None:
@@ -169,6 +186,17 @@ def pack(array: Array) -> Array:
     xp = array_module(array)
     packed: Array = xp.array(array, dtype=array.dtype.newbyteorder("="), order="C")
     return packed
+
+
+def pack_terms(array: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
+    """Return what a backend reduces in place of ``array`` by ``op``, and by which operation.
+
+    That is ``array`` packed; of logical operations its truth values.
+    """
+    native = _LOGICAL.get(op)
+    if native is None:
+        return pack(array), op
+    return pack(array_module(array).asarray(array != 0)), native
 
 
 def may_overlap(one: Array, other: Array) -> bool:

@@ -26,7 +26,7 @@ __all__ = ["COMPOSED", "Backend", "Message"]
 # Calls that several collectives make up. Ranks know them by their places in this list.
 COMPOSED = (
     *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
-    *("new_group", "split", "shared_empty", "all_to_all(rows=...)"),
+    *("new_group", "split", "shared_empty", "all_to_all(rows=...)", "scatter(rows=...)"),
 )
 
 
@@ -87,10 +87,12 @@ class Backend(abc.ABC):
         scale: float,
         blocking: bool = False,
         out: Array | None = None,
+        rows: Sequence[int] | None = None,
     ) -> Work:
-        """Reduce; the result is this rank's equal part of the first dimension.
+        """Reduce; the result is this rank's part of the first dimension.
 
-        Here and below, the result is ``out``, filled, where that is given, else a new array.
+        Parts are equal, or rank r's has ``rows[r]`` rows; ranks agree on ``rows``. Here
+        and below, the result is ``out``, filled, where that is given, else a new array.
         """
 
     @abc.abstractmethod
@@ -137,10 +139,12 @@ class Backend(abc.ABC):
         rows: Sequence[int],
         blocking: bool = False,
         out: Array | None = None,
+        came: list[int] | None = None,
     ) -> Work:
         """As ``all_to_all``, with ``rows[r]`` rows for rank r; waits until all tell theirs.
 
-        As for ``all_gather``, ``out`` must have the length of what comes.
+        As for ``all_gather``, ``out`` must have the length of what comes. How many rows each rank
+        has sent here is added to ``came``, at the end at the latest.
         """
 
     @abc.abstractmethod

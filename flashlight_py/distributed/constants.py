@@ -63,3 +63,12 @@ class ReduceOp(enum.IntEnum):
     MAX = 3
     AVG = 4
     """The sum, scaled by 1 / size inside the reduction."""
+    AND = 5
+    """Bit by bit, of integers and bool; so are OR and XOR."""
+    OR = 6
+    XOR = 7
+    LAND = 8
+    """Of truth values: 1 where no rank has a zero, else 0; so are LOR and LXOR. Native code sees
+    them as AND, OR and XOR of bool."""
+    LOR = 9
+    LXOR = 10

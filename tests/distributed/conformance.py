@@ -46,6 +46,9 @@ LAYOUTS = [
 ]
 PERIOD = 65_537  # a prime: no part of an array that a library cuts out looks like another
 BINARY = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+BITWISE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+LOGICAL = {f"l{name}": ufunc for name, ufunc in BITWISE.items()}  # of truth values
+BINARY |= BITWISE | LOGICAL
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -55,10 +58,14 @@ def dtype_of(name: str) -> np.dtype[Any]:
 def ops_of(name: str) -> list[str]:
     kind = dtype_of(name).kind
     if kind == "b":
-        return ["min", "max"]
+        return ["min", "max", *BITWISE, *LOGICAL]
     if kind == "c":
-        return ["sum", "avg", "prod"]
-    return ["sum", "prod", "min", "max"] + ([] if kind in "iu" else ["avg"])
+        return ["sum", "avg", "prod", *LOGICAL]
+    return ["sum", "prod", "min", "max", *(BITWISE if kind in "iu" else ["avg"]), *LOGICAL]
+
+
+def takes_scale(name: str, op: str) -> bool:
+    return dtype_of(name).kind != "b" and op not in BITWISE and op not in LOGICAL
 
 
 @functools.lru_cache(maxsize=64)
@@ -112,6 +119,8 @@ def combined(arrays: list[Array], op: str, scale: float, flat: bool = False) -> 
     dtype = arrays[0].dtype
     narrow = dtype.itemsize == 2 and dtype.kind not in "iu"
     wide = [array.astype(np.float32) if narrow else array for array in arrays]
+    if op in LOGICAL:
+        wide = [array != 0 for array in arrays]
     several = "FLASHLIGHT_MEMORY_DOMAIN" in os.environ and not flat
     hosts = [wide[:2], wide[2:]] if several else [wide]
     with np.errstate(over="ignore"):
@@ -148,7 +157,7 @@ def all_reduce_every_op(rank: int, size: int, name: str, layout: str) -> None:
     everyone = [values(r, shape, name) for r in range(size)]
     integral = dtype_of(name).kind in "iub"
     for op in ops_of(name):
-        for scale in (1.0, 3.0) if dtype_of(name).kind != "b" else (1.0,):
+        for scale in (1.0, 3.0) if takes_scale(name, op) else (1.0,):
             x = lay_out(everyone[rank], layout)
             before = x.dtype, x.strides
             result = fl.all_reduce(x, scale=scale, op=op)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from tests.distributed.conformance import Array, dtype_of
+from tests.distributed.conformance import LOGICAL, Array, dtype_of
 from tests.distributed.programs import Call, Oracle, is_whole, run_program
 
 __all__ = ["ORACLES", "run_with_mpi"]
@@ -34,6 +34,8 @@ def _oracle(step: Callable[[Any, Call, fl.ProcessGroup], tuple[Any, Any]]) -> An
     def check(call: Call, group: fl.ProcessGroup) -> None:
         if dtype_of(call.dtype).itemsize == 2 and not is_whole(call.dtype):
             return  # MPI has no float16
+        if call.op in LOGICAL and not is_whole(call.dtype):
+            return  # nor truth values of floats
         communicator = _communicator(group)
         theirs, ours = step(communicator, call, group)
         communicator.Free()
@@ -49,8 +51,11 @@ def _mpi_op(call: Call) -> Any:
     from mpi4py import MPI
 
     if call.dtype == "bool":
-        return {"min": MPI.LAND, "max": MPI.LOR}[call.op]
+        names = {"min": MPI.LAND, "max": MPI.LOR, "and": MPI.LAND, "or": MPI.LOR, "xor": MPI.LXOR}
+        return names[call.op]
     names = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+    names |= {"and": MPI.BAND, "or": MPI.BOR, "xor": MPI.BXOR}
+    names |= {"land": MPI.LAND, "lor": MPI.LOR, "lxor": MPI.LXOR}
     return names[call.op]
 
 

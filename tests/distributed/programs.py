@@ -23,11 +23,13 @@ from tests.distributed.conformance import (
     dtype_of,
     lay_out,
     ops_of,
+    takes_scale,
     values,
 )
 
-REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
-MOVEMENTS = ("broadcast", "all_gather", "gather", "scatter", "all_to_all", "all_to_all_uneven")
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_uneven")
+MOVEMENTS = ("broadcast", "all_gather", "gather", "scatter", "scatter_uneven", "all_to_all")
+MOVEMENTS += ("all_to_all_uneven", "several")
 MESSAGES = ("sendrecv", "crossing messages")
 OBJECTS = ("broadcast_object", "all_gather_object", "gather_object", "scatter_object")
 VERBS = (*REDUCTIONS, *MOVEMENTS, *MESSAGES, *OBJECTS, "barrier")
@@ -59,6 +61,9 @@ class Call:
         """The same with a first dimension of its own."""
         return self.array(member, self.rows * (member % 3))
 
+    def rows_for(self, member: int) -> int:
+        return self.rows * ((member + 1) % 3)
+
     def rows_between(self, source: int, destination: int) -> int:
         return (self.rows * (source + 2 * destination)) % 5
 
@@ -68,7 +73,8 @@ def calls(draw: Any, size: int, verbs: Sequence[str] = VERBS) -> Call:
     """Draw a call for a world of ``size`` ranks."""
     dtype = draw(st.sampled_from(DTYPES))
     op = draw(st.sampled_from(ops_of(dtype)))
-    scales = [1.0] if dtype == "bool" else [1.0, 2.0] if is_whole(dtype) else [1.0, 0.375]
+    scales = [1.0, 2.0] if is_whole(dtype) else [1.0, 0.375]
+    scales = scales if takes_scale(dtype, op) else [1.0]
     layouts = ["contiguous", "fortran", "strided", "reversed"]
     members = draw(st.permutations(range(size)))[: draw(st.integers(1, size))]
     whole = draw(st.booleans())
@@ -170,6 +176,19 @@ def _reduce_scatter(call: Call, group: fl.ProcessGroup) -> None:
     assert_equal(x, everyone[rank], "the argument stays")
 
 
+def _reduce_scatter_uneven(call: Call, group: fl.ProcessGroup) -> None:
+    rows, rank, size = [call.rows_for(r) for r in range(group.size)], group.rank, group.size
+    everyone = [call.array(member, sum(rows)) for member in range(size)]
+    part = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+    x = lay_out(everyone[rank], call.layout)
+    out = _out(call, everyone[rank][part])
+    answer = fl.reduce_scatter(x, call.scale, call.op, out, call.async_op, group, rows)
+    got = _result(call, answer)
+    assert out is None or got is out
+    assert_combined(call, got, [array[part] for array in everyone])
+    assert_equal(x, everyone[rank], "the argument stays")
+
+
 def _broadcast(call: Call, group: fl.ProcessGroup) -> None:
     x, everyone = _given(call, group)
     assert _result(call, fl.broadcast(x, call.root, call.async_op, group)) is x
@@ -211,6 +230,39 @@ def _scatter(call: Call, group: fl.ProcessGroup) -> None:
     assert_equal(got, parts[group.rank], repr(call))
 
 
+def _scatter_uneven(call: Call, group: fl.ProcessGroup) -> None:
+    rows = [call.rows_for(r) for r in range(group.size)]
+    whole = values(99, (sum(rows), call.width), call.dtype)
+    parts = np.split(whole, np.cumsum(rows)[:-1])
+    xs: Any = None
+    if group.rank == call.root:
+        xs = parts if call.layout == "fortran" else lay_out(whole, call.layout)
+    out = np.empty_like(parts[group.rank]) if group.rank % 2 else None
+    got = _result(call, fl.scatter(xs, call.root, out, call.async_op, group, rows))
+    assert out is None or got is out
+    assert_equal(got, parts[group.rank], repr(call))
+
+
+def _several(call: Call, group: fl.ProcessGroup) -> None:
+    """Arrays of several dtypes and lengths, with room for some of them."""
+    rank, size = group.rank, group.size
+    lists = [[call.unequal(r), values(r, (3,), "int16"), call.array(r)] for r in range(size)]
+    expected = [np.concatenate(arrays) for arrays in zip(*lists, strict=True)]
+    outs = [None, np.empty_like(expected[1]), None] if call.layout == "fortran" else None
+    given = [lay_out(array, "contiguous") for array in lists[rank]]
+    gathered = _result(call, fl.all_gather(given, outs, call.async_op, group))
+    assert outs is None or gathered[1] is outs[1]
+    for got, whole in zip(gathered, expected, strict=True):
+        assert_equal(got, whole, repr(call))
+    wide = [values(r, (2 * size, call.width), call.dtype) for r in range(size)]
+    answer = fl.reduce_scatter(
+        (wide[rank], wide[rank][:size]), call.scale, call.op, None, call.async_op, group
+    )
+    for rows, part in zip((2, 1), _result(call, answer), strict=True):
+        mine = [array[rows * rank : rows * (rank + 1)] for array in wide]
+        assert_combined(call, part, mine)
+
+
 def _all_to_all(call: Call, group: fl.ProcessGroup) -> None:
     size, rank = group.size, group.rank
     everyone = [call.array(member, call.rows * size) for member in range(size)]
@@ -228,7 +280,11 @@ def _all_to_all_uneven(call: Call, group: fl.ProcessGroup) -> None:
     pieces = [np.split(everyone[s], np.cumsum(table[s])[:-1])[rank] for s in range(size)]
     expected = np.concatenate(pieces)
     out = _out(call, expected)
-    got = _result(call, fl.all_to_all(x, table[rank], out, call.async_op, group))
+    answer = fl.all_to_all(x, table[rank], out, call.async_op, group, return_rows=rank % 2 == 0)
+    got = _result(call, answer)
+    if rank % 2 == 0:
+        got, came = got
+        assert came == [table[source][rank] for source in range(size)], repr(call)
     assert out is None or got is out
     assert_equal(got, expected, repr(call))
 
@@ -307,10 +363,13 @@ _STEPS: dict[str, Callable[[Call, fl.ProcessGroup], None]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_uneven": _reduce_scatter_uneven,
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "gather": _gather,
     "scatter": _scatter,
+    "scatter_uneven": _scatter_uneven,
+    "several": _several,
     "all_to_all": _all_to_all,
     "all_to_all_uneven": _all_to_all_uneven,
     "sendrecv": _sendrecv,

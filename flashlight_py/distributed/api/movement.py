@@ -39,16 +39,18 @@ def all_gather(
 
     Args:
         x: array; the first dimension may differ between ranks, the others and the dtype must
-            not. A scalar-shaped array counts as one row. Left as it is.
+            not. A scalar-shaped array counts as one row. Left as it is. Or a list or tuple of
+            such arrays, of any shapes and dtypes, in the same order on every rank: all are checked
+            before any is sent.
         out: array of shape ``(sum of first dimensions, *x.shape[1:])`` that is filled in place,
             in place of a new one: large results are then not allocated anew in every call. It may
-            share memory with ``x``, which is copied then.
+            share memory with ``x``, which is copied then. A list where ``x`` is one.
         async_op: return a ``Work`` at once; its ``wait()`` returns the result.
         group: the process group, default the world.
 
     Returns:
-        A new array of shape ``(sum of first dimensions, *x.shape[1:])``, or ``out``; or the
-        ``Work``.
+        A new array of shape ``(sum of first dimensions, *x.shape[1:])``, or ``out``; a list of
+        them where ``x`` is one; or the ``Work``.
 
     Raises:
         ValueError: ``out`` has another shape or dtype; where only its first dimension is wrong,
@@ -93,6 +95,7 @@ def scatter(
     out: Any = None,
     async_op: bool = False,
     group: ProcessGroup | None = None,
+    rows: Sequence[int] | None = None,
 ) -> Any:
     """Give each rank its part of what rank ``root`` has.
 
@@ -101,13 +104,16 @@ def scatter(
 
     Args:
         xs: on ``root`` a list or tuple with one array per rank, all of one shape (at most eight
-            dimensions) and dtype, or one array whose first dimension is cut into equal parts;
-            on the other ranks not looked at.
+            dimensions) and dtype, or one array whose first dimension is cut into equal parts; with
+            ``rows`` first dimensions may differ. On the other ranks not looked at.
         root: rank in the group.
         out: array that is filled in place, in place of a new one. It may share memory with what
             the root gives, which is copied then.
         async_op: return a ``Work`` at once; its ``wait()`` returns the part.
         group: the process group, default the world.
+        rows: how many rows of the first dimension rank 0, 1, ... gets, where parts are unequal; the
+            same on every rank. The ranks compare them first, so that even with ``async_op`` the
+            call blocks until every rank has called.
 
     Returns:
         This rank's part, a new array, or ``out``; or the ``Work``. Blocks unless ``async_op``.
@@ -115,11 +121,11 @@ def scatter(
     Raises:
         ValueError: ``root`` is no rank of the group, or what it gives cannot be cut so, or does
             not fit its own ``out``.
-        MismatchError: ``out`` of a rank is of another shape or dtype than the parts; raised on
-            every rank.
+        MismatchError: ``out`` of a rank is of another shape or dtype than the parts, or ranks
+            gave different ``rows``; raised on every rank.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    return of(group).scatter(xs, root, out, async_op)
+    return of(group).scatter(xs, root, out, async_op, rows)
 
 
 def all_to_all(
@@ -128,6 +134,7 @@ def all_to_all(
     out: Any = None,
     async_op: bool = False,
     group: ProcessGroup | None = None,
+    return_rows: bool = False,
 ) -> Any:
     """Give each rank a part of ``x`` and join what comes from each, in rank order.
 
@@ -140,9 +147,11 @@ def all_to_all(
         out: array that is filled in place, as for :func:`all_gather`.
         async_op: return a ``Work`` at once; its ``wait()`` returns the result.
         group: the process group, default the world.
+        return_rows: return how many rows each rank has sent here as well. Ranks may differ in it.
 
     Returns:
-        A new array, of the shape of ``x`` when parts are equal, or ``out``; or the ``Work``.
+        A new array, of the shape of ``x`` when parts are equal, or ``out``; with ``return_rows`` a
+        pair of it and the list of rows that rank 0, 1, ... sent; or the ``Work``.
 
     Raises:
         ValueError: the first dimension cannot be cut so, or ``out`` does not fit.
@@ -152,4 +161,4 @@ def all_to_all(
         >>> fl.all_to_all(np.arange(3))  # one process: its own part
         array([0, 1, 2])
     """
-    return of(group).all_to_all(x, rows, out, async_op)
+    return of(group).all_to_all(x, rows, out, async_op, return_rows)

@@ -31,9 +31,13 @@ def all_reduce(
     message to each rank, large ones a direct reduce-scatter and all-gather (docs/algorithms.md).
 
     Args:
-        x: array of integer, float, complex or (for min and max) bool dtype, of any shape.
-        scale: real number that the result is multiplied by; whole for integer arrays.
-        op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"`` or ``"max"``.
+        x: array of integer, float, complex or (for min, max, and, or and xor) bool dtype, of any
+            shape.
+        scale: real number that the result is multiplied by; whole for integer arrays, 1 for
+            operations on bits and truth values.
+        op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"``, ``"max"``; ``"and"``, ``"or"``, ``"xor"``
+            of the bits of integers and bool; ``"land"``, ``"lor"``, ``"lxor"`` of truth values: 1
+            or 0 in the dtype of ``x``, whatever is not zero being true.
         async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
         group: the process group, default the world.
 
@@ -75,7 +79,7 @@ def all_reduce_multiple(
     Args:
         xs: arrays of any shapes and dtypes; the same list, in the same order, on every rank.
         scale: real number that the results are multiplied by.
-        op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"`` or ``"max"``.
+        op: as for :func:`all_reduce`.
         async_op: return a ``Work`` at once; its ``wait()`` returns the list.
         contiguous: copy arrays of one dtype into one buffer and move them in one transfer:
             faster for many small arrays.
@@ -108,7 +112,7 @@ def reduce(
     Args:
         x: array; the same shape and dtype on every rank.
         root: rank in the group.
-        op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"`` or ``"max"``.
+        op: as for :func:`all_reduce`.
         scale: real number that the result is multiplied by.
         async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
         group: the process group, default the world.
@@ -130,27 +134,35 @@ def reduce_scatter(
     out: Any = None,
     async_op: bool = False,
     group: ProcessGroup | None = None,
+    rows: Sequence[int] | None = None,
 ) -> Any:
     """Combine ``x`` of all ranks and return this rank's part of the result.
 
     Args:
-        x: array whose first dimension is a multiple of the number of ranks; left as it is.
+        x: array whose first dimension is a multiple of the number of ranks, or has the sum of
+            ``rows``; left as it is. Or a list or tuple of such arrays, of any shapes and dtypes, in
+            the same order on every rank: all are checked before any is sent.
         scale: real number that the result is multiplied by.
-        op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"`` or ``"max"``.
+        op: as for :func:`all_reduce`.
         out: array of the part's shape that is filled in place, in place of a new one. It may share
-            memory with ``x``, which is copied then.
+            memory with ``x``, which is copied then. A list where ``x`` is one.
         async_op: return a ``Work`` at once; its ``wait()`` returns the part.
         group: the process group, default the world.
+        rows: how many rows of the first dimension rank 0, 1, ... gets, where parts are unequal; the
+            same on every rank.
 
     Returns:
-        A new array of shape ``(x.shape[0] // size, *x.shape[1:])`` or ``out``; or the ``Work``.
+        A new array of shape ``(x.shape[0] // size, *x.shape[1:])``, with ``rows`` of shape
+        ``(rows[rank], *x.shape[1:])``, or ``out``; a list of them where ``x`` is one; or the
+        ``Work``.
 
     Raises:
         ValueError: the first dimension cannot be cut so, ``out`` does not fit, or as for
             :func:`all_reduce`.
+        MismatchError: ranks gave different ``rows``, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    return of(group).reduce_scatter(x, scale, op, out, async_op)
+    return of(group).reduce_scatter(x, scale, op, out, async_op, rows)
 
 
 def shared_empty(

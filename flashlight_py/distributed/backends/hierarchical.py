@@ -165,11 +165,15 @@ class HierarchicalBackend(Backend):
         scale: float,
         blocking: bool = False,
         out: Array | None = None,
+        rows: Sequence[int] | None = None,
     ) -> Work:
         """Reduce among all ranks at once; see ``Backend``."""
-        call = f"reduce_scatter({_kind(array)}, op={op.name.lower()}, scale={float(scale)!r})"
+        parts = "" if rows is None else f", rows={list(rows)}"
+        call = (
+            f"reduce_scatter({_kind(array)}, op={op.name.lower()}, scale={float(scale)!r}{parts})"
+        )
         return self._flatly(
-            call, lambda flat: flat.reduce_scatter(array, op, scale, True, out), blocking
+            call, lambda flat: flat.reduce_scatter(array, op, scale, True, out, rows), blocking
         )
 
     def all_gather(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
@@ -202,11 +206,12 @@ class HierarchicalBackend(Backend):
         rows: Sequence[int],
         blocking: bool = False,
         out: Array | None = None,
+        came: list[int] | None = None,
     ) -> Work:
         """Exchange among all ranks at once; see ``Backend``."""
         call = f"all_to_all({_rows(array)}, rows=...)"
         return self._flatly(
-            call, lambda flat: flat.all_to_all_uneven(array, rows, True, out), blocking
+            call, lambda flat: flat.all_to_all_uneven(array, rows, True, out, came), blocking
         )
 
     def _flatly(self, call: str, verb: Callable[[Backend], Work], blocking: bool) -> Work:

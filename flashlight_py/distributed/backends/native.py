@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -77,19 +78,26 @@ class NativeBackend(Backend):
         scale: float,
         blocking: bool = False,
         out: Array | None = None,
+        rows: Sequence[int] | None = None,
     ) -> Work:
         """Reduce in rank order; see ``Backend``."""
-        shape = (array.shape[0] // self.size, *array.shape[1:])
-        part = np.empty(shape, array.dtype) if out is None else out
+        verb, mine = self.lib.FL_REDUCE_SCATTER, array.shape[0] // self.size
+        given: dict[str, Any] = {}
+        if rows is not None:
+            verb, mine = self.lib.FL_REDUCE_SCATTER_UNEVEN, rows[self.rank]
+            table = np.tile(np.array(rows, np.int64), (self.size, 1))
+            given = {"root": _digest(table), **self._sections(array, table)}
+        part = np.empty((mine, *array.shape[1:]), array.dtype) if out is None else out
         return self._start(
             "reduce_scatter",
-            self.lib.FL_REDUCE_SCATTER,
+            verb,
             array,
             op=op,
             scale=scale,
             output=part,
             result=part,
             blocking=blocking,
+            **given,
         )
 
     def reduce(
@@ -160,10 +168,13 @@ class NativeBackend(Backend):
         rows: Sequence[int],
         blocking: bool = False,
         out: Array | None = None,
+        came: list[int] | None = None,
     ) -> Work:
         """Exchange parts of different sizes; see ``Backend``."""
         table = self._rows_of_all(rows)
         come = int(table[:, self.rank].sum())
+        if came is not None:
+            came += table[:, self.rank].tolist()
         if out is not None and out.shape[0] == come:
             return self._exchange_sections(array, table, out, blocking)
         got = np.empty((come, *array.shape[1:]), array.dtype)
@@ -173,21 +184,18 @@ class NativeBackend(Backend):
         return Then(work, lambda _: require_length("all_to_all", out, come, self.rank, self.size))
 
     def _exchange_sections(self, array: Array, table: Array, got: Array, blocking: bool) -> Work:
+        verb, sections = self.lib.FL_ALL_TO_ALL_UNEVEN, self._sections(array, table)
+        return self._start(
+            "all_to_all", verb, array, output=got, result=got, blocking=blocking, **sections
+        )
+
+    def _sections(self, array: Array, table: Array) -> dict[str, Any]:
+        """Return ``data`` and ``keep`` of a call: ``table`` has the rows of each rank for each."""
         row = array.itemsize * math.prod(array.shape[1:])
         bytes_of_all = np.ascontiguousarray(table * row)
         table_pointer = self.ffi.cast("int64_t *", bytes_of_all.ctypes.data)
         sections = self.ffi.new("fl_sections *", (self._pointer(array), table_pointer))
-        verb = self.lib.FL_ALL_TO_ALL_UNEVEN
-        return self._start(
-            "all_to_all",
-            verb,
-            array,
-            data=sections,
-            keep=(bytes_of_all, sections),
-            output=got,
-            result=got,
-            blocking=blocking,
-        )
+        return {"data": sections, "keep": (bytes_of_all, sections)}
 
     def _rows_of_all(self, rows: Sequence[int]) -> Array:
         """Return how many rows each rank (first index) has for each; blocking."""
@@ -385,3 +393,8 @@ class NativeBackend(Backend):
     @abc.abstractmethod
     def _close(self, group: Any) -> None:
         """Free the library's ``group``."""
+
+
+def _digest(table: Array) -> int:
+    """Return a positive number of 31 bits that ranks with the same ``table`` have in common."""
+    return 1 + zlib.crc32(table.tobytes()) % (2**31 - 1)

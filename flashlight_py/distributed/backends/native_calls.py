@@ -30,7 +30,7 @@ def call_in_words(lib: Any, signature: Any) -> str:
         return COMPOSED[signature.part_of - 1]
     name = _name(lib, signature)
     arguments = [] if signature.verb == lib.FL_BARRIER else [_array(lib, signature)]
-    if signature.verb in (lib.FL_ALL_REDUCE, lib.FL_REDUCE_SCATTER, lib.FL_REDUCE):
+    if signature.verb in _reductions(lib):
         arguments.append(f"op={ReduceOp(signature.op).name.lower()}")
         arguments.append(f"scale={signature.scale:g}")
     if signature.verb in (lib.FL_REDUCE, lib.FL_BROADCAST, lib.FL_GATHER, lib.FL_SCATTER):
@@ -39,7 +39,14 @@ def call_in_words(lib: Any, signature: Any) -> str:
         arguments.append(f"tag={signature.root}")
     if signature.verb == lib.FL_ALL_TO_ALL_UNEVEN:
         arguments.append("rows=...")
+    if signature.verb == lib.FL_REDUCE_SCATTER_UNEVEN:
+        arguments.append(f"rows=#{signature.root:x}")  # equal where the rows are
     return f"{name}({', '.join(filter(None, arguments))})"
+
+
+def _reductions(lib: Any) -> tuple[int, ...]:
+    scattered = lib.FL_REDUCE_SCATTER, lib.FL_REDUCE_SCATTER_UNEVEN
+    return (lib.FL_ALL_REDUCE, lib.FL_REDUCE, *scattered)
 
 
 def _name(lib: Any, signature: Any) -> str:
@@ -48,6 +55,7 @@ def _name(lib: Any, signature: Any) -> str:
         lib.FL_ALL_REDUCE: "all_reduce",
         lib.FL_REDUCE: "reduce",
         lib.FL_REDUCE_SCATTER: "reduce_scatter",
+        lib.FL_REDUCE_SCATTER_UNEVEN: "reduce_scatter",
         lib.FL_BROADCAST: "broadcast",
         lib.FL_ALL_GATHER: "all_gather",
         lib.FL_GATHER: "gather",

@@ -33,6 +33,7 @@ class SingleBackend(Backend):
         scale: float,
         blocking: bool = False,
         out: Array | None = None,
+        rows: Sequence[int] | None = None,
     ) -> Work:
         """Return a scaled copy."""
         return self.all_reduce(_copy(array, out), op, scale)
@@ -74,8 +75,11 @@ class SingleBackend(Backend):
         rows: Sequence[int],
         blocking: bool = False,
         out: Array | None = None,
+        came: list[int] | None = None,
     ) -> Work:
         """Return a copy."""
+        if came is not None:
+            came += rows
         return Done(_copy(array, out))
 
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
 from flashlight_py.device import Array
@@ -12,7 +12,7 @@ from flashlight_py.distributed.arrays import as_array, check_reduction, may_over
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.recorder.journal import Journal
-from flashlight_py.distributed.work import Done, Then, Work
+from flashlight_py.distributed.work import AllOf, Done, Then, Work
 
 __all__ = ["NO_ROOM", "Room", "Verbs", "check_seconds", "pack_apart", "unpack_into", "whole"]
 
@@ -93,6 +93,25 @@ class Verbs(abc.ABC):
         if room.array is None or room.packed is None:
             return work if async_op else work.wait()
         return self._finish(work, room.given, unpack_into(room.array, room.packed), async_op)
+
+    def _each(
+        self,
+        verb: str,
+        xs: Sequence[Any],
+        out: Any,
+        async_op: bool,
+        prepare: Callable[[Any, Any], Callable[[], Any]],
+    ) -> Any:
+        """Begin ``verb`` of each of ``xs``, with its part of ``out``; all are checked before any.
+
+        ``prepare(x, out)`` checks, and returns what begins.
+        """
+        outs = [None] * len(xs) if out is None else list(out)
+        if len(outs) != len(xs):
+            raise ValueError(f"{verb}: {len(xs)} arrays are given, and out has {len(outs)}")
+        begin = [prepare(*pair) for pair in zip(xs, outs, strict=True)]
+        results = [start() for start in begin]
+        return AllOf(results) if async_op else results
 
     def _require_equal_parts(self, verb: str, array: Array, advice: str = "") -> None:
         if array.ndim == 0 or array.shape[0] % self.size:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import as_array, pack
-from flashlight_py.distributed.verbs.base import NO_ROOM, Verbs, pack_apart, unpack_into
+from flashlight_py.distributed.verbs.base import NO_ROOM, Room, pack_apart, unpack_into
 from flashlight_py.distributed.verbs.refusing import refusable
+from flashlight_py.distributed.verbs.rows import ScatterRows, check_rows
+from flashlight_py.distributed.work import Then
 
 __all__ = ["Movement"]
 
 _SCATTER_DIMENSIONS = 8  # that travel with the call, so that ranks need not know the shape
 
 
-class Movement(Verbs):
+class Movement(ScatterRows):
     """``broadcast``, the gathers, ``scatter`` and ``all_to_all``."""
 
     @refusable()
@@ -33,8 +35,17 @@ class Movement(Verbs):
     @refusable()
     def all_gather(self, x: Any, out: Any = None, async_op: bool = False) -> Any:
         """Join ``x`` of all ranks; see :func:`flashlight_py.all_gather`."""
-        rows = _rows("all_gather", x)
-        room = self._room("all_gather", out, rows, (None, *rows.shape[1:]))
+
+        def prepare(x: Any, out: Any) -> Callable[[], Any]:
+            rows = _rows("all_gather", x)
+            room = self._room("all_gather", out, rows, (None, *rows.shape[1:]))
+            return lambda: self._all_gather(rows, room, async_op)
+
+        if isinstance(x, list | tuple):
+            return self._each("all_gather", x, out, async_op, prepare)
+        return prepare(x, out)()
+
+    def _all_gather(self, rows: Array, room: Room, async_op: bool) -> Any:
         packed, call = pack_apart(rows, room), self.backend(rows).all_gather
         arguments = (packed, not async_op, room.packed)
         work = self._journal.run("all_gather", packed, call, *arguments, async_op=async_op)
@@ -54,10 +65,17 @@ class Movement(Verbs):
 
     @refusable()
     def scatter(
-        self, xs: Any = None, root: int = 0, out: Any = None, async_op: bool = False
+        self,
+        xs: Any = None,
+        root: int = 0,
+        out: Any = None,
+        async_op: bool = False,
+        rows: Sequence[int] | None = None,
     ) -> Any:
         """Give each rank its part of ``xs`` on one; see :func:`flashlight_py.scatter`."""
         root = self._check_rank("scatter", "root", root)
+        if rows is not None:
+            return self._scatter_rows(xs, root, out, async_op, rows)
         whole = self._whole(xs) if self.rank == root else None
         told = whole[0] if whole is not None else None if out is None else as_array("scatter", out)
         room = NO_ROOM if told is None else self._room("scatter", out, told, told.shape)
@@ -88,7 +106,8 @@ class Movement(Verbs):
             if array.shape != first.shape or array.dtype != first.dtype:
                 raise ValueError(
                     f"scatter: all parts must be alike; that for rank 0 is {first.dtype} "
-                    f"{first.shape}, that for rank {rank} {array.dtype} {array.shape}"
+                    f"{first.shape}, that for rank {rank} {array.dtype} {array.shape}. Where only "
+                    "first dimensions differ, give rows= on every rank"
                 )
         stacked: Array = array_module(first).stack(arrays)
         return _limited(pack(stacked))
@@ -100,33 +119,29 @@ class Movement(Verbs):
         rows: Sequence[int] | None = None,
         out: Any = None,
         async_op: bool = False,
+        return_rows: bool = False,
     ) -> Any:
         """Give each rank its part of ``x``; see :func:`flashlight_py.all_to_all`."""
         array, blocking = as_array("all_to_all", x, writes=False), not async_op
         backend, run = self.backend(array), self._journal.run
+        came: list[int] = []
         if rows is None:
             self._require_equal_parts("all_to_all", array, "; rows= tells unequal parts")
             room = self._room("all_to_all", out, array, array.shape)
             sent = pack_apart(array, room)
             arguments: tuple[Any, ...] = (sent, blocking, room.packed)
+            came += [array.shape[0] // self.size] * self.size
             work = run("all_to_all", sent, backend.all_to_all, *arguments, async_op=async_op)
         else:
-            counts = self._check_rows(array, rows)
+            counts = check_rows("all_to_all", array, rows, self.size)
             room = self._room("all_to_all", out, array, (None, *array.shape[1:]))
             sent, call = pack_apart(array, room), backend.all_to_all_uneven
-            arguments = (sent, counts, blocking, room.packed)
+            arguments = (sent, counts, blocking, room.packed, came)
             work = run("all_to_all", sent, call, *arguments, async_op=async_op)
-        return self._finish_into(work, room, async_op)
-
-    def _check_rows(self, array: Array, rows: Sequence[int]) -> list[int]:
-        counts = [int(count) for count in rows]
-        have = array.shape[0] if array.ndim else 0
-        if len(counts) != self.size or min(counts) < 0 or sum(counts) != have or not array.ndim:
-            raise ValueError(
-                f"all_to_all: rows must tell for each of the {self.size} ranks how many of the "
-                f"rows of x (shape {array.shape}) it gets, {have} in all; got {counts}"
-            )
-        return counts
+        result = self._finish_into(work, room, async_op)
+        if not return_rows:
+            return result
+        return self._keep(Then(result, lambda got: (got, came))) if async_op else (result, came)
 
 
 def _rows(verb: str, x: Any) -> Array:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.arrays import dtype_code, pack
-from flashlight_py.distributed.verbs.base import Verbs, pack_apart, unpack_into, whole
+from flashlight_py.distributed.arrays import dtype_code, pack_terms
+from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.verbs.base import (
+    NO_ROOM,
+    Room,
+    Verbs,
+    pack_apart,
+    unpack_into,
+    whole,
+)
 from flashlight_py.distributed.verbs.refusing import refusable
+from flashlight_py.distributed.verbs.rows import check_rows
 from flashlight_py.distributed.work import AllOf, Then, Work
 
 __all__ = ["Reductions"]
@@ -42,8 +51,8 @@ class Reductions(Verbs):
     ) -> Any:
         """Combine ``x`` of all ranks in place; see :func:`flashlight_py.all_reduce`."""
         array, reduce_op, factor = self._reduction("all_reduce", x, op, scale)
-        packed, call = pack(array), self.backend(array).all_reduce
-        arguments = (packed, reduce_op, factor, not async_op)
+        packed, native = pack_terms(array, reduce_op)
+        call, arguments = self.backend(array).all_reduce, (packed, native, factor, not async_op)
         work = self._journal.run(
             "all_reduce", packed, call, *arguments, op=reduce_op, async_op=async_op
         )
@@ -83,12 +92,13 @@ class Reductions(Verbs):
 
     def _all_reduce_together(self, arrays: list[Array], op: str, scale: float) -> Work:
         _, reduce_op, factor = self._reduction("all_reduce_multiple", arrays[0], op, scale)
-        packed = [pack(array) for array in arrays]
+        terms = [pack_terms(array, reduce_op) for array in arrays]
+        packed, native = [array for array, _ in terms], terms[0][1]
         work = self._journal.run(
             "all_reduce_multiple",
             None,
             self.backend(arrays[0]).all_reduce_many,
-            *(packed, reduce_op, factor),
+            *(packed, native, factor),
             op=reduce_op,
             size=sum(array.nbytes for array in packed),
             async_op=True,
@@ -121,8 +131,8 @@ class Reductions(Verbs):
         """Combine ``x`` of all ranks on one; see :func:`flashlight_py.reduce`."""
         root = self._check_rank("reduce", "root", root)
         array, reduce_op, factor = self._reduction("reduce", x, op, scale)
-        packed, call = pack(array), self.backend(array).reduce
-        arguments = (packed, reduce_op, factor, root, not async_op)
+        packed, native = pack_terms(array, reduce_op)
+        call, arguments = self.backend(array).reduce, (packed, native, factor, root, not async_op)
         work = self._journal.run(
             "reduce", packed, call, *arguments, op=reduce_op, root=root, async_op=async_op
         )
@@ -137,18 +147,56 @@ class Reductions(Verbs):
         op: str = "sum",
         out: Any = None,
         async_op: bool = False,
+        rows: Sequence[int] | None = None,
     ) -> Any:
         """Combine ``x`` and keep one part; see :func:`flashlight_py.reduce_scatter`."""
-        array, reduce_op, factor = self._reduction("reduce_scatter", x, op, scale, writes=False)
-        self._require_equal_parts("reduce_scatter", array)
-        shape = (array.shape[0] // self.size, *array.shape[1:])
-        room = self._room("reduce_scatter", out, array, shape)
-        packed, call = pack_apart(array, room), self.backend(array).reduce_scatter
-        arguments = (packed, reduce_op, factor, not async_op, room.packed)
+
+        def prepare(x: Any, out: Any) -> Callable[[], Any]:
+            array, reduce_op, factor = self._reduction("reduce_scatter", x, op, scale, writes=False)
+            counts = self._parts_of(array, rows)
+            mine = array.shape[0] // self.size if counts is None else counts[self.rank]
+            room = self._room("reduce_scatter", out, array, (mine, *array.shape[1:]))
+            arguments = (array, reduce_op, factor, room, async_op, counts)
+            return lambda: self._reduce_scatter(*arguments)
+
+        if isinstance(x, list | tuple):
+            return self._each("reduce_scatter", x, out, async_op, prepare)
+        return prepare(x, out)()
+
+    def _parts_of(self, array: Array, rows: Sequence[int] | None) -> list[int] | None:
+        """Return how many rows each rank gets, where parts are unequal."""
+        if rows is not None:
+            return check_rows("reduce_scatter", array, rows, self.size)
+        self._require_equal_parts("reduce_scatter", array, "; rows= tells unequal parts")
+        return None
+
+    def _reduce_scatter(
+        self,
+        array: Array,
+        op: ReduceOp,
+        scale: float,
+        room: Room,
+        async_op: bool,
+        rows: list[int] | None,
+    ) -> Any:
+        terms, native = pack_terms(array, op)
+        as_given = native is op
+        given, room = room, room if as_given else NO_ROOM  # truth values become numbers at the end
+        packed, call = pack_apart(terms, room), self.backend(array).reduce_scatter
+        arguments = (packed, native, scale, not async_op, room.packed, rows)
         work = self._journal.run(
-            "reduce_scatter", packed, call, *arguments, op=reduce_op, async_op=async_op
+            "reduce_scatter", packed, call, *arguments, op=op, async_op=async_op
         )
-        return self._finish_into(work, room, async_op)
+        if as_given:
+            return self._finish_into(work, room, async_op)
+
+        def finish(part: Array) -> Any:
+            if given.array is None:
+                return part.astype(array.dtype)
+            given.array[...] = part
+            return given.given
+
+        return self._keep(Then(work, finish)) if async_op else finish(work.wait())
 
     @refusable()
     def shared_empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:

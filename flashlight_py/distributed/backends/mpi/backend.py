@@ -92,12 +92,16 @@ class MpiBackend(Backend):
         scale: float,
         blocking: bool = False,
         out: Array | None = None,
+        rows: Sequence[int] | None = None,
     ) -> Work:
         """Reduce to this rank's part; see ``Backend``."""
         call = Call.of("reduce_scatter", array, op=op, scale=scale)
+        if rows is not None:
+            text = f"{call.text[:-1]}, rows={list(rows)})"
+            call = replace(call, text=text, key=text)
 
         def body(_: list[int]) -> Steps:
-            return self._reduction.reduce_scatter(array, op, scale, out)
+            return self._reduction.reduce_scatter(array, op, scale, out, rows)
 
         return self._start(call, array, body, blocking)
 
@@ -192,12 +196,15 @@ class MpiBackend(Backend):
         rows: Sequence[int],
         blocking: bool = False,
         out: Array | None = None,
+        came: list[int] | None = None,
     ) -> Work:
         """Give ``rows[r]`` rows of ``array`` to rank r; see ``Backend``."""
         gives = [int(count) for count in rows]
 
         def body(totals: list[int]) -> Steps:
             takes = yield from self._swap_counts(gives)
+            if came is not None:
+                came.extend(takes)
             taken, bytes_taken = _rows_like(array, takes, out)
             bytes_given = [count * _row_bytes(array) for count in gives]
             most = sum(totals) * _row_bytes(array)

@@ -32,6 +32,9 @@ _TYPES = {
 }
 
 
+_BITWISE = {ReduceOp.AND: "BAND", ReduceOp.OR: "BOR", ReduceOp.XOR: "BXOR"}
+
+
 @dataclass(frozen=True)
 class Form:
     """An MPI datatype and operation.
@@ -52,17 +55,17 @@ def form_of(mpi: Any, array: Array, op: ReduceOp) -> Form | None:
         return None
     kind, extreme = array.dtype.kind, op in (ReduceOp.MIN, ReduceOp.MAX)
     if kind in "biu":
-        return _integer_form(mpi, array, op, extreme)
+        return _integer_form(mpi, array, op)
     return _extreme_form(mpi, array, op) if extreme else _arithmetic_form(mpi, array, op)
 
 
-def _integer_form(mpi: Any, array: Array, op: ReduceOp, extreme: bool) -> Form:
-    """Return integers as they are for MIN and MAX, else as unsigned ones, which wrap around.
+def _integer_form(mpi: Any, array: Array, op: ReduceOp) -> Form:
+    """Return integers as they are, but unsigned for sums and products, which wrap around.
 
     Of 8 and 16 bits some libraries (Open MPI, by AVX) make sums that saturate: they go as 32.
     """
-    does, bits = getattr(mpi, op.name), array.itemsize * 8
-    if extreme:
+    does, bits = getattr(mpi, _BITWISE.get(op, op.name)), array.itemsize * 8
+    if op not in (ReduceOp.SUM, ReduceOp.PROD):
         same = np.dtype(np.uint8) if array.dtype.kind == "b" else array.dtype
         return Form(_type(mpi, same), does, lambda a: a.view(same), _decode_plain)
     if bits < 32:

@@ -65,9 +65,10 @@ class MpiGpuBackend(Backend):
         scale: float,
         blocking: bool = False,
         out: Array | None = None,
+        rows: Sequence[int] | None = None,
     ) -> Work:
         """Reduce to this rank's part; see ``Backend``."""
-        reduce_scatter = functools.partial(self._host.reduce_scatter, op=op, scale=scale)
+        reduce_scatter = functools.partial(self._host.reduce_scatter, op=op, scale=scale, rows=rows)
         return self._new(reduce_scatter, array, blocking, out)
 
     def all_gather(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
@@ -90,9 +91,10 @@ class MpiGpuBackend(Backend):
         rows: Sequence[int],
         blocking: bool = False,
         out: Array | None = None,
+        came: list[int] | None = None,
     ) -> Work:
         """Give ``rows[r]`` rows of ``array`` to rank r; see ``Backend``."""
-        uneven = functools.partial(self._host.all_to_all_uneven, rows=rows)
+        uneven = functools.partial(self._host.all_to_all_uneven, rows=rows, came=came)
         return self._new(uneven, array, blocking, out)
 
     def scatter(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,9 @@ _UFUNC = {
     ReduceOp.PROD: "multiply",
     ReduceOp.MIN: "minimum",
     ReduceOp.MAX: "maximum",
+    ReduceOp.AND: "bitwise_and",
+    ReduceOp.OR: "bitwise_or",
+    ReduceOp.XOR: "bitwise_xor",
 }
 
 
@@ -80,14 +85,20 @@ class Reduction:
         yield from self._movement.gather(as_bytes(mine), whole, _bytes(counts, array), root)
 
     def reduce_scatter(
-        self, array: Array, op: ReduceOp, scale: float, out: Array | None = None
+        self,
+        array: Array,
+        op: ReduceOp,
+        scale: float,
+        out: Array | None = None,
+        rows: Sequence[int] | None = None,
     ) -> Steps:
         """Reduce; the result is ``out`` or a new array: this rank's part of the first dimension."""
-        shape = (array.shape[0] // self._size, *array.shape[1:])
+        lengths = [array.shape[0] // self._size] * self._size if rows is None else rows
+        shape = (lengths[self._rank], *array.shape[1:])
         part: Array = array_module(array).empty(shape, array.dtype) if out is None else out
-        form = form_of(self._mpi, array, op)
+        form = form_of(self._mpi, array, op) if rows is None else None
         if form is None:
-            counts = [part.size] * self._size
+            counts = [length * math.prod(array.shape[1:]) for length in lengths]
             yield from self._combine(array, counts, op, scale, part.reshape(-1))
             return part
         carrier = form.encode(array.reshape(-1))
@@ -121,7 +132,7 @@ class Reduction:
         """Combine this rank's share of everybody's ``array`` into ``out``, in rank order."""
         pieces = array_module(array).empty((self._size, counts[self._rank]), array.dtype)
         gives, takes = _bytes(counts, array), [pieces[0].nbytes] * self._size
-        most = array.nbytes + array.itemsize * self._size  # shares differ by one element
+        most = max(array.nbytes, max(counts) * array.itemsize * self._size)
         given, taken = as_bytes(array), as_bytes(pieces)
         yield from self._movement.all_to_all_uneven(given, gives, taken, takes, most)
         _fold(pieces, op, scale, out)

@@ -30,6 +30,7 @@ from flashlight_py.distributed.work import Done, Then, Work
 __all__ = ["NcclBackend"]
 
 _OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}  # ncclRedOp_t
+_OPS |= {ReduceOp.AND: 3, ReduceOp.OR: 2}  # of bool; others have no form
 _ALONE = contextlib.nullcontext()
 
 
@@ -117,8 +118,12 @@ class NcclBackend(Backend):
         scale: float,
         blocking: bool = False,
         out: Array | None = None,
+        rows: Sequence[int] | None = None,
     ) -> Work:
-        """Reduce to this rank's part; see ``Backend``."""
+        """Reduce to this rank's part; see ``Backend``. Unequal ones are reduced one by one."""
+        if rows is not None:
+            mine = self._room(out, rows[self.rank], array)
+            return collect.reduce_each(self, array, mine, op, scale, rows, blocking)
         self._post("reduce_scatter", array, op=op, scale=scale)
         part = self._room(out, array.shape[0] // self.size, array)
         pairs = [(array, part)] if array.size else []
@@ -214,11 +219,14 @@ class NcclBackend(Backend):
         rows: Sequence[int],
         blocking: bool = False,
         out: Array | None = None,
+        came: list[int] | None = None,
     ) -> Work:
         """Exchange parts of different sizes; blocks until every rank has called."""
         self._post("all_to_all", array)
         self._cpu.rows_of_all("all_to_all", array)
         take = self._cpu.rows_for_this_rank(rows)
+        if came is not None:
+            came += take
         self._cpu.require_fit("all_to_all", out, sum(take))
         got = self._room(out, sum(take), array)
         return collect.all_to_all(self, array, got, rows, take, blocking)

@@ -10,12 +10,34 @@ from typing import TYPE_CHECKING
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.nccl.dtypes import BYTES
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.work import AllOf, Then, Work
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 
-__all__ = ["all_to_all", "gather", "scatter"]
+__all__ = ["all_to_all", "gather", "reduce_each", "scatter"]
+
+
+def reduce_each(
+    backend: NcclBackend,
+    array: Array,
+    mine: Array,
+    op: ReduceOp,
+    scale: float,
+    rows: Sequence[int],
+    blocking: bool,
+) -> Work:
+    """Reduce the first ``rows[0]`` rows of ``array`` onto rank 0, and so on; ``mine`` here."""
+    works, end = list[Work](), 0
+    for root, count in enumerate(rows):
+        part = array[end : end + count]
+        end += count
+        if root == backend.rank:
+            mine[...] = part
+            part = mine
+        works.append(backend.reduce(part, op, scale, root, blocking))
+    return Then(AllOf(works), lambda _: mine)
 
 
 def gather(

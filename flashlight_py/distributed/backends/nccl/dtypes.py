@@ -54,6 +54,11 @@ def form_of(dtype: str, op: ReduceOp) -> Form:
     Raises:
         TypeError: NCCL cannot do that; says what can.
     """
+    if op is ReduceOp.XOR or (op in (ReduceOp.AND, ReduceOp.OR) and dtype != "bool"):
+        raise TypeError(
+            f"NCCL has no {op.name.lower()} of {dtype}: it combines numbers, not bits; reduce on "
+            "the CPU (x.get()), or all_gather and combine"
+        )
     if dtype in _WIDENED:
         wide = _WIDENED[dtype]
         return Form(wide, _CODES[wide], widened=True)
