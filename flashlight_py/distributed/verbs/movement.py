@@ -7,7 +7,7 @@ from typing import Any
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import as_array, pack
-from flashlight_py.distributed.verbs.base import NO_ROOM, Verbs, pack_apart, unpack_into
+from flashlight_py.distributed.verbs.base import NO_ROOM, Verbs, pack_apart, unpack_into, whole
 from flashlight_py.distributed.verbs.refusing import refusable
 
 __all__ = ["Movement"]
@@ -119,12 +119,13 @@ class Movement(Verbs):
         return self._finish_into(work, room, async_op)
 
     def _check_rows(self, array: Array, rows: Sequence[int]) -> list[int]:
-        counts = [int(count) for count in rows]
+        rows = list(rows)
+        counts = [-1 if isinstance(n, bool) or whole(n) is None else int(n) for n in rows]
         have = array.shape[0] if array.ndim else 0
         if len(counts) != self.size or min(counts) < 0 or sum(counts) != have or not array.ndim:
             raise ValueError(
                 f"all_to_all: rows must tell for each of the {self.size} ranks how many of the "
-                f"rows of x (shape {array.shape}) it gets, {have} in all; got {counts}"
+                f"rows of x (shape {array.shape}) it gets, {have} in all; got {rows}"
             )
         return counts
 
