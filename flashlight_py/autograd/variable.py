@@ -35,9 +35,10 @@ class Variable:
     """An array in a computation whose gradient can be asked for.
 
     The array is NumPy's or CuPy's and is shared, not copied; anything else with DLPack is taken
-    without a copy. The dtype is kept: nothing here turns float32 into float64. A variable made by
-    the user is a leaf; one made by an operation on variables with ``calc_grad`` remembers that
-    operation until a backward pass has used it.
+    without a copy. The dtype is kept, also beside Python numbers; arrays of two dtypes give what
+    NumPy makes of them (float16 with float32: float32), and each gets a gradient of its own dtype.
+    A variable made by the user is a leaf; one made by an operation on variables with ``calc_grad``
+    remembers that operation until a backward pass has used it.
 
     Arrays must not be changed between the forward pass that used them and its backward pass.
 

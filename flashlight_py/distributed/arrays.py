@@ -138,7 +138,10 @@ def check_reduction(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float)
     """
     if isinstance(scale, complex) or not hasattr(scale, "__float__"):
         raise TypeError(f"{verb}: scale must be a real number, got {type(scale).__name__}")
-    factor = float(scale)
+    try:
+        factor = float(scale)
+    except OverflowError:  # an integer of more than 300 digits
+        factor = math.inf
     if not math.isfinite(factor):
         raise ValueError(f"{verb}: scale must be finite, got {factor}")
     kind = dtype.kind
@@ -152,7 +155,7 @@ def check_reduction(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float)
     if kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
         raise TypeError(f"{verb}: complex numbers have no {op.name.lower()}; use sum, avg or prod")
     if kind in "iu":
-        _check_integer(verb, dtype, op, factor)
+        _check_integer(verb, dtype, op, scale, factor)
     return factor
 
 
@@ -166,16 +169,18 @@ def _check_bits(verb: str, dtype: np.dtype[Any], op: ReduceOp, factor: float) ->
         raise ValueError(f"{verb}: op={op.name.lower()!r} takes no scale, got {factor}")
 
 
-def _check_integer(verb: str, dtype: np.dtype[Any], op: ReduceOp, factor: float) -> None:
+def _check_integer(
+    verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float, factor: float
+) -> None:
     if op is ReduceOp.AVG:
         raise TypeError(
             f"{verb}: the average of {dtype} would lose its fraction; use op='sum', or a float "
             "array"
         )
-    if factor != int(factor) or abs(factor) >= 2.0**63:
+    if factor != int(scale) or abs(factor) >= 2.0**63:
         raise ValueError(
-            f"{verb}: scale={factor} on an array of {dtype} would not give whole numbers; use a "
-            "float array"
+            f"{verb}: scale={scale} on an array of {dtype} would not give whole numbers, or is not "
+            "one that a float64 holds, as which it travels; use a float array"
         )
 
 

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from flashlight_py.device import Array, device_of, is_cupy
+from flashlight_py.distributed.apart import Apart
 from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
 from flashlight_py.distributed.arrays import as_array
 from flashlight_py.distributed.constants import DistributedConstants
@@ -90,13 +91,16 @@ class EagerReducer(Reducer):
         super().__init__(scale, group)
         self._inline_bytes = inline_bytes
         self._works: list[Work] = []
+        self._apart = Apart("EagerReducer.add")
 
     def add(self, array: Any) -> None:
         """Start reducing ``array`` in place, any shape; it must not be used until ``finalize``.
 
         Raises:
+            ValueError: it shares memory with one that was added before.
             TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
         """
+        self._apart.add(as_array("EagerReducer.add", array))
         if array.nbytes <= self._inline_bytes and not self._works and not is_cupy(array):
             all_reduce(array, self.scale, group=self.group)
         else:
@@ -108,13 +112,14 @@ class EagerReducer(Reducer):
         Raises:
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
-        works, self._works = self._works, []
+        works = self._works
+        self.abandon()
         for work in works:
             work.wait()
 
     def abandon(self) -> None:
         """Forget what is on its way; it cannot be called back."""
-        self._works = []
+        self._works, self._apart = [], Apart("EagerReducer.add")
 
 
 class CoalescingReducer(Reducer):
@@ -160,6 +165,7 @@ class CoalescingReducer(Reducer):
         self._bucket: list[Array] = []
         self._bytes = 0
         self._works: list[Work] = []
+        self._apart = Apart("CoalescingReducer.add")
 
     def add(self, array: Any) -> None:
         """Take an array of any shape; sends the bucket that it does not fit into.
@@ -167,11 +173,13 @@ class CoalescingReducer(Reducer):
         It must not be used until ``finalize``.
 
         Raises:
+            ValueError: it shares memory with one that was added before.
             TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
         """
         array = as_array("CoalescingReducer.add", array)
         if self._hook is not None:
             check_hook(self._hook, [[array]])
+        self._apart.add(array)
         if self._bytes + array.nbytes > self._limit or self._differs(array):
             self._flush()
         self._bucket.append(array)
@@ -186,13 +194,15 @@ class CoalescingReducer(Reducer):
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
         self._flush()
-        works, self._works, self._hooked = self._works, [], 0
+        works = self._works
+        self.abandon()
         for work in works:
             work.wait()
 
     def abandon(self) -> None:
         """Forget what was collected. What is on its way cannot be called back."""
         self._bucket, self._bytes, self._works, self._hooked = [], 0, [], 0
+        self._apart = Apart("CoalescingReducer.add")
 
     def _differs(self, array: Array) -> bool:
         """Tell whether a hook must not be given ``array`` together with those before it."""

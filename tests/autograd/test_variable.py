@@ -187,3 +187,16 @@ def test_integers_stay_integers_and_take_fractions_as_numpy_does() -> None:
     x = input(np.array([1, 2]))
     assert (x + 1).dtype == "int64"
     np.testing.assert_array_equal((x * 0.5).array, [0.5, 1.0])
+
+
+@pytest.mark.parametrize("narrow", ["float16", "float32"])
+def test_operators_promote_as_numpy_does_and_gradients_keep_their_dtypes(narrow: str) -> None:
+    wide = {"float16": "float32", "float32": "float64"}[narrow]
+    a, b = param(np.full(3, 2, narrow)), param(np.full(3, 3, wide))
+    product = a * b * 2.0  # a Python number takes the dtype
+    assert product.array.dtype == wide
+    product.backward(np.ones(3, wide))
+    assert a.grad is not None
+    assert b.grad is not None
+    assert (a.grad.dtype, b.grad.dtype) == (narrow, wide)
+    assert (a.grad.tolist(), b.grad.tolist()) == ([6] * 3, [4] * 3)

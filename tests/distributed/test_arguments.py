@@ -49,6 +49,10 @@ def test_a_read_only_array_is_refused() -> None:
         (complex, "min", 1.0, TypeError, "complex"),
         (int, "avg", 1.0, TypeError, "fraction"),
         (int, "sum", 0.5, ValueError, "whole numbers"),
+        (int, "sum", 2**53 + 1, ValueError, "one that a float64 holds"),
+        (int, "sum", np.int64(2**62 + 1), ValueError, "one that a float64 holds"),
+        (int, "sum", 2**63, ValueError, "whole numbers"),
+        (float, "sum", 10**400, ValueError, "finite"),
         (float, "median", 1.0, ValueError, "sum, prod, min, max, avg"),
         (float, "sum", float("nan"), ValueError, "finite"),
         (float, "sum", "2", TypeError, "real number"),
@@ -102,6 +106,10 @@ def test_a_variable_with_a_history_is_sent_to_the_differentiable_verbs(verb: Any
         (lambda: fl.barrier(timeout=0), "positive number of seconds"),
         (lambda: fl.reduce_scatter(np.array(1.0)), "first dimension"),
         (lambda: fl.all_reduce_multiple([X, X]), "twice"),
+        (lambda: fl.all_to_all(X, rows=[2.7]), r"rows must say.* got \[2\.7\]"),
+        (lambda: fl.all_to_all(X, rows=["2"]), r"rows must say.* got \['2'\]"),
+        (lambda: fl.all_to_all(X[:1], rows=[True]), r"rows must say.* got \[True\]"),
+        (lambda: fl.all_to_all(X, rows=np.array([2.0])), "rows must say"),
         (lambda: fl.CoalescingReducer(1.0, bucket_bytes=0), "bucket_bytes"),
     ],
 )
@@ -111,6 +119,13 @@ def test_other_arguments(call: Any, match: str) -> None:
 
 
 X = np.zeros(2)
+
+
+def test_integers_are_scaled_exactly_or_not_at_all() -> None:
+    for scale in (2**53 - 1, 2**53, -(2**62), np.int64(2**60 + 2**20)):
+        x = np.ones(3, np.int64)
+        assert fl.all_reduce(x, scale=scale).tolist() == [int(scale)] * 3
+    assert fl.all_to_all(np.ones(3), rows=np.array([3])).shape == (3,)
 
 
 def test_a_list_is_checked_whole_before_any_of_it_is_sent() -> None:

@@ -17,6 +17,8 @@ ARRAYS = [
     np.ones((3, 0, 2), np.complex64),
     np.ones((2, 3, 4), np.float16),
     np.ones((1,) * 10, np.int64),
+    np.ones((1,) * 7 + (2, 3, 4), np.int64),
+    np.ones((2,) * 15, np.int8),
 ]
 
 

@@ -278,6 +278,53 @@ def test_verbs_of_different_groups_are_a_mismatch(backend: str) -> None:
         assert " called all_reduce(float64 (3,), op=sum, scale=1) as rank" in text
 
 
+def many_leave_one_waiting(rank: int, size: int) -> str:
+    everybody = fl.new_group(range(size), timeout=30)  # so that rank 0 is the first to give up
+    with pytest.raises(fl.errors.DistributedError) as caught:
+        (everybody if rank else fl).all_reduce(np.zeros(3))  # type: ignore[attr-defined]
+    with contextlib.suppress(fl.errors.DistributedError):
+        fl.distributed_shutdown()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_verbs_of_different_groups_name_every_rank_that_is_missing(backend: str) -> None:
+    text = run_ranks(many_leave_one_waiting, 4, params={"BACKEND": backend, "TIMEOUT": 2})[0]
+    call = "called all_reduce(float64 (3,), op=sum, scale=1) as rank"
+    every = "; ".join(f"rank {r} {call} {r} of a group of 4" for r in (1, 2, 3))
+    assert f"this rank {call} 0 of a group of 4; {every}. They waited 2 seconds" in text
+
+
+MANY = [(1,) * 8 + (2, 3), (1,) * 8 + (3, 2), (1,) * 7 + (2, 1, 3)]
+
+
+def differ_beyond_eight(rank: int, size: int) -> None:
+    for shape in MANY[1:]:
+        for call in (fl.all_reduce, fl.broadcast, fl.all_gather, one_message):
+            x = np.full(shape if rank == 1 else MANY[0], rank + 1.0)
+            with pytest.raises(fl.errors.MismatchError):
+                call(x)
+            assert np.all(x == rank + 1)
+        fl.barrier()
+    x = np.ones(MANY[0])
+    assert np.all(fl.all_reduce(x) == size)
+    assert fl.all_gather(x).shape == (size, *MANY[0][1:])
+
+
+def one_message(x: Any) -> None:
+    rank, size = fl.get_world_rank(), fl.get_world_size()
+    if rank > 1 or size < 2:
+        raise fl.errors.MismatchError("of the others")
+    fl.sendrecv(x, 1 - rank, x.copy(), 1 - rank)
+
+
+@pytest.mark.parametrize("backend", WORLDS)
+def test_shapes_that_differ_beyond_the_eighth_dimension_are_told_apart(
+    pool: Any, backend: str
+) -> None:
+    pool(WORLDS[backend], **BACKENDS[backend][1]).run(differ_beyond_eight)
+
+
 def differ_in_checks(rank: int, size: int, path: str) -> str:
     with pytest.raises(fl.errors.BackendUnavailableError) as caught:
         fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": path})

@@ -182,3 +182,36 @@ def test_the_first_word_counts(rings: list[Ring]) -> None:
     rings[0].say(1, "this")
     rings[0].say(2, "that")
     assert rings[0].word() == (1, "this")
+
+
+def refuse(rank: int, size: int) -> list[str]:
+    """One rank refuses its arguments: the others hear of it where they would wait."""
+    group, told = fl.new_group(range(size)), []
+    cp = gpus(group)
+    peer, x, locked = 1 - rank, cp.zeros(3), cp.zeros((4, 4))
+    compared: list[tuple[Any, Any]] = [  # before anything moves
+        (lambda: group.all_gather(x, out=locked), lambda: group.all_gather(x)),
+        (lambda: group.all_to_all(x, rows=[1]), lambda: group.all_to_all(x, rows=[2, 1])),
+        (lambda: group.send(x.astype("S1"), peer), lambda: group.recv(x, peer)),
+    ]
+    begun: tuple[Any, Any] = (
+        lambda: group.all_reduce(x, op="median"),
+        lambda: finish(group, group.all_reduce, x),
+    )
+    for calls in (*compared, begun):
+        with pytest.raises((TypeError, ValueError, fl.errors.MismatchError)) as caught:
+            calls[rank == 0]()
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+    return told
+
+
+def test_a_refusal_is_told_to_all_ranks() -> None:
+    others, own = run_ranks(refuse, 2)
+    assert [text.partition(":")[0] for text in own] == [
+        *["ValueError"] * 2,
+        "TypeError",
+        "ValueError",
+    ]
+    for text, verb in zip(others, ("all_gather", "all_to_all", "send", "all_reduce"), strict=True):
+        assert text.startswith("MismatchError"), text
+        assert f"rank 1 called {verb}, and refused what it was given (" in text

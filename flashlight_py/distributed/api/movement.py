@@ -139,8 +139,8 @@ def all_to_all(
     """Give each rank a part of ``x`` and join what comes from each, in rank order.
 
     Args:
-        x: array whose first dimension is cut into equal parts, one per rank; left as it is. The
-            dimensions after it and the dtype must be the same on every rank.
+        x: array whose first dimension is cut into equal parts, one per rank; left as it is. Shape
+            and dtype must be the same on every rank; with ``rows`` the first dimension may differ.
         rows: how many rows rank 0, 1, ... gets, where parts are unequal. All ranks give it or
             none does; what it holds may differ. They tell each other first, so that even with
             ``async_op`` the call blocks until every rank has called.
@@ -154,7 +154,8 @@ def all_to_all(
         pair of it and the list of rows that rank 0, 1, ... sent; or the ``Work``.
 
     Raises:
-        ValueError: the first dimension cannot be cut so, or ``out`` does not fit.
+        ValueError: the first dimension cannot be cut so, ``rows`` are no integers of which there is
+            one for each rank, or ``out`` does not fit.
         TypeError, DistributedError: as for :func:`all_reduce`.
 
     Example:

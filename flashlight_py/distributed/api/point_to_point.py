@@ -118,6 +118,7 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: ProcessGroup | None = None) -
         group: the process group, default the world.
 
     Raises:
-        TypeError, ValueError, DistributedError: as for :func:`send` and :func:`recv`.
+        ValueError: an array that is filled shares memory with another one, or as for :func:`recv`.
+        TypeError, DistributedError: as for :func:`send` and :func:`recv`.
     """
     return of(group).batch_isend_irecv(ops)

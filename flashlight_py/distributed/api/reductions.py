@@ -89,7 +89,7 @@ def all_reduce_multiple(
         The list of ``xs``, or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
-        ValueError: the same array is in the list twice, or as for :func:`all_reduce`.
+        ValueError: two arrays of the list share memory, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`; every array is checked before
             any is sent.
     """

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flashlight_py.distributed import last_words
+from flashlight_py.distributed.people import names
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.native import NativeBackend
@@ -14,22 +15,27 @@ __all__ = ["waits_elsewhere"]
 
 
 def waits_elsewhere(backend: NativeBackend, missing: Sequence[int]) -> str:
-    """Say what a rank that is ``missing`` here has called in another group, for this rank too.
+    """Say what ranks that are ``missing`` here have called in other groups, for this rank too.
 
     Empty where none has. Ranks of two groups are the same where their processes are.
     """
-    for rank in missing:
-        for other in last_words.open_backends():
-            call_ahead = getattr(other, "call_ahead", None)
-            if other is backend or call_ahead is None or rank >= len(backend.people):
-                continue
-            if other.team is not None and other.team is backend.team:
-                continue  # parts of one group, in which a rank goes from one to the other
-            there = [r for r, who in enumerate(other.people) if who == backend.people[rank]]
-            call = call_ahead(there[0]) if there else ""
-            if call:
-                return (
-                    f"rank {backend.numbers[rank]} called {call} as rank {there[0]} of a group of "
-                    f"{other.size}"
-                )
+    found = [(rank, _call_elsewhere(backend, rank)) for rank in missing]
+    called = [f"rank {backend.numbers[rank]} called {call}" for rank, call in found if call]
+    silent = [backend.numbers[rank] for rank, call in found if not call]
+    if called and silent:
+        called.append(f"{names(silent)} called neither")
+    return "; ".join(called)
+
+
+def _call_elsewhere(backend: NativeBackend, rank: int) -> str:
+    for other in last_words.open_backends():
+        call_ahead = getattr(other, "call_ahead", None)
+        if other is backend or call_ahead is None or rank >= len(backend.people):
+            continue
+        if other.team is not None and other.team is backend.team:
+            continue  # parts of one group, in which a rank goes from one to the other
+        there = [r for r, who in enumerate(other.people) if who == backend.people[rank]]
+        call = call_ahead(there[0]) if there else ""
+        if call:
+            return f"{call} as rank {there[0]} of a group of {other.size}"
     return ""

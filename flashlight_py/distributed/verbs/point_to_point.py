@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed.apart import Apart
 from flashlight_py.distributed.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.backend import Message
 from flashlight_py.distributed.recorder.journal import Journal
@@ -102,6 +103,10 @@ class PointToPoint(Verbs):
     def _begin_all(self, ops: Sequence[P2POp]) -> list[Work]:
         """Check all messages, then begin them: several of one device together, GPUs' last."""
         checked = [(op, self._array_of(op)) for op in ops]
+        if len(checked) > 1:
+            apart = Apart("batch_isend_irecv")
+            for op, array in checked:
+                apart.add(array, writes=not op.sends)
         packed = [pack(array) for _, array in checked]
         alone, on_cpu, on_gpu = list[int](), list[int](), list[int]()
         for index, (op, array) in enumerate(checked):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed.apart import Apart
 from flashlight_py.distributed.arrays import dtype_code, pack_terms
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs.base import (
@@ -71,9 +72,10 @@ class Reductions(Verbs):
         xs = list(xs)
         checked = [self._reduction("all_reduce_multiple", x, op, scale) for x in xs]
         arrays = [array for array, _, _ in checked]
-        # Of one tensor given twice, two arrays are made; of one array in two Variables, none.
-        if any(len({id(each) for each in given}) < len(xs) for given in (xs, arrays)):
-            raise ValueError("all_reduce_multiple: the same array is in the list twice")
+        if len(arrays) > 1:
+            apart = Apart("all_reduce_multiple")
+            for array in arrays:
+                apart.add(array)
         works: list[Work]
         if contiguous:
             works = [self._all_reduce_packed(same, op, scale) for same in _by_dtype(arrays)]

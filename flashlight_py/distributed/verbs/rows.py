@@ -111,8 +111,7 @@ def check_rows(verb: str, array: Array, rows: Iterable[object], size: int) -> li
     """Return ``rows`` as ints, if they cut the first dimension of ``array`` into ``size`` parts.
 
     Raises:
-        ValueError: they do not.
-        TypeError: one of them is no integer.
+        ValueError: they do not, or one of them is no integer.
     """
     counts = _integers(verb, rows, size)
     have = array.shape[0] if array.ndim else 0
@@ -126,11 +125,10 @@ def check_rows(verb: str, array: Array, rows: Iterable[object], size: int) -> li
 
 def _integers(verb: str, rows: Iterable[object], size: int) -> list[int]:
     given = list(rows)
-    counts = [count for count in map(whole, given) if count is not None]
-    if len(counts) < len(given):
-        raise TypeError(f"{verb}: rows must be integers, got {given}")
-    if len(counts) != size or min(counts) < 0:
+    counts = [count for n in given if (count := whole(n)) is not None and not isinstance(n, bool)]
+    if len(given) != size or len(counts) != size or min(counts) < 0:
         raise ValueError(
-            f"{verb}: rows must say for each of the {size} ranks how many rows it gets; got {given}"
+            f"{verb}: rows must say, in integers, for each of the {size} ranks how many rows it "
+            f"gets; got {given}"
         )
     return counts

@@ -1,0 +1,105 @@
+"""Arrays that are written together must lie apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed import apart, reducer
+from flashlight_py.distributed.apart import Apart
+
+X = np.zeros((8, 6))
+OVERLAPPING: list[tuple[Any, Any]] = [
+    (X, X),
+    (X, X[:]),
+    (X[1:3], X[2:4]),
+    (X, X[3, 2:3]),
+    (X[::-1], X[7]),
+    (X[:, 0], X[4:, 0]),
+    (X.T[1:], X[:, 5]),
+    (X.view(np.int32)[:, 1], X[:, 0]),
+]
+APART: list[tuple[Any, Any]] = [
+    (X[:4], X[4:]),
+    (X[:, :3], X[:, 3:]),
+    (X[::2], X[1::2]),
+    (X[:0], X),
+    (X, np.zeros(3)),
+    (np.zeros(()), np.zeros(())),
+]
+
+
+@pytest.fixture(params=[False, True], ids=["natively", "by NumPy"], autouse=True)
+def address(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        monkeypatch.setattr(apart, "_numpy_address", lambda: lambda array: array.ctypes.data)
+
+
+def add_all(arrays: Any) -> None:
+    together = Apart("a verb")
+    for array in arrays:
+        together.add(array)
+
+
+@pytest.mark.parametrize("pair", OVERLAPPING)
+def test_arrays_that_overlap_are_refused_in_any_order(pair: tuple[Any, Any]) -> None:
+    between = [np.zeros(2) for _ in range(20)]
+    for arrays in ([*pair, *between], [*between, *pair[::-1]], [pair[0], *between, pair[1]]):
+        with pytest.raises(ValueError, match=r"a verb: array \d+ shares memory with array \d+"):
+            add_all(arrays)
+
+
+@pytest.mark.parametrize("pair", APART)
+def test_arrays_that_lie_apart_are_taken(pair: tuple[Any, Any]) -> None:
+    for arrays in (pair, pair[::-1]):
+        add_all(arrays)
+
+
+def test_what_is_only_read_may_overlap() -> None:
+    together = Apart("a verb")
+    together.add(X, writes=False)
+    together.add(X[1:], writes=False)
+    with pytest.raises(ValueError, match=r"array 2 shares memory with array [01]"):
+        together.add(X[2], writes=True)
+
+
+def many(make: Callable[[], reducer.Reducer]) -> Callable[[Any, Any], None]:
+    def reduce(one: Any, other: Any) -> None:
+        each = make()
+        for _ in range(2):  # after finalize the same ones may be added again
+            each.add(one)
+            each.finalize()
+        each.add(one)
+        each.add(other)
+
+    return reduce
+
+
+VERBS: dict[str, Callable[[Any, Any], Any]] = {
+    "one by one": lambda a, b: fl.all_reduce_multiple([a, b]),
+    "packed": lambda a, b: fl.all_reduce_multiple([a, b], contiguous=True),
+    "two receives": lambda a, b: fl.batch_isend_irecv(
+        [fl.P2POp("recv", a, 0), fl.P2POp("recv", b, 0)]
+    ),
+    "a send and a receive": lambda a, b: fl.batch_isend_irecv(
+        [fl.P2POp("send", a, 0), fl.P2POp("recv", b, 0)]
+    ),
+    "eager": many(lambda: reducer.EagerReducer(1.0)),
+    "coalescing": many(lambda: fl.CoalescingReducer(1.0)),
+    "one bucket each": many(lambda: fl.CoalescingReducer(1.0, bucket_bytes=8)),
+}
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_verbs_refuse_arrays_that_overlap(name: str) -> None:
+    a = np.ones(4)
+    with pytest.raises(ValueError, match="shares memory"):
+        VERBS[name](a, a[:])
+    assert np.all(a == 1)
+    sent = [fl.P2POp("send", a, 0), fl.P2POp("send", a[:], 0)]  # nothing is written
+    fl.batch_isend_irecv(sent).wait()
+    fl.batch_isend_irecv([fl.P2POp("recv", np.zeros(4), 0), fl.P2POp("recv", np.zeros(4), 0)])
