@@ -31,7 +31,12 @@ int Search::run(Waiter& waiter, double patience) {
   for (int idle = 0;; ++idle) {
     if (look(waiter)) return found_;
     const auto now = Clock::now();
-    if (now >= end) return -1;
+    if (now >= end) {  // whoever asks again and again hears of what is lost here, or never
+      look_around(waiter);
+      if (look(waiter)) return found_;
+      look_around(waiter);
+      return -1;
+    }
     if (now >= look_around_at) {
       look_around(waiter);
       look_around_at = now + kTick;

@@ -93,13 +93,6 @@ def test_two_threads_of_a_rank_call_different_verbs(ranks: Any) -> None:
         ranks.run(conformance.two_threads)
 
 
-def test_messages_of_any_rank_and_of_any_length(ranks: Any) -> None:
-    if ranks.size > 1:
-        for width in (1, 30_000):
-            ranks.run(conformance.receive_from_any, width)
-        ranks.run(conformance.refuse_what_does_not_fit)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_where_the_extremes_are(ranks: Any, dtype: str) -> None:
     ranks.run(conformance.locations, dtype)
