@@ -42,6 +42,9 @@ struct Lane {
   }
 };
 
+// The lane of receives from any rank: the peer of no other one.
+constexpr int kAnyRank = -2;
+
 class Lanes {
  public:
   explicit Lanes(Transport& transport);

@@ -37,6 +37,15 @@ inline bool same_message(fl_signature a, const fl_signature& b) {
   return same_call(a, b);
 }
 
+// The receive that takes `sent` into `room`, which may have more rows; `room` where it does not fit.
+inline fl_signature fitted(const fl_signature& room, const fl_signature& sent) {
+  fl_signature part = room;
+  if (room.ndim <= 0 || sent.shape[0] > room.shape[0] || sent.count > room.count) return room;
+  part.shape[0] = sent.shape[0];
+  part.count = sent.count;
+  return same_message(sent, part) ? part : room;
+}
+
 // Whether all ranks call the same, which all of them answer alike: two that leave out what they
 // expect are measured by one that does not.
 inline bool all_same(const fl_signature* calls, int ranks) {

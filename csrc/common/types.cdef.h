@@ -66,6 +66,16 @@ typedef struct {
   size_t bytes;
 } fl_room;
 
+/* What a receive is given as output that does not know who sends (its peer is -1 then), or how many
+   rows. It takes the oldest message with its tag of a rank from which no other receive waits for
+   one. */
+typedef struct {
+  int32_t source;  /* filled in: the rank that has sent; -1: none in time */
+  int32_t partial; /* not 0: the first dimension may be shorter than the signature's */
+  int64_t rows;    /* filled in: the first dimension of what has come */
+  double patience; /* seconds after which all is well without a message; negative: no limit */
+} fl_match;
+
 /* Where a program calls: the end of "folder/file.py:12", and of a call that it refused also why;
    closed by a zero; empty: not known. */
 typedef struct {

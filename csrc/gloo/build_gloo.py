@@ -20,6 +20,7 @@ SOURCES = (
     "gloo/point_to_point.cc",
     "gloo/message.cc",
     "gloo/notices.cc",
+    "gloo/search.cc",
     "gloo/waiter.cc",
     "gloo/mesh.cc",
 )

@@ -38,7 +38,8 @@ fl_op *fl_gloo_connect(fl_group *group, const char *addresses, size_t address_by
    is NULL, and ndim may be FL_ANY. output takes this rank's part; where it is NULL, fl_op_output
    gives it, and the root's signature says what it is.
    send, recv: data, to and from `peer`; the signature's root is the tag. A send ends when its
-   receiver has called and the last byte is on its way. */
+   receiver has called and the last byte is on its way. A recv may be given an fl_match as output:
+   see there. */
 fl_op *fl_gloo_run(fl_group *group, const fl_signature *signature, void *data, void *output,
                    int peer, double seconds, int async, const fl_site *site);
 

@@ -16,8 +16,14 @@ bool is_message(const fl_signature& signature) {
   return signature.verb == FL_SEND || signature.verb == FL_RECV;
 }
 
+// A receive that has to find out who sends, or how much.
+bool is_match(const fl_signature& signature, const void* output) {
+  return signature.verb == FL_RECV && output != nullptr;
+}
+
 Lane lane_of(const fl_signature& signature, int peer) {
   if (!is_message(signature)) return kCollectives;
+  if (peer < 0) return {kAnyRank, false, signature.root};
   return {peer, signature.verb == FL_SEND, signature.root};
 }
 
@@ -74,6 +80,10 @@ void Group::give_up(const std::string& why) {
 }
 
 std::shared_ptr<Operation> Group::start(const fl_message& given, void* output, double seconds) {
+  if (is_match(given.signature, output)) {
+    auto task = match(given, *static_cast<fl_match*>(output), nullptr);
+    return lanes_.submit(lane_of(given.signature, given.peer), seconds, std::move(task));
+  }
   if (is_message(given.signature)) return start_message(given, seconds);
   return lanes_.submit(kCollectives, seconds, collective(given, output, nullptr));
 }
@@ -81,6 +91,9 @@ std::shared_ptr<Operation> Group::start(const fl_message& given, void* output, d
 std::shared_ptr<Operation> Group::run(const fl_message& given, void* output, double seconds) {
   Stay stay(lanes_);
   if (!stay.enter(lane_of(given.signature, given.peer))) return start(given, output, seconds);
+  if (is_match(given.signature, output)) {
+    return run_here(seconds, match(given, *static_cast<fl_match*>(output), interrupt_));
+  }
   return run_here(seconds, is_message(given.signature) ? whole_message(given, interrupt_)
                                                        : collective(given, output, interrupt_));
 }
@@ -101,6 +114,27 @@ Group::Task Group::whole_message(const fl_message& message, InterruptCheck inter
   return [this, message, interrupt](Operation& operation) {
     const auto begun = point_to_point_.begin(message);
     end({begun}, operation, interrupt);
+    require_match(*begun);
+  };
+}
+
+Group::Task Group::match(const fl_message& asked, fl_match& match, InterruptCheck interrupt) {
+  return [this, asked, &match, interrupt](Operation& operation) {
+    Waiter waiter(mesh_->watch(), operation.deadline, interrupt);
+    match.source = -1;
+    const struct Leave {  // the lane of whoever has sent
+      const fl_message& asked;
+      const fl_match& match;
+      Lanes& lanes;
+      ~Leave() {
+        if (asked.peer < 0 && match.source >= 0) {
+          lanes.leave({match.source, false, asked.signature.root});
+        }
+      }
+    } leave{asked, match, lanes_};
+    const auto begun = point_to_point_.begin_match(asked, match, lanes_, waiter);
+    if (begun == nullptr) return;
+    end_all({begun}, waiter);
     require_match(*begun);
   };
 }

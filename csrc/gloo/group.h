@@ -47,6 +47,7 @@ class Group {
   Task collective(const fl_message& given, void* output, InterruptCheck interrupt);
   Bytes dispatch(Call& call, void* data, void* output);
   std::shared_ptr<Operation> start_message(const fl_message& message, double seconds);
+  Task match(const fl_message& asked, fl_match& match, InterruptCheck interrupt);
   Task whole_message(const fl_message& message, InterruptCheck interrupt);
   void end(const Messages& messages, const Operation& operation, InterruptCheck interrupt);
 

@@ -62,6 +62,7 @@ void Notices::take_back(NoticePtr notice) {
 void Notices::post(Line& line, int peer) {
   while (line.posted.size() < kPosted) {
     line.posted.push_back(blank());
+    line.posted.back()->call.sequence = 0;  // until it arrives
     try {
       line.posted.back()->buffer->recv(peer, kNoticeSlot);
     } catch (const std::exception&) {
@@ -118,6 +119,25 @@ void Notices::read(Line& line, std::unique_lock<std::mutex>& lock, int peer, Wai
   waiter.received(*next.buffer, peer);
   lock.lock();
   line.told.splice(line.told.end(), line.posted, line.posted.begin());
+}
+
+bool Notices::is_told(int peer, int32_t tag, Waiter& waiter, fl_signature& call) {
+  Line& line = *lines_[peer];
+  std::unique_lock<std::mutex> lock(line.mutex);
+  while (!line.reading && is_arriving(line)) read(line, lock, peer, waiter);
+  for (const NoticePtr& told : line.told) {
+    if (told->call.verb != FL_SEND || told->call.root != tag) continue;
+    call = told->call;
+    return true;
+  }
+  return false;
+}
+
+// Whether the first bytes of the next notice are there. Where its receive could not be posted there
+// will be none.
+bool Notices::is_arriving(Line& line) {
+  return !line.posted.empty() &&
+         __atomic_load_n(&line.posted.front()->call.sequence, __ATOMIC_ACQUIRE) != 0;
 }
 
 std::vector<fl_signature> Notices::unheard(int peer) {

@@ -2,6 +2,7 @@
 // of itself to the other end, before the payload moves.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <list>
 #include <memory>
@@ -51,12 +52,19 @@ class Notices {
   // Wait for the next notice of `peer` with this verb and tag; throws Failure.
   NoticePtr hear(int peer, int verb, int32_t tag, Waiter& waiter);
 
+  // Whether `peer` has given notice of a send with this tag, and nobody has heard it yet; waits no
+  // longer than for a notice that is arriving.
+  bool is_told(int peer, int32_t tag, Waiter& waiter, fl_signature& call);
+
   // What `peer` has told and nobody here has heard yet.
   std::vector<fl_signature> unheard(int peer);
+
+  std::atomic<uint32_t> searches{0};  // for messages of any rank, so far
 
  private:
   struct Line;
   void post(Line& line, int peer);
+  static bool is_arriving(Line& line);
   void read(Line& line, std::unique_lock<std::mutex>& lock, int peer, Waiter& waiter);
 
   Mesh& mesh_;

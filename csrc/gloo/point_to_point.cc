@@ -1,6 +1,7 @@
 #include "point_to_point.h"
 
 #include "../common/signature.h"
+#include "search.h"
 
 namespace fl {
 
@@ -13,6 +14,16 @@ std::shared_ptr<Message> PointToPoint::begin(const fl_message& message) {
   auto begun = std::make_shared<Message>(mesh_, notices_, mine);
   begun->begin();
   return begun;
+}
+
+std::shared_ptr<Message> PointToPoint::begin_match(fl_message asked, fl_match& match, Lanes& lanes,
+                                                   Waiter& waiter) {
+  Search search(mesh_, notices_, lanes, asked.peer, asked.signature.root);
+  match.source = asked.peer = search.run(waiter, match.patience);
+  if (match.source < 0) return nullptr;
+  if (match.partial != 0) asked.signature = fitted(asked.signature, search.offered());
+  match.rows = asked.signature.ndim > 0 ? asked.signature.shape[0] : 1;
+  return begin(asked);
 }
 
 // Sends first: they need only what their receivers have begun.

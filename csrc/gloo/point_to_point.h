@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "../common/lanes.h"
 #include "abi.h"
 #include "message.h"
 
@@ -20,6 +21,11 @@ class PointToPoint {
   // Make a message, and do what needs no waiting. Throws what Gloo throws where the connection is
   // broken already.
   std::shared_ptr<Message> begin(const fl_message& message);
+
+  // Make the message that a receive with `match` takes, and begin it; null: none has come in time.
+  // Where any rank may send, the lane of the one that does has been entered. Throws Failure.
+  std::shared_ptr<Message> begin_match(fl_message asked, fl_match& match, Lanes& lanes,
+                                       Waiter& waiter);
 
  private:
   Mesh& mesh_;

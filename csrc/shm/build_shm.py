@@ -22,6 +22,7 @@ SOURCES = (
     "shm/sending.cc",
     "shm/receiving.cc",
     "shm/delivery.cc",
+    "shm/search.cc",
     "shm/peers.cc",
     "shm/remote.cc",
     "shm/segment.cc",

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <list>
+#include <optional>
 #include <utility>
+
+#include "../common/signature.h"
 
 namespace fl {
 namespace {
@@ -11,6 +14,11 @@ namespace {
 constexpr Patience kInALane{0, 20};
 
 bool is_message(const fl_signature& s) { return s.verb == FL_SEND || s.verb == FL_RECV; }
+
+// A receive that has to find out who sends, or how much.
+bool is_match(const fl_signature& s, const void* output) {
+  return s.verb == FL_RECV && output != nullptr;
+}
 
 // Which no message has.
 constexpr Lane kCollectives{-1, false, 0};
@@ -70,6 +78,9 @@ ShmGroup::~ShmGroup() {
 // On the caller's own thread, unless operations are queued: they come first.
 ShmGroup::Result ShmGroup::run(const fl_signature& signature, void* data, void* output, int peer,
                                double seconds, const fl_site* site) {
+  if (is_match(signature, output)) {
+    return run_match({signature, data, peer, asked(site)}, *static_cast<fl_match*>(output), seconds);
+  }
   if (is_message(signature)) return run_message({signature, data, peer, asked(site)}, seconds);
   if (queued_.load(std::memory_order_acquire) != 0) {
     return start_collective(signature, data, output, seconds, asked(site));
@@ -82,6 +93,10 @@ ShmGroup::Result ShmGroup::run(const fl_signature& signature, void* data, void* 
 
 ShmGroup::Result ShmGroup::start(const fl_signature& signature, void* data, void* output, int peer,
                                  double seconds, const fl_site* site) {
+  if (is_match(signature, output)) {
+    return start_match({signature, data, peer, asked(site)}, *static_cast<fl_match*>(output),
+                       seconds);
+  }
   return is_message(signature)
              ? start_message({signature, data, peer, asked(site)}, seconds)
              : start_collective(signature, data, output, seconds, asked(site));
@@ -262,6 +277,37 @@ ShmGroup::Result ShmGroup::start_message(const fl_message& sent, double seconds)
   });
   const bool goes_on = result == nullptr && !message->has_ended();
   return goes_on ? turn.go_on(seconds, rest_of(message)) : result;
+}
+
+ShmGroup::Result ShmGroup::run_match(const fl_message& asked, fl_match& match, double seconds) {
+  const Lane lane{asked.peer < 0 ? kAnyRank : asked.peer, false, asked.signature.root};
+  if (!lanes_->enter(lane)) return start_match(asked, match, seconds);
+  const Turn turn(*lanes_, lane);
+  return guarded([&](Seen&) {
+    receive_match(asked, match, {seconds, interrupt_, peers_.patience()});
+    return Bytes();
+  });
+}
+
+ShmGroup::Result ShmGroup::start_match(const fl_message& asked, fl_match& match, double seconds) {
+  const Lane lane{asked.peer < 0 ? kAnyRank : asked.peer, false, asked.signature.root};
+  return lanes_->submit(lane, seconds, [this, asked, &match](Operation& operation) {
+    receive_match(asked, match, {operation.seconds, nullptr, kInALane});
+  });
+}
+
+void ShmGroup::receive_match(fl_message asked, fl_match& match, const Waiting& waiting) {
+  Search search(mail_, peers_, *lanes_, asked.peer, asked.signature.root);
+  match.source = search.run(waiting, match.patience);
+  if (match.source < 0) return;
+  std::optional<Turn> turn;  // which the search has entered
+  if (asked.peer < 0) turn.emplace(*lanes_, Lane{match.source, false, asked.signature.root});
+  asked.peer = match.source;
+  if (match.partial != 0) asked.signature = fitted(asked.signature, search.offered());
+  match.rows = asked.signature.ndim > 0 ? asked.signature.shape[0] : 1;
+  const auto message = make_message(mail_, asked);
+  deliver(mail_, peers_, {message.get()}, waiting);
+  end_of(*message);
 }
 
 // What a thread does with a message.

@@ -16,6 +16,7 @@
 #include "delivery.h"
 #include "message.h"
 #include "peers.h"
+#include "search.h"
 #include "segment.h"
 
 namespace fl {
@@ -74,6 +75,9 @@ class ShmGroup {
   Result start_collective(const fl_signature& signature, void* data, void* output, double seconds,
                           const fl_site& site);
   Result run_message(const fl_message& message, double seconds);
+  Result run_match(const fl_message& asked, fl_match& match, double seconds);
+  Result start_match(const fl_message& asked, fl_match& match, double seconds);
+  void receive_match(fl_message asked, fl_match& match, const Waiting& waiting);
   Result start_message(const fl_message& message, double seconds);
   std::function<void(Operation&)> rest_of(std::shared_ptr<Message> message);
 

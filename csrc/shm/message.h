@@ -45,6 +45,17 @@ struct Inbox {
   std::atomic<uint32_t> turn{0};  // the accepted message whose pieces flow
 };
 
+// The tag that a receive waits for, as the sender can look it up. The inbox's mutex is held.
+class Wish {
+ public:
+  // False where it was declared before, or there is no room.
+  bool declare(Channel& channel, int32_t tag);
+  void withdraw(Channel& channel);
+
+ private:
+  uint32_t place_ = kWanted;
+};
+
 // Both ends of all channels of this rank.
 class Mail {
  public:
@@ -52,16 +63,22 @@ class Mail {
 
   Outbox& to(int peer) { return outboxes_[peer]; }
   Inbox& from(int peer) { return inboxes_[peer]; }
+  // Move new offers of `peer` into the list of those that are known. The inbox's mutex is held.
+  void read_offers(int peer);
 
   Segment& segment;
   Peers& peers;
   Remote& remote;
   const int rank, size;
+  std::atomic<uint32_t> searches{0};  // for messages of any rank, so far
 
  private:
   std::unique_ptr<Outbox[]> outboxes_;
   std::unique_ptr<Inbox[]> inboxes_;
 };
+
+// Of the bell that rings for messages between two ranks.
+inline uint32_t bits_of(int from, int to) { return 1u << ((from * 5 + to) % 32); }
 
 // One send or receive. It goes on where step() is called, which never blocks; it must be called
 // until the message has ended, on one thread at a time.
@@ -88,7 +105,7 @@ class Message {
 
   int peer() const { return from_ == mail_.rank ? to_ : from_; }
   // Of the bell that rings for it.
-  uint32_t bits() const { return 1u << ((from_ * 5 + to_) % 32); }
+  uint32_t bits() const { return bits_of(from_, to_); }
 
  protected:
   Message(Mail& mail, const fl_message& mine, int from, int to);

@@ -29,12 +29,7 @@ class Receiving final : public Message {
   void settle() override {
     if (state_ != kWaits) return;
     const std::lock_guard<std::mutex> lock(inbox_.mutex);
-    const uint32_t wanting = look(channel_.wanting);
-    if (wanted_ != kWanted || ~wanting << (32 - kWanted) == 0) return;
-    wanted_ = static_cast<uint32_t>(__builtin_ctz(~wanting));
-    channel_.wanted[wanted_] = mine_.root;
-    publish(channel_.wanting, wanting | 1u << wanted_);
-    ring_peer();
+    if (wish_.declare(channel_, mine_.root)) ring_peer();
   }
 
   std::string what_keeps_it() override {
@@ -54,12 +49,12 @@ class Receiving final : public Message {
     has_looked_ = true;
     {
       const std::lock_guard<std::mutex> lock(inbox_.mutex);
-      read_offers(posted);
+      mail_.read_offers(from_);
       offer_ = find();
       if (offer_ == nullptr) return false;
       theirs_ = offer_->signature;
       mine_.sequence = theirs_.sequence;
-      stop_wanting();
+      wish_.withdraw(channel_);
       if (!same_message(mine_, theirs_)) return refuse();
       received_ = offer_->eager;
       if (received_ < bytes_) accept_rest();
@@ -67,14 +62,6 @@ class Receiving final : public Message {
     if (received_ > 0) copy(data_, mail_.segment.eager_piece(from_, to_), received_);
     if (received_ == bytes_) take();
     return true;
-  }
-
-  // Move new offers from the table into the list of those that are known.
-  void read_offers(uint32_t posted) {
-    while (static_cast<int32_t>(posted - inbox_.seen) > 0) {
-      const uint32_t place = channel_.places[++inbox_.seen % mail_.segment.offers()];
-      inbox_.known.push_back({mail_.segment.offer(from_, to_, place).signature.root, place});
-    }
   }
 
   // The oldest offer with this tag, which is known no more then.
@@ -86,12 +73,6 @@ class Receiving final : public Message {
     Offer& offer = mail_.segment.offer(from_, to_, known->place);
     inbox_.known.erase(known);
     return &offer;
-  }
-
-  void stop_wanting() {
-    if (wanted_ == kWanted) return;
-    publish(channel_.wanting, look(channel_.wanting) & ~(1u << wanted_));
-    wanted_ = kWanted;
   }
 
   bool refuse() {
@@ -185,7 +166,8 @@ class Receiving final : public Message {
   Offer* offer_ = nullptr;
   Choice::Trial trial_;
   bool has_looked_ = false;
-  uint32_t posted_ = 0, turn_ = 0, wanted_ = kWanted;
+  uint32_t posted_ = 0, turn_ = 0;
+  Wish wish_;
   size_t received_ = 0;  // bytes
 };
 

@@ -34,7 +34,8 @@ fl_shm_group *fl_shm_open(const char *path, int create, int rank, int size, char
      fl_room *; where they do not fit exactly they are given by fl_op_output.
    scatter: signature.count elements for each rank lie in data on the root. output takes one part;
      where it is NULL, and it is where the signature says FL_ANY, fl_op_output gives it.
-   send, recv: data, to and from `peer`, which is another rank. */
+   send, recv: data, to and from `peer`, which is another rank. A recv may be given an fl_match as
+   output: see there. */
 fl_op *fl_shm_run(fl_shm_group *group, const fl_signature *signature, void *data, void *output,
                   int peer, double seconds, int async, const fl_site *site);
 

@@ -21,12 +21,13 @@ from flashlight_py.distributed.recorder.fast_calls import FastCalls
 from flashlight_py.distributed.work import AllOf, Work
 from flashlight_py.errors import DistributedError
 
-__all__ = ["COMPOSED", "Backend", "Message"]
+__all__ = ["COMPOSED", "Backend", "Matched", "Message"]
 
 # Calls that several collectives make up. Ranks know them by their places in this list.
 COMPOSED = (
     *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
     *("new_group", "split", "shared_empty", "all_to_all(rows=...)", "scatter(rows=...)"),
+    *("all_reduce_location(min)", "all_reduce_location(max)"),
 )
 
 
@@ -37,6 +38,13 @@ class Message(NamedTuple):
     array: Array
     peer: int
     tag: int
+
+
+class Matched(NamedTuple):
+    """What a receive has taken that did not know who sends, or how much."""
+
+    source: int
+    rows: int
 
 
 class Backend(abc.ABC):
@@ -154,6 +162,29 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
         """Fill ``array`` with what rank ``src`` sends under ``tag``; the result is ``array``."""
+
+    def recv_matched(
+        self,
+        array: Array,
+        src: int | None,
+        tag: int,
+        partial: bool,
+        blocking: bool = False,
+        patience: float = -1.0,
+    ) -> Work:
+        """Receive from ``src``, or where that is None from any other rank; the result is a Matched.
+
+        It takes messages of ranks from which no other receive waits for one under ``tag``. With
+        ``partial`` fewer rows may come than ``array`` has: they fill its first ones. ``patience``
+        are seconds after which it ends without a message, with None; negative: no limit.
+
+        Raises:
+            TypeError: this backend cannot.
+        """
+        raise TypeError(
+            "recv: src=None and partial=True are for NumPy arrays; name the rank, and receive as "
+            "much as it sends, or receive into a NumPy array"
+        )
 
     def exchange(self, messages: Sequence[Message], blocking: bool = False) -> Work:
         """Send and receive several messages at once; the result is the list of their arrays."""

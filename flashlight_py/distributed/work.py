@@ -17,6 +17,9 @@ class Work(abc.ABC):
     The arrays given to it must not be read or written until :meth:`wait` has returned.
     """
 
+    source: int | None = None
+    """Of a receive: the rank in the group that has sent, once :meth:`wait` has returned."""
+
     flight: Any = None  # of a collective that a device does: tells when that has ``ended``
 
     @abc.abstractmethod

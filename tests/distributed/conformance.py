@@ -310,3 +310,19 @@ def two_threads(rank: int, size: int) -> None:
                 fl.recv(message, peer)
             assert np.all(message == turn)
         reduced.result()
+
+
+def locations(rank: int, size: int, name: str) -> None:
+    everyone = [values(r, (40, 3), name).copy() for r in range(size)]
+    if everyone[0].dtype.kind not in "biu":
+        everyone[-1][0] = everyone[0][1, 0] = np.nan
+    for op, find in (("min", np.argmin), ("max", np.argmax)):
+        x = lay_out(everyone[rank], "fortran")
+        got, ranks = fl.all_reduce_location(x, op)
+        assert_equal(ranks, find(np.stack(everyone), axis=0), f"where the {op} of {name} is")
+        expected = combined(everyone, op, 1.0, flat=True)
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got.astype(float), expected.astype(float))  # NaNs as well
+        assert_equal(x, everyone[rank], "the argument stays")
+    got, ranks = fl.all_reduce_location(np.array(-1.0 * rank), "min", async_op=True).wait()
+    assert (got.shape, ranks.shape, int(ranks)) == ((), (), size - 1)

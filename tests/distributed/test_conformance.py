@@ -91,3 +91,8 @@ def test_messages_run_beside_collectives(ranks: Any) -> None:
 def test_two_threads_of_a_rank_call_different_verbs(ranks: Any) -> None:
     if ranks.size in (2, 4):
         ranks.run(conformance.two_threads)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_where_the_extremes_are(ranks: Any, dtype: str) -> None:
+    ranks.run(conformance.locations, dtype)

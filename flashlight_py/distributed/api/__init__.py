@@ -32,6 +32,7 @@ from flashlight_py.distributed.api.point_to_point import (
 )
 from flashlight_py.distributed.api.reductions import (
     all_reduce,
+    all_reduce_location,
     all_reduce_multiple,
     reduce,
     reduce_scatter,
@@ -59,6 +60,7 @@ __all__ = [
     "send",
     "sendrecv",
     "all_reduce",
+    "all_reduce_location",
     "all_reduce_multiple",
     "reduce",
     "reduce_scatter",

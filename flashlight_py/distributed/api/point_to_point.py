@@ -29,18 +29,41 @@ def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> N
     of(group).send(x, dst, tag)
 
 
-def recv(x: Any, src: int, tag: int = 0, group: ProcessGroup | None = None) -> Array:
+def recv(
+    x: Any,
+    src: int | None,
+    tag: int = 0,
+    group: ProcessGroup | None = None,
+    partial: bool = False,
+) -> Array:
     """Fill array ``x``, in place, with what rank ``src`` sends under ``tag``. Blocks; returns x.
 
-    Shape and dtype must be those of the array that is sent.
+    Shape and dtype must be those of the array that is sent. NumPy arrays only can be received from
+    any rank, or in part.
+
+    Args:
+        x: array to fill.
+        src: rank in the group; None: any other one. Such a receive takes the oldest message with
+            ``tag`` of a rank from which no other receive waits for one, from each rank in the order
+            in which it sent them. Who it was is said by :func:`irecv`: ``work = fl.irecv(x,
+            None)``, ``work.wait()``, ``work.source``. All ranks must stay until it has ended.
+        tag: a number from 0 to 2**31 - 1.
+        group: the process group, default the world.
+        partial: what is sent may have a shorter first dimension than ``x``; it fills the first
+            rows.
+
+    Returns:
+        ``x``; with ``partial`` the rows that were filled, a view of the array of ``x``.
 
     Raises:
-        ValueError: ``src`` is no other rank of the group, or ``tag`` is out of range.
+        ValueError: ``src`` is no other rank of the group, ``tag`` is out of range, or with
+            ``partial`` the array has no dimension.
+        PeerLostError: ``src`` is gone, or where that is None any rank is and nothing else has come.
         CollectiveTimeoutError: ``src`` did not send it in time; tells the tag that it sends.
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    result: Array = of(group).recv(x, src, tag)
+    result: Array = of(group).recv(x, src, tag, partial)
     return result
 
 
@@ -58,16 +81,23 @@ def isend(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> 
     return of(group).isend(x, dst, tag)
 
 
-def irecv(x: Any, src: int, tag: int = 0, group: ProcessGroup | None = None) -> Work:
+def irecv(
+    x: Any,
+    src: int | None,
+    tag: int = 0,
+    group: ProcessGroup | None = None,
+    partial: bool = False,
+) -> Work:
     """Begin to fill array ``x`` with what rank ``src`` sends, and return a ``Work`` at once.
 
     As :func:`recv`, but it runs beside collectives and other messages. ``x`` must not be used
-    until ``wait()`` has returned it.
+    until ``wait()`` has returned what :func:`recv` returns; ``source`` of the ``Work`` is then the
+    rank that has sent. Receives from any rank under one tag are filled in the order of the calls.
 
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
-    return of(group).irecv(x, src, tag)
+    return of(group).irecv(x, src, tag, partial)
 
 
 def sendrecv(

@@ -13,7 +13,14 @@ from flashlight_py.distributed import world
 from flashlight_py.distributed.api._world import of
 from flashlight_py.distributed.group import ProcessGroup
 
-__all__ = ["all_reduce", "all_reduce_multiple", "reduce", "reduce_scatter", "shared_empty"]
+__all__ = [
+    "all_reduce",
+    "all_reduce_location",
+    "all_reduce_multiple",
+    "reduce",
+    "reduce_scatter",
+    "shared_empty",
+]
 
 
 def all_reduce(
@@ -163,6 +170,37 @@ def reduce_scatter(
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
     return of(group).reduce_scatter(x, scale, op, out, async_op, rows)
+
+
+def all_reduce_location(
+    x: Any, op: str = "min", async_op: bool = False, group: ProcessGroup | None = None
+) -> Any:
+    """Find the least or largest of each element over the ranks, and which rank has it.
+
+    As MPI's MINLOC and MAXLOC. Every rank receives every other's ``x``: for arrays that are not too
+    large.
+
+    Args:
+        x: array of any shape and of integer, float or bool dtype; the same shape and dtype on every
+            rank. Left as it is.
+        op: ``"min"`` or ``"max"``; a NaN is both.
+        async_op: return a ``Work`` at once; its ``wait()`` returns the pair.
+        group: the process group, default the world.
+
+    Returns:
+        A pair of new arrays of the shape of ``x``: the values, of its dtype, and the ranks, int64,
+        of equal values the lowest; or the ``Work``. Blocks unless ``async_op``.
+
+    Raises:
+        ValueError: ``op`` is another.
+        TypeError, DistributedError: as for :func:`all_reduce`.
+
+    Example:
+        >>> values, ranks = fl.all_reduce_location(np.array([3.0, 1.0]))  # one process
+        >>> values.tolist(), ranks.tolist()
+        ([3.0, 1.0], [0, 0])
+    """
+    return of(group).all_reduce_location(x, op, async_op)
 
 
 def shared_empty(

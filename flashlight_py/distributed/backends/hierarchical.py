@@ -18,11 +18,12 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.agreement import STEP, Agreement, between_hosts
+from flashlight_py.distributed.backends.hierarchical_search import AnyRank, Searches
 from flashlight_py.distributed.backends.hierarchical_work import FutureWork, GuardedWork
 from flashlight_py.distributed.call_site import Place, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.people import names
-from flashlight_py.distributed.work import Done, Work
+from flashlight_py.distributed.work import Done, Then, Work
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -75,6 +76,7 @@ class HierarchicalBackend(Backend):
     ) -> None:
         self.rank, self.size = rank, flat.size
         self._hosts = [list(host) for host in hosts]
+        self.timeout = timeout
         self._carriers = min(len(host) for host in hosts)
         self._inside, self._between, self._flat = inside, between, flat
         team = object()
@@ -88,6 +90,7 @@ class HierarchicalBackend(Backend):
         self._host_of = {r: h for h, host in enumerate(self._hosts) for r in host}
         self._part_of = ""  # with STEP
         self._thread: ThreadPoolExecutor | None = None
+        self._searches = Searches()
         self._running: list[FutureWork] = []
 
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
@@ -233,6 +236,29 @@ class HierarchicalBackend(Backend):
         backend, peer = self._way_to(src)
         return GuardedWork(backend.recv(array, peer, tag, blocking), self)
 
+    def recv_matched(
+        self,
+        array: Array,
+        src: int | None,
+        tag: int,
+        partial: bool,
+        blocking: bool = False,
+        patience: float = -1.0,
+    ) -> Work:
+        """Receive by the way that ``send`` takes; from any rank, by looking at both in turn."""
+        if src is not None:
+            backend, peer = self._way_to(src)
+            work = backend.recv_matched(array, peer, tag, partial, blocking, patience)
+            return Then(GuardedWork(work, self), lambda found: found and found._replace(source=src))
+        search = AnyRank(self, self._ways(), array, tag, partial)
+        return Done(search.run(patience)) if blocking else self._searches.start(tag, search.run)
+
+    def _ways(self) -> list[tuple[Backend, Sequence[int]]]:
+        """Return what carries messages to this rank, and whom it knows as which rank."""
+        host = self._hosts[self._host_of[self.rank]]
+        ways = (self._inside, host), (self._flat, range(self.size))
+        return [way for way in ways if way[0].size > 1]
+
     def _way_to(self, rank: int) -> tuple[Backend, int]:
         host = self._hosts[self._host_of[self.rank]]
         return (self._inside, host.index(rank)) if rank in host else (self._flat, rank)
@@ -323,7 +349,7 @@ class HierarchicalBackend(Backend):
 
     def synchronize(self) -> None:
         """Block until all that was started has ended."""
-        for work in list(self._running):
+        for work in [*self._running, *self._searches.running()]:
             if not work.failure_told:
                 work.wait()
 
@@ -351,6 +377,7 @@ class HierarchicalBackend(Backend):
     def close(self) -> None:
         """Close the backends, which ends what runs, then the thread."""
         self._close_backends()
+        self._searches.join()
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown(cancel_futures=True)

@@ -15,7 +15,7 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed import last_words
 from flashlight_py.distributed.arrays import dtype_code, require_length
-from flashlight_py.distributed.backend import COMPOSED, Backend, Message
+from flashlight_py.distributed.backend import COMPOSED, Backend, Matched, Message
 from flashlight_py.distributed.backends.describing import Describer
 from flashlight_py.distributed.backends.interrupts import SITE_BYTES, raise_interruption
 from flashlight_py.distributed.backends.native_errors import words_of, words_of_traceback
@@ -212,6 +212,22 @@ class NativeBackend(Backend):
     def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
         """Receive in place; see ``Backend``."""
         return self._start("recv", self.lib.FL_RECV, array, root=tag, peer=src, blocking=blocking)
+
+    def recv_matched(
+        self,
+        array: Array,
+        src: int | None,
+        tag: int,
+        partial: bool,
+        blocking: bool = False,
+        patience: float = -1.0,
+    ) -> Work:
+        """Receive what is found; see ``Backend``."""
+        given = {"source": -1, "partial": partial, "rows": 0, "patience": patience}
+        match, peer = self.ffi.new("fl_match *", given), -1 if src is None else src
+        verb = self.lib.FL_RECV
+        work = self._start("recv", verb, array, root=tag, peer=peer, room=match, blocking=blocking)
+        return Then(work, lambda _: None if match.source < 0 else Matched(match.source, match.rows))
 
     def exchange(self, messages: Sequence[Message], blocking: bool = False) -> Work:
         """Send and receive several messages; blocking: on the caller's thread alone."""

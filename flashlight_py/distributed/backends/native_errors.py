@@ -36,7 +36,7 @@ def failure(
     where = f"[{verb}] {backend.name}"
     text = ffi.string(lib.fl_op_message(handle)).decode(errors="replace")
     room = ffi.new("int[]", _MAX_MISSING)
-    missing = list(room[0 : lib.fl_op_missing(handle, room, _MAX_MISSING)])
+    missing = sorted(room[0 : lib.fl_op_missing(handle, room, _MAX_MISSING)])
     who = _names(backend, missing) if missing else "another rank"
     if status == lib.FL_MISMATCH:
         return MismatchError(_mismatch(where, backend, handle))

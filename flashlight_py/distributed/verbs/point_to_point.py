@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.apart import Apart
 from flashlight_py.distributed.arrays import as_array, may_overlap, pack
-from flashlight_py.distributed.backend import Message
+from flashlight_py.distributed.backend import Matched, Message
 from flashlight_py.distributed.recorder.journal import Journal
 from flashlight_py.distributed.verbs.base import Verbs, unpack_into, whole
 from flashlight_py.distributed.verbs.refusing import End, refusable
 from flashlight_py.distributed.verbs.self_mail import SelfMail
-from flashlight_py.distributed.work import AllOf, Work
+from flashlight_py.distributed.work import AllOf, Then, Work
 
 __all__ = ["P2POp", "PointToPoint"]
 
@@ -24,22 +25,31 @@ class P2POp:
     Args:
         kind: ``"send"`` or ``"recv"``.
         x: the array that is sent, or filled in place.
-        peer: the other rank.
+        peer: the other rank; None, for ``"recv"``: any other rank.
         tag: a number from 0 to 2**31 - 1.
+        partial: for ``"recv"``: fewer rows may come than ``x`` has.
 
     Raises:
         ValueError: ``kind`` is something else.
     """
 
-    def __init__(self, kind: str, x: Any, peer: int, tag: int = 0) -> None:
+    def __init__(
+        self, kind: str, x: Any, peer: int | None, tag: int = 0, partial: bool = False
+    ) -> None:
         if kind not in ("send", "recv"):
             raise ValueError(f"P2POp: kind must be 'send' or 'recv', got {kind!r}")
         self.kind, self.x, self.peer, self.tag = kind, x, _plain(peer), _plain(tag)
+        self.partial = partial
 
     @property
     def sends(self) -> bool:
         """Whether this rank is the one that sends."""
         return self.kind == "send"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is a receive that does not know who sends, or how much."""
+        return not self.sends and (self.peer is None or self.partial)
 
     def __repr__(self) -> str:
         return f"P2POp({self.kind!r}, peer={self.peer}, tag={self.tag})"
@@ -74,12 +84,15 @@ class PointToPoint(Verbs):
         packed, call = pack(array), self.backend(array).send
         self._journal.run("send", packed, call, *(packed, dst, tag, True), peer=dst, tag=tag)
 
-    @refusable(lambda _, x, src, tag=0: [_received_from(src, tag)])
-    def recv(self, x: Any, src: int, tag: int = 0) -> Any:
+    @refusable(lambda _, x, src, tag=0, partial=False: [_received_from(src, tag)])
+    def recv(self, x: Any, src: int | None, tag: int = 0, partial: bool = False) -> Any:
         """Fill ``x`` with what ``src`` sends, blocking; see :func:`flashlight_py.recv`."""
         src, tag = _plain(src), _plain(tag)
-        array = self._filled("recv", x, src, tag)
+        array = self._filled("recv", x, src, tag, partial)
         self._refuse_self("recv", "src", src)
+        if src is None or partial:
+            op, room = P2POp("recv", x, src, tag, partial), pack(array)
+            return self._home_open(op, array, room, self._begin_open(op, room, False)).wait()
         packed, call = pack(array), self.backend(array).recv
         arguments = (packed, src, tag, True)
         work = self._journal.run("recv", packed, call, *arguments, peer=src, tag=tag)
@@ -90,10 +103,13 @@ class PointToPoint(Verbs):
         """Begin to give ``x`` to rank ``dst``; see :func:`flashlight_py.isend`."""
         return self._begin_all([P2POp("send", x, dst, tag)])[0]
 
-    @refusable(lambda _, x, src, tag=0: [_received_from(src, tag)])
-    def irecv(self, x: Any, src: int, tag: int = 0) -> Work:
+    @refusable(lambda _, x, src, tag=0, partial=False: [_received_from(src, tag)])
+    def irecv(self, x: Any, src: int | None, tag: int = 0, partial: bool = False) -> Work:
         """Begin to fill ``x`` with what ``src`` sends; see :func:`flashlight_py.irecv`."""
-        return self._begin_all([P2POp("recv", x, src, tag)])[0]
+        op = P2POp("recv", x, src, tag, partial)
+        work = self._begin_all([op])[0]
+        work.source = op.peer
+        return work
 
     @refusable(_ends_of)
     def batch_isend_irecv(self, ops: Sequence[P2POp]) -> Work:
@@ -110,7 +126,7 @@ class PointToPoint(Verbs):
         packed = [pack(array) for _, array in checked]
         alone, on_cpu, on_gpu = list[int](), list[int](), list[int]()
         for index, (op, array) in enumerate(checked):
-            own = op.peer == self.rank
+            own = op.peer == self.rank or op.is_open
             (alone if own else on_gpu if is_cupy(array) else on_cpu).append(index)
         if len(on_cpu) == 1:
             alone, on_cpu = sorted(alone + on_cpu), []
@@ -146,6 +162,7 @@ class PointToPoint(Verbs):
         self, x: Any, dst: int, out: Any, src: int, tag: int = 0, recv_tag: int | None = None
     ) -> Any:
         """Send and receive at once, blocking; see :func:`flashlight_py.sendrecv`."""
+        self._check_rank("sendrecv", "src", src)
         receiving = P2POp("recv", out, src, tag if recv_tag is None else recv_tag)
         sending = P2POp("send", x, dst, tag)
         outgoing = self._sent("sendrecv", x, sending.peer, sending.tag)
@@ -165,6 +182,9 @@ class PointToPoint(Verbs):
 
     def _begin(self, op: P2POp, packed: Array) -> Work:
         """Begin one message of a NumPy array, or one to this rank itself."""
+        if op.is_open:
+            return self._begin_open(op, packed, True)
+        assert op.peer is not None  # it sends, or is not open
         begin: Callable[..., Work]
         arguments: tuple[Any, ...]
         if op.peer == self.rank:
@@ -177,8 +197,39 @@ class PointToPoint(Verbs):
             op.kind, packed, begin, *arguments, op.tag, peer=op.peer, tag=op.tag, async_op=True
         )
 
+    def _begin_open(self, op: P2POp, packed: Array, async_op: bool) -> Work:
+        """Begin a receive that finds out who sends and how much: its result is a ``Matched``."""
+        peer = -1 if op.peer is None else op.peer
+        run = functools.partial(
+            self._journal.run, "recv", packed, peer=peer, tag=op.tag, async_op=async_op
+        )
+        if op.peer == self.rank:
+            self.backend()  # a closed group takes no mail
+            work = run(self._mail.recv, packed, op.tag, op.partial)
+            return Then(work, lambda part: Matched(self.rank, part.shape[0]))
+        call = self.backend(packed).recv_matched
+        return run(call, packed, op.peer, op.tag, op.partial, not async_op)
+
+    def _home_open(self, op: P2POp, array: Array, packed: Array, work: Work) -> Work:
+        """Return what brings home a message of which ``work`` says whose it is and how long."""
+
+        def finish(found: Matched) -> Any:
+            then.source = found.source
+            if not op.partial:
+                if packed is not array:
+                    array[...] = packed
+                return op.x
+            if packed is not array:
+                array[: found.rows] = packed[: found.rows]
+            return array[: found.rows]
+
+        then = self._keep(Then(work, finish))
+        return then
+
     def _home(self, op: P2POp, array: Array, packed: Array, work: Work) -> Work:
         """Return ``work`` with the user's own array as its result, brought home if received."""
+        if op.is_open:
+            return self._home_open(op, array, packed, work)
         unpack = None if op.sends else unpack_into(array, packed)
         finished: Work = self._finish(work, op.x, unpack, async_op=True)
         return finished
@@ -189,24 +240,30 @@ class PointToPoint(Verbs):
                 "batch_isend_irecv takes flashlight_py.P2POp('send' or 'recv', x, peer), got "
                 f"{type(op).__name__}"
             )
-        check = self._sent if op.sends else self._filled
-        return check(f"i{op.kind}", op.x, op.peer, op.tag)
+        if op.sends:
+            return self._sent("isend", op.x, op.peer, op.tag)
+        return self._filled("irecv", op.x, op.peer, op.tag, op.partial)
 
-    def _sent(self, verb: str, x: Any, dst: int, tag: int) -> Array:
+    def _sent(self, verb: str, x: Any, dst: Any, tag: int) -> Array:
         """Check everything that an outgoing message is given, and return its array."""
         array = as_array(verb, x, writes=False)
         self._check_rank(verb, "dst", dst)
         _check_tag(verb, tag)
         return array
 
-    def _filled(self, verb: str, x: Any, src: int, tag: int) -> Array:
+    def _filled(self, verb: str, x: Any, src: int | None, tag: int, partial: bool = False) -> Array:
         """Check everything that an incoming message is given, and return its array."""
         array = as_array(verb, x)
-        self._check_rank(verb, "src", src)
+        if src is not None:
+            self._check_rank(verb, "src", src)
+        elif self.size == 1:
+            raise ValueError(f"{verb}: src=None is any other rank, and this group has one rank")
+        if partial and not array.ndim:
+            raise ValueError(f"{verb}: partial=True needs a first dimension; got shape ()")
         _check_tag(verb, tag)
         return array
 
-    def _refuse_self(self, verb: str, name: str, peer: int) -> None:
+    def _refuse_self(self, verb: str, name: str, peer: int | None) -> None:
         if peer == self.rank:
             raise ValueError(
                 f"{verb}: {name}={peer} is this rank itself, and would wait for itself; use isend "
@@ -215,6 +272,7 @@ class PointToPoint(Verbs):
 
 
 def _message_of(op: P2POp, array: Array) -> Message:
+    assert op.peer is not None  # an open receive goes alone
     return Message(op.sends, array, op.peer, op.tag)
 
 

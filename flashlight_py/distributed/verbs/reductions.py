@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.apart import Apart
-from flashlight_py.distributed.arrays import dtype_code, pack_terms
+from flashlight_py.distributed.arrays import dtype_code, pack, pack_terms
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs.base import (
     NO_ROOM,
@@ -199,6 +199,29 @@ class Reductions(Verbs):
             return given.given
 
         return self._keep(Then(work, finish)) if async_op else finish(work.wait())
+
+    @refusable()
+    def all_reduce_location(self, x: Any, op: str = "min", async_op: bool = False) -> Any:
+        """Find extremes and who has them; see :func:`flashlight_py.all_reduce_location`."""
+        verb = "all_reduce_location"
+        array, reduce_op, _ = self._reduction(verb, x, op, 1.0, writes=False)
+        if reduce_op not in (ReduceOp.MIN, ReduceOp.MAX):
+            raise ValueError(f"{verb}: op must be 'min' or 'max', got {op!r}")
+        xp = array_module(array)
+        find = xp.argmin if reduce_op is ReduceOp.MIN else xp.argmax  # of equal ones the first
+        packed, backend = pack(array)[None], self.backend(array)
+
+        def locate(rows: Array) -> tuple[Array, Array]:
+            ranks = xp.asarray(find(rows, axis=0))
+            return xp.asarray(xp.take_along_axis(rows, ranks[None], 0)[0]), ranks
+
+        with backend.part_of(f"{verb}({op})"):
+            work = self._journal.run(
+                *(verb, packed, backend.all_gather, packed, not async_op),
+                op=reduce_op,
+                async_op=async_op,
+            )
+        return self._keep(Then(work, locate)) if async_op else locate(work.wait())
 
     @refusable()
     def shared_empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:

@@ -27,9 +27,12 @@ class SelfMail:
             self._letters[tag].append(array.copy())
         return Done(array)
 
-    def recv(self, array: Array, tag: int) -> Work:
-        """Fill ``array`` with the oldest message under ``tag``, or with the next one to come."""
-        reader = _Reader(array, tag)
+    def recv(self, array: Array, tag: int, partial: bool = False) -> Work:
+        """Fill ``array`` with the oldest message under ``tag``, or with the next one to come.
+
+        With ``partial`` it may have fewer rows, and the result is the part that was filled.
+        """
+        reader = _Reader(array, tag, partial)
         if self._letters[tag]:
             reader.fill(self._letters[tag].popleft())
         else:
@@ -40,14 +43,16 @@ class SelfMail:
 class _Reader(Work):
     """A receive from oneself."""
 
-    def __init__(self, array: Array, tag: int) -> None:
-        self._array, self._tag = array, tag
+    def __init__(self, array: Array, tag: int, partial: bool) -> None:
+        self._array, self._tag, self._partial = array, tag, partial
         self._filled = False
         self._error: MismatchError | None = None
 
     def fill(self, letter: Array) -> None:
         """Take what was sent, if it is of the right shape and dtype."""
         array = self._array
+        if self._partial and letter.ndim == array.ndim:
+            array = array[: letter.shape[0]]
         if letter.shape != array.shape or letter.dtype != array.dtype:
             self._error = MismatchError(
                 f"[irecv] from this rank itself, under tag {self._tag}: {letter.dtype} "
@@ -56,6 +61,7 @@ class _Reader(Work):
             )
         else:
             array[...] = letter
+            self._array = array
             self._filled = True
 
     def wait(self, timeout: float | None = None) -> Any:

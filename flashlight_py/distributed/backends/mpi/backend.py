@@ -18,7 +18,7 @@ from flashlight_py.distributed.arrays import require_length
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.mpi import exits
 from flashlight_py.distributed.backends.mpi.calls import Call, digest, kind_of, shape_text
-from flashlight_py.distributed.backends.mpi.group import Group
+from flashlight_py.distributed.backends.mpi.group import ANY_RANK, Group
 from flashlight_py.distributed.backends.mpi.memory import as_bytes, on_device
 from flashlight_py.distributed.backends.mpi.movement import Movement
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
@@ -247,10 +247,27 @@ class MpiBackend(Backend):
     def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
         """Receive in place; see ``Backend``."""
 
-        def begin() -> Steps:
-            return on_device(array, self._group.messages.recv(array, src, tag))
+        return Then(self._recv(array, src, tag, False, blocking), lambda _: array)
 
-        return self._group.message("recv", begin, src, blocking)
+    def _recv(self, array: Array, src: int | None, tag: int, partial: bool, blocking: bool) -> Work:
+        def begin() -> Steps:
+            return on_device(array, self._group.messages.recv(array, src, tag, partial))
+
+        return self._group.message("recv", begin, ANY_RANK if src is None else src, blocking)
+
+    def recv_matched(
+        self,
+        array: Array,
+        src: int | None,
+        tag: int,
+        partial: bool,
+        blocking: bool = False,
+        patience: float = -1.0,
+    ) -> Work:
+        """Receive what is found; see ``Backend``. There is no limit to its patience."""
+        if is_cupy(array):
+            return super().recv_matched(array, src, tag, partial, blocking, patience)
+        return self._recv(array, src, tag, partial, blocking)
 
     def refuse(self, call: str) -> None:
         """Have the others raise; see ``Backend``."""

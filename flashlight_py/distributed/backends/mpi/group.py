@@ -19,9 +19,12 @@ from flashlight_py.distributed.backends.mpi.presence import Presence
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
 from flashlight_py.errors import DistributedError, GroupClosedError, MismatchError
 
-__all__ = ["Group"]
+__all__ = ["ANY_RANK", "Group"]
 
 _log = logging.getLogger("flashlight_py")
+
+# The peer of a receive from any rank.
+ANY_RANK = -1
 
 # A rank may leave when a message is through for it; the other end may need a few more looks.
 _GRACE_SECONDS = 1.0
@@ -201,21 +204,27 @@ class Group:
     def _leaver(self, operation: Operation) -> int | None:
         if operation.peer is None:
             return self._presence.leaver(operation.number)
-        if operation.peer not in self._presence.farewells:
+        left = self._presence.farewells
+        gone = next(iter(left), None) if operation.peer == ANY_RANK else operation.peer
+        if gone is None or gone not in left:
             return None
         operation.grace = operation.grace or time.monotonic() + _GRACE_SECONDS
-        return operation.peer if time.monotonic() >= operation.grace else None
+        return gone if time.monotonic() >= operation.grace else None
 
     def _call_the_roll(self, operation: Operation) -> None:
         """Find out who has not come; meanwhile they still may."""
         if operation.roll_call is None:
-            asked = self._presence.others if operation.peer is None else [operation.peer]
-            operation.roll_call = self._presence.ask(asked)
+            operation.roll_call = self._presence.ask(self._peers(operation))
         elif operation.roll_call.is_over():
             missing, detail = self._absent(operation)
             error = late(operation.where, missing, operation.seconds, detail, self.people)
             farewell = Farewell(self._completed, missing, detail, operation.seconds)
             self._break(operation, error, farewell)
+
+    def _peers(self, operation: Operation) -> list[int]:
+        """Return the ranks that ``operation`` may be waiting for."""
+        peer = operation.peer
+        return list(self._presence.others) if peer is None or peer == ANY_RANK else [peer]
 
     def _absent(self, operation: Operation) -> tuple[tuple[int, ...], str]:
         assert operation.roll_call is not None
@@ -225,8 +234,10 @@ class Group:
             asked = f"asked where they are, {answered} of {self.size - 1} ranks answered"
             ago = time.monotonic() - self._last_at
             return missing, f"{asked}; all joined {self._last}, {ago:.1f} s ago"
-        waits_for = operation.roll_call.answers.get(operation.peer, (0, []))[1]
-        return (operation.peer,), self.messages.explain(operation.peer, waits_for)
+        peers = self._peers(operation)
+        answers = {peer: operation.roll_call.answers.get(peer, (0, []))[1] for peer in peers}
+        details = [self.messages.explain(peer, waits_for) for peer, waits_for in answers.items()]
+        return tuple(peers), "; ".join(details)
 
     def _where_i_am(self, rank: int) -> tuple[int, list[str]]:
         return self._begun, self.messages.waiting_with(rank)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed.backend import Matched
 from flashlight_py.distributed.backends.mpi.calls import kind_of, shape_text
 from flashlight_py.distributed.backends.mpi.failures import mismatch
 from flashlight_py.distributed.backends.mpi.memory import as_bytes, chunks
@@ -38,6 +39,7 @@ class Offer:
     kind: str
     data: bytes | None
     site: str
+    rows: int
     refused: str = ""  # in words, if there is none in truth
 
     def __str__(self) -> str:
@@ -58,9 +60,9 @@ class Sending:
 
 @dataclass(eq=False)
 class Receiving:
-    """What a rank waits to receive."""
+    """What a rank waits to receive; ``src`` is None: from any rank."""
 
-    src: int
+    src: int | None
     tag: int
     kind: str
     site: str
@@ -88,9 +90,9 @@ class Messages:
         """Offer ``array`` to ``dst`` at once; the steps go on from there."""
         inline = array.nbytes <= _INLINE_BYTES and not is_cupy(array)
         data = array.tobytes() if inline else None
-        return self._offer(
-            Offer(next(self._numbers), tag, _kind(array), data, call_site()), array, dst
-        )
+        rows = array.shape[0] if array.ndim else 1
+        offer = Offer(next(self._numbers), tag, _kind(array), data, call_site(), rows)
+        return self._offer(offer, array, dst)
 
     def _offer(self, offer: Offer, array: Array | None, dst: int) -> Steps:
         sending = self._sending[offer.number] = Sending(offer, dst)
@@ -100,7 +102,7 @@ class Messages:
     def refuse(self, call: str, peer: int, tag: int, sends: bool) -> Steps:
         """Do this rank's part of a message that it refuses: the peer hears of it."""
         if sends:
-            offer = Offer(next(self._numbers), tag, "", b"", call_site(), refused=call)
+            offer = Offer(next(self._numbers), tag, "", b"", call_site(), 0, refused=call)
             return self._offer(offer, None, peer)
         receiving = Receiving(peer, tag, "", call_site(), refused=call)
         self._receiving.append(receiving)
@@ -123,21 +125,24 @@ class Messages:
             yield from self._progress.until(requests, moving=True)
         return array
 
-    def recv(self, array: Array, src: int, tag: int) -> Steps:
-        """Ask for a message at once; the steps go on from there."""
+    def recv(self, array: Array, src: int | None, tag: int, partial: bool = False) -> Steps:
+        """Ask for a message at once; the steps go on from there. The result is a ``Matched``."""
         receiving = Receiving(src, tag, _kind(array), call_site())
         self._receiving.append(receiving)
-        return self._recv(receiving, array)
+        return self._recv(receiving, array, partial)
 
-    def _recv(self, receiving: Receiving, array: Array | None) -> Steps:
-        while (offer := self._offer_for(receiving)) is None:
+    def _recv(self, receiving: Receiving, array: Array | None, partial: bool = False) -> Steps:
+        while (found := self._offer_for(receiving)) is None:
             yield
         self._receiving.remove(receiving)
-        if offer.kind != receiving.kind or array is None:
-            self._notes.send(receiving.src, Kind.REPLY, (offer.number, str(receiving)))
-            raise self._mismatch("recv", {self._rank: str(receiving), receiving.src: str(offer)})
-        yield from self._take(offer, receiving.src, array)
-        return array
+        src, offer = found
+        if partial and array is not None and array.ndim and offer.rows <= array.shape[0]:
+            array = array[: offer.rows]
+        if array is None or offer.kind != _kind(array):
+            self._notes.send(src, Kind.REPLY, (offer.number, str(receiving)))
+            raise self._mismatch("recv", {self._rank: str(receiving), src: str(offer)})
+        yield from self._take(offer, src, array)
+        return Matched(src, array.shape[0] if array.ndim else 1)
 
     def _take(self, offer: Offer, src: int, array: Array) -> Steps:
         if offer.data is not None:
@@ -150,16 +155,26 @@ class Messages:
         self._notes.send(src, Kind.REPLY, (offer.number, None))
         yield from self._progress.until(requests, moving=True)
 
-    def _offer_for(self, receiving: Receiving) -> Offer | None:
-        """Take the first offer of this tag, unless an earlier receive of the tag waits for it."""
+    def _offer_for(self, receiving: Receiving) -> tuple[int, Offer] | None:
+        """Take the first offer of this tag, unless an earlier receive of the tag waits for it.
+
+        A receive from any rank leaves alone what one from that rank waits for, earlier or not.
+        """
+        src, tag = receiving.src, receiving.tag
         earlier = self._receiving[: self._receiving.index(receiving)]
-        if any((other.src, other.tag) == (receiving.src, receiving.tag) for other in earlier):
+        if any((other.src, other.tag) == (src, tag) for other in earlier):
             return None
-        offers = self._offers.get(receiving.src, [])
-        found = next((offer for offer in offers if offer.tag == receiving.tag), None)
-        if found is not None:
-            offers.remove(found)
-        return found
+        asked = {other.src for other in self._receiving if other.tag == tag}
+        sources = [src] if src is not None else [r for r in self._offers if r not in asked]
+        for source in sources:
+            offers = self._offers.get(source, [])
+            found = next((offer for offer in offers if offer.tag == tag), None)
+            if found is not None:
+                offers.remove(found)
+                if src is None:  # the next one looks at the others first
+                    self._offers[source] = self._offers.pop(source)
+                return source, found
+        return None
 
     def hear(self, source: int, kind: Kind, content: Any) -> None:
         """Take an offer, or the answer to one."""
@@ -172,7 +187,9 @@ class Messages:
     def waiting_with(self, rank: int) -> list[str]:
         """Return what this rank waits for with ``rank``, in words."""
         sends = [str(sending.offer) for sending in self._sending.values() if sending.dst == rank]
-        return sends + [str(receiving) for receiving in self._receiving if receiving.src == rank]
+        return sends + [
+            str(receiving) for receiving in self._receiving if receiving.src in (rank, None)
+        ]
 
     def explain(self, peer: int, waits_for: list[str]) -> str:
         """Say what ``peer`` waits for with this rank, as it answered or as its offers show."""

@@ -1,0 +1,88 @@
+#include "search.h"
+
+#include <algorithm>
+#include <thread>
+
+namespace fl {
+namespace {
+
+// Gloo waits for one rank at a time, so several are looked at in turn: often at first, then with
+// pauses that grow, up to this.
+constexpr std::chrono::microseconds kLongestPause{1000};
+constexpr int kYields = 100;
+
+}  // namespace
+
+Search::Search(Mesh& mesh, Notices& notices, Lanes& lanes, int peer, int32_t tag)
+    : mesh_(mesh), notices_(notices), lanes_(lanes), any_(peer < 0), tag_(tag) {
+  for (int r = 0; r < mesh.size; ++r) {
+    if (r == peer || (any_ && r != mesh.rank)) ranks_.push_back(r);
+  }
+  // From another one each time, so that nobody who sends again and again keeps the others from it.
+  if (any_ && !ranks_.empty()) {
+    std::rotate(ranks_.begin(), ranks_.begin() + notices.searches++ % ranks_.size(), ranks_.end());
+  }
+}
+
+int Search::run(Waiter& waiter, double patience) {
+  const auto end = patience < 0 ? Clock::time_point::max() : deadline_after(patience);
+  auto look_around_at = Clock::now() + kTick;
+  std::chrono::microseconds pause{10};
+  for (int idle = 0;; ++idle) {
+    if (look(waiter)) return found_;
+    const auto now = Clock::now();
+    if (now >= end) {  // whoever asks again and again hears of what is lost here, or never
+      look_around(waiter);
+      if (look(waiter)) return found_;
+      look_around(waiter);
+      return -1;
+    }
+    if (now >= look_around_at) {
+      look_around(waiter);
+      look_around_at = now + kTick;
+    }
+    if (idle < kYields) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, kLongestPause);
+    }
+  }
+}
+
+bool Search::look(Waiter& waiter) {
+  for (int from : ranks_) {
+    if (!notices_.is_told(from, tag_, waiter, offered_)) continue;
+    const Lane lane{from, false, tag_};
+    if (any_ && !lanes_.enter(lane)) continue;  // another receive takes it
+    if (notices_.is_told(from, tag_, waiter, offered_)) {
+      found_ = from;
+      return true;
+    }
+    if (any_) lanes_.leave(lane);  // one that has ended meanwhile took it
+  }
+  return false;
+}
+
+void Search::look_around(Waiter& waiter) {
+  for (int from : ranks_) {
+    try {
+      waiter.look_around(from);
+    } catch (const TimedOut&) {
+      throw Failure(FL_TIMEOUT, ranks_, what_is_sent());
+    }
+  }
+}
+
+std::string Search::what_is_sent() {
+  std::string text;
+  for (int from : ranks_) {
+    for (const fl_signature& call : notices_.unheard(from)) {
+      if (call.verb != FL_SEND) continue;
+      text += mesh_.name(from) + " is sending with tag " + std::to_string(call.root) + ", ";
+    }
+  }
+  return text + "this rank receives with tag " + std::to_string(tag_);
+}
+
+}  // namespace fl

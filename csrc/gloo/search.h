@@ -1,0 +1,38 @@
+// Finds out whose message a receive takes that does not know who sends, or how much.
+#pragma once
+
+#include <vector>
+
+#include "../common/lanes.h"
+#include "notices.h"
+
+namespace fl {
+
+class Search {
+ public:
+  // For sends with `tag` of `peer`, whose lane the caller is in, or where that is -1 of any rank:
+  // then the lane of the one that is found is entered, so that no other receive takes its message.
+  Search(Mesh& mesh, Notices& notices, Lanes& lanes, int peer, int32_t tag);
+
+  // The rank that sends; -1: none did within `patience` seconds, which may be negative: no limit.
+  // Throws Failure, also where one of several ranks has gone: it may have been the one.
+  int run(Waiter& waiter, double patience);
+  // What that is.
+  const fl_signature& offered() const { return offered_; }
+
+ private:
+  bool look(Waiter& waiter);
+  void look_around(Waiter& waiter);
+  std::string what_is_sent();
+
+  Mesh& mesh_;
+  Notices& notices_;
+  Lanes& lanes_;
+  const bool any_;
+  const int32_t tag_;
+  std::vector<int> ranks_;  // that may send
+  int found_ = -1;
+  fl_signature offered_{};
+};
+
+}  // namespace fl

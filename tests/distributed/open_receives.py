@@ -1,0 +1,68 @@
+"""Receives that do not know who sends, or how much: what runs on the ranks."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.errors import MismatchError
+
+
+def receive_from_any(rank: int, size: int, width: int) -> None:
+    """Everybody sends five messages to everybody, who takes them as they come, and some of one."""
+    others = [peer for peer in range(size) if peer != rank]
+    sends = [
+        fl.isend(np.full((i + 1, width), float(rank)), peer, tag=tag)
+        for i in range(5)
+        for tag in (3, 8)
+        for peer in others
+    ]
+    named = fl.irecv(np.empty((1, width)), others[0], tag=3)  # the first one of that rank
+    assert named.source == others[0]
+    assert np.all(named.wait() == others[0])
+    taken: dict[int, list[int]] = {peer: [] for peer in others}
+    taken[others[0]].append(1)
+    works = [fl.irecv(np.empty((5, width)), None, tag=3, partial=True) for _ in others[1:] * 5]
+    for work in works:
+        part = work.wait()
+        assert np.all(part == work.source)
+        taken[work.source].append(len(part))
+    for _ in range(4):
+        room = np.empty((7, 2, width)).transpose(1, 0, 2)[0]  # not contiguous
+        part = fl.recv(room, None, tag=3, partial=True)
+        assert part.base is not None
+        assert np.all(part == part[0])
+        taken[int(part[0, 0])].append(len(part))
+    assert all(rows == [1, 2, 3, 4, 5] for rows in taken.values()), taken
+    for peer in others:  # of one rank each, and of the right shape
+        for i in range(5):
+            got = fl.recv(np.empty((i + 1, width)), peer, tag=8, partial=i % 2 == 0)
+            assert got.shape == (i + 1, width)
+            assert np.all(got == peer)
+    for send in sends:
+        send.wait()
+
+
+def refuse_what_does_not_fit(rank: int, size: int) -> None:
+    """Too many rows, another width, too few for a receive that wants all: on both ends."""
+    if rank > 1:
+        return
+    pairs = [((4, 2), (3, 2), True), ((2, 3), (3, 2), True), ((2,), (3,), False)]
+    for sent, room, partial in pairs:
+        both = f"(?=.*{re.escape(str(sent))}).*{re.escape(str(room))}"
+        work = (
+            fl.isend(np.zeros(sent), 0, tag=2)
+            if rank == 1
+            else fl.irecv(np.zeros(room), None, tag=2, partial=partial)
+        )
+        with pytest.raises(MismatchError, match=both):
+            work.wait()
+    x = np.full(3, float(rank))
+    if rank == 1:
+        fl.send(x, 0)
+    else:
+        fl.recv(x, None)
+    assert np.all(x == 1)
