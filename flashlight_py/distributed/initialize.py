@@ -252,6 +252,8 @@ def _connect(store: Store, settings: Settings) -> World:
     told = store.exchange(host_identity() + b"\n" + new_job().encode())
     local_rank, local_size = local_place(store.rank, [line.split(b"\n")[0] for line in told])
     connection = connect(store, settings)
+    if connection.problem and store.rank == 0:
+        _log.warning("using Gloo instead of shared memory, slower: %s", connection.problem)
     rule = DeviceRule(store.rank, local_rank, settings.max_device_per_node)
     joiner = Joiner(lambda members: connect(members, settings).backend, gpu_joiner(rule, settings))
     group = ProcessGroup(connection.backend, None, joiner)
