@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex, TypeVar
 
-from flashlight_py.launch.variables import usable_cores
+from flashlight_py.cores import usable_cores
 
 __all__ = ["spawn"]
 
