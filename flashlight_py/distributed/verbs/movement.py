@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import as_array, pack
 from flashlight_py.distributed.verbs.base import NO_ROOM, Verbs, pack_apart, unpack_into
+from flashlight_py.distributed.work import Work
 
 __all__ = ["Movement"]
+
+X = TypeVar("X")
 
 _SCATTER_DIMENSIONS = 8  # that travel with the call, so that ranks need not know the shape
 
@@ -17,6 +20,12 @@ _SCATTER_DIMENSIONS = 8  # that travel with the call, so that ranks need not kno
 class Movement(Verbs):
     """``broadcast``, the gathers, ``scatter`` and ``all_to_all``."""
 
+    @overload
+    def broadcast(self, x: X, root: int = 0, async_op: Literal[False] = False) -> X: ...
+    @overload
+    def broadcast(self, x: X, root: int = 0, *, async_op: Literal[True]) -> Work[X]: ...
+    @overload
+    def broadcast(self, x: X, root: int = 0, async_op: bool = False) -> Any: ...
     def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Any:
         """Give every rank ``root``'s ``x``, in place; see :func:`flashlight_py.broadcast`."""
         array = as_array("broadcast", x)
@@ -28,6 +37,12 @@ class Movement(Verbs):
         )
         return self._finish(work, x, unpack_into(array, packed), async_op)
 
+    @overload
+    def all_gather(self, x: Any, out: Any = None, async_op: Literal[False] = False) -> Array: ...
+    @overload
+    def all_gather(self, x: Any, out: Any = None, *, async_op: Literal[True]) -> Work[Array]: ...
+    @overload
+    def all_gather(self, x: Any, out: Any = None, async_op: bool = False) -> Any: ...
     def all_gather(self, x: Any, out: Any = None, async_op: bool = False) -> Any:
         """Join ``x`` of all ranks; see :func:`flashlight_py.all_gather`."""
         rows = _rows("all_gather", x)
@@ -37,6 +52,16 @@ class Movement(Verbs):
         work = self._journal.run("all_gather", packed, call, *arguments, async_op=async_op)
         return self._finish_into(work, room, async_op)
 
+    @overload
+    def gather(
+        self, x: Any, root: int = 0, out: Any = None, async_op: Literal[False] = False
+    ) -> Array | None: ...
+    @overload
+    def gather(
+        self, x: Any, root: int = 0, out: Any = None, *, async_op: Literal[True]
+    ) -> Work[Array | None]: ...
+    @overload
+    def gather(self, x: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any: ...
     def gather(self, x: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
         """Join ``x`` of all ranks on one; see :func:`flashlight_py.gather`."""
         root = self._check_rank("gather", "root", root)
@@ -48,6 +73,18 @@ class Movement(Verbs):
         work = self._journal.run("gather", packed, call, *arguments, root=root, async_op=async_op)
         return self._finish_into(work, room, async_op)
 
+    @overload
+    def scatter(
+        self, xs: Any = None, root: int = 0, out: Any = None, async_op: Literal[False] = False
+    ) -> Array: ...
+    @overload
+    def scatter(
+        self, xs: Any = None, root: int = 0, out: Any = None, *, async_op: Literal[True]
+    ) -> Work[Array]: ...
+    @overload
+    def scatter(
+        self, xs: Any = None, root: int = 0, out: Any = None, async_op: bool = False
+    ) -> Any: ...
     def scatter(
         self, xs: Any = None, root: int = 0, out: Any = None, async_op: bool = False
     ) -> Any:
@@ -88,6 +125,22 @@ class Movement(Verbs):
         stacked: Array = array_module(first).stack(arrays)
         return _limited(pack(stacked))
 
+    @overload
+    def all_to_all(
+        self,
+        x: Any,
+        rows: Sequence[int] | None = None,
+        out: Any = None,
+        async_op: Literal[False] = False,
+    ) -> Array: ...
+    @overload
+    def all_to_all(
+        self, x: Any, rows: Sequence[int] | None = None, out: Any = None, *, async_op: Literal[True]
+    ) -> Work[Array]: ...
+    @overload
+    def all_to_all(
+        self, x: Any, rows: Sequence[int] | None = None, out: Any = None, async_op: bool = False
+    ) -> Any: ...
     def all_to_all(
         self,
         x: Any,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from flashlight_py.distributed.exchange import Letter, broadcast_letter, exchang
 from flashlight_py.distributed.verbs.base import Verbs
 
 __all__ = ["Objects"]
+
+T = TypeVar("T")
 
 
 class Objects(Verbs):
@@ -34,12 +36,12 @@ class Objects(Verbs):
             self._raise_problems("broadcast_object", {root: letter})
         return obj if here else self._unpickled("broadcast_object", letter.content, root)
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: T) -> list[T]:
         """Return all ranks' objects; see :func:`flashlight_py.all_gather_object`."""
         letters = self._gathered("all_gather_object", obj, None)
         return self._with_own("all_gather_object", letters, obj)
 
-    def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
+    def gather_object(self, obj: T, root: int = 0) -> list[T] | None:
         """Return all ranks' objects on ``root``; see :func:`flashlight_py.gather_object`."""
         root = self._check_rank("gather_object", "root", root)
         letters = self._gathered("gather_object", obj, root)

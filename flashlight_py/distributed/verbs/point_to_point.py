@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.arrays import as_array, may_overlap, pack
@@ -14,6 +14,8 @@ from flashlight_py.distributed.verbs.self_mail import SelfMail
 from flashlight_py.distributed.work import AllOf, Work
 
 __all__ = ["P2POp", "PointToPoint"]
+
+X = TypeVar("X")
 
 
 class P2POp:
@@ -29,7 +31,7 @@ class P2POp:
         ValueError: ``kind`` is something else.
     """
 
-    def __init__(self, kind: str, x: Any, peer: int, tag: int = 0) -> None:
+    def __init__(self, kind: Literal["send", "recv"], x: Any, peer: int, tag: int = 0) -> None:
         if kind not in ("send", "recv"):
             raise ValueError(f"P2POp: kind must be 'send' or 'recv', got {kind!r}")
         self.kind, self.x, self.peer, self.tag = kind, x, _plain(peer), _plain(tag)
@@ -58,7 +60,7 @@ class PointToPoint(Verbs):
         packed, call = pack(array), self.backend(array).send
         self._journal.run("send", packed, call, *(packed, dst, tag, True), peer=dst, tag=tag)
 
-    def recv(self, x: Any, src: int, tag: int = 0) -> Any:
+    def recv(self, x: X, src: int, tag: int = 0) -> X:
         """Fill ``x`` with what ``src`` sends, blocking; see :func:`flashlight_py.recv`."""
         src, tag = _plain(src), _plain(tag)
         array = self._filled("recv", x, src, tag)
@@ -66,17 +68,18 @@ class PointToPoint(Verbs):
         packed, call = pack(array), self.backend(array).recv
         arguments = (packed, src, tag, True)
         work = self._journal.run("recv", packed, call, *arguments, peer=src, tag=tag)
-        return self._finish(work, x, unpack_into(array, packed), async_op=False)
+        filled: X = self._finish(work, x, unpack_into(array, packed), async_op=False)
+        return filled
 
-    def isend(self, x: Any, dst: int, tag: int = 0) -> Work:
+    def isend(self, x: X, dst: int, tag: int = 0) -> Work[X]:
         """Begin to give ``x`` to rank ``dst``; see :func:`flashlight_py.isend`."""
         return self._begin_all([P2POp("send", x, dst, tag)])[0]
 
-    def irecv(self, x: Any, src: int, tag: int = 0) -> Work:
+    def irecv(self, x: X, src: int, tag: int = 0) -> Work[X]:
         """Begin to fill ``x`` with what ``src`` sends; see :func:`flashlight_py.irecv`."""
         return self._begin_all([P2POp("recv", x, src, tag)])[0]
 
-    def batch_isend_irecv(self, ops: Sequence[P2POp]) -> Work:
+    def batch_isend_irecv(self, ops: Sequence[P2POp]) -> Work[list[Any]]:
         """Begin several messages; see :func:`flashlight_py.batch_isend_irecv`."""
         return AllOf(self._begin_all(ops))
 
@@ -113,8 +116,8 @@ class PointToPoint(Verbs):
         )
 
     def sendrecv(
-        self, x: Any, dst: int, out: Any, src: int, tag: int = 0, recv_tag: int | None = None
-    ) -> Any:
+        self, x: Any, dst: int, out: X, src: int, tag: int = 0, recv_tag: int | None = None
+    ) -> X:
         """Send and receive at once, blocking; see :func:`flashlight_py.sendrecv`."""
         receiving = P2POp("recv", out, src, tag if recv_tag is None else recv_tag)
         sending = P2POp("send", x, dst, tag)
@@ -131,7 +134,8 @@ class PointToPoint(Verbs):
         work = self._journal.run(
             "sendrecv", outgoing, call, messages, True, peer=sending.peer, tag=sending.tag
         )
-        return self._finish(work, out, unpack_into(incoming, packed), async_op=False)
+        filled: X = self._finish(work, out, unpack_into(incoming, packed), async_op=False)
+        return filled
 
     def _begin(self, op: P2POp, packed: Array) -> Work:
         """Begin one message of a NumPy array, or one to this rank itself."""
