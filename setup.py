@@ -1,19 +1,23 @@
 """Builds the native extensions; everything else is in pyproject.toml.
 
-An extension that cannot be built does not fail the installation: the package works without it,
-and the reason and the remedy are stored beside the place where it would have been, for the error
-that is raised when it is asked for.
+An extension whose dependencies are missing does not fail the installation: the package works
+without it, and the reason and the remedy are stored beside the place where it would have been, for
+the error that is raised when it is asked for. Where they are there, an extension that cannot be
+compiled, or was built and does not load, fails the build.
 """
 
 from __future__ import annotations
 
+import copy
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import BaseError, CCompilerError
+from setuptools.errors import BaseError, CCompilerError, ExecError
 
 NEEDED = {
     "gloo": "Gloo's headers and library (Debian, Ubuntu: apt-get install libgloo-dev) and ",
@@ -21,7 +25,16 @@ NEEDED = {
     "fast": "",
     "tree": "",
 }
+# What a system must have for the extension, as a program that includes it.
+HEADERS = {"gloo": ["gloo/context.h"], "shm": ["linux/futex.h"]}
 AGAIN = "pip install --force-reinstall --no-deps --no-cache-dir ."
+# Of a file, by the name under which the package imports it.
+LOAD = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location(*sys.argv[1:])
+spec.loader.exec_module(module_from_spec(spec))
+"""
 
 
 def _short_name(ext: Any) -> str:
@@ -33,6 +46,11 @@ class BuildOptionalExtensions(build_ext):
     """Build each extension, or leave the reason why it is missing."""
 
     extensions: list[Any]
+
+    def build_extensions(self) -> None:
+        super().build_extensions()
+        for ext in self.extensions:
+            self._check_that_it_loads(ext)
 
     def build_extension(self, ext: Any) -> None:
         note = self._note(ext)
@@ -47,14 +65,58 @@ class BuildOptionalExtensions(build_ext):
         self.warn(f"{ext.name} is left out: {reason}")
 
     def _why_not(self, ext: Any) -> str | None:
-        skip = f"FLASHLIGHT_WITHOUT_{_short_name(ext).upper()}"
-        if os.environ.get(skip):
-            return f"{skip} was set when flashlight-py was built"
+        """Build ``ext``; return why it is left out, if it is."""
+        if os.environ.get(self._switch(ext)):
+            return f"{self._switch(ext)} was set when flashlight-py was built"
+        # Extensions are compiled at the same time, and two have sources in common: each compiles
+        # into a folder of its own.
+        own = copy.copy(self)
+        own.build_temp = os.path.join(self.build_temp, _short_name(ext))
         try:
-            super().build_extension(ext)
+            super(BuildOptionalExtensions, own).build_extension(ext)
         except (CCompilerError, BaseError) as error:
-            return f"it could not be compiled when flashlight-py was built ({error})"
+            reason = f"it could not be compiled when flashlight-py was built ({error})"
+            if own._has_what_is_needed(ext):
+                raise ExecError(f"{ext.name}: {reason}. {self._without(ext)}") from error
+            return reason
         return None
+
+    def _has_what_is_needed(self, ext: Any) -> bool:
+        """Tell whether a program that does nothing can be made with all that ``ext`` needs."""
+        source = Path(self.build_temp) / f"needed{Path(ext.sources[0]).suffix}"
+        source.parent.mkdir(parents=True, exist_ok=True)
+        headers = ["Python.h", *HEADERS.get(_short_name(ext), [])]
+        lines = [f"#include <{header}>" for header in headers]
+        source.write_text("\n".join([*lines, "int main() { return 0; }", ""]))
+        flags = {"extra_postargs": ext.extra_compile_args, "include_dirs": ext.include_dirs}
+        try:
+            objects = self.compiler.compile([str(source)], **flags)
+            self.compiler.link_shared_object(
+                objects, f"{source}.so", libraries=ext.libraries, target_lang=ext.language
+            )
+        except (CCompilerError, BaseError):
+            return False
+        return True
+
+    def _check_that_it_loads(self, ext: Any) -> None:
+        """Load what was built, in a process that it may end; fail the build if it does not."""
+        path = Path(self.get_ext_fullpath(ext.name)).absolute()
+        if not path.exists():  # left out, with a note
+            return
+        command = [sys.executable, "-c", LOAD, ext.name, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return
+        path.unlink()  # also a build in place must not leave it to a user
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ExecError(f"{ext.name} was built and does not load: {reason}. {self._without(ext)}")
+
+    def _without(self, ext: Any) -> str:
+        return f"To install without it: {self._switch(ext)}=1 {AGAIN}"
+
+    @staticmethod
+    def _switch(ext: Any) -> str:
+        return f"FLASHLIGHT_WITHOUT_{_short_name(ext).upper()}"
 
     def _note(self, ext: Any) -> Path:
         return Path(self.get_ext_fullpath(ext.name)).parent / f"{_short_name(ext)}.missing.txt"

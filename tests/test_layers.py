@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "_version": (),
     "errors": (),
     "device": ("errors",),
+    "cores": (),
     "random": FRAMEWORK[:2],
     "kernels": FRAMEWORK[:2],
     "autograd": FRAMEWORK[:4],
@@ -32,15 +33,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "dataset": ("errors", "device", "random"),
     "meter": ("errors", "device"),
     "distributed.rendezvous": ("errors",),
-    "distributed": ("errors", "device", "_native"),
+    "distributed": ("errors", "device", "cores", "_native"),
     "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "_native"),
     "trace": ("errors", "distributed"),
     "checkpoint": ("_version", *FRAMEWORK[:3], "distributed", "parallel"),
     # The program of a rank imports the package (""), as the script of a user does.
     "doctor.rank_main": ("doctor", ""),
-    "doctor": ("_version", "errors", "_native", "distributed", "launch"),
+    "doctor": ("_version", "errors", "cores", "_native", "distributed", "launch"),
     "launch.rank_main": ("launch", ""),
-    "launch": ("errors", "distributed.rendezvous"),
+    "launch": ("errors", "cores", "distributed.rendezvous"),
 }
 OPTIONAL = {"mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax", "cloudpickle"}
 

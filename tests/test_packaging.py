@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import venv
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -88,13 +90,40 @@ def copy_of_sources(folder: Path) -> Path:
     return Path(shutil.copytree(ROOT, folder / "source", ignore=NOT_SOURCE))
 
 
+class Wheel(NamedTuple):
+    """A wheel of ``make wheel``, the sources that it was built from, and what the build printed."""
+
+    file: Path
+    sources: Path
+    output: str
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
     folder = tmp_path_factory.mktemp("wheel")
-    into = folder / "wheelhouse"
-    run(copy_of_sources(folder) / "scripts" / "build_wheel", into)
+    into, sources = folder / "wheelhouse", copy_of_sources(folder)
+    (sources / "build" / "site").mkdir(parents=True)
+    (sources / "build" / "site" / "index.html").write_text("of make docs")
+    output = run(sources / "scripts" / "build_wheel", into)
     (built,) = into.glob("*.whl")
-    return built
+    return Wheel(built, sources, output)
+
+
+@pytest.fixture(scope="module")
+def wheel(made: Wheel) -> Path:
+    return made.file
+
+
+def test_extensions_that_are_compiled_at_once_share_no_object_file(made: Wheel) -> None:
+    """Two of them have sources in common; an object half written by the other makes no library."""
+    objects = re.findall(r" -o (\S+\.o)\b", made.output)
+    assert sum(name.endswith("/reduce.o") for name in objects) == 2
+    assert len(objects) == len(set(objects)), sorted(objects)
+
+
+def test_building_a_wheel_leaves_what_else_is_in_build(made: Wheel) -> None:
+    assert [path.name for path in (made.sources / "build").iterdir()] == ["site"]
+    assert (made.sources / "build" / "site" / "index.html").exists()
 
 
 def test_wheel_serves_every_python_and_carries_gloo(wheel: Path) -> None:
@@ -150,7 +179,9 @@ def reason(tmp_path_factory: pytest.TempPathFactory) -> str:
     hidden = folder / "gloo"
     hidden.mkdir()
     (hidden / "context.h").write_text('#error "this machine has no Gloo"\n')
-    return reason_in(build(folder, CPATH=str(folder), **OTHERS_LEFT_OUT))
+    return reason_in(
+        build(copy_of_sources(folder), folder / "dist", CPATH=str(folder), **OTHERS_LEFT_OUT)
+    )
 
 
 def test_package_without_gloo_works_and_says_what_to_do(
@@ -185,16 +216,37 @@ def test_package_without_gloo_works_and_says_what_to_do(
 
 
 def test_build_can_be_told_to_leave_gloo_out(tmp_path: Path) -> None:
-    reason = reason_in(build(tmp_path, FLASHLIGHT_WITHOUT_GLOO="1", **OTHERS_LEFT_OUT))
+    left_out = {"FLASHLIGHT_WITHOUT_GLOO": "1", **OTHERS_LEFT_OUT}
+    reason = reason_in(build(copy_of_sources(tmp_path), tmp_path / "dist", **left_out))
     assert "FLASHLIGHT_WITHOUT_GLOO" in reason
     assert "libgloo-dev" in reason
 
 
-def build(folder: Path, **variables: str) -> Path:
-    """Return a wheel built in ``folder``, as it comes from the compiler."""
-    into = folder / "dist"
-    command = (sys.executable, "-m", "build", "--wheel", "--outdir", into)
-    run(*command, copy_of_sources(folder), **variables)
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        # A shared library may lack a symbol: that is noticed where it is loaded.
+        ("void nowhere(void);", "was built and does not load: .*undefined symbol: nowhere"),
+        ("#error out of order\nvoid nowhere(void);", "could not be compiled"),
+    ],
+)
+def test_an_extension_that_is_broken_fails_the_build(
+    tmp_path: Path, broken: str, said: str
+) -> None:
+    sources = copy_of_sources(tmp_path)
+    module = sources / "csrc" / "tree" / "module.c"
+    module.write_text(f"{broken}\nvoid (*place)(void) = nowhere;\n{module.read_text()}")
+    left_out = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in ("SHM", "FAST", "GLOO")}
+    with pytest.raises(AssertionError) as failed:  # it comes with the output
+        build(sources, tmp_path / "dist", **left_out)
+    assert re.search(rf"error: flashlight_py._native._tree.*{said}", str(failed.value))
+    assert "FLASHLIGHT_WITHOUT_TREE=1 pip install" in str(failed.value)
+    assert not list(tmp_path.rglob("*.whl"))
+
+
+def build(sources: Path, into: Path, **variables: str) -> Path:
+    """Return a wheel built from ``sources``, as it comes from the compiler."""
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", into, sources, **variables)
     (built,) = into.glob("*.whl")
     return built
 

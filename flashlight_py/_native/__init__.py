@@ -8,7 +8,10 @@ from types import ModuleType
 
 from flashlight_py.errors import BackendUnavailableError
 
-__all__ = ["load"]
+__all__ = ["load", "left_out"]
+
+# What an extension needs on the system, and the Debian package that has it.
+_LIBRARIES = {"gloo": ("libgloo", "libgloo-dev")}
 
 
 def load(name: str) -> ModuleType:
@@ -21,14 +24,20 @@ def load(name: str) -> ModuleType:
     try:
         return importlib.import_module(f"flashlight_py._native._{name}")
     except ImportError as error:
-        note = Path(__file__).with_name(f"{name}.missing.txt")
-        told = note.read_text(encoding="utf-8").strip() if note.exists() else ""
-        reason = told or f"{error}. {_remedy(name)}"
+        reason = left_out(name) or f"{error}. {_remedy(name)}"
         raise BackendUnavailableError(f"the {name} backend is not available: {reason}") from error
 
 
+def left_out(name: str) -> str:
+    """Return why the extension was left out when the package was built; empty if it was not."""
+    note = Path(__file__).with_name(f"{name}.missing.txt")
+    return note.read_text(encoding="utf-8").strip() if note.exists() else ""
+
+
 def _remedy(name: str) -> str:
-    return (
-        f"If lib{name} is missing, install it (Debian, Ubuntu: apt-get install lib{name}-dev) and "
-        "install flashlight-py again: pip install --force-reinstall --no-deps ."
-    )
+    again = "nstall flashlight-py again: pip install --force-reinstall --no-deps ."
+    if name not in _LIBRARIES:
+        return f"I{again}"
+    library, package = _LIBRARIES[name]
+    install = f"install it (Debian, Ubuntu: apt-get install {package})"
+    return f"If {library} is missing, {install} and i{again}"

@@ -134,7 +134,7 @@ def _random_numbers(members: ProcessGroup, own: Array) -> list[Any]:
     """Return the random numbers of all ranks, on rank 0; empty where they are not saved."""
     lengths = everyone(members, own.size)
     joined = members.gather(own)
-    if members.rank != 0 or not any(lengths):
+    if joined is None or not any(lengths):
         return []
     ends = accumulate(lengths)
     return [from_bytes(joined[end - n : end]) for end, n in zip(ends, lengths, strict=True)]

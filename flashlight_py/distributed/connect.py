@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,15 +23,17 @@ from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereE
 
 __all__ = ["Connection", "connect", "gpu_joiner"]
 
-_log = logging.getLogger("flashlight_py")
-
 
 @dataclass(frozen=True)
 class Connection:
-    """A backend and the reason why it was chosen."""
+    """A backend and the reason why it was chosen.
+
+    ``problem`` is why ranks that could share memory do not; empty where all do.
+    """
 
     backend: Backend
     why: str
+    problem: str = ""
 
 
 def connect(store: Store, settings: Settings) -> Connection:
@@ -50,12 +51,13 @@ def connect(store: Store, settings: Settings) -> Connection:
         return Connection(_gloo(store, settings), "BACKEND is gloo")
     if settings.backend == "mpi":
         return Connection(_mpi(store, settings), "BACKEND is mpi")
-    hosts = ranks_by_memory(store)
+    hosts, apart = ranks_by_memory(store)
     if settings.backend == "shm":
-        return _only_shm(store, settings, hosts)
+        return _only_shm(store, settings, hosts, apart)
     if len(hosts) == store.size:
-        return Connection(_gloo(store, settings), "no two ranks share memory")
-    return _shared(store, settings, hosts)
+        why = f"no two ranks share memory{apart and f': {apart}'}"
+        return Connection(_gloo(store, settings), why, apart)
+    return _shared(store, settings, hosts, apart)
 
 
 def gpu_joiner(rule: DeviceRule, settings: Settings) -> Callable[[Backend], Backend]:
@@ -81,16 +83,20 @@ def _mpi(store: Store, settings: Settings) -> Backend:
     return join(store, settings.timeout, settings.mpi_cuda_aware)
 
 
-def _only_shm(store: Store, settings: Settings, hosts: Sequence[Sequence[int]]) -> Connection:
+def _only_shm(
+    store: Store, settings: Settings, hosts: Sequence[Sequence[int]], apart: str
+) -> Connection:
     if len(hosts) > 1:
         raise UnavailableEverywhereError(
-            f"BACKEND is shm, but the ranks do not all share memory; those that do: {hosts}. "
-            "Leave BACKEND out to use Gloo between them"
+            f"BACKEND is shm, but the ranks do not all share memory; those that do: {hosts}"
+            f"{apart and f' ({apart})'}. Leave BACKEND out to use Gloo between them"
         )
     return Connection(ShmBackend(store, settings.timeout), "BACKEND is shm")
 
 
-def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]]) -> Connection:
+def _shared(
+    store: Store, settings: Settings, hosts: Sequence[Sequence[int]], apart: str
+) -> Connection:
     """Use the memory that ranks share; where that fails on any host, all use Gloo alone."""
     inside, problem = _inside(store, settings, hosts)
     told = store.exchange(problem.encode(errors="backslashreplace"))
@@ -98,9 +104,8 @@ def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]]) ->
     if failed:
         if inside is not None:
             inside.close()
-        if store.rank == 0:
-            _log.warning("using Gloo instead of shared memory: %s", failed)
-        return Connection(_gloo(store, settings), f"shared memory cannot be used: {failed}")
+        why = f"shared memory cannot be used: {failed}"
+        return Connection(_gloo(store, settings), why, failed)
     assert inside is not None
     if len(hosts) == 1:
         return Connection(inside, "all ranks share this host's memory")
@@ -109,9 +114,8 @@ def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]]) ->
         store.rank, hosts, inside, between, flat, settings.timeout, settings.checks
     )
     sizes = ", ".join(str(len(host)) for host in hosts)
-    return Connection(
-        backend, f"{len(hosts)} hosts with {sizes} ranks: shared memory inside, Gloo between"
-    )
+    why = f"{len(hosts)} hosts with {sizes} ranks: shared memory inside, Gloo between"
+    return Connection(backend, f"{why}{apart and f'; {apart}'}", apart)
 
 
 def _inside(

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import enum
+from typing import Literal, TypeAlias
 
-__all__ = ["DistributedBackend", "DistributedConstants", "DistributedInit", "ReduceOp"]
+__all__ = [
+    "DistributedBackend",
+    "DistributedConstants",
+    "DistributedInit",
+    "LinearOp",
+    "Op",
+    "ReduceOp",
+]
 
 
 class DistributedInit(enum.IntEnum):
@@ -52,6 +60,13 @@ class DistributedConstants:
 
     COALESCE_CACHE_SIZE = 20 << 20
     """Bytes that ``CoalescingReducer`` collects before it reduces them: 20 MiB."""
+
+
+# What users write for a ReduceOp.
+Op: TypeAlias = Literal[
+    "sum", "avg", "prod", "min", "max", "and", "or", "xor", "land", "lor", "lxor"
+]
+LinearOp: TypeAlias = Literal["sum", "avg"]  # those that have a gradient
 
 
 class ReduceOp(enum.IntEnum):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from flashlight_py import _native
-from flashlight_py.distributed import last_words
+from flashlight_py.cores import fair_share
+from flashlight_py.distributed import blas, last_words
 from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.connect import connect, gpu_joiner
 from flashlight_py.distributed.constants import DistributedInit
@@ -54,6 +56,10 @@ def distributed_init(
     """Find the other processes and connect to them. Collective; blocks until all are here.
 
     A second call warns and returns; after ``distributed_shutdown`` it works again.
+
+    Where ranks share a host, NumPy's OpenBLAS computes with this rank's share of the cores until
+    then, unless OPENBLAS_NUM_THREADS, OMP_NUM_THREADS or the program has chosen; ``describe`` says
+    which.
 
     Args:
         init_method: ``DistributedInit.MPI``: under ``mpirun``; rank and size are MPI's, the
@@ -100,6 +106,8 @@ def distributed_init(
         world.group.close()
         raise
     set_world(world)
+    if world.threads:
+        blas.limit(world.threads)
     atexit.register(_close_at_exit)
     if world.group.rank == 0:
         _log.info("initialised %d process(es): %r", world.group.size, world.group)
@@ -126,6 +134,7 @@ def distributed_shutdown() -> None:
     finally:
         watchdog.stop()
         set_world(None)
+        blas.restore()
         group.close()
         last_words.uninstall()
         atexit.unregister(_close_at_exit)
@@ -249,14 +258,20 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
 
 
 def _connect(store: Store, settings: Settings) -> World:
-    told = store.exchange(host_identity() + b"\n" + new_job().encode())
-    local_rank, local_size = local_place(store.rank, [line.split(b"\n")[0] for line in told])
+    cores = " ".join(map(str, os.sched_getaffinity(0)))
+    mine = b"\n".join([host_identity(), new_job().encode(), cores.encode()])
+    told = [card.split(b"\n") for card in store.exchange(mine)]
+    local_rank, local_size = local_place(store.rank, [host for host, _, _ in told])
     connection = connect(store, settings)
+    if connection.problem and store.rank == 0:
+        _log.warning("using Gloo instead of shared memory, slower: %s", connection.problem)
     rule = DeviceRule(store.rank, local_rank, settings.max_device_per_node)
     group = ProcessGroup(connection.backend, None, _joiner(rule, settings))
     _join_gpus_at_once(group, settings)
-    job = told[0].split(b"\n")[1].decode()  # rank 0's name for it
-    return World(group, local_rank, local_size, connection.why, rule, job)
+    job = told[0][1].decode()  # rank 0's name for it
+    near = [{*map(int, cores.split())} for host, _, cores in told if host == told[store.rank][0]]
+    threads = fair_share(local_rank, near) if local_size > 1 else 0
+    return World(group, local_rank, local_size, connection.why, rule, job, threads)
 
 
 def _joiner(rule: DeviceRule, settings: Settings) -> Joiner:

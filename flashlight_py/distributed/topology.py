@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Sequence
 
 from flashlight_py import _native
+from flashlight_py.distributed.hosts import host_identity
 from flashlight_py.distributed.memory_file import MemoryFile, needs_names, open_memory
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError
@@ -15,25 +16,48 @@ from flashlight_py.errors import BackendUnavailableError
 __all__ = ["groups_of", "ranks_by_memory"]
 
 
-def ranks_by_memory(store: Store) -> list[list[int]]:
-    """Return the groups of ranks that share memory with each other. Collective.
+def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
+    """Return the groups of ranks that share memory with each other, and why no more. Collective.
 
     Each rank puts a secret into a small file in shared memory; who can read it shares it. The
     files are gone on return. A rank that cannot make one is alone. Ranks whose environment has
     different values of FLASHLIGHT_MEMORY_DOMAIN are kept apart, as if on different hosts.
+
+    The reason is empty unless two ranks of one host, which could share memory, do not.
     """
     nonce, domain = secrets.token_hex(16), os.environ.get("FLASHLIGHT_MEMORY_DOMAIN", "")
     file, problem = _create(nonce, needs_names(store.spaces))
     try:
-        offer = json.dumps(["" if file is None else file.path, nonce, domain])
+        host = [host_identity().decode(errors="backslashreplace"), domain]
+        offer = json.dumps([host, "" if file is None else file.path, nonce, problem])
         offers = [json.loads(other) for other in store.exchange(offer.encode())]
-        readable = (r for r, other in enumerate(offers) if _can_read(other, domain))
+        unreadable = [_why_unreadable(other, domain) for other in offers]
+        readable = (rank for rank, why in enumerate(unreadable) if not why)
         first = store.rank if problem else next(readable, store.rank)
-        leaders = [int(leader) for leader in store.exchange(str(first).encode())]
+        mine = json.dumps([first, unreadable])
+        answers = [json.loads(answer) for answer in store.exchange(mine.encode())]
     finally:
         if file is not None:
             file.close()
-    return groups_of(leaders)
+    hosts = [offered[0] for offered in offers]
+    problems = [offered[3] for offered in offers]
+    leaders = [leader for leader, _ in answers]
+    return groups_of(leaders), _why_apart(leaders, hosts, problems, [why for _, why in answers])
+
+
+def _why_apart(
+    leaders: Sequence[int],
+    hosts: Sequence[list[str]],
+    problems: Sequence[str],
+    unreadable: Sequence[Sequence[str]],
+) -> str:
+    """Name the first rank that shares no memory with the first one of its host, and the reason."""
+    for rank, host in enumerate(hosts):
+        first = hosts.index(host)
+        if leaders[rank] != leaders[first]:
+            why = problems[rank] or problems[first] or unreadable[rank][first]
+            return f"rank {rank} shares no memory with rank {first} of its host: {why}"
+    return ""
 
 
 def groups_of(leaders: Sequence[int]) -> list[list[int]]:
@@ -65,15 +89,17 @@ def _create(nonce: str, named: bool) -> tuple[MemoryFile | None, str]:
     return file, ""
 
 
-def _can_read(offer: list[str], own_domain: str) -> bool:
-    path, nonce, domain = offer
-    if not path or domain != own_domain:
-        return False
+def _why_unreadable(offer: tuple[list[str], str, str, str], own_domain: str) -> str:
+    """Return "" if what another rank offers can be read here, else why not."""
+    (_, domain), path, nonce, problem = offer
+    if problem or domain != own_domain:
+        return problem or f"FLASHLIGHT_MEMORY_DOMAIN is {domain!r} there"
     try:
         fd = open_memory(path)
-    except OSError:
-        return False
+    except OSError as error:
+        return str(error)
     try:
-        return os.pread(fd, len(nonce), 0) == nonce.encode()
+        same = os.pread(fd, len(nonce), 0) == nonce.encode()
     finally:
         os.close(fd)
+    return "" if same else f"{path} holds something else than it wrote"

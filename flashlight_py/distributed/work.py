@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError, GroupClosedError
 
 __all__ = ["AllOf", "Done", "Then", "Work"]
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # Python's own has defaults from 3.13 on
 
-class Work(abc.ABC):
-    """An operation that was started with ``async_op=True``.
+    Result_co = TypeVar("Result_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    Result_co = TypeVar("Result_co", covariant=True)
+
+
+class Work(abc.ABC, Generic[Result_co]):
+    """An operation that was started with ``async_op=True``; type checkers know its result's type.
 
     The arrays given to it must not be read or written until :meth:`wait` has returned.
     """
@@ -23,7 +32,7 @@ class Work(abc.ABC):
     flight: Any = None  # of a collective that a device does: tells when that has ``ended``
 
     @abc.abstractmethod
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None) -> Result_co:
         """Block until the operation has ended, and return its result.
 
         Waiting releases the GIL and answers Ctrl-C. ``timeout`` (seconds, None: the group's own
@@ -45,7 +54,7 @@ class Work(abc.ABC):
         """Return when the operation ended, in seconds of ``time.monotonic``; None: not known."""
         return None
 
-    def result(self) -> Any:
+    def result(self) -> Result_co:
         """Return the result of an operation that has ended; raises what :meth:`wait` raises.
 
         Raises:
@@ -118,7 +127,7 @@ class Then(Work):
         return self._finish is None or self._failure_told
 
 
-class AllOf(Work):
+class AllOf(Work[list[Any]]):
     """Several operations as one; the result is the list of their results."""
 
     def __init__(self, works: Sequence[Work]) -> None:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashlight_py.distributed import blas
 from flashlight_py.distributed.backends.nccl import devices
 from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.backends.single import SingleBackend
@@ -39,6 +40,7 @@ class World:
     why: str = "the world is this process alone"
     device_rule: DeviceRule = field(default_factory=DeviceRule)
     job: str = "alone"  # a name that all ranks agree on
+    threads: int = 0  # its share of the host's cores, to compute with; 0: nobody to share with
 
 
 def alone() -> World:
@@ -113,14 +115,18 @@ def get_local_size() -> int:
 
 
 def describe() -> str:
-    """Return in a few lines which rank this is, what joins the ranks, and why that was chosen."""
+    """Return in a few lines which rank this is, what joins the ranks, and why that was chosen.
+
+    Where ranks share a host, also how many threads NumPy's BLAS computes with, and who chose that.
+    """
     world = current_world()
     group = world.group
     backend = group.backend()
+    threads = f"\nBLAS threads: {blas.describe()}" if world.threads else ""
     gpus = "" if group.gpus is None else f"\nCuPy arrays: {group.gpus.path}"
     return (
         f"rank {group.rank} of {group.size}, {world.local_rank} of {world.local_size} here\n"
-        f"NumPy arrays: {backend.path} ({world.why}){gpus}"
+        f"NumPy arrays: {backend.path} ({world.why}){threads}{gpus}"
     )
 
 

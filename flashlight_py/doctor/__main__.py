@@ -6,6 +6,7 @@ import argparse
 import os
 import platform
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -91,4 +92,5 @@ def _default_folder() -> Path:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads may have enough, as head has
     sys.exit(main())

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from flashlight_py import _native
+from flashlight_py.cores import thread_variables, usable_cores
 from flashlight_py.doctor import mpi
 from flashlight_py.doctor.finding import Finding, State
 from flashlight_py.doctor.gpu import usable_gpus
 from flashlight_py.errors import BackendUnavailableError
 from flashlight_py.launch.failures import is_consequence
 from flashlight_py.launch.tails import Tail
-from flashlight_py.launch.variables import rank_variables, thread_variables, usable_cores
+from flashlight_py.launch.variables import rank_variables
 
 __all__ = ["LARGE_BYTES", "SMALL_BYTES", "Way", "look", "tried"]
 

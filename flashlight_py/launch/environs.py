@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
+from flashlight_py.cores import thread_variables, usable_cores
 from flashlight_py.launch.plan import Place
-from flashlight_py.launch.variables import thread_variables, usable_cores
 
 __all__ = ["environ_of", "input_for_rank_0"]
 

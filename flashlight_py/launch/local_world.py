@@ -19,12 +19,13 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flashlight_py.cores import thread_variables, usable_cores
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch import processes
 from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.pickling import dumps
 from flashlight_py.launch.relay import Relay
-from flashlight_py.launch.variables import rank_variables, thread_variables, usable_cores
+from flashlight_py.launch.variables import rank_variables
 
 __all__ = ["run"]
 

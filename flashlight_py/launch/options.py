@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flashlight_py.launch.variables import usable_cores
+from flashlight_py.cores import usable_cores
 
 __all__ = ["HostSlots", "Options", "read_options"]
 

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex, TypeVar
 
-from flashlight_py.launch.variables import usable_cores
+from flashlight_py.cores import usable_cores
 
 __all__ = ["spawn"]
 
@@ -27,7 +27,7 @@ def spawn(
     ``if __name__ == "__main__":``; there the call of ``spawn`` belongs. What the ranks print goes
     to this process's standard output and error; where ``sys.stdout`` or ``sys.stderr`` is replaced,
     as in a notebook, it is written there, line by line behind ``[rank]``, as it comes.
-    Nothing is left behind, also when a rank or this process is killed: the ranks end with this
+    No process is left behind, also when a rank or this process is killed: the ranks end with this
     process. It may itself be a rank of another world.
 
     Unless the environment says otherwise, OMP_, OPENBLAS_ and MKL_NUM_THREADS of each rank are

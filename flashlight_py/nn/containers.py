@@ -65,15 +65,16 @@ class Container(Module):
 class Sequential(Container):
     """A chain: each module's result is the next one's input. Without members, the identity."""
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Any) -> Variable:
         """Return ``x`` passed through all modules in order."""
         if isinstance(x, Variable) and is_cupy(x.data):
             return self._with_fewer_launches(x)
         for module in self._members:
             x = module.forward(x)
-        return x
+        result: Variable = x
+        return result
 
-    def _with_fewer_launches(self, x: Any) -> Any:
+    def _with_fewer_launches(self, x: Variable) -> Variable:
         """Do the same on a GPU, where a linear map and the ReLU after it share a launch."""
         position = 0
         while position < len(self._members):

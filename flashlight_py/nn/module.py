@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,13 @@ from flashlight_py.device import Array, device_of, to_device
 __all__ = ["Module"]
 
 SomeModule = TypeVar("SomeModule", bound="Module")
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class _Forward(Protocol[Result_co]):
+    """A module as type checkers see it: to call it returns what its ``forward`` does."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Result_co: ...
 
 
 class Module(ABC):
@@ -33,7 +40,7 @@ class Module(ABC):
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Compute the module's result from its inputs."""
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self: _Forward[Result_co], *inputs: Any) -> Result_co:
         """Return ``forward(*inputs)``."""
         return self.forward(*inputs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py import _native
 from flashlight_py.distributed.backends.hierarchical import part_of
 from flashlight_py.distributed.topology import groups_of
 from tests.distributed import conformance
@@ -146,6 +148,46 @@ def each_alone(rank: int) -> dict[str, str]:
 def test_ranks_that_share_no_memory_use_gloo(pool: Any) -> None:
     text, _ = pool(2, env=each_alone).run(describe)[0]
     assert "Gloo over TCP (no two ranks share memory)" in text
+
+
+def hide_shm(rank: int, size: int, path: str, hidden: list[int]) -> tuple[str, list[str]]:
+    """Join without the extension on some ranks; return what is described and what is warned of."""
+    records: list[logging.LogRecord] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("flashlight_py").addHandler(listener)
+    load = _native.load
+    why = "the shm backend is not available: a test hides it"
+
+    def load_others(name: str) -> Any:
+        if name == "shm":
+            raise fl.errors.BackendUnavailableError(why)
+        return load(name)
+
+    if rank in hidden:
+        _native.load = load_others
+    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": path})
+    assert fl.all_reduce(np.array(rank)) == sum(range(size))
+    fl.new_group([0, 1])  # it warns of nothing that its parent has warned of
+    text = fl.distributed.describe()
+    fl.distributed_shutdown()
+    return text, [record.getMessage() for record in records]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "way"), [([0, 1, 2], "Gloo over TCP (no two ranks"), ([1], "2 hosts with 2, 1 rank")]
+)
+def test_a_host_whose_ranks_could_share_memory_and_do_not_is_warned_of_once(
+    tmp_path: Path, hidden: list[int], way: str
+) -> None:
+    found = run_ranks(hide_shm, 3, str(tmp_path / "meet"), hidden, init=None)
+    apart = "rank 1 shares no memory with rank 0 of its host: the shm backend is not available: a"
+    for rank, (text, warnings) in enumerate(found):
+        assert way in text
+        assert apart in text
+        assert len(warnings) == (rank == 0), warnings
+    assert "using Gloo instead of shared memory" in found[0][1][0]
+    assert apart in found[0][1][0]
 
 
 def try_shm(rank: int, size: int, path: str) -> str:

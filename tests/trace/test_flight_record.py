@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.recorder.flight_record import Flight, write_record
+from flashlight_py.distributed.recorder.flight_record import KEPT_JOBS, Flight, write_record
 from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.trace.__main__ import main
@@ -157,6 +157,39 @@ def test_a_folder_that_somebody_put_there_is_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "elsewhere").iterdir())
     write_record(Flight(folder=tmp_path / "records", chosen=True), "a test")
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["rank0.json"]
+
+
+def test_of_old_jobs_the_newest_records_stay(tmp_path: Path) -> None:
+    """In the default place; what is not a folder of this user is not touched."""
+    for age in range(KEPT_JOBS + 5):
+        old = tmp_path / f"flashlight-trace-{age:02}"
+        write_record(Flight(folder=old, chosen=True), "a test")
+        os.utime(old, (1e9 - age, 1e9 - age))
+    (tmp_path / "flashlight-trace-link").symlink_to(tmp_path)
+    (tmp_path / "flashlight-trace-file").touch()
+    write_record(Flight(folder=tmp_path / "flashlight-trace-new"), "a test")
+    kept = {f"flashlight-trace-{age:02}" for age in range(KEPT_JOBS - 1)}
+    kept |= {f"flashlight-trace-{name}" for name in ("link", "file", "new")}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+@pytest.mark.parametrize("command", ["doctor", "trace diff"])
+def test_a_reader_that_has_read_enough_ends_a_command_quietly(command: str, tmp_path: Path) -> None:
+    if command == "trace diff":
+        write_record(Flight(folder=tmp_path, chosen=True), "a test")
+        command = f"{command} {tmp_path}"
+    reader, writer = os.pipe()
+    os.close(reader)  # as head does, if earlier
+    done = subprocess.run(
+        [sys.executable, "-m", *f"flashlight_py.{command}".split()],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert done.returncode == -signal.SIGPIPE
+    assert done.stderr == b""
 
 
 IN_ANY_LANGUAGE = """

@@ -63,7 +63,7 @@ def _step(
         if reduce is not None:
             reduce()
         optimizer.step()
-        return error.scalar()  # type: ignore[no-any-return]
+        return error.scalar()
 
     return step
 

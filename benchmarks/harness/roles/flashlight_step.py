@@ -40,7 +40,7 @@ class Flashlight(StepRole):
             error = loss(model(fl.input(x)), fl.input(target))
             error.backward()
             optimizer.step()
-            return error.scalar()  # type: ignore[no-any-return]
+            return error.scalar()
 
         return step
 

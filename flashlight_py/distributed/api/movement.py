@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
+from flashlight_py.device import Array
 from flashlight_py.distributed.api._world import of
 from flashlight_py.distributed.group import ProcessGroup
+from flashlight_py.distributed.work import Work
 
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
+X = TypeVar("X")
 
+
+@overload
+def broadcast(
+    x: X, root: int = 0, async_op: Literal[False] = False, group: ProcessGroup | None = None
+) -> X: ...
+@overload
+def broadcast(
+    x: X, root: int = 0, *, async_op: Literal[True], group: ProcessGroup | None = None
+) -> Work[X]: ...
+@overload
+def broadcast(
+    x: X, root: int = 0, async_op: bool = False, group: ProcessGroup | None = None
+) -> Any: ...
 def broadcast(
     x: Any, root: int = 0, async_op: bool = False, group: ProcessGroup | None = None
 ) -> Any:
@@ -32,6 +48,25 @@ def broadcast(
     return of(group).broadcast(x, root, async_op)
 
 
+@overload
+def all_gather(
+    x: list[Any] | tuple[Any, ...],
+    out: Any = None,
+    async_op: Literal[False] = False,
+    group: ProcessGroup | None = None,
+) -> list[Array]: ...
+@overload
+def all_gather(
+    x: Any, out: Any = None, async_op: Literal[False] = False, group: ProcessGroup | None = None
+) -> Array: ...
+@overload
+def all_gather(
+    x: Any, out: Any = None, *, async_op: Literal[True], group: ProcessGroup | None = None
+) -> Work[Array]: ...
+@overload
+def all_gather(
+    x: Any, out: Any = None, async_op: bool = False, group: ProcessGroup | None = None
+) -> Any: ...
 def all_gather(
     x: Any, out: Any = None, async_op: bool = False, group: ProcessGroup | None = None
 ) -> Any:
@@ -60,6 +95,31 @@ def all_gather(
     return of(group).all_gather(x, out, async_op)
 
 
+@overload
+def gather(
+    x: Any,
+    root: int = 0,
+    out: Any = None,
+    async_op: Literal[False] = False,
+    group: ProcessGroup | None = None,
+) -> Array | None: ...
+@overload
+def gather(
+    x: Any,
+    root: int = 0,
+    out: Any = None,
+    *,
+    async_op: Literal[True],
+    group: ProcessGroup | None = None,
+) -> Work[Array | None]: ...
+@overload
+def gather(
+    x: Any,
+    root: int = 0,
+    out: Any = None,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any: ...
 def gather(
     x: Any,
     root: int = 0,
@@ -89,6 +149,34 @@ def gather(
     return of(group).gather(x, root, out, async_op)
 
 
+@overload
+def scatter(
+    xs: Any = None,
+    root: int = 0,
+    out: Any = None,
+    async_op: Literal[False] = False,
+    group: ProcessGroup | None = None,
+    rows: Sequence[int] | None = None,
+) -> Array: ...
+@overload
+def scatter(
+    xs: Any = None,
+    root: int = 0,
+    out: Any = None,
+    *,
+    async_op: Literal[True],
+    group: ProcessGroup | None = None,
+    rows: Sequence[int] | None = None,
+) -> Work[Array]: ...
+@overload
+def scatter(
+    xs: Any = None,
+    root: int = 0,
+    out: Any = None,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+    rows: Sequence[int] | None = None,
+) -> Any: ...
 def scatter(
     xs: Any = None,
     root: int = 0,
@@ -128,6 +216,34 @@ def scatter(
     return of(group).scatter(xs, root, out, async_op, rows)
 
 
+@overload
+def all_to_all(
+    x: Any,
+    rows: Sequence[int] | None = None,
+    out: Any = None,
+    async_op: Literal[False] = False,
+    group: ProcessGroup | None = None,
+    return_rows: Literal[False] = False,
+) -> Array: ...
+@overload
+def all_to_all(
+    x: Any,
+    rows: Sequence[int] | None = None,
+    out: Any = None,
+    *,
+    async_op: Literal[True],
+    group: ProcessGroup | None = None,
+    return_rows: Literal[False] = False,
+) -> Work[Array]: ...
+@overload
+def all_to_all(
+    x: Any,
+    rows: Sequence[int] | None = None,
+    out: Any = None,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+    return_rows: bool = False,
+) -> Any: ...
 def all_to_all(
     x: Any,
     rows: Sequence[int] | None = None,

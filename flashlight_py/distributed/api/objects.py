@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from flashlight_py.distributed.api._world import of
 from flashlight_py.distributed.group import ProcessGroup
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
+
+T = TypeVar("T")
 
 
 def broadcast_object(obj: Any = None, root: int = 0, group: ProcessGroup | None = None) -> Any:
@@ -27,7 +29,7 @@ def broadcast_object(obj: Any = None, root: int = 0, group: ProcessGroup | None 
     return of(group).broadcast_object(obj, root)
 
 
-def all_gather_object(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
+def all_gather_object(obj: T, group: ProcessGroup | None = None) -> list[T]:
     """Return the list of all ranks' objects, in rank order. Collective, blocking.
 
     The own one is the object itself, the others are copies, made by pickle.
@@ -44,7 +46,7 @@ def all_gather_object(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
     return of(group).all_gather_object(obj)
 
 
-def gather_object(obj: Any, root: int = 0, group: ProcessGroup | None = None) -> list[Any] | None:
+def gather_object(obj: T, root: int = 0, group: ProcessGroup | None = None) -> list[T] | None:
     """Return the list of all ranks' objects on rank ``root``, None elsewhere.
 
     Collective, blocking; as :func:`all_gather_object`.

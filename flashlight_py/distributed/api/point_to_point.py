@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from flashlight_py.device import Array
 from flashlight_py.distributed.api._world import of
 from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.verbs.point_to_point import P2POp
 from flashlight_py.distributed.work import Work
 
 __all__ = ["batch_isend_irecv", "irecv", "isend", "recv", "send", "sendrecv"]
+
+X = TypeVar("X")
 
 
 def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> None:
@@ -30,12 +31,12 @@ def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> N
 
 
 def recv(
-    x: Any,
+    x: X,
     src: int | None,
     tag: int = 0,
     group: ProcessGroup | None = None,
     partial: bool = False,
-) -> Array:
+) -> X:
     """Fill array ``x``, in place, with what rank ``src`` sends under ``tag``. Blocks; returns x.
 
     Shape and dtype must be those of the array that is sent. NumPy arrays only can be received from
@@ -63,11 +64,10 @@ def recv(
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    result: Array = of(group).recv(x, src, tag, partial)
-    return result
+    return of(group).recv(x, src, tag, partial)
 
 
-def isend(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Work:
+def isend(x: X, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Work[X]:
     """Begin to give array ``x`` to rank ``dst``, and return a ``Work`` at once.
 
     As :func:`send`, but it runs beside collectives and other messages. ``x`` must not change until
@@ -82,12 +82,12 @@ def isend(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> 
 
 
 def irecv(
-    x: Any,
+    x: X,
     src: int | None,
     tag: int = 0,
     group: ProcessGroup | None = None,
     partial: bool = False,
-) -> Work:
+) -> Work[X]:
     """Begin to fill array ``x`` with what rank ``src`` sends, and return a ``Work`` at once.
 
     As :func:`recv`, but it runs beside collectives and other messages. ``x`` must not be used
@@ -103,12 +103,12 @@ def irecv(
 def sendrecv(
     x: Any,
     dst: int,
-    out: Any,
+    out: X,
     src: int,
     tag: int = 0,
     recv_tag: int | None = None,
     group: ProcessGroup | None = None,
-) -> Any:
+) -> X:
     """Give ``x`` to rank ``dst`` and fill ``out``, in place, with what rank ``src`` sends.
 
     Both at once, so that rings and exchanges need no order; blocks until both have ended. ``dst``
@@ -138,7 +138,7 @@ def sendrecv(
     return of(group).sendrecv(x, dst, out, src, tag, recv_tag)
 
 
-def batch_isend_irecv(ops: Sequence[P2POp], group: ProcessGroup | None = None) -> Work:
+def batch_isend_irecv(ops: Sequence[P2POp], group: ProcessGroup | None = None) -> Work[list[Any]]:
     """Begin several messages at once; the ``Work``'s result is the list of their arrays.
 
     Every one is checked before any begins.

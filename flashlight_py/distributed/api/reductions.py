@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -11,7 +11,9 @@ from numpy.typing import DTypeLike
 from flashlight_py.device import Array
 from flashlight_py.distributed import world
 from flashlight_py.distributed.api._world import of
+from flashlight_py.distributed.constants import Op
 from flashlight_py.distributed.group import ProcessGroup
+from flashlight_py.distributed.work import Work
 
 __all__ = [
     "all_reduce",
@@ -22,11 +24,38 @@ __all__ = [
     "shared_empty",
 ]
 
+X = TypeVar("X")
 
+
+@overload
+def all_reduce(
+    x: X,
+    scale: float = 1.0,
+    op: Op = "sum",
+    async_op: Literal[False] = False,
+    group: ProcessGroup | None = None,
+) -> X: ...
+@overload
+def all_reduce(
+    x: X,
+    scale: float = 1.0,
+    op: Op = "sum",
+    *,
+    async_op: Literal[True],
+    group: ProcessGroup | None = None,
+) -> Work[X]: ...
+@overload
+def all_reduce(
+    x: X,
+    scale: float = 1.0,
+    op: Op = "sum",
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any: ...
 def all_reduce(
     x: Any,
     scale: float = 1.0,
-    op: str = "sum",
+    op: Op = "sum",
     async_op: bool = False,
     group: ProcessGroup | None = None,
 ) -> Any:
@@ -73,10 +102,38 @@ def all_reduce(
     return of(group).all_reduce(x, scale, op, async_op)
 
 
+@overload
+def all_reduce_multiple(
+    xs: Sequence[X],
+    scale: float = 1.0,
+    op: Op = "sum",
+    async_op: Literal[False] = False,
+    contiguous: bool = False,
+    group: ProcessGroup | None = None,
+) -> list[X]: ...
+@overload
+def all_reduce_multiple(
+    xs: Sequence[X],
+    scale: float = 1.0,
+    op: Op = "sum",
+    *,
+    async_op: Literal[True],
+    contiguous: bool = False,
+    group: ProcessGroup | None = None,
+) -> Work[list[X]]: ...
+@overload
+def all_reduce_multiple(
+    xs: Sequence[X],
+    scale: float = 1.0,
+    op: Op = "sum",
+    async_op: bool = False,
+    contiguous: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any: ...
 def all_reduce_multiple(
     xs: Sequence[Any],
     scale: float = 1.0,
-    op: str = "sum",
+    op: Op = "sum",
     async_op: bool = False,
     contiguous: bool = False,
     group: ProcessGroup | None = None,
@@ -103,10 +160,38 @@ def all_reduce_multiple(
     return of(group).all_reduce_multiple(xs, scale, op, async_op, contiguous)
 
 
+@overload
+def reduce(
+    x: X,
+    root: int = 0,
+    op: Op = "sum",
+    scale: float = 1.0,
+    async_op: Literal[False] = False,
+    group: ProcessGroup | None = None,
+) -> X: ...
+@overload
+def reduce(
+    x: X,
+    root: int = 0,
+    op: Op = "sum",
+    scale: float = 1.0,
+    *,
+    async_op: Literal[True],
+    group: ProcessGroup | None = None,
+) -> Work[X]: ...
+@overload
+def reduce(
+    x: X,
+    root: int = 0,
+    op: Op = "sum",
+    scale: float = 1.0,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any: ...
 def reduce(
     x: Any,
     root: int = 0,
-    op: str = "sum",
+    op: Op = "sum",
     scale: float = 1.0,
     async_op: bool = False,
     group: ProcessGroup | None = None,
@@ -134,10 +219,51 @@ def reduce(
     return of(group).reduce(x, root, op, scale, async_op)
 
 
+@overload
+def reduce_scatter(
+    x: list[Any] | tuple[Any, ...],
+    scale: float = 1.0,
+    op: Op = "sum",
+    out: Any = None,
+    async_op: Literal[False] = False,
+    group: ProcessGroup | None = None,
+    rows: Sequence[int] | None = None,
+) -> list[Array]: ...
+@overload
 def reduce_scatter(
     x: Any,
     scale: float = 1.0,
-    op: str = "sum",
+    op: Op = "sum",
+    out: Any = None,
+    async_op: Literal[False] = False,
+    group: ProcessGroup | None = None,
+    rows: Sequence[int] | None = None,
+) -> Array: ...
+@overload
+def reduce_scatter(
+    x: Any,
+    scale: float = 1.0,
+    op: Op = "sum",
+    out: Any = None,
+    *,
+    async_op: Literal[True],
+    group: ProcessGroup | None = None,
+    rows: Sequence[int] | None = None,
+) -> Work[Array]: ...
+@overload
+def reduce_scatter(
+    x: Any,
+    scale: float = 1.0,
+    op: Op = "sum",
+    out: Any = None,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+    rows: Sequence[int] | None = None,
+) -> Any: ...
+def reduce_scatter(
+    x: Any,
+    scale: float = 1.0,
+    op: Op = "sum",
     out: Any = None,
     async_op: bool = False,
     group: ProcessGroup | None = None,
@@ -173,7 +299,10 @@ def reduce_scatter(
 
 
 def all_reduce_location(
-    x: Any, op: str = "min", async_op: bool = False, group: ProcessGroup | None = None
+    x: Any,
+    op: Literal["min", "max"] = "min",
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
 ) -> Any:
     """Find the least or largest of each element over the ranks, and which rank has it.
 

@@ -52,7 +52,7 @@ class Bucket:
     def all_reduce(self, array: Array, blocking: bool = False) -> Work:
         """Sum an array of any shape and dtype over the ranks, times ``scale``, in place."""
         if not (blocking or self._pays_inline(array)):
-            return self.group.all_reduce(array, self.scale, async_op=True)  # type: ignore[no-any-return]
+            return self.group.all_reduce(array, self.scale, async_op=True)
         if self.group.fast_all_reduce(array, self.scale, "sum") is not array:
             self.group.all_reduce(array, self.scale)
         return Done(array)
@@ -61,7 +61,7 @@ class Bucket:
         """Join the ranks' arrays (any shape and dtype) along the first dimension; a new array."""
         if self._pays_inline(array):
             return Done(self.group.all_gather(array))
-        return self.group.all_gather(array, async_op=True)  # type: ignore[no-any-return]
+        return self.group.all_gather(array, async_op=True)
 
     def _pays_inline(self, array: Array) -> bool:
         inline = array.nbytes <= self.inline_bytes and not is_cupy(array)

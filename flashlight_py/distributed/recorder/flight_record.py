@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import socket
 import stat
 import sys
@@ -20,6 +21,7 @@ from flashlight_py.distributed.recorder.stacks import stacks, stands_at
 
 __all__ = [
     "FORMAT",
+    "KEPT_JOBS",
     "Flight",
     "default_folder",
     "new_job",
@@ -29,6 +31,9 @@ __all__ = [
 ]
 
 FORMAT = "flashlight_py flight record 1"
+# Jobs of this user whose records stay among the temporary files: the newest.
+KEPT_JOBS = 16
+_PREFIX = "flashlight-trace-"
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def new_job() -> str:
 
 def default_folder(job: str) -> Path:
     """Return where a job's records go unless the user has said where."""
-    return Path(tempfile.gettempdir()) / f"flashlight-trace-{job}"
+    return Path(tempfile.gettempdir()) / f"{_PREFIX}{job}"
 
 
 def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = None) -> Path:
@@ -107,9 +112,26 @@ def _make_folder(folder: Path, chosen: bool) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if chosen:
         return
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    if _age(folder) is None:
         raise PermissionError(f"{folder} is not a folder of this user's own")
+    _remove_oldest(folder.parent)
+
+
+def _remove_oldest(among: Path) -> None:
+    """Remove the records of all but the newest jobs of this user, so that they cannot pile up."""
+    aged = [(age, path) for path in among.glob(f"{_PREFIX}*") if (age := _age(path)) is not None]
+    for _, path in sorted(aged)[KEPT_JOBS:]:
+        shutil.rmtree(path, ignore_errors=True)  # another rank may be removing it as well
+
+
+def _age(folder: Path) -> float | None:
+    """Return how many seconds ago ``folder`` changed; None: it is gone, or not a folder of ours."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return None
+    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return time.time() - found.st_mtime if ours else None
 
 
 def record_text(flight: Flight, reason: str, threads: Sequence[str]) -> str:

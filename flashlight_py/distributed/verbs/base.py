@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, SupportsIndex
 from flashlight_py.device import Array
 from flashlight_py.distributed.arrays import as_array, check_reduction, may_overlap, pack, parse_op
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.constants import Op, ReduceOp
 from flashlight_py.distributed.recorder.journal import Journal
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 
@@ -46,7 +46,7 @@ class Verbs(abc.ABC):
         """Return the backend that ``array`` (None: a NumPy array) goes through."""
 
     def _reduction(
-        self, verb: str, x: Any, op: str, scale: float, writes: bool = True
+        self, verb: str, x: Any, op: Op, scale: float, writes: bool = True
     ) -> tuple[Array, ReduceOp, float]:
         """Check everything that a reduction is given; an average becomes a scaled sum."""
         array = as_array(verb, x, writes)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import as_array, pack
 from flashlight_py.distributed.verbs.base import NO_ROOM, Room, pack_apart, unpack_into
 from flashlight_py.distributed.verbs.refusing import refusable
 from flashlight_py.distributed.verbs.rows import ScatterRows, check_rows
-from flashlight_py.distributed.work import Then
+from flashlight_py.distributed.work import Then, Work
 
 __all__ = ["Movement"]
+
+X = TypeVar("X")
 
 _SCATTER_DIMENSIONS = 8  # that travel with the call, so that ranks need not know the shape
 
@@ -20,6 +22,12 @@ _SCATTER_DIMENSIONS = 8  # that travel with the call, so that ranks need not kno
 class Movement(ScatterRows):
     """``broadcast``, the gathers, ``scatter`` and ``all_to_all``."""
 
+    @overload
+    def broadcast(self, x: X, root: int = 0, async_op: Literal[False] = False) -> X: ...
+    @overload
+    def broadcast(self, x: X, root: int = 0, *, async_op: Literal[True]) -> Work[X]: ...
+    @overload
+    def broadcast(self, x: X, root: int = 0, async_op: bool = False) -> Any: ...
     @refusable()
     def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Any:
         """Give every rank ``root``'s ``x``, in place; see :func:`flashlight_py.broadcast`."""
@@ -32,6 +40,16 @@ class Movement(ScatterRows):
         )
         return self._finish(work, x, unpack_into(array, packed), async_op)
 
+    @overload
+    def all_gather(
+        self, x: list[Any] | tuple[Any, ...], out: Any = None, async_op: Literal[False] = False
+    ) -> list[Array]: ...
+    @overload
+    def all_gather(self, x: Any, out: Any = None, async_op: Literal[False] = False) -> Array: ...
+    @overload
+    def all_gather(self, x: Any, out: Any = None, *, async_op: Literal[True]) -> Work[Array]: ...
+    @overload
+    def all_gather(self, x: Any, out: Any = None, async_op: bool = False) -> Any: ...
     @refusable()
     def all_gather(self, x: Any, out: Any = None, async_op: bool = False) -> Any:
         """Join ``x`` of all ranks; see :func:`flashlight_py.all_gather`."""
@@ -51,6 +69,16 @@ class Movement(ScatterRows):
         work = self._journal.run("all_gather", packed, call, *arguments, async_op=async_op)
         return self._finish_into(work, room, async_op)
 
+    @overload
+    def gather(
+        self, x: Any, root: int = 0, out: Any = None, async_op: Literal[False] = False
+    ) -> Array | None: ...
+    @overload
+    def gather(
+        self, x: Any, root: int = 0, out: Any = None, *, async_op: Literal[True]
+    ) -> Work[Array | None]: ...
+    @overload
+    def gather(self, x: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any: ...
     @refusable()
     def gather(self, x: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
         """Join ``x`` of all ranks on one; see :func:`flashlight_py.gather`."""
@@ -63,6 +91,34 @@ class Movement(ScatterRows):
         work = self._journal.run("gather", packed, call, *arguments, root=root, async_op=async_op)
         return self._finish_into(work, room, async_op)
 
+    @overload
+    def scatter(
+        self,
+        xs: Any = None,
+        root: int = 0,
+        out: Any = None,
+        async_op: Literal[False] = False,
+        rows: Sequence[int] | None = None,
+    ) -> Array: ...
+    @overload
+    def scatter(
+        self,
+        xs: Any = None,
+        root: int = 0,
+        out: Any = None,
+        *,
+        async_op: Literal[True],
+        rows: Sequence[int] | None = None,
+    ) -> Work[Array]: ...
+    @overload
+    def scatter(
+        self,
+        xs: Any = None,
+        root: int = 0,
+        out: Any = None,
+        async_op: bool = False,
+        rows: Sequence[int] | None = None,
+    ) -> Any: ...
     @refusable()
     def scatter(
         self,
@@ -112,6 +168,34 @@ class Movement(ScatterRows):
         stacked: Array = array_module(first).stack(arrays)
         return _limited(pack(stacked))
 
+    @overload
+    def all_to_all(
+        self,
+        x: Any,
+        rows: Sequence[int] | None = None,
+        out: Any = None,
+        async_op: Literal[False] = False,
+        return_rows: Literal[False] = False,
+    ) -> Array: ...
+    @overload
+    def all_to_all(
+        self,
+        x: Any,
+        rows: Sequence[int] | None = None,
+        out: Any = None,
+        *,
+        async_op: Literal[True],
+        return_rows: Literal[False] = False,
+    ) -> Work[Array]: ...
+    @overload
+    def all_to_all(
+        self,
+        x: Any,
+        rows: Sequence[int] | None = None,
+        out: Any = None,
+        async_op: bool = False,
+        return_rows: bool = False,
+    ) -> Any: ...
     @refusable()
     def all_to_all(
         self,

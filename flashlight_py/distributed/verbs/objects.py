@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from flashlight_py.distributed.verbs.base import Verbs
 from flashlight_py.distributed.verbs.refusing import refusable
 
 __all__ = ["Objects"]
+
+T = TypeVar("T")
 
 
 class Objects(Verbs):
@@ -37,12 +39,12 @@ class Objects(Verbs):
             return obj if here else self._unpickled("broadcast_object", letter.content, root)
 
     @refusable()
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: T) -> list[T]:
         """Return all ranks' objects; see :func:`flashlight_py.all_gather_object`."""
         return self._gathered("all_gather_object", obj, None)
 
     @refusable()
-    def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
+    def gather_object(self, obj: T, root: int = 0) -> list[T] | None:
         """Return all ranks' objects on ``root``; see :func:`flashlight_py.gather_object`."""
         root = self._check_rank("gather_object", "root", root)
         objects = self._gathered("gather_object", obj, root)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.apart import Apart
@@ -17,6 +17,8 @@ from flashlight_py.distributed.verbs.self_mail import SelfMail
 from flashlight_py.distributed.work import AllOf, Then, Work
 
 __all__ = ["P2POp", "PointToPoint"]
+
+X = TypeVar("X")
 
 
 class P2POp:
@@ -34,7 +36,12 @@ class P2POp:
     """
 
     def __init__(
-        self, kind: str, x: Any, peer: int | None, tag: int = 0, partial: bool = False
+        self,
+        kind: Literal["send", "recv"],
+        x: Any,
+        peer: int | None,
+        tag: int = 0,
+        partial: bool = False,
     ) -> None:
         if kind not in ("send", "recv"):
             raise ValueError(f"P2POp: kind must be 'send' or 'recv', got {kind!r}")
@@ -85,26 +92,28 @@ class PointToPoint(Verbs):
         self._journal.run("send", packed, call, *(packed, dst, tag, True), peer=dst, tag=tag)
 
     @refusable(lambda _, x, src, tag=0, partial=False: [_received_from(src, tag)])
-    def recv(self, x: Any, src: int | None, tag: int = 0, partial: bool = False) -> Any:
+    def recv(self, x: X, src: int | None, tag: int = 0, partial: bool = False) -> X:
         """Fill ``x`` with what ``src`` sends, blocking; see :func:`flashlight_py.recv`."""
         src, tag = _plain(src), _plain(tag)
         array = self._filled("recv", x, src, tag, partial)
         self._refuse_self("recv", "src", src)
         if src is None or partial:
             op, room = P2POp("recv", x, src, tag, partial), pack(array)
-            return self._home_open(op, array, room, self._begin_open(op, room, False)).wait()
+            part: X = self._home_open(op, array, room, self._begin_open(op, room, False)).wait()
+            return part
         packed, call = pack(array), self.backend(array).recv
         arguments = (packed, src, tag, True)
         work = self._journal.run("recv", packed, call, *arguments, peer=src, tag=tag)
-        return self._finish(work, x, unpack_into(array, packed), async_op=False)
+        filled: X = self._finish(work, x, unpack_into(array, packed), async_op=False)
+        return filled
 
     @refusable(lambda _, x, dst, tag=0: [_sent_to(dst, tag)])
-    def isend(self, x: Any, dst: int, tag: int = 0) -> Work:
+    def isend(self, x: X, dst: int, tag: int = 0) -> Work[X]:
         """Begin to give ``x`` to rank ``dst``; see :func:`flashlight_py.isend`."""
         return self._begin_all([P2POp("send", x, dst, tag)])[0]
 
     @refusable(lambda _, x, src, tag=0, partial=False: [_received_from(src, tag)])
-    def irecv(self, x: Any, src: int | None, tag: int = 0, partial: bool = False) -> Work:
+    def irecv(self, x: X, src: int | None, tag: int = 0, partial: bool = False) -> Work[X]:
         """Begin to fill ``x`` with what ``src`` sends; see :func:`flashlight_py.irecv`."""
         op = P2POp("recv", x, src, tag, partial)
         work = self._begin_all([op])[0]
@@ -112,7 +121,7 @@ class PointToPoint(Verbs):
         return work
 
     @refusable(_ends_of)
-    def batch_isend_irecv(self, ops: Sequence[P2POp]) -> Work:
+    def batch_isend_irecv(self, ops: Sequence[P2POp]) -> Work[list[Any]]:
         """Begin several messages; see :func:`flashlight_py.batch_isend_irecv`."""
         return AllOf(self._begin_all(ops))
 
@@ -159,8 +168,8 @@ class PointToPoint(Verbs):
         ]
     )
     def sendrecv(
-        self, x: Any, dst: int, out: Any, src: int, tag: int = 0, recv_tag: int | None = None
-    ) -> Any:
+        self, x: Any, dst: int, out: X, src: int, tag: int = 0, recv_tag: int | None = None
+    ) -> X:
         """Send and receive at once, blocking; see :func:`flashlight_py.sendrecv`."""
         self._check_rank("sendrecv", "src", src)
         receiving = P2POp("recv", out, src, tag if recv_tag is None else recv_tag)
@@ -178,7 +187,8 @@ class PointToPoint(Verbs):
         work = self._journal.run(
             "sendrecv", outgoing, call, messages, True, peer=sending.peer, tag=sending.tag
         )
-        return self._finish(work, out, unpack_into(incoming, packed), async_op=False)
+        filled: X = self._finish(work, out, unpack_into(incoming, packed), async_op=False)
+        return filled
 
     def _begin(self, op: P2POp, packed: Array) -> Work:
         """Begin one message of a NumPy array, or one to this rank itself."""

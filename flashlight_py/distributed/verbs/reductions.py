@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.apart import Apart
 from flashlight_py.distributed.arrays import dtype_code, pack, pack_terms
-from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.constants import Op, ReduceOp
 from flashlight_py.distributed.verbs.base import (
     NO_ROOM,
     Room,
@@ -25,6 +25,8 @@ from flashlight_py.distributed.verbs.rows import check_rows
 from flashlight_py.distributed.work import AllOf, Then, Work
 
 __all__ = ["Reductions"]
+
+X = TypeVar("X")
 
 
 def _calls_of_multiple(
@@ -46,10 +48,20 @@ def _calls_of_multiple(
 class Reductions(Verbs):
     """``all_reduce`` and its relatives."""
 
-    @refusable()
+    @overload
     def all_reduce(
-        self, x: Any, scale: float = 1.0, op: str = "sum", async_op: bool = False
-    ) -> Any:
+        self, x: X, scale: float = 1.0, op: Op = "sum", async_op: Literal[False] = False
+    ) -> X: ...
+    @overload
+    def all_reduce(
+        self, x: X, scale: float = 1.0, op: Op = "sum", *, async_op: Literal[True]
+    ) -> Work[X]: ...
+    @overload
+    def all_reduce(
+        self, x: X, scale: float = 1.0, op: Op = "sum", async_op: bool = False
+    ) -> Any: ...
+    @refusable()
+    def all_reduce(self, x: Any, scale: float = 1.0, op: Op = "sum", async_op: bool = False) -> Any:
         """Combine ``x`` of all ranks in place; see :func:`flashlight_py.all_reduce`."""
         array, reduce_op, factor = self._reduction("all_reduce", x, op, scale)
         packed, native = pack_terms(array, reduce_op)
@@ -59,12 +71,40 @@ class Reductions(Verbs):
         )
         return self._finish(work, x, unpack_into(array, packed), async_op)
 
+    @overload
+    def all_reduce_multiple(
+        self,
+        xs: Sequence[X],
+        scale: float = 1.0,
+        op: Op = "sum",
+        async_op: Literal[False] = False,
+        contiguous: bool = False,
+    ) -> list[X]: ...
+    @overload
+    def all_reduce_multiple(
+        self,
+        xs: Sequence[X],
+        scale: float = 1.0,
+        op: Op = "sum",
+        *,
+        async_op: Literal[True],
+        contiguous: bool = False,
+    ) -> Work[list[X]]: ...
+    @overload
+    def all_reduce_multiple(
+        self,
+        xs: Sequence[X],
+        scale: float = 1.0,
+        op: Op = "sum",
+        async_op: bool = False,
+        contiguous: bool = False,
+    ) -> Any: ...
     @refusable(_calls_of_multiple)
     def all_reduce_multiple(
         self,
         xs: Sequence[Any],
         scale: float = 1.0,
-        op: str = "sum",
+        op: Op = "sum",
         async_op: bool = False,
         contiguous: bool = False,
     ) -> Any:
@@ -83,7 +123,7 @@ class Reductions(Verbs):
             works = self._all_reduce_each(arrays, op, scale)
         return self._finish(AllOf(works), xs, None, async_op)
 
-    def _all_reduce_each(self, arrays: list[Array], op: str, scale: float) -> list[Work]:
+    def _all_reduce_each(self, arrays: list[Array], op: Op, scale: float) -> list[Work]:
         """Reduce arrays by themselves; those on GPUs begin together, after those of the CPU."""
         on_gpu = [array for array in arrays if is_cupy(array)]
         on_cpu = [array for array in arrays if not is_cupy(array)]
@@ -92,7 +132,7 @@ class Reductions(Verbs):
             works.append(self._all_reduce_together(on_gpu, op, scale))
         return works
 
-    def _all_reduce_together(self, arrays: list[Array], op: str, scale: float) -> Work:
+    def _all_reduce_together(self, arrays: list[Array], op: Op, scale: float) -> Work:
         _, reduce_op, factor = self._reduction("all_reduce_multiple", arrays[0], op, scale)
         terms = [pack_terms(array, reduce_op) for array in arrays]
         packed, native = [array for array, _ in terms], terms[0][1]
@@ -113,7 +153,7 @@ class Reductions(Verbs):
 
         return self._keep(Then(work, unpack))
 
-    def _all_reduce_packed(self, arrays: list[Array], op: str, scale: float) -> Work:
+    def _all_reduce_packed(self, arrays: list[Array], op: Op, scale: float) -> Work:
         """Reduce arrays of one dtype as one."""
         xp = array_module(arrays[0])
         flat = xp.concatenate([array.ravel() for array in arrays])
@@ -126,9 +166,26 @@ class Reductions(Verbs):
 
         return self._keep(Then(self.all_reduce(flat, scale, op, async_op=True), unpack))
 
+    @overload
+    def reduce(
+        self,
+        x: X,
+        root: int = 0,
+        op: Op = "sum",
+        scale: float = 1.0,
+        async_op: Literal[False] = False,
+    ) -> X: ...
+    @overload
+    def reduce(
+        self, x: X, root: int = 0, op: Op = "sum", scale: float = 1.0, *, async_op: Literal[True]
+    ) -> Work[X]: ...
+    @overload
+    def reduce(
+        self, x: X, root: int = 0, op: Op = "sum", scale: float = 1.0, async_op: bool = False
+    ) -> Any: ...
     @refusable()
     def reduce(
-        self, x: Any, root: int = 0, op: str = "sum", scale: float = 1.0, async_op: bool = False
+        self, x: Any, root: int = 0, op: Op = "sum", scale: float = 1.0, async_op: bool = False
     ) -> Any:
         """Combine ``x`` of all ranks on one; see :func:`flashlight_py.reduce`."""
         root = self._check_rank("reduce", "root", root)
@@ -141,12 +198,53 @@ class Reductions(Verbs):
         home = unpack_into(array, packed) if self.rank == root else None
         return self._finish(work, x, home, async_op)
 
+    @overload
+    def reduce_scatter(
+        self,
+        x: list[Any] | tuple[Any, ...],
+        scale: float = 1.0,
+        op: Op = "sum",
+        out: Any = None,
+        async_op: Literal[False] = False,
+        rows: Sequence[int] | None = None,
+    ) -> list[Array]: ...
+    @overload
+    def reduce_scatter(
+        self,
+        x: Any,
+        scale: float = 1.0,
+        op: Op = "sum",
+        out: Any = None,
+        async_op: Literal[False] = False,
+        rows: Sequence[int] | None = None,
+    ) -> Array: ...
+    @overload
+    def reduce_scatter(
+        self,
+        x: Any,
+        scale: float = 1.0,
+        op: Op = "sum",
+        out: Any = None,
+        *,
+        async_op: Literal[True],
+        rows: Sequence[int] | None = None,
+    ) -> Work[Array]: ...
+    @overload
+    def reduce_scatter(
+        self,
+        x: Any,
+        scale: float = 1.0,
+        op: Op = "sum",
+        out: Any = None,
+        async_op: bool = False,
+        rows: Sequence[int] | None = None,
+    ) -> Any: ...
     @refusable()
     def reduce_scatter(
         self,
         x: Any,
         scale: float = 1.0,
-        op: str = "sum",
+        op: Op = "sum",
         out: Any = None,
         async_op: bool = False,
         rows: Sequence[int] | None = None,
@@ -201,7 +299,9 @@ class Reductions(Verbs):
         return self._keep(Then(work, finish)) if async_op else finish(work.wait())
 
     @refusable()
-    def all_reduce_location(self, x: Any, op: str = "min", async_op: bool = False) -> Any:
+    def all_reduce_location(
+        self, x: Any, op: Literal["min", "max"] = "min", async_op: bool = False
+    ) -> Any:
         """Find extremes and who has them; see :func:`flashlight_py.all_reduce_location`."""
         verb = "all_reduce_location"
         array, reduce_op, _ = self._reduction(verb, x, op, 1.0, writes=False)

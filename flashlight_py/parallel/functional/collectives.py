@@ -8,6 +8,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.arrays import scale_in_place
+from flashlight_py.distributed.constants import LinearOp
 from flashlight_py.parallel.functional.call import (
     Call,
     copy_of,
@@ -19,7 +20,7 @@ __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatte
 
 
 def all_reduce(
-    v: Variable, op: str = "sum", scale: float = 1.0, group: ProcessGroup | None = None
+    v: Variable, op: LinearOp = "sum", scale: float = 1.0, group: ProcessGroup | None = None
 ) -> Variable:
     """Return ``scale`` times the sum (or average) of all ranks' ``v``, the same on every rank.
 
@@ -55,13 +56,13 @@ def all_reduce(
     call = Call("all_reduce", group_or_world(group))
 
     def combine(array: Array) -> Array:
-        return call.group.all_reduce(copy_of(array), scale, op)  # type: ignore[no-any-return]
+        return call.group.all_reduce(copy_of(array), scale, op)
 
     return call.record(v, combine(v.data), vjp=combine)
 
 
 def reduce_scatter(
-    v: Variable, op: str = "sum", scale: float = 1.0, group: ProcessGroup | None = None
+    v: Variable, op: LinearOp = "sum", scale: float = 1.0, group: ProcessGroup | None = None
 ) -> Variable:
     """Return this rank's part of ``scale`` times the sum (or average) of all ranks' ``v``.
 
@@ -163,7 +164,7 @@ def all_to_all(
 
     def take_back(grad: Array) -> Array:
         came = None if rows is None else call.rows[:, call.group.rank].tolist()
-        return call.group.all_to_all(grad, came)  # type: ignore[no-any-return]
+        return call.group.all_to_all(grad, came)
 
     told = () if rows is None else rows
     return call.record(v, call.group.all_to_all(v.data, rows), vjp=take_back, rows=told)
@@ -213,7 +214,7 @@ def _reduced_rows(grad: Array, call: Call) -> Array:
     """Return the sum over the ranks of those rows of their ``grad`` that this rank has given."""
     rows, rank = call.rows[:, 0].tolist(), call.group.rank
     if min(rows) == max(rows):
-        return call.group.reduce_scatter(grad)  # type: ignore[no-any-return]
+        return call.group.reduce_scatter(grad)
     start = sum(rows[:rank])
     summed: Array = call.group.all_reduce(copy_of(grad))
     return summed[start : start + rows[rank]]

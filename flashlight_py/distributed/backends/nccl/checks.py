@@ -203,7 +203,7 @@ def begin_checks(cpu: Backend, connect: Callable[[Store], Backend]) -> Checks | 
     """
     store = BackendStore(cpu)
     introduce(store, checks=True)
-    hosts = ranks_by_memory(store)
+    hosts, _ = ranks_by_memory(store)
     mates = next(host for host in hosts if cpu.rank in host)
     near = SubStore(store, mates)
     memory, problem = _map(near)

@@ -1,0 +1,102 @@
+"""How many threads NumPy's OpenBLAS computes with, in ranks that share the cores of a host.
+
+Each rank's OpenBLAS starts a thread for every core when it is loaded, so that four ranks on four
+cores compute with sixteen threads. Launchers of ours set the variables that it reads; under others
+the library is asked, which works after it was loaded as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["describe", "limit", "restore"]
+
+# What OpenBLAS reads when it is loaded: whoever has set one has chosen.
+_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+# Names of its functions: those of NumPy's and SciPy's wheels first; 64_ is for 64-bit integers.
+_SPELLINGS = ("scipy_openblas_{}64_", "scipy_openblas_{}", "openblas_{}64_", "openblas_{}")
+_MAPS = Path("/proc/self/maps")
+
+
+@dataclass(frozen=True)
+class _OpenBlas:
+    """One loaded OpenBLAS; NumPy and SciPy may each have brought their own."""
+
+    library: ctypes.CDLL
+    spelling: str
+
+    def ask(self, name: str) -> int:
+        return int(self.library[self.spelling.format(name)]())
+
+    def set(self, threads: int) -> None:
+        self.library[self.spelling.format("set_num_threads")](ctypes.c_int(threads))
+
+    def default(self) -> int:
+        """Return the threads that it has unless somebody has chosen: one for each core."""
+        config = self.library[self.spelling.format("get_config")]
+        config.restype = ctypes.c_char_p
+        most = re.search(rb"MAX_THREADS=(\d+)", config())
+        cores = self.ask("get_num_procs")
+        return min(cores, int(most[1])) if most else cores
+
+
+_limited: list[tuple[_OpenBlas, int]] = []  # and how many threads each had
+_said = ""
+
+
+def limit(threads: int) -> None:
+    """Have each OpenBLAS of this process compute with ``threads``, unless somebody has chosen.
+
+    Choosing is setting a variable that it reads, or another number than its default before.
+    """
+    global _said  # noqa: PLW0603  (the libraries are the process's, too)
+    chosen = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+    if chosen:
+        _said = f"as {chosen[0]} says"
+        return
+    found = list(_loaded())
+    if not found:
+        _said = "not set: NumPy's is no OpenBLAS; OMP_NUM_THREADS or its own variable chooses them"
+        return
+    for each in found:
+        had = each.ask("get_num_threads")
+        if had == each.default() and had > threads:
+            each.set(threads)
+            _limited.append((each, had))
+    if _limited:
+        _said = f"{threads}, this rank's share of the cores; {_VARIABLES[0]} chooses otherwise"
+    else:
+        _said = f"{max(each.ask('get_num_threads') for each in found)}, as it was"
+
+
+def restore() -> None:
+    """Give each OpenBLAS the threads back that it had before ``limit``."""
+    global _said  # noqa: PLW0603  (see above)
+    _said = ""
+    while _limited:
+        library, threads = _limited.pop()
+        library.set(threads)
+
+
+def describe() -> str:
+    """Return how many threads there are and why; empty before ``limit``."""
+    return _said
+
+
+def _loaded() -> Iterator[_OpenBlas]:
+    """Find the libraries that this process has mapped; none where the system does not say."""
+    lines = _MAPS.read_text(errors="surrogateescape").splitlines() if _MAPS.exists() else []
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "openblas" in line}
+    for path in sorted(path for path in paths if "openblas" in Path(path).name):
+        if not os.path.exists(path):  # replaced since, and mapped as "... (deleted)"
+            continue
+        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        for spelling in _SPELLINGS:
+            if hasattr(library, spelling.format("set_num_threads")):
+                yield _OpenBlas(library, spelling)
+                break

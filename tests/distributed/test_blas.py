@@ -1,0 +1,86 @@
+"""Ranks of one host divide its cores between their BLAS, where nobody has chosen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flashlight_py.cores import usable_cores
+from flashlight_py.distributed import blas
+from flashlight_py.launch.variables import rank_variables
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+PROGRAM = """
+import sys
+import flashlight_py as fl
+from flashlight_py.distributed import blas
+(library,) = blas._loaded()
+if sys.argv[1:]:
+    library.set(int(sys.argv[1]))
+print(library.ask("get_num_threads"))
+fl.distributed_init()
+print(library.ask("get_num_threads"))
+print(fl.distributed.describe().splitlines()[2])
+fl.distributed_shutdown()
+print(library.ask("get_num_threads"))
+assert "BLAS" not in fl.distributed.describe()
+"""
+
+HAS_OPENBLAS = "openblas" in str(np.show_config("dicts")).lower()
+NEEDS_OPENBLAS = pytest.mark.skipif(not HAS_OPENBLAS, reason="NumPy's BLAS is no OpenBLAS here")
+
+
+def threads(folder: Path, *arguments: str, **variables: str) -> tuple[int, int, str, int]:
+    """Threads before, during and after a world of two ranks, and how they are described."""
+    chosen = {"OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"}
+    environ = {name: value for name, value in os.environ.items() if name not in chosen}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", PROGRAM, *arguments],
+            env={**environ, **rank_variables(rank, 2, str(folder / "meet")), **variables},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    first, second = (rank.communicate(timeout=60)[0].splitlines() for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert first == second
+    before, during, text, after = first
+    return int(before), int(during), text.removeprefix("BLAS threads: "), int(after)
+
+
+@NEEDS_OPENBLAS
+def test_ranks_that_share_a_host_share_its_cores(tmp_path: Path) -> None:
+    before, during, text, after = threads(tmp_path)
+    assert during == max(1, min(before, usable_cores() // 2))
+    assert text.startswith(f"{during}, ")
+    assert ("share of the cores" in text) == (during < before)
+    assert after == before
+
+
+@NEEDS_OPENBLAS
+def test_who_has_chosen_keeps_his_choice(tmp_path: Path) -> None:
+    many = str(os.cpu_count() or 1)
+    before, during, text, _ = threads(tmp_path, OPENBLAS_NUM_THREADS=many)
+    assert before == during
+    assert text == f"as OPENBLAS_NUM_THREADS={many} says"
+    more = (os.cpu_count() or 1) + 1
+    assert threads(tmp_path, str(more)) == (more, more, f"{more}, as it was", more)
+
+
+def test_another_blas_is_not_touched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in blas._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(blas, "_MAPS", tmp_path / "maps")
+    blas.limit(1)
+    try:
+        assert blas.describe().startswith("not set: NumPy's is no OpenBLAS")
+    finally:
+        blas.restore()

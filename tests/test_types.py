@@ -1,0 +1,30 @@
+"""A type checker finds the package where it is installed, and the types of what users call."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_a_users_program_has_the_types_that_it_says(tmp_path: Path) -> None:
+    """Away from the checkout, so that only what is installed is found."""
+    program = shutil.copy(ROOT / "tests" / "typed_program.py", tmp_path / "program.py")
+    options = ["--strict", "--config-file=", f"--cache-dir={ROOT / '.mypy_cache' / 'user'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if "PYTHONPATH" not in name},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
