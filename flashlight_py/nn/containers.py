@@ -70,7 +70,7 @@ class Sequential(Container):
         if isinstance(x, Variable) and is_cupy(x.data):
             return self._with_fewer_launches(x)
         for module in self._members:
-            x = module.forward(x)
+            x = module(x)
         return x
 
     def _with_fewer_launches(self, x: Any) -> Any:
@@ -83,6 +83,6 @@ class Sequential(Container):
                 x = F.linear_relu(x, module.weight, module.bias)
                 position += 2
             else:
-                x = module.forward(x)
+                x = module(x)
                 position += 1
         return x

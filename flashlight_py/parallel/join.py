@@ -14,9 +14,8 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from flashlight_py.device import Array, is_cupy
+from flashlight_py.device import is_cupy
 from flashlight_py.distributed import ProcessGroup, all_reduce
-from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Module
@@ -58,16 +57,11 @@ class Joined:
         self._count = self._count + number if self._counting else number
         self._counting = True
 
-    def _prepare(self, array: Array, first: bool) -> None:
-        """Weigh a gradient of this rank's own pass before it is added to the others'."""
+    def _weigh(self, first: bool) -> float:
+        """Return what gradients of this rank's own pass count before they are added up."""
         if first:
             self._begin_own_pass()
-        if not self._sync.averages:
-            return
-        if self._weight:
-            scale_in_place(array, self._weight)
-        else:
-            array[...] = 0  # a batch of no samples may have nan for its mean
+        return self._weight if self._sync.averages else 1.0
 
     def _begin_own_pass(self) -> None:
         total, _ = self._add_up(self._count, 1)
@@ -143,12 +137,12 @@ def join(module: Module, optimizer: FirstOrderOptimizer | None = None) -> Iterat
     group = sync.reducer.group or current_world().group
     joined = Joined(sync, group)
     with _the_only_one(joined):
-        sync.prepare = joined._prepare
+        sync.weigh = joined._weigh
         try:
             yield joined
             joined._take_part_until_all_have_ended()
         finally:
-            sync.prepare = None
+            sync.weigh = None
     root = joined._a_rank_that_trained_to_the_last()
     _give_state(module, optimizer, root, group)
 

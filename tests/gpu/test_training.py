@@ -25,7 +25,7 @@ def train(rank: int, size: int, device: str, kind: str) -> list[np.ndarray]:
         fl.nn.Linear(10, 50, dtype="float64"), fl.nn.ReLU(), fl.nn.Linear(50, 1, dtype="float64")
     )
     model.to(device)
-    fl.all_reduce_parameters(model)
+    fl.broadcast_parameters(model)
     fl.distribute_module_grads(model)
     optimizer: Any = (
         fl.optim.AdamOptimizer(model.params(), 0.01, weight_decay=0.01)
