@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flashlight_py.autograd import Variable
@@ -19,16 +19,17 @@ class Container(Module):
     """A module that holds others in a list, named by position; a subclass writes ``forward``.
 
     Args:
-        modules: the first members, in order.
+        modules: the first members, in order; a list or tuple of them will do.
 
     Raises:
         TypeError: a member is not a module.
     """
 
-    def __init__(self, *modules: Module) -> None:
+    def __init__(self, *modules: Module | Sequence[Module]) -> None:
         self._members: list[Module] = []
-        for module in modules:
-            self.add(module)
+        for given in modules:
+            for module in given if isinstance(given, (list, tuple)) else (given,):
+                self.add(module)
 
     def add(self, module: Module) -> None:
         """Append a module.

@@ -203,6 +203,22 @@ def test_periodic_averaging(pool: Any) -> None:
     assert second == [1, 2, 1.5, 2.5, 3.5, 3, 4]
 
 
+def clip_sharded(rank: int, size: int) -> Any:
+    """Rank r has r gradients, so rank 0 has none; all are scaled by the norm of all."""
+    group = fl.split(0)
+    params = [fl.param(np.zeros(3)) for _ in range(rank)]
+    for param in params:
+        param.grad = np.full(3, 2.0)
+    norm = fl.optim.clip_grad_norm(params, 3.0, group=group)
+    group.close()
+    return norm, [param.grad.tolist() for param in params]
+
+
+def test_clipping_by_the_norm_of_all_ranks_gradients(pool: Any) -> None:
+    results = pool(3).run(clip_sharded)
+    assert results == [(6.0, [[1.0] * 3] * rank) for rank in range(3)]
+
+
 def test_arguments() -> None:
     for function in (fl.broadcast_parameters, fl.all_reduce_parameters):
         with pytest.raises(TypeError, match=r"expected a flashlight_py.nn.Module, got str"):
