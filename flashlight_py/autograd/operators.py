@@ -83,6 +83,11 @@ def _float(self: Variable) -> float:
     return float(self.scalar())
 
 
+def _transposed(self: Variable) -> Variable:
+    """The variable with its dimensions reversed."""
+    return shape.transpose(self)
+
+
 _OPERATORS = {
     "__neg__": arithmetic.negative,
     "__abs__": elementwise.abs,
@@ -107,7 +112,7 @@ _OPERATORS = {
     "__float__": _float,
     "sum": reduction.sum,
     "mean": reduction.mean,
-    "T": property(shape.transpose, doc="The variable with its dimensions reversed."),
+    "T": property(_transposed),
 }
 
 for _name, _function in _OPERATORS.items():
