@@ -12,7 +12,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from flashlight_py.autograd import Variable
 from flashlight_py.distributed import DistributedConstants, ProcessGroup
@@ -30,7 +30,7 @@ from flashlight_py.parallel.gradient_sync import (
     used_on_any_rank,
 )
 from flashlight_py.parallel.parameters import (
-    equalize_buffers,
+    give_state,
     members_of,
     reduce_all,
     require_module,
@@ -125,10 +125,11 @@ def distribute_module_grads(
         sync = GradientSync(one_by_one(in_order), reducer)
     else:
         sync = _bucketed(in_order, scale, hook, group, limit)
+    sync.ignored = ignored
     _synchronizers[module] = sync
     module.before_forward = None
     if broadcast_buffers and any(name not in ignored for name in module.buffers):
-        module.before_forward = functools.partial(_before_forward, sync, ignored, group)
+        module.before_forward = functools.partial(_before_forward, sync)
     _warn_of_differing(digests, members)
 
 
@@ -180,12 +181,11 @@ def _names(module: Module, ignore: Iterable[str | Variable]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _before_forward(
-    sync: GradientSync, ignored: Collection[str], group: ProcessGroup | None, module: Module
-) -> None:
+def _before_forward(sync: GradientSync, module: Module) -> None:
     """Make the buffers the same, where all ranks begin the same synchronised pass."""
     if module.training and sync.enabled and sync.weigh is None:
-        equalize_buffers(module, ignored, group)
+        state = {name: each for name, each in module.buffers.items() if name not in sync.ignored}
+        give_state(module, state, 0, sync.reducer.group)
 
 
 def _warn_of_differing(digests: list[int], group: ProcessGroup) -> None:

@@ -153,7 +153,8 @@ class GradientSync:
     ``flags``: room for a number of each parameter in the array of the last unit; None: whether it
     was used travels in a message of its own. ``averages``: the reducer leaves the mean over the
     ranks. ``weigh(first)``, where it is set, says before each unit what to multiply it by;
-    ``first``: it begins a pass. A weight of 0: nothing of this rank was used.
+    ``first``: it begins a pass. A weight of 0: nothing of this rank was used. ``ignored``: names of
+    the module's parameters and buffers that are each rank's own.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class GradientSync:
         self.averages = averages
         self.reducer = reducer
         self.weigh: Callable[[bool], float] | None = None
+        self.ignored: frozenset[str] = frozenset()
         self._units = units
         self._params = [param for unit in units for param in unit.params]
         self._flags = flags

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
@@ -18,7 +19,7 @@ __all__ = [
     "PeriodicAveraging",
     "all_reduce_parameters",
     "broadcast_parameters",
-    "equalize_buffers",
+    "give_state",
     "members_of",
     "reduce_all",
     "require_module",
@@ -147,13 +148,16 @@ class PeriodicAveraging:
         self._steps = whole_number("PeriodicAveraging", "steps", state["steps"])
 
 
-def equalize_buffers(module: Module, ignored: Collection[str], group: ProcessGroup | None) -> None:
-    """Make the buffers those of rank 0, but for the ``ignored`` names. Collective, blocking."""
-    buffers = {name: each for name, each in module.buffers.items() if name not in ignored}
-    if not buffers:
-        return
-    for name, value in synchronize(dict(buffers), 0, group).items():
-        if value is not buffers[name]:  # a number, which cannot be changed in place
+def give_state(
+    module: Module, state: Mapping[str, Any], root: int, group: ProcessGroup | None
+) -> None:
+    """Make ``state``, entries of ``module.state_dict()``, that of ``root``. Collective, blocking.
+
+    Raises:
+        MismatchError, DistributedError: as :func:`flashlight_py.synchronize`.
+    """
+    for name, value in synchronize(dict(state), root, group).items():
+        if value is not state[name]:  # a number, which cannot be changed in place
             put_buffer(module, name, value)
 
 

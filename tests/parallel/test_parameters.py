@@ -171,13 +171,23 @@ def ignoring(rank: int, size: int) -> Any:
     fl.distribute_module_grads(model, ignore=["own", "inside.bias", "seen", "mean"])
     assert model.inside.bias.hook is None  # of the first call, which the second one replaced
     assert model.before_forward is None
+    optimizer = fl.optim.SGDOptimizer(model.inside.params(), 0.1 * (1 + rank), momentum=0.9)
+    model.mean = np.float64(rank)
+    with fl.join(model, optimizer):
+        if rank:
+            (model(x)[0, :1] * model.own).backward(np.ones(2, np.float32))
+    assert (model.own.shape, float(model.mean), optimizer.lr) == (
+        (1 + rank,),
+        rank + 2.0 * rank,
+        0.2,
+    )
     return fired, weight, model.own.grad.shape
 
 
 def test_what_is_ignored_is_each_ranks_own(pool: Any) -> None:
     first, second = pool(2).run(ignoring)
     assert first == ([(1,)], [5.0] * 3, (1,))  # (1 * 2 + 2 * 2 * 2) / 2
-    assert second == ([(2,)], [5.0] * 3, (2,))
+    assert second == ([(2,)] * 2, [5.0] * 3, (2,))  # and once more, in join
 
 
 def periodic(rank: int, size: int) -> Any:
