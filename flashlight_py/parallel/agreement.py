@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ __all__ = [
     "check_modules_agree",
     "check_settings_agree",
     "digest_of_values",
+    "digests_of_ranks",
+    "warn_of_differing",
 ]
 
 
@@ -51,10 +54,28 @@ def check_modules_agree(
     return [number for _, number in of_ranks]
 
 
-def digest_of_values(params: Mapping[str, Variable]) -> int:
+def digest_of_values(params: Iterable[Variable]) -> int:
     """Return 64 bits that tell the values of parameters apart; reads each once, without a copy."""
-    parts = [_sum_of_words(to_device(param.data, "cpu")) for param in params.values()]
+    parts = [_sum_of_words(to_device(param.data, "cpu")) for param in params]
     return digest(json.dumps(parts).encode())
+
+
+def digests_of_ranks(params: Iterable[Variable], group: ProcessGroup) -> list[int]:
+    """Return ``digest_of_values`` of every rank, in rank order. Collective, blocking."""
+    return [0] if group.size == 1 else _of_all_ranks(digest_of_values(params), group)
+
+
+def warn_of_differing(what: str, digests: Sequence[int], group: ProcessGroup) -> None:
+    """Warn the user who calls ``what``, on rank 0, where the ranks' parameters differ."""
+    others = [str(rank) for rank, values in enumerate(digests) if values != digests[0]]
+    if group.rank != 0 or not others:
+        return
+    warnings.warn(
+        f"{what}: rank 0 of {group.size}: rank(s) {', '.join(others)} start from other parameters "
+        "than rank 0, and would each train a model of their own: gradients are reduced, parameters "
+        "are not. Call fl.broadcast_parameters(module) before it, and after fl.distributed_init()",
+        stacklevel=3,
+    )
 
 
 def _sum_of_words(array: Array) -> tuple[int, str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -20,7 +19,12 @@ from flashlight_py.distributed.hook_reducer import HookReducer
 from flashlight_py.distributed.hooks import CommunicationHook
 from flashlight_py.distributed.reducer import EagerReducer, Reducer
 from flashlight_py.nn import Module
-from flashlight_py.parallel.agreement import check_modules_agree, digest_of_values
+from flashlight_py.parallel.agreement import (
+    check_modules_agree,
+    digest_of_values,
+    warn_of_differing,
+)
+from flashlight_py.parallel.functional.call import group_or_world
 from flashlight_py.parallel.gradient_sync import (
     GradientSync,
     buffers_of,
@@ -31,7 +35,6 @@ from flashlight_py.parallel.gradient_sync import (
 )
 from flashlight_py.parallel.parameters import (
     give_state,
-    members_of,
     reduce_all,
     require_module,
 )
@@ -115,9 +118,9 @@ def distribute_module_grads(
     if not in_order:
         raise ValueError("distribute_module_grads: the module has no parameter with calc_grad")
     group = group if reducer is None else reducer.group
-    members = members_of(group)
+    members = group_or_world(group)
     digests = check_modules_agree(
-        named, members, digest_of_values(named) if members.size > 1 else 0
+        named, members, digest_of_values(named.values()) if members.size > 1 else 0
     )
     if module in _synchronizers:
         _synchronizers[module].detach()
@@ -130,7 +133,7 @@ def distribute_module_grads(
     module.before_forward = None
     if broadcast_buffers and any(name not in ignored for name in module.buffers):
         module.before_forward = functools.partial(_before_forward, sync)
-    _warn_of_differing(digests, members)
+    warn_of_differing("distribute_module_grads", digests, members)
 
 
 def _bucketed(
@@ -140,7 +143,7 @@ def _bucketed(
     group: ProcessGroup | None,
     limit: int,
 ) -> GradientSync:
-    factor = 1.0 / members_of(group).size if scale is None else scale
+    factor = 1.0 / group_or_world(group).size if scale is None else scale
     if hook is None:
         units, flags = flat_buckets(params, limit, group, room=len(params))
         return GradientSync(units, EagerReducer(factor, group=group), flags, scale is None)
@@ -186,19 +189,6 @@ def _before_forward(sync: GradientSync, module: Module) -> None:
     if module.training and sync.enabled and sync.weigh is None:
         state = {name: each for name, each in module.buffers.items() if name not in sync.ignored}
         give_state(module, state, 0, sync.reducer.group)
-
-
-def _warn_of_differing(digests: list[int], group: ProcessGroup) -> None:
-    if group.rank != 0 or len(set(digests)) == 1:
-        return
-    others = [str(rank) for rank, values in enumerate(digests) if values != digests[0]]
-    warnings.warn(
-        f"distribute_module_grads: rank 0 of {group.size}: rank(s) {', '.join(others)} start from "
-        "other parameters than rank 0, and would each train a model of their own: gradients are "
-        "reduced, parameters are not. Call fl.broadcast_parameters(module) before it, and after "
-        "fl.distributed_init()",
-        stacklevel=3,
-    )
 
 
 def gradient_sync_of(module: Module, caller: str) -> GradientSync:

@@ -8,9 +8,9 @@ from typing import Any
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.reducer import CoalescingReducer
-from flashlight_py.distributed.world import current_world
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
+from flashlight_py.parallel.functional.call import group_or_world
 from flashlight_py.parallel.place import whole_number
 from flashlight_py.parallel.synchronize import synchronize
 from flashlight_py.parallel.tree import put_buffer
@@ -20,7 +20,6 @@ __all__ = [
     "all_reduce_parameters",
     "broadcast_parameters",
     "give_state",
-    "members_of",
     "reduce_all",
     "require_module",
 ]
@@ -74,7 +73,7 @@ def all_reduce_parameters(module: Module, group: ProcessGroup | None = None) -> 
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
-    members = members_of(group)
+    members = group_or_world(group)
     params = module.named_params()
     check_modules_agree(params, members)
     reduce_all([param.data for param in params.values()], 1.0 / members.size, group)
@@ -114,8 +113,8 @@ class PeriodicAveraging:
         self._module = module
         self._group = group
         self._steps = 0
-        check_modules_agree(module.named_params(), members_of(group))
-        check_settings_agree("PeriodicAveraging", {"every": self._every}, members_of(group))
+        check_modules_agree(module.named_params(), group_or_world(group))
+        check_settings_agree("PeriodicAveraging", {"every": self._every}, group_or_world(group))
 
     def step(self) -> bool:
         """Count a step; after every ``every``-th one average the parameters, in place.
@@ -130,7 +129,7 @@ class PeriodicAveraging:
         if self._steps % self._every:
             return False
         arrays = [param.data for param in self._module.params()]
-        reduce_all(arrays, 1.0 / members_of(self._group).size, self._group)
+        reduce_all(arrays, 1.0 / group_or_world(self._group).size, self._group)
         return True
 
     def state_dict(self) -> dict[str, int]:
@@ -167,11 +166,6 @@ def reduce_all(arrays: Sequence[Array], scale: float, group: ProcessGroup | None
     for array in arrays:
         reducer.add(array)
     reducer.finalize()
-
-
-def members_of(group: ProcessGroup | None) -> ProcessGroup:
-    """Return ``group``, or the world's where it is None."""
-    return current_world().group if group is None else group
 
 
 def require_module(module: object) -> None:

@@ -117,17 +117,28 @@ def start(rank: int, size: int, how: str) -> list[str]:
     return [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
 
 
+def start_an_optimizer(rank: int, size: int, how: str) -> list[str]:
+    model = build(rank)
+    optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(model.params(), 0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.step()
+    return [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
+
+
 @pytest.mark.parametrize("how", ["broadcast", "averaged", "same seed", "ignored"])
 def test_ranks_that_start_from_the_same_are_not_warned(pool: Any, how: str) -> None:
     assert pool(3).run(start, how) == [[], [], []]
 
 
-def test_ranks_that_start_from_others_are_named_once(pool: Any) -> None:
-    first, *others = pool(3).run(start, "different")
+@pytest.mark.parametrize("way", ["distribute_module_grads", "DistributedOptimizer"])
+def test_ranks_that_start_from_others_are_named_once(pool: Any, way: str) -> None:
+    function = start if way == "distribute_module_grads" else start_an_optimizer
+    first, *others = pool(3).run(function, "different")
     assert others == [[], []]
     assert len(first) == 1
-    assert first[0].startswith("test_parameters.py: distribute_module_grads: rank 0 of 3: rank(s) ")
-    assert "1, 2 start from other parameters than rank 0" in first[0]
+    assert first[0].startswith(f"test_parameters.py: {way}: rank 0 of 3: rank(s) 1, 2 start from ")
     assert "fl.broadcast_parameters(module)" in first[0]
 
 
