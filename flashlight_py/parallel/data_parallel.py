@@ -69,7 +69,7 @@ def distribute_module_grads(
     there, and one that took part on no rank has the gradient None, so that no optimizer moves it.
     At least one parameter must take part on each rank. Gradients become views into flat
     buckets, which travel while the pass goes on. Calling it again replaces what was installed
-    before; it uses the parameters' gradient hooks.
+    before; it uses the parameters' gradient hooks and, for buffers, ``Module.before_forward``.
 
     Gradients are reduced, parameters are not: make them equal before, by
     :func:`flashlight_py.broadcast_parameters`. Ranks that start from different ones are warned of,
@@ -130,7 +130,8 @@ def distribute_module_grads(
         sync = _bucketed(in_order, scale, hook, group, limit)
     sync.ignored = ignored
     _synchronizers[module] = sync
-    module.before_forward = None
+    if getattr(module.before_forward, "func", None) is _before_forward:
+        module.before_forward = None  # of an earlier call
     if broadcast_buffers and any(name not in ignored for name in module.buffers):
         module.before_forward = functools.partial(_before_forward, sync)
     warn_of_differing("distribute_module_grads", digests, members)
