@@ -172,7 +172,7 @@ class GradientSync:
         self._units = units
         self._params = [param for unit in units for param in unit.params]
         self._flags = flags
-        self._used: list[bool] = []  # of the parameters that this pass has given
+        self._unused: list[Variable] = []  # of those that this pass has given; mostly none
         self._given = 0  # units that this pass has given to the reducer
         self._touched: list[Unit] | None = None  # with gradients in this pass; None between passes
         for unit in units:
@@ -215,11 +215,11 @@ class GradientSync:
                 unit.pending = len(unit.params)
             self._touched = None
             self._given = 0
-            self._used = []
+            self._unused = []
 
     def _give_next(self) -> None:
         unit = self._units[self._given]
-        used = [param.grad is not None for param in unit.params]
+        unused: Sequence[Variable] = [param for param in unit.params if param.grad is None]
         array = unit.collect()
         if self.weigh is not None:
             weight = self.weigh(self._given == 0)
@@ -227,11 +227,14 @@ class GradientSync:
                 scale_in_place(array, weight)
             else:
                 array[...] = 0  # a batch of no samples may have nan for its mean
-                used = [False] * len(used)
-        self._used += used
+                unused = unit.params
+        if unused:
+            self._unused += unused
         self._given += 1
         if self._flags is not None and self._given == len(self._units):
-            self._flags[...] = 1 if all(self._used) else _like(self._flags, self._used)
+            self._flags.fill(1)
+            if self._unused:
+                self._flags[...] = _like(self._flags, self._used_here())
         self.reducer.add(array)
 
     def give_zeros(self) -> None:
@@ -244,26 +247,29 @@ class GradientSync:
             array = unit.collect()
             array[...] = 0
             self.reducer.add(array)
-        self._used = [False] * len(self._params)
+        self._unused = list(self._params)
         try:
             self._finish()
         finally:
-            self._used = []
+            self._unused = []
 
     def _finish(self) -> None:
         """Wait for everything; parameters that no rank used have no gradient then."""
         self.reducer.finalize()
-        used = self._used
         if self._flags is None:
-            used = used_on_any_rank(used, self.reducer.group)
-        elif not all(used):  # else there is nothing to learn, and a GPU need not be waited for
+            used = used_on_any_rank(self._used_here(), self.reducer.group)
+        elif self._unused:
             used = [bool(flag) for flag in self._flags.tolist()]
-        if all(used):
+        else:  # nothing to learn from the others, and a GPU need not be waited for
             return
         for param, anywhere in zip(self._params, used, strict=True):
             # A hook may bring what it had left over of gradients of earlier passes.
             if not (anywhere or gradient_of(param).any()):
                 param.grad = None
+
+    def _used_here(self) -> list[bool]:
+        unused = set(self._unused)
+        return [param not in unused for param in self._params]
 
 
 def _like(flags: Array, used: Sequence[bool]) -> Array:
