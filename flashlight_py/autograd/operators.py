@@ -46,6 +46,7 @@ def _array(self: Variable, dtype: Any = None, copy: bool | None = None) -> Array
 
     Raises:
         TypeError: the variable needs a gradient, or is on a GPU.
+        ValueError: ``copy`` is False and ``dtype`` needs one.
     """
     if self.calc_grad:
         raise TypeError(
@@ -53,6 +54,8 @@ def _array(self: Variable, dtype: Any = None, copy: bool | None = None) -> Array
             "what it computes would not be part of the graph. Where that is meant, give it "
             "variable.numpy(); else use the functions of fl.autograd.functions"
         )
+    if copy is None:  # only if need be, which NumPy 1 spells otherwise
+        return np.asarray(self.data, dtype)
     return np.array(self.data, dtype=dtype, copy=copy)
 
 

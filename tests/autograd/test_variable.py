@@ -199,6 +199,7 @@ class TestAsAnArray:
         assert not np.shares_memory(np.array(x), x.array)
         assert np.asarray(x, np.float32).dtype == np.float32
         assert np.argmax(x) == 1
+        assert x.__array__(copy=True) is not x.array
         assert np.stack([x, x]).shape == (2, 2, 2)
         assert np.array([x, x]).shape == (2, 2, 2)
         assert np.argmax(input(np.array([0, 1]))) == 1
