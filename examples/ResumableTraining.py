@@ -24,7 +24,7 @@ GLOBAL_BATCH = 20
 
 def main(options: argparse.Namespace) -> None:
     fl.distributed_init()
-    # Dropout is to differ between ranks; the parameters are made alike below.
+    # Dropout is to differ between ranks; the parameters are those of rank 0.
     fl.set_seed(options.seed + fl.get_world_rank())
 
     model = fl.nn.Sequential()
@@ -32,7 +32,7 @@ def main(options: argparse.Namespace) -> None:
     model.add(fl.nn.ReLU())
     model.add(fl.nn.Dropout(0.1))
     model.add(fl.nn.Linear(64, 1))
-    fl.all_reduce_parameters(model)
+    fl.broadcast_parameters(model)
     fl.distribute_module_grads(model)
     optimizer = fl.optim.AdamOptimizer(model.params(), 1e-3)
     criterion = fl.nn.MeanSquaredError()

@@ -78,7 +78,9 @@ def adam(
     shrink: float,
     decay: float,
 ) -> None:
-    """Change ``param``, ``mean`` and ``square`` in place; all of one shape and dtype.
+    """Change ``param``, ``mean`` and ``square`` in place; all of one shape.
+
+    ``mean`` and ``square`` may be wider than ``param``: squares of float16 soon are 0.
 
     ``rate`` is ``lr / (1 - beta1 ** t)`` and ``correction`` is ``1 - beta2 ** t``; ``shrink`` is
     the factor of decoupled weight decay, ``decay`` the coefficient of the other kind. The formula
@@ -94,14 +96,14 @@ def _adam(real: str) -> Any:
     names = ["beta1", "rest1", "beta2", "rest2", "eps", "rate", "correction", "shrink", "decay"]
     return _elementwise(
         "G grad, " + ", ".join(f"{real} {name}" for name in names),
-        "T param, T mean, T square",
+        "T param, S mean, S square",
         """
         const R value = R(param) * shrink;
         const R slope = R(grad) + value * decay;
         const R first = R(mean) * beta1 + slope * rest1;
         const R second = R(square) * beta2 + slope * slope * rest2;
-        mean = T(first);
-        square = T(second);
+        mean = S(first);
+        square = S(second);
         param = T(value - first / (sqrt(second / correction) + eps) * rate);
         """,
         "flashlight_adam",

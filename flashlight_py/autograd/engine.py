@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, TypeAlias, Union
 
+from flashlight_py.autograd.narrow import total
 from flashlight_py.device import Array, array_module
 
 if TYPE_CHECKING:
@@ -243,5 +244,5 @@ def _fit(grad: Array, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Ar
     if grad.shape != shape:
         added = grad.ndim - len(shape)
         stretched = [i + added for i, n in enumerate(shape) if n == 1 != grad.shape[i + added]]
-        grad = grad.sum(axis=(*range(added), *stretched)).reshape(shape)
+        grad = total(grad, (*range(added), *stretched)).reshape(shape)
     return grad.astype(dtype, copy=False)

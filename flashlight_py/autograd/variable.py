@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -18,6 +18,7 @@ from flashlight_py.device import Array, array_module, is_cupy, to_device
 
 __all__ = [
     "GradHook",
+    "Input",
     "Operand",
     "Variable",
     "input",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 GradHook: TypeAlias = "Callable[[Variable], None]"
+Input: TypeAlias = "Variable | Array"
 Operand: TypeAlias = "Variable | Array | float"
 
 
@@ -261,6 +263,16 @@ class Variable:
         def __matmul__(self, other: Operand) -> Variable: ...
         def __rmatmul__(self, other: Operand) -> Variable: ...
         def __getitem__(self, index: Any) -> Variable: ...
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array: ...
+        def __len__(self) -> int: ...
+        def __iter__(self) -> Iterator[Variable]: ...
+        def __bool__(self) -> bool: ...
+        def __int__(self) -> int: ...
+        def __float__(self) -> float: ...
+        def sum(self, axis: Any = None, keepdims: bool = False) -> Variable: ...
+        def mean(self, axis: Any = None, keepdims: bool = False) -> Variable: ...
+        @property
+        def T(self) -> Variable: ...
 
 
 def input(array: Array) -> Variable:

@@ -61,8 +61,8 @@ _NOTHING = _Found(None, None, ()), np.empty(0, np.uint8)
 
 def load(
     path: str | os.PathLike[str],
-    *,
     module: Stateful | None = None,
+    *,
     optimizer: Stateful | None = None,
     sampler: Stateful | None = None,
     rng: Any = None,

@@ -32,8 +32,8 @@ __all__ = ["save"]
 
 def save(
     path: str | os.PathLike[str],
-    *,
     module: Stateful | None = None,
+    *,
     optimizer: Stateful | None = None,
     sampler: Stateful | None = None,
     rng: Any = None,

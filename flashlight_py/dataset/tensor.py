@@ -17,11 +17,24 @@ class TensorDataset(Dataset):
     scalars where an array has one dimension only); nothing is copied.
 
     Raises:
+        TypeError: ``arrays`` is a single array, whose rows would be taken for the arrays, or holds
+            something that is none.
         ValueError: there is no array, one has no dimension, or the first dimensions differ.
     """
 
     def __init__(self, arrays: Sequence[Array]) -> None:
+        if hasattr(arrays, "shape"):
+            raise TypeError(
+                f"a TensorDataset takes a list of arrays, got one of shape {arrays.shape}, whose "
+                "rows would become arrays of their own; write TensorDataset([array])"
+            )
         self.arrays: tuple[Array, ...] = tuple(arrays)
+        for array in self.arrays:
+            if not hasattr(array, "shape"):
+                raise TypeError(
+                    f"a TensorDataset takes arrays, got {type(array).__name__} among them; "
+                    "make one by numpy.asarray"
+                )
         if not self.arrays:
             raise ValueError("a TensorDataset needs at least one array")
         shapes = [array.shape for array in self.arrays]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flashlight_py.autograd import Variable
@@ -19,16 +19,17 @@ class Container(Module):
     """A module that holds others in a list, named by position; a subclass writes ``forward``.
 
     Args:
-        modules: the first members, in order.
+        modules: the first members, in order; a list or tuple of them will do.
 
     Raises:
         TypeError: a member is not a module.
     """
 
-    def __init__(self, *modules: Module) -> None:
+    def __init__(self, *modules: Module | Sequence[Module]) -> None:
         self._members: list[Module] = []
-        for module in modules:
-            self.add(module)
+        for given in modules:
+            for module in given if isinstance(given, (list, tuple)) else (given,):
+                self.add(module)
 
     def add(self, module: Module) -> None:
         """Append a module.
@@ -70,7 +71,7 @@ class Sequential(Container):
         if isinstance(x, Variable) and is_cupy(x.data):
             return self._with_fewer_launches(x)
         for module in self._members:
-            x = module.forward(x)
+            x = module(x)
         result: Variable = x
         return result
 
@@ -84,6 +85,6 @@ class Sequential(Container):
                 x = F.linear_relu(x, module.weight, module.bias)
                 position += 2
             else:
-                x = module.forward(x)
+                x = module(x)
                 position += 1
         return x

@@ -26,7 +26,7 @@ class Dropout(Module):
 
     def forward(self, x: Variable) -> Variable:
         """Return ``x`` with dropout while training, else ``x`` itself."""
-        return F.dropout(x, self.ratio) if self.training else x
+        return F.dropout(x, self.ratio if self.training else 0.0)
 
     def __repr__(self) -> str:
         return f"Dropout({self.ratio})"

@@ -20,6 +20,8 @@ Result_co = TypeVar("Result_co", covariant=True)
 class _Forward(Protocol[Result_co]):
     """A module as type checkers see it: to call it returns what its ``forward`` does."""
 
+    before_forward: Callable[[Module], None] | None
+
     def forward(self, *inputs: Any, **options: Any) -> Result_co: ...
 
 
@@ -29,11 +31,13 @@ class Module(ABC):
     A subclass assigns its parameters (variables) and its submodules to attributes and writes
     ``forward``. They are found there in the order of assignment and named by their attributes:
     ``"weight"``, ``"decoder.bias"``. Arrays that belong to the state without being learned are
-    given to ``add_buffer``. Calling the module calls ``forward``.
+    given to ``add_buffer``. Calling the module calls ``forward``, after ``before_forward`` with
+    the module where that is set: one slot, which copies and pickles do not keep.
     """
 
     training = True
     _buffer_names: tuple[str, ...] = ()
+    before_forward: Callable[[Module], None] | None = None
     _paused: tuple[Variable, ...] = ()  # own parameters whose calc_grad eval() switched off
 
     @abstractmethod
@@ -42,7 +46,13 @@ class Module(ABC):
 
     def __call__(self: _Forward[Result_co], *inputs: Any) -> Result_co:
         """Return ``forward(*inputs)``."""
+        if self.before_forward is not None:
+            self.before_forward(self)  # type: ignore[arg-type]  # self is a Module
         return self.forward(*inputs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold: everything but the slot of ``before_forward``."""
+        return {name: value for name, value in vars(self).items() if name != "before_forward"}
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Yield the direct submodules with their names."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from flashlight_py import kernels
 from flashlight_py.autograd import Variable
+from flashlight_py.autograd.narrow import widened
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.optim.optimizer import (
     FirstOrderOptimizer,
@@ -23,7 +24,8 @@ class AdamOptimizer(FirstOrderOptimizer):
 
     ``m = beta1 * m + (1 - beta1) * g``; ``v = beta2 * v + (1 - beta2) * g * g``; then
     ``p -= lr * m' / (sqrt(v') + eps)`` where ``m'`` and ``v'`` are ``m / (1 - beta1 ** t)`` and
-    ``v / (1 - beta2 ** t)`` at the parameter's own step ``t``: algorithm 1 of the paper.
+    ``v / (1 - beta2 ** t)`` at the parameter's own step ``t``: algorithm 1 of the paper. ``m`` and
+    ``v`` of float16 parameters are float32.
 
     Args:
         params: the variables to change.
@@ -58,8 +60,8 @@ class AdamOptimizer(FirstOrderOptimizer):
         self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
         self.decoupled = decoupled
         self._steps = [0] * len(self.params)
-        self._mean = [zeros_like(p) for p in self.params]
-        self._square = [zeros_like(p) for p in self.params]
+        self._mean = [widened(zeros_like(p)) for p in self.params]
+        self._square = [widened(zeros_like(p)) for p in self.params]
 
     def step(self) -> None:
         """Change every parameter that has a gradient, in place; gradients stay as they are."""
@@ -70,7 +72,7 @@ class AdamOptimizer(FirstOrderOptimizer):
             if is_cupy(array):
                 self._fused(position, array, variable.grad)
             else:
-                grad = self._with_decay(array, variable.grad)
+                grad = self._with_decay(array, widened(variable.grad))
                 array -= self._scaled_mean(position, grad)
 
     def _fused(self, position: int, array: Array, grad: Array) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
@@ -12,27 +15,48 @@ from flashlight_py.optim.optimizer import as_param_list, check_at_least_zero
 __all__ = ["clip_grad_norm"]
 
 
-def clip_grad_norm(params: Iterable[Variable], max_norm: float) -> float:
+class Summing(Protocol):
+    """What a sum over ranks is asked of, such as a ``fl.ProcessGroup``."""
+
+    def all_reduce(self, x: Any) -> Any:
+        """Sum ``x`` over the ranks, in place."""
+
+
+def clip_grad_norm(
+    params: Iterable[Variable], max_norm: float, group: Summing | None = None
+) -> float:
     """Scale all gradients together so that their joint L2 norm is at most ``max_norm``.
 
     In place. Parameters without a gradient count as zeros. A norm that is infinite or nan leaves
-    the gradients as they are. Blocks until the norm is computed. With several processes, call it
-    after the gradients were reduced.
+    the gradients as they are. Blocks until the norm is computed.
+
+    With several processes that have the same parameters, call it after the gradients were reduced,
+    without a group: the norm is the same on every rank. Where ranks have different parameters, as
+    parts of one model, give their group: the squares are summed over it, in one small message, and
+    all ranks scale by the same factor.
 
     Args:
-        params: the variables whose gradients to scale.
+        params: the variables whose gradients to scale; of this rank alone, and possibly none,
+            with a group.
         max_norm: the limit, at least 0.
+        group: ranks that have the other gradients of the norm, such as ``fl.new_group(ranks)``;
+            each calls it. Default: there are no others.
 
     Returns:
         The norm before scaling.
 
     Raises:
         TypeError: ``params`` is not an iterable of variables, or ``max_norm`` is no number.
-        ValueError: ``params`` is empty, or ``max_norm`` is negative.
+        ValueError: ``params`` is empty without a group, or ``max_norm`` is negative.
+        DistributedError: with a group, as :func:`flashlight_py.all_reduce`.
     """
     limit = check_at_least_zero("max_norm", max_norm)
-    grads = [p.grad for p in as_param_list(params) if p.grad is not None]
-    norm = math.sqrt(sum(_sum_of_squares(grad) for grad in grads))
+    params = as_param_list(params, may_be_empty=group is not None)
+    grads = [p.grad for p in params if p.grad is not None]
+    squares = np.array([sum(_sum_of_squares(grad) for grad in grads)], np.float64)
+    if group is not None:
+        group.all_reduce(squares)
+    norm = math.sqrt(squares[0])
     if limit < norm < math.inf:
         for grad in grads:
             _scale(grad, limit / norm)
@@ -40,7 +64,8 @@ def clip_grad_norm(params: Iterable[Variable], max_norm: float) -> float:
 
 
 def _scale(grad: Array, factor: float) -> None:
-    grad *= factor
+    # A number would be rounded to float16 first, of which a small one leaves nothing.
+    grad *= np.float32(factor) if grad.dtype.itemsize == 2 else factor
 
 
 def _sum_of_squares(grad: Array) -> float:

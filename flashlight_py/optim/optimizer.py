@@ -134,12 +134,12 @@ def check_below_one(name: str, value: float) -> float:
     return number
 
 
-def as_param_list(params: Iterable[Variable]) -> list[Variable]:
+def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> list[Variable]:
     """Return ``params`` as a list.
 
     Raises:
         TypeError: not an iterable of variables.
-        ValueError: empty, or a variable twice.
+        ValueError: empty where it may not be, or a variable twice.
     """
     if isinstance(params, Variable) or not isinstance(params, Iterable):
         raise TypeError(
@@ -149,7 +149,7 @@ def as_param_list(params: Iterable[Variable]) -> list[Variable]:
     for variable in variables:
         if not isinstance(variable, Variable):
             raise TypeError(f"expected a list of variables, found {type(variable).__name__} in it")
-    if not variables:
+    if not (variables or may_be_empty):
         raise ValueError("expected at least one parameter, got an empty list")
     if len(set(variables)) < len(variables):
         raise ValueError("the same parameter was given twice; pass each one once")

@@ -6,7 +6,6 @@ from flashlight_py.parallel import functional
 from flashlight_py.parallel.data_container import DistributedDataContainer
 from flashlight_py.parallel.data_parallel import (
     all_reduce_gradients,
-    all_reduce_parameters,
     distribute_module_grads,
     no_sync,
 )
@@ -14,6 +13,11 @@ from flashlight_py.parallel.gradcheck import gradcheck_over_ranks
 from flashlight_py.parallel.join import Joined, join
 from flashlight_py.parallel.meters import sync_meter
 from flashlight_py.parallel.optimizer import DistributedOptimizer
+from flashlight_py.parallel.parameters import (
+    PeriodicAveraging,
+    all_reduce_parameters,
+    broadcast_parameters,
+)
 from flashlight_py.parallel.sampler import DistributedSampler
 from flashlight_py.parallel.sharded_dataset import ShardedDataset
 from flashlight_py.parallel.synchronize import synchronize
@@ -23,12 +27,14 @@ __all__ = [
     "gradcheck_over_ranks",
     "all_reduce_gradients",
     "all_reduce_parameters",
+    "broadcast_parameters",
     "distribute_module_grads",
     "no_sync",
     "join",
     "Joined",
     "synchronize",
     "DistributedOptimizer",
+    "PeriodicAveraging",
     "sync_meter",
     "DistributedDataContainer",
     "DistributedSampler",

@@ -4,54 +4,105 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from flashlight_py.device import Array
-from flashlight_py.distributed import ProcessGroup, get_world_rank, get_world_size
+from flashlight_py.autograd import Variable
+from flashlight_py.device import Array, to_device
+from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.exchange import exchange_bytes
 from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import MismatchError
-from flashlight_py.nn import Module
 from flashlight_py.parallel.digest import digest
 
-__all__ = ["agree", "by_rank", "check_arrays_agree", "check_modules_agree", "check_settings_agree"]
+__all__ = [
+    "agree",
+    "by_rank",
+    "check_arrays_agree",
+    "check_modules_agree",
+    "check_settings_agree",
+    "digest_of_values",
+    "digests_of_ranks",
+    "warn_of_differing",
+]
 
 
-def check_modules_agree(module: Module) -> None:
-    """Compare names, shapes and dtypes of the parameters over the ranks. Collective.
+def check_modules_agree(
+    params: Mapping[str, Variable], group: ProcessGroup, values: int = 0
+) -> list[int]:
+    """Compare names, shapes and dtypes of parameters over the ranks. Collective, blocking.
+
+    Returns:
+        What every rank gives as ``values``, in rank order: it travels along.
 
     Raises:
         MismatchError: they differ, on every rank; names the first parameter that does.
     """
-    if get_world_size() == 1:
-        return
-    descriptions = _of_all_ranks(_describe(module))
+    if group.size == 1:
+        return [values]
+    of_ranks = _of_all_ranks([_describe(params), values], group)
+    descriptions = [description for description, _ in of_ranks]
     for number, entries in enumerate(itertools.zip_longest(*descriptions, fillvalue="nothing")):
         if len(set(entries)) > 1:
             raise MismatchError(
-                f"rank {get_world_rank()} of {get_world_size()}: the modules differ in parameter "
+                f"rank {group.rank} of {group.size}: the modules differ in parameter "
                 f"{number} ({by_rank(entries)}). Build the same module on every rank"
             )
+    return [number for _, number in of_ranks]
 
 
-def check_settings_agree(what: str, settings: Mapping[str, bool | int | str]) -> None:
+def digest_of_values(params: Iterable[Variable]) -> int:
+    """Return 64 bits that tell the values of parameters apart; reads each once, without a copy."""
+    parts = [_sum_of_words(to_device(param.data, "cpu")) for param in params]
+    return digest(json.dumps(parts).encode())
+
+
+def digests_of_ranks(params: Iterable[Variable], group: ProcessGroup) -> list[int]:
+    """Return ``digest_of_values`` of every rank, in rank order. Collective, blocking."""
+    return [0] if group.size == 1 else _of_all_ranks(digest_of_values(params), group)
+
+
+def warn_of_differing(what: str, digests: Sequence[int], group: ProcessGroup) -> None:
+    """Warn the user who calls ``what``, on rank 0, where the ranks' parameters differ."""
+    others = [str(rank) for rank, values in enumerate(digests) if values != digests[0]]
+    if group.rank != 0 or not others:
+        return
+    warnings.warn(
+        f"{what}: rank 0 of {group.size}: rank(s) {', '.join(others)} start from other parameters "
+        "than rank 0, and would each train a model of their own: gradients are reduced, parameters "
+        "are not. Call fl.broadcast_parameters(module) before it, and after fl.distributed_init()",
+        stacklevel=3,
+    )
+
+
+def _sum_of_words(array: Array) -> tuple[int, str]:
+    """Return the sum of all words of 8 bytes, and the bytes that are left."""
+    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    end = raw.size // 8 * 8
+    return int(raw[:end].view(np.uint64).sum(dtype=np.uint64)), raw[end:].tobytes().hex()
+
+
+def check_settings_agree(
+    what: str, settings: Mapping[str, bool | int | str], group: ProcessGroup | None = None
+) -> None:
     """Compare the ``settings`` of a ``what`` over the ranks, by name. Collective, blocking.
 
     Raises:
         MismatchError: they differ, on every rank; names all that do, with values and ranks.
     """
-    if get_world_size() == 1:
+    group = current_world().group if group is None else group
+    if group.size == 1:
         return
-    everyone = _of_all_ranks({"object": what, **settings})
+    everyone = _of_all_ranks({"object": what, **settings}, group)
     names = dict.fromkeys(itertools.chain.from_iterable(everyone))
     values = {name: [str(each.get(name, "nothing")) for each in everyone] for name in names}
     differing = {name: by_rank(given) for name, given in values.items() if len(set(given)) > 1}
     if differing:
         raise MismatchError(
-            f"rank {get_world_rank()} of {get_world_size()}: the ranks give a {what} different "
+            f"rank {group.rank} of {group.size}: the ranks give a {what} different "
             f"arguments: {', '.join(f'{name} ({who})' for name, who in differing.items())}. "
             "Give the same on every rank: the rank itself decides which share is whose"
         )
@@ -82,16 +133,15 @@ def agree(mine: bytes, group: ProcessGroup) -> bool:
     return bool(highest == ~inverse_of_lowest)
 
 
-def _of_all_ranks(mine: object) -> list[Any]:
+def _of_all_ranks(mine: object, group: ProcessGroup) -> list[Any]:
     """Return what every rank gives, in rank order; JSON must be able to hold it."""
-    backend = current_world().group.backend()
-    return [json.loads(text) for text in exchange_bytes(backend, json.dumps(mine).encode())]
+    return [json.loads(text) for text in exchange_bytes(group.backend(), json.dumps(mine).encode())]
 
 
-def _describe(module: Module) -> list[str]:
+def _describe(params: Mapping[str, Variable]) -> list[str]:
     return [
         f"{name}: {param.dtype} {tuple(param.shape)}{'' if param.calc_grad else ', frozen'}"
-        for name, param in module.named_params().items()
+        for name, param in params.items()
     ]
 
 

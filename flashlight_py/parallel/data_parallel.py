@@ -9,28 +9,38 @@ So after ``loss.backward()`` the gradients are the reduced ones.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array
-from flashlight_py.distributed import DistributedConstants, get_world_size
+from flashlight_py.distributed import DistributedConstants, ProcessGroup
 from flashlight_py.distributed.hook_reducer import HookReducer
 from flashlight_py.distributed.hooks import CommunicationHook
-from flashlight_py.distributed.reducer import CoalescingReducer, EagerReducer, Reducer
+from flashlight_py.distributed.reducer import EagerReducer, Reducer
 from flashlight_py.nn import Module
-from flashlight_py.parallel.agreement import check_modules_agree
+from flashlight_py.parallel.agreement import (
+    check_modules_agree,
+    digest_of_values,
+    warn_of_differing,
+)
+from flashlight_py.parallel.functional.call import group_or_world
 from flashlight_py.parallel.gradient_sync import (
     GradientSync,
     buffers_of,
     flat_buckets,
     gradient_of,
     one_by_one,
+    used_on_any_rank,
+)
+from flashlight_py.parallel.parameters import (
+    give_state,
+    reduce_all,
+    require_module,
 )
 
 __all__ = [
     "all_reduce_gradients",
-    "all_reduce_parameters",
     "distribute_module_grads",
     "gradient_sync_of",
     "no_sync",
@@ -46,52 +56,140 @@ def distribute_module_grads(
     scale: float | None = None,
     reducer: Reducer | None = None,
     hook: CommunicationHook | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    bucket_bytes: int | None = None,
+    ignore: Iterable[str | Variable] = (),
+    broadcast_buffers: bool = True,
 ) -> None:
     """Reduce the module's gradients over the ranks in every backward pass from now on.
 
     Collective. Afterwards, when ``backward()`` returns, every parameter's gradient is ``scale``
     times the sum over ranks, in place; a parameter that took no part on a rank counts as zeros
-    there. At least one parameter must take part on each rank. Gradients become views into flat
+    there, and one that took part on no rank has the gradient None, so that no optimizer moves it.
+    At least one parameter must take part on each rank. Gradients become views into flat
     buckets, which travel while the pass goes on. Calling it again replaces what was installed
-    before; it uses the parameters' gradient hooks.
+    before; it uses the parameters' gradient hooks and, for buffers, ``Module.before_forward``.
+
+    Gradients are reduced, parameters are not: make them equal before, by
+    :func:`flashlight_py.broadcast_parameters`. Ranks that start from different ones are warned of,
+    on the group's rank 0.
 
     Several synchronised passes without ``zero_grad`` between them reduce the sum so far again:
     right with the default scale, else use :func:`no_sync` for all passes but the last.
 
     Args:
         module: the same on every rank.
-        scale: factor of the sums, default 1 / world size: the mean.
+        scale: factor of the sums, default 1 / size of the group: the mean.
         reducer: is given each gradient by itself, instead of the buckets; it brings its own
-            scale.
+            scale and group.
         hook: reduces the buckets in a way of its own, such as ``fl.Float16Compression()``; made
             alike on every rank, and for this module alone.
+        group: the process group, default the world.
+        bucket_bytes: how large a bucket may become, default
+            ``DistributedConstants.COALESCE_CACHE_SIZE`` (20 MiB); a larger gradient is one of its
+            own.
+        ignore: parameters and buffers that are each rank's own, by name (as in ``state_dict()``)
+            or as Variables; they are neither compared nor sent, and keep hooks of their own.
+        broadcast_buffers: before each forward pass in training, give every rank the buffers (see
+            ``Module.add_buffer``) of the group's rank 0: collective and blocking, by ``module(x)``
+            on every rank; not within ``no_sync``, nor within ``join``, whose end does it. A
+            module without buffers sends nothing.
 
     Raises:
-        TypeError: ``module`` is no Module, ``hook`` is not callable or compresses other dtypes.
-        ValueError: both ``scale`` and ``reducer`` are given, or ``hook`` and ``reducer``, or there
-            is nothing to train.
+        TypeError: ``module`` is no Module, ``hook`` is not callable or compresses other dtypes,
+            ``ignore`` holds something else.
+        ValueError: ``reducer`` is given beside ``scale``, ``hook``, ``group`` or
+            ``bucket_bytes``; ``bucket_bytes`` is not positive; ``ignore`` names what the module
+            has not; there is nothing to train.
         MismatchError: ranks' modules differ; names the first parameter that does.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    params = _trainable(module)
-    if scale is not None and reducer is not None:
-        raise ValueError("distribute_module_grads: a reducer has its own scale; give one of both")
-    if hook is not None and reducer is not None:
-        raise ValueError("distribute_module_grads: give the hook to the reducer, not beside it")
-    if not params:
-        raise ValueError("distribute_module_grads: the module has no parameter with calc_grad")
-    check_modules_agree(module)
-    in_order = params[::-1]  # about the order in which a backward pass completes them
+    require_module(module)
+    given = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
     if reducer is not None:
-        _synchronizers[module] = GradientSync(one_by_one(in_order), reducer)
-        return
-    factor = 1.0 / get_world_size() if scale is None else scale
-    units = flat_buckets(in_order, DistributedConstants.COALESCE_CACHE_SIZE)
-    if hook is None:
-        reducer = EagerReducer(factor)
+        _refuse_beside_reducer(given)
+    limit = DistributedConstants.COALESCE_CACHE_SIZE if bucket_bytes is None else bucket_bytes
+    if limit <= 0:
+        raise ValueError(f"distribute_module_grads: bucket_bytes must be positive, got {limit}")
+    ignored = _names(module, ignore)
+    named = {name: param for name, param in module.named_params().items() if name not in ignored}
+    in_order = [param for param in named.values() if param.calc_grad][::-1]  # as a pass ends them
+    if not in_order:
+        raise ValueError("distribute_module_grads: the module has no parameter with calc_grad")
+    group = group if reducer is None else reducer.group
+    members = group_or_world(group)
+    digests = check_modules_agree(
+        named, members, digest_of_values(named.values()) if members.size > 1 else 0
+    )
+    if module in _synchronizers:
+        _synchronizers[module].detach()
+    if reducer is not None:
+        sync = GradientSync(one_by_one(in_order), reducer)
     else:
-        reducer = HookReducer(factor, hook, [buffers_of(unit.params) for unit in units])
-    _synchronizers[module] = GradientSync(units, reducer, averages=scale is None)
+        sync = _bucketed(in_order, scale, hook, group, limit)
+    sync.ignored = ignored
+    _synchronizers[module] = sync
+    if getattr(module.before_forward, "func", None) is _before_forward:
+        module.before_forward = None  # of an earlier call
+    if broadcast_buffers and any(name not in ignored for name in module.buffers):
+        module.before_forward = functools.partial(_before_forward, sync)
+    warn_of_differing("distribute_module_grads", digests, members)
+
+
+def _bucketed(
+    params: list[Variable],
+    scale: float | None,
+    hook: CommunicationHook | None,
+    group: ProcessGroup | None,
+    limit: int,
+) -> GradientSync:
+    factor = 1.0 / group_or_world(group).size if scale is None else scale
+    if hook is None:
+        units, flags = flat_buckets(params, limit, group, room=len(params))
+        return GradientSync(units, EagerReducer(factor, group=group), flags, scale is None)
+    units, _ = flat_buckets(params, limit, group)
+    parts = [buffers_of(unit.params) for unit in units]
+    return GradientSync(units, HookReducer(factor, hook, parts, group=group), None, scale is None)
+
+
+def _refuse_beside_reducer(given: Mapping[str, object]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"distribute_module_grads: a reducer has its own scale, hook, group and sizes of "
+                f"buckets; give {name} to the reducer, not beside it"
+            )
+
+
+def _names(module: Module, ignore: Iterable[str | Variable]) -> frozenset[str]:
+    """Return the names of the parameters and buffers of ``module`` that are to be left alone."""
+    if isinstance(ignore, (str, Variable)):
+        ignore = (ignore,)
+    names = {param: name for name, param in module.named_params().items()}
+    known = {*names.values(), *module.buffers}
+    found: set[str] = set()
+    for each in ignore:
+        if not isinstance(each, (str, Variable)):
+            raise TypeError(
+                "distribute_module_grads: ignore takes names and Variables, got "
+                f"{type(each).__name__}"
+            )
+        name = names.get(each) if isinstance(each, Variable) else each
+        if name not in known:
+            raise ValueError(
+                f"distribute_module_grads: ignore has {each!r}, which is no parameter or buffer of "
+                f"this module; it has {', '.join(sorted(known))}"
+            )
+        found.add(name)
+    return frozenset(found)
+
+
+def _before_forward(sync: GradientSync, module: Module) -> None:
+    """Make the buffers the same, where all ranks begin the same synchronised pass."""
+    if module.training and sync.enabled and sync.weigh is None:
+        state = {name: each for name, each in module.buffers.items() if name not in sync.ignored}
+        give_state(module, state, 0, sync.reducer.group)
 
 
 def gradient_sync_of(module: Module, caller: str) -> GradientSync:
@@ -124,46 +222,26 @@ def no_sync(module: Module) -> Iterator[None]:
         sync.enabled = before
 
 
-def all_reduce_parameters(module: Module) -> None:
-    """Average every parameter over the ranks, in place: the start of data-parallel training.
-
-    Collective, blocking. As in flashlight it averages, so that differently seeded ranks agree.
-
-    Raises:
-        TypeError: ``module`` is no Module.
-        MismatchError: ranks' modules differ; names the first parameter that does.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
-    """
-    _require_module(module)
-    check_modules_agree(module)
-    _reduce_all([param.array for param in module.params()], 1.0 / get_world_size())
-
-
-def all_reduce_gradients(module: Module, scale: float = 1.0) -> None:
+def all_reduce_gradients(
+    module: Module, scale: float = 1.0, group: ProcessGroup | None = None
+) -> None:
     """Sum every gradient over the ranks and multiply by ``scale``, in place, after ``backward()``.
 
     The same by hand as :func:`distribute_module_grads` does in every pass. Collective, blocking.
-    A gradient that is None counts as zeros, and is an array afterwards.
+    A gradient that is None on this rank and not on another counts as zeros, and is an array
+    afterwards; one that is None on every rank stays so.
+
+    Args:
+        module: the same on every rank.
+        scale: factor of the sums.
+        group: the process group, default the world.
 
     Raises:
         TypeError: ``module`` is no Module.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    _reduce_all([gradient_of(param) for param in _trainable(module)], scale)
-
-
-def _reduce_all(arrays: list[Array], scale: float) -> None:
-    reducer = CoalescingReducer(scale)
-    for array in arrays:
-        reducer.add(array)
-    reducer.finalize()
-
-
-def _trainable(module: Module) -> list[Variable]:
-    _require_module(module)
-    return [param for param in module.params() if param.calc_grad]
-
-
-def _require_module(module: Module) -> None:
-    if not isinstance(module, Module):
-        raise TypeError(f"expected a flashlight_py.nn.Module, got {type(module).__name__}")
+    require_module(module)
+    params = [param for param in module.params() if param.calc_grad]
+    used = used_on_any_rank((param.grad is not None for param in params), group)
+    there = [param for param, anywhere in zip(params, used, strict=True) if anywhere]
+    reduce_all([gradient_of(param) for param in there], scale, group)

@@ -3,20 +3,36 @@
 Ranks may finish their gradients in different orders, or not have some at all; what is sent must
 be the same sequence everywhere. So gradients are cut into units by a plan that all ranks share,
 and a unit that is complete waits until those before it were given to the reducer.
+
+A parameter that no rank used has no gradient afterwards, as on one process: an optimizer must not
+move it by momentum or weight decay. Which ones those are is known on every rank when the last
+bucket has been summed, since each rank's flags travel at its end; where a hook or a reducer may
+send something else than sums, they are a message of their own.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
 
 from flashlight_py.autograd import Variable, on_backward_end
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed import shared_empty
+from flashlight_py.distributed import ProcessGroup, all_reduce, shared_empty
+from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.buckets import plan_buckets
 from flashlight_py.distributed.reducer import Reducer
 
-__all__ = ["GradientSync", "buffers_of", "flat_buckets", "gradient_of", "one_by_one"]
+__all__ = [
+    "GradientSync",
+    "buffers_of",
+    "flat_buckets",
+    "gradient_of",
+    "is_synchronised",
+    "one_by_one",
+    "used_on_any_rank",
+]
 
 
 class Unit:
@@ -35,22 +51,41 @@ def gradient_of(param: Variable) -> Array:
     return param.grad
 
 
+def used_on_any_rank(used: Iterable[bool], group: ProcessGroup | None) -> list[bool]:
+    """Return for each parameter whether a rank used it. Collective, blocking."""
+    flags = np.array([*used], np.int32)
+    all_reduce(flags, op="max", group=group)
+    return [bool(flag) for flag in flags.tolist()]
+
+
 def one_by_one(params: Sequence[Variable]) -> list[Unit]:
     """Let every gradient travel as it is; for reducers that pack by themselves."""
     return [Unit([param], functools.partial(gradient_of, param)) for param in params]
 
 
-def flat_buckets(params: Sequence[Variable], limit: int) -> list[Unit]:
-    """Make all gradients views into flat buckets of at most ``limit`` bytes.
+def flat_buckets(
+    params: Sequence[Variable], limit: int, group: ProcessGroup | None, room: int = 0
+) -> tuple[list[Unit], Array]:
+    """Make all gradients views into flat buckets of at most ``limit`` bytes. Collective, blocking.
 
     The backward pass accumulates straight into them, so that nothing is packed or unpacked. A
     bucket holds one dtype on one device.
+
+    Returns:
+        The buckets, and a view of ``room`` more elements at the end of the last one.
     """
-    return [
-        _flat_bucket([same[index] for index in bucket])
+    planned = [
+        [same[index] for index in bucket]
         for same in _runs_of_one_kind(params)
         for bucket in plan_buckets([param.data.nbytes for param in same], limit)
     ]
+    sizes = [sum(param.size for param in bucket) for bucket in planned]
+    flats = [
+        _new_flat(size + (room if bucket is planned[-1] else 0), bucket[0].data, group)
+        for size, bucket in zip(sizes, planned, strict=True)
+    ]
+    units = [_flat_bucket(bucket, flat) for bucket, flat in zip(planned, flats, strict=True)]
+    return units, flats[-1][sizes[-1] :]
 
 
 def _runs_of_one_kind(params: Sequence[Variable]) -> list[list[Variable]]:
@@ -63,19 +98,17 @@ def _runs_of_one_kind(params: Sequence[Variable]) -> list[list[Variable]]:
     return runs
 
 
-def _new_flat(size: int, like: Array) -> Array:
+def _new_flat(size: int, like: Array, group: ProcessGroup | None) -> Array:
     """Return zeros, on the CPU in memory that needs no copy to be reduced. Collective."""
     if is_cupy(like):
         flat: Array = array_module(like).zeros(size, like.dtype)
     else:
-        flat = shared_empty(size, like.dtype)
+        flat = shared_empty(size, like.dtype, group)
         flat[...] = 0
     return flat
 
 
-def _flat_bucket(params: list[Variable]) -> Unit:
-    data = params[0].data
-    flat = _new_flat(sum(param.size for param in params), data)
+def _flat_bucket(params: list[Variable], flat: Array) -> Unit:
     start = 0
     for param in params:
         param.grad_buffer = flat[start : start + param.size].reshape(param.shape)
@@ -105,29 +138,53 @@ def _bring_home(param: Variable) -> None:
 
 def is_synchronised(param: Variable) -> bool:
     """Tell whether a ``GradientSync`` reduces the gradient of ``param`` in every pass."""
-    hook = param.hook
-    owner = hook.func if isinstance(hook, functools.partial) else None
-    return isinstance(getattr(owner, "__self__", None), GradientSync)
+    return isinstance(_owner_of(param), GradientSync)
+
+
+def _owner_of(param: Variable) -> object:
+    """Return the object whose method is the hook of ``param``, if it is one."""
+    owner = param.hook.func if isinstance(param.hook, functools.partial) else None
+    return getattr(owner, "__self__", None)
 
 
 class GradientSync:
     """Gives units to ``reducer`` in order, as hooks complete them, and finishes with the pass.
 
-    ``averages``: the reducer leaves the mean over the ranks. ``prepare(array, first)``, where it
-    is set, may change each array in place before it is given; ``first``: it begins a pass.
+    ``flags``: room for a number of each parameter in the array of the last unit; None: whether it
+    was used travels in a message of its own. ``averages``: the reducer leaves the mean over the
+    ranks. ``weigh(first)``, where it is set, says before each unit what to multiply it by;
+    ``first``: it begins a pass. A weight of 0: nothing of this rank was used. ``ignored``: names of
+    the module's parameters and buffers that are each rank's own.
     """
 
-    def __init__(self, units: list[Unit], reducer: Reducer, averages: bool = False) -> None:
+    def __init__(
+        self,
+        units: list[Unit],
+        reducer: Reducer,
+        flags: Array | None = None,
+        averages: bool = False,
+    ) -> None:
         self.enabled = True
         self.averages = averages
         self.reducer = reducer
-        self.prepare: Callable[[Array, bool], None] | None = None
+        self.weigh: Callable[[bool], float] | None = None
+        self.ignored: frozenset[str] = frozenset()
         self._units = units
+        self._params = [param for unit in units for param in unit.params]
+        self._flags = flags
+        self._unused: list[Variable] = []  # of those that this pass has given; mostly none
         self._given = 0  # units that this pass has given to the reducer
         self._touched: list[Unit] | None = None  # with gradients in this pass; None between passes
         for unit in units:
             for param in unit.params:
                 param.register_grad_hook(functools.partial(self._on_ready, unit))
+
+    def detach(self) -> None:
+        """Let go of the parameters, but of those that have another hook since."""
+        for param in self._params:
+            if _owner_of(param) is self:
+                param.clear_grad_hook()
+                param.grad_buffer = None
 
     def _on_ready(self, unit: Unit, _: Variable) -> None:
         """Autograd: the gradient of one of the unit's parameters is complete."""
@@ -150,7 +207,7 @@ class GradientSync:
             if completed:
                 while self._given < len(self._units):
                     self._give_next()
-                self.reducer.finalize()
+                self._finish()
             else:
                 self.reducer.abandon()
         finally:
@@ -158,12 +215,26 @@ class GradientSync:
                 unit.pending = len(unit.params)
             self._touched = None
             self._given = 0
+            self._unused = []
 
     def _give_next(self) -> None:
-        array = self._units[self._given].collect()
-        if self.prepare is not None:
-            self.prepare(array, self._given == 0)
+        unit = self._units[self._given]
+        unused: Sequence[Variable] = [param for param in unit.params if param.grad is None]
+        array = unit.collect()
+        if self.weigh is not None:
+            weight = self.weigh(self._given == 0)
+            if weight:
+                scale_in_place(array, weight)
+            else:
+                array[...] = 0  # a batch of no samples may have nan for its mean
+                unused = unit.params
+        if unused:
+            self._unused += unused
         self._given += 1
+        if self._flags is not None and self._given == len(self._units):
+            self._flags.fill(1)
+            if self._unused:
+                self._flags[...] = _like(self._flags, self._used_here())
         self.reducer.add(array)
 
     def give_zeros(self) -> None:
@@ -176,4 +247,31 @@ class GradientSync:
             array = unit.collect()
             array[...] = 0
             self.reducer.add(array)
+        self._unused = list(self._params)
+        try:
+            self._finish()
+        finally:
+            self._unused = []
+
+    def _finish(self) -> None:
+        """Wait for everything; parameters that no rank used have no gradient then."""
         self.reducer.finalize()
+        if self._flags is None:
+            used = used_on_any_rank(self._used_here(), self.reducer.group)
+        elif self._unused:
+            used = [bool(flag) for flag in self._flags.tolist()]
+        else:  # nothing to learn from the others, and a GPU need not be waited for
+            return
+        for param, anywhere in zip(self._params, used, strict=True):
+            # A hook may bring what it had left over of gradients of earlier passes.
+            if not (anywhere or gradient_of(param).any()):
+                param.grad = None
+
+    def _used_here(self) -> list[bool]:
+        unused = set(self._unused)
+        return [param not in unused for param in self._params]
+
+
+def _like(flags: Array, used: Sequence[bool]) -> Array:
+    found: Array = array_module(flags).asarray(used, flags.dtype)
+    return found

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
 
-from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed import ProcessGroup, all_reduce
-from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.data_parallel import gradient_sync_of
 from flashlight_py.parallel.gradient_sync import GradientSync
+from flashlight_py.parallel.parameters import give_state
 from flashlight_py.parallel.place import whole_number
+from flashlight_py.parallel.synchronize import synchronize
 
 __all__ = ["Joined", "join"]
 
@@ -58,16 +58,11 @@ class Joined:
         self._count = self._count + number if self._counting else number
         self._counting = True
 
-    def _prepare(self, array: Array, first: bool) -> None:
-        """Weigh a gradient of this rank's own pass before it is added to the others'."""
+    def _weigh(self, first: bool) -> float:
+        """Return what gradients of this rank's own pass count before they are added up."""
         if first:
             self._begin_own_pass()
-        if not self._sync.averages:
-            return
-        if self._weight:
-            scale_in_place(array, self._weight)
-        else:
-            array[...] = 0  # a batch of no samples may have nan for its mean
+        return self._weight if self._sync.averages else 1.0
 
     def _begin_own_pass(self) -> None:
         total, _ = self._add_up(self._count, 1)
@@ -112,7 +107,7 @@ def join(module: Module, optimizer: FirstOrderOptimizer | None = None) -> Iterat
     until all have ended. Every gradient is the average weighted by the counts given to
     :meth:`Joined.count`: the sum of count * gradient over the ranks, divided by the sum of the
     counts. At the end all parameters and buffers (and the optimizer's state) become those of the
-    lowest rank that trained to the last.
+    lowest rank that trained to the last, but for what ``distribute_module_grads`` ignores.
 
     Where ``distribute_module_grads`` was given a scale or a reducer, gradients are summed and
     scaled by it as ever, over the ranks that still have data, and counts play no part.
@@ -143,14 +138,17 @@ def join(module: Module, optimizer: FirstOrderOptimizer | None = None) -> Iterat
     group = sync.reducer.group or current_world().group
     joined = Joined(sync, group)
     with _the_only_one(joined):
-        sync.prepare = joined._prepare
+        sync.weigh = joined._weigh
         try:
             yield joined
             joined._take_part_until_all_have_ended()
         finally:
-            sync.prepare = None
+            sync.weigh = None
     root = joined._a_rank_that_trained_to_the_last()
-    _give_state(module, optimizer, root, group)
+    entries = {name: x for name, x in module.state_dict().items() if name not in sync.ignored}
+    give_state(module, entries, root, group)
+    if optimizer is not None:
+        synchronize(optimizer, root, group)
 
 
 _open: list[Joined] = []
@@ -169,46 +167,3 @@ def _the_only_one(joined: Joined) -> Iterator[None]:
         yield
     finally:
         _open.remove(joined)
-
-
-def _give_state(
-    module: Module, optimizer: FirstOrderOptimizer | None, root: int, group: ProcessGroup
-) -> None:
-    """Make parameters, buffers and the optimizer's state those of rank ``root``."""
-    for array in module.state_dict().values():
-        group.broadcast(array, root)
-    if optimizer is not None:
-        _give_optimizer_state(optimizer, root, group)
-
-
-def _give_optimizer_state(optimizer: FirstOrderOptimizer, root: int, group: ProcessGroup) -> None:
-    state = optimizer.state_dict()
-    leaves = list(_leaves(state))
-    for leaf in leaves:
-        if _is_array(leaf):
-            group.broadcast(leaf, root)
-    numbers = np.array([leaf for leaf in leaves if not _is_array(leaf)], np.float64)
-    group.broadcast(numbers, root)
-    optimizer.load_state_dict(_with_numbers(state, iter(numbers.tolist())))
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray) or is_cupy(value)
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    """Yield the arrays and numbers in nested dicts and lists."""
-    if isinstance(tree, (dict, list)):
-        for branch in tree.values() if isinstance(tree, dict) else tree:
-            yield from _leaves(branch)
-    else:
-        yield tree
-
-
-def _with_numbers(tree: Any, numbers: Iterator[float]) -> Any:
-    """Return ``tree`` with other numbers, in the order of ``_leaves``."""
-    if isinstance(tree, dict):
-        return {name: _with_numbers(branch, numbers) for name, branch in tree.items()}
-    if isinstance(tree, list):
-        return [_with_numbers(branch, numbers) for branch in tree]
-    return tree if _is_array(tree) else type(tree)(next(numbers))

@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
 from flashlight_py.distributed import (
     CoalescingReducer,
     DistributedConstants,
     ProcessGroup,
-    all_reduce,
 )
 from flashlight_py.distributed.arrays import as_array, check_reduction
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.world import current_world
 from flashlight_py.optim import FirstOrderOptimizer
-from flashlight_py.parallel.agreement import check_arrays_agree
-from flashlight_py.parallel.gradient_sync import gradient_of, is_synchronised
+from flashlight_py.parallel.agreement import (
+    check_arrays_agree,
+    digests_of_ranks,
+    warn_of_differing,
+)
+from flashlight_py.parallel.gradient_sync import (
+    gradient_of,
+    is_synchronised,
+    used_on_any_rank,
+)
 
 __all__ = ["DistributedOptimizer"]
 
@@ -113,7 +118,8 @@ class DistributedOptimizer:
         """Reduce the gradients over the ranks, in place, and change the parameters by them.
 
         Collective, blocking. A gradient that is None on this rank and not on another counts as
-        zeros; one that is None on every rank stays so, and its parameter is skipped.
+        zeros; one that is None on every rank stays so, and its parameter is skipped. The first step
+        warns, on rank 0, where ranks have started from different parameters.
 
         Raises:
             ValueError: a parameter's gradient is reduced by ``distribute_module_grads`` already.
@@ -124,7 +130,9 @@ class DistributedOptimizer:
         if not self._agreed:
             arrays = [param.data for param in self.params]
             check_arrays_agree("DistributedOptimizer: parameters", arrays, self._members)
+            digests = digests_of_ranks(self.params, self._members)
             self._agreed = True
+            warn_of_differing("DistributedOptimizer", digests, self._members)
         self._reduce([gradient_of(param) for param in self._params_with_gradients()])
         self._optimizer.step()
 
@@ -164,9 +172,8 @@ class DistributedOptimizer:
 
     def _params_with_gradients(self) -> list[Variable]:
         """Return the parameters that have a gradient on any rank."""
-        present = np.array([param.grad is not None for param in self.params], np.int32)
-        all_reduce(present, op="max", group=self._group)
-        return [param for param, there in zip(self.params, present, strict=True) if there]
+        used = used_on_any_rank((param.grad is not None for param in self.params), self._group)
+        return [param for param, there in zip(self.params, used, strict=True) if there]
 
     def _reduce(self, arrays: Sequence[Array]) -> None:
         scale = 1.0 / self._members.size if self._average else 1.0

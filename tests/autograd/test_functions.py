@@ -270,3 +270,19 @@ class TestGradcheck:
         with contextlib.suppress(AssertionError):
             gradcheck(lambda x: x * x.array, [array])
         np.testing.assert_array_equal(array, np.ones(3))
+
+
+def test_arrays_are_taken_as_constants() -> None:
+    x, labels = np.full((2, 3), 0.5), np.zeros(2, np.int64)
+    one_operand = (F.negative, F.exp, F.log, F.sqrt, F.sin, F.cos, F.tanh, F.sigmoid, F.relu, F.abs)
+    reductions = (F.sum, F.mean, F.var, F.max, F.min, F.softmax, F.log_softmax)
+    results = [function(x) for function in (*one_operand, *reductions, F.flat, F.transpose)]
+    results += [F.clamp(x, 0), F.reshape(x, -1), F.moddims(x, 6), F.index(x, 0)]
+    results += [F.astype(x, "float32"), F.concatenate([x, input(x)]), F.dropout(x, 0.0)]
+    results += [F.linear(x, x, labels + 0.5), F.linear_relu(x, param(x), labels + 0.5)]
+    results += [F.mean_squared_error(x, x), F.categorical_cross_entropy(x, labels)]
+    assert all(isinstance(result, Variable) for result in results)
+    with pytest.raises(TypeError, match=r"got list; convert it with numpy.asarray"):
+        F.relu([1.0])
+    with pytest.raises(TypeError, match=r"got ndarray and ndarray; make one .* by fl.input"):
+        F.add(x, x)

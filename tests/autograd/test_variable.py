@@ -200,3 +200,61 @@ def test_operators_promote_as_numpy_does_and_gradients_keep_their_dtypes(narrow:
     assert b.grad is not None
     assert (a.grad.dtype, b.grad.dtype) == (narrow, wide)
     assert (a.grad.tolist(), b.grad.tolist()) == ([6] * 3, [4] * 3)
+
+
+class TestAsAnArray:
+    """What NumPy's users do with arrays works with variables, or is refused; never wrong."""
+
+    def test_numpy_takes_the_array_of_one_without_gradient(self) -> None:
+        x = input(np.array([[1.0, 5.0], [3.0, 2.0]]))
+        assert np.asarray(x) is x.array
+        assert np.array(x).tolist() == x.array.tolist()
+        assert not np.shares_memory(np.array(x), x.array)
+        assert np.asarray(x, np.float32).dtype == np.float32
+        assert np.argmax(x) == 1
+        assert x.__array__(copy=True) is not x.array
+        assert np.stack([x, x]).shape == (2, 2, 2)
+        assert np.array([x, x]).shape == (2, 2, 2)
+        assert np.argmax(input(np.array([0, 1]))) == 1
+
+    @pytest.mark.parametrize("function", [np.asarray, np.argmax, np.array, np.sort])
+    def test_numpy_is_refused_where_a_gradient_would_be_lost(self, function: Any) -> None:
+        with pytest.raises(TypeError, match=r"needs a gradient \(shape \(2, 2\)\).*numpy\(\)"):
+            function(param(np.ones((2, 2))))
+        with pytest.raises(TypeError, match="needs a gradient"):
+            function([param(np.ones((2, 2))) * 2])
+
+    def test_arithmetic_with_arrays_stays_a_variable(self) -> None:
+        x = param(np.ones(3))
+        for result in (np.arange(3.0) * x, np.float64(2) * x, np.ones((3, 3)) @ x):
+            assert isinstance(result, Variable)
+            assert result.shape == (3,)
+            assert result.calc_grad
+
+    def test_numbers(self) -> None:
+        x = param(np.array([[2.5]]))
+        assert (float(x), int(x), bool(x), bool(x * 0)) == (2.5, 2, True, False)
+        for number in (float, int, bool):
+            with pytest.raises(ValueError, match="exactly one element"):
+                number(param(np.ones(2)))
+
+    def test_length_and_rows(self) -> None:
+        x = param(np.arange(6.0).reshape(3, 2))
+        assert len(x) == 3
+        assert [row.array.tolist() for row in x] == [[0, 1], [2, 3], [4, 5]]
+        for row in x:
+            F.sum(row).backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [[1, 1]] * 3
+        for ask in (len, list):
+            with pytest.raises(TypeError, match="without dimensions"):
+                ask(param(np.array(1.0)))
+
+    def test_sum_mean_and_transpose(self) -> None:
+        x = param(np.arange(6.0).reshape(3, 2))
+        assert float(x.sum()) == 15
+        assert x.mean(axis=0, keepdims=True).array.tolist() == [[2, 3]]
+        assert x.T.shape == (2, 3)
+        (x.T @ np.ones(3)).sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [[1, 1]] * 3

@@ -42,6 +42,13 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert again.everything() == first.everything()
 
 
+def test_the_module_may_come_by_position(tmp_path: Path) -> None:
+    model, other = fl.nn.Linear(3, 2), fl.nn.Linear(3, 2)
+    fl.save(tmp_path, model)
+    assert fl.load(tmp_path, other) is not None
+    assert np.array_equal(model.weight.array, other.weight.array)
+
+
 def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
     run = Run()
     before = run.everything()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 def saves_then_steps(rank: int, size: int, folder: Path) -> tuple[str, bytes]:
     run = Run(seed=rank)
-    fl.all_reduce_parameters(run.model)
+    fl.broadcast_parameters(run.model)
     run.step()
     path = run.save(folder, 1)
     run.step()

@@ -59,3 +59,10 @@ def test_arrays_that_do_not_fit_are_refused(arrays: list[np.ndarray]) -> None:
 
 def test_no_samples_are_a_dataset_too() -> None:
     assert list(TensorDataset([np.zeros((0, 3))])) == []
+
+
+def test_one_array_is_not_taken_for_a_list_of_its_rows() -> None:
+    with pytest.raises(TypeError, match=r"of shape \(4, .*write TensorDataset\(\[array\]\)"):
+        TensorDataset(X)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got list among them; make one by numpy.asarray"):
+        TensorDataset([X, [1, 2, 3, 4]])  # type: ignore[list-item]

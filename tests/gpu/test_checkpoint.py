@@ -22,7 +22,7 @@ def trained(rank: int, size: int, folder: Path, stop: int | None) -> list[np.nda
     generator = cupy.random.default_rng(rank)
     model = fl.nn.Sequential(fl.nn.Linear(4, 8), fl.nn.Dropout(0.5), fl.nn.Linear(8, 1))
     model.to(device)
-    fl.all_reduce_parameters(model)
+    fl.broadcast_parameters(model)
     fl.distribute_module_grads(model)
     optimizer = fl.optim.AdamOptimizer(model.params(), 0.01)
     parts: dict[str, Any] = {"module": model, "optimizer": optimizer, "rng": generator}

@@ -25,7 +25,7 @@ def train(rank: int, size: int, device: str, kind: str) -> list[np.ndarray]:
         fl.nn.Linear(10, 50, dtype="float64"), fl.nn.ReLU(), fl.nn.Linear(50, 1, dtype="float64")
     )
     model.to(device)
-    fl.all_reduce_parameters(model)
+    fl.broadcast_parameters(model)
     fl.distribute_module_grads(model)
     optimizer: Any = (
         fl.optim.AdamOptimizer(model.params(), 0.01, weight_decay=0.01)
@@ -49,6 +49,24 @@ def test_parameters_equal_those_of_one_process_on_the_cpu(ranks: Any, kind: str)
     for got in ranks.run(train, "cuda", kind):
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+def leave_one_out(rank: int, size: int) -> list[bool]:
+    """Each rank uses its own layer of ``size + 1``: the last one is nobody's."""
+    verbs.cupy()
+    device = fl.distributed.use_local_device()
+    layers = [fl.nn.Linear(2, 1) for _ in range(size + 1)]
+    model = fl.nn.Sequential(*layers).to(device)
+    fl.broadcast_parameters(model)
+    fl.distribute_module_grads(model)
+    x = fl.device.to_device(np.ones((1, 2), np.float32), device)
+    fl.autograd.functions.sum(layers[rank](fl.input(x))).backward()
+    return [layer.weight.grad is not None for layer in layers]
+
+
+def test_parameters_that_no_rank_used_have_no_gradient(ranks: Any) -> None:
+    for used in ranks.run(leave_one_out):
+        assert used == [True] * (len(used) - 1) + [False]
 
 
 def test_moving_a_module_there_and_back_keeps_its_values() -> None:

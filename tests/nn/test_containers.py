@@ -51,3 +51,13 @@ def test_only_modules_can_be_added(member: Any) -> None:
 def test_repr_shows_the_structure() -> None:
     model = Sequential(Linear(2, 3), ReLU(), View((-1,)))
     assert repr(model) == "Sequential(Linear(2, 3, bias=True), ReLU(), View((-1,)))"
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_members_may_come_in_a_list(kind: Any) -> None:
+    members = Linear(2, 3), ReLU()
+    model = Sequential(kind(members))
+    assert tuple(model) == members
+    assert list(model.named_params()) == ["0.weight", "0.bias"]
+    with pytest.raises(TypeError, match="Sequential holds modules, got int"):
+        Sequential([Linear(2, 3), 3])  # type: ignore[list-item]

@@ -166,3 +166,17 @@ def test_training_learns_the_example() -> None:
             losses.append(error.scalar())
         means.append(np.mean(losses))
     assert means[-1] < 0.25 * means[0]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_modules_take_arrays_as_input(training: bool) -> None:
+    x, labels = np.ones((4, 2), "float32"), np.array([0, 1, 1, 0])
+    model = Sequential(Linear(2, 2), ReLU(), Tanh(), Sigmoid(), Dropout(), LogSoftmax())
+    model = model.train() if training else model.eval()
+    for module in (model, Dropout(0.5), View((-1,))):
+        module.training = training
+        assert module(x).shape == module(input(x)).shape
+    loss = CategoricalCrossEntropy()(model(x), labels) + MeanSquaredError()(model(x), x)
+    assert loss.calc_grad == training
+    with pytest.raises(TypeError, match=r"got list; convert it with numpy.asarray"):
+        model([[1.0, 2.0]])

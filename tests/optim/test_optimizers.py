@@ -234,3 +234,17 @@ def test_wrong_arguments(
 def test_settings_out_of_range(make: Make, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make(parameters())
+
+
+def test_adam_keeps_the_means_of_float16_in_float32() -> None:
+    """Squares of small gradients are 0 in float16, as is eps: steps would be infinite, or nan."""
+    results = []
+    for dtype in ("float16", "float64"):
+        variable = param(np.ones(3, dtype))
+        optimizer = AdamOptimizer([variable], 0.1)
+        for _ in range(3):
+            variable.grad = np.array([0, 1e-3, 1], dtype)
+            optimizer.step()
+        assert variable.dtype == dtype
+        results.append(variable.array)
+    np.testing.assert_allclose(*results, rtol=2e-3)

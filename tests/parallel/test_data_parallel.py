@@ -42,7 +42,7 @@ def make_reducer(kind: str, size: int) -> Any:
 def train(rank: int, size: int, kind: str, optimizer: str) -> list[Any]:
     """Each rank takes its part of every batch; the mean of the parts is the whole's gradient."""
     model, criterion = build(), fl.nn.MeanSquaredError()
-    fl.all_reduce_parameters(model)
+    fl.broadcast_parameters(model)
     fl.distribute_module_grads(model, reducer=make_reducer(kind, size))
     if optimizer == "sgd":
         opt: Any = fl.optim.SGDOptimizer(model.params(), 0.05, momentum=0.9)
@@ -73,21 +73,6 @@ def test_adam_too(pool: Any) -> None:
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
 
 
-def average_parameters(rank: int, size: int) -> list[Any]:
-    model = build(seed=rank)
-    fl.all_reduce_parameters(model)
-    return parameters(model)
-
-
-def test_all_reduce_parameters_averages(pool: Any) -> None:
-    expected = [
-        np.mean(p, axis=0) for p in zip(*(parameters(build(r)) for r in range(3)), strict=True)
-    ]
-    for result in pool(3).run(average_parameters):
-        for got, mean in zip(result, expected, strict=True):
-            np.testing.assert_allclose(got, mean, rtol=1e-15)
-
-
 class Branches(fl.nn.Module):
     """Two layers, of which a rank uses only its own."""
 
@@ -106,13 +91,105 @@ def unused_parameters(rank: int, size: int) -> list[Any]:
     model = Branches()
     fl.distribute_module_grads(model, scale=1.0)
     model(fl.input(np.full((1, 2), rank + 1.0)), rank).backward()
-    return [p.grad.copy() for p in model.params()]
+    return [None if p.grad is None else p.grad.copy() for p in model.params()]
 
 
-def test_a_parameter_that_took_no_part_counts_as_zeros(pool: Any) -> None:
+def test_a_parameter_that_took_no_part_on_a_rank_counts_as_zeros_there(pool: Any) -> None:
     for grads in pool(2).run(unused_parameters):
-        weights = [grad for grad in grads if grad.shape == (1, 2)]
-        assert [w.tolist() for w in weights] == [[[1, 1]], [[2, 2]], [[0, 0]]]
+        assert [w.tolist() for w in grads[:4:2]] == [[[1, 1]], [[2, 2]]]
+        assert grads[4:] == [None, None]  # of the layer that no rank used
+
+
+WAYS = ["default", "small buckets", "inline", "coalescing", "Float16", "TopK", "by hand"]
+
+
+def distribute(model: Any, way: str, size: int) -> None:
+    hooks: dict[str, Any] = {"Float16": fl.Float16Compression, "TopK": fl.TopKCompression}
+    reducers: dict[str, Any] = {"inline": fl.InlineReducer, "coalescing": fl.CoalescingReducer}
+    if way in hooks:
+        fl.distribute_module_grads(model, hook=hooks[way](), bucket_bytes=24)
+    elif way in reducers:
+        fl.distribute_module_grads(model, reducer=reducers[way](1 / size))
+    elif way != "by hand":
+        limit = 24 if way == "small buckets" else None
+        fl.distribute_module_grads(model, bucket_bytes=limit)
+
+
+def train_branches(rank: int, size: int, way: str) -> Any:
+    """Layer 0 is used by rank 0 in the first step alone, layer 1 always, layer 2 never."""
+    fl.set_seed(0)
+    model = Branches()
+    distribute(model, way, size)
+    optimizer = fl.optim.AdamOptimizer(model.params(), 0.1, weight_decay=0.5)
+    there = []
+    for step in range(3):
+        optimizer.zero_grad()
+        x = fl.input(np.full((2, 2), rank + 1.0))
+        with contextlib.nullcontext() if way == "by hand" else fl.no_sync(model):
+            if step == rank == 0:
+                model(x, 0).backward(np.ones((2, 1)))
+        model(x, 1).backward(np.ones((2, 1)))
+        if way == "by hand":
+            fl.all_reduce_gradients(model, 1 / size)
+        there.append([param.grad is not None for param in model.params()])
+        optimizer.step()
+    return there, [param.array.copy() for param in model.params()]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_optimizer_moves_no_parameter_that_no_rank_used(pool: Any, way: str) -> None:
+    fl.set_seed(0)
+    before = [param.array for param in Branches().params()]
+    results = pool(2).run(train_branches, way)
+    for there, after in results:
+        moved = [not np.array_equal(*pair) for pair in zip(before, after, strict=True)]
+        assert moved == [True, True, True, True, False, False]
+        assert there[0] == [True] * 4 + [False] * 2
+        if way != "TopK":  # which brings later what it has left over
+            assert there[1] == there[2] == [False] * 2 + [True] * 2 + [False] * 2
+        for mine, first in zip(after, results[0][1], strict=True):
+            np.testing.assert_array_equal(mine, first)
+
+
+def join_branches(rank: int, size: int) -> Any:
+    """Rank 0 alone has data in the second pass; in the last one nobody counts any samples."""
+    fl.set_seed(0)
+    model = Branches()
+    fl.distribute_module_grads(model)
+    there = []
+    with fl.join(model) as joined:
+        for step in range(1 + 2 * (rank == 0)):
+            model.zero_grad()
+            joined.count(0 if step == 2 else 1)
+            model(fl.input(np.ones((1, 2))), rank if step == 0 else 2).backward()
+            there.append([param.grad is not None for param in model.params()[::2]])
+    return there
+
+
+def test_join_knows_which_parameters_were_used(pool: Any) -> None:
+    first, second = pool(2).run(join_branches)
+    assert first == [[True, True, False], [False, False, True], [False] * 3]
+    assert second == first[:1]
+
+
+def mixed(rank: int, size: int) -> list[Any]:
+    """Buckets of several dtypes, of which the last one has the flags: float16 here."""
+    fl.set_seed(0)
+    model = Branches()
+    model.layer0.astype(np.float16)
+    model.layer1.astype(np.float32)
+    fl.distribute_module_grads(model)
+    x = np.ones((1, 2), model.layers[rank].weight.dtype)
+    model(fl.input(x), rank).backward(np.ones((1, 1), x.dtype))
+    return [
+        None if p.grad is None else (p.grad.dtype.name, p.grad.tolist()) for p in model.params()
+    ]
+
+
+def test_flags_travel_in_any_dtype(pool: Any) -> None:
+    weights = [("float16", [[0.5, 0.5]]), ("float16", [0.5]), ("float32", [[0.5, 0.5]])]
+    for grads in pool(2).run(mixed):
+        assert grads == [*weights, ("float32", [0.5]), None, None]
 
 
 def accumulate(rank: int, size: int, with_no_sync: bool) -> list[Any]:
@@ -222,8 +299,18 @@ def test_arguments() -> None:
     model = build()
     with pytest.raises(TypeError, match="Module"):
         fl.distribute_module_grads("model")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="one of both"):
-        fl.distribute_module_grads(model, scale=1.0, reducer=fl.InlineReducer(1.0))
+    reducer = fl.InlineReducer(1.0)
+    for name, value in (("scale", 1.0), ("group", fl.split(0)), ("bucket_bytes", 10)):
+        with pytest.raises(ValueError, match=f"give {name} to the reducer"):
+            fl.distribute_module_grads(model, reducer=reducer, **{name: value})
+    with pytest.raises(ValueError, match="bucket_bytes must be positive"):
+        fl.distribute_module_grads(model, bucket_bytes=0)
+    with pytest.raises(ValueError, match=r"ignore has '0.wait', .* it has 0.bias, 0.weight"):
+        fl.distribute_module_grads(model, ignore=["0.wait"])
+    with pytest.raises(ValueError, match="no parameter or buffer of this module"):
+        fl.distribute_module_grads(model, ignore=build().params()[:1])
+    with pytest.raises(TypeError, match="ignore takes names and Variables, got int"):
+        fl.distribute_module_grads(model, ignore=[3])  # type: ignore[list-item]
     with (
         pytest.raises(ValueError, match="distribute_module_grads on this module first"),
         fl.no_sync(build()),

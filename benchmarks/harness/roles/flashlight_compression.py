@@ -100,7 +100,7 @@ class Example:
         self.model = fl.nn.Sequential(
             fl.nn.Linear(features, 100), fl.nn.ReLU(), fl.nn.Linear(100, 1)
         )
-        fl.all_reduce_parameters(self.model)
+        fl.broadcast_parameters(self.model)
         fl.distribute_module_grads(self.model, hook=hook)
         rate = program["LEARNING_RATE"]
         self._optimizer = fl.optim.SGDOptimizer(self.model.params(), rate, momentum)

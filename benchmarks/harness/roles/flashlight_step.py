@@ -30,7 +30,7 @@ class Flashlight(StepRole):
         for variable, array in zip(model.params(), parameters(), strict=True):
             variable.array = array
         if kind == "distributed":
-            fl.all_reduce_parameters(model)
+            fl.broadcast_parameters(model)
             fl.distribute_module_grads(model)
         optimizer = fl.optim.SGDOptimizer(model.params(), LR, MOMENTUM)
         x, target = sample()

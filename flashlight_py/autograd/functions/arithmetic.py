@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashlight_py.autograd.functions.operands import as_pair
-from flashlight_py.autograd.variable import Operand, Variable, record
+from flashlight_py.autograd.functions.operands import as_pair, as_variable
+from flashlight_py.autograd.variable import Input, Operand, Variable, record
 from flashlight_py.device import Array, array_module
 
 __all__ = ["negative", "add", "sub", "mul", "div", "pow", "maximum", "minimum"]
 
 
-def negative(x: Variable) -> Variable:
+def negative(x: Input) -> Variable:
     """Return ``-x``, elementwise."""
+    x = as_variable(x)
     return record(-x.data, (x, lambda grad: -grad))
 
 

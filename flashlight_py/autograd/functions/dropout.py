@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashlight_py.autograd.variable import Variable, record
+from flashlight_py.autograd.functions.operands import as_variable
+from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import array_module
 from flashlight_py.random import generator
 
 __all__ = ["check_ratio", "dropout"]
 
 
-def dropout(x: Variable, ratio: float) -> Variable:
+def dropout(x: Input, ratio: float) -> Variable:
     """Return ``x`` with each element zeroed with probability ``ratio``, the rest scaled up.
 
     The scale ``1 / (1 - ratio)`` keeps the expectation. The draw comes from the generator that
@@ -20,6 +21,7 @@ def dropout(x: Variable, ratio: float) -> Variable:
     Raises:
         ValueError: ``ratio`` is not in ``0 <= ratio < 1``.
     """
+    x = as_variable(x)
     check_ratio(ratio)
     if not ratio:
         return x

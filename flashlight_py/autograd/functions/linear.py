@@ -6,14 +6,16 @@ from typing import Any
 
 from flashlight_py import kernels
 from flashlight_py.autograd.functions.elementwise import relu
+from flashlight_py.autograd.functions.operands import as_variable
 from flashlight_py.autograd.functions.shape import reshape
-from flashlight_py.autograd.variable import Variable, record
+from flashlight_py.autograd.narrow import total
+from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, is_cupy
 
 __all__ = ["linear", "linear_relu"]
 
 
-def linear(x: Variable, weight: Variable, bias: Variable | None = None) -> Variable:
+def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
     """Return ``x @ weight.T + bias``, a new variable of shape ``[..., out]``.
 
     Args:
@@ -24,6 +26,8 @@ def linear(x: Variable, weight: Variable, bias: Variable | None = None) -> Varia
     Raises:
         ValueError: the shapes do not fit together.
     """
+    x, weight = as_variable(x), as_variable(weight)
+    bias = None if bias is None else as_variable(bias)
     _check_shapes(x, weight, bias)
     if x.data.ndim == 2:
         return _linear_2d(x, weight, bias)
@@ -46,7 +50,7 @@ def _linear_2d(x: Variable, weight: Variable, bias: Variable | None) -> Variable
     return record(out, (weight, weight_vjp), (bias, _sum_rows), (x, lambda grad: grad.dot(w)))
 
 
-def linear_relu(x: Variable, weight: Variable, bias: Variable) -> Variable:
+def linear_relu(x: Input, weight: Input, bias: Input) -> Variable:
     """Return ``max(linear(x, weight, bias), 0)``; on a GPU, bias and maximum are one launch.
 
     Args:
@@ -57,6 +61,7 @@ def linear_relu(x: Variable, weight: Variable, bias: Variable) -> Variable:
     Raises:
         ValueError: the shapes do not fit together.
     """
+    x, weight, bias = as_variable(x), as_variable(weight), as_variable(bias)
     _check_shapes(x, weight, bias)
     rows = x.data
     fits = rows.ndim == 2 and rows.dtype == weight.data.dtype == bias.data.dtype
@@ -96,7 +101,7 @@ class _SlopeOnce:
 
 
 def _sum_rows(grad: Array) -> Any:
-    return grad[0] if len(grad) == 1 else grad.sum(axis=0)  # a view is ten times cheaper
+    return grad[0] if len(grad) == 1 else total(grad, 0)  # a view is ten times cheaper
 
 
 def _buffer_for(weight: Variable, grad: Array, rows: Array) -> Array | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from flashlight_py import kernels
-from flashlight_py.autograd.variable import Variable, record
+from flashlight_py.autograd.functions.operands import as_variable
+from flashlight_py.autograd.narrow import total, widened
+from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module, is_cupy
 
 __all__ = ["mean_squared_error", "categorical_cross_entropy", "check_reduction"]
 
 
-def mean_squared_error(prediction: Variable, target: Variable) -> Variable:
+def mean_squared_error(prediction: Input, target: Input) -> Variable:
     """Return the mean over all elements of ``(prediction - target) ** 2``; no dimensions.
 
     Args:
@@ -19,6 +21,7 @@ def mean_squared_error(prediction: Variable, target: Variable) -> Variable:
     Raises:
         ValueError: the shapes differ, or there is no element.
     """
+    prediction, target = as_variable(prediction), as_variable(target)
     p, t = prediction.data, target.data
     if p.shape != t.shape:
         raise ValueError(
@@ -29,10 +32,11 @@ def mean_squared_error(prediction: Variable, target: Variable) -> Variable:
         raise ValueError(f"mean_squared_error: nothing to average in shape {p.shape}")
     if is_cupy(p) and p.dtype == t.dtype and p.dtype.kind == "f":
         return _fused_squared_error(prediction, target)
-    error = p - t
+    difference = p - t
+    error = widened(difference)
     flat = error.reshape(-1)
-    mean = array_module(p).asarray(flat.dot(flat) / p.size, error.dtype)
-    slope = 2.0 / p.size
+    mean = array_module(p).asarray(flat.dot(flat) / p.size, difference.dtype)
+    slope = error.dtype.type(2.0 / p.size)
     return record(
         mean,
         (prediction, lambda grad: error * (grad * slope)),
@@ -52,8 +56,8 @@ def _fused_squared_error(prediction: Variable, target: Variable) -> Variable:
 
 
 def categorical_cross_entropy(
-    log_probabilities: Variable,
-    target: Variable,
+    log_probabilities: Input,
+    target: Input,
     reduction: str = "mean",
     ignore_index: int = -1,
 ) -> Variable:
@@ -70,6 +74,7 @@ def categorical_cross_entropy(
         TypeError: the targets are not integers.
         ValueError: the shapes do not fit, a target names no class, or an unknown reduction.
     """
+    log_probabilities, target = as_variable(log_probabilities), as_variable(target)
     _check_classes(log_probabilities.data, target.data, reduction, ignore_index)
     logs, labels = log_probabilities.data, target.data
     xp = array_module(logs)
@@ -77,11 +82,11 @@ def categorical_cross_entropy(
     picked = xp.where(counted, labels, 0)[..., None]
     losses = xp.where(counted, -xp.take_along_axis(logs, picked, axis=-1)[..., 0], 0)
     divisor = max(int(counted.sum()), 1) if reduction == "mean" else 1
-    result = losses if reduction == "none" else losses.sum() / divisor
+    result = losses if reduction == "none" else total(losses) / divisor
 
     def vjp(grad: Array) -> Array:
         hit = (xp.arange(logs.shape[-1]) == picked) & counted[..., None]
-        return hit * (grad / -divisor)[..., None]  # type: ignore[no-any-return]
+        return hit * (widened(grad) / -divisor)[..., None]  # type: ignore[no-any-return]
 
     return record(xp.asarray(result, logs.dtype), (log_probabilities, vjp))
 

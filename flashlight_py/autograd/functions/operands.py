@@ -1,11 +1,24 @@
-"""What an operator accepts beside variables: arrays and numbers, as constants."""
+"""What functions accept beside variables: arrays and numbers, as constants."""
 
 from __future__ import annotations
 
-from flashlight_py.autograd.variable import Operand, Variable
+from flashlight_py.autograd.variable import Input, Operand, Variable
 from flashlight_py.device import array_module
 
-__all__ = ["as_pair"]
+__all__ = ["as_pair", "as_variable"]
+
+
+def as_variable(x: Input) -> Variable:
+    """Return ``x``, or an array as a constant, as ``fl.input`` makes it.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    return x if x.__class__ is Variable else _as_input(x)
+
+
+def _as_input(x: Input) -> Variable:
+    return x if isinstance(x, Variable) else Variable(x)
 
 
 def as_pair(a: Operand, b: Operand) -> tuple[Variable, Variable]:
@@ -19,7 +32,8 @@ def as_pair(a: Operand, b: Operand) -> tuple[Variable, Variable]:
     if isinstance(b, Variable):
         return _as_constant(a, b), b
     raise TypeError(
-        f"expected at least one Variable, got {type(a).__name__} and {type(b).__name__}"
+        f"expected at least one Variable, got {type(a).__name__} and {type(b).__name__}; "
+        "make one of an array by fl.input or fl.no_grad"
     )
 
 

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from flashlight_py.autograd.functions.arithmetic import mul, sub
-from flashlight_py.autograd.variable import Variable, record
+from flashlight_py.autograd.functions.operands import as_variable
+from flashlight_py.autograd.narrow import total, widened
+from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module
 
 __all__ = ["Axis", "sum", "mean", "var", "max", "min"]
@@ -19,61 +21,68 @@ __all__ = ["Axis", "sum", "mean", "var", "max", "min"]
 Axis: TypeAlias = int | Sequence[int] | None
 
 
-def sum(x: Variable, axis: Axis = None, keepdims: bool = False) -> Variable:
+def sum(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     """Return the sum over ``axis``.
 
     Raises:
         ValueError: ``axis`` names no dimension of ``x``, or one twice.
     """
+    x = as_variable(x)
     array = x.data
     axes = _axes(axis, array.ndim)
-    out = array.sum(axis=axes, keepdims=keepdims)
+    out = total(array, axes, keepdims)
+    if out.dtype != array.dtype and array.dtype.kind == "f":
+        out = out.astype(array.dtype)
     return record(out, (x, lambda grad: _spread(grad, axes, array.shape)))
 
 
-def mean(x: Variable, axis: Axis = None, keepdims: bool = False) -> Variable:
+def mean(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     """Return the mean over ``axis``.
 
     Raises:
         ValueError: ``axis`` names no dimension of ``x``, or one twice, or has no element.
     """
+    x = as_variable(x)
     array = x.data
     axes = _axes(axis, array.ndim)
     count = _count(array.shape, axes, "mean")
     out = array.mean(axis=axes, keepdims=keepdims)
-    return record(out, (x, lambda grad: _spread(grad / count, axes, array.shape)))
+    return record(out, (x, lambda grad: _spread(widened(grad) / count, axes, array.shape)))
 
 
-def var(x: Variable, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Variable:
+def var(x: Input, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Variable:
     """Return the variance over ``axis``: the squared deviations' sum divided by ``n - ddof``.
 
     Raises:
         ValueError: ``axis`` names no dimension of ``x``, or one twice, or ``n <= ddof``.
     """
+    x = as_variable(x)
     axes = _axes(axis, x.data.ndim)
     count = _count(x.data.shape, axes, "var")
     if count <= ddof:
         raise ValueError(f"var: needs more than ddof ({ddof}) elements, got {count}")
     deviation = sub(x, mean(x, axes, keepdims=True))
-    return mul(sum(mul(deviation, deviation), axes, keepdims), 1 / (count - ddof))
+    return mul(mean(mul(deviation, deviation), axes, keepdims), count / (count - ddof))
 
 
-def max(x: Variable, axis: Axis = None, keepdims: bool = False) -> Variable:
+def max(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     """Return the largest element over ``axis``; equal ones share the gradient evenly.
 
     Raises:
         ValueError: ``axis`` names no dimension of ``x``, or one twice, or has no element.
     """
+    x = as_variable(x)
     axes = _axes(axis, x.data.ndim)
     return _extremum(x, x.data.max(axis=axes, keepdims=True), axes, keepdims)
 
 
-def min(x: Variable, axis: Axis = None, keepdims: bool = False) -> Variable:
+def min(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     """Return the smallest element over ``axis``; equal ones share the gradient evenly.
 
     Raises:
         ValueError: ``axis`` names no dimension of ``x``, or one twice, or has no element.
     """
+    x = as_variable(x)
     axes = _axes(axis, x.data.ndim)
     return _extremum(x, x.data.min(axis=axes, keepdims=True), axes, keepdims)
 
@@ -84,7 +93,8 @@ def _extremum(x: Variable, best: Array, axes: tuple[int, ...], keepdims: bool) -
     def vjp(grad: Array) -> Any:
         winners = array == best
         shares = winners / winners.sum(axis=axes, keepdims=True)
-        return _spread(grad, axes, array.shape) * shares.astype(grad.dtype)
+        wide = widened(grad)
+        return _spread(wide, axes, array.shape) * shares.astype(wide.dtype)
 
     return record(best if keepdims else best.squeeze(axes).copy(), (x, vjp))
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flashlight_py.autograd.variable import Variable, record
+from flashlight_py.autograd.functions.operands import as_variable
+from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module
 
 __all__ = ["reshape", "moddims", "flat", "transpose", "concatenate", "index", "astype"]
 
 
-def reshape(x: Variable, shape: int | Sequence[int]) -> Variable:
+def reshape(x: Input, shape: int | Sequence[int]) -> Variable:
     """Return ``x`` with another shape of as many elements; a view of its array where possible.
 
     Args:
@@ -21,11 +22,12 @@ def reshape(x: Variable, shape: int | Sequence[int]) -> Variable:
     Raises:
         ValueError: the number of elements differs.
     """
+    x = as_variable(x)
     old = x.data.shape
     return record(x.data.reshape(shape), (x, lambda grad: grad.reshape(old)))
 
 
-def moddims(x: Variable, shape: int | Sequence[int]) -> Variable:
+def moddims(x: Input, shape: int | Sequence[int]) -> Variable:
     """Return ``reshape(x, shape)``; flashlight's name for it.
 
     Raises:
@@ -34,17 +36,18 @@ def moddims(x: Variable, shape: int | Sequence[int]) -> Variable:
     return reshape(x, shape)
 
 
-def flat(x: Variable) -> Variable:
+def flat(x: Input) -> Variable:
     """Return ``x`` as one dimension, in row-major order; a view of its array where possible."""
     return reshape(x, -1)
 
 
-def transpose(x: Variable, axes: Sequence[int] | None = None) -> Variable:
+def transpose(x: Input, axes: Sequence[int] | None = None) -> Variable:
     """Return ``x`` with its dimensions permuted (None: reversed); a view of its array.
 
     Raises:
         ValueError: ``axes`` is not a permutation of the dimensions.
     """
+    x = as_variable(x)
     if axes is None:
         return record(x.data.T, (x, lambda grad: grad.T))
     ndim = x.data.ndim
@@ -55,7 +58,7 @@ def transpose(x: Variable, axes: Sequence[int] | None = None) -> Variable:
     return record(x.data.transpose(forward), (x, lambda grad: grad.transpose(inverse)))
 
 
-def concatenate(variables: Sequence[Variable], axis: int = 0) -> Variable:
+def concatenate(variables: Sequence[Input], axis: int = 0) -> Variable:
     """Return the variables joined along an existing dimension, as a new array.
 
     Args:
@@ -67,11 +70,12 @@ def concatenate(variables: Sequence[Variable], axis: int = 0) -> Variable:
     """
     if not variables:
         raise ValueError("concatenate needs at least one variable, got none")
-    arrays = [v.data for v in variables]
+    given = [as_variable(variable) for variable in variables]
+    arrays = [variable.data for variable in given]
     joined = array_module(arrays[0]).concatenate(arrays, axis=axis)
     before = (slice(None),) * (axis % joined.ndim)
     inputs, start = [], 0
-    for variable in variables:
+    for variable in given:
         stop = start + variable.data.shape[axis]
         inputs.append((variable, _slicer((*before, slice(start, stop)))))
         start = stop
@@ -82,7 +86,7 @@ def _slicer(where: tuple[slice, ...]) -> Any:
     return lambda grad: grad[where]
 
 
-def index(x: Variable, where: Any) -> Variable:
+def index(x: Input, where: Any) -> Variable:
     """Return ``x[where]`` with NumPy's rules; a view for slices and numbers, else a copy.
 
     An element that is picked more than once collects the gradients of all its copies.
@@ -94,6 +98,7 @@ def index(x: Variable, where: Any) -> Variable:
     Raises:
         IndexError: out of range, or not an index.
     """
+    x = as_variable(x)
     array = x.data
     where = _as_index(where, array)
     parts = where if isinstance(where, tuple) else (where,)
@@ -120,11 +125,12 @@ def _as_index(where: Any, array: Array) -> Any:
     return array_module(array).asarray(where) if hasattr(where, "__array__") else where
 
 
-def astype(x: Variable, dtype: Any) -> Variable:
+def astype(x: Input, dtype: Any) -> Variable:
     """Return ``x`` cast to ``dtype``, as a new array; its gradient comes back in ``x``'s dtype.
 
     A cast to a dtype that is not floating ends the graph: the result has no gradient.
     """
+    x = as_variable(x)
     array = x.data.astype(dtype)
     if array.dtype.kind != "f":
         return Variable(array)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from flashlight_py.autograd.variable import Variable, record
+from flashlight_py.autograd.functions.operands import as_variable
+from flashlight_py.autograd.narrow import widened
+from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module
 
 __all__ = ["softmax", "log_softmax"]
 
 
-def softmax(x: Variable, axis: int = -1) -> Variable:
+def softmax(x: Input, axis: int = -1) -> Variable:
     """Return ``exp(x) / sum(exp(x))`` along ``axis``, a new array of the same shape."""
-    array = x.data
+    x = as_variable(x)
+    array = widened(x.data)
     out = array_module(array).exp(array - array.max(axis=axis, keepdims=True))
     out /= out.sum(axis=axis, keepdims=True)
 
@@ -19,17 +22,20 @@ def softmax(x: Variable, axis: int = -1) -> Variable:
         result: Array = weighted - out * weighted.sum(axis=axis, keepdims=True)
         return result
 
-    return record(out, (x, vjp))
+    return record(out.astype(x.data.dtype, copy=False), (x, vjp))
 
 
-def log_softmax(x: Variable, axis: int = -1) -> Variable:
+def log_softmax(x: Input, axis: int = -1) -> Variable:
     """Return ``log(softmax(x))`` along ``axis``, a new array of the same shape."""
-    xp = array_module(x.data)
-    shifted = x.data - x.data.max(axis=axis, keepdims=True)
+    x = as_variable(x)
+    array = widened(x.data)
+    xp = array_module(array)
+    shifted = array - array.max(axis=axis, keepdims=True)
     out = shifted - xp.log(xp.exp(shifted).sum(axis=axis, keepdims=True))
 
     def vjp(grad: Array) -> Array:
-        total = grad.sum(axis=axis, keepdims=True)
-        return grad - xp.exp(out) * total  # type: ignore[no-any-return]
+        wide = widened(grad)
+        total = wide.sum(axis=axis, keepdims=True)
+        return wide - xp.exp(out) * total  # type: ignore[no-any-return]
 
-    return record(out, (x, vjp))
+    return record(out.astype(x.data.dtype, copy=False), (x, vjp))

@@ -8,7 +8,7 @@ built; the same in Python serves where it was not, and for what is not plain.
 from __future__ import annotations
 
 from flashlight_py.parallel.tree.buffers import Buffers
-from flashlight_py.parallel.tree.change import put_numbers
+from flashlight_py.parallel.tree.change import put_buffer, put_numbers
 from flashlight_py.parallel.tree.difference import first_difference
 from flashlight_py.parallel.tree.encoding import decode_numbers, encode_numbers
 from flashlight_py.parallel.tree.plan import Plan, plan_of
@@ -20,5 +20,6 @@ __all__ = [
     "encode_numbers",
     "first_difference",
     "plan_of",
+    "put_buffer",
     "put_numbers",
 ]

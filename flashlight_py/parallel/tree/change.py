@@ -10,7 +10,7 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.tree.plan import Plan
 from flashlight_py.parallel.tree.values import is_immutable
 
-__all__ = ["put_numbers"]
+__all__ = ["put_buffer", "put_numbers"]
 
 
 def put_numbers(plan: Plan, values: Iterable[Any]) -> Any:
@@ -37,14 +37,14 @@ def put_numbers(plan: Plan, values: Iterable[Any]) -> Any:
 def _put(container: Any, entries: Mapping[Any, Any]) -> None:
     for key, value in entries.items():
         if isinstance(container, Module):
-            _put_buffer(container, key, value)
+            put_buffer(container, key, value)
         elif isinstance(container, dict) or isinstance(key, int):
             container[key] = value
         else:
             setattr(container, key, value)
 
 
-def _put_buffer(module: Module, name: str, value: Any) -> None:
+def put_buffer(module: Module, name: str, value: Any) -> None:
     """Set a buffer by its dotted name, as ``Module.buffers`` gives it."""
     *parents, own = name.split(".")
     for parent in parents:

@@ -1,0 +1,250 @@
+"""Where ranks start, in which group, with which buffers, and what a rank keeps to itself."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+
+
+class Counting(fl.nn.Module):
+    """A layer, an array of state and a number of state."""
+
+    def __init__(self) -> None:
+        self.inside = fl.nn.Linear(3, 2)
+        self.add_buffer("seen", np.zeros(2, np.int64))
+        self.add_buffer("mean", np.float64(0.0))
+
+    def forward(self, x: Any) -> Any:
+        if self.training:
+            self.seen += len(x.array)
+            self.mean = self.mean + x.array.mean(dtype=np.float64)
+        return self.inside(x)
+
+
+def build(seed: int) -> Any:
+    fl.set_seed(seed)
+    return Counting()
+
+
+def state(model: Any) -> dict[str, Any]:
+    return {name: np.array(array) for name, array in model.state_dict().items()}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def broadcast_from(rank: int, size: int, root: int) -> Any:
+    model = build(rank)
+    model.seen[...], model.mean = rank, np.float64(rank)
+    arrays = [param.array for param in model.params()]
+    fl.broadcast_parameters(model, root)
+    assert all(p.array is a for p, a in zip(model.params(), arrays, strict=True))
+    return state(model)
+
+
+def test_broadcast_parameters_takes_parameters_and_buffers_of_root(pool: Any) -> None:
+    expected = state(build(1))
+    for result in pool(3).run(broadcast_from, 1):
+        assert result["seen"].tolist() == [1, 1]
+        assert result["mean"] == 1
+        assert same({**expected, "seen": [1, 1], "mean": 1}, result)
+
+
+def average(rank: int, size: int) -> Any:
+    model = build(rank)
+    fl.all_reduce_parameters(model)
+    return state(model)
+
+
+def test_all_reduce_parameters_averages(pool: Any) -> None:
+    starts = [state(build(rank)) for rank in range(3)]
+    for result in pool(3).run(average):
+        for name in ("inside.weight", "inside.bias"):
+            mean = np.mean([start[name] for start in starts], axis=0)
+            np.testing.assert_allclose(result[name], mean, rtol=1e-6)
+
+
+def in_a_group(rank: int, size: int) -> Any:
+    """Two groups of the world's ranks do all of it beside each other."""
+    group = fl.split(rank % 2)
+    model = build(rank)
+    fl.all_reduce_parameters(model, group=group)
+    fl.broadcast_parameters(model, 1, group=group)
+    told = []
+    for distribute in (
+        lambda: fl.distribute_module_grads(model, group=group),
+        lambda: fl.distribute_module_grads(model, hook=fl.Float16Compression(), group=group),
+        lambda: fl.distribute_module_grads(model, reducer=fl.InlineReducer(0.5, group)),
+    ):
+        distribute()
+        model.zero_grad()
+        model(fl.input(np.full((1, 3), rank, np.float32))).backward(np.ones((1, 2), np.float32))
+        told.append(model.inside.weight.grad.tolist())
+    model.zero_grad()
+    plain = build(0)
+    plain(fl.input(np.full((1, 3), rank, np.float32))).backward(np.ones((1, 2), np.float32))
+    fl.all_reduce_gradients(plain, 0.5, group=group)
+    told.append(plain.inside.weight.grad.tolist())
+    group.close()
+    return told
+
+
+def test_gradients_and_parameters_of_a_group(pool: Any) -> None:
+    for rank, told in enumerate(pool(4).run(in_a_group)):
+        assert told == [[[1.0 + rank % 2] * 3] * 2] * 4
+
+
+def start(rank: int, size: int, how: str) -> list[str]:
+    model = build(rank if how != "same seed" else 0)
+    if how == "averaged":
+        fl.all_reduce_parameters(model)
+    if how == "broadcast":
+        fl.broadcast_parameters(model)
+    ignore = ["inside.weight", model.inside.bias] if how == "ignored" else []
+    if ignore:
+        model.other = fl.param(np.zeros(1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fl.distribute_module_grads(model, ignore=ignore)
+    return [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
+
+
+def start_an_optimizer(rank: int, size: int, how: str) -> list[str]:
+    model = build(rank)
+    optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(model.params(), 0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.step()
+    return [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
+
+
+@pytest.mark.parametrize("how", ["broadcast", "averaged", "same seed", "ignored"])
+def test_ranks_that_start_from_the_same_are_not_warned(pool: Any, how: str) -> None:
+    assert pool(3).run(start, how) == [[], [], []]
+
+
+@pytest.mark.parametrize("way", ["distribute_module_grads", "DistributedOptimizer"])
+def test_ranks_that_start_from_others_are_named_once(pool: Any, way: str) -> None:
+    function = start if way == "distribute_module_grads" else start_an_optimizer
+    first, *others = pool(3).run(function, "different")
+    assert others == [[], []]
+    assert len(first) == 1
+    assert first[0].startswith(f"test_parameters.py: {way}: rank 0 of 3: rank(s) 1, 2 start from ")
+    assert "fl.broadcast_parameters(module)" in first[0]
+
+
+def forward_and_buffers(rank: int, size: int) -> Any:
+    model = build(0)
+    outer = fl.nn.Sequential(fl.nn.ReLU(), model)
+    fl.distribute_module_grads(model)
+    x = fl.input(np.full((1 + rank, 3), rank + 1, np.float32))
+    after = []
+    for step in range(4):
+        if step == 3:
+            with fl.no_sync(model):
+                outer(x)
+        else:
+            (outer.eval() if step == 2 else outer.train())(x)
+        after.append([model.seen[0].item(), float(model.mean)])
+        outer.train()
+    for module in (copy.deepcopy(outer), pickle.loads(pickle.dumps(model))):
+        module(x)  # a copy is of this rank alone
+    fl.distribute_module_grads(model, broadcast_buffers=False)
+    model(x)
+    return after, model.seen[0].item()
+
+
+def test_buffers_are_those_of_rank_0_before_each_forward_pass_in_training(pool: Any) -> None:
+    first, second = pool(2).run(forward_and_buffers)
+    assert first == ([[1, 1.0], [2, 2.0], [2, 2.0], [3, 3.0]], 4)
+    # Rank 1 goes on from what rank 0 had: 1 and its own 2 samples, whose mean is 2.
+    assert second == ([[2, 2.0], [3, 3.0], [3, 3.0], [5, 5.0]], 7)
+
+
+def ignoring(rank: int, size: int) -> Any:
+    model = build(0)
+    model.own = fl.param(np.full(1 + rank, 2.0, np.float32))
+    fired: list[Any] = []
+    fl.distribute_module_grads(model, ignore=["own"] if rank else [model.own])
+    model.own.register_grad_hook(lambda variable: fired.append(variable.shape))
+    x = fl.input(np.full((1, 3), rank + 1, np.float32))
+    (model(x)[0, :1] * model.own).backward(np.ones(1 + rank, np.float32))
+    weight = model.inside.weight.grad[0].tolist()
+    fl.distribute_module_grads(model, ignore=["own", "inside.bias", "seen", "mean"])
+    assert model.inside.bias.hook is None  # of the first call, which the second one replaced
+    assert model.before_forward is None
+    optimizer = fl.optim.SGDOptimizer(model.inside.params(), 0.1 * (1 + rank), momentum=0.9)
+    model.mean = np.float64(rank)
+    with fl.join(model, optimizer):
+        if rank:
+            (model(x)[0, :1] * model.own).backward(np.ones(2, np.float32))
+    assert (model.own.shape, float(model.mean), optimizer.lr) == (
+        (1 + rank,),
+        rank + 2.0 * rank,
+        0.2,
+    )
+    return fired, weight, model.own.grad.shape
+
+
+def test_what_is_ignored_is_each_ranks_own(pool: Any) -> None:
+    first, second = pool(2).run(ignoring)
+    assert first == ([(1,)], [5.0] * 3, (1,))  # (1 * 2 + 2 * 2 * 2) / 2
+    assert second == ([(2,)] * 2, [5.0] * 3, (2,))  # and once more, in join
+
+
+def periodic(rank: int, size: int) -> Any:
+    model = fl.nn.Linear(1, 1, bias=False)
+    averaging = fl.PeriodicAveraging(model, every=3)
+    model.weight.array[...] = 0
+    seen = []
+    for _ in range(7):
+        model.weight.array[...] += rank
+        averaging.step()
+        seen.append(model.weight.array.item())
+    other = fl.PeriodicAveraging(model, every=3)
+    other.load_state_dict(averaging.state_dict())
+    assert [other.step() for _ in range(2)] == [False, True]
+    with pytest.raises(fl.errors.MismatchError, match="every"):
+        fl.PeriodicAveraging(model, every=1 + rank)
+    return seen
+
+
+def test_periodic_averaging(pool: Any) -> None:
+    first, second = pool(2).run(periodic)
+    assert first == [0, 0, 1.5, 1.5, 1.5, 3, 3]
+    assert second == [1, 2, 1.5, 2.5, 3.5, 3, 4]
+
+
+def clip_sharded(rank: int, size: int) -> Any:
+    """Rank r has r gradients, so rank 0 has none; all are scaled by the norm of all."""
+    group = fl.split(0)
+    params = [fl.param(np.zeros(3)) for _ in range(rank)]
+    for param in params:
+        param.grad = np.full(3, 2.0)
+    norm = fl.optim.clip_grad_norm(params, 3.0, group=group)
+    group.close()
+    return norm, [param.grad.tolist() for param in params]
+
+
+def test_clipping_by_the_norm_of_all_ranks_gradients(pool: Any) -> None:
+    results = pool(3).run(clip_sharded)
+    assert results == [(6.0, [[1.0] * 3] * rank) for rank in range(3)]
+
+
+def test_arguments() -> None:
+    for function in (fl.broadcast_parameters, fl.all_reduce_parameters):
+        with pytest.raises(TypeError, match=r"expected a flashlight_py.nn.Module, got str"):
+            function("model")  # type: ignore[operator]
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        fl.PeriodicAveraging(build(0), every=0)
+    with pytest.raises(ValueError, match="root must be a rank"):
+        fl.broadcast_parameters(build(0), 1)
