@@ -21,6 +21,7 @@ from flashlight_py.distributed.recorder.flight_record import Flight, default_fol
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
+from flashlight_py.distributed.rendezvous.schedulers import check_schedulers
 from flashlight_py.distributed.rendezvous.singleton import (
     check_allocation,
     check_leftovers,
@@ -168,6 +169,7 @@ def _choose(
         )
     if found is None:
         check_leftovers()
+        check_schedulers()
         check_allocation()
         return None
     if found.launcher in ("openmpi", "pmi", "mvapich") and not found.file:
@@ -200,6 +202,7 @@ def _check_place(rank: int, size: int) -> None:
 
 def _require(found: LaunchEnvironment | None) -> LaunchEnvironment:
     if found is None:
+        check_schedulers()
         raise RendezvousError(
             "DistributedInit.ENV found no launcher in the environment; start by one (flrun, srun, "
             "mpirun, torchrun), or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT by hand"
@@ -224,7 +227,8 @@ def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactor
         return lambda: MpiStore(timeout)
     raise RendezvousError(
         f"the environment says rank {rank} of {size} ({found.said_by}) but not where to meet; set "
-        "MASTER_ADDR and MASTER_PORT, or pass params={'FILE_PATH': a path that all ranks see}"
+        "MASTER_ADDR and MASTER_PORT, or pass params={'FILE_PATH': a path that all ranks see}; or "
+        "DistributedInit.MPI, where the launcher starts processes of MPI"
     )
 
 
