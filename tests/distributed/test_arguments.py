@@ -121,7 +121,7 @@ def test_a_list_is_checked_whole_before_any_of_it_is_sent() -> None:
 
 
 INIT: list[tuple[Any, tuple[int, int], Any, str]] = [
-    ("mpi", (-1, -1), None, "DistributedInit.MPI"),
+    ("MPI", (-1, -1), None, "DistributedInit.MPI"),
     (7, (-1, -1), None, "DistributedInit.MPI"),
     (fl.DistributedInit.FILE_SYSTEM, (0, 2), None, "FILE_PATH"),
     (fl.DistributedInit.FILE_SYSTEM, (0, 2), {"FILE_PATH": ""}, "FILE_PATH"),
