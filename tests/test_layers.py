@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "doctor.rank_main": ("doctor", ""),
     "doctor": ("_version", "errors", "_native", "distributed", "launch"),
     "launch.rank_main": ("launch", ""),
-    "launch": ("errors", "distributed.rendezvous"),
+    "launch": ("_version", "errors", "distributed.rendezvous"),
 }
 OPTIONAL = {"mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax", "cloudpickle"}
 
