@@ -23,6 +23,7 @@ FRAMEWORK = ("errors", "device", "random", "kernels", "autograd", "nn", "optim")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "_version": (),
     "errors": (),
+    "tracebacks": (),
     "device": ("errors",),
     "random": FRAMEWORK[:2],
     "kernels": FRAMEWORK[:2],
@@ -32,7 +33,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "dataset": ("errors", "device", "random"),
     "meter": ("errors", "device"),
     "distributed.rendezvous": ("errors",),
-    "distributed": ("errors", "device", "_native"),
+    "distributed": ("errors", "tracebacks", "device", "_native"),
     "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "_native"),
     "trace": ("errors", "distributed"),
     "checkpoint": ("_version", *FRAMEWORK[:3], "distributed", "parallel"),
@@ -40,7 +41,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "doctor.rank_main": ("doctor", ""),
     "doctor": ("_version", "errors", "_native", "distributed", "launch"),
     "launch.rank_main": ("launch", ""),
-    "launch": ("_version", "errors", "distributed.rendezvous"),
+    "launch": ("_version", "errors", "tracebacks", "distributed.rendezvous"),
 }
 OPTIONAL = {"mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax", "cloudpickle"}
 

@@ -100,7 +100,11 @@ def distributed_init(
         create = _choose(asked.method, world_rank, world_size, settings)
     else:
         create = _by_address(*asked.address, world_rank, world_size, settings)
-    world = alone() if create is None else _meet(create, settings)
+    if create is None:
+        world = alone()
+        last_words.install()
+    else:
+        world = _meet(create, settings)
     try:
         _watch(world, settings)
     except BaseException as error:

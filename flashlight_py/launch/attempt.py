@@ -19,6 +19,8 @@ __all__ = ["Attempt", "Team", "failure_of_exit"]
 CAUSE_SECONDS = 3.0
 # After so many seconds in which no rank has ended, once one has, it is told who still runs.
 STAYING_SECONDS = 10.0
+# So much of a rank's last line is repeated, in characters.
+_LONGEST_CAUSE = 200
 # Between looks at a shared folder, which tells nobody when it changes.
 POLL_SECONDS = 0.25
 
@@ -178,6 +180,11 @@ def failure_of_exit(code: int, error: str) -> Failure:
     """Describe an exit by ``code``, or by a signal if negative; ``error``: its last traceback's."""
     now = time.time()  # comparable between hosts
     if code == 1 and error:
-        return Failure(f"raised {error}", now, is_consequence(error), exit_code=code)
-    before = f"; its last traceback ended with {error}" if error else ""
+        return Failure(f"raised {_beginning(error)}", now, is_consequence(error), exit_code=code)
+    before = f"; its last traceback ended with {_beginning(error)}" if error else ""
     return Failure(f"{describe_exit(code)}{before}", now, exit_code=code)
+
+
+def _beginning(error: str) -> str:
+    """Return the beginning of a line; the rank's own output has all of it."""
+    return error if len(error) <= _LONGEST_CAUSE else f"{error[:_LONGEST_CAUSE]} [...]"
