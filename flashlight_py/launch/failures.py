@@ -70,9 +70,10 @@ class Failure(NamedTuple):
         return RankFailedError(message, rank, self.exit_code)
 
 
-def is_consequence(last_line: str) -> int:
-    """Return how far a traceback that ends with ``last_line`` is from a cause; 0: it is one."""
-    return _BY_NAME.get(last_line.partition(":")[0].rpartition(".")[2], 0)
+def is_consequence(last_lines: Iterable[str]) -> int:
+    """Return how far chained tracebacks with ``last_lines`` are from a cause; 0: they are one."""
+    kinds = (line.partition(":")[0].rpartition(".")[2] for line in last_lines)
+    return max((_BY_NAME.get(kind, 0) for kind in kinds), default=0)
 
 
 def first_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:

@@ -82,16 +82,20 @@ def test_of_ranks_that_waited_for_each_other_the_one_that_waited_to_the_end_is_f
     late = Failure.of_exception(CollectiveTimeoutError("rank 0 did not join"), at=2.0)
     assert first_cause([(0, lost), (1, late)]) == (1, late)
     line = "flashlight_py.errors.{}: [send] rank 1 of 2: ..."
-    told = [
-        failure_of_exit(1, line.format(type(e).__name__))
-        for e in (PeerLostError(), CollectiveTimeoutError())
-    ]
+    names = ("PeerLostError", "CollectiveTimeoutError")
+    told = [failure_of_exit(1, [line.format(name)]) for name in names]
     assert 0 < told[1].follows < told[0].follows
     assert first_cause([(0, told[0]), (1, told[1])])[0] == 1
 
 
+def test_what_a_rank_prints_while_it_handles_a_consequence_is_one() -> None:
+    failure = failure_of_exit(1, ["flashlight_py.errors.PeerLostError: lost", "KeyError: 'x'"])
+    assert failure.what == "raised KeyError: 'x'"
+    assert failure.follows
+
+
 def test_a_long_cause_is_not_told_twice() -> None:
-    what = failure_of_exit(1, "ValueError: " + "x" * 1000).what
+    what = failure_of_exit(1, ["ValueError: " + "x" * 1000]).what
     assert what.startswith("raised ValueError: xxx")
     assert len(what) < 300
     assert what.endswith("x [...]")
