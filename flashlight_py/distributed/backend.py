@@ -27,6 +27,11 @@ __all__ = ["COMPOSED", "Backend", "Message"]
 COMPOSED = (
     *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
     *("new_group", "split", "shared_empty", "all_to_all(rows=...)"),
+    # Often called on rank 0 alone, by mistake: so a mismatch says what is wrong with that.
+    *(
+        "save(collective, to be called on every rank)",
+        "load(collective, to be called on every rank)",
+    ),
 )
 
 
