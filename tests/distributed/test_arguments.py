@@ -18,9 +18,7 @@ from flashlight_py.distributed import initialize
     [
         ([1.0, 2.0], "list"),
         ("text", "str"),
-        (3.0, "float"),
         (None, "NoneType"),
-        (np.float32(3), "float32"),
         (np.array([object()]), "object"),
         (np.array(["a"]), "<U1"),
         (np.array([datetime.datetime.now()], "datetime64[s]"), "datetime64"),

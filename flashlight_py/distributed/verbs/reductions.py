@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import DTypeLike
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.arrays import dtype_code, pack
 from flashlight_py.distributed.verbs.base import Verbs, pack_apart, unpack_into, whole
+from flashlight_py.distributed.verbs.numbers import NUMBERS, of_number, require_room
 from flashlight_py.distributed.work import AllOf, Then, Work
 
 __all__ = ["Reductions"]
@@ -23,6 +25,10 @@ class Reductions(Verbs):
         self, x: Any, scale: float = 1.0, op: str = "sum", async_op: bool = False
     ) -> Any:
         """Combine ``x`` of all ranks in place; see :func:`flashlight_py.all_reduce`."""
+        if isinstance(x, NUMBERS):
+            require_room("all_reduce", x, op, scale, self.size)
+            again = partial(self.all_reduce, scale=scale, op=op, async_op=async_op)
+            return of_number("all_reduce", x, again, async_op)
         array, reduce_op, factor = self._reduction("all_reduce", x, op, scale)
         packed, call = pack(array), self.backend(array).all_reduce
         arguments = (packed, reduce_op, factor, not async_op)
@@ -99,6 +105,10 @@ class Reductions(Verbs):
         self, x: Any, root: int = 0, op: str = "sum", scale: float = 1.0, async_op: bool = False
     ) -> Any:
         """Combine ``x`` of all ranks on one; see :func:`flashlight_py.reduce`."""
+        if isinstance(x, NUMBERS):
+            require_room("reduce", x, op, scale, self.size)
+            again = partial(self.reduce, root=root, op=op, scale=scale, async_op=async_op)
+            return of_number("reduce", x, again, async_op)
         root = self._check_rank("reduce", "root", root)
         array, reduce_op, factor = self._reduction("reduce", x, op, scale)
         packed, call = pack(array), self.backend(array).reduce
