@@ -33,11 +33,11 @@ def folded(error: BaseException) -> str:
 
     So also in those that led to it. An exception of which no frame is the user's stays whole.
     """
-    told = traceback.TracebackException.from_exception(error)
-    if not is_full() and not all(_is_ours(frame) for frame in told.stack):
-        for each in _chain(told):
+    whole = traceback.TracebackException.from_exception(error)
+    if not is_full() and not all(_is_ours(frame) for frame in whole.stack):
+        for each in _chain(whole):
             each.stack = _Folded(each.stack)
-    return "".join(told.format())
+    return "".join(whole.format())
 
 
 class _Folded(traceback.StackSummary):
@@ -75,9 +75,9 @@ def _in_one_line(frames: list[traceback.FrameSummary]) -> str:
     )
 
 
-def _chain(told: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """Yield ``told``, what led to it, and the members of groups."""
-    left = [told]
+def _chain(whole: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """Yield ``whole``, what led to it, and the members of groups."""
+    left = [whole]
     while left:
         each = left.pop()
         yield each

@@ -55,6 +55,6 @@ def indented_traceback(words: str) -> str:
 
     Whoever reads what this process prints, as the launcher does, takes it for no error of this one.
     """
-    told, mark, rest = words.partition("\n\nThe traceback of ")
+    before, mark, rest = words.partition("\n\nThe traceback of ")
     who, newline, lines = rest.partition("\n")
-    return f"{told}{mark}{who}{newline}{textwrap.indent(textwrap.dedent(lines), '  ')}"
+    return f"{before}{mark}{who}{newline}{textwrap.indent(textwrap.dedent(lines), '  ')}"

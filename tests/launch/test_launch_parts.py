@@ -83,9 +83,9 @@ def test_of_ranks_that_waited_for_each_other_the_one_that_waited_to_the_end_is_f
     assert first_cause([(0, lost), (1, late)]) == (1, late)
     line = "flashlight_py.errors.{}: [send] rank 1 of 2: ..."
     names = ("PeerLostError", "CollectiveTimeoutError")
-    told = [failure_of_exit(1, [line.format(name)]) for name in names]
-    assert 0 < told[1].follows < told[0].follows
-    assert first_cause([(0, told[0]), (1, told[1])])[0] == 1
+    seen = [failure_of_exit(1, [line.format(name)]) for name in names]
+    assert 0 < seen[1].follows < seen[0].follows
+    assert first_cause([(0, seen[0]), (1, seen[1])])[0] == 1
 
 
 def test_what_a_rank_prints_while_it_handles_a_consequence_is_one() -> None:
