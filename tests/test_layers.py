@@ -23,6 +23,7 @@ FRAMEWORK = ("errors", "device", "random", "kernels", "autograd", "nn", "optim")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "_version": (),
     "errors": (),
+    "tracebacks": (),
     "device": ("errors",),
     "cores": (),
     "random": FRAMEWORK[:2],
@@ -33,7 +34,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "dataset": ("errors", "device", "random"),
     "meter": ("errors", "device"),
     "distributed.rendezvous": ("errors",),
-    "distributed": ("errors", "device", "cores", "_native"),
+    "distributed": ("errors", "tracebacks", "device", "cores", "_native"),
     "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "_native"),
     "trace": ("errors", "distributed"),
     "checkpoint": ("_version", *FRAMEWORK[:3], "distributed", "parallel"),
@@ -41,7 +42,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "doctor.rank_main": ("doctor", ""),
     "doctor": ("_version", "errors", "cores", "_native", "distributed", "launch"),
     "launch.rank_main": ("launch", ""),
-    "launch": ("errors", "cores", "distributed.rendezvous"),
+    "launch": ("_version", "errors", "tracebacks", "cores", "distributed.rendezvous"),
 }
 OPTIONAL = {"mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax", "cloudpickle"}
 

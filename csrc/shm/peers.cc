@@ -76,6 +76,7 @@ std::optional<Failure> Peers::farewell(const Concern& concern) const {
     const std::vector<int> missing(farewell.missing, farewell.missing + farewell.missing_count);
     if (status == FL_OK) return Failure(FL_PEER_LOST, {r}, "it has left the group");
     if (std::find(missing.begin(), missing.end(), rank_) != missing.end()) {
+      if (status == FL_RAISED) return Failure(FL_CLOSED, {}, "this rank reported an exception");
       return Failure(FL_PEER_LOST, {r},
                      std::string("it gave up waiting for this rank: ") + farewell.message);
     }

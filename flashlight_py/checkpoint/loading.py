@@ -104,7 +104,7 @@ def load(
     check_generators("load", rng)
     members = current_world().group if group is None else group
     wanted = [*parts, *(["rng"] if rng else [])]
-    check_agreement("load", members, everyone(members, {"parts": wanted}))
+    check_agreement("load", members, everyone("load", members, {"parts": wanted}))
     found, state = _found(members, Path(path), wanted)
     if found.manifest is None or found.path is None:
         return None
@@ -176,7 +176,7 @@ def _restored(
             part.load_state_dict(tree[name])
         if rng:
             _restore_random_numbers(members, rng, tree["ranks"])
-    attempt.end(everyone(members, attempt.failure))
+    attempt.end(everyone("load", members, attempt.failure))
     return tree
 
 

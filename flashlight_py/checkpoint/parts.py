@@ -7,8 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.backend import COMPOSED
 from flashlight_py.distributed.exchange import exchange_bytes
-from flashlight_py.errors import CheckpointError, MismatchError
+from flashlight_py.errors import (
+    CheckpointError,
+    CollectiveTimeoutError,
+    MismatchError,
+    PeerLostError,
+)
 from flashlight_py.parallel.agreement import by_rank
 
 __all__ = [
@@ -73,9 +79,23 @@ def where(what: str, group: ProcessGroup) -> str:
     return f"[{what}] rank {group.rank} of {group.size}"
 
 
-def everyone(group: ProcessGroup, told: object) -> list[Any]:
-    """Give ``told``, which JSON can hold, and return every rank's. Collective, blocking."""
-    return [json.loads(text) for text in exchange_bytes(group.backend(), json.dumps(told).encode())]
+def everyone(what: str, group: ProcessGroup, told: object) -> list[Any]:
+    """Give ``told``, which JSON can hold, and return every rank's, for ``what``, "save" or "load".
+
+    Collective, blocking.
+
+    Raises:
+        DistributedError: as ``Work.wait``; where a rank did not come, it says that all must.
+    """
+    backend = group.backend()
+    call = next(call for call in COMPOSED if call.startswith(f"{what}("))
+    try:
+        with backend.part_of(call):
+            texts = exchange_bytes(backend, json.dumps(told).encode())
+    except (PeerLostError, CollectiveTimeoutError) as error:
+        error.args = (f"{where(what, group)}: in {call}: {error}",)
+        raise
+    return [json.loads(text) for text in texts]
 
 
 class Attempt:

@@ -124,7 +124,7 @@ def _collected(
         numbers = to_bytes(generator_states(rng)) if rng else numbers
         settings["sampler"] = json.dumps(pack(states.get("sampler"))[0], sort_keys=True)
         pack({"extra": extra})  # names what cannot be saved
-    told = everyone(members, [attempt.failure, settings])
+    told = everyone("save", members, [attempt.failure, settings])
     attempt.end([failure for failure, _ in told])
     check_agreement("save", members, [given for _, given in told])
     return states, numbers
@@ -132,7 +132,7 @@ def _collected(
 
 def _random_numbers(members: ProcessGroup, own: Array) -> list[Any]:
     """Return the random numbers of all ranks, on rank 0; empty where they are not saved."""
-    lengths = everyone(members, own.size)
+    lengths = everyone("save", members, own.size)
     joined = members.gather(own)
     if joined is None or not any(lengths):
         return []
@@ -149,6 +149,6 @@ def _written(
         if members.rank == 0:
             written = str(publish(path, step, members.size, parts, pieces(tree)))
             clear(path, keep)
-    told = everyone(members, [attempt.failure, written])
+    told = everyone("save", members, [attempt.failure, written])
     attempt.end([failure for failure, _ in told])
     return Path(told[0][1])

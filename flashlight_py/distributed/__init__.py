@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashlight_py.distributed.abort import abort_on_exception
 from flashlight_py.distributed.api import (
     all_gather,
     all_gather_object,
@@ -75,6 +76,7 @@ __all__ = [
     "is_main_process",
     "RankFilter",
     "use_local_device",
+    "abort_on_exception",
     "all_reduce",
     "all_reduce_location",
     "all_reduce_multiple",

@@ -44,6 +44,8 @@ for name in ("longdouble", "clongdouble"):  # NumPy calls them by their width
 
 _codes_seen: dict[np.dtype[Any], int] = {}
 
+_OF_OBJECTS = ("all_gather", "broadcast", "gather", "scatter")
+
 _OPS = {op.name.lower(): op for op in ReduceOp}
 _BITWISE = (ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR)
 # What they are of truth values.
@@ -86,8 +88,19 @@ def _held_by(verb: str, value: Any, writes: bool) -> Array:
     known = isinstance(held, np.ndarray) or is_cupy(held)
     view: Array | None = held if known else shared_view(verb, held, writes)
     if view is None:
-        raise TypeError(f"{verb} takes {ACCEPTED}; got {type(value).__name__}")
+        raise TypeError(
+            f"{verb} takes {ACCEPTED}; got {type(value).__name__}{_advice(verb, value)}"
+        )
     return view
+
+
+def _advice(verb: str, value: Any) -> str:
+    """Say how to send what is no array."""
+    name = verb.partition("(")[0]
+    of_objects = f"{name}_object" if name in _OF_OBJECTS else "all_gather_object"
+    arrays = isinstance(value, list | tuple | bool | int | float | complex | np.generic)
+    by_array = "np.asarray(x) makes an array of numbers, and " if arrays else ""
+    return f". {by_array}{of_objects}(x) sends any object"
 
 
 def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:

@@ -28,6 +28,11 @@ COMPOSED = (
     *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
     *("new_group", "split", "shared_empty", "all_to_all(rows=...)", "scatter(rows=...)"),
     *("all_reduce_location(min)", "all_reduce_location(max)"),
+    # Often called on rank 0 alone, by mistake: so a mismatch says what is wrong with that.
+    *(
+        "save(collective, to be called on every rank)",
+        "load(collective, to be called on every rank)",
+    ),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import logging
 import os
 import warnings
@@ -18,11 +19,13 @@ from flashlight_py.distributed.connect import connect, gpu_joiner
 from flashlight_py.distributed.constants import DistributedInit
 from flashlight_py.distributed.group import Joiner, ProcessGroup
 from flashlight_py.distributed.hosts import host_identity, local_place
+from flashlight_py.distributed.init_method import read_init_method
 from flashlight_py.distributed.recorder import watchdog
 from flashlight_py.distributed.recorder.flight_record import Flight, default_folder, new_job
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
+from flashlight_py.distributed.rendezvous.schedulers import check_schedulers
 from flashlight_py.distributed.rendezvous.singleton import (
     check_allocation,
     check_leftovers,
@@ -48,7 +51,7 @@ StoreFactory = Callable[[], Store]
 
 
 def distributed_init(
-    init_method: DistributedInit | None = None,
+    init_method: DistributedInit | str | None = None,
     world_rank: int = -1,
     world_size: int = -1,
     params: Mapping[str, Any] | None = None,
@@ -66,9 +69,12 @@ def distributed_init(
             arguments are ignored. ``FILE_SYSTEM``: through ``params["FILE_PATH"]``, with rank and
             size given. ``ENV``: as the environment variables of a launcher say. None: whichever
             the environment calls for, and a world of one process where it calls for none, or
-            FLASHLIGHT_ALONE=1.
-        world_rank: this process's rank, from 0; FILE_SYSTEM only.
-        world_size: number of processes; FILE_SYSTEM only.
+            FLASHLIGHT_ALONE=1. As torch's users write it: ``"env://"`` (ENV), ``"file://PATH"``
+            (FILE_SYSTEM), ``"tcp://HOST:PORT"`` (at that port of rank 0's host; rank and size
+            given, or the environment's), and ``"nccl"``, ``"gloo"`` or ``"mpi"`` (None, with that
+            BACKEND).
+        world_rank: this process's rank, from 0; for FILE_SYSTEM and ``"tcp://HOST:PORT"`` only.
+        world_size: number of processes; for those only.
         params: keys of ``DistributedConstants``: FILE_PATH, TIMEOUT (seconds, default 300, for
             meeting and later for each operation), INTERFACE, BACKEND, MPI_CUDA_AWARE,
             TRACE_DIR (default: the variable FLASHLIGHT_TRACE_DIR, else a folder among the
@@ -94,10 +100,17 @@ def distributed_init(
             stacklevel=2,
         )
         return
-    method = _method(init_method)
-    settings = Settings.from_params(params)
-    create = _choose(method, world_rank, world_size, settings)
-    world = alone() if create is None else _meet(create, settings)
+    asked = read_init_method(init_method, params)
+    settings = Settings.from_params(asked.params)
+    if asked.address is None:
+        create = _choose(asked.method, world_rank, world_size, settings)
+    else:
+        create = _by_address(*asked.address, world_rank, world_size, settings)
+    if create is None:
+        world = alone()
+        last_words.install()
+    else:
+        world = _meet(create, settings)
     try:
         _watch(world, settings)
     except BaseException as error:
@@ -149,16 +162,6 @@ def _close_at_exit() -> None:
     group.close()
 
 
-def _method(value: Any) -> DistributedInit | None:
-    if value is None:
-        return None
-    try:
-        return DistributedInit(value)
-    except ValueError:
-        known = ", ".join(f"DistributedInit.{method.name}" for method in DistributedInit)
-        raise ValueError(f"init_method must be one of {known} or None; got {value!r}") from None
-
-
 def _choose(
     method: DistributedInit | None, rank: int, size: int, settings: Settings
 ) -> StoreFactory | None:
@@ -169,7 +172,7 @@ def _choose(
         return _by_file(rank, size, settings)
     found = None if method is None and is_alone() else detect()
     if method is DistributedInit.ENV:
-        return _by_environment(_require(found), settings)
+        return _by_environment(_agreeing(_require(found), rank, size), settings)
     if rank != -1 or size != -1 or settings.file_path is not None:
         raise ValueError(
             "world_rank, world_size and FILE_PATH belong to DistributedInit.FILE_SYSTEM; pass it "
@@ -177,6 +180,7 @@ def _choose(
         )
     if found is None:
         check_leftovers()
+        check_schedulers()
         check_allocation()
         return None
     if found.launcher in ("openmpi", "pmi", "mvapich") and not found.file:
@@ -197,6 +201,32 @@ def _by_file(rank: int, size: int, settings: Settings) -> StoreFactory | None:
     return lambda: FileStore(path, rank, size, settings.timeout)
 
 
+def _by_address(
+    host: str, port: int, rank: int, size: int, settings: Settings
+) -> StoreFactory | None:
+    if settings.file_path is not None:
+        raise ValueError(f"tcp://{host}:{port} and FILE_PATH are two places to meet; give one")
+    if (rank, size) == (-1, -1):
+        found = _require(detect())
+    else:
+        _check_place(rank, size)
+        if size == 1:
+            check_size_one(f"distributed_init('tcp://{host}:{port}', 0, 1)")
+        found = LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))
+    here = dataclasses.replace(found, file=None, master_address=host, master_port=port)
+    return _by_environment(here, settings)
+
+
+def _agreeing(found: LaunchEnvironment, rank: int, size: int) -> LaunchEnvironment:
+    """Refuse a rank and size that are given as well and differ."""
+    if (rank, size) not in ((-1, -1), (found.rank, found.size)):
+        raise ValueError(
+            f"world_rank={rank} and world_size={size} are given, and the environment says rank "
+            f"{found.rank} of {found.size} ({found.said_by}); leave them out with ENV"
+        )
+    return found
+
+
 def _check_place(rank: int, size: int) -> None:
     for name, value in (("world_rank", rank), ("world_size", size)):
         if not isinstance(value, int) or isinstance(value, bool):
@@ -209,6 +239,7 @@ def _check_place(rank: int, size: int) -> None:
 
 def _require(found: LaunchEnvironment | None) -> LaunchEnvironment:
     if found is None:
+        check_schedulers()
         raise RendezvousError(
             "DistributedInit.ENV found no launcher in the environment; start by one (flrun, srun, "
             "mpirun, torchrun), or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT by hand"
@@ -233,7 +264,8 @@ def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactor
         return lambda: MpiStore(timeout)
     raise RendezvousError(
         f"the environment says rank {rank} of {size} ({found.said_by}) but not where to meet; set "
-        "MASTER_ADDR and MASTER_PORT, or pass params={'FILE_PATH': a path that all ranks see}"
+        "MASTER_ADDR and MASTER_PORT, or pass params={'FILE_PATH': a path that all ranks see}; or "
+        "DistributedInit.MPI, where the launcher starts processes of MPI"
     )
 
 

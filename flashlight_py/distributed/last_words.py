@@ -15,6 +15,8 @@ import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from flashlight_py.tracebacks import folded, is_full
+
 if TYPE_CHECKING:
     from flashlight_py.distributed.backend import Backend
 
@@ -58,7 +60,10 @@ class _Hooks:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         try:
-            self._main(kind, error, trace)
+            if self._main is sys.__excepthook__ and sys.stderr is not None and not is_full():
+                print(folded(error), end="", file=sys.stderr, flush=True)
+            else:
+                self._main(kind, error, trace)
         finally:
             if self._is_rank():
                 tell(error)
@@ -123,7 +128,7 @@ def _in_words(error: BaseException) -> str:
     """Return the exception in one line, then as much of the traceback's end as others can take."""
     last = traceback.format_exception_only(type(error), error)[-1].strip()
     summary = _bytes(last.splitlines()[0] if last else type(error).__name__)[:_SUMMARY_BYTES]
-    lines = _bytes("".join(traceback.format_exception(error)).rstrip())
+    lines = _bytes(folded(error).rstrip())
     room = _BYTES - len(summary)
     tail = lines if len(lines) <= room else b"[...] " + lines[6 - room :]
     return f"{summary.decode(errors='ignore')}\n{tail.decode(errors='ignore')}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from flashlight_py.distributed.memory_file import process_space
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import UnavailableEverywhereError
 
-__all__ = ["introduce", "names", "who_that_was"]
+__all__ = ["indented_traceback", "introduce", "names", "who_that_was"]
 
 
 def introduce(store: Store, checks: bool) -> None:
@@ -47,3 +48,13 @@ def who_that_was(ranks: Sequence[int], people: Sequence[str]) -> str:
     """
     known = [people[rank] for rank in ranks if rank < len(people)]
     return f", which {'are' if len(known) > 1 else 'is'} {', '.join(known)}" if known else ""
+
+
+def indented_traceback(words: str) -> str:
+    """Return ``words`` with the traceback of another rank, if one is in them, indented.
+
+    Whoever reads what this process prints, as the launcher does, takes it for no error of this one.
+    """
+    before, mark, rest = words.partition("\n\nThe traceback of ")
+    who, newline, lines = rest.partition("\n")
+    return f"{before}{mark}{who}{newline}{textwrap.indent(textwrap.dedent(lines), '  ')}"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 from flashlight_py.distributed import blas
+from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl import devices
 from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.backends.single import SingleBackend
+from flashlight_py.distributed.call_site import caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.group import ProcessGroup
+from flashlight_py.distributed.rendezvous.singleton import ALONE, announced
 
 __all__ = [
     "alone",
@@ -48,8 +52,34 @@ def alone() -> World:
     return World(ProcessGroup(SingleBackend()))
 
 
+class _GroupBeforeInit(ProcessGroup):
+    """The group of a process alone; its first verb warns if a launcher has started several."""
+
+    is_unlooked = True
+
+    def backend(self, array: Any = None) -> Backend:
+        """Return the backend; see ``ProcessGroup``."""
+        if self.is_unlooked:
+            self.is_unlooked = False
+            _warn_of_forgotten_init()
+        return super().backend(array)
+
+
+def _warn_of_forgotten_init() -> None:
+    said = announced()
+    if said:
+        warnings.warn_explicit(
+            "distributed_init was not called, so this process is a world of its own, and so is "
+            "each of the others: nothing is exchanged, and each takes itself for rank 0. Call "
+            f"flashlight_py.distributed_init() first, or set {ALONE}=1 if that is meant; {said}",
+            RuntimeWarning,
+            *caller(),
+        )
+
+
 # Before distributed_init, and after distributed_shutdown, a process is a world of its own.
-_ALONE = alone()
+_BEFORE_INIT = _GroupBeforeInit(SingleBackend())
+_ALONE = World(_BEFORE_INIT)
 _world: World | None = None
 # The world's own, here because all_reduce has no time to look for it.
 fast_all_reduce = _ALONE.group.fast_all_reduce
@@ -64,6 +94,7 @@ def set_world(world: World | None) -> None:
     """Make ``world`` the current one; None: this process alone."""
     global _world, fast_all_reduce  # noqa: PLW0603  (the one piece of process-wide state)
     _world = world
+    _BEFORE_INIT.is_unlooked = False  # whoever uses the process alone after this knows
     fast_all_reduce = current_world().group.fast_all_reduce
 
 

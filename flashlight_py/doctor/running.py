@@ -146,7 +146,7 @@ def _finding_of(way: Way, output: str) -> Finding:
     """Tell of a way whose ranks have ended well what rank 0 told, among whatever else it wrote."""
     told = _told(output)
     if told is None:
-        return Finding(way.name, State.FAILED, f"exit code 0: {_last_words(output)}", _REMEDY)
+        return Finding(way.name, State.FAILED, f"exit code 0: {_last_words(output)[-1]}", _REMEDY)
     if told["ranks"] != way.ranks:
         met = f"{told['ranks']} of {way.ranks} ranks have met; is mpirun of another MPI?"
         return Finding(way.name, State.FAILED, met, _REMEDY)
@@ -174,16 +174,16 @@ def _failed(
     if not failed:
         return Finding(way.name, State.FAILED, f"has not ended within {timeout:g} s", _REMEDY)
     code, words = min(failed, key=lambda each: is_consequence(each[1]))
-    return Finding(way.name, State.FAILED, f"exit code {code}: {words}", _REMEDY)
+    return Finding(way.name, State.FAILED, f"exit code {code}: {words[-1]}", _REMEDY)
 
 
-def _last_words(output: str) -> str:
-    """Return what the last traceback ended with, else the last line."""
+def _last_words(output: str) -> list[str]:
+    """Return what the last chain of tracebacks ended with, else the last line."""
     tail, last = Tail(), "it wrote nothing"
     for line in filter(str.strip, output.splitlines()):
         tail.read(line.encode())
         last = line
-    return tail.error or last
+    return tail.errors or [last]
 
 
 def _speed(told: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from flashlight_py.launch.failures import Failure, first_cause, is_consequence
@@ -19,6 +19,8 @@ __all__ = ["Attempt", "Team", "failure_of_exit"]
 CAUSE_SECONDS = 3.0
 # After so many seconds in which no rank has ended, once one has, it is told who still runs.
 STAYING_SECONDS = 10.0
+# So much of a rank's last line is repeated, in characters.
+_LONGEST_CAUSE = 200
 # Between looks at a shared folder, which tells nobody when it changes.
 POLL_SECONDS = 0.25
 
@@ -94,7 +96,7 @@ class Attempt:
             self._running.discard(rank)
             self._tell_at = time.monotonic() + STAYING_SECONDS
         else:
-            self.hear_failure(rank, failure_of_exit(code, self._output.last_error(rank)))
+            self.hear_failure(rank, failure_of_exit(code, self._output.last_errors(rank)))
 
     def hear_failure(self, rank: int, failure: Failure) -> None:
         """Hear that a rank failed, if it ran; end all, at once if it is no mere consequence."""
@@ -174,10 +176,16 @@ def _still_run(ranks: list[int]) -> str:
     return f"ranks {named} still run" if len(ranks) <= 8 else f"{len(ranks)} ranks still run"
 
 
-def failure_of_exit(code: int, error: str) -> Failure:
-    """Describe an exit by ``code``, or by a signal if negative; ``error``: its last traceback's."""
+def failure_of_exit(code: int, errors: Sequence[str]) -> Failure:
+    """Describe an exit by ``code``, or by a signal if negative; ``errors``: its last, chained."""
+    error = errors[-1] if errors else ""
     now = time.time()  # comparable between hosts
     if code == 1 and error:
-        return Failure(f"raised {error}", now, is_consequence(error), exit_code=code)
-    before = f"; its last traceback ended with {error}" if error else ""
+        return Failure(f"raised {_beginning(error)}", now, is_consequence(errors), exit_code=code)
+    before = f"; its last traceback ended with {_beginning(error)}" if error else ""
     return Failure(f"{describe_exit(code)}{before}", now, exit_code=code)
+
+
+def _beginning(error: str) -> str:
+    """Return the beginning of a line; the rank's own output has all of it."""
+    return error if len(error) <= _LONGEST_CAUSE else f"{error[:_LONGEST_CAUSE]} [...]"

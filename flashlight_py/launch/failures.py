@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from flashlight_py.errors import (
@@ -14,19 +14,28 @@ from flashlight_py.errors import (
     RendezvousError,
 )
 from flashlight_py.launch.processes import describe_exit
+from flashlight_py.tracebacks import folded
 
 __all__ = ["CONSEQUENCES", "Failure", "first_cause", "is_consequence"]
 
-# What a rank raises when another one has failed.
-_CONSEQUENCES = (PeerLostError, CollectiveTimeoutError, GroupClosedError, RendezvousError)
-CONSEQUENCES = frozenset(error.__name__ for error in _CONSEQUENCES)
+# How far from a cause is what a rank raises because of another one. Who has waited in vain may be
+# the first to fail, where ranks wait for each other; who has lost another rank is never the first.
+_WAITED, _LOST = 1, 2
+CONSEQUENCES: Mapping[type[Exception], int] = {
+    CollectiveTimeoutError: _WAITED,
+    RendezvousError: _WAITED,
+    PeerLostError: _LOST,
+    GroupClosedError: _LOST,
+}
+_BY_NAME = {error.__name__: distance for error, distance in CONSEQUENCES.items()}
 
 
 class Failure(NamedTuple):
     """How one rank ended.
 
-    ``what`` completes the sentence "rank 1 of 4 ...", ``follows`` tells that it may be no more than
-    the consequence of another rank's failure. ``exit_code`` is that of a process which ended
+    ``what`` completes the sentence "rank 1 of 4 ...". ``follows`` is 0 where it is no consequence
+    of another rank's failure, and the larger, the farther it is from the cause. ``exit_code`` is
+    that of a process which ended
     without raising, or minus the signal. ``at`` is when it was noticed, in seconds, compared only
     within one job: of ``time.monotonic`` in ``spawn``, whose ranks are on one machine; of
     ``time.time`` in ``flrun``, where each host's launcher may notice with a clock of its own.
@@ -34,14 +43,14 @@ class Failure(NamedTuple):
 
     what: str
     at: float
-    follows: bool = False
+    follows: int = 0
     traceback: str = ""
     exit_code: int | None = None
 
     @classmethod
     def of_exception(cls, error: BaseException, at: float) -> Failure:
         """Describe what a rank's call raised; ``SystemExit`` counts as an exit."""
-        text = "".join(traceback.format_exception(error)).rstrip()
+        text = folded(error).rstrip()
         if isinstance(error, SystemExit):
             code = _code_of(error)
             return cls(f"exited with code {code}", at, traceback=text, exit_code=code)
@@ -61,9 +70,10 @@ class Failure(NamedTuple):
         return RankFailedError(message, rank, self.exit_code)
 
 
-def is_consequence(last_line: str) -> bool:
-    """Tell whether a traceback that ends with ``last_line`` says that another rank has failed."""
-    return last_line.partition(":")[0].rpartition(".")[2] in CONSEQUENCES
+def is_consequence(last_lines: Iterable[str]) -> int:
+    """Return how far chained tracebacks with ``last_lines`` are from a cause; 0: they are one."""
+    kinds = (line.partition(":")[0].rpartition(".")[2] for line in last_lines)
+    return max((_BY_NAME.get(kind, 0) for kind in kinds), default=0)
 
 
 def first_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
@@ -84,13 +94,14 @@ def _code_of(error: SystemExit) -> int:
     return error.code if isinstance(error.code, int) else 1
 
 
-def _follows(error: BaseException) -> bool:
-    """Tell whether ``error``, or what led to it, says that another rank has failed."""
+def _follows(error: BaseException) -> int:
+    """Return how far ``error``, or what led to it, is from a cause; 0: no other rank is named."""
     seen: list[BaseException] = []
     led_to: BaseException | None = error
     while led_to is not None and led_to not in seen:
-        if isinstance(led_to, _CONSEQUENCES):
-            return True
+        for kind, distance in CONSEQUENCES.items():
+            if isinstance(led_to, kind):
+                return distance
         seen.append(led_to)
         led_to = led_to.__cause__ or led_to.__context__
-    return False
+    return 0

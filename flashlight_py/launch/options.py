@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from flashlight_py._version import __version__
 from flashlight_py.cores import usable_cores
 
 __all__ = ["HostSlots", "Options", "read_options"]
@@ -16,6 +18,7 @@ __all__ = ["HostSlots", "Options", "read_options"]
 _EXAMPLES = """examples:
   flrun -n 4 train.py --epochs 10
   flrun -n 4 -m package.train
+  flrun -n 4 bash run.sh   (what is no file here but a program on the PATH is run as it is)
   flrun -n 4 --max-restarts 3 --output-dir logs train.py
   flrun --hosts a:4,b:4 train.py
   flrun -n 4 --nnodes 2 --node-rank 0 --rdzv /shared/run train.py   (on each host, with its number)
@@ -53,6 +56,8 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
     hosts = _hosts(parser, given.hosts, given.n)
     ranks = given.n or usable_cores()
     total = sum(host.slots for host in hosts) if hosts else ranks * given.nnodes
+    if given.standalone and (hosts or given.nnodes > 1):
+        parser.error("--standalone is for this host alone; leave it out with --hosts or --nnodes")
     if hosts and given.nnodes > 1:
         parser.error("--hosts starts ranks on other hosts; --nnodes is for a launcher on each host")
     if given.nnodes > 1 and given.rdzv is None:
@@ -86,28 +91,99 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", type=_whole, metavar="RANKS", help="on this host, or on each; default: its cores")
-    add("--hosts", metavar="A:4,B:4", help="start over ssh on these hosts, so many ranks on each")
+    add("--version", action="version", version=f"flrun of flashlight_py {__version__}")
+    add(
+        *("-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node"),
+        dest="n",
+        type=_ranks,
+        metavar="RANKS",
+        help="on this host, or on each; default: its cores",
+    )
+    add(
+        *("--hosts", "-H", "--host"),
+        dest="hosts",
+        metavar="A:4,B:4",
+        help="start over ssh on these hosts, so many ranks on each",
+    )
     ssh = os.environ.get("FLASHLIGHT_SSH", "ssh -T -o BatchMode=yes")
     add("--ssh", default=ssh, metavar="COMMAND", help="the ssh command (FLASHLIGHT_SSH)")
-    add("--env", action="append", default=[], metavar="NAME", help="hand NAME on to --hosts too")
+    add(
+        *("--env", "-x"),
+        dest="env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="hand NAME on to --hosts too",
+    )
     add("--nnodes", type=_whole, default=1, metavar="N", help="hosts that run a launcher each")
-    add("--node-rank", type=_count, default=0, metavar="I", help="which of them this is, from 0")
+    add(
+        *("--node-rank", "--node_rank"),
+        type=_count,
+        default=0,
+        metavar="I",
+        help="which of them this is, from 0",
+    )
+    add("--standalone", action="store_true", help="on this host alone, as without --nnodes")
     add("--rdzv", metavar="PATH", help="a path that all hosts see, where the ranks meet")
-    add("--max-restarts", type=_count, metavar="N", help="start again at most N times on failure")
+    for name in _TORCHRUNS:
+        add(f"--{name}", f"--{name.replace('-', '_')}", action=_Refused)
+    add(
+        *("--max-restarts", "--max_restarts"),
+        type=_count,
+        metavar="N",
+        help="start again at most N times on failure",
+    )
     add("--min-n", type=_whole, metavar="M", help="start again with the ranks that remain, if M")
     add("--output-dir", type=Path, metavar="DIR", help="write rank-R.out and rank-R.err there")
     add("--grace", type=_seconds, default=5.0, help="seconds from SIGTERM to SIGKILL (default 5)")
-    add("--no-python", action="store_true", help="PROGRAM is no Python script but a command")
+    add(
+        *("--no-python", "--no_python"),
+        action="store_true",
+        help="PROGRAM is no Python script but a command",
+    )
     add("-m", "--module", action="store_true", help="PROGRAM is a module, as of python -m")
     add("program", metavar="PROGRAM")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the program")
     return parser
 
 
+# Where torchrun's hosts meet; ours meet elsewhere.
+_TORCHRUNS = ("rdzv-endpoint", "rdzv-backend", "rdzv-id", "master-addr", "master-port")
+
+
+class _Refused(argparse.Action):
+    """An option of torchrun that has no counterpart here."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, help=argparse.SUPPRESS)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        """End the program with what to use instead."""
+        parser.error(
+            f"{option_string}: the launchers of several hosts meet at a path that all of them see: "
+            "--nnodes N --node-rank I --rdzv PATH; or use --hosts A:4,B:4. One host needs neither"
+        )
+
+
 def _program(given: argparse.Namespace, interpreter: str) -> tuple[str, ...]:
-    start = () if given.no_python else (interpreter, "-m") if given.module else (interpreter,)
-    return (*start, given.program, *given.arguments)
+    if given.module:
+        return (interpreter, "-m", given.program, *given.arguments)
+    if given.no_python or _is_command(given.program):
+        # Where several are installed, the python meant is that which flrun belongs to.
+        program = interpreter if given.program in ("python", "python3") else given.program
+        return (program, *given.arguments)
+    return (interpreter, given.program, *given.arguments)
+
+
+def _is_command(program: str) -> bool:
+    """Return whether it is no file here but a program on the PATH, as in ``python train.py``."""
+    return not os.path.exists(program) and shutil.which(program) is not None
 
 
 def _hosts(
@@ -126,6 +202,11 @@ def _hosts(
     if any(host.slots < 1 for host in hosts):
         parser.error("--hosts: a host takes at least one rank")
     return tuple(hosts)
+
+
+def _ranks(text: str) -> int | None:
+    """Return a number of ranks; None: the cores, which torchrun calls "auto" and "cpu"."""
+    return None if text in ("auto", "cpu") else _whole(text)
 
 
 def _whole(text: str) -> int:

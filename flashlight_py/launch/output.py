@@ -104,9 +104,9 @@ class Output:
         self._end_open_line()
         self._put("err", f"flrun: {text}\n".encode())
 
-    def last_error(self, rank: int) -> str:
-        """Return the line that the last traceback of ``rank`` has ended with; "" if none."""
-        return self._tails[rank].error
+    def last_errors(self, rank: int) -> list[str]:
+        """Return the lines that the last chain of tracebacks of ``rank`` has ended with."""
+        return self._tails[rank].errors
 
     def files_of(self, rank: int) -> str:
         """Return where the errors of ``rank`` can be read; "" if not in a file."""

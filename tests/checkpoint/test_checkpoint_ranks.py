@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.errors import CheckpointError, MismatchError
+from flashlight_py.errors import CheckpointError, MismatchError, PeerLostError
 from tests.checkpoint.runs import Run
+from tests.distributed import conformance
+from tests.distributed.harness import run_ranks
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -147,3 +149,53 @@ def test_a_sampler_goes_on_with_fewer_ranks(pool: Any, tmp_path: Path) -> None:
     rest = list(chain.from_iterable(pool(2).run(use_the_rest, tmp_path)))
     assert len(used) == 9
     assert sorted(used + rest) == list(range(20))
+
+
+# Called on one rank alone ----------------------------------------------------------------------
+
+
+def saves_on_rank_0_alone(rank: int, size: int, folder: Path, loads: bool) -> str:
+    try:
+        if rank == 0 and loads:
+            fl.load(folder, rng=True)
+        elif rank == 0:
+            fl.save(folder, step=1)
+        else:
+            fl.all_reduce(np.zeros(3))
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_one_rank_alone_is_told_that_all_must(pool: Any, tmp_path: Path, verb: str) -> None:
+    for said in pool(2).run(saves_on_rank_0_alone, tmp_path, verb == "load"):
+        assert f"rank 0 called {verb}(collective, to be called on every rank) at " in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("world", "size"),
+    [({"env": conformance.two_hosts}, 3), ({"init": "mpi", "params": {"BACKEND": "mpi"}}, 2)],
+    ids=["two hosts", "mpi"],
+)
+def test_one_rank_alone_elsewhere(world: Any, size: int, tmp_path: Path) -> None:
+    if "init" in world:
+        pytest.importorskip("mpi4py")
+    for said in run_ranks(saves_on_rank_0_alone, size, tmp_path, False, **world):
+        assert "save(collective, to be called on every rank)" in said
+
+
+def saves_after_the_others_left(rank: int, size: int, folder: Path) -> str:
+    if rank == 1:
+        fl.distributed.initialize._close_at_exit()  # as a program that ends without a shutdown
+        return ""
+    with pytest.raises(PeerLostError) as caught:
+        fl.save(folder, step=1)
+    return str(caught.value)
+
+
+def test_the_rest_have_left(tmp_path: Path) -> None:
+    said, _ = run_ranks(saves_after_the_others_left, 2, tmp_path)
+    assert said.startswith("[save] rank 0 of 2: in save(collective, to be called on every rank): ")
+    assert "lost rank 1 (it has left the group)" in said

@@ -90,6 +90,26 @@ def test_open_mpi_and_hydra() -> None:
     assert place(detect(mvapich)) == ("mvapich", 0, 2, None, None)
 
 
+def test_flux_and_jsrun() -> None:
+    flux = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}
+    assert place(detect(flux)) == ("flux", 3, 4, 1, None)
+    jsm = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+    jsrun = {f"JSM_NAMESPACE_{name}": value for name, value in jsm.items()}
+    assert place(detect(jsrun)) == ("jsm", 1, 2, 0, 1)
+    assert place(detect({**STEP, **flux}))[:3] == ("flux", 3, 4)  # its broker was started by srun
+    assert place(detect({**jsrun, **OPEN_MPI}))[0] == "openmpi"  # jsrun's MPI
+
+
+def test_a_pod_of_kubeflow() -> None:
+    pod = {"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2", "PET_NODE_RANK": "1"}
+    for ranks in ("1", "auto"):
+        assert place(detect({**pod, "PET_NPROC_PER_NODE": ranks}))[:3] == ("launcher", 1, 2)
+    of_four = {**pod, "WORLD_SIZE": "4", "PET_NPROC_PER_NODE": "2"}
+    with pytest.raises(ValueError, match=r"RANK=1 is the pod's number.*by torchrun"):
+        detect(of_four)
+    assert place(detect({**of_four, **TORCHRUN})) == ("launcher", 3, 4, 1, 2)
+
+
 def test_a_slurm_step_with_its_first_host() -> None:
     found = detect(STEP)
     assert place(found) == ("slurm", 4, 5, 0, 1)
@@ -147,6 +167,7 @@ def test_variables_that_agree_with_mpirun_are_fine() -> None:
     [
         ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
+        ({"WORLD_SIZE": "2", **OPEN_MPI}, "then `unset WORLD_SIZE`; else set RANK as well"),
         ({"PMI_SIZE": "2"}, "PMI_SIZE is set and PMI_RANK is not"),
         ({"RANK": "two", "WORLD_SIZE": "2"}, "RANK must be an integer, got 'two'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2"),

@@ -79,7 +79,7 @@ def test_the_others_raise_with_the_traceback(tmp_path: Path, size: int, world: A
             assert "PeerLostError: " in output
             assert "lost rank 1, which is process " in output
             assert "it raised ValueError: no such file. This group cannot be used" in output
-            assert "The traceback of rank 1:\nTraceback (most recent call last):" in output
+            assert "The traceback of rank 1:\n  Traceback (most recent call last):" in output
             assert r"of that name: caf\udce9" in output
 
 
@@ -129,7 +129,7 @@ def test_in_a_spawn_the_others_hear_it_too(tmp_path: Path, backend: str) -> None
         fl.spawn(fail, (str(told),), nprocs=2, params={"BACKEND": backend})
     message = told.read_text()
     assert "it raised ValueError: no such file" in message
-    assert "The traceback of rank 1:\nTraceback (most recent call last):" in message
+    assert "The traceback of rank 1:\n  Traceback (most recent call last):" in message
     assert ", in fail\n" in message
 
 

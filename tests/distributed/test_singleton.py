@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.rendezvous.schedulers import check_schedulers
 from flashlight_py.distributed.rendezvous.singleton import check_allocation
 
 STARTED = {
@@ -89,3 +93,103 @@ def test_a_shell_of_salloc_can_run_a_single_process(
     with caplog.at_level(logging.WARNING, "flashlight_py"):
         init(size_one=False)
     assert "a Slurm job of 4 tasks" in caplog.text
+
+
+SCHEDULERS: dict[str, dict[str, str]] = {
+    "SkyPilot": {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"},
+    "AWS Batch": {"AWS_BATCH_JOB_NODE_INDEX": "1", "AWS_BATCH_JOB_NUM_NODES": "2"},
+    "dstack": {"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2"},
+    "Kubeflow": {"PET_NODE_RANK": "1", "PET_NNODES": "1:2"},
+    "an indexed Job": {"JOB_COMPLETION_INDEX": "1"},
+    "PALS": {"PALS_RANKID": "1"},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_one_of_the_nodes_of_a_scheduler_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for variable, value in SCHEDULERS[name].items():
+        monkeypatch.setenv(variable, value)
+    node, *nodes = SCHEDULERS[name]
+    for method in (None, fl.DistributedInit.ENV):
+        with pytest.raises(fl.errors.RendezvousError, match=name) as caught:
+            fl.distributed_init(method)
+        message = str(caught.value)
+        assert f"export RANK=${node} WORLD_SIZE=" in message
+        assert all(f"--nnodes ${variable}" in message for variable in nodes)
+        assert "FLASHLIGHT_ALONE=1" in message
+    for variable in nodes:
+        monkeypatch.setenv(variable, "1")
+    if not nodes:
+        monkeypatch.setenv("FLASHLIGHT_ALONE", "1")
+    init(size_one=False)
+
+
+def test_a_scheduler_inside_which_a_launcher_has_started_ranks_does_not_matter() -> None:
+    check_schedulers({})
+    check_schedulers({"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"})
+
+
+# A program that has forgotten distributed_init ------------------------------------------------
+
+FORGETFUL = """
+import sys
+import warnings
+import numpy as np
+import flashlight_py as fl
+
+assert fl.is_main_process() and fl.get_world_size() == 1  # asking is no verb
+if "init" in sys.argv:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, 0, 1, {"FILE_PATH": "/nowhere/meet"})
+        fl.distributed_shutdown()
+if "save" in sys.argv:
+    fl.save(sys.argv[1], step=1)
+for _ in range(2):
+    fl.all_reduce(np.zeros(3))
+fl.barrier()
+"""
+
+
+def warned(arguments: list[str], environ: dict[str, str]) -> str:
+    names = {name for names in (*STARTED.values(), *SCHEDULERS.values()) for name in names}
+    clean = {k: v for k, v in os.environ.items() if k not in names and k != "FLASHLIGHT_ALONE"}
+    done = subprocess.run(
+        [sys.executable, "-c", FORGETFUL, *arguments],
+        env={**clean, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stderr
+
+
+def test_a_forgotten_init_is_said_once_by_the_first_verb() -> None:
+    output = warned([], STARTED["WORLD_SIZE"])
+    assert output.count("RuntimeWarning: distributed_init was not called") == 1
+    assert "<string>:16: RuntimeWarning" in output
+    assert "this process was started as rank 2 of 4 (RANK, WORLD_SIZE)" in output
+
+
+def test_a_forgotten_init_is_said_by_a_save(tmp_path: Any) -> None:
+    output = warned([str(tmp_path), "save"], SCHEDULERS["dstack"])
+    assert "<string>:14: RuntimeWarning: distributed_init was not called" in output
+    assert "DSTACK_NODE_RANK=1" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ"),
+    [
+        ([], {}),
+        ([], {"RANK": "0", "WORLD_SIZE": "1"}),
+        ([], {**STARTED["PMI"], "FLASHLIGHT_ALONE": "1"}),
+        (["init"], {}),
+    ],
+)
+def test_who_has_forgotten_nothing_is_not_warned(
+    arguments: list[str], environ: dict[str, str]
+) -> None:
+    assert warned(arguments, environ) == ""

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from flashlight_py.errors import PeerLostError, RankFailedError
+from flashlight_py.errors import CollectiveTimeoutError, PeerLostError, RankFailedError
+from flashlight_py.launch.attempt import failure_of_exit
 from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.processes import describe_exit
 from flashlight_py.launch.variables import rank_variables
@@ -43,6 +44,30 @@ def test_the_first_cause_is_the_earliest_that_follows_from_no_other() -> None:
     assert lost.follows
     assert first_cause([(0, lost), (1, late), (2, early)]) == (2, early)
     assert first_cause([(0, lost)]) == (0, lost)
+
+
+def test_of_ranks_that_waited_for_each_other_the_one_that_waited_to_the_end_is_first() -> None:
+    lost = Failure.of_exception(PeerLostError("rank 1 gave up"), at=1.0)
+    late = Failure.of_exception(CollectiveTimeoutError("rank 0 did not join"), at=2.0)
+    assert first_cause([(0, lost), (1, late)]) == (1, late)
+    line = "flashlight_py.errors.{}: [send] rank 1 of 2: ..."
+    names = ("PeerLostError", "CollectiveTimeoutError")
+    seen = [failure_of_exit(1, [line.format(name)]) for name in names]
+    assert 0 < seen[1].follows < seen[0].follows
+    assert first_cause([(0, seen[0]), (1, seen[1])])[0] == 1
+
+
+def test_what_a_rank_prints_while_it_handles_a_consequence_is_one() -> None:
+    failure = failure_of_exit(1, ["flashlight_py.errors.PeerLostError: lost", "KeyError: 'x'"])
+    assert failure.what == "raised KeyError: 'x'"
+    assert failure.follows
+
+
+def test_a_long_cause_is_not_told_twice() -> None:
+    what = failure_of_exit(1, ["ValueError: " + "x" * 1000]).what
+    assert what.startswith("raised ValueError: xxx")
+    assert len(what) < 300
+    assert what.endswith("x [...]")
 
 
 def test_what_is_raised_while_a_consequence_is_handled_is_one() -> None:

@@ -342,7 +342,7 @@ def test_files_instead_of_the_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["-n", "0", "x"], "argument -n: expected a whole number from 1 on, got '0'"),
+        (["-n", "0", "x"], "nproc_per_node: expected a whole number from 1 on, got '0'"),
         (["--hosts", "a,", "x"], "--hosts: expected NAME or NAME:RANKS"),
         (["--hosts=-oX,b", "x"], "--hosts: expected NAME or NAME:RANKS"),
         (["--nnodes", "2", "x"], "--nnodes needs --rdzv"),

@@ -132,22 +132,30 @@ def test_ranks_of_a_large_world_stand_in_a_column() -> None:
     assert text == "[ 7] x\n"
 
 
+HEAD = "Traceback (most recent call last):\n"
+LINK = "\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "error"),
+    ("text", "errors"),
     [
-        ("", ""),
-        ("ValueError: printed\n", ""),
-        ("Traceback (most recent call last):\n  File\n    x\nError: a\nmore\n", "Error: a"),
-        ("Traceback (most recent call last):\n  a\nA: 1\n\nDuring the handling of the above "
-         "exception\n\nTraceback (most recent call last):\n  b\nB: 2\n", "B: 2"),
-        ('  File "x.py", line 1\n    x y\n      ^\nSyntaxError: invalid\n', "SyntaxError: invalid"),
+        ("", []),
+        ("ValueError: printed\n", []),
+        (f"{HEAD}  File\n    x\nError: a\nmore\n", ["Error: a"]),
+        (f"{HEAD}  a\nA: 1\n\n{HEAD}  b\nB: 2\n", ["B: 2"]),
+        (f"{HEAD}  a\nA: 1\n{LINK}{HEAD}  b\nB: 2\n", ["A: 1", "B: 2"]),
+        (f"{HEAD}  a\nA: 1\n\nThe traceback of rank 1:\n  {HEAD}    b\n  B: 2\n", ["A: 1"]),
+        (
+            '  File "x.py", line 1\n    x y\n      ^\nSyntaxError: no\n',
+            ["SyntaxError: no"],
+        ),
     ],
-)  # fmt: skip
-def test_the_last_error_of_a_rank(text: str, error: str) -> None:
+)
+def test_the_last_errors_of_a_rank(text: str, errors: list[str]) -> None:
     tail = Tail()
     for line in text.encode().splitlines():
         tail.read(line)
-    assert tail.error == error
+    assert tail.errors == errors
 
 
 def test_files_take_all_as_it_is(tmp_path: Path) -> None:

@@ -33,13 +33,13 @@ def broadcast(
     """Give every rank the ``x`` of rank ``root``, in place.
 
     Args:
-        x: array; the same shape and dtype on every rank.
+        x: array; the same shape and dtype on every rank. Or a number, as of :func:`all_reduce`.
         root: rank in the group.
         async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
         group: the process group, default the world.
 
     Returns:
-        ``x``, or the ``Work``. Blocks unless ``async_op``.
+        ``x``, or the root's number; or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
         ValueError: ``root`` is no rank of the group, or ``x`` is read-only.

@@ -68,7 +68,8 @@ def all_reduce(
 
     Args:
         x: array of integer, float, complex or (for min, max, and, or and xor) bool dtype, of any
-            shape.
+            shape. Or a number, the same kind on every rank: bool, int (64 bits), float, complex or
+            a scalar of NumPy; as it cannot be changed, the result is returned.
         scale: real number that the result is multiplied by; whole for integer arrays, 1 for
             operations on bits and truth values.
         op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"``, ``"max"``; ``"and"``, ``"or"``, ``"xor"``
@@ -78,9 +79,11 @@ def all_reduce(
         group: the process group, default the world.
 
     Returns:
-        ``x``, or the ``Work``. Blocks, without the GIL, unless ``async_op``.
+        ``x``, or the result where ``x`` is a number; or the ``Work``. Blocks, without the GIL,
+        unless ``async_op``.
 
     Raises:
+        OverflowError: ``x`` is a Python int and the result could pass 64 bits.
         TypeError: ``x`` is no array, its dtype cannot be sent, or does not go with ``op``.
         ValueError: ``x`` is read-only, or ``op`` or ``scale`` make no sense.
         MismatchError: ranks differ in shape, dtype, op or scale, or called something else;
@@ -96,6 +99,8 @@ def all_reduce(
         True
         >>> float(x[0, 0])
         1.0
+        >>> fl.all_reduce(3.5, op="max")
+        3.5
     """
     if group is None and not async_op and world.fast_all_reduce(x, scale, op) is x:
         return x
@@ -202,7 +207,7 @@ def reduce(
     rank order, as by :func:`all_reduce`, with the same bits.
 
     Args:
-        x: array; the same shape and dtype on every rank.
+        x: array; the same shape and dtype on every rank. Or a number, as of :func:`all_reduce`.
         root: rank in the group.
         op: as for :func:`all_reduce`.
         scale: real number that the result is multiplied by.
@@ -210,7 +215,8 @@ def reduce(
         group: the process group, default the world.
 
     Returns:
-        ``x``, or the ``Work``. Blocks unless ``async_op``.
+        ``x``, or, where it is a number, the result on ``root`` and ``x`` elsewhere; or the
+        ``Work``. Blocks unless ``async_op``.
 
     Raises:
         ValueError: ``root`` is no rank of the group, or as for :func:`all_reduce`.

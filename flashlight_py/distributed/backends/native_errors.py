@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashlight_py.distributed.backends.elsewhere import waits_elsewhere
 from flashlight_py.distributed.backends.native_calls import call_in_words, number_in_words
-from flashlight_py.distributed.people import names, who_that_was
+from flashlight_py.distributed.people import indented_traceback, names, who_that_was
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -75,7 +75,7 @@ def words_of(error: DistributedError) -> str:
 
 def _as_told(where: str, words: str) -> DistributedError:
     kind = CollectiveTimeoutError if words.startswith(_LATE) else PeerLostError
-    return kind(f"{where}: {words[1:]}")
+    return kind(f"{where}: {indented_traceback(words[1:])}")
 
 
 def _mismatch(where: str, backend: NativeBackend, handle: Any) -> str:

@@ -1,7 +1,8 @@
 """Who started this process, and as which rank of how many, by its environment variables.
 
 Pure functions over a mapping. Sources: torchrun's manual (RANK, WORLD_SIZE, ...), Slurm's srun(1)
-and sbatch(1), Open MPI's mpirun(1), MPICH's Hydra (PMI_RANK, MPI_LOCALRANKID).
+and sbatch(1), Open MPI's mpirun(1), MPICH's Hydra (PMI_RANK, MPI_LOCALRANKID), Flux (flux-run(1)),
+LSF's jsrun (JSM_NAMESPACE_RANK), and Kubeflow's training operator (PET_NPROC_PER_NODE).
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-__all__ = ["LaunchEnvironment", "declared_by_mpi", "detect"]
+__all__ = ["ALONE", "LaunchEnvironment", "declared_by_mpi", "detect"]
+
+ALONE = "FLASHLIGHT_ALONE"
+"""The environment variable that, if it is "1", makes each process a world of its own."""
 
 # Slurm numbers its special steps (batch, extern, interactive) down from 0xFFFFFFFF.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
@@ -21,10 +25,11 @@ _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 class LaunchEnvironment:
     """What the environment says about this process.
 
-    ``launcher`` is "launcher" (ours or torchrun), "openmpi", "pmi" or "slurm". ``local_rank``
-    and ``local_size`` count the ranks of this host and are None where the launcher does not tell.
-    ``variables`` are the names that said so. ``file`` is a path for a rendezvous by files,
-    ``master_address`` and ``master_port`` a host of rank 0 and a TCP port; None where unknown.
+    ``launcher`` is "launcher" (ours or torchrun), "openmpi", "mvapich", "pmi", "flux", "jsm" or
+    "slurm". ``local_rank`` and ``local_size`` count the ranks of this host and are None where the
+    launcher does not say. ``variables`` are the names that said so. ``file`` is a path for a
+    rendezvous by files, ``master_address`` and ``master_port`` a host of rank 0 and a TCP port;
+    None where unknown.
     """
 
     launcher: str
@@ -89,23 +94,33 @@ _MVAPICH = _Names(
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )
 _PMI = _Names("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_FLUX = _Names("flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "")
+_JSM = _Names(
+    "jsm",
+    "JSM_NAMESPACE_RANK",
+    "JSM_NAMESPACE_SIZE",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+)
 
 
 def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
     """Return what ``environ`` (default: ``os.environ``) says, or None if no launcher started us.
 
-    The innermost launcher wins: torchrun or ours, then an MPI, then a Slurm step. A shell inside
-    ``salloc`` or a batch script is no Slurm task, although it has Slurm's variables.
+    The innermost launcher wins: torchrun or ours, then an MPI, Flux or jsrun, then a Slurm step. A
+    shell inside ``salloc`` or a batch script is no Slurm task, although it has Slurm's variables.
 
     Raises:
         ValueError: variables are half set, no integers, out of range, or contradict each other;
             names them.
     """
     environ = os.environ if environ is None else environ
-    launched, mpi, slurm = _LAUNCHER.read(environ), declared_by_mpi(environ), _slurm(environ)
+    launched, slurm = _LAUNCHER.read(environ), _slurm(environ)
+    outer = declared_by_mpi(environ) or _first((_FLUX, _JSM), environ) or slurm
     if launched is not None:
-        _check_inner(environ, launched, mpi or slurm)
-    found = launched or mpi or slurm
+        _check_inner(environ, launched, outer)
+        _check_pod(environ, launched)
+    found = launched or outer
     return found if found is None else _with_hints(environ, found, slurm)
 
 
@@ -115,11 +130,11 @@ def declared_by_mpi(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     Raises:
         ValueError: as ``detect``, of the variables of an MPI.
     """
-    for names in (_OPEN_MPI, _MVAPICH, _PMI):
-        found = names.read(environ)
-        if found is not None:
-            return found
-    return None
+    return _first((_OPEN_MPI, _MVAPICH, _PMI), environ)
+
+
+def _first(table: Iterable[_Names], environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    return next(filter(None, (names.read(environ) for names in table)), None)
 
 
 def _check_inner(
@@ -138,6 +153,23 @@ def _check_inner(
         f"RANK={inner.rank} and WORLD_SIZE={inner.size} contradict {outer.variables[0]}="
         f"{outer.rank} and {outer.variables[1]}={outer.size}; unset the ones that an earlier "
         "launch left behind"
+    )
+
+
+def _check_pod(environ: Mapping[str, str], launched: LaunchEnvironment) -> None:
+    """Refuse the RANK of a pod that is meant for several ranks, which torchrun would number.
+
+    Kubeflow's training operator counts every rank in WORLD_SIZE and the pods alone in RANK.
+    """
+    ranks = environ.get("PET_NPROC_PER_NODE", "")
+    if not ranks.isdecimal() or int(ranks) < 2 or launched.local_rank is not None:
+        return
+    raise ValueError(
+        f"PET_NPROC_PER_NODE={ranks} asks torchrun for {ranks} processes in each pod, and this one "
+        f"was not started by it: RANK={launched.rank} is the pod's number, and of WORLD_SIZE="
+        f"{launched.size} ranks some would be missing. Start the program by torchrun, which reads "
+        f"PET_*, or by `flrun -n {ranks} --nnodes $PET_NNODES --node-rank $RANK --rdzv "
+        "A_SHARED_PATH`; or ask for one process in each pod"
     )
 
 
@@ -225,7 +257,11 @@ def _both(environ: Mapping[str, str], first: str, second: str) -> tuple[int, int
         case [int(one), int(two)]:
             return one, two
     absent, given = (first, second) if values[0] is None else (second, first)
-    raise ValueError(f"{given} is set and {absent} is not; set both, or neither")
+    raise ValueError(
+        f"{given} is set and {absent} is not, and a launcher sets both. If {given}="
+        f"{environ[given]} is left over from an `export`, then `unset {given}`; else set {absent} "
+        "as well"
+    )
 
 
 def _integer_or_none(environ: Mapping[str, str], name: str) -> int | None:

@@ -7,13 +7,18 @@ import logging
 import os
 from collections.abc import Mapping
 
-from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
+from flashlight_py.distributed.rendezvous.environment import ALONE, LaunchEnvironment, detect
+from flashlight_py.distributed.rendezvous.schedulers import announced_nodes
 from flashlight_py.errors import RendezvousError
 
-__all__ = ["ALONE", "check_allocation", "check_leftovers", "check_size_one", "is_alone"]
-
-ALONE = "FLASHLIGHT_ALONE"
-"""The environment variable that, if it is "1", makes each process a world of its own."""
+__all__ = [
+    "ALONE",
+    "announced",
+    "check_allocation",
+    "check_leftovers",
+    "check_size_one",
+    "is_alone",
+]
 
 _log = logging.getLogger("flashlight_py")
 
@@ -30,10 +35,8 @@ def check_size_one(what: str, environ: Mapping[str, str] | None = None) -> None:
         RendezvousError: the environment says that this process is one of several.
     """
     environ = os.environ if environ is None else environ
-    found: LaunchEnvironment | None = None
-    with contextlib.suppress(ValueError):  # of variables that say nothing definite
-        found = detect(environ)
-    if found is None or found.size == 1 or is_alone(environ):
+    found = _one_of_several(environ)
+    if found is None or is_alone(environ):
         return
     raise RendezvousError(
         f"{what} is a world of one process, and the environment says rank {found.rank} of "
@@ -41,6 +44,27 @@ def check_size_one(what: str, environ: Mapping[str, str] | None = None) -> None:
         "would say so. Pass that rank and size, or no init_method, which reads them; or set "
         f"{ALONE}=1 if each process is meant to be a world of its own"
     )
+
+
+def announced(environ: Mapping[str, str] | None = None) -> str:
+    """Return as what a launcher has started this process, if as one of several; else "".
+
+    "" as well where the user wants each process to be a world of its own.
+    """
+    environ = os.environ if environ is None else environ
+    if is_alone(environ):
+        return ""
+    found = _one_of_several(environ)
+    if found is not None:
+        return f"this process was started as rank {found.rank} of {found.size} ({found.said_by})"
+    return announced_nodes(environ)
+
+
+def _one_of_several(environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    with contextlib.suppress(ValueError):  # of variables that say nothing definite
+        found = detect(environ)
+        return None if found is None or found.size == 1 else found
+    return None
 
 
 def check_leftovers(environ: Mapping[str, str] | None = None) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import as_array, pack
 from flashlight_py.distributed.verbs.base import NO_ROOM, Room, pack_apart, unpack_into
+from flashlight_py.distributed.verbs.numbers import NUMBERS, of_number
 from flashlight_py.distributed.verbs.refusing import refusable
 from flashlight_py.distributed.verbs.rows import ScatterRows, check_rows
 from flashlight_py.distributed.work import Then, Work
@@ -31,6 +33,9 @@ class Movement(ScatterRows):
     @refusable()
     def broadcast(self, x: Any, root: int = 0, async_op: bool = False) -> Any:
         """Give every rank ``root``'s ``x``, in place; see :func:`flashlight_py.broadcast`."""
+        if isinstance(x, NUMBERS):
+            again = partial(self.broadcast, root=root, async_op=async_op)
+            return of_number("broadcast", x, again, async_op)
         array = as_array("broadcast", x)
         root = self._check_rank("broadcast", "root", root)
         packed, call = pack(array), self.backend(array).broadcast

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
@@ -20,6 +21,7 @@ from flashlight_py.distributed.verbs.base import (
     unpack_into,
     whole,
 )
+from flashlight_py.distributed.verbs.numbers import NUMBERS, of_number, require_room
 from flashlight_py.distributed.verbs.refusing import refusable
 from flashlight_py.distributed.verbs.rows import check_rows
 from flashlight_py.distributed.work import AllOf, Then, Work
@@ -63,6 +65,10 @@ class Reductions(Verbs):
     @refusable()
     def all_reduce(self, x: Any, scale: float = 1.0, op: Op = "sum", async_op: bool = False) -> Any:
         """Combine ``x`` of all ranks in place; see :func:`flashlight_py.all_reduce`."""
+        if isinstance(x, NUMBERS):
+            require_room("all_reduce", x, op, scale, self.size)
+            again = partial(self.all_reduce, scale=scale, op=op, async_op=async_op)
+            return of_number("all_reduce", x, again, async_op)
         array, reduce_op, factor = self._reduction("all_reduce", x, op, scale)
         packed, native = pack_terms(array, reduce_op)
         call, arguments = self.backend(array).all_reduce, (packed, native, factor, not async_op)
@@ -188,6 +194,10 @@ class Reductions(Verbs):
         self, x: Any, root: int = 0, op: Op = "sum", scale: float = 1.0, async_op: bool = False
     ) -> Any:
         """Combine ``x`` of all ranks on one; see :func:`flashlight_py.reduce`."""
+        if isinstance(x, NUMBERS):
+            require_room("reduce", x, op, scale, self.size)
+            again = partial(self.reduce, root=root, op=op, scale=scale, async_op=async_op)
+            return of_number("reduce", x, again, async_op)
         root = self._check_rank("reduce", "root", root)
         array, reduce_op, factor = self._reduction("reduce", x, op, scale)
         packed, native = pack_terms(array, reduce_op)

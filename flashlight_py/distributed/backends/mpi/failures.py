@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashlight_py.distributed.people import names, who_that_was
+from flashlight_py.distributed.people import indented_traceback, names, who_that_was
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -66,10 +66,8 @@ def lost(
     who, process = names(farewell.culprits), who_that_was(farewell.culprits, people)
     if farewell.raised:
         summary, _, traceback = farewell.reason.partition("\n")
-        return PeerLostError(
-            f"{where}: lost {who}{process}: it raised {summary}. {_UNUSABLE}\n\n"
-            f"The traceback of {who}:\n{traceback}"
-        )
+        words = f"it raised {summary}. {_UNUSABLE}\n\nThe traceback of {who}:\n{traceback}"
+        return PeerLostError(f"{where}: lost {who}{process}: {indented_traceback(words)}")
     if farewell.seconds is None:
         return PeerLostError(
             f"{where}: lost {who} ({farewell.reason}){process}. Look at its own output. {_UNUSABLE}"

@@ -26,7 +26,7 @@ from flashlight_py.distributed.backends.shm import map_together
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.exchange import BackendStore
 from flashlight_py.distributed.memory_file import needs_names
-from flashlight_py.distributed.people import introduce, names, who_that_was
+from flashlight_py.distributed.people import indented_traceback, introduce, names, who_that_was
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.rendezvous.sub_store import SubStore
 from flashlight_py.distributed.topology import ranks_by_memory
@@ -130,11 +130,12 @@ class Checks:
         number, _, raised = word.text.partition("\n")
         summary, _, traceback = raised.partition("\n")
         rank = int(number)
-        return PeerLostError(
-            f"{self._where()}: lost rank {rank}{who_that_was([rank], self._cpu.people)}: it raised "
-            f"{summary}. This group cannot be used again\n\nThe traceback of rank {rank}:\n"
-            f"{traceback}"
+        words = (
+            f"it raised {summary}. This group cannot be used again\n\nThe traceback of rank {rank}:"
+            f"\n{traceback}"
         )
+        who = f"rank {rank}{who_that_was([rank], self._cpu.people)}"
+        return PeerLostError(f"{self._where()}: lost {who}: {indented_traceback(words)}")
 
     def _where(self) -> str:
         return f"[NCCL] rank {self._cpu.rank} of {self._cpu.size}"

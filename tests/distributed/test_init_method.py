@@ -1,0 +1,92 @@
+"""torch's words for how ranks meet are translated, or refused with the translation."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.init_method import read_init_method
+from tests.distributed.harness import run_ranks
+
+ENV, FILE = fl.DistributedInit.ENV, fl.DistributedInit.FILE_SYSTEM
+
+
+@pytest.mark.parametrize(
+    ("given", "params", "asked"),
+    [
+        (None, None, (None, None, None)),
+        (fl.DistributedInit.MPI, None, (fl.DistributedInit.MPI, None, None)),
+        ("env://", {"TIMEOUT": 9}, (ENV, {"TIMEOUT": 9}, None)),
+        ("file:///shared/meet", None, (FILE, {"FILE_PATH": "/shared/meet"}, None)),
+        ("tcp://node1:29500", None, (ENV, None, ("node1", 29500))),
+        ("tcp://[::1]:29500", None, (ENV, None, ("::1", 29500))),
+        ("gloo", {"TIMEOUT": 9}, (None, {"TIMEOUT": 9, "BACKEND": "gloo"}, None)),
+        ("mpi", {"BACKEND": "mpi"}, (None, {"BACKEND": "mpi"}, None)),
+        (fl.DistributedBackend.NCCL, None, (None, {"BACKEND": "nccl"}, None)),
+    ],
+)
+def test_words_are_translated(given: Any, params: Any, asked: Any) -> None:
+    assert read_init_method(given, params) == asked
+
+
+@pytest.mark.parametrize(
+    ("given", "params", "message"),
+    [
+        ("MPI", None, "one of DistributedInit.MPI, .*; got 'MPI'"),
+        ("env://?rank=0", None, "'env://', 'file://PATH', 'tcp://HOST:PORT' and nccl, gloo"),
+        ("file://", None, "got 'file://'"),
+        ("tcp://node1", None, "expected tcp://HOST:PORT of rank 0, got 'tcp://node1'"),
+        ("tcp://node1:70000", None, "expected tcp://HOST:PORT"),
+        ("tcp://node1:1?rank=0", None, "rank and size are world_rank and world_size"),
+        ("cpu:gloo,cuda:nccl", None, "got 'cpu:gloo,cuda:nccl'"),
+        (fl.DistributedBackend.SINGLE, None, "got 'single'"),
+        (7, None, "got 7"),
+        ("nccl", {"BACKEND": "gloo"}, "asks for BACKEND 'nccl', and params say 'gloo'"),
+        ("file:///a", {"FILE_PATH": "/b"}, "asks for FILE_PATH '/a', and params say '/b'"),
+        ("tcp://a:1", {"FILE_PATH": "/b"}, "two places to meet"),
+    ],
+)
+def test_what_cannot_be_translated_is_refused(given: Any, params: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fl.distributed_init(given, 0, 2, params)
+    assert not fl.is_distributed_init()
+
+
+def test_a_rank_beside_an_environment_that_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="world_rank=1 and world_size=2 are given"):
+        fl.distributed_init("env://", 1, 2)
+
+
+def meet(rank: int, size: int, init_method: str, environ: bool) -> Any:
+    given = (-1, -1) if environ else (rank, size)
+    fl.distributed_init(init_method, *given, {"TIMEOUT": 30})
+    x = fl.all_reduce(np.array([rank + 1]))
+    fl.distributed_shutdown()
+    return int(x[0])
+
+
+def test_ranks_meet_by_torchs_words(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    for word in (f"tcp://localhost:{port}", f"file://{tmp_path / 'meet'}"):
+        assert run_ranks(meet, 2, word, False, init=None) == [3, 3]
+
+
+def variables(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": "2"}
+
+
+def test_an_address_beside_an_environment_that_says_rank_and_size() -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    word = f"tcp://localhost:{port}"
+    assert run_ranks(meet, 2, word, True, init=None, env=variables) == [3, 3]

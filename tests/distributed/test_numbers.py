@@ -1,0 +1,105 @@
+"""Numbers are returned; what is no array is refused with what to call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.verbs.numbers import require_room
+
+
+def all_of_them(rank: int, size: int) -> list[Any]:
+    world = fl.new_group(range(size))
+    results = [
+        fl.all_reduce(rank + 0.5),
+        fl.all_reduce(rank + 0.5, op="avg"),
+        fl.all_reduce(rank + 1, scale=2),
+        fl.all_reduce(rank == 1, op="max"),
+        fl.all_reduce(rank == 1, op="min"),
+        fl.all_reduce(complex(rank, 1)),
+        world.all_reduce(rank + 2, op="prod"),
+        fl.all_reduce(rank, async_op=True).wait(),
+        fl.broadcast(10 * rank, root=1),
+        fl.broadcast(0.5 * rank, root=1, async_op=True).wait(),
+        fl.reduce(rank + 1, root=1),
+        fl.all_reduce(np.float32(rank)),
+    ]
+    world.close()
+    return results
+
+
+def test_a_number_of_each_kind(pool: Any) -> None:
+    zero, one = pool(2).run(all_of_them)
+    expected = [2.0, 1.0, 6, True, False, 1 + 2j, 6, 1, 10, 0.5, 3, np.float32(1)]
+    assert one == expected
+    assert zero == [*expected[:10], 1, expected[11]]  # reduce leaves the others theirs
+    assert [type(x) for x in zero] == [type(x) for x in expected]
+
+
+def of_other_kinds(rank: int, size: int) -> str:
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        fl.all_reduce(1 if rank == 0 else 1.0)
+    return str(caught.value)
+
+
+def test_kinds_that_differ_between_ranks(pool: Any) -> None:
+    for said in pool(2).run(of_other_kinds):
+        assert "rank 0 called all_reduce(int64 ()" in said
+        assert "rank 1 called all_reduce(float64 ()" in said
+
+
+@pytest.mark.parametrize(
+    ("x", "op", "scale", "size", "fits"),
+    [
+        (2**63 - 1, "max", 1.0, 8, True),
+        (2**63, "max", 1.0, 8, False),
+        (2**61, "sum", 1.0, 3, True),
+        (-(2**61), "sum", 1.0, 4, False),
+        (2**61, "sum", 8.0, 1, False),
+        (2**20, "prod", 1.0, 3, True),
+        (2**20, "prod", 1.0, 4, False),
+        (2**61, "sum", float("inf"), 1, True),  # refused for what it is, later
+    ],
+)
+def test_an_int_that_could_pass_64_bits(
+    x: int, op: str, scale: float, size: int, fits: bool
+) -> None:
+    if fits:
+        require_room("all_reduce", x, op, scale, size)
+        return
+    with pytest.raises(OverflowError, match=f"all_reduce: {x}, an int, travels in 64 bits"):
+        require_room("all_reduce", x, op, scale, size)
+
+
+def test_alone_a_number_is_the_same_number() -> None:
+    assert fl.all_reduce(3.5) == 3.5
+    assert fl.all_reduce(7, scale=3) == 21
+    assert fl.broadcast(True) is True
+    with pytest.raises(OverflowError):
+        fl.broadcast(2**63)
+    with pytest.raises(TypeError, match="bool"):
+        fl.all_reduce(True)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: fl.all_reduce([1, 2]), "got list. np.asarray"),
+        (lambda: fl.all_reduce("x"), "got str. all_gather_object(x) sends any object"),
+        (lambda: fl.all_reduce(None), "got NoneType. all_gather_object(x) sends any object"),
+        (lambda: fl.broadcast({"a": 1}), "got dict. broadcast_object(x) sends any object"),
+        (
+            lambda: fl.all_gather(3.5),
+            "got float. np.asarray(x) makes an array of numbers, and all_gather_object(x) sends",
+        ),
+        (lambda: fl.gather((1, 2)), "and gather_object(x) sends any object"),
+        (lambda: fl.all_gather(np.zeros(2), out=[0]), "got list. np.asarray(x)"),
+    ],
+)
+def test_what_is_no_array_is_refused_with_what_to_call(call: Any, said: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert said in str(caught.value)

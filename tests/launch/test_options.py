@@ -1,0 +1,96 @@
+"""The launcher's command line means what users of mpirun and torchrun mean by it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashlight_py
+from flashlight_py.launch.options import read_options
+from flashlight_py.launch.variables import usable_cores
+from tests.launch.launcher import launch, write
+
+PYTHON = "/env/bin/python"
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        (["-n", "2"], 2),
+        (["-n2"], 2),
+        (["-np", "2"], 2),
+        (["--np", "2"], 2),
+        (["--nproc_per_node", "2"], 2),
+        (["--nproc-per-node=2", "--nnodes=1", "--standalone"], 2),
+        (["--standalone", "--nproc_per_node=auto"], usable_cores()),
+    ],
+)
+def test_a_number_of_ranks(words: list[str], ranks: int) -> None:
+    options = read_options([*words, "train.py", "-n", "9", "--version"], PYTHON)
+    assert options.ranks == ranks
+    assert options.program == (PYTHON, "train.py", "-n", "9", "--version")
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        (["python", "t.py", "--lr", "1"], (PYTHON, "t.py", "--lr", "1")),
+        (["python3", "-m", "unittest"], (PYTHON, "-m", "unittest")),
+        (["--no_python", "python", "-c", "pass"], (PYTHON, "-c", "pass")),
+        (["-m", "timeit"], (PYTHON, "-m", "timeit")),
+        (["sh", "-c", "true"], ("sh", "-c", "true")),
+        (["no-such-program"], (PYTHON, "no-such-program")),
+    ],
+)
+def test_a_program(words: list[str], program: tuple[str, ...]) -> None:
+    assert read_options(words, PYTHON).program == program
+
+
+def test_a_file_goes_before_a_program_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "", "sh")
+    monkeypatch.chdir(tmp_path)
+    assert read_options(["sh"], PYTHON).program == (PYTHON, "sh")
+
+
+def test_hosts_in_mpiruns_words() -> None:
+    options = read_options(["-H", "a:4,b:4", "-x", "LR", "-x", "SEED", "t.py"], PYTHON)
+    assert [tuple(host) for host in options.hosts] == [("a", 4), ("b", 4)]
+    assert options.env == ("LR", "SEED")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rdzv_endpoint=a:29500"], "--nnodes N --node-rank I --rdzv PATH"),
+        (
+            ["--master-port", "29500"],
+            "--master-port: the launchers of several hosts meet",
+        ),
+        (["--standalone", "--nnodes", "2"], "--standalone is for this host alone"),
+        (["--nproc-per-node", "gpu"], "expected a whole number from 1 on, got 'gpu'"),
+    ],
+)
+def test_what_has_another_word_here_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        read_options([*words, "t.py"], PYTHON)
+    assert said in capsys.readouterr().err
+
+
+def test_the_version() -> None:
+    done = launch("--version")
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"flrun of flashlight_py {flashlight_py.__version__}\n",
+    )
+
+
+def test_python_is_the_launchers_own(tmp_path: Path) -> None:
+    program = write(tmp_path, "import os, sys; print(sys.executable, os.environ['WORLD_SIZE'])")
+    done = launch("-np", 2, "python", program)
+    assert sorted(done.stdout.splitlines()) == [f"[{r}] {sys.executable} 2" for r in range(2)]

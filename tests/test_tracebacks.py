@@ -1,0 +1,102 @@
+"""Tracebacks show the user's lines; what they hide is said, and can be had."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.tracebacks import folded
+
+
+def raised(fn: Callable[[], object]) -> BaseException:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it raises
+        fn()
+    return caught.value
+
+
+def mistake() -> object:
+    return fl.all_reduce(np.zeros(3), op="total")
+
+
+def test_a_users_mistake_shows_the_users_lines() -> None:
+    error = raised(mistake)
+    lines = folded(error).splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert '    return fl.all_reduce(np.zeros(3), op="total")' in lines
+    hidden = [line for line in lines if "flashlight_py" in line]
+    assert len(hidden) == 1
+    assert hidden[0].startswith("  [4 frames inside flashlight_py, to distributed/arrays.py:")
+    assert hidden[0].endswith(" in parse_op; FLASHLIGHT_FULL_TRACEBACK=1 shows them]")
+    assert lines[-1].startswith("ValueError: all_reduce: op must be one of")
+    assert error.__traceback__ is not None  # it is as it was
+
+
+def test_all_of_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHLIGHT_FULL_TRACEBACK", "1")
+    assert "verbs/reductions.py" in folded(raised(mistake))
+
+
+def test_what_led_to_it_is_folded_too() -> None:
+    def handled() -> None:
+        try:
+            mistake()
+        except ValueError as error:
+            raise KeyError("cleaning up") from error
+
+    text = folded(raised(handled))
+    assert text.count("inside flashlight_py") == 1
+    assert "reductions.py" not in text
+    assert "The above exception was the direct cause of" in text
+
+
+def test_frames_of_the_user_below_ours_are_shown() -> None:
+    @contextlib.contextmanager
+    def users() -> Iterator[None]:
+        yield
+
+    @fl.abort_on_exception()
+    def called() -> None:
+        with users():
+            raise OSError("by the user")
+
+    text = folded(raised(called))
+    assert 'raise OSError("by the user")' in text
+    assert "contextlib.py" in text  # of the user's own block, and of our decorator
+
+
+def test_an_error_that_is_all_ours_is_shown_whole() -> None:
+    error = raised(mistake)
+    while error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+        error = error.with_traceback(error.__traceback__.tb_next)
+    assert "flashlight_py/distributed/arrays.py" in folded(error)
+
+
+PROGRAM = """
+import numpy as np
+import flashlight_py as fl
+fl.distributed_init()
+def train():
+    fl.all_reduce(np.zeros(3), op="total")
+train()
+"""
+
+
+@pytest.mark.parametrize("full", ["0", "1"])
+def test_a_program_that_ends_by_it_prints_it_so(full: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={"PATH": "", "FLASHLIGHT_ALONE": "1", "FLASHLIGHT_FULL_TRACEBACK": full},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert ("verbs/reductions.py" in done.stderr) == (full == "1")
+    assert "in train" in done.stderr
