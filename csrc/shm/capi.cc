@@ -1,6 +1,8 @@
 // The C ABI: every exception becomes a status and a message.
 #include "../common/capi.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <exception>
@@ -13,6 +15,7 @@
 
 struct fl_shm_group {
   fl::ShmGroup group;
+  const pid_t owner = getpid();
 };
 
 struct fl_shm_region {
@@ -137,6 +140,11 @@ void fl_shm_give_up(fl_shm_group* group, const char* why) {
   group->group.give_up(why);
 }
 
-void fl_shm_close(fl_shm_group* group) { delete group; }
+void fl_shm_close(fl_shm_group* group) { group->group.close(); }
+
+// A child that was forked has the memory of the group, but none of its threads.
+void fl_shm_free(fl_shm_group* group) {
+  if (group->owner == getpid()) delete group;
+}
 
 }  // extern "C"
