@@ -118,7 +118,9 @@ void* fl_shm_region_array(fl_shm_region* region) { return region->array; }
 
 void fl_shm_free_region(fl_shm_region* region) { delete region; }
 
-void fl_shm_drop_region(fl_shm_group* group, void* array) { group->group.drop_region(array); }
+int fl_shm_drop_region(fl_shm_group* group, void* array) {
+  return group->group.drop_region(array) ? 1 : 0;
+}
 
 void fl_shm_on_interrupt(fl_shm_group* group, int (*check)(void)) {
   group->group.on_interrupt(check);

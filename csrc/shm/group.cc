@@ -262,12 +262,11 @@ void* ShmGroup::add_region(std::shared_ptr<Mapping> mapping, size_t stride) {
   return collectives_.add_region(std::move(mapping), stride);
 }
 
-void ShmGroup::drop_region(const void* array) {
-  while (!turn_.try_take_for(kSliceMilliseconds)) {
-    if (peers_.has_ended() || turn_.is_mine()) return;  // it is dropped with the group
-  }
+bool ShmGroup::drop_region(const void* array) {
+  if (!turn_.try_take()) return false;
   const Running running(*this);
   collectives_.drop_region(array);
+  return true;
 }
 
 // Messages ------------------------------------------------------------------------------------

@@ -55,7 +55,8 @@ class ShmGroup {
   Result finish(const fl_signature& signature, void* data);
 
   void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
-  void drop_region(const void* array);
+  // False while a thread runs a collective.
+  bool drop_region(const void* array);
   void call_ranks(std::vector<int> numbers) { peers_.call_ranks(std::move(numbers)); }
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
   void on_mismatch(WhereAmI where) { where_ = where; }

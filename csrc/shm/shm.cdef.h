@@ -53,12 +53,13 @@ fl_op *fl_shm_finish(fl_shm_group *group, const fl_signature *signature, void *d
 
 /* Memory for an array of `bytes` on each rank; operations on it skip the copies. Collective: every
    rank maps the same file, in the same order. NULL with a message on failure. The memory lives
-   until the region was freed and the group has dropped the array, or was closed. */
+   until the region was freed and the group has dropped the array, or was freed. It is dropped later, 0,
+   while a thread runs a collective. */
 fl_shm_region *fl_shm_add_region(fl_shm_group *group, const char *path, int create, size_t bytes,
                                  char *message, size_t message_bytes);
 void *fl_shm_region_array(fl_shm_region *region);
 void fl_shm_free_region(fl_shm_region *region);
-void fl_shm_drop_region(fl_shm_group *group, void *array);
+int fl_shm_drop_region(fl_shm_group *group, void *array);
 
 /* Called now and then while the caller's own thread waits in one of these; not 0: give up. */
 void fl_shm_on_interrupt(fl_shm_group *group, int (*check)(void));

@@ -146,9 +146,11 @@ class ShmBackend(NativeBackend):
         return array
 
     def _drop_regions(self, group: Any) -> None:
-        """Let the group forget arrays that were collected."""
-        while self._dropped:
-            self.lib.fl_shm_drop_region(group, self._dropped.pop())
+        """Let the group forget arrays that were collected, unless another thread is in a call."""
+        dropped, self._dropped[:] = list(self._dropped), []
+        self._dropped += [
+            array for array in dropped if not self.lib.fl_shm_drop_region(group, array)
+        ]
 
     def call_ahead(self, rank: int) -> str:
         """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""
