@@ -147,14 +147,14 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
             self._gpus.synchronize()
 
     def is_calling(self) -> bool:
-        """Tell whether this thread is in the middle of a call, which a signal handler interrupts."""
+        """Tell whether this thread is in the middle of a call: it runs a signal handler."""
         return any(backend.is_calling() for backend in (self._gpus, self._backend) if backend)
 
     def close(self) -> None:
         """End what runs, also in groups made of this one, and free the sockets.
 
-        Not collective; closing twice does nothing. What another thread waits for, or this one in whose
-        midst a signal handler closes the group, raises GroupClosedError there.
+        Not collective; closing twice does nothing. A verb that another thread is in, or that a
+        signal handler has interrupted which closes the group, raises GroupClosedError there.
         """
         for child in list(self._children):
             child.close()

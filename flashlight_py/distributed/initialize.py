@@ -112,8 +112,8 @@ def distributed_shutdown() -> None:
     group broke before. Also without it nothing is left behind when the process exits.
 
     In a signal handler that has interrupted a verb of the world it waits for nobody: the world is
-    left at once, and that verb raises GroupClosedError once the handler has returned. The other ranks
-    raise PeerLostError.
+    left at once, and that verb raises GroupClosedError once the handler has returned. The other
+    ranks raise PeerLostError.
 
     Raises:
         MismatchError: another rank called something else instead.

@@ -39,7 +39,7 @@ def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     def run() -> None:
         try:
             results.append(call())
-        except Exception as error:
+        except fl.errors.DistributedError as error:
             results.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -98,7 +98,7 @@ def another_thread_closes(rank: int, size: int) -> list[str]:
     if rank == 0:
         works: list[Callable[[], Any]] = [
             lambda: group.all_reduce(np.ones(8)),
-            lambda: group.barrier(),
+            group.barrier,
             lambda: group.recv(np.ones(8), 1),
         ]
         waiting = [in_thread(work) for work in works]
@@ -214,6 +214,27 @@ def test_a_handler_inside_a_verb_is_refused_and_harms_nothing(
 ) -> None:
     size, how = world
     pool(size, **how).run(preempted_and_carries_on, str(tmp_path))
+
+
+def preempted_while_it_waits_for_a_work(rank: int, size: int) -> float:
+    """What a wait has interrupted runs by itself: a verb of the handler comes after it."""
+    pid = fl.broadcast_object(os.getpid())
+    x = np.full(300_000, rank + 1.0)
+    with handling(fl.barrier):
+        if rank == size - 1:
+            time.sleep(0.1)
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(0.2)  # it is handled by now
+        fl.all_reduce(x, async_op=True).wait()
+        if rank != 0:
+            fl.barrier()
+    return float(fl.all_reduce(x, op="max")[-1])
+
+
+def test_a_handler_inside_a_wait_calls_what_comes_next(pool: Any, world: Any) -> None:
+    size, how = world
+    total = size * (size + 1) / 2
+    assert pool(size, **how).run(preempted_while_it_waits_for_a_work) == [total] * size
 
 
 def preempted_inside(rank: int, size: int, verb: str, handler: str, folder: str) -> str:

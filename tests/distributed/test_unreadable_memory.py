@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import platform
@@ -42,8 +41,7 @@ def secret(count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 def can_keep_secrets() -> bool:
     try:
         secret(1024)
-    except OSError as error:
-        assert error.errno in (errno.ENOSYS, errno.EPERM, errno.ENOMEM)
+    except OSError:  # the kernel lacks it, or this user may lock no memory
         return False
     return True
 

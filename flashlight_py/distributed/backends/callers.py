@@ -51,8 +51,9 @@ class Callers:
         """
         if self.has_this():
             raise DistributedError(
-                f"[{verb}] {self._who}: called in a signal handler that has interrupted another call of "
-                "this group, which would have to end first. Nothing was sent. Let the handler set a "
-                "flag, and act on it between two calls, or leave by distributed_shutdown()"
+                f"[{verb}] {self._who}: called in a signal handler that has interrupted another "
+                "call of this group, which would have to end first. Nothing was sent. Let the "
+                "handler set a flag and act on it between two calls, or leave by "
+                "distributed_shutdown()"
             )
         return threading.get_ident()

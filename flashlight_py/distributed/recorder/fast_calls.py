@@ -38,8 +38,8 @@ _all_off = False
 class FastCalls:
     """The ring of one group; ``fast`` is the extension that writes it.
 
-    ``header[NUMBER]`` is how many calls the group has had, by either way, ``header[CALLER]`` the thread
-    that is in the native one, or 0. ``inside`` are those that are in others.
+    ``header[NUMBER]`` is how many calls the group has had, by either way, ``header[CALLER]`` the
+    thread that is in the native one, or 0. ``inside`` are those that are in others.
     """
 
     def __init__(self, fast: Any, inside: set[int]) -> None:
