@@ -216,6 +216,41 @@ def test_a_handler_inside_a_verb_is_refused_and_harms_nothing(
     pool(size, **how).run(preempted_and_carries_on, str(tmp_path))
 
 
+def showered_with_signals(rank: int, size: int) -> int:
+    """Verbs give what they should wherever a handler has tried another one; how often it was one."""
+    group = fl.distributed.world.current_world().group
+    refused = 0
+
+    def handler(number: int, frame: Any) -> None:
+        nonlocal refused
+        if group.is_calling():
+            with pytest.raises(fl.errors.DistributedError, match="called in a signal handler"):
+                fl.all_reduce(np.ones(3))
+            refused += 1
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
+    try:
+        for _ in range(30):
+            for count in (8, 30_000):
+                x = fl.all_reduce(np.full(count, rank + 1.0))
+                assert np.all(x == size * (size + 1) / 2)
+            assert fl.all_gather_object(rank) == list(range(size))
+            got = np.empty(3000)
+            fl.sendrecv(np.full(3000, float(rank)), (rank + 1) % size, got, (rank - 1) % size)
+            assert np.all(got == (rank - 1) % size)
+            fl.barrier()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return refused
+
+
+def test_signals_at_any_moment_change_nothing(pool: Any, world: Any) -> None:
+    size, how = world
+    assert sum(pool(size, **how).run(showered_with_signals)) > 0
+
+
 def preempted_while_it_waits_for_a_work(rank: int, size: int) -> float:
     """What a wait has interrupted runs by itself: a verb of the handler comes after it."""
     pid = fl.broadcast_object(os.getpid())
