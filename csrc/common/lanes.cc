@@ -6,10 +6,13 @@ namespace fl {
 
 Lanes::Lanes(Transport& transport) : transport_(transport) { queue_->transport = &transport; }
 
-Lanes::~Lanes() {
+Lanes::~Lanes() { close(); }
+
+void Lanes::close() {
   std::list<Pending> never_run;
   {
     const std::lock_guard<std::mutex> lock(queue_->mutex);
+    if (closing_) return;
     closing_ = true;
     queue_->transport = nullptr;
     for (auto& [lane, operation] : ready_) {
@@ -22,12 +25,13 @@ Lanes::~Lanes() {
   }
   for (const Pending& operation : never_run) finish(*operation, FL_CLOSED, "the group was closed");
   transport_.stop();
-  {
-    std::unique_lock<std::mutex> lock(queue_->mutex);
-    queue_->work.notify_all();
-    queue_->work.wait(lock, [&] { return busy_.empty(); });
-  }
-  for (std::thread& thread : threads_) thread.join();
+  queue_->work.notify_all();
+  for (std::thread& thread : threads_) thread.join();  // no more are made once closing
+}
+
+bool Lanes::is_idle() {
+  const std::lock_guard<std::mutex> lock(queue_->mutex);
+  return busy_.empty();
 }
 
 std::shared_ptr<Operation> Lanes::submit(const Lane& lane, double seconds,
@@ -87,7 +91,6 @@ Lanes::Pending Lanes::next(const Lane& lane) {
   const auto busy = find(lane);
   if (busy->waiting.empty()) {
     busy_.erase(busy);
-    if (closing_) queue_->work.notify_all();
     return nullptr;
   }
   Pending operation = std::move(busy->waiting.front());
@@ -99,11 +102,14 @@ Lanes::Pending Lanes::next(const Lane& lane) {
 // wait for it, and what comes next would be out of turn.
 void Lanes::begin(const Lane& lane, Pending operation) noexcept {
   while (operation != nullptr) {
+    bool closing;
     {
       const std::lock_guard<std::mutex> lock(queue_->mutex);
-      if (hand_over(lane, operation)) return;
+      closing = closing_;
+      if (!closing && hand_over(lane, operation)) return;
     }
-    operation->run = [](Operation&) {
+    operation->run = [closing](Operation&) {
+      if (closing) throw Failure(FL_CLOSED, {}, "the group was closed");
       throw Failure(FL_FAILED, {}, "no thread can be had for another operation");
     };
     execute(transport_, *operation);

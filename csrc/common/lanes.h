@@ -48,10 +48,15 @@ constexpr int kAnyRank = -2;
 class Lanes {
  public:
   explicit Lanes(Transport& transport);
-  // Stop the transport, end what is queued with FL_CLOSED, return when nothing runs any more, also
-  // on callers' threads. Nobody may come in any more.
   ~Lanes();
   Lanes(const Lanes&) = delete;
+
+  // Stop the transport, end what is queued with FL_CLOSED, and return when nothing runs on a thread of
+  // the lanes any more. What callers run on theirs ends soon; it is not waited for, as it may be the
+  // caller's own: a signal handler interrupts an operation, and closes the group.
+  void close();
+  // Whether nothing runs, on whatever thread.
+  bool is_idle();
 
   // Run `run` on a thread, after all that was submitted to or runs in this lane. An operation for
   // which no thread can be had has failed.

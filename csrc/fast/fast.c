@@ -25,6 +25,7 @@ enum { SMALL_BYTES = 4096, LARGE_BYTES = 64 << 10 };
 
 typedef struct {
   fl_shm_group *group;
+  PyObject *owner; /* keeps the group */
   int size;
   double seconds;
   int (*begin)(fl_shm_group *, const fl_signature *, const void *, double);
@@ -35,6 +36,7 @@ typedef struct {
   ring *calls;
   PyObject *places;  /* a list: the line of user code of each call of the ring, or None */
   PyObject *package; /* the folder whose code is not the user's */
+  PyObject *inside;  /* a set: the threads that are in another call of the group */
 } Binding;
 
 static PyObject *name_sum, *name_prod, *name_min, *name_max, *name_avg;
@@ -109,6 +111,16 @@ static fl_op *finish(const Binding *binding, const fl_signature *signature, void
   return failed;
 }
 
+/* Whether this thread is in the middle of a call: it runs a signal handler, which Python answers. */
+static int is_inside(const Binding *binding) {
+  if (PySet_Size(binding->inside) == 0) return 0;
+  PyObject *self = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+  if (self == NULL) return -1;
+  const int found = PySet_Contains(binding->inside, self);
+  Py_DECREF(self);
+  return found;
+}
+
 /* all_reduce(x, scale, op): x where it is done, NotImplemented where Python must do it. */
 static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   const Binding *binding = PyCapsule_GetPointer(self, NULL);
@@ -122,13 +134,17 @@ static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t co
   if (binding->calls->off || !describe_call(x, args[1], args[2], binding->size, &signature)) {
     Py_RETURN_NOTIMPLEMENTED;
   }
+  const int inside = is_inside(binding);
+  if (inside < 0) return NULL;
   void *data = PyArray_DATA((PyArrayObject *)x);
-  if (!binding->begin(binding->group, &signature, data, binding->seconds)) {
+  if (inside || !binding->begin(binding->group, &signature, data, binding->seconds)) {
     Py_RETURN_NOTIMPLEMENTED;
   }
   ring_call *call = ring_begin(binding->calls, &signature);
   const uint64_t number = call->number;
+  binding->calls->caller = PyThread_get_thread_ident();
   fl_op *failed = finish(binding, &signature, data, call);
+  binding->calls->caller = 0;
   ring_end(call, number, failed != NULL);
   if (failed != NULL) {
     return PyObject_CallFunction(binding->on_failure, "K", (unsigned long long)(uintptr_t)failed);
@@ -142,10 +158,12 @@ static PyMethodDef all_reduce_def = {"all_reduce", (PyCFunction)(void (*)(void))
 
 static void free_binding(PyObject *capsule) {
   Binding *binding = PyCapsule_GetPointer(capsule, NULL);
+  Py_DECREF(binding->owner);
   Py_DECREF(binding->on_failure);
   Py_DECREF(binding->memory);
   Py_DECREF(binding->places);
   Py_DECREF(binding->package);
+  Py_DECREF(binding->inside);
   free(binding);
 }
 
@@ -158,23 +176,26 @@ static int hold(Binding *binding) {
     return 0;
   }
   binding->calls = PyArray_DATA(memory);
+  Py_INCREF(binding->owner);
   Py_INCREF(binding->on_failure);
   Py_INCREF(binding->memory);
   Py_INCREF(binding->places);
   Py_INCREF(binding->package);
+  Py_INCREF(binding->inside);
   return 1;
 }
 
-/* bind(group, size, seconds, begin, ready, finish, on_failure, memory, places, package): addresses
-   as integers. */
+/* bind(group, owner, size, seconds, begin, ready, finish, on_failure, memory, places, package,
+   inside): addresses as integers. */
 static PyObject *bind(PyObject *module, PyObject *args) {
   unsigned long long group, begin, ready, finish;
   (void)module;
   Binding *binding = calloc(1, sizeof *binding);
   if (binding == NULL) return PyErr_NoMemory();
-  if (!PyArg_ParseTuple(args, "KidKKKOO!O!U", &group, &binding->size, &binding->seconds, &begin,
+  if (!PyArg_ParseTuple(args, "KOidKKKOO!O!UO!", &group, &binding->owner, &binding->size, &binding->seconds, &begin,
                         &ready, &finish, &binding->on_failure, &PyArray_Type, &binding->memory,
-                        &PyList_Type, &binding->places, &binding->package) ||
+                        &PyList_Type, &binding->places, &binding->package, &PySet_Type,
+                        &binding->inside) ||
       !hold(binding)) {
     free(binding);
     return NULL;

@@ -30,7 +30,8 @@ typedef struct {
   uint64_t number;  /* calls of the group so far; Python counts here as well */
   uint64_t written; /* calls in this ring so far */
   uint64_t off;     /* not 0: leave every call to Python */
-  uint64_t unused[5];
+  uint64_t caller;  /* the thread that is in the native all_reduce, as Python knows it; or 0 */
+  uint64_t unused[4];
   ring_call calls[RING_CALLS];
 } ring;
 

@@ -1,4 +1,6 @@
 // The C ABI: every exception becomes a status and a message.
+#include <unistd.h>
+
 #include <algorithm>
 #include <exception>
 #include <memory>
@@ -10,6 +12,7 @@
 
 struct fl_group {
   fl::Group group;
+  const pid_t owner = getpid();
 };
 
 extern "C" {
@@ -87,6 +90,11 @@ void fl_gloo_exchange(fl_group* group, const fl_message* messages, int count, do
   delete failed;
 }
 
-void fl_gloo_close(fl_group* group) { delete group; }
+void fl_gloo_close(fl_group* group) { group->group.close(); }
+
+// A child that was forked has the memory of the group, but none of its threads.
+void fl_gloo_free(fl_group* group) {
+  if (group->owner == getpid()) delete group;
+}
 
 }  // extern "C"

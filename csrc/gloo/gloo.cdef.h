@@ -64,6 +64,11 @@ void fl_gloo_exchange(fl_group *group, const fl_message *messages, int count, do
    0: give up, and end the group. */
 void fl_gloo_on_interrupt(fl_group *group, int (*check)(void));
 
-/* Stop what runs, fail what is queued, close the sockets, free the group. Nobody may call it any
-   more; threads that are in it come back first. */
+/* End what runs and what is queued (FL_CLOSED). What runs on callers' threads ends soon after; where it
+   is the calling thread itself (a signal handler has interrupted it, and closes the group) when that
+   goes on. */
 void fl_gloo_close(fl_group *group);
+
+/* Close it, and the sockets, and free the group, which nobody may be in any more. Does nothing in a
+   child that was forked. */
+void fl_gloo_free(fl_group *group);

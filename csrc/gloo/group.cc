@@ -108,6 +108,13 @@ std::shared_ptr<Operation> Group::run_here(double seconds, Task task) {
   return nothing_to_fetch ? nullptr : operation;
 }
 
+// Where a caller is still inside, the sockets cannot be freed yet, and the others must not wait for
+// that.
+void Group::close() {
+  lanes_.close();
+  if (!lanes_.is_idle()) mesh_->fail(Failure(FL_CLOSED, {}, "the group was closed"));
+}
+
 // Messages ------------------------------------------------------------------------------------
 
 Group::Task Group::whole_message(const fl_message& message, InterruptCheck interrupt) {

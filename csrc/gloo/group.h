@@ -29,6 +29,9 @@ class Group {
   bool is_ahead(int rank, fl_signature& call);
   // End, and tell the others why.
   void give_up(const std::string& why);
+  // End what runs and what is queued; the destructor closes the sockets. What runs on the calling
+  // thread itself (a signal handler has interrupted it) ends when that goes on.
+  void close();
 
   // Of a collective `given` has no peer.
   // Start an operation on a thread of the group's own.

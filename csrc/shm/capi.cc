@@ -1,6 +1,8 @@
 // The C ABI: every exception becomes a status and a message.
 #include "../common/capi.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <exception>
@@ -13,6 +15,7 @@
 
 struct fl_shm_group {
   fl::ShmGroup group;
+  const pid_t owner = getpid();
 };
 
 struct fl_shm_region {
@@ -115,7 +118,9 @@ void* fl_shm_region_array(fl_shm_region* region) { return region->array; }
 
 void fl_shm_free_region(fl_shm_region* region) { delete region; }
 
-void fl_shm_drop_region(fl_shm_group* group, void* array) { group->group.drop_region(array); }
+int fl_shm_drop_region(fl_shm_group* group, void* array) {
+  return group->group.drop_region(array) ? 1 : 0;
+}
 
 void fl_shm_on_interrupt(fl_shm_group* group, int (*check)(void)) {
   group->group.on_interrupt(check);
@@ -137,6 +142,11 @@ void fl_shm_give_up(fl_shm_group* group, const char* why) {
   group->group.give_up(why);
 }
 
-void fl_shm_close(fl_shm_group* group) { delete group; }
+void fl_shm_close(fl_shm_group* group) { group->group.close(); }
+
+// A child that was forked has the memory of the group, but none of its threads.
+void fl_shm_free(fl_shm_group* group) {
+  if (group->owner == getpid()) delete group;
+}
 
 }  // extern "C"

@@ -209,8 +209,41 @@ Way Collectives::choose(const fl_signature& mine, size_t bytes) {
 // Of what rank r gave with this call.
 void Collectives::read(int r, size_t begin, void* into, size_t bytes) {
   if (bytes == 0) return;
-  const uint64_t from = call_of(r).large.address + begin;
-  if (!remote_.read(r, from, into, bytes)) throw watch_.why_unreadable(r);
+  const size_t done = remote_.read(r, call_of(r).large.address + begin, into, bytes);
+  if (done < bytes) ask_for(r, begin + done, static_cast<char*>(into) + done, bytes - done);
+}
+
+// Have rank r copy into a slot of this rank what cannot be read from its memory. It does so while it
+// waits, here or in end_reading(); nothing else goes through the slots meanwhile, as all ranks have
+// called.
+void Collectives::ask_for(int r, size_t begin, char* into, size_t bytes) {
+  Request& request = segment_.block(rank_).request;
+  for (size_t done = 0; done < bytes;) {
+    const size_t size = std::min(segment_.chunk_bytes(), bytes - done);
+    request.owner = r;
+    request.begin = begin + done;
+    request.bytes = size;
+    const uint32_t number = request.asked.value() + 1;
+    request.asked.raise(number);
+    watch_.wait_and(request.served, number, r, [this] { return serve(); });
+    copy(into + done, segment_.slot(rank_, 0), size);
+    done += size;
+  }
+}
+
+// Do what others have asked this rank for; whether any has.
+bool Collectives::serve() {
+  bool served = false;
+  for (int r = 0; r < size_; ++r) {
+    Request& request = segment_.block(r).request;
+    const uint32_t number = request.asked.value();
+    if (r == rank_ || number == request.served.value() || request.owner != rank_) continue;
+    const char* own = reinterpret_cast<const char*>(call_of(rank_).large.address);
+    stream_copy(segment_.slot(r, 0), own + request.begin, request.bytes);
+    request.served.raise(number);
+    served = true;
+  }
+  return served;
 }
 
 // Wait until nobody reads this rank's data any more.
@@ -220,7 +253,9 @@ void Collectives::end_reading() {
   own.filled.raise(done);
   own.reduced.raise(done);
   own.drained.raise(done);
-  for (int r = 0; r < size_; ++r) watch_.wait(segment_.block(r).drained, done, r);
+  for (int r = 0; r < size_; ++r) {
+    watch_.wait_and(segment_.block(r).drained, done, r, [this] { return serve(); });
+  }
 }
 
 void Collectives::barrier(const fl_signature& mine) { enter(mine, nullptr, 0); }

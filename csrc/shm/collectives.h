@@ -111,6 +111,8 @@ class Collectives {
   // Large calls: the way of the data, and reading it from other ranks' memory.
   Way choose(const fl_signature& mine, size_t bytes);
   void read(int rank, size_t begin, void* into, size_t bytes);
+  void ask_for(int rank, size_t begin, char* into, size_t bytes);
+  bool serve();
   void end_reading();
 
   using Produce = std::function<void(uint32_t chunk, char* slot)>;

@@ -25,14 +25,17 @@ constexpr Lane kCollectives{-1, false, 0};
 
 Lane lane_of(const fl_signature& s, int peer) { return {peer, s.verb == FL_SEND, s.root}; }
 
+// So long a group that is closed waits for a collective of another thread, which ends sooner.
+constexpr long kLeavingMilliseconds = 500;
+
 // A lane that was entered.
-class Turn {
+class Stay {
  public:
-  Turn(Lanes& lanes, const Lane& lane) : lanes_(&lanes), lane_(lane) {}
-  ~Turn() {
+  Stay(Lanes& lanes, const Lane& lane) : lanes_(&lanes), lane_(lane) {}
+  ~Stay() {
     if (lanes_ != nullptr) lanes_->leave(lane_);
   }
-  Turn(const Turn&) = delete;
+  Stay(const Stay&) = delete;
 
   const Lane& lane() const { return lane_; }
   std::shared_ptr<Operation> go_on(double seconds, std::function<void(Operation&)> run) {
@@ -68,12 +71,39 @@ ShmGroup::ShmGroup(Mapping mapping, int rank, int size)
       mail_(segment_, peers_, remote_, rank, size),
       lanes_(std::make_unique<Lanes>(peers_)) {}
 
-ShmGroup::~ShmGroup() {
-  peers_.stop();
-  lanes_.reset();
-  const std::lock_guard<std::mutex> lock(running_);  // on another thread of the caller's
-  peers_.give_up(Failure(FL_OK, {}, "left"));
+ShmGroup::~ShmGroup() { close(); }
+
+// Who leaves in the middle of a collective has not done its part of it, and says so.
+void ShmGroup::close() {
+  if (closed_.exchange(true)) return;
+  lanes_->close();
+  const bool nothing_runs = turn_.try_take_for(kLeavingMilliseconds);
+  if (nothing_runs) peers_.give_up(Failure(FL_OK, {}, "left"));
+  peers_.fail(Failure(FL_CLOSED, {}, "the group was closed"));
+  if (nothing_runs) turn_.give();
 }
+
+// The turn, from here to the end of the block. Waiting for it throws Failure where the group ends
+// meanwhile, or a signal handler raises.
+class ShmGroup::Running {
+ public:
+  Running(ShmGroup& group, InterruptCheck interrupt) : turn_(group.turn_) {
+    while (!turn_.try_take_for(kSliceMilliseconds)) {
+      if (group.peers_.has_ended()) throw group.peers_.why_ended();
+      if (interrupt != nullptr && interrupt() != 0) throw interrupted();
+    }
+    if (!group.peers_.has_ended()) return;
+    turn_.give();
+    throw group.peers_.why_ended();
+  }
+  // One that begin() has taken.
+  explicit Running(ShmGroup& group) : turn_(group.turn_) {}
+  ~Running() { turn_.give(); }
+  Running(const Running&) = delete;
+
+ private:
+  Turn& turn_;
+};
 
 // On the caller's own thread, unless operations are queued: they come first.
 ShmGroup::Result ShmGroup::run(const fl_signature& signature, void* data, void* output, int peer,
@@ -85,8 +115,11 @@ ShmGroup::Result ShmGroup::run(const fl_signature& signature, void* data, void* 
   if (queued_.load(std::memory_order_acquire) != 0) {
     return start_collective(signature, data, output, seconds, asked(site));
   }
-  const std::lock_guard<std::mutex> lock(running_);
+  if (turn_.is_mine()) {
+    return ended(FL_FAILED, "this thread is in the middle of another call of the group", {}, {});
+  }
   return guarded([&](Seen& seen) {
+    const Running running(*this, interrupt_);
     return dispatch(signature, data, output, seconds, interrupt_, site, seen);
   });
 }
@@ -110,8 +143,9 @@ fl_site ShmGroup::asked(const fl_site* site) const {
 }
 
 bool ShmGroup::is_ahead(int rank, fl_signature& call) {
-  const std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
-  return lock.owns_lock() && queued_ == 0 && collectives_.is_ahead(rank, call);
+  if (!turn_.try_take()) return false;
+  const Running running(*this);
+  return queued_ == 0 && collectives_.is_ahead(rank, call);
 }
 
 void ShmGroup::give_up(const std::string& why) {
@@ -119,7 +153,7 @@ void ShmGroup::give_up(const std::string& why) {
 }
 
 // Run `body` on the caller's thread; what it throws becomes an operation that has failed. `seen` is
-// what ranks have called, that goes with what it returns.
+// what ranks have called, that goes with what it restays.
 template <typename Body>
 ShmGroup::Result ShmGroup::guarded(Body body) {
   if (peers_.is_broken()) return ended(FL_CLOSED, peers_.why_broken(), {}, {});
@@ -169,8 +203,8 @@ auto ShmGroup::telling(const fl_site* site, Body body) {
 // Collectives ---------------------------------------------------------------------------------
 
 bool ShmGroup::begin(const fl_signature& signature, const void* data, double seconds) {
-  if (queued_.load(std::memory_order_acquire) != 0 || peers_.is_broken()) return false;
-  running_.lock();
+  if (queued_.load(std::memory_order_acquire) != 0 || peers_.has_ended()) return false;
+  if (!turn_.try_take()) return false;
   collectives_.begin(seconds, interrupt_);
   collectives_.call_all_reduce(signature, data);
   return true;
@@ -186,7 +220,7 @@ bool ShmGroup::ready(int spins) const {
 }
 
 ShmGroup::Result ShmGroup::finish(const fl_signature& signature, void* data) {
-  const std::lock_guard<std::mutex> lock(running_, std::adopt_lock);
+  const Running running(*this);
   return guarded([&](Seen&) {
     return telling(nullptr, [&] {
       collectives_.complete_all_reduce(signature, data);
@@ -203,8 +237,7 @@ ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void*
       std::atomic<int>& queued;
       ~Leave() { queued.fetch_sub(1, std::memory_order_acq_rel); }
     } leave{queued_};
-    const std::lock_guard<std::mutex> lock(running_);
-    if (peers_.is_broken()) throw Failure(FL_CLOSED, {}, peers_.why_broken());
+    const Running running(*this, nullptr);
     operation.output =
         dispatch(signature, data, output, operation.seconds, nullptr, &site, operation.seen);
   });
@@ -243,13 +276,15 @@ Bytes ShmGroup::call(const fl_signature& s, void* data, void* output, Seen& seen
 }
 
 void* ShmGroup::add_region(std::shared_ptr<Mapping> mapping, size_t stride) {
-  const std::lock_guard<std::mutex> lock(running_);
+  const Running running(*this, nullptr);
   return collectives_.add_region(std::move(mapping), stride);
 }
 
-void ShmGroup::drop_region(const void* array) {
-  const std::lock_guard<std::mutex> lock(running_);
+bool ShmGroup::drop_region(const void* array) {
+  if (!turn_.try_take()) return false;
+  const Running running(*this);
   collectives_.drop_region(array);
+  return true;
 }
 
 // Messages ------------------------------------------------------------------------------------
@@ -257,7 +292,7 @@ void ShmGroup::drop_region(const void* array) {
 ShmGroup::Result ShmGroup::run_message(const fl_message& sent, double seconds) {
   const Lane lane = lane_of(sent.signature, sent.peer);
   if (!lanes_->enter(lane)) return start_message(sent, seconds);
-  const Turn turn(*lanes_, lane);
+  const Stay stay(*lanes_, lane);
   const auto message = make_message(mail_, sent);
   return guarded([&](Seen&) {
     deliver(mail_, peers_, {message.get()}, {seconds, interrupt_, peers_.patience()});
@@ -270,13 +305,13 @@ ShmGroup::Result ShmGroup::start_message(const fl_message& sent, double seconds)
   const Lane lane = lane_of(sent.signature, sent.peer);
   const std::shared_ptr<Message> message = make_message(mail_, sent);
   if (!lanes_->enter(lane)) return lanes_->submit(lane, seconds, rest_of(message));
-  Turn turn(*lanes_, lane);
+  Stay stay(*lanes_, lane);
   auto result = guarded([&](Seen&) {
     message->step();
     return end_of(*message);
   });
   const bool goes_on = result == nullptr && !message->has_ended();
-  return goes_on ? turn.go_on(seconds, rest_of(message)) : result;
+  return goes_on ? stay.go_on(seconds, rest_of(message)) : result;
 }
 
 ShmGroup::Result ShmGroup::run_match(const fl_message& asked, fl_match& match, double seconds) {
@@ -323,14 +358,14 @@ std::vector<ShmGroup::Result> ShmGroup::start_exchange(const fl_message* message
   std::vector<Result> results(count);
   std::vector<std::shared_ptr<Message>> own(count);
   std::vector<Message*> all;
-  std::list<Turn> turns;
+  std::list<Stay> stays;
   for (int i = 0; i < count; ++i) {
     const Lane lane = lane_of(messages[i].signature, messages[i].peer);
     if (!lanes_->enter(lane)) {
       results[i] = start_message(messages[i], seconds);
       continue;
     }
-    turns.emplace_back(*lanes_, lane);
+    stays.emplace_back(*lanes_, lane);
     own[i] = make_message(mail_, messages[i]);
     all.push_back(own[i].get());
   }
@@ -338,15 +373,15 @@ std::vector<ShmGroup::Result> ShmGroup::start_exchange(const fl_message* message
     deliver_briefly(peers_, all);
     return Bytes();
   });
-  auto turn = turns.begin();
+  auto stay = stays.begin();
   for (int i = 0; i < count; ++i) {
     if (own[i] == nullptr) continue;
     if (own[i]->is_mismatched()) {
       results[i] = ended(FL_MISMATCH, Mismatch().what(), {}, own[i]->seen());
     } else if (!own[i]->has_ended()) {
-      results[i] = failure != nullptr ? failure : turn->go_on(seconds, rest_of(own[i]));
+      results[i] = failure != nullptr ? failure : stay->go_on(seconds, rest_of(own[i]));
     }
-    ++turn;
+    ++stay;
   }
   return results;
 }
@@ -356,20 +391,20 @@ std::vector<ShmGroup::Result> ShmGroup::exchange(const fl_message* messages, int
   std::vector<Result> results(count);
   std::vector<std::unique_ptr<Message>> own(count);
   std::vector<Message*> all;
-  std::list<Turn> turns;
+  std::list<Stay> stays;
   for (int i = 0; i < count; ++i) {
     const Lane lane = lane_of(messages[i].signature, messages[i].peer);
-    auto turn = std::find_if(turns.begin(), turns.end(),
-                             [&](const Turn& one) { return one.lane() == lane; });
-    if (turn == turns.end() && lanes_->enter(lane)) {
-      turn = turns.emplace(turns.end(), *lanes_, lane);
+    auto stay = std::find_if(stays.begin(), stays.end(),
+                             [&](const Stay& one) { return one.lane() == lane; });
+    if (stay == stays.end() && lanes_->enter(lane)) {
+      stay = stays.emplace(stays.end(), *lanes_, lane);
     }
-    if (turn == turns.end()) {
+    if (stay == stays.end()) {
       results[i] = start_message(messages[i], seconds);
       continue;
     }
     own[i] = make_message(mail_, messages[i]);
-    own[i]->follow(std::exchange(turn->last, own[i].get()));
+    own[i]->follow(std::exchange(stay->last, own[i].get()));
     all.push_back(own[i].get());
   }
   const Result failure = guarded([&](Seen&) {

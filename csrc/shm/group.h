@@ -5,7 +5,6 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,6 +17,7 @@
 #include "peers.h"
 #include "search.h"
 #include "segment.h"
+#include "turn.h"
 
 namespace fl {
 
@@ -31,6 +31,9 @@ class ShmGroup {
 
   ShmGroup(Mapping mapping, int rank, int size);
   ~ShmGroup();
+  // End what runs and what is queued, and leave. What runs on the calling thread itself (a signal
+  // handler has interrupted it, and closes the group) ends when that goes on.
+  void close();
 
   // `site` is the caller's; null: it is asked for where that matters.
   Result run(const fl_signature& signature, void* data, void* output, int peer, double seconds,
@@ -45,14 +48,16 @@ class ShmGroup {
   std::vector<Result> start_exchange(const fl_message* messages, int count, double seconds);
 
   // all_reduce on the caller's thread in two steps, so that a caller who holds a lock can let it
-  // go when the others are late. begin() is false, and nothing has happened, where operations are
-  // queued or the group is broken; else finish() must follow, on the same thread.
+  // go when the others are late. begin() never waits: it is false, and nothing has happened, where a
+  // thread runs a collective, some are queued, or the group has ended; else finish() must follow, on
+  // the same thread.
   bool begin(const fl_signature& signature, const void* data, double seconds);
   bool ready(int spins) const;
   Result finish(const fl_signature& signature, void* data);
 
   void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
-  void drop_region(const void* array);
+  // False while a thread runs a collective.
+  bool drop_region(const void* array);
   void call_ranks(std::vector<int> numbers) { peers_.call_ranks(std::move(numbers)); }
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
   void on_mismatch(WhereAmI where) { where_ = where; }
@@ -63,6 +68,7 @@ class ShmGroup {
   int size() const { return size_; }
 
  private:
+  class Running;
   template <typename Body>
   Result guarded(Body body);
   Result ended(fl_status status, const std::string& message, std::vector<int> missing, Seen seen);
@@ -89,7 +95,8 @@ class ShmGroup {
   Mail mail_;
   InterruptCheck interrupt_ = nullptr;
   WhereAmI where_ = nullptr;
-  std::mutex running_;          // whoever runs a collective holds it
+  Turn turn_;                   // whoever runs a collective has it
+  std::atomic<bool> closed_{false};
   std::atomic<int> queued_{0};  // collectives that were started and have not ended
   std::unique_ptr<Lanes> lanes_;
 };

@@ -52,20 +52,15 @@ Peers::~Peers() {
 }
 
 std::optional<Failure> Peers::loss(const Concern& concern) {
+  if (stopped_) return why_ended();  // whatever others make of it
   if (auto told = farewell(concern)) return told;
   const std::vector<int> gone = dead(concern);
   if (!gone.empty()) {
     if (auto told = farewell(concern)) return told;  // who could say why it ended said so before
     return Failure(FL_PEER_LOST, gone, "its process has ended");
   }
-  if (stopped_) return Failure(FL_CLOSED, {}, "the group was closed");
-  if (is_broken()) return Failure(FL_CLOSED, {}, why_broken());
+  if (has_ended()) return why_ended();
   return std::nullopt;
-}
-
-Failure Peers::why_unreadable(const Concern& concern, int peer) {
-  if (const auto lost = loss(concern)) return *lost;
-  return {FL_PEER_LOST, {peer}, "its memory cannot be read any more"};
 }
 
 std::optional<Failure> Peers::farewell(const Concern& concern) const {
@@ -154,23 +149,26 @@ void Peers::stop() {
 
 // Watch ---------------------------------------------------------------------------------------
 
-// A rank that has gone may have raised the counter just before: then all is well here.
 void Watch::wait_long(Counter& counter, uint32_t target, int peer) {
   if (counter.wait(target, peers_->patience(), kSliceMilliseconds)) return;
   const Clock::time_point since = Clock::now();
   do {
-    if (const auto lost = loss()) {
-      if (counter.reached(target)) return;
-      throw *lost;
-    }
-    check(since, peer);
+    look_around(counter, target, since, peer);
   } while (!counter.wait(target, Patience{0, 0}, kSliceMilliseconds));
 }
 
-void Watch::check(Clock::time_point since, int peer) {
-  if (interrupt_ != nullptr && interrupt_() != 0) {
-    throw Failure(FL_CLOSED, {}, "a signal handler interrupted the operation");
+// A rank that has gone may have raised the counter just before: then all is well here.
+void Watch::look_around(const Counter& counter, uint32_t target, Clock::time_point since,
+                        int peer) {
+  if (const auto lost = loss()) {
+    if (counter.reached(target)) return;
+    throw *lost;
   }
+  check(since, peer);
+}
+
+void Watch::check(Clock::time_point since, int peer) {
+  if (interrupt_ != nullptr && interrupt_() != 0) throw interrupted();
   if (std::chrono::duration<double>(Clock::now() - since).count() < seconds_) return;
   auto missing = peers_->not_called(concern_);
   if (missing.empty()) missing.push_back(peer);

@@ -14,6 +14,9 @@ namespace fl {
 
 // Called now and then while a caller's own thread waits; not 0: give up (a signal handler said so).
 using InterruptCheck = int (*)();
+inline Failure interrupted() {
+  return {FL_CLOSED, {}, "a signal handler interrupted the operation"};
+}
 
 // How long a sleep lasts before a rank looks around: for farewells, deaths, signals, the deadline.
 constexpr long kSliceMilliseconds = 20;
@@ -34,8 +37,11 @@ class Peers : public Transport {
 
   // Why an operation waits in vain: somebody it needs has gone, or this rank itself.
   std::optional<Failure> loss(const Concern& concern);
-  // Why the memory of rank `peer` cannot be read any more.
-  Failure why_unreadable(const Concern& concern, int peer);
+  // Whether operations of this rank must end: it has closed the group, or it broke.
+  bool has_ended() const { return stopped_ || is_broken(); }
+  Failure why_ended() const {
+    return {FL_CLOSED, {}, is_broken() ? why_broken() : "the group was closed"};
+  }
   // The ranks that have not called yet.
   std::vector<int> not_called(const Concern& concern) const;
 
@@ -79,14 +85,30 @@ class Watch {
     if (!counter.reached(target)) wait_long(counter, target, peer);
   }
 
+  // The same, and do what others ask for meanwhile: `serve` tells whether they did. The first request
+  // may wait for a slice, those that follow do not.
+  template <typename Serve>
+  void wait_and(Counter& counter, uint32_t target, int peer, Serve serve) {
+    long slice = kSliceMilliseconds;
+    auto since = Clock::now();
+    while (!counter.wait(target, peers_->patience(), slice)) {
+      if (serve()) {
+        slice = 1;
+        since = Clock::now();
+      } else {
+        look_around(counter, target, since, peer);
+      }
+    }
+  }
+
   // For whoever sleeps by other means: why a wait that began at `since` should end. What has come
   // meanwhile counts more than `loss`, so that it is asked for first.
   std::optional<Failure> loss() { return peers_->loss(concern_); }
-  Failure why_unreadable(int peer) { return peers_->why_unreadable(concern_, peer); }
   void check(Clock::time_point since, int peer);
 
  private:
   void wait_long(Counter& counter, uint32_t target, int peer);
+  void look_around(const Counter& counter, uint32_t target, Clock::time_point since, int peer);
 
   Peers* peers_;
   Concern concern_;

@@ -89,7 +89,7 @@ class Receiving final : public Message {
     ended_ = true;
   }
 
-  // Read what did not come with the offer, or let it flow.
+  // Read what did not come with the offer, or let it flow. The inbox is locked.
   void accept_rest() {
     const bool can_read = offer_->address != 0 && mail_.remote.can_read(peer());
     Choice::Sum sum{};
@@ -117,8 +117,9 @@ class Receiving final : public Message {
     constexpr size_t kAtOnce = 4 << 20;  // other messages of this thread want to get on as well
     const size_t size = std::min(kAtOnce, bytes_ - received_);
     const uint64_t from = offer_->address + received_;
-    if (!mail_.remote.read(peer(), from, data_ + received_, size)) {
-      throw mail_.peers.why_unreadable(Concern{peer(), 0}, peer());
+    if (mail_.remote.read(peer(), from, data_ + received_, size) < size) {
+      let_flow();
+      return true;
     }
     received_ += size;
     if (received_ == bytes_) {
@@ -126,6 +127,14 @@ class Receiving final : public Message {
       take();
     }
     return true;
+  }
+
+  // After all: what came with the offer is here, the rest cannot be read. Of a peer that is gone it
+  // will not come that way either, as the wait for it finds.
+  void let_flow() {
+    const std::lock_guard<std::mutex> lock(inbox_.mutex);
+    received_ = offer_->eager;
+    accept_rest();
   }
 
   void end_trial() {

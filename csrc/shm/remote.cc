@@ -53,16 +53,22 @@ bool Remote::find_out(int r) const {
   return got == sizeof found && found == theirs.token;
 }
 
-bool Remote::read(int r, uint64_t from, void* into, size_t bytes) const {
+size_t Remote::read(int r, uint64_t from, void* into, size_t bytes) {
   constexpr size_t kAtOnce = 16 << 20;  // a rank that gives up is noticed before long
   const RankBlock& theirs = segment_.block(r);
   char* to = static_cast<char*>(into);
-  for (size_t done = 0; done < bytes;) {
+  size_t done = 0;
+  while (done < bytes) {
     const ssize_t got = read_from(theirs.pid, from + done, to + done, std::min(kAtOnce, bytes - done));
-    if (got <= 0 || theirs.farewell.given.value() != 0) return false;
+    if (got <= 0 || theirs.farewell.given.value() != 0) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      answers_[r] = kNo;
+      all_ = kNo;
+      return done;
+    }
     done += static_cast<size_t>(got);
   }
-  return true;
+  return done;
 }
 
 }  // namespace fl

@@ -25,9 +25,11 @@ class Remote {
   bool can_read(int r) { return answer(r) == kYes; }
   bool can_read_all();
 
-  // Copy `bytes` from where they lie in rank r's process. False where that has ended, or has given
-  // up meanwhile: it may have changed or freed them then.
-  bool read(int r, uint64_t from, void* into, size_t bytes) const;
+  // Copy `bytes` from where they lie in rank r's process; returns how many were. Fewer where that has
+  // ended, or has given up meanwhile (it may have changed or freed them then), or where the system
+  // does not let them be read: memory of a device, memfd_secret, a process that became undumpable.
+  // Then nothing more of that rank is taken for readable.
+  size_t read(int r, uint64_t from, void* into, size_t bytes);
 
  private:
   enum Answer : uint8_t { kUnknown, kYes, kNo };

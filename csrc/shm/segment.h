@@ -100,6 +100,14 @@ struct alignas(kLine) Place {
   fl_site site;
 };
 
+// A part of another rank's array that this rank is to read and cannot: see Collectives::ask_for.
+struct alignas(kLine) Request {
+  Counter asked;   // requests so far, of this rank
+  Counter served;  // of these, raised by whoever it has asked
+  int32_t owner;   // whom it asks
+  uint64_t begin, bytes;  // of what that rank gave with this call
+};
+
 // What one rank writes and the others read. Counters go on from call to call: nothing is reset.
 struct alignas(kLine) RankBlock {
   Call calls[2];  // a rank is at most one call ahead of another
@@ -107,6 +115,7 @@ struct alignas(kLine) RankBlock {
   alignas(kLine) Counter reduced;  // chunks of which it has reduced its part
   alignas(kLine) Counter drained;  // chunks of the others that it needs no more
   Place place;
+  Request request;
   Farewell farewell;
   alignas(kLine) Bell bell;  // for the threads of this rank that wait for messages
   alignas(kLine) std::atomic<int32_t> pid;  // written last; 0: not there yet

@@ -45,8 +45,8 @@ fl_op *fl_shm_run(fl_shm_group *group, const fl_signature *signature, void *data
 void fl_shm_exchange(fl_shm_group *group, const fl_message *messages, int count, double seconds,
                      int async, fl_op **results);
 
-/* all_reduce on the caller's thread in two steps: begin tells the others (0: nothing has happened,
-   use fl_shm_run); ready says after up to `spins` looks whether all have called; finish waits for
+/* all_reduce on the caller's thread in two steps: begin, which never waits, tells the others (0:
+   nothing has happened, use fl_shm_run); ready says after up to `spins` looks whether all have called; finish waits for
    them and does the work: NULL, or the handle of a failure. */
 int fl_shm_begin(fl_shm_group *group, const fl_signature *signature, const void *data,
                  double seconds);
@@ -55,12 +55,13 @@ fl_op *fl_shm_finish(fl_shm_group *group, const fl_signature *signature, void *d
 
 /* Memory for an array of `bytes` on each rank; operations on it skip the copies. Collective: every
    rank maps the same file, in the same order. NULL with a message on failure. The memory lives
-   until the region was freed and the group has dropped the array, or was closed. */
+   until the region was freed and the group has dropped the array, or was freed. It is dropped later, 0,
+   while a thread runs a collective. */
 fl_shm_region *fl_shm_add_region(fl_shm_group *group, const char *path, int create, size_t bytes,
                                  char *message, size_t message_bytes);
 void *fl_shm_region_array(fl_shm_region *region);
 void fl_shm_free_region(fl_shm_region *region);
-void fl_shm_drop_region(fl_shm_group *group, void *array);
+int fl_shm_drop_region(fl_shm_group *group, void *array);
 
 /* Called now and then while the caller's own thread waits in one of these; not 0: give up. */
 void fl_shm_on_interrupt(fl_shm_group *group, int (*check)(void));
@@ -79,5 +80,11 @@ int fl_shm_is_ahead(fl_shm_group *group, int rank, fl_signature *call);
 /* End the group, and tell the others why, in words that end their operations too (FL_RAISED). */
 void fl_shm_give_up(fl_shm_group *group, const char *why);
 
-/* Stop the running operations, fail the queued ones, tell the others, unmap, free the group. */
+/* End what runs and what is queued (FL_CLOSED), and leave. What runs on the calling thread itself (a
+   signal handler has interrupted it, and closes the group) ends when that goes on; of what runs on
+   other threads nothing may be left after half a second. */
 void fl_shm_close(fl_shm_group *group);
+
+/* Close it, unmap, free the group, which nobody may be in any more. Does nothing in a child that was
+   forked. */
+void fl_shm_free(fl_shm_group *group);

@@ -226,6 +226,10 @@ class Backend(abc.ABC):
         """
         return contextlib.nullcontext()
 
+    def is_calling(self) -> bool:
+        """Tell whether this thread is in the middle of a call here: it runs a signal handler."""
+        return False
+
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Block until every operation that this rank has started has ended."""

@@ -156,10 +156,15 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
         if self._gpus is not None:
             self._gpus.synchronize()
 
+    def is_calling(self) -> bool:
+        """Tell whether this thread is in the middle of a call: it runs a signal handler."""
+        return any(backend.is_calling() for backend in (self._gpus, self._backend) if backend)
+
     def close(self) -> None:
         """End what runs, also in groups made of this one, and free the sockets.
 
-        Not collective; closing twice does nothing.
+        Not collective; closing twice does nothing. A verb that another thread is in, or that a
+        signal handler has interrupted which closes the group, raises GroupClosedError there.
         """
         for child in list(self._children):
             child.close()

@@ -132,6 +132,10 @@ def distributed_shutdown() -> None:
     Waits until every rank has come here, so that nobody's last operation is cut off, unless the
     group broke before. Also without it nothing is left behind when the process exits.
 
+    In a signal handler that has interrupted a verb of the world it waits for nobody: the world is
+    left at once, and that verb raises GroupClosedError once the handler has returned. The other
+    ranks raise PeerLostError.
+
     Raises:
         MismatchError: another rank called something else instead.
         PeerLostError: a rank is gone.
@@ -141,7 +145,8 @@ def distributed_shutdown() -> None:
         return
     group = current_world().group
     try:
-        group.barrier()
+        if not group.is_calling():
+            group.barrier()
     except GroupClosedError:
         _log.debug("the group broke before the shutdown; whoever used it was told")
     finally:

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <thread>
 
 #include "check.h"
 #include "member.h"
@@ -160,6 +161,47 @@ void test_closing_while_busy(Random& random) {
     Outcome outcome = me.call();
     if (outcome.status == FL_OK) outcome = me.call();  // what is small may have been told in time
     me.expect(outcome, FL_PEER_LOST, {closer});
+  });
+}
+
+// A signal handler closes the group in the middle of a call of its own thread, while another thread
+// waits for its turn.
+void test_closing_in_a_handler(Random& random) {
+  const int ranks = 2 + static_cast<int>(random.below(4)),
+            closer = static_cast<int>(random.below(ranks));
+  const size_t floats = some_size(random);
+  situation() = "rank " + std::to_string(closer) + " of " + std::to_string(ranks) +
+                " closes in a handler";
+  World world(ranks, 0, {});
+  Latch closed(1);
+  in_threads(ranks, [&](int rank) {
+    Member me(world, rank, floats);
+    if (rank != closer) {
+      closed.wait();
+      Outcome outcome = me.call();
+      if (outcome.status == FL_OK) outcome = me.call();  // what is small may have been told in time
+      return me.expect(outcome, FL_PEER_LOST, {closer});
+    }
+    static thread_local fl::ShmGroup* handled;
+    static thread_local Latch* others;
+    handled = me.group.get();
+    others = &closed;
+    me.group->on_interrupt([] {
+      if (handled == nullptr) return 0;  // another thread
+      handled->close();
+      others->count_down();
+      handled = nullptr;
+      return 0;
+    });
+    std::vector<float> other(floats);
+    std::thread waits([&] {
+      closed.wait();
+      const auto ended = me.group->run(me.signature, other.data(), nullptr, -1, kForever);
+      me.expect(outcome_of(ended), FL_CLOSED, {});
+    });
+    const Outcome outcome = me.call();
+    waits.join();
+    if (outcome.status != FL_OK) me.expect(outcome, FL_CLOSED, {});  // the others may have called by then
   });
 }
 

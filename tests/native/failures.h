@@ -11,6 +11,7 @@ void test_leaving_after_a_small_part();
 void test_lateness(Random& random);
 void test_stopping_half_way(Random& random);
 void test_closing_while_busy(Random& random);
+void test_closing_in_a_handler(Random& random);
 void test_out_of_memory();
 void test_kill(Random& random);
 

@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <deque>
+#include <thread>
 
 #include "../../csrc/common/capi.h"
 #include "check.h"
@@ -188,7 +189,10 @@ class Player {
       return;
     }
     if (step.drops >= 0 || step.region >= 0) end_all();
-    if (step.drops >= 0) return group_.drop_region(arrays_[step.drops]);
+    if (step.drops >= 0) {
+      while (!group_.drop_region(arrays_[step.drops])) std::this_thread::yield();  // it is busy
+      return;
+    }
     running_.emplace_back(group_, step, rank_, number,
                           step.region >= 0 ? arrays_[step.region] + step.offset : nullptr);
     running_.back().call();

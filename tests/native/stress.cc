@@ -66,6 +66,7 @@ void failures(Random& random, long rounds) {
   for (long i = 0; i < rounds; ++i) {
     test_leaving(random);
     test_closing_while_busy(random);
+    test_closing_in_a_handler(random);
     test_closing_with_messages(random);
     test_leaving_with_messages(random);
     test_interrupted_message(random);

@@ -104,6 +104,15 @@ def test_a_failure_is_written_whatever_was_written_before(world: Any) -> None:
     assert own_reason(folder) == "PeerLostError: [barrier] rank 0 of 2: lost rank 1"
 
 
+def test_a_handler_may_leave_while_a_record_is_written(world: Any) -> None:
+    _, _, dog = world
+    with dog._lock:  # as while a record is written, on the thread that a signal interrupts
+        os.kill(os.getpid(), signal.SIGUSR1)  # what the watchdog wants to write too
+        time.sleep(0.2)  # until it does; nothing would tell
+        watchdog.stop()
+    assert not dog._thread.is_alive()
+
+
 def held() -> tuple[list[str], int, bool]:
     listed = os.listdir("/proc/self/fd")
     return listed, threading.active_count(), watchdog._is_in("SigCgt", signal.SIGUSR1)

@@ -75,7 +75,7 @@ class GlooBackend(NativeBackend):
                 f"{f'address {host!r}' if host else f'interface {interface!r}'}: "
                 f"{self.message(room)}. Choose another with params={{'INTERFACE': ...}}"
             )
-        return group
+        return self.ffi.gc(group, self.lib.fl_gloo_free)
 
     def _connect(self, store: Store) -> None:
         """Give each peer the address that is meant for it, and connect to what they gave."""
@@ -109,6 +109,7 @@ class GlooBackend(NativeBackend):
 
     def _run(
         self,
+        group: Any,
         data: Any,
         output: Any,
         peer: int,
@@ -117,7 +118,7 @@ class GlooBackend(NativeBackend):
         site: Any = None,
     ) -> Any:
         handle = self.lib.fl_gloo_run(
-            self._group,
+            group,
             self._next.signature,
             data,
             output,
@@ -129,16 +130,15 @@ class GlooBackend(NativeBackend):
         raise_interruption(self.lib, handle)
         return handle
 
-    def _exchange(self, messages: Any, results: Any, blocking: bool) -> None:
+    def _exchange(self, group: Any, messages: Any, results: Any, blocking: bool) -> None:
         seconds = self._next.seconds
-        self.lib.fl_gloo_exchange(
-            self._group, messages, len(messages), seconds, not blocking, results
-        )
+        self.lib.fl_gloo_exchange(group, messages, len(messages), seconds, not blocking, results)
 
     def call_ahead(self, rank: int) -> str:
         """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""
         call = self.ffi.new("fl_signature *")
-        ahead = self._group is not None and self.lib.fl_gloo_is_ahead(self._group, rank, call)
+        group = self._group
+        ahead = group is not None and self.lib.fl_gloo_is_ahead(group, rank, call)
         return call_in_words(self.lib, call) if ahead else ""
 
     def _give_up(self, group: Any, why: bytes) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.agreement import STEP, Agreement, between_hosts
+from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.hierarchical_search import AnyRank, Searches
 from flashlight_py.distributed.backends.hierarchical_work import FutureWork, GuardedWork
 from flashlight_py.distributed.call_site import Place, called_at, caller
@@ -80,7 +81,8 @@ class HierarchicalBackend(Backend):
         self._carriers = min(len(host) for host in hosts)
         self._inside, self._between, self._flat = inside, between, flat
         team = object()
-        for part in filter(None, (inside, between, flat)):
+        self._parts = [part for part in (inside, between, flat) if part is not None]
+        for part in self._parts:
             part.team = team
         # What ranks do after they have agreed takes longer than agreeing, and a mate may wait for
         # another host that does it: so whoever waits for the late rank itself is the first to tell.
@@ -89,6 +91,7 @@ class HierarchicalBackend(Backend):
         self._agreement = Agreement(inside, between, flat, timeout) if checked else None
         self._host_of = {r: h for h, host in enumerate(self._hosts) for r in host}
         self._part_of = ""  # with STEP
+        self._callers = Callers(f"rank {rank} of {flat.size}", self._parts)
         self._thread: ThreadPoolExecutor | None = None
         self._searches = Searches()
         self._running: list[FutureWork] = []
@@ -228,12 +231,12 @@ class HierarchicalBackend(Backend):
 
     def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
         """Send through memory inside the host, else between hosts; see ``Backend``."""
-        backend, peer = self._way_to(dst)
+        backend, peer = self._way_to("send", dst)
         return GuardedWork(backend.send(array, peer, tag, blocking), self)
 
     def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
         """Receive by the way that ``send`` takes; see ``Backend``."""
-        backend, peer = self._way_to(src)
+        backend, peer = self._way_to("recv", src)
         return GuardedWork(backend.recv(array, peer, tag, blocking), self)
 
     def recv_matched(
@@ -247,9 +250,10 @@ class HierarchicalBackend(Backend):
     ) -> Work:
         """Receive by the way that ``send`` takes; from any rank, by looking at both in turn."""
         if src is not None:
-            backend, peer = self._way_to(src)
+            backend, peer = self._way_to("recv", src)
             work = backend.recv_matched(array, peer, tag, partial, blocking, patience)
             return Then(GuardedWork(work, self), lambda found: found and found._replace(source=src))
+        self._callers.check("recv")
         search = AnyRank(self, self._ways(), array, tag, partial)
         return Done(search.run(patience)) if blocking else self._searches.start(tag, search.run)
 
@@ -259,7 +263,8 @@ class HierarchicalBackend(Backend):
         ways = (self._inside, host), (self._flat, range(self.size))
         return [way for way in ways if way[0].size > 1]
 
-    def _way_to(self, rank: int) -> tuple[Backend, int]:
+    def _way_to(self, verb: str, rank: int) -> tuple[Backend, int]:
+        self._callers.check(verb)
         host = self._hosts[self._host_of[self.rank]]
         return (self._inside, host.index(rank)) if rank in host else (self._flat, rank)
 
@@ -281,7 +286,7 @@ class HierarchicalBackend(Backend):
 
     def refuse_message(self, call: str, peer: int, tag: int, sends: bool) -> None:
         """Have the peer raise, by the way of messages to it; see ``Backend``."""
-        backend, there = self._way_to(peer)
+        backend, there = self._way_to("refuse", peer)
         backend.refuse_message(call, there, tag, sends)
 
     def barrier(self, timeout: float | None = None) -> Work:
@@ -298,13 +303,18 @@ class HierarchicalBackend(Backend):
         seconds: float | None = None,
     ) -> Work:
         """Run here, or on a thread after what was started before: backends keep an order."""
+        thread = self._callers.check(call.partition("(")[0])
         call = f"{self._part_of}{call}"
         self._running = [work for work in self._running if not work.is_completed()]
-        if blocking and not self._running:
-            return Done(self._run(call, run, seconds))
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "flashlight_py hierarchical")
-        work = FutureWork(self._thread.submit(self._run_there, caller(), call, run, seconds))
+        try:
+            self._callers.threads.add(thread)
+            if blocking and not self._running:
+                return Done(self._run(call, run, seconds))
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "flashlight_py hierarchical")
+            work = FutureWork(self._thread.submit(self._run_there, caller(), call, run, seconds))
+        finally:
+            self._callers.threads.discard(thread)
         self._running.append(work)
         return work
 
@@ -347,6 +357,10 @@ class HierarchicalBackend(Backend):
         finally:
             self._part_of = before
 
+    def is_calling(self) -> bool:
+        """Tell whether this thread is in the middle of a call; see ``Backend``."""
+        return self._callers.has_this()
+
     def synchronize(self) -> None:
         """Block until all that was started has ended."""
         for work in [*self._running, *self._searches.running()]:
@@ -355,7 +369,7 @@ class HierarchicalBackend(Backend):
 
     def give_up(self, traceback: str) -> None:
         """Tell the others inside and outside of this host; see ``Backend``."""
-        for backend in filter(None, (self._inside, self._between, self._flat)):
+        for backend in self._parts:
             backend.give_up(traceback)
 
     def _last(self, error: DistributedError) -> str:
@@ -371,21 +385,24 @@ class HierarchicalBackend(Backend):
 
     def pass_on(self, error: DistributedError) -> None:
         """Have the others raise ``error``, inside and outside of this host; see ``Backend``."""
-        for backend in filter(None, (self._inside, self._between, self._flat)):
+        for backend in self._parts:
             backend.pass_on(error)
 
     def close(self) -> None:
-        """Close the backends, which ends what runs, then the thread."""
+        """Close the backends, which ends what runs, then the thread.
+
+        In a signal handler that may have interrupted the use of the thread's queue, which is locked
+        then, the thread ends by itself a little later.
+        """
         self._close_backends()
         self._searches.join()
         thread, self._thread = self._thread, None
-        if thread is not None:
+        if thread is not None and not self._callers.has_this():
             thread.shutdown(cancel_futures=True)
 
     def _close_backends(self) -> None:
-        for backend in (self._inside, self._between, self._flat):
-            if backend is not None:
-                backend.close()
+        for backend in self._parts:
+            backend.close()
 
 
 def _is_narrow(array: Array) -> bool:

@@ -16,6 +16,7 @@ from flashlight_py.device import Array
 from flashlight_py.distributed import last_words
 from flashlight_py.distributed.arrays import dtype_code, require_length
 from flashlight_py.distributed.backend import COMPOSED, Backend, Matched, Message
+from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.describing import Describer
 from flashlight_py.distributed.backends.interrupts import SITE_BYTES, raise_interruption
 from flashlight_py.distributed.backends.native_errors import words_of, words_of_traceback
@@ -45,15 +46,19 @@ class NativeBackend(Backend):
         self.numbers = list(store.numbers) or list(range(self.size))
         self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
         last_words.listen(self)
-        self._group: Any = None  # the library's handle; None once the group is closed
+        # The library's handle, which is freed when the last call that has it is done; None once the
+        # group is closed.
+        self._group: Any = None
         self._sites: dict[Place, Any] = {}
         self._next = Describer(self.ffi, timeout)  # the call that this thread is about to make
         self._pointer = self._next.pointer
+        self._callers = Callers(self.name)
         self._running: dict[NativeWork, None] = {}  # in order; threads change it at the same time
 
     @abc.abstractmethod
     def _run(
         self,
+        group: Any,
         data: Any,
         output: Any,
         peer: int,
@@ -231,23 +236,26 @@ class NativeBackend(Backend):
 
     def exchange(self, messages: Sequence[Message], blocking: bool = False) -> Work:
         """Send and receive several messages; blocking: on the caller's thread alone."""
-        if self._group is None:
-            return super().exchange(messages, blocking)
+        group, thread = self._open("exchange"), self._callers.check("exchange")
         together = self.ffi.new("fl_message[]", len(messages))
-        for room, message in zip(together, messages, strict=True):
-            verb = self.lib.FL_SEND if message.sends else self.lib.FL_RECV
-            self._describe("exchange", verb, message.array, ReduceOp.SUM, 1.0, message.tag)
-            room.signature = self._next.signature[0]
-            room.data, room.peer = self._pointer(message.array), message.peer
-            room.site = self._here()[0]
         results = self.ffi.new("fl_op *[]", len(messages))
-        self._exchange(together, results, blocking)
+        try:
+            self._callers.threads.add(thread)
+            for room, message in zip(together, messages, strict=True):
+                verb = self.lib.FL_SEND if message.sends else self.lib.FL_RECV
+                self._describe("exchange", verb, message.array, ReduceOp.SUM, 1.0, message.tag)
+                room.signature = self._next.signature[0]
+                room.data, room.peer = self._pointer(message.array), message.peer
+                room.site = self._here()[0]
+            self._exchange(group, together, results, blocking)
+        finally:
+            self._callers.threads.discard(thread)
         works = [self._ended(*pair) for pair in zip(messages, results, strict=True)]
         raise_interruption(self.lib, self.ffi.NULL)
         return AllOf(works)
 
     @abc.abstractmethod
-    def _exchange(self, messages: Any, results: Any, blocking: bool) -> None:
+    def _exchange(self, group: Any, messages: Any, results: Any, blocking: bool) -> None:
         """Exchange ``messages``; ``results`` get what ``_run`` returns of each."""
 
     def _ended(self, message: Message, handle: Any) -> Work:
@@ -273,11 +281,16 @@ class NativeBackend(Backend):
         self._refuse(call, self.lib.FL_SEND if sends else self.lib.FL_RECV, peer, tag)
 
     def _refuse(self, call: str, verb: int, peer: int = -1, tag: int = 0) -> None:
-        self._describe("refuse", verb, None, ReduceOp.SUM, 1.0, tag)
-        self._next.signature.ndim = self.lib.FL_REFUSED
+        group, thread = self._open("refuse"), self._callers.check("refuse")
         site = self.ffi.new("fl_site *", {"text": text_at_site(call, SITE_BYTES)})
         null, seconds = self.ffi.NULL, self._next.seconds
-        handle = self._run(null, null, peer, seconds, blocking=False, site=site)
+        try:
+            self._callers.threads.add(thread)
+            self._describe("refuse", verb, None, ReduceOp.SUM, 1.0, tag)
+            self._next.signature.ndim = self.lib.FL_REFUSED
+            handle = self._run(group, null, null, peer, seconds, blocking=False, site=site)
+        finally:
+            self._callers.threads.discard(thread)
         self.lib.fl_op_free(handle)  # it goes on; who refused knows how it ends
 
     @abc.abstractmethod
@@ -328,14 +341,17 @@ class NativeBackend(Backend):
         output, ``keep`` what must live as long as the operation, ``result`` what the Work gives
         (else the array).
         """
-        if self._group is None:
-            raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
+        group, thread = self._open(name), self._callers.check(name)
         seconds = self._next.seconds if timeout is None else timeout
-        self._describe(name, verb, array if like is None else like, op, scale, root)
         result = array if result is _ARRAY else result
         source = self._pointer(array) if data is None else data
         target = self._pointer(output) if room is None else room
-        handle = self._run(source, target, peer, seconds, blocking)
+        try:
+            self._callers.threads.add(thread)
+            self._describe(name, verb, array if like is None else like, op, scale, root)
+            handle = self._run(group, source, target, peer, seconds, blocking)
+        finally:
+            self._callers.threads.discard(thread)
         if handle == self.ffi.NULL:
             return Done(output if result is GATHERED else result)
         received = Received(name, result, array, output, root)
@@ -347,6 +363,17 @@ class NativeBackend(Backend):
                 self.forget(other)
         self._running[work] = None
         return work
+
+    def is_calling(self) -> bool:
+        """Tell whether this thread is in the middle of a call; see ``Backend``."""
+        return self._callers.has_this()
+
+    def _open(self, name: str) -> Any:
+        """Return the library's handle for a call of ``name``."""
+        group = self._group
+        if group is None:
+            raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
+        return group
 
     def _describe(
         self, name: str, verb: int, array: Array | None, op: ReduceOp, scale: float, root: int
@@ -392,15 +419,19 @@ class NativeBackend(Backend):
         self._end(words_of(error))
 
     def _end(self, words: str) -> None:
-        if self._group is not None:
-            self._give_up(self._group, words.encode(errors="replace"))
+        group = self._group
+        if group is not None:
+            self._give_up(group, words.encode(errors="replace"))
 
     @abc.abstractmethod
     def _give_up(self, group: Any, why: bytes) -> None:
         """Let the library tell the others."""
 
     def close(self) -> None:
-        """End what runs and free the group; the native thread has ended on return."""
+        """End what runs; the native threads have ended on return.
+
+        What this very thread is in the middle of, as in a signal handler, ends when that goes on.
+        """
         group, self._group = self._group, None
         if group is not None:
             self._close(group)
@@ -408,7 +439,7 @@ class NativeBackend(Backend):
 
     @abc.abstractmethod
     def _close(self, group: Any) -> None:
-        """Free the library's ``group``."""
+        """Close the library's ``group``."""
 
 
 def _digest(table: Array) -> int:

@@ -56,7 +56,7 @@ class ShmBackend(NativeBackend):
         self._room = self.ffi.new("char[]", MESSAGE_BYTES)
         self._dropped: list[Any] = []
         self._named = needs_names(store.spaces)
-        self._group = map_together(store, self._open, self._named)
+        self._group = map_together(store, self._map, self._named)
         self.lib.fl_shm_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
         self.lib.fl_shm_on_interrupt(
             self._group, answer_to_interrupts(native, "fl_shm_interrupted")
@@ -74,10 +74,13 @@ class ShmBackend(NativeBackend):
         steps = ("fl_shm_begin", "fl_shm_ready", "fl_shm_finish")
         addresses = [self._address_of(self.ffi.addressof(self.lib, step)) for step in steps]
         group = self._address_of(self._group)
-        calls = FastCalls(fast)
-        ring = (calls.memory, calls.places, calls.package)
-        function = fast.bind(group, self.size, self.timeout, *addresses, self._fast_failed, *ring)
+        calls = FastCalls(fast, self._callers.threads)
+        ring = (calls.memory, calls.places, calls.package, calls.inside)
+        function = fast.bind(
+            group, self._group, self.size, self.timeout, *addresses, self._fast_failed, *ring
+        )
         self.fast_calls, self.fast_all_reduce = calls, function  # type: ignore[method-assign]
+        self._callers.of_native = calls.header
 
     def _address_of(self, pointer: Any) -> int:
         return int(self.ffi.cast("uintptr_t", pointer))
@@ -90,16 +93,17 @@ class ShmBackend(NativeBackend):
             raise_interruption(self.lib, handle)
             NativeWork(self, "all_reduce", handle, None, NOTHING, self.timeout).wait()
 
-    def _open(self, path: str, create: bool) -> Any:
+    def _map(self, path: str, create: bool) -> Any:
         group = self.lib.fl_shm_open(
             path.encode(), create, self.rank, self.size, self._room, MESSAGE_BYTES
         )
         if group == self.ffi.NULL:
             raise OSError(self.message(self._room))
-        return group
+        return self.ffi.gc(group, self.lib.fl_shm_free)
 
     def _run(
         self,
+        group: Any,
         data: Any,
         output: Any,
         peer: int,
@@ -108,21 +112,19 @@ class ShmBackend(NativeBackend):
         site: Any = None,
     ) -> Any:
         if self._dropped:
-            self._drop_regions()
+            self._drop_regions(group)
         if site is None:
             asks = blocking and peer < 0  # where it was called, if that ever matters
             site = self.ffi.NULL if asks else self._here()
         handle = self.lib.fl_shm_run(
-            self._group, self._next.signature, data, output, peer, seconds, not blocking, site
+            group, self._next.signature, data, output, peer, seconds, not blocking, site
         )
         raise_interruption(self.lib, handle)
         return handle
 
-    def _exchange(self, messages: Any, results: Any, blocking: bool) -> None:
+    def _exchange(self, group: Any, messages: Any, results: Any, blocking: bool) -> None:
         seconds = self._next.seconds
-        self.lib.fl_shm_exchange(
-            self._group, messages, len(messages), seconds, not blocking, results
-        )
+        self.lib.fl_shm_exchange(group, messages, len(messages), seconds, not blocking, results)
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array, not initialised, in memory that all ranks have mapped. Collective.
@@ -134,7 +136,7 @@ class ShmBackend(NativeBackend):
 
         def add(path: str, create: bool) -> Any:
             region = self.lib.fl_shm_add_region(
-                self._group, path.encode(), create, stride, self._room, MESSAGE_BYTES
+                self._open("shared_empty"), path.encode(), create, stride, self._room, MESSAGE_BYTES
             )
             if region == self.ffi.NULL:
                 raise OSError(self.message(self._room))
@@ -151,15 +153,18 @@ class ShmBackend(NativeBackend):
         array: Array = np.frombuffer(self.ffi.buffer(owner, stride), dtype, count).reshape(shape)
         return array
 
-    def _drop_regions(self) -> None:
-        """Let the group forget arrays that were collected."""
-        while self._dropped:
-            self.lib.fl_shm_drop_region(self._group, self._dropped.pop())
+    def _drop_regions(self, group: Any) -> None:
+        """Let the group forget arrays that were collected, unless another thread is in a call."""
+        dropped, self._dropped[:] = list(self._dropped), []
+        self._dropped += [
+            array for array in dropped if not self.lib.fl_shm_drop_region(group, array)
+        ]
 
     def call_ahead(self, rank: int) -> str:
         """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""
         call = self.ffi.new("fl_signature *")
-        ahead = self._group is not None and self.lib.fl_shm_is_ahead(self._group, rank, call)
+        group = self._group
+        ahead = group is not None and self.lib.fl_shm_is_ahead(group, rank, call)
         return call_in_words(self.lib, call) if ahead else ""
 
     def _give_up(self, group: Any, why: bytes) -> None:
@@ -167,7 +172,7 @@ class ShmBackend(NativeBackend):
 
     def _close(self, group: Any) -> None:
         self._dropped.clear()
-        self.__dict__.pop("fast_all_reduce", None)  # it knows the group's address
+        self.__dict__.pop("fast_all_reduce", None)  # it has the group
         self.lib.fl_shm_close(group)
 
 

@@ -28,7 +28,7 @@ _CALL = np.dtype(
     }
 )
 # Places in the header, in eights of bytes.
-NUMBER, _WRITTEN, _OFF = 0, 1, 2
+NUMBER, _WRITTEN, _OFF, CALLER = 0, 1, 2, 3
 _FAILED, _PLACED = 1, 2
 
 _living: weakref.WeakSet[FastCalls] = weakref.WeakSet()  # used by the main program alone
@@ -38,11 +38,12 @@ _all_off = False
 class FastCalls:
     """The ring of one group; ``fast`` is the extension that writes it.
 
-    ``header[NUMBER]`` is how many calls the group has had, by either way.
+    ``header[NUMBER]`` is how many calls the group has had, by either way, ``header[CALLER]`` the
+    thread that is in the native one, or 0. ``inside`` are those that are in others.
     """
 
-    def __init__(self, fast: Any) -> None:
-        self._clocks = fast.clocks
+    def __init__(self, fast: Any, inside: set[int]) -> None:
+        self._clocks, self.inside = fast.clocks, inside
         self.memory = np.zeros(_HEADER_BYTES + CALLS * _CALL.itemsize, np.uint8)
         self.places: list[Any] = [None] * CALLS
         self.header = memoryview(self.memory.data)[:_HEADER_BYTES].cast("Q")

@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from flashlight_py.distributed.recorder import incidents
@@ -36,6 +37,9 @@ _QUIET_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 # More than the stacks of a hundred threads.
 _PIPE_BYTES = 1 << 20
+# So long a thread lets another write first. One that holds the lock for longer has been interrupted
+# by a signal handler, which may wait for the thread that wants it.
+_LOCK_SECONDS = 1.0
 # Until all stacks have come through the pipe, once the first has.
 _WRITING_SECONDS = 0.05
 
@@ -86,11 +90,21 @@ class Watchdog:
         Raises:
             OSError: it cannot be written.
         """
-        with self._lock:
+        with self._alone():
             self._written = time.time()  # nearly; it counts also where the writing fails
             path = write_record(self.flight, reason, threads)
             self._written = path.stat().st_mtime  # by the clock that dates the others' files
             return path
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads from writing, as a rule: each record replaces the other as a whole."""
+        has_lock = self._lock.acquire(timeout=_LOCK_SECONDS)
+        try:
+            yield
+        finally:
+            if has_lock:
+                self._lock.release()
 
     def write(
         self, reason: str, threads: list[str] | None = None, level: int = logging.WARNING
@@ -138,7 +152,7 @@ class Watchdog:
 
     def _answer(self) -> None:
         """Write the record if another rank has, unless this one has its own reason meanwhile."""
-        with self._lock:
+        with self._alone():
             if self._others.have_written(after=self._written + _QUIET_SECONDS):
                 self.write(ANSWER, level=logging.INFO)
 

@@ -29,7 +29,9 @@ void Rank::connect(const std::vector<char>& addresses) {
 }
 
 void Rank::close() {
-  if (group_ != nullptr) fl_gloo_close(group_);
+  if (group_ == nullptr) return;
+  fl_gloo_close(group_);
+  fl_gloo_free(group_);
   group_ = nullptr;
 }
 

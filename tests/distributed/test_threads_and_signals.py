@@ -1,0 +1,305 @@
+"""Two threads of a rank in one group; and verbs, shutdown and close in signal handlers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.distributed import conformance
+from tests.distributed.harness import run_outcomes
+
+WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "shm": (2, {"params": {"BACKEND": "shm"}}),
+    "gloo": (2, {"params": {"BACKEND": "gloo"}}),
+    "hierarchical": (3, {"env": conformance.two_hosts}),
+}
+# Much more than what is tried takes; the group's own timeout is 300 s.
+SOON = 20.0
+
+
+@pytest.fixture(params=WORLDS)
+def world(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
+    return WORLDS[request.param]
+
+
+def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Start ``call``; the list gets what it returns or raises."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except fl.errors.DistributedError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, results
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for something that nobody announces."""
+    end = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+def two_threads_reduce(rank: int, size: int) -> list[float]:
+    arrays = [np.full(8, rank + 1.0), np.full(8, rank + 1.0)]
+    fl.barrier()
+    if rank > 0:
+        time.sleep(0.3)
+    threads = [in_thread(lambda array=array: fl.all_reduce(array))[0] for array in arrays]
+    for thread in threads:
+        thread.join(SOON)
+    return [float(array[0]) for array in arrays]
+
+
+def a_barrier_then_a_reduction(rank: int, size: int) -> float:
+    """Rank 0 has both on their way, in this order, before the others begin the first."""
+    x = np.full(8, rank + 1.0)
+    if rank == 0:
+        thread, raised = in_thread(fl.barrier)
+        for peer in range(1, size):
+            fl.recv(np.zeros(1), peer)
+        fl.all_reduce(x)
+        thread.join(SOON)
+        assert raised == [None]
+        return float(x[0])
+    group = fl.distributed.world.current_world().group
+    until(lambda: group.backend().call_ahead(0))
+    fl.send(np.zeros(1), 0)
+    time.sleep(0.1)
+    fl.barrier()
+    return float(fl.all_reduce(x)[0])
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("work", [two_threads_reduce, a_barrier_then_a_reduction])
+def test_two_threads_wait_for_a_late_peer(pool: Any, backend: str, work: Any) -> None:
+    got = pool(2, params={"BACKEND": backend}).run(work)
+    assert got == ([[3.0, 3.0]] * 2 if work is two_threads_reduce else [3.0] * 2)
+
+
+def another_thread_closes(rank: int, size: int) -> list[str]:
+    """Rank 0 closes a group in which threads wait: for a collective, its turn, and a message."""
+    group = fl.new_group(range(size))
+    if rank == 0:
+        works: list[Callable[[], Any]] = [
+            lambda: group.all_reduce(np.ones(8)),
+            group.barrier,
+            lambda: group.recv(np.ones(8), 1),
+        ]
+        waiting = [in_thread(work) for work in works]
+        time.sleep(0.2)  # they wait by now; if not they raise the same
+        group.close()
+        for thread, _ in waiting:
+            thread.join(SOON)
+        raised = [type(outcome[0]).__name__ for _, outcome in waiting]
+    else:
+        with pytest.raises(fl.errors.PeerLostError) as caught:
+            group.send(np.ones(8), 0, tag=1)
+        raised = [type(caught.value).__name__]
+    fl.barrier()
+    return raised
+
+
+def test_another_thread_closes_the_group(world: Any, pool: Any) -> None:
+    size, how = world
+    closed, *lost = pool(size, **how).run(another_thread_closes)
+    assert closed == ["GroupClosedError"] * 3
+    assert lost == [["PeerLostError"]] * (size - 1)
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[], Any]) -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lambda number, frame: handler())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def save_and_leave(folder: str) -> None:
+    """What a program does when it is about to be preempted."""
+    fl.save(folder, extra={"reached": np.arange(3)})
+    fl.distributed_shutdown()
+
+
+def preempted_between_verbs(rank: int, size: int, folder: str) -> bool:
+    with handling(lambda: save_and_leave(folder)):
+        fl.all_reduce(np.ones(3))
+        os.kill(os.getpid(), signal.SIGTERM)
+    return fl.is_distributed_init()
+
+
+def test_a_handler_between_verbs_saves_and_leaves(world: Any, tmp_path: Path) -> None:
+    size, how = world
+    outcomes = run_outcomes(preempted_between_verbs, size, str(tmp_path), deadline=SOON, **how)
+    assert [outcome.value for outcome in outcomes] == [False] * size, outcomes
+    assert fl.load(tmp_path).extra["reached"].tolist() == [0, 1, 2]
+
+
+def a_message() -> None:
+    """From the last rank to the first."""
+    last = fl.get_world_size() - 1
+    if fl.get_world_rank() == 0:
+        fl.recv(np.zeros(3), last)
+    elif fl.get_world_rank() == last:
+        fl.send(np.zeros(3), 0)
+
+
+def an_exchange() -> None:
+    """Between the first rank and the last."""
+    last = fl.get_world_size() - 1
+    peer = {0: last, last: 0}.get(fl.get_world_rank())
+    if peer is not None:
+        fl.sendrecv(np.zeros(3), peer, np.zeros(3), peer)
+
+
+BLOCKING: dict[str, Callable[[], Any]] = {
+    "all_reduce": lambda: fl.all_reduce(np.ones(3)),
+    "all_gather_object": lambda: fl.all_gather_object(3),
+    "message": a_message,
+    "exchange": an_exchange,
+}
+
+
+def carry_on(folder: str) -> None:
+    """Try what cannot be here, and go on."""
+    with pytest.raises(fl.errors.DistributedError, match="called in a signal handler"):
+        fl.barrier()
+    with pytest.raises(fl.errors.DistributedError, match="called in a signal handler"):
+        fl.save(folder, extra=1)
+
+
+HANDLERS = {
+    "saves and leaves": save_and_leave,
+    "leaves": lambda folder: fl.distributed_shutdown(),
+    "carries on": carry_on,
+}
+
+
+def preempt(rank: int, size: int, verb: str, handler: str, folder: str) -> None:
+    """Rank 0 waits for the last rank, which is late, when the signal comes to it."""
+    pid = fl.broadcast_object(os.getpid())
+    with handling(lambda: HANDLERS[handler](folder)):
+        if rank == size - 1:
+            time.sleep(0.1)
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(0.2)  # it is handled by now
+        BLOCKING[verb]()
+    assert fl.all_reduce(np.ones(3))[0] == size
+
+
+def preempted_and_carries_on(rank: int, size: int, folder: str) -> None:
+    # On several hosts an exchange waits for messages that were started, where a verb may begin.
+    for verb in [verb for verb in BLOCKING if size == 2 or verb != "exchange"]:
+        preempt(rank, size, verb, "carries on", folder)
+
+
+def test_a_handler_inside_a_verb_is_refused_and_harms_nothing(
+    pool: Any, world: Any, tmp_path: Path
+) -> None:
+    size, how = world
+    pool(size, **how).run(preempted_and_carries_on, str(tmp_path))
+
+
+def showered_with_signals(rank: int, size: int) -> int:
+    """Verbs are right wherever a handler has tried another one; how often it was one."""
+    group = fl.distributed.world.current_world().group
+    refused = 0
+
+    def handler(number: int, frame: Any) -> None:
+        nonlocal refused
+        if group.is_calling():
+            with pytest.raises(fl.errors.DistributedError, match="called in a signal handler"):
+                fl.all_reduce(np.ones(3))
+            refused += 1
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
+    try:
+        for _ in range(30):
+            for count in (8, 30_000):
+                x = fl.all_reduce(np.full(count, rank + 1.0))
+                assert np.all(x == size * (size + 1) / 2)
+            assert fl.all_gather_object(rank) == list(range(size))
+            got = np.empty(3000)
+            fl.sendrecv(np.full(3000, float(rank)), (rank + 1) % size, got, (rank - 1) % size)
+            assert np.all(got == (rank - 1) % size)
+            fl.barrier()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return refused
+
+
+def test_signals_at_any_moment_change_nothing(pool: Any, world: Any) -> None:
+    size, how = world
+    assert sum(pool(size, **how).run(showered_with_signals)) > 0
+
+
+def preempted_while_it_waits_for_a_work(rank: int, size: int) -> float:
+    """What a wait has interrupted runs by itself: a verb of the handler comes after it."""
+    pid = fl.broadcast_object(os.getpid())
+    x = np.full(300_000, rank + 1.0)
+    with handling(fl.barrier):
+        if rank == size - 1:
+            time.sleep(0.1)
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(0.2)  # it is handled by now
+        fl.all_reduce(x, async_op=True).wait()
+        if rank != 0:
+            fl.barrier()
+    return float(fl.all_reduce(x, op="max")[-1])
+
+
+def test_a_handler_inside_a_wait_calls_what_comes_next(pool: Any, world: Any) -> None:
+    size, how = world
+    total = size * (size + 1) / 2
+    assert pool(size, **how).run(preempted_while_it_waits_for_a_work) == [total] * size
+
+
+def preempted_inside(rank: int, size: int, verb: str, handler: str, folder: str) -> str:
+    started = time.monotonic()
+    with pytest.raises(fl.errors.DistributedError) as caught:
+        preempt(rank, size, verb, handler, folder)
+    assert time.monotonic() - started < 5, "it did not end at once"
+    assert fl.is_distributed_init() == (rank != 0 or handler != "leaves")
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize(
+    ("backend", "verb", "handler"),
+    [
+        ("shm", "all_reduce", "saves and leaves"),
+        ("shm", "all_reduce", "leaves"),
+        ("shm", "exchange", "leaves"),
+        ("gloo", "all_reduce", "saves and leaves"),
+        ("gloo", "all_gather_object", "leaves"),
+        ("gloo", "message", "leaves"),
+        ("hierarchical", "all_reduce", "leaves"),
+    ],
+)
+def test_a_handler_inside_a_verb_leaves(
+    backend: str, verb: str, handler: str, tmp_path: Path
+) -> None:
+    """Saving is refused, which ends the verb; leaving ends it too. The others notice at once."""
+    size, how = WORLDS[backend]
+    arguments = (verb, handler, str(tmp_path))
+    outcomes = run_outcomes(preempted_inside, size, *arguments, deadline=SOON, **how)
+    first = "GroupClosedError" if handler == "leaves" else "DistributedError"
+    expected = [first, *["PeerLostError"] * (size - 1)]
+    assert [outcome.value for outcome in outcomes] == expected, outcomes
