@@ -225,12 +225,16 @@ class Group:
         return self._begun, self.messages.waiting_with(rank)
 
     def interrupt(self, error: BaseException) -> None:
-        """Break the group: a wait was ended from outside, by Ctrl-C or another signal."""
+        """Break the group: a wait was ended from outside, by Ctrl-C or another signal.
+
+        ``error`` is raised where it was; whoever else waits learns that the group is closed.
+        """
         with self.progress.lock:
             operation = self._oldest()
             if operation is not None:
                 reason = f"{type(error).__name__} in {operation.name}"
-                self._break(operation, error, self._own(reason))
+                closed = GroupClosedError(f"{operation.where}: a signal ended a wait: {reason}")
+                self._break(operation, closed, self._own(reason))
 
     def _oldest(self) -> Operation | None:
         """Return an operation that has not ended: a collective, if there is one."""
