@@ -22,6 +22,7 @@ SOURCES = (
     "gloo/notices.cc",
     "gloo/waiter.cc",
     "gloo/mesh.cc",
+    "gloo/descriptors.cc",
 )
 
 ffi = FFI()

@@ -87,6 +87,8 @@ void fl_gloo_exchange(fl_group* group, const fl_message* messages, int count, do
   delete failed;
 }
 
+void fl_gloo_abandon(fl_group* group) { group->group.abandon(); }
+
 void fl_gloo_close(fl_group* group) { delete group; }
 
 }  // extern "C"

@@ -62,6 +62,10 @@ void fl_gloo_exchange(fl_group *group, const fl_message *messages, int count, do
    0: give up, and end the group. */
 void fl_gloo_on_interrupt(fl_group *group, int (*check)(void));
 
+/* In a child that was forked: close the descriptors and touch nothing else. The group is not used
+   again, nor closed. */
+void fl_gloo_abandon(fl_group *group);
+
 /* Stop what runs, fail what is queued, close the sockets, free the group. Nobody may call it any
    more; threads that are in it come back first. */
 void fl_gloo_close(fl_group *group);

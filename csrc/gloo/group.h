@@ -30,6 +30,9 @@ class Group {
   // End, and tell the others why.
   void give_up(const std::string& why);
 
+  // In a forked child: close the descriptors, without any lock.
+  void abandon() noexcept { mesh_->close_descriptors(); }
+
   // Of a collective `given` has no peer.
   // Start an operation on a thread of the group's own.
   std::shared_ptr<Operation> start(const fl_message& given, void* output, double seconds);

@@ -137,6 +137,8 @@ void fl_shm_give_up(fl_shm_group* group, const char* why) {
   group->group.give_up(why);
 }
 
+void fl_shm_abandon(fl_shm_group* group) { group->group.abandon(); }
+
 void fl_shm_close(fl_shm_group* group) { delete group; }
 
 }  // extern "C"

@@ -77,5 +77,9 @@ int fl_shm_is_ahead(fl_shm_group *group, int rank, fl_signature *call);
 /* End the group, and tell the others why, in words that end their operations too (FL_RAISED). */
 void fl_shm_give_up(fl_shm_group *group, const char *why);
 
+/* In a child that was forked: close the descriptors and touch nothing else. The group is not used
+   again, nor closed. */
+void fl_shm_abandon(fl_shm_group *group);
+
 /* Stop the running operations, fail the queued ones, tell the others, unmap, free the group. */
 void fl_shm_close(fl_shm_group *group);

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlight_py import _native
-from flashlight_py.distributed import last_words
+from flashlight_py.distributed import last_words, open_groups
 from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.connect import connect, gpu_joiner
 from flashlight_py.distributed.constants import DistributedInit
@@ -127,6 +127,7 @@ def distributed_shutdown() -> None:
         watchdog.stop()
         set_world(None)
         group.close()
+        open_groups.close_all()
         last_words.uninstall()
         atexit.unregister(_close_at_exit)
 
@@ -138,6 +139,7 @@ def _close_at_exit() -> None:
     set_world(None)
     last_words.tell_of_threads()
     group.close()
+    open_groups.close_all()
 
 
 def _method(value: Any) -> DistributedInit | None:
