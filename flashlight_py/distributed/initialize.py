@@ -237,7 +237,11 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
     last_words.install()  # before MPI adds to it
     try:
         world = _connect(store, settings)
-        store.close()
+        try:
+            store.close()
+        except BaseException:
+            world.group.close()
+            raise
     except UnavailableEverywhereError:
         last_words.uninstall()
         store.close()

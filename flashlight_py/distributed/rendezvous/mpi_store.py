@@ -92,6 +92,7 @@ class MpiStore(Store):
         self._timeout = timeout
         self._wire: Any = world.Dup()
         self._failed = ""
+        self._leaves = False  # the others may have freed the communicator
         self._farewells: list[Any] = []
 
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -157,17 +158,24 @@ class MpiStore(Store):
         raise self._error(self._failed)
 
     def close(self) -> None:
-        """Leave; collective. Frees the communicator; MPI itself ends with the process."""
-        if self._wire is not None and not self._failed:
-            self._wire.Free()
-            self._wire = None
+        """Leave; collective. Frees the communicator; MPI itself ends with the process.
+
+        Raises:
+            RendezvousError: as ``exchange``.
+        """
+        if self._wire is None or self._failed:
+            return
+        self._leaves = True
+        self.exchange(b"")  # a rank that gave up would be received in the next communicator
+        self._wire.Free()
+        self._wire = None
 
     def abort(self, reason: str) -> None:
         """Tell the others that this rank gives up; they raise in their next or current exchange.
 
         Does not wait. The communicator stays, since to free it all ranks would have to come.
         """
-        if self._wire is not None and not self._failed:
+        if self._wire is not None and not self._failed and not self._leaves:
             self._failed = f"rank {self.rank} gave up: {reason}"
             # A message this short is sent at once; nobody may be there to complete a longer one.
             self._farewells = self._send(reason.encode()[:1024], _FAREWELL)
