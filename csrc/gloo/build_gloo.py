@@ -23,6 +23,7 @@ SOURCES = (
     "gloo/search.cc",
     "gloo/waiter.cc",
     "gloo/mesh.cc",
+    "gloo/descriptors.cc",
 )
 
 ffi = FFI()

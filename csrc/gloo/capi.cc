@@ -97,4 +97,6 @@ void fl_gloo_free(fl_group* group) {
   if (group->owner == getpid()) delete group;
 }
 
+void fl_gloo_abandon(fl_group* group) { group->group.abandon(); }
+
 }  // extern "C"

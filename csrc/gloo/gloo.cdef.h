@@ -64,6 +64,10 @@ void fl_gloo_exchange(fl_group *group, const fl_message *messages, int count, do
    0: give up, and end the group. */
 void fl_gloo_on_interrupt(fl_group *group, int (*check)(void));
 
+/* In a child that was forked: close the descriptors and touch nothing else. The group is not used
+   again, nor closed. */
+void fl_gloo_abandon(fl_group *group);
+
 /* End what runs and what is queued (FL_CLOSED). What runs on callers' threads ends soon after; where it
    is the calling thread itself (a signal handler has interrupted it, and closes the group) when that
    goes on. */

@@ -33,6 +33,9 @@ class Group {
   // thread itself (a signal handler has interrupted it) ends when that goes on.
   void close();
 
+  // In a forked child: close the descriptors, without any lock.
+  void abandon() noexcept { mesh_->close_descriptors(); }
+
   // Of a collective `given` has no peer.
   // Start an operation on a thread of the group's own.
   std::shared_ptr<Operation> start(const fl_message& given, void* output, double seconds);

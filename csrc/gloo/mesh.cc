@@ -72,8 +72,11 @@ Mesh::Mesh(int rank, int size, const std::string& host, const std::string& inter
   setTimeout(timeout);
   transportContext_->setTimeout(timeout);
   for (int peer = 0; peer < size; ++peer) {
-    if (peer != rank) transportContext_->createPair(peer);
+    if (peer == rank) continue;
+    transportContext_->createPair(peer);
+    descriptors_.add(address(peer));
   }
+  descriptors_.find(*device_);  // they listen
 }
 
 Mesh::~Mesh() = default;
@@ -96,7 +99,8 @@ void Mesh::connect(const char* addresses, size_t bytes) {
     if (peer == rank) continue;
     const char* at = addresses + peer * bytes;
     try {
-      getPair(peer)->connect(std::vector<char>(at, at + bytes));
+      descriptors_.add({at, at + bytes});
+      getPair(peer)->connect({at, at + bytes});
     } catch (const std::exception& error) {
       throw Failure(FL_PEER_LOST, {peer}, error.what());
     }
@@ -106,6 +110,7 @@ void Mesh::connect(const char* addresses, size_t bytes) {
     connecting_ = false;
     if (stopped_) throw Failure(FL_CLOSED, {}, "closed while connecting");
   }
+  descriptors_.find(*device_);
   post_control();
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "descriptors.h"
 #include "waiter.h"
 
 namespace fl {
@@ -44,6 +45,9 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   // Throws Failure. `addresses` holds `size` addresses of `bytes` bytes each.
   void connect(const char* addresses, size_t bytes);
 
+  // In a forked child, whose threads are not here.
+  void close_descriptors() const noexcept { descriptors_.close_all(); }
+
   // What sends `bytes` bytes at `data`, or receives them there: then they are written.
   Buffer buffer(const void* data, size_t bytes) {
     return createUnboundBuffer(const_cast<void*>(data), bytes);
@@ -65,6 +69,8 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   std::vector<int> broken_pairs();
   void post_control();
   void tell_others(const Failure& failure);
+
+  Descriptors descriptors_;
 
   std::mutex mutex_;
   bool stopped_ = false;

@@ -149,4 +149,6 @@ void fl_shm_free(fl_shm_group* group) {
   if (group->owner == getpid()) delete group;
 }
 
+void fl_shm_abandon(fl_shm_group* group) { group->group.abandon(); }
+
 }  // extern "C"

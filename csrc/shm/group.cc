@@ -152,6 +152,13 @@ void ShmGroup::give_up(const std::string& why) {
   peers_.fail(Failure(FL_RAISED, {rank_}, why));
 }
 
+// Without any lock: threads that are not in this process may have held it. The segment's file has
+// a lock that others take for this rank's life.
+void ShmGroup::abandon() noexcept {
+  segment_.close_file();
+  peers_.close_files();
+}
+
 // Run `body` on the caller's thread; what it throws becomes an operation that has failed. `seen` is
 // what ranks have called, that goes with what it restays.
 template <typename Body>

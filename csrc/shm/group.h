@@ -65,6 +65,8 @@ class ShmGroup {
   bool is_ahead(int rank, fl_signature& call);
   // End, and tell the others why.
   void give_up(const std::string& why);
+  // In a forked child: close the descriptors.
+  void abandon() noexcept;
   int size() const { return size_; }
 
  private:

@@ -45,7 +45,9 @@ Peers::Peers(const Segment& segment, int rank, int size)
   mine.pid = getpid();
 }
 
-Peers::~Peers() {
+Peers::~Peers() { close_files(); }
+
+void Peers::close_files() noexcept {
   for (int fd : pidfds_) {
     if (fd >= 0) close(fd);
   }

@@ -51,6 +51,8 @@ class Peers : public Transport {
 
   void enforce_deadline() override {}
   void stop() override;
+  // In a forked child, or where nothing uses them any more.
+  void close_files() noexcept;
   Failure explain(const std::string& what) override { return {FL_FAILED, {}, what}; }
   void give_up(const Failure& failure) noexcept override;
 

@@ -167,6 +167,7 @@ class Segment {
   Segment(Mapping mapping, int ranks);
 
   const Mapping& mapping() const { return mapping_; }
+  void close_file() { mapping_.close_file(); }
   RankBlock& block(int rank) const { return blocks_[rank]; }
   char* slot(int rank, uint32_t chunk) const {
     return slots_ + (static_cast<size_t>(rank) * kSlots + chunk % kSlots) * chunk_bytes_;

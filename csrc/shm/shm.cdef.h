@@ -80,6 +80,10 @@ int fl_shm_is_ahead(fl_shm_group *group, int rank, fl_signature *call);
 /* End the group, and tell the others why, in words that end their operations too (FL_RAISED). */
 void fl_shm_give_up(fl_shm_group *group, const char *why);
 
+/* In a child that was forked: close the descriptors and touch nothing else. The group is not used
+   again, nor closed. */
+void fl_shm_abandon(fl_shm_group *group);
+
 /* End what runs and what is queued (FL_CLOSED), and leave. What runs on the calling thread itself (a
    signal handler has interrupted it, and closes the group) ends when that goes on; of what runs on
    other threads nothing may be left after half a second. */

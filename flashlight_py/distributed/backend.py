@@ -244,6 +244,17 @@ class Backend(abc.ABC):
     def pass_on(self, error: DistributedError) -> None:  # noqa: B027  (as give_up)
         """End the group because of ``error`` of another one, which the others raise as well."""
 
+    def is_busy(self) -> bool:
+        """Tell whether something that was started has not ended; the other ranks may need it."""
+        return False
+
     @abc.abstractmethod
     def close(self) -> None:
         """End what runs, fail what waits, free everything. Not collective; may be repeated."""
+
+    def abandon(self) -> None:  # noqa: B027  (optional: where there is nothing to let go of)
+        """Close the descriptors and nothing else, in a child that was forked from a rank.
+
+        Its threads are not here, and what it shares with other ranks is not this process's to
+        change. Only this is called there.
+        """

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from flashlight_py.device import is_cupy
+from flashlight_py.distributed import open_groups
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.recorder.journal import Journal, name_of_group
 from flashlight_py.distributed.rendezvous.store import Store
@@ -60,6 +61,12 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
         self._backend = backend
         self._joiner = joiner
         self._gpus: Backend | None = None
+        self._forked = False
+        # What is to be closed, also where the group is only dropped.
+        self._joined = [] if backend is None else [backend]
+        self._dropping: weakref.finalize[[list[Backend]], ProcessGroup] | None = None
+        if backend is not None and (joiner is not None or backend.size > 1):
+            self._dropping = open_groups.watch(self, self._joined)
         self._children: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
         self.fast_all_reduce = _nothing_fast if backend is None else backend.fast_all_reduce
         self.rank = -1 if backend is None else backend.rank
@@ -79,6 +86,8 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
             GroupClosedError: the group was closed.
             BackendUnavailableError: nothing here moves arrays of this kind.
         """
+        if open_groups.dropped:
+            open_groups.close_dropped()
         if self._backend is None:
             raise self._unusable()
         if self.size > 1 and is_cupy(array):
@@ -91,7 +100,13 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
                 f"this process is not in the group of the world's ranks {list(self.ranks)}, and "
                 "only they can use it; ask group.is_member first"
             )
-        return GroupClosedError(f"rank {self.rank} of {self.size}: this group is closed")
+        place = f"rank {self.rank} of {self.size}"
+        if self._forked:
+            return GroupClosedError(
+                f"{place}: this process was forked from that rank, and is none itself: its groups "
+                "cannot be used here. Call distributed_init in the child for a world of its own"
+            )
+        return GroupClosedError(f"{place}: this group is closed")
 
     @property
     def gpus(self) -> Backend | None:
@@ -112,6 +127,7 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
                     "group was made without it; use array.get()"
                 )
             self._gpus = self._joiner.join_gpus(self.backend())
+            self._joined.insert(0, self._gpus)
         return self._gpus
 
     def _inside(self, members: list[int], store: Store, timeout: float | None) -> ProcessGroup:
@@ -168,11 +184,25 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
         """
         for child in list(self._children):
             child.close()
-        backends = self._gpus, self._backend
+        for backend in self._leave():
+            backend.close()
+
+    def _leave(self) -> list[Backend]:
+        """Make the group unusable, and return what is to be closed."""
+        backends, self._joined = self._joined, []
         self._gpus = self._backend = None
         self.fast_all_reduce = _nothing_fast
-        for backend in filter(None, backends):
-            backend.close()
+        if self._dropping is not None:
+            self._dropping.detach()
+        return backends
+
+    def forget(self) -> list[Backend]:
+        """Make the group unusable, in a child that was forked from one of its ranks.
+
+        Returns its backends, which are not this process's to close or to destroy.
+        """
+        self._forked = self.is_member
+        return self._leave()
 
     def __enter__(self) -> ProcessGroup:
         return self

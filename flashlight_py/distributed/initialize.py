@@ -13,7 +13,7 @@ from typing import Any
 
 from flashlight_py import _native
 from flashlight_py.cores import fair_share
-from flashlight_py.distributed import blas, last_words
+from flashlight_py.distributed import blas, last_words, open_groups
 from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.connect import connect, gpu_joiner
 from flashlight_py.distributed.constants import DistributedInit
@@ -154,6 +154,7 @@ def distributed_shutdown() -> None:
         set_world(None)
         blas.restore()
         group.close()
+        open_groups.close_all()
         last_words.uninstall()
         atexit.unregister(_close_at_exit)
 
@@ -165,6 +166,7 @@ def _close_at_exit() -> None:
     set_world(None)
     last_words.tell_of_threads()
     group.close()
+    open_groups.close_all()
 
 
 def _choose(
@@ -281,7 +283,11 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
     last_words.install()  # before MPI adds to it
     try:
         world = _connect(store, settings)
-        store.close()
+        try:
+            store.close()
+        except BaseException:
+            world.group.close()
+            raise
     except UnavailableEverywhereError:
         last_words.uninstall()
         store.close()

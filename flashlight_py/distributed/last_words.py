@@ -35,7 +35,16 @@ _BYTES = 3900
 _SUMMARY_BYTES = 500
 
 _open: weakref.WeakSet[Backend] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_open.clear)  # a child is no rank of its parent's groups
+
+
+def _abandon_in_child() -> None:
+    """After a fork: a child is no rank of its parent's groups."""
+    for backend in list(_open):
+        backend.abandon()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 class _Hooks:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -81,7 +83,10 @@ class Done(Work):
 
 
 class Then(Work):
-    """An operation whose result is made from another's, once, when it is first waited for."""
+    """An operation whose result is made from another's, once, by the first who waits for it.
+
+    Other threads that wait get that result, or the error with which making it has ended.
+    """
 
     def __init__(self, work: Work, finish: Callable[[Any], Any]) -> None:
         self._work = work
@@ -89,20 +94,46 @@ class Then(Work):
         self._value: Any = None
         self._failure: BaseException | None = None  # of making it: every wait raises the same
         self._failure_told = False
+        self._making = threading.RLock()  # signal handlers run on the thread that holds it
+        self._is_made_now = False
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the other operation (up to ``timeout`` seconds), finish, return the result."""
+        """Wait for the other operation (up to ``timeout`` seconds), finish, return the result.
+
+        Raises:
+            RuntimeError: called in a signal handler that has interrupted the making of the result.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
         value = self._other(timeout)
-        if self._failure is not None:
-            raise self._failure
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            try:
-                self._value = finish(value)
-            except BaseException as failure:
-                self._failure = failure
-                raise
-        return self._value
+        if not self._making.acquire(timeout=-1 if end is None else max(0, end - time.monotonic())):
+            raise CollectiveTimeoutError(
+                f"another thread still makes the result after wait(timeout={timeout}) seconds; it "
+                "can be waited for again"
+            )
+        try:
+            if self._finish is not None:
+                self._make(self._finish, value)
+            if self._failure is not None:
+                raise self._failure
+            return self._value
+        finally:
+            self._making.release()
+
+    def _make(self, finish: Callable[[Any], Any], value: Any) -> None:
+        if self._is_made_now:
+            raise RuntimeError(
+                "wait() in a signal handler: it has interrupted the wait that makes this result, "
+                "on the same thread; wait for it after the handler"
+            )
+        self._is_made_now = True
+        try:
+            self._value = finish(value)
+        except BaseException as failure:
+            self._failure = failure
+            raise
+        finally:
+            self._finish = None
+            self._is_made_now = False
 
     def _other(self, timeout: float | None) -> Any:
         """Wait for the other operation, and remember whether its failure is final."""

@@ -66,6 +66,31 @@ threading.Event().wait()
     assert "ValueError: no such file" in output
 
 
+@pytest.mark.parametrize(
+    "abandon", ["group.barrier(timeout=0.2)", "group.all_reduce(np.full(9, 7.0), async_op=True)"]
+)
+def test_what_was_abandoned_does_not_reach_the_groups_of_a_new_world(abandon: str) -> None:
+    script = f"""
+for _ in range(2):
+    group = fl.new_group([0, 1, 2])
+    try:
+        if rank == 0:
+            {abandon}
+    except fl.errors.CollectiveTimeoutError:
+        pass
+    fl.distributed_shutdown()
+    fl.distributed_init(fl.DistributedInit.MPI, params={{"BACKEND": "mpi"}})
+    some, all = fl.new_group([1, 2]), fl.new_group([2, 1, 0])
+    for i in range(5):
+        if some.is_member:
+            assert some.all_reduce(np.full(4, rank + i)).tolist() == [3 + 2 * i] * 4
+            assert some.all_gather_object(rank * i) == [i, 2 * i]
+        assert all.all_gather(np.full(2, rank)).tolist() == [2, 2, 1, 1, 0, 0]
+"""
+    code, output = run(3, script)
+    assert (code, output.strip()) == (0, "joined")
+
+
 def test_a_rank_that_exits_ends_the_job_of_those_who_need_it() -> None:
     script = """
 if rank == 1:

@@ -91,6 +91,21 @@ else:
     assert mpirun(3, script) == ["0: True", "2: True"]
 
 
+def test_nobody_leaves_before_all_have_come_to_leave() -> None:
+    """What a rank sends that gives up must not be received in the communicators that follow."""
+    script = """
+store.exchange(b"")
+if store.rank == 1:
+    store.abort("no GPU")
+else:
+    try:
+        store.close()
+    except RendezvousError as error:
+        say("rank 1 gave up: no GPU" in str(error))
+"""
+    assert mpirun(3, script) == ["0: True", "2: True"]
+
+
 def test_ranks_started_by_another_mpi_are_refused() -> None:
     """A singleton of this MPI inside the environment of another one's mpirun."""
     environ = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}

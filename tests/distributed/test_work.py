@@ -1,12 +1,21 @@
-"""Several operations as one: all are waited for, and the failure that tells the cause is raised."""
+"""Operations made of others: of several as one, and of results that the waiting makes.
+
+Several operations as one: all are waited for, and the failure that shows the cause is raised.
+A result that is made from another's: once, whoever waits, and nobody gets it half-made.
+"""
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import pytest
 
-from flashlight_py.distributed.work import AllOf, Done, Work
+from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import CollectiveTimeoutError, GroupClosedError, MismatchError
 
 
@@ -41,3 +50,116 @@ def test_what_closed_the_group_is_raised_and_not_what_followed() -> None:
 def test_a_closed_group_is_told_where_nothing_else_failed() -> None:
     with pytest.raises(GroupClosedError):
         AllOf([Done(1), Fails(GroupClosedError("closed"))]).wait()
+
+
+class Slow:
+    """Makes a result when it is allowed to, and counts how often."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.began, self.may_end = threading.Event(), threading.Event()
+        self.failure, self.calls = failure, 0
+
+    def __call__(self, value: str) -> str:
+        self.calls += 1
+        self.began.set()
+        assert self.may_end.wait(20)
+        if self.failure is not None:
+            raise self.failure
+        return f"made of {value}"
+
+
+def waits_of_two_threads(slow: Slow, release: Callable[[Then], None]) -> list[Any]:
+    """Wait twice, the second time while the first one makes the result; return what each got."""
+    work = Then(Done("it"), slow)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(work.wait)
+        assert slow.began.wait(20)
+        second = threads.submit(work.wait)
+        release(work)
+        slow.may_end.set()
+        return [future.exception(20) or future.result() for future in (first, second)]
+
+
+def test_a_second_thread_waits_for_what_the_first_one_makes() -> None:
+    slow = Slow()
+
+    def release(work: Then) -> None:
+        with pytest.raises(CollectiveTimeoutError, match="another thread"):
+            work.wait(timeout=0.05)
+        assert not work.is_finished()
+
+    assert waits_of_two_threads(slow, release) == ["made of it"] * 2
+    assert slow.calls == 1
+
+
+def test_a_result_that_cannot_be_made_fails_every_wait() -> None:
+    failure = ValueError("no room")
+    slow = Slow(failure)
+    assert waits_of_two_threads(slow, lambda work: None) == [failure] * 2
+    assert slow.calls == 1
+
+
+class Interruption(Exception):
+    """What the signal handler below raises."""
+
+
+@pytest.fixture
+def interrupting() -> Any:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interruption
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    yield lambda: signal.raise_signal(signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_result_whose_making_a_signal_handler_ended_is_never_given_half_made(
+    interrupting: Callable[[], None],
+) -> None:
+    work = Then(Done(), lambda _: interrupting())
+    for _ in range(2):
+        with pytest.raises(Interruption):
+            work.wait()
+    assert work.is_finished()
+
+
+class Interrupted(Work):
+    """An operation whose first wait a signal handler ends, as a native one's."""
+
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._interrupt: list[Callable[[], None]] = [interrupt]
+
+    def wait(self, timeout: float | None = None) -> Any:
+        while self._interrupt:
+            self._interrupt.pop()()
+        return "it"
+
+    def is_completed(self) -> bool:
+        return not self._interrupt
+
+
+def test_a_wait_that_a_signal_handler_ended_can_be_taken_up_again(
+    interrupting: Callable[[], None],
+) -> None:
+    work = Then(Interrupted(interrupting), lambda value: f"made of {value}")
+    with pytest.raises(Interruption):
+        work.wait()
+    assert not work.is_finished()
+    assert work.wait() == "made of it"
+
+
+def test_a_handler_that_waits_for_what_it_has_interrupted_gets_an_error() -> None:
+    said: list[str] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        with pytest.raises(RuntimeError, match="signal handler") as caught:
+            work.wait()
+        said.append(str(caught.value))
+
+    work = Then(Done(), lambda _: signal.raise_signal(signal.SIGUSR2))
+    before = signal.signal(signal.SIGUSR2, handle)
+    try:
+        work.wait()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert said

@@ -144,6 +144,9 @@ class GlooBackend(NativeBackend):
     def _give_up(self, group: Any, why: bytes) -> None:
         self.lib.fl_gloo_give_up(group, why)
 
+    def _abandon(self, group: Any) -> None:
+        self.lib.fl_gloo_abandon(group)
+
     def _close(self, group: Any) -> None:
         self.lib.fl_gloo_close(group)
 

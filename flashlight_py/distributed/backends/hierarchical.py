@@ -388,6 +388,13 @@ class HierarchicalBackend(Backend):
         for backend in self._parts:
             backend.pass_on(error)
 
+    def is_busy(self) -> bool:
+        """Tell whether something runs; see ``Backend``."""
+        parts = filter(None, (self._inside, self._between, self._flat))
+        return any(not work.is_completed() for work in self._running) or any(
+            part.is_busy() for part in parts
+        )
+
     def close(self) -> None:
         """Close the backends, which ends what runs, then the thread.
 

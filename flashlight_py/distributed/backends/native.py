@@ -427,6 +427,20 @@ class NativeBackend(Backend):
     def _give_up(self, group: Any, why: bytes) -> None:
         """Let the library tell the others."""
 
+    def is_busy(self) -> bool:
+        """Tell whether something runs; see ``Backend``."""
+        return any(not work.is_completed() for work in list(self._running))
+
+    def abandon(self) -> None:
+        """Close the descriptors, in a forked child; see ``Backend``."""
+        group, self._group = self._group, None
+        if group is not None:
+            self._abandon(group)
+
+    @abc.abstractmethod
+    def _abandon(self, group: Any) -> None:
+        """Close the descriptors of the library's ``group``."""
+
     def close(self) -> None:
         """End what runs; the native threads have ended on return.
 

@@ -170,6 +170,9 @@ class ShmBackend(NativeBackend):
     def _give_up(self, group: Any, why: bytes) -> None:
         self.lib.fl_shm_give_up(group, why)
 
+    def _abandon(self, group: Any) -> None:
+        self.lib.fl_shm_abandon(group)
+
     def _close(self, group: Any) -> None:
         self._dropped.clear()
         self.__dict__.pop("fast_all_reduce", None)  # it has the group

@@ -14,8 +14,9 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.recorder import incidents
 from flashlight_py.distributed.recorder.fast_calls import NUMBER, FastCalls
-from flashlight_py.distributed.recorder.record import Record, place_of_caller
+from flashlight_py.distributed.recorder.record import Record, What, place_of_caller
 from flashlight_py.distributed.work import Done, Work
+from flashlight_py.errors import GroupClosedError
 
 __all__ = ["Journal", "groups", "name_of_group", "recent"]
 
@@ -27,6 +28,7 @@ _NOTED = "flashlight_py_noted"  # an attribute of errors
 _recent: deque[Record] = deque(maxlen=_KEPT)
 _journals: list[weakref.ref[Journal]] = []  # a list can be read while another thread adds to it
 _made: Counter[tuple[int, ...]] = Counter()
+_forks = 0  # between the first process and this one
 
 
 def name_of_group(ranks: Sequence[int]) -> str:
@@ -137,12 +139,19 @@ class _Recorded(Work):
 
     def __init__(self, work: Work, record: Record) -> None:
         self._work, self._record = work, record
+        self._forks = _forks
         record.is_async = True
         record.work = weakref.ref(work)
         record.flight = work.flight
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``."""
+        if self._forks != _forks:
+            verb = What(*self._record.what).verb
+            raise GroupClosedError(
+                f"[{verb}] this process was forked from the rank that has started the operation, "
+                "and cannot wait for it; wait in the parent"
+            )
         record, began = self._record, monotonic_ns()
         try:
             value = self._work.wait(timeout)
@@ -161,12 +170,12 @@ class _Recorded(Work):
         return value
 
     def is_completed(self) -> bool:
-        """Tell whether it has ended."""
-        return self._work.is_completed()
+        """Tell whether it has ended; in a forked child it has, as it is not this process's."""
+        return self._forks != _forks or self._work.is_completed()
 
     def end_time(self) -> float | None:
         """Return when it ended, in seconds; see ``Work``."""
-        return self._work.end_time()
+        return None if self._forks != _forks else self._work.end_time()
 
 
 def _fail(record: Record, error: BaseException) -> None:
@@ -201,6 +210,8 @@ def _living() -> list[Journal]:
 
 def _forget_in_child() -> None:
     """After a fork: what the parent has called is not the child's."""
+    global _forks  # noqa: PLW0603  (a process is forked once)
+    _forks += 1
     _recent.clear()
     _journals.clear()
     _made.clear()

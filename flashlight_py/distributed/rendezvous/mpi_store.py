@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,19 +23,34 @@ _PAUSE = 0.0005
 
 
 def load_mpi() -> Any:
-    """Import and return ``mpi4py.MPI``, which initialises MPI.
+    """Import and return ``mpi4py.MPI``, which initialises MPI; finalised when this process exits.
 
     Raises:
         BackendUnavailableError: mpi4py or the MPI library that it loads is missing.
     """
+    finalizes = False
     try:
+        import mpi4py
+
+        # Where the program has imported it before, or has chosen, mpi4py keeps to that.
+        finalizes = "mpi4py.MPI" not in sys.modules and mpi4py.rc.finalize is None
+        if finalizes:
+            mpi4py.rc.finalize = False  # it would do so in forked children as well
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError without a libmpi
         raise BackendUnavailableError(
             f"starting by MPI needs mpi4py and an MPI library, and they cannot be loaded: {error}; "
             "install both with: pip install 'flashlight-py[mpi]'"
         ) from error
+    if finalizes:
+        atexit.register(_finalize, MPI, os.getpid())
     return MPI
+
+
+def _finalize(mpi: Any, pid: int) -> None:
+    """At exit: end MPI, unless this is a child that was forked, whose parent goes on with it."""
+    if os.getpid() == pid and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def check_world(declared: LaunchEnvironment | None, size: int) -> None:
@@ -75,6 +92,7 @@ class MpiStore(Store):
         self._timeout = timeout
         self._wire: Any = world.Dup()
         self._failed = ""
+        self._leaves = False  # the others may have freed the communicator
         self._farewells: list[Any] = []
 
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -140,17 +158,24 @@ class MpiStore(Store):
         raise self._error(self._failed)
 
     def close(self) -> None:
-        """Leave; collective. Frees the communicator; MPI itself ends with the process."""
-        if self._wire is not None and not self._failed:
-            self._wire.Free()
-            self._wire = None
+        """Leave; collective. Frees the communicator; MPI itself ends with the process.
+
+        Raises:
+            RendezvousError: as ``exchange``.
+        """
+        if self._wire is None or self._failed:
+            return
+        self._leaves = True
+        self.exchange(b"")  # a rank that gave up would be received in the next communicator
+        self._wire.Free()
+        self._wire = None
 
     def abort(self, reason: str) -> None:
         """Tell the others that this rank gives up; they raise in their next or current exchange.
 
         Does not wait. The communicator stays, since to free it all ranks would have to come.
         """
-        if self._wire is not None and not self._failed:
+        if self._wire is not None and not self._failed and not self._leaves:
             self._failed = f"rank {self.rank} gave up: {reason}"
             # A message this short is sent at once; nobody may be there to complete a longer one.
             self._farewells = self._send(reason.encode()[:1024], _FAREWELL)

@@ -301,6 +301,10 @@ class MpiBackend(Backend):
         """Tell the others what this rank's program has raised; see ``Backend``."""
         self._group.give_up(traceback)
 
+    def is_busy(self) -> bool:
+        """Tell whether something runs; see ``Backend``."""
+        return self._group.is_busy()
+
     def close(self) -> None:
         """Leave the group; the others are told. What runs fails."""
         self._group.close()

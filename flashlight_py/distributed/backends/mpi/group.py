@@ -243,12 +243,16 @@ class Group:
         return self._begun, self.messages.waiting_with(rank)
 
     def interrupt(self, error: BaseException) -> None:
-        """Break the group: a wait was ended from outside, by Ctrl-C or another signal."""
+        """Break the group: a wait was ended from outside, by Ctrl-C or another signal.
+
+        ``error`` is raised where it was; whoever else waits learns that the group is closed.
+        """
         with self.progress.lock:
             operation = self._oldest()
             if operation is not None:
                 reason = f"{type(error).__name__} in {operation.name}"
-                self._break(operation, error, self._own(reason))
+                closed = GroupClosedError(f"{operation.where}: a signal ended a wait: {reason}")
+                self._break(operation, closed, self._own(reason))
 
     def _oldest(self) -> Operation | None:
         """Return an operation that has not ended: a collective, if there is one."""
@@ -301,15 +305,18 @@ class Group:
             healthy = not self._unusable and not self.is_busy()
             if not self._unusable and not self._mpi.Is_finalized():
                 self._tell(lambda: self._presence.leave(self._own("it has left the group")))
-            self.go()
+            self.go(self._completed if healthy else None)
             self._end_all(_CLOSED)
         self.progress.remove(self, healthy)
 
-    def go(self) -> None:
-        """Tell the others that this rank has nothing more to say in this group."""
+    def go(self, completed: int | None = None) -> None:
+        """Tell the others that this rank has nothing more to say in this group.
+
+        ``completed`` collectives were all that it has begun; None: some have not ended.
+        """
         with self.progress.lock:
             if not self._mpi.Is_finalized():
-                self._tell(self._presence.go)
+                self._tell(lambda: self._presence.go(completed))
 
     def drain(self) -> bool:
         """Take the notes that others still send; tell whether nothing more will come."""
@@ -322,10 +329,16 @@ class Group:
         """Tell whether every other rank has said its last word in this group."""
         return self._presence.are_all_gone()
 
-    def free(self) -> None:
-        """Free the communicators: every rank has left, and nothing is on its way."""
-        for comm in self._comms:
+    def free(self) -> bool:
+        """Free the communicators, if nothing is on its way in them on any rank; tell whether.
+
+        MPI hands their contexts on to new communicators, and takes an operation that was abandoned,
+        which it cannot cancel, for one of theirs.
+        """
+        is_over = self._presence.have_all_completed(self._completed)
+        for comm in self._comms if is_over else ():
             comm.Free()
+        return is_over
 
 
 _CLOSED = "the group was closed"

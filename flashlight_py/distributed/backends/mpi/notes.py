@@ -25,7 +25,9 @@ class Kind(enum.IntEnum):
     REPLY = 5
     """(the offer's number, None or the call that it does not fit)"""
     GONE = 6
-    """The sender has closed the group, or its program has ended and printed why: the last note."""
+    """The sender has closed the group, or its program has ended and printed why: the last note.
+
+    (the collectives that it has completed, if all that it ever began in the group has ended)"""
 
 
 class Notes:

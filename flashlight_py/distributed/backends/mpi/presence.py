@@ -44,7 +44,7 @@ class Presence:
     ) -> None:
         self.others = [other for other in range(size) if other != rank]
         self.farewells: dict[int, Farewell] = {}
-        self._gone: set[int] = set()
+        self._gone: dict[int, int | None] = {}
         self._notes, self._where_am_i = notes, where_am_i
         self._numbers = itertools.count()
         self._roll_calls: dict[int, RollCall] = {}
@@ -54,10 +54,13 @@ class Presence:
         for rank in self.others:
             self._notes.send(rank, Kind.LEFT, farewell)
 
-    def go(self) -> None:
-        """Tell all others that they need not wait for anything more of this rank."""
+    def go(self, completed: int | None) -> None:
+        """Tell all others that they need not wait for anything more of this rank.
+
+        ``completed`` collectives were all that it has begun; None: some have not ended.
+        """
         for rank in self.others:
-            self._notes.send(rank, Kind.GONE, None)
+            self._notes.send(rank, Kind.GONE, completed)
 
     def ask(self, ranks: Collection[int]) -> RollCall:
         """Ask ``ranks`` where they are."""
@@ -72,7 +75,7 @@ class Presence:
         if kind is Kind.LEFT:
             self.farewells.setdefault(source, content)
         elif kind is Kind.GONE:
-            self._gone.add(source)
+            self._gone[source] = content
         elif kind is Kind.ASK:
             self._notes.send(source, Kind.ANSWER, (content, *self._where_am_i(source)))
         else:
@@ -87,3 +90,7 @@ class Presence:
     def are_all_gone(self) -> bool:
         """Tell whether no other rank will send anything any more."""
         return len(self._gone) == len(self.others)
+
+    def have_all_completed(self, completed: int) -> bool:
+        """Tell whether every other rank has gone after as many collectives, and ended all."""
+        return self.are_all_gone() and set(self._gone.values()) <= {completed}

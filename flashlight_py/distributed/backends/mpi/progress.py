@@ -27,8 +27,8 @@ _LONGEST_SLEEP = 2e-3
 # How long the background thread may take to end its last step.
 _STOP_SECONDS = 10.0
 
-# Requests of operations that broke. MPI cannot cancel a collective and may still write into its
-# arrays, so they live as long as the process.
+# Requests of operations that broke, and groups with such. MPI cannot cancel a collective: it may
+# still write into its arrays, and send in its communicator, so they live as long as the process.
 _abandoned: list[Any] = []
 
 
@@ -50,8 +50,8 @@ class Member(Protocol):
     def are_others_gone(self) -> bool:
         """Tell whether every other rank has said its last word."""
 
-    def free(self) -> None:
-        """Free the communicators."""
+    def free(self) -> bool:
+        """Free the communicators, if nothing is left in them on any rank; tell whether."""
 
     def close(self) -> None:
         """End what runs and leave."""
@@ -79,16 +79,16 @@ class Progress:
         """Make ``group`` advance from now on; free those that every rank has left."""
         with self.lock:
             for closed in [other for other in self._closed if other.drain()]:
-                closed.free()
                 self._closed.remove(closed)
+                if not closed.free():
+                    _abandoned.append(closed)
             self._groups.append(group)
 
     def remove(self, group: Member, healthy: bool) -> None:
         """Forget ``group``; a ``healthy`` one is freed later, when all others have left it too."""
         with self.lock:
             self._groups.remove(group)
-            if healthy:
-                self._closed.append(group)
+            (self._closed if healthy else _abandoned).append(group)
         if not self._groups:
             self._stop()
 

@@ -279,6 +279,10 @@ class NcclBackend(Backend):
             work.block()  # the watchdog sees to it that this ends
             work.wait()
 
+    def is_busy(self) -> bool:
+        """Tell whether a collective is on its way; see ``Backend``."""
+        return self._flights.oldest() is not None
+
     def close(self) -> None:
         """End the communicator, cutting off what still runs; may be repeated."""
         self._watchdog.stop()

@@ -1,0 +1,113 @@
+"""Groups that nobody closes end when nothing needs them, at the latest by a shutdown."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.distributed.conformance import BACKENDS
+from tests.distributed.harness import run_ranks
+
+
+@pytest.fixture(
+    params=[("gloo", 2), ("shm", 2), ("hierarchical", 4), ("mpi", 2)], ids=lambda w: w[0]
+)
+def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
+    name, size = request.param
+    return pool(size, **BACKENDS[name][1])
+
+
+def held() -> tuple[int, int]:
+    """Return the numbers of this process's descriptors and threads."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def drop_groups(rank: int, size: int, count: int) -> None:
+    for _ in range(count):
+        group = fl.new_group(range(size))
+        assert group.all_reduce(np.full(3, rank + 1.0))[0] == size * (size + 1) / 2
+        group.all_reduce(np.ones((40, 40)).T[::2], async_op=True).wait()  # on a thread
+
+
+def leave_nothing(rank: int, size: int, count: int) -> list[tuple[int, int]]:
+    drop_groups(rank, size, 2)
+    fl.barrier()
+    before = held()
+    drop_groups(rank, size, count)
+    fl.barrier()
+    return [before, held()]
+
+
+def test_a_dropped_group_is_closed_by_the_next_call(ranks: Any) -> None:
+    count = 15
+    for before, after in ranks.run(leave_nothing, count):
+        # The world itself may have got another thread for its messages meanwhile.
+        assert all(now < then + count // 2 for then, now in zip(before, after, strict=True)), (
+            before,
+            after,
+        )
+
+
+def cycle(group: Any) -> None:
+    """Let nothing but the garbage collector free ``group``."""
+    holder = [group]
+    holder.append(holder)
+
+
+def keep_what_runs(rank: int, size: int) -> None:
+    got = np.zeros(1000)
+    last = size - 1
+    if rank == 0:
+        work = fl.new_group([0, last]).irecv(got, 1)
+    elif rank == last:
+        group = fl.new_group([0, last])
+    else:
+        fl.new_group([0, last])
+    gc.collect()
+    fl.barrier()  # closes what is dropped and not busy
+    if rank == last:
+        group.isend(np.ones(1000), 0)  # nobody keeps the Work
+        cycle(group)
+        del group
+        gc.collect()
+    fl.barrier()
+    if rank == 0:
+        work.wait()
+        assert np.all(got == 1)
+    fl.barrier()
+
+
+def test_a_dropped_group_stays_while_something_runs_in_it(ranks: Any) -> None:
+    ranks.run(keep_what_runs)
+
+
+def shut_down_with_open_groups(rank: int, size: int, folder: str, backend: str) -> None:
+    def world(number: int) -> Any:
+        path = str(Path(folder) / f"meet{number}")
+        fl.distributed_init(
+            fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": path, "BACKEND": backend}
+        )
+        fl.new_group(range(size)).all_reduce(np.ones((40, 40)).T[::2], async_op=True)
+        inner = fl.new_group(range(size)).new_group(range(size))  # its parent is dropped
+        assert inner.all_reduce(np.ones(3))[0] == size
+        fl.distributed_shutdown()
+        return inner
+
+    world(0)
+    before = held()
+    kept = [world(number) for number in range(1, 4)]
+    assert held() == before
+    for group in kept:
+        with pytest.raises(fl.errors.GroupClosedError):
+            group.barrier()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_shutdown_closes_every_group(backend: str, tmp_path: Path) -> None:
+    run_ranks(shut_down_with_open_groups, 2, str(tmp_path), backend, init=None)

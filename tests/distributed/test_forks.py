@@ -1,0 +1,151 @@
+"""A forked child has no group: it can do no harm, and holds nothing of its parent's open."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.group import ProcessGroup
+from tests.distributed.conformance import BACKENDS
+from tests.distributed.harness import run_outcomes
+
+
+@pytest.fixture(
+    params=[("gloo", 3), ("shm", 3), ("hierarchical", 5), ("mpi", 3)], ids=lambda w: w[0]
+)
+def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
+    name, size = request.param
+    return pool(size, **BACKENDS[name][1])
+
+
+VERBS: list[Callable[[ProcessGroup], Any]] = [
+    lambda group: group.all_reduce(np.ones(3)),
+    lambda group: group.all_reduce(np.ones((4, 4)).T[::2], async_op=True),
+    lambda group: group.all_reduce_multiple([np.ones(3), np.ones(4)]),
+    lambda group: group.broadcast(np.ones(3)),
+    lambda group: group.all_gather(np.ones(3)),
+    lambda group: group.send(np.ones(3), (group.rank + 1) % group.size),
+    lambda group: group.irecv(np.ones(3), (group.rank + 1) % group.size),
+    lambda group: group.all_gather_object("x"),
+    lambda group: group.broadcast_object("x"),
+    lambda group: group.new_group([0]),
+    lambda group: group.split(0),
+    lambda group: group.barrier(),
+    lambda group: group.synchronize(),
+]
+
+
+def refused(call: Callable[[], Any], match: str) -> None:
+    with pytest.raises(fl.errors.GroupClosedError, match=match):
+        call()
+
+
+def in_the_child(groups: list[ProcessGroup], works: list[Any]) -> None:
+    assert not fl.is_distributed_init()
+    assert (fl.get_world_rank(), fl.get_world_size()) == (0, 1)
+    assert fl.all_reduce(np.full(3, 2.0)).tolist() == [2.0] * 3
+    for work in works:
+        refused(work.wait, "forked")
+        assert work.is_completed()
+        refused(work.result, "forked")
+    for group in groups:
+        for verb in VERBS:
+            refused(functools.partial(verb, group), "forked")
+        assert "closed" in repr(group)
+    held = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()}
+    assert not [name for name in held if "memfd:flashlight" in name or "pidfd" in name]
+    groups[0].close()
+    groups.clear()
+    works.clear()
+    gc.collect()
+    fl.new_group([0]).barrier()
+    fl.distributed_shutdown()
+
+
+def fork_in_groups(rank: int, size: int) -> None:
+    whole = fl.new_group(range(size))
+    part = whole.new_group(range(size))
+    after, before = (rank + 1) % size, (rank - 1) % size
+    x, y, z = np.zeros(1000), np.zeros(5), np.full((4, 4), 1.0).T[::2]
+    works = [whole.irecv(x, before), whole.all_reduce(z, async_op=True)]
+    waiting = threading.Thread(target=whole.recv, args=(y, before, 7))
+    waiting.start()
+    groups = [fl.distributed.world.current_world().group, whole, part]
+    child = os.fork()
+    if child == 0:
+        in_the_child(groups, works)
+        sys.exit(0)  # with the handlers of atexit
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    process = multiprocessing.get_context("fork").Process(
+        target=in_the_child, args=(list(groups), list(works))
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+    works.append(whole.isend(np.full(5, float(rank)), after, 7))
+    sent = whole.isend(np.full(1000, float(rank)), after)
+    for work in (*works, sent):
+        work.wait()
+    waiting.join()
+    assert np.all(x == before)
+    assert np.all(y == before)
+    assert np.all(z == size)
+    for group in groups:
+        assert group.all_reduce(np.full(2, 1.0)).tolist() == [group.size] * 2
+    whole.close()
+    part.close()
+
+
+def test_a_forked_child_has_no_group_and_leaves_its_parents_alone(ranks: Any) -> None:
+    ranks.run(fork_in_groups)
+
+
+def by_fork() -> int:
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    return child
+
+
+def by_exec() -> int:
+    """Start a program that inherits what is not closed on exec."""
+    return subprocess.Popen(["sleep", "1000"], close_fds=False).pid
+
+
+def die_and_leave_a_child(
+    rank: int, size: int, start: Callable[[], int]
+) -> type[BaseException] | None:
+    group = fl.new_group(range(size))
+    child = group.broadcast_object(start() if rank == 1 else None, root=1)
+    group.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        with pytest.raises(fl.errors.DistributedError) as caught:
+            group.all_reduce(np.ones(3))
+    finally:
+        os.kill(child, signal.SIGKILL)  # it has the pipes of the test's harness, too
+    return caught.type
+
+
+@pytest.mark.parametrize("start", [by_fork, by_exec])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_killed_rank_is_noticed_while_a_child_of_it_lives(
+    backend: str, start: Callable[[], int]
+) -> None:
+    params = {"BACKEND": backend, "TIMEOUT": 15}
+    outcomes = run_outcomes(die_and_leave_a_child, 2, start, params=params)
+    assert outcomes[0].value is fl.errors.PeerLostError, outcomes[0].report()

@@ -1,0 +1,55 @@
+"""Several threads that wait for one operation: each gets its result, when it is there."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.distributed.conformance import BACKENDS
+
+# Large enough to be reduced and brought home while the threads wake up.
+SIDE = 300
+ROUNDS = 10
+
+
+@pytest.fixture(
+    params=[("gloo", 3), ("shm", 3), ("hierarchical", 5), ("mpi", 3)], ids=lambda w: w[0]
+)
+def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
+    name, size = request.param
+    return pool(size, **BACKENDS[name][1])
+
+
+def two_threads_wait(rank: int, size: int) -> None:
+    total = size * (size + 1) / 2
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(ROUNDS):
+            strided = np.full((SIDE, SIDE), rank + 1.0).T[::2]
+            work = fl.all_reduce(strided, async_op=True)
+
+            def reduced(work: Any = work) -> float:
+                return float(work.wait().min())  # at once: it must be all there by then
+
+            waits = [threads.submit(reduced) for _ in range(2)]
+            assert [wait.result(30) for wait in waits] == [total] * 2
+
+            pair = [np.full((SIDE, SIDE), rank + 1.0).T[::2], np.full(7, rank + 1.0)]
+            several = fl.all_reduce_multiple(pair, async_op=True, contiguous=True)
+
+            def both_reduced(work: Any = several) -> list[float]:
+                return [float(x.min()) for x in work.wait()]
+
+            waits_of_both = [threads.submit(both_reduced) for _ in range(2)]
+            assert [wait.result(30) for wait in waits_of_both] == [[total] * 2] * 2
+
+            gathered = fl.all_gather(np.full(SIDE, rank), async_op=True)
+            found = [wait.result(30) for wait in [threads.submit(gathered.wait) for _ in range(2)]]
+            assert all(np.array_equal(x, np.repeat(np.arange(size), SIDE)) for x in found)
+
+
+def test_each_of_two_threads_gets_the_whole_result(ranks: Any) -> None:
+    ranks.run(two_threads_wait)
