@@ -5,6 +5,7 @@
 #include <gloo/context.h>
 #include <gloo/transport/unbound_buffer.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -26,6 +27,7 @@ enum Slot : uint64_t {
   kPartSlot,
   kNoticeSlot,
   kProbeSlot,
+  kProofSlot,
   kFirstFreeSlot,
 };
 
@@ -41,8 +43,12 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   ~Mesh() override;
 
   std::vector<char> address(int peer);
-  // Throws Failure. `addresses` holds `size` addresses of `bytes` bytes each.
-  void connect(const char* addresses, size_t bytes);
+  // Throws Failure. `addresses` holds `size` addresses of `bytes` bytes each; for `proofs` see
+  // fl_gloo_connect.
+  void connect(const char* addresses, size_t bytes, const char* proofs,
+               Clock::time_point deadline);
+  // Which rank connect() waits for just now; -1: for none.
+  int awaited() const { return awaited_; }
 
   // What sends `bytes` bytes at `data`, or receives them there: then they are written.
   Buffer buffer(const void* data, size_t bytes) {
@@ -62,13 +68,17 @@ class Mesh : public gloo::Context, public Transport, public Connections {
 
  private:
   struct Control;
+  struct Proof;
   std::vector<int> broken_pairs();
+  void show(const char* mine, int peer, Proof& proof);
+  void require_proof(const char* theirs, int peer, Proof& proof, Waiter& waiter);
   void post_control();
   void tell_others(const Failure& failure);
 
   std::mutex mutex_;
   bool stopped_ = false;
   bool connecting_ = false;
+  std::atomic<int> awaited_{-1};
 
   std::mutex asking_;             // of is_lost
   std::vector<Control> control_;  // one per peer: why it gave up, when it has

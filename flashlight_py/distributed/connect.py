@@ -149,4 +149,4 @@ def _gloo(store: Store, settings: Settings) -> Backend:
     _native.load("gloo")
     identities = store.exchange(host_identity())
     host, interface = address_to_bind(settings.interface, len(set(identities)) == 1)
-    return GlooBackend(store, host, interface, settings.timeout)
+    return GlooBackend(store, host, interface, settings.timeout, settings.job_key)

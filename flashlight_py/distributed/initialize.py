@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from flashlight_py.distributed.recorder.flight_record import Flight, default_fol
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
+from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.singleton import (
     check_allocation,
     check_leftovers,
@@ -73,9 +75,9 @@ def distributed_init(
         ValueError: unknown method or params key, rank or size that make no sense, FILE_SYSTEM
             without FILE_PATH. Nothing was created.
         BackendUnavailableError: mpi4py, an MPI library or Gloo is missing; says what to install.
-        RendezvousError: a rank (named) did not come in time, two claim one rank, sizes differ,
-            the path cannot be used, MPI does not know of the ranks that mpirun started, or this
-            would be a world of one among processes that were started as several.
+        RendezvousError: a rank (named) did not come in time, two claim one rank, sizes or secrets
+            differ, the path cannot be used, MPI does not know of the ranks that mpirun started, or
+            this would be a world of one among processes that were started as several.
         PeerLostError: a rank died while ranks were connecting.
         OSError: the process may open no more files; or TRACE_DIR is relative to a working directory
             that was removed, and nothing was created.
@@ -219,7 +221,7 @@ def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactor
     if host is not None and port is not None:
         from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 
-        return lambda: TcpStore(host, port, rank, size, timeout)
+        return lambda: TcpStore(host, port, rank, size, timeout, found.local_size == size)
     if found.launcher in ("openmpi", "pmi", "mvapich"):
         return lambda: MpiStore(timeout)
     raise RendezvousError(
@@ -249,7 +251,10 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
 
 
 def _connect(store: Store, settings: Settings) -> World:
-    told = store.exchange(host_identity() + b"\n" + new_job().encode())
+    mine = (host_identity(), new_job().encode(), nonce().hex().encode())
+    told = store.exchange(b"\n".join(mine))
+    # Also where the exchange can be overheard, nobody without the secret can make this key.
+    settings = dataclasses.replace(settings, job_key=proof(store.secret, *told))
     local_rank, local_size = local_place(store.rank, [line.split(b"\n")[0] for line in told])
     connection = connect(store, settings)
     rule = DeviceRule(store.rank, local_rank, settings.max_device_per_node)

@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Settings:
     """What a user may set. Values may be strings, as flashlight's are; times are in seconds.
 
     ``checks``: ranks of several hosts compare what they call, unless the environment says no.
+    ``job_key``: what the ranks have agreed on when they met, and nobody else knows.
     """
 
     file_path: str | None = None
@@ -40,6 +41,7 @@ class Settings:
     mpi_cuda_aware: bool = False
     checks: bool = True
     trace_dir: str | None = None
+    job_key: bytes = field(default=b"", repr=False)
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> Settings:
