@@ -45,7 +45,7 @@ class Agent:
         """Work until it is time to leave; then end what is left of the ranks."""
         address = _address()
         # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
-        with socket.create_server((address, 0), backlog=_BACKLOG) as self._listener:
+        with _listener_at(address) as self._listener:
             port = self._listener.getsockname()[1]
             self._tell("hello", os.uname().nodename, address, port)
             while not self._is_leaving:
@@ -112,6 +112,13 @@ def _address() -> str:
         probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737); nothing is sent
         return str(probe.getsockname()[0])
     return ""
+
+
+def _listener_at(address: str) -> socket.socket:
+    """Return a socket that listens at ``address``, or at all of this host's if it is empty."""
+    both = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
 
 
 def main() -> int:
