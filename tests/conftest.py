@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -30,6 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[leftovers.MARK] = uuid.uuid4().hex
     # Ranks that are meant to fail leave no flight records; the tests of those ask for them.
     os.environ["FLASHLIGHT_TRACE_DIR"] = ""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime_folder() -> Iterator[None]:
+    """Where this user's secret is during the tests, and not among their temporary files."""
+    with tempfile.TemporaryDirectory(prefix="runtime-") as folder:
+        os.environ["XDG_RUNTIME_DIR"] = folder
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

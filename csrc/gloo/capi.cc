@@ -39,12 +39,15 @@ int fl_gloo_address(fl_group* group, int peer, char* address, size_t address_byt
 }
 
 fl_op* fl_gloo_connect(fl_group* group, const char* addresses, size_t address_bytes,
-                       double seconds) {
+                       const char* proofs, double seconds) {
   return fl::started([&] {
-    const size_t total = address_bytes * group->group.size();
-    return group->group.connect({addresses, addresses + total}, address_bytes, seconds);
+    const size_t size = group->group.size();
+    return group->group.connect({addresses, addresses + size * address_bytes}, address_bytes,
+                                {proofs, proofs + size * 2 * FL_PROOF_BYTES}, seconds);
   });
 }
+
+int fl_gloo_awaited(fl_group* group) { return group->group.awaited(); }
 
 void fl_gloo_call_ranks(fl_group* group, const int* numbers) {
   group->group.call_ranks({numbers, numbers + group->group.size()});

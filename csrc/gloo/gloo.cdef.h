@@ -16,9 +16,15 @@ int fl_gloo_address(fl_group *group, int peer, char *address, size_t address_byt
    run. `data` and `output` must stay alive and untouched until it has ended. */
 
 /* Connect to every peer: `addresses` holds, in rank order, what each rank gave for this one.
-   Returns at once; never NULL. */
+   `proofs` holds, for each rank, the FL_PROOF_BYTES that this one shows it first of all, and then
+   those that it must show; who shows others is none of the group, which fails. Returns at once;
+   never NULL. */
+#define FL_PROOF_BYTES 32
 fl_op *fl_gloo_connect(fl_group *group, const char *addresses, size_t address_bytes,
-                       double seconds);
+                       const char *proofs, double seconds);
+
+/* Which rank fl_gloo_connect waits for just now; -1: for none. */
+int fl_gloo_awaited(fl_group *group);
 
 /* Run an operation on the caller's thread, or, with `async` or where others that were started must
    come first, on one of the group's own. Where it has ended well and there is nothing to fetch, the

@@ -61,9 +61,10 @@ Group::Group(int rank, int size, const std::string& host, const std::string& int
       lanes_(*mesh_) {}
 
 std::shared_ptr<Operation> Group::connect(std::vector<char> addresses, size_t bytes,
-                                          double seconds) {
-  const auto connect = [this, addresses = std::move(addresses), bytes](Operation&) {
-    mesh_->connect(addresses.data(), bytes);
+                                          std::vector<char> proofs, double seconds) {
+  const auto connect = [this, addresses = std::move(addresses), bytes,
+                        proofs = std::move(proofs)](Operation& operation) {
+    mesh_->connect(addresses.data(), bytes, proofs.data(), operation.deadline);
     collectives_.open();
     point_to_point_.open();
   };

@@ -24,7 +24,10 @@ class Group {
   // Ask `check` now and then while run() waits; not 0: give up. Before the first run().
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
 
-  std::shared_ptr<Operation> connect(std::vector<char> addresses, size_t bytes, double seconds);
+  std::shared_ptr<Operation> connect(std::vector<char> addresses, size_t bytes,
+                                     std::vector<char> proofs, double seconds);
+  // Which rank connect() waits for; -1: for none.
+  int awaited() const { return mesh_->awaited(); }
   // Whether `rank` has begun a collective that nobody has called here, and which.
   bool is_ahead(int rank, fl_signature& call);
   // End, and tell the others why.

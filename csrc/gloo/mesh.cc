@@ -89,18 +89,28 @@ std::vector<char> Mesh::address(int peer) {
   return getPair(peer)->address().bytes();
 }
 
-void Mesh::connect(const char* addresses, size_t bytes) {
+// The first messages on a connection, both ways.
+struct Mesh::Proof {
+  char seen[FL_PROOF_BYTES];
+  Buffer sent, received;
+};
+
+void Mesh::connect(const char* addresses, size_t bytes, const char* proofs,
+                   Clock::time_point deadline) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (stopped_) throw Failure(FL_CLOSED, {}, "closed while connecting");
     connecting_ = true;
   }
+  std::vector<Proof> shown(size);
   for (int peer = 0; peer < size; ++peer) {
     if (peer == rank) continue;
+    awaited_ = peer;
     const char* at = addresses + peer * bytes;
     try {
       descriptors_.add({at, at + bytes});
       getPair(peer)->connect({at, at + bytes});
+      show(proofs + 2 * FL_PROOF_BYTES * peer, peer, shown[peer]);
     } catch (const std::exception& error) {
       throw Failure(FL_PEER_LOST, {peer}, error.what());
     }
@@ -112,6 +122,32 @@ void Mesh::connect(const char* addresses, size_t bytes) {
   }
   descriptors_.find(*device_);
   post_control();
+  Waiter waiter(watch_, deadline, nullptr);
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer == rank) continue;
+    awaited_ = peer;
+    require_proof(proofs + 2 * FL_PROOF_BYTES * peer + FL_PROOF_BYTES, peer, shown[peer], waiter);
+  }
+  awaited_ = -1;
+}
+
+// At once, before the next connection, so that nobody takes this rank for the one that is late.
+void Mesh::show(const char* mine, int peer, Proof& proof) {
+  proof.received = buffer(proof.seen, sizeof proof.seen);
+  proof.received->recv(peer, kProofSlot);
+  proof.sent = buffer(mine, FL_PROOF_BYTES);
+  proof.sent->send(peer, kProofSlot);
+}
+
+void Mesh::require_proof(const char* theirs, int peer, Proof& proof, Waiter& waiter) {
+  waiter.sent(*proof.sent, peer);
+  waiter.received(*proof.received, peer);
+  // In the same time wherever they differ: how long it takes must not say how much is right.
+  int difference = 0;
+  for (size_t i = 0; i < sizeof proof.seen; ++i) difference |= proof.seen[i] ^ theirs[i];
+  if (difference == 0) return;
+  throw Failure(FL_PEER_LOST, {peer},
+                "who connected in its place does not know the secret of this job");
 }
 
 void Mesh::post_control() {

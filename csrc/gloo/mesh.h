@@ -5,6 +5,7 @@
 #include <gloo/context.h>
 #include <gloo/transport/unbound_buffer.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -27,6 +28,7 @@ enum Slot : uint64_t {
   kPartSlot,
   kNoticeSlot,
   kProbeSlot,
+  kProofSlot,
   kFirstFreeSlot,
 };
 
@@ -42,8 +44,12 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   ~Mesh() override;
 
   std::vector<char> address(int peer);
-  // Throws Failure. `addresses` holds `size` addresses of `bytes` bytes each.
-  void connect(const char* addresses, size_t bytes);
+  // Throws Failure. `addresses` holds `size` addresses of `bytes` bytes each; for `proofs` see
+  // fl_gloo_connect.
+  void connect(const char* addresses, size_t bytes, const char* proofs,
+               Clock::time_point deadline);
+  // Which rank connect() waits for just now; -1: for none.
+  int awaited() const { return awaited_; }
 
   // In a forked child, whose threads are not here.
   void close_descriptors() const noexcept { descriptors_.close_all(); }
@@ -66,7 +72,10 @@ class Mesh : public gloo::Context, public Transport, public Connections {
 
  private:
   struct Control;
+  struct Proof;
   std::vector<int> broken_pairs();
+  void show(const char* mine, int peer, Proof& proof);
+  void require_proof(const char* theirs, int peer, Proof& proof, Waiter& waiter);
   void post_control();
   void tell_others(const Failure& failure);
 
@@ -75,6 +84,7 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   std::mutex mutex_;
   bool stopped_ = false;
   bool connecting_ = false;
+  std::atomic<int> awaited_{-1};
 
   std::mutex asking_;             // of is_lost
   std::vector<Control> control_;  // one per peer: why it gave up, when it has

@@ -153,4 +153,6 @@ def _gloo(store: Store, settings: Settings) -> Backend:
     _native.load("gloo")
     identities = store.exchange(host_identity())
     host, interface = address_to_bind(settings.interface, len(set(identities)) == 1)
-    return GlooBackend(store, host, interface, settings.timeout, settings.joining_seconds)
+    return GlooBackend(
+        store, host, interface, settings.timeout, settings.joining_seconds, settings.job_key
+    )

@@ -26,6 +26,7 @@ from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, 
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
 from flashlight_py.distributed.rendezvous.schedulers import check_schedulers
+from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.singleton import (
     check_allocation,
     check_leftovers,
@@ -85,9 +86,9 @@ def distributed_init(
         ValueError: unknown method or params key, rank or size that make no sense, FILE_SYSTEM
             without FILE_PATH. Nothing was created.
         BackendUnavailableError: mpi4py, an MPI library or Gloo is missing; says what to install.
-        RendezvousError: a rank (named) did not come in time, two claim one rank, sizes differ,
-            the path cannot be used, MPI does not know of the ranks that mpirun started, or this
-            would be a world of one among processes that were started as several.
+        RendezvousError: a rank (named) did not come in time, two claim one rank, sizes or secrets
+            differ, the path cannot be used, MPI does not know of the ranks that mpirun started, or
+            this would be a world of one among processes that were started as several.
         PeerLostError: a rank died while ranks were connecting.
         OSError: the process may open no more files; or TRACE_DIR is relative to a working directory
             that was removed, and nothing was created.
@@ -266,7 +267,7 @@ def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactor
     if host is not None and port is not None:
         from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 
-        return lambda: TcpStore(host, port, rank, size, timeout)
+        return lambda: TcpStore(host, port, rank, size, timeout, found.local_size == size)
     if found.launcher in ("openmpi", "pmi", "mvapich"):
         return lambda: MpiStore(timeout)
     raise RendezvousError(
@@ -302,9 +303,12 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
 
 def _connect(store: Store, settings: Settings) -> World:
     cores = " ".join(map(str, os.sched_getaffinity(0)))
-    mine = b"\n".join([host_identity(), new_job().encode(), cores.encode()])
-    told = [card.split(b"\n") for card in store.exchange(mine)]
-    local_rank, local_size = local_place(store.rank, [host for host, _, _ in told])
+    mine = (host_identity(), new_job().encode(), cores.encode(), nonce().hex().encode())
+    cards = store.exchange(b"\n".join(mine))
+    # Also where the exchange can be overheard, nobody without the secret can make this key.
+    settings = dataclasses.replace(settings, job_key=proof(store.secret, *cards))
+    told = [card.split(b"\n") for card in cards]
+    local_rank, local_size = local_place(store.rank, [card[0] for card in told])
     connection = connect(store, settings)
     if connection.problem and store.rank == 0:
         _log.warning("using Gloo instead of shared memory, slower: %s", connection.problem)
@@ -312,7 +316,7 @@ def _connect(store: Store, settings: Settings) -> World:
     group = ProcessGroup(connection.backend, None, _joiner(rule, settings))
     _join_gpus_at_once(group, settings)
     job = told[0][1].decode()  # rank 0's name for it
-    near = [{*map(int, cores.split())} for host, _, cores in told if host == told[store.rank][0]]
+    near = [{*map(int, c.split())} for host, _, c, _ in told if host == told[store.rank][0]]
     threads = fair_share(local_rank, near) if local_size > 1 else 0
     return World(group, local_rank, local_size, connection.why, rule, job, threads)
 

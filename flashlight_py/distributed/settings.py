@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Settings:
     """What a user may set. Values may be strings, as flashlight's are; times are in seconds.
 
     ``checks``: ranks of several hosts compare what they call, unless the environment says no.
+    ``job_key``: what the ranks have agreed on when they met, and nobody else knows.
     """
 
     file_path: str | None = None
@@ -41,6 +42,7 @@ class Settings:
     checks: bool = True
     trace_dir: str | None = None
     joining: float = 0.0  # how long that may take, where it is longer than the timeout
+    job_key: bytes = field(default=b"", repr=False)
 
     @property
     def joining_seconds(self) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from flashlight_py._version import __version__
-from flashlight_py.doctor import built, folder, gpu, memory, mpi, network, running
+from flashlight_py.doctor import built, folder, gpu, memory, mpi, network, running, secret
 from flashlight_py.doctor.finding import Finding, State, table
 
 __all__ = ["main"]
@@ -56,6 +56,7 @@ def _sections(
 def _host(interface: str) -> Iterator[Finding]:
     yield from memory.look()
     yield from network.look(interface)
+    yield from secret.look()
 
 
 def _width() -> int:

@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from flashlight_py.launch.environs import environ_of
+from flashlight_py.launch.environs import LISTENER, environ_of
 from flashlight_py.launch.feeds import Feed
 from flashlight_py.launch.front import run_behind
 from flashlight_py.launch.loop import Loop
@@ -24,6 +24,8 @@ from flashlight_py.launch.writing import write_whole
 __all__ = ["Agent", "main"]
 
 _IN, _OUT = 0, 1
+# How many ranks may knock before rank 0 answers; who finds no room is let in a second later.
+_BACKLOG = 1024
 
 
 class Agent:
@@ -41,12 +43,11 @@ class Agent:
 
     def run(self) -> None:
         """Work until it is time to leave; then end what is left of the ranks."""
-        with socket.socket() as reserved:
-            # The port is ours as long as this socket has it, and rank 0 may listen there all the
-            # same: two sockets that both allow it share a port of which none listens yet.
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reserved.bind(("", 0))
-            self._tell("hello", os.uname().nodename, _address(), reserved.getsockname()[1])
+        address = _address()
+        # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
+        with _listener_at(address) as self._listener:
+            port = self._listener.getsockname()[1]
+            self._tell("hello", os.uname().nodename, address, port)
             while not self._is_leaving:
                 self._loop.once()
             self._tell("stuck", self._ranks.finish(self._grace))
@@ -64,14 +65,20 @@ class Agent:
             is_first = place.rank == 0 and task["has_input"]
             if is_first:
                 self._feed = Feed(self._loop, lambda: self._tell("more"))
+            listener, meeting = [], task["meeting"]
+            if place.rank == 0 and "MASTER_PORT" in meeting:
+                listener = [self._listener.fileno()]
+                meeting = {**meeting, LISTENER: str(listener[0])}
             self._ranks.start(
                 place.rank,
                 task["program"],
-                environ_of(environ, place, task["size"], task["restarts"], task["meeting"]),
+                environ_of(environ, place, task["size"], task["restarts"], meeting),
                 self._feed.theirs if is_first and self._feed else None,
+                listener,
             )
             if is_first and self._feed:
                 self._feed.begin()
+        self._listener.close()  # it is rank 0's alone, and ends with it
 
     def _do_signal(self, number: int) -> None:
         self._ranks.signal(number)
@@ -105,6 +112,13 @@ def _address() -> str:
         probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737); nothing is sent
         return str(probe.getsockname()[0])
     return ""
+
+
+def _listener_at(address: str) -> socket.socket:
+    """Return a socket that listens at ``address``, or at all of this host's if it is empty."""
+    both = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
 
 
 def main() -> int:

@@ -10,10 +10,13 @@ from contextlib import suppress
 from flashlight_py.cores import thread_variables, usable_cores
 from flashlight_py.launch.plan import Place
 
-__all__ = ["environ_of", "input_for_rank_0"]
+__all__ = ["LISTENER", "SECRET", "environ_of", "input_for_rank_0"]
+
+LISTENER, SECRET = "FLASHLIGHT_LISTENER", "FLASHLIGHT_SECRET"
+"""Environment variables: the descriptor at which rank 0 listens, and what ranks prove to know."""
 
 # Where ranks meet if not told by this launcher; what an outer launch says must not reach a rank.
-_MEETINGS = ("FLASHLIGHT_FILE", "MASTER_ADDR", "MASTER_PORT")
+_MEETINGS = ("FLASHLIGHT_FILE", "MASTER_ADDR", "MASTER_PORT", LISTENER, SECRET)
 
 
 def environ_of(

@@ -39,9 +39,14 @@ class Ranks:
         self._pipes: dict[Source, int] = {}
 
     def start(
-        self, rank: int, command: Sequence[str], environ: Mapping[str, str], stdin: int | None
+        self,
+        rank: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        stdin: int | None,
+        descriptors: Sequence[int] = (),
     ) -> None:
-        """Start ``rank``; ``stdin`` is a descriptor, None: nothing to read.
+        """Start ``rank``; ``stdin`` is a descriptor, None: nothing to read; it inherits the others.
 
         Raises:
             OSError: the program cannot be started.
@@ -56,6 +61,7 @@ class Ranks:
                 stdout=theirs[0],
                 stderr=theirs[1],
                 start_new_session=True,
+                pass_fds=descriptors,
                 # Nothing is unsafe about it: the launcher has one thread.
                 preexec_fn=lambda: kernel.die_with_parent(me),  # noqa: PLW1509
             )

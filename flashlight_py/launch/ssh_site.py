@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashlight_py.launch.attempt import Attempt
+from flashlight_py.launch.environs import SECRET
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.feeds import Supply
 from flashlight_py.launch.loop import Loop
@@ -135,7 +136,12 @@ class SshTeam:
             return {"FLASHLIGHT_FILE": f"{self._options.rdzv}.{secrets.token_hex(8)}"}
         assert self._first.hello is not None
         _, address, port = self._first.hello
-        return {"MASTER_ADDR": address or self._first.name, "MASTER_PORT": str(port)}
+        return {
+            "MASTER_ADDR": address or self._first.name,
+            "MASTER_PORT": str(port),
+            # It travels inside ssh, and never in a command line, which every user can read.
+            SECRET: secrets.token_hex(32),
+        }
 
     def _task(self, here: Sequence[Place], meeting: Mapping[str, str]) -> dict[str, Any]:
         chosen = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - another user may not read the files of this Python
 import gc
 import itertools
 import json
@@ -17,9 +18,10 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
+import flashlight_py.distributed.rendezvous.tcp_store
 from tests.chaos.verbs import VERBS
 
-__all__ = ["EXIT_CODE", "PARTS", "report"]
+__all__ = ["EXIT_CODE", "PARTS", "Trap", "report"]
 
 Plan = dict[str, Any]
 EXIT_CODE = 7
@@ -40,6 +42,9 @@ def join(plan: Plan) -> None:
     os.environ.update(plan["env"])
     if plan["init"] == "mpi":
         fl.distributed_init(fl.DistributedInit.MPI, params=plan["params"])
+        return
+    if plan["init"] == "env":
+        fl.distributed_init(fl.DistributedInit.ENV, params=plan["params"])
         return
     params = {"FILE_PATH": plan["path"], **plan["params"]}
     fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, plan["rank"], plan["size"], params)
@@ -122,6 +127,25 @@ def compute(plan: Plan) -> None:
     report(plan, "computed", calls=calls, created=created)
 
 
+class Trap:
+    """Unpickled, it makes the folder ``path``."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (self.path,)
+
+
+def give(plan: Plan) -> None:
+    """Join, and exchange an object with the others, which is a trap where the plan says so."""
+    restrict(plan)
+    join(plan)
+    fl.all_gather_object(Trap(plan["trap"]) if "trap" in plan else None)
+    fl.distributed_shutdown()
+    report(plan, "computed")
+
+
 def restrict(plan: Plan) -> list[tuple[str, int, int | None]]:
     """Become the user, with the limits, of the plan; return what records the files created."""
     created: list[tuple[str, int, int | None]] = []
@@ -177,4 +201,6 @@ def holdings() -> dict[str, int]:
     return {"memory": memory, "threads": threads, "descriptors": len(os.listdir("/proc/self/fd"))}
 
 
-PARTS: dict[str, Callable[[Plan], None]] = {"endure": endure, "compute": compute, "cycle": cycle}
+PARTS: dict[str, Callable[[Plan], None]] = {
+    **{"endure": endure, "compute": compute, "cycle": cycle, "give": give},
+}

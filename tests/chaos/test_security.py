@@ -16,6 +16,7 @@ from flashlight_py.distributed.hosts import address_to_bind
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from tests.chaos import wire
+from tests.chaos.rank import Trap
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 
 NOBODY = 65534
@@ -101,16 +102,6 @@ def test_two_users_do_not_meet(ranks: Ranks, tmp_path: Path, public: Path) -> No
     assert left <= {"nobody"}, "rank 0 may not have been able to remove what is another's"
 
 
-class Trap:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (self.path,)
-
-
 def test_nothing_is_unpickled_from_a_file_of_the_rendezvous(ranks: Ranks, tmp_path: Path) -> None:
     trap = pickle.dumps(Trap(str(tmp_path / "sprung")))
     run = "0123456789abcdef"
@@ -118,6 +109,31 @@ def test_nothing_is_unpickled_from_a_file_of_the_rendezvous(ranks: Ranks, tmp_pa
         (tmp_path / f"meeting.{kind}").write_bytes(trap)
     assert all(rank.await_event("ended")["code"] == 0 for rank in start(ranks, tmp_path, "auto"))
     assert sorted(os.listdir(tmp_path)) == ["log"]
+
+
+@as_root
+def test_a_stranger_does_not_join_at_the_port_and_his_pickle_is_not_run(
+    ranks: Ranks, tmp_path: Path, public: Path
+) -> None:
+    """Another user of this machine claims a rank of root's job, and then the right one comes."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"TMPDIR": str(public), "XDG_RUNTIME_DIR": ""}
+    params = {"TIMEOUT": 20.0, "BACKEND": "gloo"}
+    plan = {"part": "give", "init": "env", "size": 2, "log": str(tmp_path / "log")}
+
+    def start(rank: int, **more: Any) -> Rank:
+        return ranks.start(rank, env={**common, "RANK": str(rank)}, params=params, **plan, **more)
+
+    host = start(0)
+    stranger = start(1, uid=NOBODY, trap=str(public / "sprung"))
+    assert stranger.await_event("ended")["code"] == 1
+    assert "computed" not in stranger.events
+    for rank in (host, start(1)):
+        assert rank.await_event("ended")["code"] == 0, (tmp_path / "log").read_text()
+    assert "the secrets differ" in (tmp_path / "log").read_text()
+    assert not (public / "sprung").exists()
 
 
 def test_no_file_of_the_rendezvous_knows_pickle() -> None:

@@ -49,14 +49,16 @@ def _socket_inodes(pid: int) -> Iterator[str]:
 
 
 def blobs(draw: random.Random, count: int) -> Iterator[bytes]:
-    """Yield what a stranger may send: noise, zeros, other protocols, and ours with a fault."""
+    """Yield what a stranger may send: noise, zeros, other protocols, JSON, ours with a fault."""
     for _ in range(count):
         noise = draw.randbytes(draw.choice((1, 7, 8, 9, 64, 5000)))
-        kind, length = draw.randrange(10), draw.choice((0, 4, len(noise), 1 << 20, 1 << 62))
+        kind, length = draw.randrange(12), draw.choice((0, 4, len(noise), 1 << 20, 1 << 62))
         yield draw.choice(
             (
                 noise,
                 bytes(draw.choice((1, 8, 100))),
+                draw.choice((b"[", b'{"a":')) * draw.choice((1, 100_000)),
+                b'"\\ud800"',
                 b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
                 GREETING.pack(b"FLrv", draw.choice((0, 1, 2)), kind, length) + noise,
                 struct.pack("=q", draw.randrange(8)) + noise,  # how a peer of Gloo's begins

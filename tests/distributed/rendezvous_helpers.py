@@ -72,8 +72,8 @@ class Ranks:
     def __init__(
         self, worker: str = "tests.distributed.rendezvous_worker", **defaults: Any
     ) -> None:
-        self._defaults = {"store": "file", "timeout": 20.0, "lengths": [3, 0, 5], **defaults}
-        self._ranks: list[Rank] = []
+        self.defaults = {"store": "file", "timeout": 20.0, "lengths": [3, 0, 5], **defaults}
+        self.all: list[Rank] = []
         self._buffer = b""
         self._process = subprocess.Popen(
             [sys.executable, "-m", worker],
@@ -90,10 +90,10 @@ class Ranks:
 
     def start(self, rank: int, size: int, **plan: Any) -> Rank:
         """Start ``rank`` of ``size``; ``plan`` adds to or replaces the defaults."""
-        plan = {**self._defaults, "rank": rank, "size": size, "id": len(self._ranks), **plan}
+        plan = {**self.defaults, "rank": rank, "size": size, "id": len(self.all), **plan}
         plan["path"] = str(plan.get("path", ""))
         handle = Rank(self, plan)
-        self._ranks.append(handle)
+        self.all.append(handle)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(plan).encode() + b"\n")
         self._process.stdin.flush()
@@ -128,7 +128,7 @@ class Ranks:
         *lines, self._buffer = (self._buffer + read).split(b"\n")
         for line in lines:
             event = json.loads(line)
-            self._ranks[event["id"]].events[event["event"]] = event
+            self.all[event["id"]].events[event["event"]] = event
 
     def close(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)

@@ -7,6 +7,7 @@ Forking spares each of the many ranks in these tests the start of an interpreter
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401 - another user may not read the files of this Python
 import json
 import os
 import signal
@@ -92,6 +93,7 @@ def reporting_errors(plan: Plan) -> Iterator[None]:
 
 def run_rank(plan: Plan) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(plan.get("env", {}))
     if "uid" in plan:
         os.setuid(plan["uid"])
     if "die_before" in plan:

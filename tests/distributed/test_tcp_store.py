@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -197,6 +198,27 @@ def test_only_the_master_address_is_bound(port: int) -> None:
             other.bind(("127.0.0.2", port))
     finally:
         store.close()
+
+
+def test_a_socket_that_was_handed_over_is_used_and_nothing_else_is(
+    port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A process that inherited the variable alone has something else under the number."""
+    with (
+        socket.create_server(("127.0.0.1", port)) as handed,
+        socket.create_server(("127.0.0.1", 0)) as other,
+        (tmp_path / "file").open("w") as file,
+        socket.socket() as fresh,
+    ):
+        for number in (other.fileno(), file.fileno(), fresh.fileno(), 9999, "x"):
+            monkeypatch.setenv("FLASHLIGHT_LISTENER", str(number))
+            with pytest.raises(RendezvousError, match="port is in use"):
+                TcpStore("127.0.0.1", port, 0, 2, 1.0)
+        handed.set_inheritable(True)
+        monkeypatch.setenv("FLASHLIGHT_LISTENER", str(handed.fileno()))
+        for _ in range(2):
+            TcpStore("127.0.0.1", port, 0, 2, 1.0).close()
+        assert not handed.get_inheritable()
 
 
 def test_an_address_of_another_host_is_refused(port: int) -> None:

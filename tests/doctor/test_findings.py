@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashlight_py.doctor import folder, gpu, memory, mpi, network, running
+from flashlight_py.doctor import folder, gpu, memory, mpi, network, running, secret
 from flashlight_py.doctor.__main__ import main
 from flashlight_py.doctor.finding import Finding, State, table
 
@@ -37,6 +37,21 @@ def test_names_that_are_the_loopback_are_told() -> None:
 def test_an_interface_that_is_not_there_fails() -> None:
     states = {name: list(network.look(name))[1].state for name in ("lo", "127.0.0.1", "nothing0")}
     assert states == {"lo": State.OK, "127.0.0.1": State.OK, "nothing0": State.FAILED}
+
+
+def test_the_secret_is_told_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_SECRET", "short")
+    (found,) = secret.look()
+    assert (found.state, "short" in found.remedy) == (State.WARNING, False)
+    monkeypatch.setenv("MASTER_SECRET", "a word that is long enough")
+    (found,) = secret.look()
+    assert found == Finding("job secret", State.OK, "from MASTER_SECRET; every rank needs the same")
+    monkeypatch.setenv("MASTER_SECRET", "")
+    assert [each.state for each in secret.look()] == [State.FAILED]
+    monkeypatch.delenv("MASTER_SECRET")
+    (found,) = secret.look()
+    assert found.state is State.OK
+    assert str(Path(os.environ["XDG_RUNTIME_DIR"])) in found.detail
 
 
 def test_the_file_system_is_named(tmp_path: Path) -> None:

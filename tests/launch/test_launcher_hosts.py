@@ -42,6 +42,42 @@ def test_ranks_on_two_hosts_meet_at_a_port_of_their_own(tmp_path: Path, ssh: str
     assert sorted(done.stdout.splitlines()) == ["[0] 0 3 0 typed", "[1] 1 3 1 ", "[2] 2 3 0 "]
 
 
+MEETING_TWICE = """
+import glob, os, pathlib, socket
+import numpy as np
+import flashlight_py as fl
+
+secret, port = os.environ["FLASHLIGHT_SECRET"], int(os.environ["MASTER_PORT"])
+for file in glob.glob("/proc/[0-9]*/cmdline"):
+    try:
+        words = pathlib.Path(file).read_bytes()
+    except OSError:  # it has ended
+        continue
+    assert secret.encode() not in words
+try:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind((os.environ["MASTER_ADDR"], port))
+        print("not kept")
+except OSError:
+    print("kept", len(secret), "FLASHLIGHT_LISTENER" in os.environ)
+for _ in range(2):
+    fl.distributed_init()
+    print(int(fl.all_reduce(np.ones(1))[0]))
+    fl.distributed_shutdown()
+"""
+
+
+def test_rank_0_is_handed_a_port_that_nobody_else_can_take(tmp_path: Path, ssh: str) -> None:
+    """With a secret that no command line shows; and it is theirs for a second start, too."""
+    done = launch("--hosts", "a,b", "--ssh", ssh, write(tmp_path, MEETING_TWICE))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = sorted(done.stdout.splitlines())
+    expected = [("[0] kept 64 True", "[0] 2", "[0] 2"), ("[1] kept 64 False", "[1] 2", "[1] 2")]
+    assert lines == sorted(line for rank in expected for line in rank)
+
+
 def test_input_of_any_size_reaches_rank_0_of_another_host(tmp_path: Path, ssh: str) -> None:
     program = write(tmp_path, "import sys; print(len(sys.stdin.buffer.read()))")
     large = tmp_path / "large"

@@ -20,7 +20,9 @@ from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBacke
 from flashlight_py.distributed.backends.native_calls import call_in_words
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.rendezvous._peers import Peer, this_process
+from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.waiting import Waiting
 from flashlight_py.errors import BackendUnavailableError, CollectiveTimeoutError, PeerLostError
 
 __all__ = ["GlooBackend"]
@@ -34,16 +36,18 @@ class GlooBackend(NativeBackend):
 
     ``host`` is the name or address that the sockets are bound to, or empty: then ``interface``
     names the network interface. ``timeout`` (seconds) bounds an operation, ``joining`` connecting.
+    Both ends of each connection prove that they know ``key``, which is that of the job.
 
     Raises:
         BackendUnavailableError: the native extension or the interface is missing.
-        PeerLostError, CollectiveTimeoutError: a rank could not be connected.
+        PeerLostError, CollectiveTimeoutError: a rank could not be connected, or somebody else came
+            in its place.
     """
 
     path = "Gloo over TCP"
 
     def __init__(
-        self, store: Store, host: str, interface: str, timeout: float, joining: float
+        self, store: Store, host: str, interface: str, timeout: float, joining: float, key: bytes
     ) -> None:
         native = _native.load("gloo")
         super().__init__(native, store, timeout)
@@ -53,7 +57,7 @@ class GlooBackend(NativeBackend):
         self.lib.fl_gloo_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
         self.lib.fl_gloo_on_interrupt(self._group, answer)
         try:
-            self._connect(store)
+            self._connect(store, key)
         except BaseException:
             self.close()
             raise
@@ -77,18 +81,43 @@ class GlooBackend(NativeBackend):
             )
         return self.ffi.gc(group, self.lib.fl_gloo_free)
 
-    def _connect(self, store: Store) -> None:
+    def _connect(self, store: Store, key: bytes) -> None:
         """Give each peer the address that is meant for it, and connect to what they gave."""
         mine = [self._address(peer) for peer in range(self.size)]
-        card = {"peer": this_process().as_record(), "addresses": [a.hex() for a in mine]}
-        cards = [json.loads(text) for text in store.exchange(json.dumps(card).encode())]
+        card = {
+            "peer": this_process().as_record(),
+            "addresses": [a.hex() for a in mine],
+            "nonce": nonce().hex(),
+        }
+        texts = store.exchange(json.dumps(card).encode())
+        cards = [json.loads(text) for text in texts]
         people = {rank: Peer.from_record(card["peer"]) for rank, card in enumerate(cards)}
         addresses = b"".join(bytes.fromhex(card["addresses"][self.rank]) for card in cards)
-        op = self.lib.fl_gloo_connect(self._group, addresses, len(mine[0]), self._joining)
+        op = self.lib.fl_gloo_connect(
+            self._group,
+            addresses,
+            len(mine[0]),
+            self._proofs(proof(key, *texts)),
+            self._joining,
+        )
         work = NativeWork(self, "connect", op, addresses, NOTHING, self._joining)
+        waiting = Waiting(self.rank, "connecting through Gloo")
         while not _has_ended(work, _LOOK_SECONDS):
             self._fail_if_dead(people)
+            awaited = self.lib.fl_gloo_awaited(self._group)
+            waiting.look([self.numbers[awaited]] if awaited >= 0 else [])
         work.wait()
+
+    def _proofs(self, key: bytes) -> bytes:
+        """Return what this rank shows each rank, and what that one must show, by turns.
+
+        ``key`` is of this meeting alone: it is made of the job's and of every rank's nonce.
+        """
+        pairs = [
+            (_proof(key, self.rank, peer), _proof(key, peer, self.rank))
+            for peer in range(self.size)
+        ]
+        return b"".join(mine + theirs for mine, theirs in pairs)
 
     def _fail_if_dead(self, people: Mapping[int, Peer]) -> None:
         """Raise for a rank of this machine that has ended: Gloo would wait until the timeout."""
@@ -149,6 +178,10 @@ class GlooBackend(NativeBackend):
 
     def _close(self, group: Any) -> None:
         self.lib.fl_gloo_close(group)
+
+
+def _proof(key: bytes, source: int, destination: int) -> bytes:
+    return proof(key, b"%d" % source, b"%d" % destination)
 
 
 def _has_ended(work: NativeWork, seconds: float) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from flashlight_py.distributed.rendezvous._file_member import Member, decode, encode
 from flashlight_py.distributed.rendezvous._peers import Peer, name_ranks
 from flashlight_py.distributed.rendezvous._shared_directory import Name, Record, SharedDirectory
+from flashlight_py.distributed.rendezvous.waiting import Waiting
 from flashlight_py.errors import RendezvousError
 
 __all__ = ["Host"]
@@ -33,14 +34,19 @@ class Host(Member):
         self._stale = {name.run for name in self.directory.names(fresh=True)}
         self.run = self.nonce
         self.directory.write(self.name("run"), self.me.as_record())
-        joins: dict[int, Record] = {}
+        waiting = self._waiting()
         for names in self.poll(deadline):
             self.join_announced(names, b"")
             joins = self._joins(names)
-            if len(joins) == self.size - 1:
+            absent = set(range(1, self.size)) - joins.keys()
+            if not absent:
                 return self._publish_members(joins, payload)
+            waiting.look(absent)
         self.last_look()
-        raise self.failure(self._not_joined(set(range(1, self.size)) - joins.keys()))
+        raise self.failure(self._not_joined(absent))
+
+    def _waiting(self) -> Waiting:
+        return Waiting(self.rank, f"rendezvous at {self.directory.path}")
 
     def _not_joined(self, missing: set[int]) -> str:
         died = [
@@ -91,7 +97,7 @@ class Host(Member):
 
     def take_round(self, payload: bytes, deadline: float) -> list[bytes]:
         """Wait for the gift of every rank and publish them."""
-        texts = {0: encode(payload)}
+        texts, waiting = {0: encode(payload)}, self._waiting()
         for names in self.poll(deadline):
             self._answer_strangers(names)
             absent = set(range(self.size)) - texts.keys()
@@ -103,6 +109,7 @@ class Host(Member):
             if not absent:
                 return self._publish_round([texts[rank] for rank in range(self.size)])
             self.fail_if_dead(absent)
+            waiting.look(absent)
         raise self.failure(self.absent(absent))
 
     def _publish_round(self, payloads: list[str]) -> list[bytes]:

@@ -156,7 +156,7 @@ class SharedDirectory:
             record = json.loads(self._content(name))
         except OSError as error:
             raise _UnfitError(f"cannot be opened ({error.strerror})") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # what is nested too deeply
             raise _UnfitError("is truncated or none of ours") from error
         version = record.get("version") if isinstance(record, dict) else None
         if version != VERSION:

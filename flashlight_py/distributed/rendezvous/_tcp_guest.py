@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 
 from flashlight_py.distributed.rendezvous._peers import have_not_come, this_process
+from flashlight_py.distributed.rendezvous._tcp_greeting import Greeting, Handshake
 from flashlight_py.distributed.rendezvous._tcp_wire import (
     Connection,
     Kind,
@@ -14,6 +14,7 @@ from flashlight_py.distributed.rendezvous._tcp_wire import (
     WireError,
     split_payloads,
 )
+from flashlight_py.distributed.rendezvous.secret import REMEDY, Secret, nonce
 from flashlight_py.errors import RendezvousError
 
 __all__ = ["TcpGuest"]
@@ -28,7 +29,10 @@ _ANSWER = 2.0
 class TcpGuest:
     """A rank that connects to rank 0, in its first exchange."""
 
-    def __init__(self, host: str, port: int, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self, host: str, port: int, rank: int, size: int, timeout: float, secret: Secret
+    ) -> None:
+        self._secret = secret
         self._address, self.rank, self.size, self._timeout = (host, port), rank, size, timeout
         self._connection: Connection | None = None
         self._round = 0
@@ -84,19 +88,44 @@ class TcpGuest:
     def _greet(self, deadline: float) -> Connection | None:
         """Return a connection to a rank 0 that welcomes us; None if it hung up or was silent."""
         timeout = min(_LONGEST_CONNECT, max(0.001, deadline - time.monotonic()))
-        connection = Connection(socket.create_connection(self._address, timeout))
-        greeting = {"rank": self.rank, "size": self.size, "peer": this_process().as_record()}
+        wire = socket.create_connection(self._address, timeout)
+        connection = Connection(wire, wire.getpeername())
+        is_welcome = False
         try:
-            is_sent = connection.send(Kind.HELLO, json.dumps(greeting).encode(), deadline)
-            message = self._await_any(connection, deadline) if is_sent else None
-        except BaseException:
-            connection.close()
-            raise
-        if message is None:
-            connection.close()
-            return None
+            is_welcome = self._shake_hands(connection, deadline)
+        finally:
+            if not is_welcome:
+                connection.close()
+        return connection if is_welcome else None
+
+    def _shake_hands(self, connection: Connection, deadline: float) -> bool:
+        """Prove that we know the secret, and have it proven; False if nobody answers."""
+        mine = nonce()
+        challenge = self._ask(connection, Kind.HELLO, mine, deadline)
+        if challenge is None:
+            return False
+        if challenge.kind is not Kind.CHALLENGE or not Handshake.is_nonce(challenge.body):
+            raise self.error("another program listens there; choose another MASTER_PORT")
+        handshake = Handshake(self._secret.key(connection.address), mine, challenge.body)
+        greeting = Greeting(self.rank, self.size, this_process()).pack()
+        welcome = self._ask(connection, Kind.PROOF, handshake.of_guest(greeting), deadline)
+        if welcome is None:
+            return False
+        if welcome.kind is not Kind.WELCOME or not handshake.check_host(welcome.body):
+            mine_is = f"is from {self._secret.source}" if handshake.key else "is missing"
+            raise self.error(
+                f"the secrets differ: who listens there, as rank 0, does not know the secret of "
+                f"this process, which {mine_is}; {REMEDY}"
+            )
         connection.trust()
-        return connection
+        return True
+
+    def _ask(
+        self, connection: Connection, kind: Kind, body: bytes, deadline: float
+    ) -> Message | None:
+        """Send a message and return the answer; None if there is none."""
+        is_sent = connection.send(kind, body, deadline)
+        return self._await_any(connection, deadline) if is_sent else None
 
     # Messages ---------------------------------------------------------------------------------
 

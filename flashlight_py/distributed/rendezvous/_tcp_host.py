@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-import json
-import os
+import logging
 import selectors
 import socket
 import time
@@ -16,6 +15,9 @@ from flashlight_py.distributed.rendezvous._peers import (
     name_ranks,
     this_process,
 )
+from flashlight_py.distributed.rendezvous._tcp_greeting import Greeting
+from flashlight_py.distributed.rendezvous._tcp_listener import CannotListenError, listen
+from flashlight_py.distributed.rendezvous._tcp_strangers import SecretsDifferError, Strangers
 from flashlight_py.distributed.rendezvous._tcp_wire import (
     Connection,
     Kind,
@@ -23,6 +25,8 @@ from flashlight_py.distributed.rendezvous._tcp_wire import (
     WireError,
     join_payloads,
 )
+from flashlight_py.distributed.rendezvous.secret import REMEDY, Secret
+from flashlight_py.distributed.rendezvous.waiting import Waiting
 from flashlight_py.errors import RendezvousError
 
 __all__ = ["TcpHost"]
@@ -31,6 +35,8 @@ __all__ = ["TcpHost"]
 _FAREWELL = 2.0
 # Connections that have not greeted yet, beyond one per rank; more are a flood.
 _SPARE_STRANGERS = 64
+
+_log = logging.getLogger("flashlight_py")
 
 
 class TcpHost:
@@ -42,13 +48,18 @@ class TcpHost:
         RendezvousError: the address is not one of this host's, or the port is in use.
     """
 
-    def __init__(self, host: str, port: int, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self, host: str, port: int, rank: int, size: int, timeout: float, secret: Secret
+    ) -> None:
         self._place, self.rank, self.size, self._timeout = f"{host}:{port}", rank, size, timeout
         self._me = this_process()
-        self._listener = self._listen(host, port)
+        try:
+            self._listener = listen(host, port, size + _SPARE_STRANGERS)
+        except CannotListenError as error:
+            raise self.error(str(error)) from error
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._strangers: list[Connection] = []
+        self._strangers = Strangers(secret, self._place)
         self._members: dict[int, Connection] = {}
         self._people: dict[int, Peer] = {rank: self._me}
         self._round = 0
@@ -62,31 +73,18 @@ class TcpHost:
     def _is_complete(self) -> bool:
         return self._round > 0
 
-    def _listen(self, host: str, port: int) -> socket.socket:
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM
-            )[0]
-            listener = socket.socket(family, kind, protocol)
-        except OSError as error:
-            raise self.error(f"cannot resolve MASTER_ADDR: {error}") from error
-        # Without it the port of a run that has just ended would stay blocked for a minute.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-            listener.listen(self.size + _SPARE_STRANGERS)
-        except OSError as error:
-            listener.close()
-            raise self.error(_explain_bind(error)) from error
-        return listener
-
     def exchange(self, payload: bytes) -> list[bytes]:
         """Gather a payload of every rank, in rank order."""
         deadline = time.monotonic() + self._timeout
+        waiting = Waiting(self.rank, f"rendezvous at {self._place}")
         while absent := self._absent():
-            if not self._serve(deadline):
+            is_over = not self._serve(waiting.until(deadline)) and time.monotonic() >= deadline
+            if is_over and (absent := self._absent()):
                 raise self.failure(self._not_come(absent))
+            waiting.look(absent)
         self._round += 1
+        if self._round == 1:
+            self._warn_if_open()
         payloads = [payload, *(self._take_payload(rank) for rank in range(1, self.size))]
         body = join_payloads(payloads)
         # Whoever cannot be reached any more is noticed when the next thing is awaited from it.
@@ -110,42 +108,63 @@ class TcpHost:
         return (
             f"{have_not_come(absent, self.size, self._timeout)}; see whether they were started "
             "with the same MASTER_ADDR and MASTER_PORT and can reach that address"
+            f"{self._strangers.turned_away()}"
         )
+
+    def _warn_if_open(self) -> None:
+        """Say, once, that nothing keeps strangers out."""
+        unproven = [rank for rank, member in self._members.items() if member.is_unproven()]
+        if unproven:
+            _log.warning(
+                "%s joined from another host, and this job has no secret: whoever can reach %s "
+                "could have joined, and had this program run what it sends; %s",
+                name_ranks(unproven),
+                self._place,
+                REMEDY,
+            )
 
     # Serving ----------------------------------------------------------------------------------
 
     def _serve(self, deadline: float) -> bool:
-        """Deal with what has come; wait for something if need be. False: nothing came in time."""
-        ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+        """Deal with what has come; wait for something if need be. False: time is up."""
+        seconds = deadline - time.monotonic()
+        # Strangers who never cease must not put off the end.
+        return self._serve_ready(max(0.0, seconds)) and seconds > 0
+
+    def _serve_ready(self, seconds: float) -> bool:
+        """Deal with what comes within ``seconds``; False: nothing has."""
+        ready = self._selector.select(seconds)
         for key, _ in ready:
             if key.fileobj is self._listener:
                 self._accept()
-            else:
+            elif not key.data.is_closed():  # by what came from another one
                 self._receive(key.data)
         return bool(ready)
 
     def _accept(self) -> None:
         self._listener.setblocking(False)
         try:
-            wire, _ = self._listener.accept()
-        except OSError:
-            return  # whoever it was has gone again
-        connection = Connection(wire)
+            wire, address = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and self._strangers.here:
+                self._drop(self._strangers.here[0])
+            return  # whoever it was has gone again, or is still there at the next look
+        connection = Connection(wire, address)
         self._selector.register(wire, selectors.EVENT_READ, connection)
-        self._strangers.append(connection)
-        if len(self._strangers) > self.size + _SPARE_STRANGERS:
-            self._drop(self._strangers[0])
+        self._strangers.here.append(connection)
+        if len(self._strangers.here) > self.size + _SPARE_STRANGERS:
+            self._drop(self._strangers.here[0])
 
     def _receive(self, connection: Connection) -> None:
         try:
             connection.receive(0.0)
-        except WireError:
+            if connection in self._strangers.here:
+                self._greet(connection)
+        except WireError as error:
+            host = connection.address[0]
+            _log.info("rendezvous at %s: dropped a connection of %s: %s", self._place, host, error)
             self._drop(connection)
             return
-        if connection in self._strangers:
-            self._greet(connection)
-            if connection.is_closed():
-                return
         rank = self._rank_of(connection)
         if rank is not None and not self._verdict:
             self._heed(rank, connection)
@@ -153,16 +172,18 @@ class TcpHost:
             self._end(connection)
 
     def _greet(self, connection: Connection) -> None:
-        """Make a stranger a member if it says who it is; drop it without a word otherwise."""
-        if not connection.inbox:
+        """Make a stranger a member once it has proven to be one."""
+        try:
+            greeting = self._strangers.hear(connection)
+        except SecretsDifferError as error:
+            if not self._is_complete and not self._verdict:
+                raise self._disagreement(str(error), error.rank, connection) from error
             return
-        kind, body = connection.inbox.popleft()
-        greeting = _parse(body) if kind is Kind.HELLO else None
-        if greeting is None:
-            self._drop(connection)
-            return
+        if greeting is not None:
+            self._admit(connection, greeting)
+
+    def _admit(self, connection: Connection, greeting: Greeting) -> None:
         rank, size, peer = greeting
-        self._strangers.remove(connection)
         if self._verdict:
             connection.send(Kind.FAILURE, self._verdict.encode(), time.monotonic() + _FAREWELL)
             self._told.add(rank)
@@ -173,8 +194,7 @@ class TcpHost:
             self._answer_second(connection, rank, peer)
             return
         self._members[rank], self._people[rank] = connection, peer
-        connection.trust()
-        connection.send(Kind.WELCOME, b"", time.monotonic() + _FAREWELL)
+        connection.welcome(time.monotonic() + _FAREWELL)
 
     def _check_size(self, connection: Connection, rank: int, size: int, peer: Peer) -> None:
         if size != self.size:
@@ -191,9 +211,8 @@ class TcpHost:
             reason = f"{claim}; give every process a rank of its own"
             raise self._disagreement(reason, rank, connection)
         reason = f"{claim}; the run with the first one is under way"
-        connection.send(Kind.FAILURE, reason.encode(), time.monotonic() + _FAREWELL)
-        self._selector.unregister(connection.wire)
-        _part(connection, time.monotonic() + _FAREWELL)
+        self._strangers.here.append(connection)
+        self._strangers.refuse(connection, Kind.FAILURE, reason.encode())
 
     def _heed(self, rank: int, connection: Connection) -> None:
         """Act on a member's messages other than payloads, which stay in its inbox.
@@ -230,8 +249,8 @@ class TcpHost:
         rank = self._rank_of(connection)
         if rank is not None:
             del self._members[rank]
-        elif connection in self._strangers:
-            self._strangers.remove(connection)
+        elif connection in self._strangers.here:
+            self._strangers.here.remove(connection)
         if connection.wire in self._selector.get_map():
             self._selector.unregister(connection.wire)
         connection.close()
@@ -256,7 +275,7 @@ class TcpHost:
         with suppress(RendezvousError):
             # Take in who has come since: a second failure is no news.
             until = time.monotonic() + _FAREWELL
-            while time.monotonic() < until and self._serve(0.0):
+            while time.monotonic() < until and self._serve_ready(0.0):
                 pass
         self._tell_failure(reason, set())
 
@@ -292,38 +311,12 @@ class TcpHost:
     def _close(self) -> None:
         self._selector.close()
         self._listener.close()
-        for connection in (*self._members.values(), *self._strangers):
+        for connection in (*self._members.values(), *self._strangers.here):
             connection.close()
 
     def error(self, reason: str) -> RendezvousError:
         where = f"rendezvous at {self._place}, rank {self.rank} of {self.size}"
         return RendezvousError(f"{where}: {reason}")
-
-
-def _explain_bind(error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            "the port is in use, by another program or by a second rank 0; "
-            "choose another MASTER_PORT for every rank"
-        )
-    if error.errno == errno.EADDRNOTAVAIL:
-        return (
-            "MASTER_ADDR is no address of this host, where rank 0 runs; "
-            "set it to one that the other hosts can reach"
-        )
-    return f"cannot listen: {os.strerror(error.errno or 0)}; choose another MASTER_PORT"
-
-
-def _parse(body: bytes) -> tuple[int, int, Peer] | None:
-    """Read a greeting: (rank, size, process), or None if it is none."""
-    try:
-        greeting = json.loads(body)
-    except ValueError:
-        return None
-    match greeting:
-        case {"rank": int(rank), "size": int(size), "peer": dict(peer)} if 0 <= rank < size:
-            return rank, size, Peer.from_record(peer)
-    return None
 
 
 def _part(connection: Connection, deadline: float) -> None:

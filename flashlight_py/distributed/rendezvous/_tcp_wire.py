@@ -11,15 +11,17 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from flashlight_py.distributed.rendezvous._tcp_greeting import Handshake
 
 __all__ = ["Connection", "Kind", "Message", "WireError", "join_payloads", "split_payloads"]
 
 _MAGIC = b"FLrv"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("!4sHHQ")
 _LENGTH = struct.Struct("!Q")
-# A stranger may claim at most this many bytes; only a greeting comes before it is known.
+# A stranger may claim at most this many bytes; only a handshake comes before it is known.
 _STRANGER_LIMIT = 4096
 _MEMBER_LIMIT = 1 << 40
 
@@ -27,13 +29,16 @@ _MEMBER_LIMIT = 1 << 40
 class Kind(enum.IntEnum):
     """What a message is for."""
 
-    HELLO = 1  # guest: rank, size and process, as JSON
-    WELCOME = 2  # rank 0: the greeting was right
+    HELLO = 1  # guest: its nonce
+    WELCOME = 2  # rank 0: its proof that it knows the secret; the greeting was right
     PAYLOAD = 3  # guest: its payload of the next round
     ROSTER = 4  # rank 0: everybody's payload
     LATE = 5  # guest: my time is up; its body: the round, as decimal text
     FAILURE = 6  # anybody: why this run fails, as text
     GOODBYE = 7  # guest: I leave
+    CHALLENGE = 8  # rank 0: its nonce
+    PROOF = 9  # guest: its proof that it knows the secret, and its greeting
+    SECRET = 10  # rank 0: the proof is none, made with another secret
 
 
 class Message(NamedTuple):
@@ -48,16 +53,29 @@ class WireError(Exception):
 class Connection:
     """One connected socket: whole messages in, whole messages out.
 
-    ``inbox`` holds what has come, ``has_ended`` tells that nothing more will.
+    ``inbox`` holds what has come, ``has_ended`` tells that nothing more will. ``address`` is the
+    other end's, ``here`` our own. ``is_refused``: rank 0 has said its last word to it.
     """
 
-    def __init__(self, wire: socket.socket) -> None:
-        self.wire = wire
+    def __init__(self, wire: socket.socket, address: tuple[Any, ...]) -> None:
+        self.wire, self.address, self.here = wire, address, wire.getsockname()
+        self.handshake: Handshake | None = None
+        self.is_refused = False
         self.inbox: deque[Message] = deque()
         self.has_ended = False
         self._buffer = bytearray()
         self._limit = _STRANGER_LIMIT
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def welcome(self, deadline: float) -> None:
+        """Make a guest whose proof was right a member, and prove that we are rank 0."""
+        assert self.handshake is not None
+        self.trust()
+        self.send(Kind.WELCOME, self.handshake.of_host(), deadline)
+
+    def is_unproven(self) -> bool:
+        """Tell whether this is a guest whose proof anybody could have made: there is no secret."""
+        return self.handshake is not None and not self.handshake.key
 
     def trust(self) -> None:
         """Accept long messages from now on."""

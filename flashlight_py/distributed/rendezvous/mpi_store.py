@@ -14,6 +14,7 @@ import numpy as np
 from flashlight_py.distributed.rendezvous._peers import have_not_come
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
 from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.waiting import Waiting
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 
 __all__ = ["MpiStore", "check_world", "load_mpi"]
@@ -110,10 +111,12 @@ class MpiStore(Store):
         got = {self.rank: bytes(payload)}
         sends = self._send(payload, _PAYLOAD)
         deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        waiting = Waiting(self.rank, "rendezvous by MPI")
         while len(got) < self.size or not self._mpi.Request.Testall(sends):
             if not self._receive(got):
                 self._check_farewell()
                 self._check_deadline(deadline, got)
+                waiting.look(set(range(self.size)) - got.keys())
                 # MPI offers nothing to wait for "a message of any of two kinds" with a timeout.
                 time.sleep(_PAUSE)
         return [got[rank] for rank in range(self.size)]

@@ -16,6 +16,7 @@ class Store(abc.ABC):
     ``people`` says which process each rank is, for messages; empty where they do not know yet.
     ``numbers`` are the ranks' among ``total``, where these are part of a larger whole. ``spaces``
     tell which of them see each other's processes; an empty text: not known.
+    ``secret`` is what all ranks knew beforehand and no exchange shows; empty where there is none.
     """
 
     rank: int
@@ -24,6 +25,7 @@ class Store(abc.ABC):
     numbers: Sequence[int] = ()
     total: int = 0
     spaces: Sequence[str] = ("",)
+    secret: bytes = b""
 
     @abc.abstractmethod
     def exchange(self, payload: bytes) -> list[bytes]:

@@ -1,9 +1,9 @@
 """Ranks meet at a TCP port of rank 0, as MASTER_ADDR and MASTER_PORT say.
 
 Rank 0 listens on that address alone, and the others connect, again and again until it is there.
-A greeting tells rank and world size; what does not greet so is dropped without an answer, and
-nothing that comes is unpickled. Who can reach the port and knows the protocol can take part:
-like every MASTER_PORT, it belongs into a network of one's own.
+Both sides prove that they know the job's secret, which never travels; then a greeting tells rank
+and world size. Whatever else comes is dropped without an answer, and nothing is unpickled. Between
+hosts, a job that was given no secret has none: then whoever can reach the port can take part.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from flashlight_py.distributed.rendezvous._peers import check_member
 from flashlight_py.distributed.rendezvous._tcp_guest import TcpGuest
 from flashlight_py.distributed.rendezvous._tcp_host import TcpHost
+from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import RendezvousError
 
@@ -20,19 +21,33 @@ __all__ = ["TcpStore"]
 class TcpStore(Store):
     """A store at ``host``:``port``, an address of rank 0; ``timeout`` seconds per exchange.
 
+    ``one_host``: all ranks are known to be on one host, so that they know the user's secret where
+    the job was given none.
+
     Raises:
         ValueError: ``rank``, ``size``, ``timeout`` or ``port`` make no sense.
         RendezvousError: on rank 0, when it cannot listen there: the port is in use, or the
-            address is not one of its host's.
+            address is not one of its host's. On every rank, when there is no secret and no
+            place for one.
     """
 
-    def __init__(self, host: str, port: int, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        size: int,
+        timeout: float,
+        one_host: bool = False,
+    ) -> None:
         check_member(rank, size, timeout)
         if not 0 < port < 65536:
             raise ValueError(f"the port must be in [1, 65535], got {port}")
         self.rank, self.size = rank, size
+        secret = Secret.find(one_host)
+        self.secret = secret.common
         role = TcpHost if rank == 0 and size > 1 else TcpGuest
-        self._member: TcpHost | TcpGuest = role(host, port, rank, size, timeout)
+        self._member: TcpHost | TcpGuest = role(host, port, rank, size, timeout, secret)
         self._has_ended = False
 
     def exchange(self, payload: bytes) -> list[bytes]:

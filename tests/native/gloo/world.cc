@@ -25,7 +25,9 @@ std::vector<char> Rank::addresses() {
 }
 
 void Rank::connect(const std::vector<char>& addresses) {
-  check_ok(fl_gloo_connect(group_, addresses.data(), addresses.size() / size, 60), "connect");
+  const std::vector<char> proofs(2 * size * FL_PROOF_BYTES);  // the same of all ranks
+  check_ok(fl_gloo_connect(group_, addresses.data(), addresses.size() / size, proofs.data(), 60),
+           "connect");
 }
 
 void Rank::close() {

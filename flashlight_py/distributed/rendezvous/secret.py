@@ -1,0 +1,166 @@
+"""What a process must know to take part in a job, and how two processes prove it to each other.
+
+A job's secret is what its environment says: FLASHLIGHT_SECRET, which launchers set, or
+MASTER_SECRET. Without one, processes of one host have the user's: a file that nobody else may read.
+Processes of several hosts have none in common then, and whoever reaches rank 0's port can join.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import stat
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flashlight_py.errors import RendezvousError
+
+__all__ = ["FILE_NAME", "NONCE_BYTES", "REMEDY", "Secret", "folder", "nonce", "proof"]
+
+VARIABLES = ("FLASHLIGHT_SECRET", "MASTER_SECRET")
+NONCE_BYTES = 32
+FILE_NAME = "flashlight-secret"
+REMEDY = (
+    "start every rank with the same MASTER_SECRET in its environment, for example from "
+    "MASTER_SECRET=$(openssl rand -hex 32)"
+)
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def nonce() -> bytes:
+    """Return fresh random bytes, which the other side's proof must be made of."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def proof(key: bytes, *facts: bytes) -> bytes:
+    """Return 32 bytes that only who knows ``key`` can make of ``facts``: an HMAC of SHA-256."""
+    framed = b"".join(len(fact).to_bytes(8, "big") + fact for fact in facts)
+    return hmac.digest(key, b"flashlight_py" + framed, "sha256")
+
+
+@dataclass(frozen=True)
+class Secret:
+    """What this process knows. ``source`` says where from, for messages.
+
+    ``given`` is what the environment says, ``of_user`` what the user's processes on this host know.
+    ``one_host``: all ranks are known to be on this host.
+    """
+
+    given: bytes = field(repr=False)
+    of_user: bytes = field(repr=False)
+    one_host: bool
+    source: str
+
+    @classmethod
+    def find(cls, one_host: bool, environ: Mapping[str, str] | None = None) -> Secret:
+        """Return the secret that ``environ`` (default: ``os.environ``) or else the user's file has.
+
+        Raises:
+            RendezvousError: neither is there, and the file cannot be created, or is not the
+                user's alone.
+        """
+        environ = os.environ if environ is None else environ
+        for name in VARIABLES:
+            if name in environ:
+                if not environ[name]:
+                    raise RendezvousError(f"{name} is set and empty; unset it, or {REMEDY}")
+                return cls(os.fsencode(environ[name]), b"", one_host, name)
+        try:
+            file = folder(environ) / FILE_NAME
+            return cls(b"", _read_or_create(file), one_host, str(file))
+        except OSError as error:
+            raise RendezvousError(
+                f"no file can hold the secret of this user's jobs ({error}); {REMEDY}"
+            ) from error
+
+    @property
+    def common(self) -> bytes:
+        """What all ranks know; empty where they may be on several hosts without a secret."""
+        return self.given or (self.of_user if self.one_host else b"")
+
+    def key(self, other: tuple[Any, ...]) -> bytes:
+        """Return what this process and the one at the socket address ``other`` both know."""
+        return self.common or (self.of_user if _is_of_this_host(other) else b"")
+
+
+def _is_of_this_host(address: tuple[Any, ...]) -> bool:
+    """Tell whether a socket's address is one of this host's, by binding another socket to it.
+
+    To compare it with our own end's is not enough: a client may choose any of its host's.
+    """
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:
+            return False
+    return True
+
+
+# The file of the user -------------------------------------------------------------------------
+
+
+def folder(environ: Mapping[str, str]) -> Path:
+    """Return the folder that is this user's alone; made among the temporary files if need be.
+
+    Raises:
+        RendezvousError: it is there, and others may write to it or read it.
+    """
+    user = os.geteuid()
+    for name in (environ.get("XDG_RUNTIME_DIR"), f"/run/user/{user}"):
+        if name and os.path.isabs(name) and not _objection(Path(name)):
+            return Path(name)
+    last = Path(tempfile.gettempdir()) / f"flashlight-{user}"
+    with suppress(FileExistsError):
+        last.mkdir(mode=0o700)
+    objection = _objection(last)
+    if objection:
+        raise RendezvousError(
+            f"{last}, where the secret of this user's jobs would be, {objection}; remove it, set "
+            f"XDG_RUNTIME_DIR to a folder that is yours alone, or {REMEDY}"
+        )
+    return last
+
+
+def _objection(path: Path) -> str:
+    """Return why ``path`` is no folder of this user alone; empty if it is one."""
+    try:
+        return _not_ours(path.lstat(), stat.S_ISDIR)
+    except OSError as error:
+        return f"cannot be looked at ({error.strerror})"
+
+
+def _not_ours(status: os.stat_result, is_kind: Any) -> str:
+    if not is_kind(status.st_mode) or status.st_uid != os.geteuid():
+        return "belongs to another user or is a link or the like"
+    return "may be read by other users" if status.st_mode & 0o077 else ""
+
+
+def _read_or_create(file: Path) -> bytes:
+    """Return what ``file`` holds. Whoever is first makes it; it appears whole or not at all."""
+    if not os.path.lexists(file):
+        temporary = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+            with open(descriptor, "w") as new:
+                new.write(secrets.token_hex(NONCE_BYTES))
+            with suppress(FileExistsError):  # another process was first
+                os.link(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
+    with open(os.open(file, os.O_RDONLY | _FLAGS), "rb") as there:
+        objection = _not_ours(os.fstat(there.fileno()), stat.S_ISREG)
+        content = there.read(4 * NONCE_BYTES)
+    if not objection and len(content) != 2 * NONCE_BYTES:
+        objection = "is damaged"
+    if objection:
+        raise RendezvousError(
+            f"{file}, with the secret of this user's jobs, {objection}; remove it"
+        )
+    return content

@@ -1,0 +1,370 @@
+"""Only who knows a job's secret takes part in it: at a port, on Gloo's connections, in files."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flashlight_py.distributed.rendezvous import secret
+from flashlight_py.distributed.rendezvous._tcp_greeting import Greeting, Handshake, user_of
+from flashlight_py.distributed.rendezvous.secret import Secret, nonce
+from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.errors import PeerLostError, RendezvousError
+from tests.distributed.rendezvous_helpers import Rank, Ranks
+from tests.distributed.threads import connected
+
+NOBODY = 65534
+HEADER = struct.Struct("!4sHHQ")
+HELLO, CHALLENGE, PROOF, SECRET = 1, 8, 9, 10
+HERE = "127.0.0.1"
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that is free just now, and that nobody is given by itself."""
+    for candidate in range(20_017, 32_000, 19):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((HERE, candidate))
+            return candidate
+    raise RuntimeError("no free port in [20017, 32000)")
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder for temporary files that every user can write to, as /tmp."""
+    with tempfile.TemporaryDirectory(prefix="secret-") as name:
+        Path(name).chmod(0o1777)
+        yield Path(name)
+
+
+@pytest.fixture
+def ranks(port: int, public: Path) -> Iterator[Ranks]:
+    """Ranks that meet at ``port``; their users' secrets are in ``public``."""
+    env = {"TMPDIR": str(public), "XDG_RUNTIME_DIR": ""}
+    started = Ranks(store="tcp", host=HERE, port=port, env=env)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def closed(started: list[Rank]) -> bool:
+    outcomes = [rank.outcome() for rank in started]
+    assert outcomes == ["closed"] * len(started)
+    return True
+
+
+def of_env(ranks: Ranks, **variables: str) -> dict[str, str]:
+    env: dict[str, str] = ranks.defaults["env"]
+    return {**env, **variables}
+
+
+# The user's file ------------------------------------------------------------------------------
+
+
+def test_a_users_processes_have_one_secret_that_nobody_else_may_read(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    found: list[Secret] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(Secret.find(True, environ))) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len({each.of_user for each in found}) == 1
+    (file,) = tmp_path.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert found[0].common == file.read_bytes()
+    assert file.read_text() not in repr(found[0])
+
+
+def test_a_folder_or_a_file_that_others_can_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"flashlight-{os.geteuid()}"
+    folder.mkdir()
+    folder.chmod(0o755)
+    open_to_all = {"XDG_RUNTIME_DIR": str(folder)}
+    with pytest.raises(RendezvousError, match=r"may be read by other users.*MASTER_SECRET"):
+        Secret.find(True, open_to_all)
+    folder.chmod(0o700)
+    file = folder / secret.FILE_NAME
+    file.write_text("0" * 64)
+    file.chmod(0o644)
+    with pytest.raises(RendezvousError, match="may be read by other users"):
+        Secret.find(True, open_to_all)
+    file.chmod(0o600)
+    assert Secret.find(True, {}).of_user == b"0" * 64
+    file.write_text("0" * 63)
+    with pytest.raises(RendezvousError, match="is damaged"):
+        Secret.find(True, {})
+    file.unlink()
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RendezvousError, match="no file can hold"):
+        Secret.find(True, {})
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "moved")
+    with pytest.raises(RendezvousError, match="a link or the like"):
+        Secret.find(True, {})
+
+
+def test_the_environment_comes_first_and_an_empty_secret_is_refused() -> None:
+    both = {"FLASHLIGHT_SECRET": "a", "MASTER_SECRET": "b"}
+    assert Secret.find(False, both).common == b"a"
+    assert Secret.find(False, {"MASTER_SECRET": "b"}).common == b"b"
+    with pytest.raises(RendezvousError, match="MASTER_SECRET is set and empty"):
+        Secret.find(False, {"MASTER_SECRET": ""})
+
+
+def test_without_a_secret_only_processes_of_this_host_have_one_in_common() -> None:
+    known = Secret(b"", b"user", False, "a file")
+    assert known.common == b""
+    assert known.key((HERE, 1)) == known.key(("127.0.0.99", 1)) == known.key(("::1", 1)) == b"user"
+    assert known.key(("192.0.2.1", 1)) == b""
+    assert Secret(b"", b"user", True, "a file").key(("192.0.2.1", 1)) == b"user"
+    assert Secret(b"given", b"", False, "MASTER_SECRET").key((HERE, 1)) == b"given"
+
+
+# At a port ------------------------------------------------------------------------------------
+
+
+class Stranger:
+    """Speaks the protocol of the rendezvous with whatever secret, or none."""
+
+    def __init__(self, port: int, key: bytes = b"") -> None:
+        self._key = key
+        self._wire = socket.create_connection((HERE, port), 10.0)
+
+    def send(self, kind: int, body: bytes) -> None:
+        self._wire.sendall(HEADER.pack(b"FLrv", 2, kind, len(body)) + body)
+
+    def hear(self) -> tuple[int, bytes] | None:
+        head = self._read(HEADER.size)
+        if len(head) < HEADER.size:
+            return None
+        _, _, kind, length = HEADER.unpack(head)
+        return kind, self._read(length)
+
+    def knock(self, greeting: bytes) -> tuple[int, bytes] | None:
+        """Ask to be let in and return the answer; None: dropped without one."""
+        mine = nonce()
+        self.send(HELLO, mine)
+        answer = self.hear()
+        assert answer is not None
+        assert answer[0] == CHALLENGE
+        self.send(PROOF, Handshake(self._key, mine, answer[1]).of_guest(greeting))
+        return self.hear()
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def _read(self, count: int) -> bytes:
+        data = b""
+        with suppress(ConnectionResetError):
+            while len(data) < count and (more := self._wire.recv(count - len(data))):
+                data += more
+        return data
+
+
+def test_ranks_with_one_secret_meet_and_it_never_travels(ranks: Ranks, port: int) -> None:
+    """All that goes between them is listened to."""
+    env = of_env(ranks, MASTER_SECRET="a word that only they know")
+    host = ranks.start(0, 2, env=env)
+    host.await_event("constructed")
+    overheard = bytearray()
+    with socket.create_server((HERE, 0)) as server:
+        guest = ranks.start(1, 2, env=env, port=server.getsockname()[1])
+        with server.accept()[0] as there, socket.create_connection((HERE, port)) as here:
+            pumps = [
+                threading.Thread(target=pump, args=(*ends, overheard))
+                for ends in ((there, here), (here, there))
+            ]
+            for each in pumps:
+                each.start()
+            assert closed([host, guest])
+            for each in pumps:
+                each.join()
+    assert b"FLrv" in overheard
+    assert b"a word" not in overheard
+
+
+def pump(source: socket.socket, sink: socket.socket, overheard: bytearray) -> None:
+    with suppress(OSError):
+        while data := source.recv(65536):
+            overheard += data
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize("other", [{"MASTER_SECRET": "another"}, {}])
+def test_ranks_whose_secrets_differ_say_so_at_once_on_both_sides(
+    ranks: Ranks, other: dict[str, str]
+) -> None:
+    host = ranks.start(0, 2, env=of_env(ranks, MASTER_SECRET="one"))
+    guest = ranks.start(1, 2, env=of_env(ranks, **other))
+    for rank in (host, guest):
+        text = rank.refusal()
+        assert "the secrets differ" in text
+        assert "start every rank with the same MASTER_SECRET" in text
+        assert "one" not in text.split("MASTER_SECRET=")[0].split()
+    assert "MASTER_SECRET" in host.refusal()
+
+
+@as_root
+def test_another_user_of_the_host_is_turned_away_and_the_meeting_goes_on(ranks: Ranks) -> None:
+    host = ranks.start(0, 2)
+    host.await_event("constructed")
+    for _ in range(3):
+        assert "the secrets differ" in ranks.start(1, 2, uid=NOBODY).refusal()
+    assert closed([host, ranks.start(1, 2)])
+
+
+@as_root
+def test_who_was_turned_away_is_named_when_a_rank_does_not_come(ranks: Ranks) -> None:
+    host = ranks.start(0, 2, timeout=2.0)
+    host.await_event("constructed")
+    ranks.start(1, 2, uid=NOBODY).refusal()
+    assert f"processes on {HERE} were turned away, as they know another secret" in host.refusal()
+
+
+@as_root
+def test_another_user_who_listens_at_the_port_learns_and_gives_nothing(
+    ranks: Ranks, port: int
+) -> None:
+    host = ranks.start(0, 2, uid=NOBODY)
+    host.await_event("constructed")
+    assert "who listens there, as rank 0, does not know the secret" in ranks.start(1, 2).refusal()
+
+
+def test_the_kernel_says_whose_a_connection_is() -> None:
+    with socket.create_server((HERE, 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        with server.accept()[0] as end:
+            assert user_of(client.getsockname(), end.getsockname()) == os.geteuid()
+            theirs = client.getsockname()
+            client.close()
+            assert user_of(theirs, end.getsockname()) is None, "nobody's, and not root's"
+
+
+# Each is sent at once, or with a pause between its parts.
+HELLO_BYTES = HEADER.pack(b"FLrv", 2, HELLO, 32) + bytes(32)
+NOISE: dict[str, list[bytes]] = {
+    "nesting": [b"[" * 100_000],
+    "nesting as a greeting": [HELLO_BYTES, HEADER.pack(b"FLrv", 2, PROOF, 4000) + b"[" * 4000],
+    "surrogates": [
+        HELLO_BYTES,
+        HEADER.pack(b"FLrv", 2, PROOF, 38) + bytes(32) + b"\xed\xa0\x80\\ud",
+    ],
+    "a negative length": [struct.pack("!4sHHq", b"FLrv", 2, HELLO, -1)],
+    "a huge length": [HEADER.pack(b"FLrv", 2, HELLO, 1 << 62) + bytes(100)],
+    "two greetings": [HELLO_BYTES * 2],
+    "a flood of messages": [HEADER.pack(b"FLrv", 2, HELLO, 0) * 60_000],
+    "a proof without a challenge": [HEADER.pack(b"FLrv", 2, PROOF, 32) + bytes(32)],
+    "half a message": [HELLO_BYTES[:20]],
+    "an old greeting": [HEADER.pack(b"FLrv", 1, HELLO, 2) + b"{}"],
+    "random": [np.random.default_rng(1).bytes(5000)],
+    "nothing": [],
+}
+
+
+def test_noise_neither_ends_nor_delays_a_meeting(ranks: Ranks, port: int) -> None:
+    """All of it at the same time, and all stay as long as they are let."""
+    host = ranks.start(0, 3)
+    host.await_event("constructed")
+    strangers = [socket.create_connection((HERE, port), 10.0) for _ in NOISE]
+    try:
+        for turn in range(2):
+            for parts, stranger in zip(NOISE.values(), strangers, strict=True):
+                with suppress(OSError):  # it was dropped
+                    stranger.sendall(b"".join(parts[turn : turn + 1]))
+            ranks.start(1 + turn, 3).await_event("constructed")
+        assert all(rank.outcome() == "closed" for rank in ranks.all)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+NONSENSE = [
+    *(b"", b"\n" * 5, b"[" * 4000, b"\xff" * 100, b"1\n2\n3\nh\n\xed\xa0\x80"),
+    *(b"9" * 4000 + b"\n" * 5, b"-1\n2\n3\na\nb\nc", b"5\n2\n3\na\nb\nc"),
+]
+
+
+def test_a_greeting_of_nonsense_is_dropped_also_with_the_right_proof(
+    ranks: Ranks, port: int
+) -> None:
+    """As without a secret everybody's proof is right, between hosts."""
+    env = of_env(ranks, MASTER_SECRET="s")
+    host = ranks.start(0, 2, env=env)
+    host.await_event("constructed")
+    for greeting in NONSENSE:
+        stranger = Stranger(port, b"s")
+        assert stranger.knock(greeting) is None, greeting
+        stranger.close()
+    assert closed([host, ranks.start(1, 2, env=env)])
+
+
+def test_what_a_greeting_says_can_be_printed() -> None:
+    text = b"1\n2\n3\n\x1b[2Jhost\n\xed\xa0\x80\nc"
+    greeting = Greeting.parse(text)
+    assert greeting is not None
+    assert str(greeting.peer).isprintable()
+    str(greeting.peer).encode()
+
+
+# A world over several hosts -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("one_host", "given"), [(False, ""), (True, ""), (False, "s")])
+def test_a_world_over_several_hosts_without_a_secret_says_so_once(
+    one_host: bool,
+    given: str,
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Here all addresses count as another host's."""
+    monkeypatch.setattr(secret, "_is_of_this_host", lambda _: False)
+    if given:
+        monkeypatch.setenv("MASTER_SECRET", given)
+    got: list[list[bytes]] = []
+
+    def take_part(rank: int) -> None:
+        store = TcpStore(HERE, port, rank, 2, 20.0, one_host)
+        assert bool(store.secret) == (one_host or bool(given))
+        got.extend([store.exchange(b"%d" % rank), store.exchange(b"%d" % rank)])
+        store.close()
+
+    guest = threading.Thread(target=take_part, args=(1,))
+    guest.start()
+    take_part(0)
+    guest.join()
+    assert got == [[b"0", b"1"]] * 4
+    warned = [record for record in caplog.records if "has no secret" in record.getMessage()]
+    assert len(warned) == (0 if one_host or given else 1)
+
+
+# Gloo's connections ---------------------------------------------------------------------------
+
+
+def test_who_does_not_know_the_key_is_no_rank_of_gloo() -> None:
+    assert connected([b"key"] * 3) == [[0, 1, 2]] * 3
+    for error in connected([b"key", b"another"]):
+        assert isinstance(error, PeerLostError)
+        assert "does not know the secret of this job" in str(error)

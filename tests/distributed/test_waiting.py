@@ -1,0 +1,75 @@
+"""Rank 0 says who is missing while a start lasts."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from flashlight_py.distributed.rendezvous import waiting
+from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.rendezvous.waiting import Waiting
+from flashlight_py.errors import RendezvousError
+from tests.distributed.threads import connected
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say it after 0.3 s, and every 0.2 s from then on."""
+    monkeypatch.setattr(waiting, "FIRST_SECONDS", 0.3)
+    monkeypatch.setattr(waiting, "NEXT_SECONDS", 0.2)
+
+
+def started(kind: str, folder: Path, rank: int, size: int, port: int) -> Store:
+    if kind == "file":
+        return FileStore(folder / "meeting", rank, size, 1.0)
+    return TcpStore("127.0.0.1", port, rank, size, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_ranks_that_are_missing_are_named_again_and_again(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    host = started(kind, tmp_path, 0, 4, port)
+
+    def join() -> None:
+        with pytest.raises(RendezvousError):
+            started(kind, tmp_path, 2, 4, port).exchange(b"")
+
+    guest = threading.Thread(target=join)
+    guest.start()
+    with caplog.at_level(logging.WARNING, "flashlight_py"), pytest.raises(RendezvousError):
+        host.exchange(b"")
+    guest.join()
+    lines = [record.getMessage() for record in caplog.records if "Still" in record.getMessage()]
+    assert 2 <= len(lines) <= 4
+    assert all(line.startswith("Still waiting for ranks 1, 3 (") for line in lines)
+    assert all("rendezvous at " in line for line in lines)
+
+
+def test_only_rank_0_says_so_and_only_when_it_takes_long(caplog: pytest.LogCaptureFixture) -> None:
+    quiet, quick = Waiting(1, "here"), Waiting(0, "here")
+    quick.look([1])
+    time.sleep(0.35)
+    quiet.look([0])
+    quick.look([])
+    assert caplog.records == []
+    assert quiet.until(1e9) == 1e9
+    quick.look([1])
+    (record,) = caplog.records
+    assert record.getMessage() == "Still waiting for rank 1 (0 s): here"
+
+
+def test_whom_gloo_waits_for_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert connected([b"key"] * 3, pause=0.8) == [[0, 1, 2]] * 3
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines
+    assert all(line.startswith("Still waiting for rank 2 (") for line in lines)

@@ -1,0 +1,75 @@
+"""A group of Gloo whose ranks are threads of one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py import _native
+from flashlight_py.distributed.backends.gloo import GlooBackend
+from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.errors import BackendUnavailableError, PeerLostError
+
+__all__ = ["connected"]
+
+
+class Table(Store):
+    """A store of threads: what each gives, the others see."""
+
+    def __init__(
+        self,
+        rank: int,
+        shared: list[dict[int, bytes]],
+        barrier: threading.Barrier,
+        pause: float,
+    ) -> None:
+        self.rank, self.size = rank, barrier.parties
+        self._shared, self._barrier, self._round, self._pause = shared, barrier, 0, pause
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        self._shared[self._round][self.rank] = payload
+        self._barrier.wait(10.0)
+        self._round += 1
+        time.sleep(self._pause)
+        return [self._shared[self._round - 1][rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+def connected(keys: list[bytes], pause: float = 0.0) -> list[Any]:
+    """Connect a group of threads, each with a key; returns each one's result or error.
+
+    The last one has the others wait for ``pause`` seconds when all have met.
+    """
+    try:
+        _native.load("gloo")
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    shared: list[dict[int, bytes]] = [{} for _ in range(4)]
+    barrier = threading.Barrier(len(keys))
+    results: list[Any] = [None] * len(keys)
+
+    def join(rank: int) -> None:
+        store = Table(rank, shared, barrier, pause if rank == len(keys) - 1 else 0.0)
+        try:
+            group = GlooBackend(store, "127.0.0.1", "", 10.0, keys[rank])
+        except PeerLostError as error:
+            results[rank] = error
+            return
+        try:
+            results[rank] = group.all_gather(np.array([rank]), blocking=True).wait().tolist()
+            barrier.wait(10.0)
+        finally:
+            group.close()
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(keys))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
