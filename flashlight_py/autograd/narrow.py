@@ -9,7 +9,7 @@ import numpy as np
 
 from flashlight_py.device import Array
 
-__all__ = ["total", "widened"]
+__all__ = ["narrowed", "total", "widened"]
 
 _FLOAT16 = "e"  # NumPy's letter; comparing dtypes takes longer, and steps are short
 
@@ -17,6 +17,11 @@ _FLOAT16 = "e"  # NumPy's letter; comparing dtypes takes longer, and steps are s
 def widened(array: Array) -> Array:
     """Return a float16 array as float32, and any other as it is."""
     return array.astype(np.float32) if array.dtype.char == _FLOAT16 else array
+
+
+def narrowed(result: Array, like: Array) -> Array:
+    """Return ``result`` as float16 where ``like`` is, else as it is."""
+    return result.astype(like.dtype) if like.dtype.char == _FLOAT16 else result
 
 
 def total(array: Array, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Array:

@@ -96,6 +96,16 @@ def test_softmax_over_many_classes() -> None:
     assert not x.grad.any()
 
 
+def test_other_dtypes_are_numpy_s() -> None:
+    whole = np.array([1, 2], np.int8)
+    for function, expected in (
+        (F.sum, "int64"),
+        (F.softmax, "float16"),
+        (F.log_softmax, "float16"),
+    ):
+        assert function(whole).dtype == expected
+
+
 def test_clipping_by_a_small_factor() -> None:
     x = param(ones(4))
     x.grad = np.full(4, 32_768, np.float16)

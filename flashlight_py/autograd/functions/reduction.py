@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from flashlight_py.autograd.functions.arithmetic import mul, sub
 from flashlight_py.autograd.functions.operands import as_variable
-from flashlight_py.autograd.narrow import total, widened
+from flashlight_py.autograd.narrow import narrowed, total, widened
 from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module
 
@@ -30,9 +30,7 @@ def sum(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     x = as_variable(x)
     array = x.data
     axes = _axes(axis, array.ndim)
-    out = total(array, axes, keepdims)
-    if out.dtype != array.dtype and array.dtype.kind == "f":
-        out = out.astype(array.dtype)
+    out = narrowed(total(array, axes, keepdims), array)
     return record(out, (x, lambda grad: _spread(grad, axes, array.shape)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashlight_py.autograd.functions.operands import as_variable
-from flashlight_py.autograd.narrow import widened
+from flashlight_py.autograd.narrow import narrowed, widened
 from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module
 
@@ -22,7 +22,7 @@ def softmax(x: Input, axis: int = -1) -> Variable:
         result: Array = weighted - out * weighted.sum(axis=axis, keepdims=True)
         return result
 
-    return record(out.astype(x.data.dtype, copy=False), (x, vjp))
+    return record(narrowed(out, x.data), (x, vjp))
 
 
 def log_softmax(x: Input, axis: int = -1) -> Variable:
@@ -38,4 +38,4 @@ def log_softmax(x: Input, axis: int = -1) -> Variable:
         total = wide.sum(axis=axis, keepdims=True)
         return wide - xp.exp(out) * total  # type: ignore[no-any-return]
 
-    return record(out.astype(x.data.dtype, copy=False), (x, vjp))
+    return record(narrowed(out, x.data), (x, vjp))
