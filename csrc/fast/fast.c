@@ -23,9 +23,10 @@
 enum { SPINS_WITH_GIL = 100 };
 enum { SMALL_BYTES = 4096, LARGE_BYTES = 64 << 10 };
 
+/* What it refers to is kept by the function's `self`, a tuple that begins with the capsule of this:
+   the collector of cycles sees into that. */
 typedef struct {
   fl_shm_group *group;
-  PyObject *owner; /* keeps the group */
   int size;
   double seconds;
   int (*begin)(fl_shm_group *, const fl_signature *, const void *, double);
@@ -123,7 +124,7 @@ static int is_inside(const Binding *binding) {
 
 /* all_reduce(x, scale, op): x where it is done, NotImplemented where Python must do it. */
 static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-  const Binding *binding = PyCapsule_GetPointer(self, NULL);
+  const Binding *binding = PyCapsule_GetPointer(PyTuple_GetItem(self, 0), NULL);
   fl_signature signature;
   if (binding == NULL) return NULL;
   if (count != 3) {
@@ -156,19 +157,10 @@ static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t co
 static PyMethodDef all_reduce_def = {"all_reduce", (PyCFunction)(void (*)(void))all_reduce,
                                      METH_FASTCALL, NULL};
 
-static void free_binding(PyObject *capsule) {
-  Binding *binding = PyCapsule_GetPointer(capsule, NULL);
-  Py_DECREF(binding->owner);
-  Py_DECREF(binding->on_failure);
-  Py_DECREF(binding->memory);
-  Py_DECREF(binding->places);
-  Py_DECREF(binding->package);
-  Py_DECREF(binding->inside);
-  free(binding);
-}
+static void free_binding(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, NULL)); }
 
-/* Check what ring.h takes for granted, and keep it. */
-static int hold(Binding *binding) {
+/* Check what ring.h takes for granted. */
+static int check(Binding *binding) {
   PyArrayObject *memory = (PyArrayObject *)binding->memory;
   if (PyArray_NBYTES(memory) != sizeof(ring) || !PyArray_ISCARRAY(memory) ||
       PyList_Size(binding->places) != RING_CALLS) {
@@ -176,27 +168,23 @@ static int hold(Binding *binding) {
     return 0;
   }
   binding->calls = PyArray_DATA(memory);
-  Py_INCREF(binding->owner);
-  Py_INCREF(binding->on_failure);
-  Py_INCREF(binding->memory);
-  Py_INCREF(binding->places);
-  Py_INCREF(binding->package);
-  Py_INCREF(binding->inside);
   return 1;
 }
 
 /* bind(group, owner, size, seconds, begin, ready, finish, on_failure, memory, places, package,
-   inside): addresses as integers. */
+   inside): addresses as integers; `owner` keeps the group. */
 static PyObject *bind(PyObject *module, PyObject *args) {
   unsigned long long group, begin, ready, finish;
+  PyObject *owner;
   (void)module;
   Binding *binding = calloc(1, sizeof *binding);
   if (binding == NULL) return PyErr_NoMemory();
-  if (!PyArg_ParseTuple(args, "KOidKKKOO!O!UO!", &group, &binding->owner, &binding->size, &binding->seconds, &begin,
-                        &ready, &finish, &binding->on_failure, &PyArray_Type, &binding->memory,
+  if (!PyArg_ParseTuple(args, "KOidKKKOO!O!UO!", &group, &owner, &binding->size,
+                        &binding->seconds, &begin, &ready, &finish, &binding->on_failure,
+                        &PyArray_Type, &binding->memory,
                         &PyList_Type, &binding->places, &binding->package, &PySet_Type,
                         &binding->inside) ||
-      !hold(binding)) {
+      !check(binding)) {
     free(binding);
     return NULL;
   }
@@ -205,9 +193,15 @@ static PyObject *bind(PyObject *module, PyObject *args) {
   binding->ready = (int (*)(fl_shm_group *, int))(uintptr_t)ready;
   binding->finish = (fl_op * (*)(fl_shm_group *, const fl_signature *, void *))(uintptr_t)finish;
   PyObject *capsule = PyCapsule_New(binding, NULL, free_binding);
-  if (capsule == NULL) return NULL;
-  PyObject *function = PyCFunction_New(&all_reduce_def, capsule);
+  if (capsule == NULL) {
+    free(binding);
+    return NULL;
+  }
+  PyObject *kept = PyTuple_Pack(2, capsule, args);
   Py_DECREF(capsule);
+  if (kept == NULL) return NULL;
+  PyObject *function = PyCFunction_New(&all_reduce_def, kept);
+  Py_DECREF(kept);
   return function;
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -122,6 +123,23 @@ def test_another_thread_closes_the_group(world: Any, pool: Any) -> None:
     assert lost == [["PeerLostError"]] * (size - 1)
 
 
+def drop_groups(rank: int, size: int) -> list[tuple[int, int]]:
+    """Make groups and close none; returns how many descriptors and threads there are."""
+    held = []
+    for _ in range(4):
+        fl.new_group(range(size)).all_reduce(np.ones(8))
+        fl.barrier()
+        gc.collect()
+        held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return held
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_group_that_is_dropped_is_freed(pool: Any, backend: str) -> None:
+    for held in pool(2, params={"BACKEND": backend}).run(drop_groups):
+        assert len(set(held)) == 1
+
+
 @contextlib.contextmanager
 def handling(handler: Callable[[], Any]) -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, lambda number, frame: handler())
@@ -217,7 +235,7 @@ def test_a_handler_inside_a_verb_is_refused_and_harms_nothing(
 
 
 def showered_with_signals(rank: int, size: int) -> int:
-    """Verbs are right wherever a handler has tried another one; how often it was one."""
+    """Verbs give what they should wherever a handler tries another; returns how often it did."""
     group = fl.distributed.world.current_world().group
     refused = 0
 
@@ -231,7 +249,7 @@ def showered_with_signals(rank: int, size: int) -> int:
     before = signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
     try:
-        for _ in range(30):
+        for _ in range(20):
             for count in (8, 30_000):
                 x = fl.all_reduce(np.full(count, rank + 1.0))
                 assert np.all(x == size * (size + 1) / 2)
