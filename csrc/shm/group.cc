@@ -324,7 +324,7 @@ ShmGroup::Result ShmGroup::start_message(const fl_message& sent, double seconds)
 ShmGroup::Result ShmGroup::run_match(const fl_message& asked, fl_match& match, double seconds) {
   const Lane lane{asked.peer < 0 ? kAnyRank : asked.peer, false, asked.signature.root};
   if (!lanes_->enter(lane)) return start_match(asked, match, seconds);
-  const Turn turn(*lanes_, lane);
+  const Stay stay(*lanes_, lane);
   return guarded([&](Seen&) {
     receive_match(asked, match, {seconds, interrupt_, peers_.patience()});
     return Bytes();
@@ -342,8 +342,8 @@ void ShmGroup::receive_match(fl_message asked, fl_match& match, const Waiting& w
   Search search(mail_, peers_, *lanes_, asked.peer, asked.signature.root);
   match.source = search.run(waiting, match.patience);
   if (match.source < 0) return;
-  std::optional<Turn> turn;  // which the search has entered
-  if (asked.peer < 0) turn.emplace(*lanes_, Lane{match.source, false, asked.signature.root});
+  std::optional<Stay> stay;  // which the search has entered
+  if (asked.peer < 0) stay.emplace(*lanes_, Lane{match.source, false, asked.signature.root});
   asked.peer = match.source;
   if (match.partial != 0) asked.signature = fitted(asked.signature, search.offered());
   match.rows = asked.signature.ndim > 0 ? asked.signature.shape[0] : 1;
