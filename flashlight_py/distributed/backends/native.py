@@ -249,6 +249,8 @@ class NativeBackend(Backend):
         self._refuse(call, self.lib.FL_SEND if sends else self.lib.FL_RECV, peer, tag)
 
     def _refuse(self, call: str, verb: int, peer: int = -1, tag: int = 0) -> None:
+        if self._group is None:
+            return  # it has ended, which the others know
         self._describe("refuse", verb, None, ReduceOp.SUM, 1.0, tag)
         self._next.signature.ndim = self.lib.FL_REFUSED
         site = self.ffi.new("fl_site *", {"text": text_at_site(call, SITE_BYTES)})
