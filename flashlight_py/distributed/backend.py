@@ -66,6 +66,7 @@ class Backend(abc.ABC):
     size: int
     people: Sequence[str] = ()  # which process each rank is, for messages
     team: object = None  # the same for the backends that one group is made of
+    count: Sequence[int] = (0,)  # how many calls users have made in its group, where that is known
     fast_calls: FastCalls | None = None  # where ``fast_all_reduce`` notes what it did
 
     @abc.abstractmethod

@@ -30,12 +30,11 @@ __all__ = ["Joiner", "ProcessGroup"]
 class Joiner:
     """How the ranks of a group and of its subgroups are joined.
 
-    Joining may take ``seconds``. ``limited`` returns the same for groups of another timeout.
+    ``limited(seconds)`` returns the same for groups of another timeout.
     """
 
     join: Callable[[Store], Backend]
     join_gpus: Callable[[Backend], Backend]
-    seconds: float
     limited: Callable[[float], Joiner]
 
 
@@ -59,6 +58,8 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
         self.size = len(self.ranks)
         super().__init__(_journal(backend, ranks, self.ranks))
         self._backend = backend
+        if backend is not None:
+            backend.count = self._journal.count
         self._joiner = joiner
         self._gpus: Backend | None = None
         self._forked = False
@@ -140,7 +141,7 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
         child = self._adopt(ProcessGroup(backend, self._worldwide(members), joiner))
         try:
             # One that closes the group at once must not do so while others still connect to it.
-            backend.barrier(None if joiner is None else joiner.seconds).wait()
+            store.exchange(b"")
         except BaseException:
             child.close()
             raise

@@ -325,7 +325,6 @@ def _joiner(rule: DeviceRule, settings: Settings) -> Joiner:
     return Joiner(
         lambda members: connect(members, settings).backend,
         gpu_joiner(rule, settings),
-        settings.joining_seconds,
         lambda seconds: _joiner(rule, settings.limited(seconds)),
     )
 

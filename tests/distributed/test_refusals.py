@@ -229,6 +229,22 @@ def test_without_checks_between_hosts_the_group_ends_with_the_reason() -> None:
         assert "rank 1 called all_reduce, and refused what it was given (TypeError" in text
 
 
+def refuse_after_the_end(rank: int, size: int) -> None:
+    group = fl.new_group(range(size))
+    group.backend().close()  # as what breaks it does
+    with pytest.raises((TypeError, fl.errors.GroupClosedError)):
+        group.all_reduce(None)
+    with pytest.raises((TypeError, fl.errors.GroupClosedError)):
+        group.isend(None, (rank + 1) % size)
+    group.close()
+    with pytest.raises(fl.errors.GroupClosedError):
+        group.all_reduce(None)
+
+
+def test_a_group_that_has_ended_waits_for_nobody(ranks: Any) -> None:
+    ranks.run(refuse_after_the_end)
+
+
 def interrupted(rank: int, size: int) -> None:
     class Stop(BaseException):
         pass

@@ -54,7 +54,7 @@ def split(
         color: any integer; None: this rank joins none, and gets a group that it is not in.
         key: any integer.
         group: the group that is split, default the world.
-        timeout: as for :func:`new_group`; the same on every rank.
+        timeout: in seconds, as for :func:`new_group`; the same on every rank.
 
     Returns:
         This rank's new group; see :func:`new_group`.

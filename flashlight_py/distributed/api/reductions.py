@@ -86,8 +86,8 @@ def all_reduce(
         OverflowError: ``x`` is a Python int and the result could pass 64 bits.
         TypeError: ``x`` is no array, its dtype cannot be sent, or does not go with ``op``.
         ValueError: ``x`` is read-only, or ``op`` or ``scale`` make no sense.
-        MismatchError: ranks differ in shape, dtype, op or scale, or called something else;
-            raised on every rank, and nothing was changed.
+        MismatchError: ranks differ in shape, dtype, op or scale, called something else, or one
+            refused its arguments, as above; raised on every rank, and nothing was changed.
         PeerLostError: a rank is gone.
         CollectiveTimeoutError: a rank did not call within the group's timeout (seconds).
         GroupClosedError: the group was closed or broke before.

@@ -51,30 +51,29 @@ class Agreement:
     ) -> None:
         self._inside, self._between, self._flat = inside, between, flat
         self._timeout = timeout
-        self.calls = 0
         # This rank has ended the last call while a mate may still wait for other hosts.
         self.is_ahead = False
         self._last, self._last_at = "no call of this group", time.monotonic()
 
-    def reach(self, call: str, seconds: float | None = None) -> None:
+    def reach(self, call: str, number: int, seconds: float | None = None) -> None:
         """Return once every rank has called ``call``, as "verb(...)" or "verb", STEP, "step(...)".
 
-        ``seconds`` bounds each step of the way; None: the group's timeout does.
+        It is call ``number`` of the group, as users count. ``seconds`` bounds each step of the way;
+        None: the group's timeout does.
 
         Raises:
             MismatchError: another rank called something else; on every rank, nothing was changed.
             DistributedError: as ``Work.wait``.
         """
-        self.calls += 1
         with self._within(seconds):
             same = self._all_call(call, self._timeout if seconds is None else seconds)
             if same:
                 self._last, self._last_at = (
-                    f"call {self.calls}, {call.replace(STEP, ': ')}",
+                    f"call {number}, {call.replace(STEP, ': ')}",
                     time.monotonic(),
                 )
                 return
-            raise MismatchError(self._differences(call))
+            raise MismatchError(self._differences(call, number))
 
     def last(self) -> str:
         """Say which call all ranks have joined last, and when."""
@@ -102,7 +101,7 @@ class Agreement:
             local: Array = self._inside.all_gather(mine, blocking=True).wait()
         return local
 
-    def _differences(self, call: str) -> str:
+    def _differences(self, call: str, number: int) -> str:
         call = call.partition(STEP)[0]  # what users know it as
         texts = self._flat.all_gather(_padded(f"{call} at {call_site()}"), blocking=True).wait()
         groups: dict[str, list[int]] = {}
@@ -113,7 +112,7 @@ class Agreement:
         verb = call.partition("(")[0]
         return (
             f"[{verb}] rank {self._flat.rank} of {self._flat.size}: the ranks called different "
-            f"things in call {self.calls} of this group: {listed}. Nothing was changed; make every "
+            f"things in call {number} of this group: {listed}. Nothing was changed; make every "
             "rank call the same"
         )
 

@@ -304,31 +304,33 @@ class HierarchicalBackend(Backend):
     ) -> Work:
         """Run here, or on a thread after what was started before: backends keep an order."""
         thread = self._callers.check(call.partition("(")[0])
-        call = f"{self._part_of}{call}"
+        call, number = f"{self._part_of}{call}", self.count[0]
         self._running = [work for work in self._running if not work.is_completed()]
         try:
             self._callers.threads.add(thread)
             if blocking and not self._running:
-                return Done(self._run(call, run, seconds))
+                return Done(self._run(call, number, run, seconds))
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "flashlight_py hierarchical")
-            work = FutureWork(self._thread.submit(self._run_there, caller(), call, run, seconds))
+            work = FutureWork(
+                self._thread.submit(self._run_there, caller(), call, number, run, seconds)
+            )
         finally:
             self._callers.threads.discard(thread)
         self._running.append(work)
         return work
 
     def _run_there(
-        self, place: Place, call: str, run: Callable[[], Any], seconds: float | None
+        self, place: Place, call: str, number: int, run: Callable[[], Any], seconds: float | None
     ) -> Any:
         with called_at(place):
-            return self._run(call, run, seconds)
+            return self._run(call, number, run, seconds)
 
-    def _run(self, call: str, run: Callable[[], Any], seconds: float | None) -> Any:
+    def _run(self, call: str, number: int, run: Callable[[], Any], seconds: float | None) -> Any:
         """Run; what breaks one backend ends the others, on which other hosts would wait."""
         try:
             if self._agreement is not None:
-                self._agreement.reach(call, seconds)
+                self._agreement.reach(call, number, seconds)
             return run()
         except MismatchError as error:
             if not error.group_lives:

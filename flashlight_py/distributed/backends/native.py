@@ -281,7 +281,9 @@ class NativeBackend(Backend):
         self._refuse(call, self.lib.FL_SEND if sends else self.lib.FL_RECV, peer, tag)
 
     def _refuse(self, call: str, verb: int, peer: int = -1, tag: int = 0) -> None:
-        group, thread = self._open("refuse"), self._callers.check("refuse")
+        group, thread = self._group, self._callers.check("refuse")
+        if group is None:
+            return  # it has ended, which the others know
         site = self.ffi.new("fl_site *", {"text": text_at_site(call, SITE_BYTES)})
         null, seconds = self.ffi.NULL, self._next.seconds
         try:

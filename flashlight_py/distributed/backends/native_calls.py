@@ -12,14 +12,16 @@ from flashlight_py.distributed.constants import ReduceOp
 __all__ = ["call_in_words", "number_in_words"]
 
 
-def number_in_words(lib: Any, signatures: Any, heard: Sequence[int], numbers: Sequence[int]) -> str:
-    """Say which call it was, or which message between two ranks."""
+def number_in_words(
+    lib: Any, signatures: Any, heard: Sequence[int], numbers: Sequence[int], call: int
+) -> str:
+    """Say which message it was, or which call: ``call``, if that is not 0."""
     number = max(signatures[rank].sequence for rank in heard)
     for sender in heard:
         if signatures[sender].verb == lib.FL_SEND:
             receiver = next(rank for rank in heard if rank != sender)
             return f"message {number} from rank {numbers[sender]} to rank {numbers[receiver]}"
-    return f"call {number} of this group"
+    return f"call {call or number} of this group"
 
 
 def call_in_words(lib: Any, signature: Any) -> str:

@@ -29,9 +29,12 @@ _LOST, _LATE = "P", "T"
 
 
 def failure(
-    backend: NativeBackend, handle: Any, status: int, verb: str, seconds: float
+    backend: NativeBackend, handle: Any, status: int, verb: str, seconds: float, number: int
 ) -> DistributedError:
-    """Return the exception for an operation of ``seconds`` that ended with ``status``."""
+    """Return the exception for an operation of ``seconds`` that ended with ``status``.
+
+    It is call ``number`` of the group, as users count; 0: not known.
+    """
     ffi, lib = backend.ffi, backend.lib
     where = f"[{verb}] {backend.name}"
     text = ffi.string(lib.fl_op_message(handle)).decode(errors="replace")
@@ -39,7 +42,7 @@ def failure(
     missing = sorted(room[0 : lib.fl_op_missing(handle, room, _MAX_MISSING)])
     who = _names(backend, missing) if missing else "another rank"
     if status == lib.FL_MISMATCH:
-        return MismatchError(_mismatch(where, backend, handle))
+        return MismatchError(_mismatch(where, backend, handle, number))
     if status == lib.FL_RAISED:
         return _as_told(where, text)
     if status == lib.FL_PEER_LOST:
@@ -48,7 +51,7 @@ def failure(
             f"or closed its connection: look at its own output. {_UNUSABLE}"
         )
     if status == lib.FL_TIMEOUT:
-        return _late(where, backend, handle, missing, f"{seconds:g} seconds", text)
+        return _late(where, backend, handle, missing, f"{seconds:g} seconds", text, number)
     if status == lib.FL_CLOSED:
         return GroupClosedError(f"{where}: the group cannot be used any more: {text}")
     return DistributedError(f"{where}: {text}")
@@ -78,7 +81,7 @@ def _as_told(where: str, words: str) -> DistributedError:
     return kind(f"{where}: {indented_traceback(words[1:])}")
 
 
-def _mismatch(where: str, backend: NativeBackend, handle: Any) -> str:
+def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> str:
     """List what the ranks called, ranks that agree on one line."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     groups: dict[str, list[int]] = {}
@@ -87,9 +90,9 @@ def _mismatch(where: str, backend: NativeBackend, handle: Any) -> str:
         call = _call_and_site(backend, handle, signatures[rank], rank)
         groups.setdefault(call, []).append(rank)
     calls = "; ".join(f"{_names(backend, ranks)} called {call}" for call, ranks in groups.items())
-    number = number_in_words(lib, signatures, heard, backend.numbers)
+    which = number_in_words(lib, signatures, heard, backend.numbers, number)
     return (
-        f"{where}: the ranks called different things in {number}: {calls}. Nothing was changed; "
+        f"{where}: the ranks called different things in {which}: {calls}. Nothing was changed; "
         "make every rank call the same"
     )
 
@@ -114,6 +117,7 @@ def _late(
     missing: Sequence[int],
     limit: str,
     text: str,
+    number: int,
 ) -> DistributedError:
     """Return the error of a wait for ``missing`` that lasted to its ``limit``."""
     elsewhere = waits_elsewhere(backend, missing)
@@ -125,9 +129,10 @@ def _late(
             group_lives=False,
         )
     who = _names(backend, missing) if missing else "another rank"
+    last = _last_calls(backend, handle, missing, number)
     return CollectiveTimeoutError(
         f"{where}: {who} did not join within {limit} ({text})"
-        f"{who_that_was(missing, backend.people)}. {_last_calls(backend, handle, missing)}It is "
+        f"{who_that_was(missing, backend.people)}. {last}It is "
         "stuck, slow, or called something else; a longer limit is params={'TIMEOUT': seconds}. "
         f"{_UNUSABLE}"
     )
@@ -142,13 +147,14 @@ def _own_call(backend: NativeBackend, handle: Any) -> str:
     return f"this rank called {mine} as rank {backend.rank} of a group of {backend.size}"
 
 
-def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int]) -> str:
+def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], number: int) -> str:
     """Say what this rank waits in, and what each that is missing has called last."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     if signatures == backend.ffi.NULL:
         return ""  # a message: its tags were told
     mine = signatures[backend.rank]
-    told = [f"Call {mine.sequence} of this group is {call_in_words(lib, mine)}"]
+    extra = mine.sequence - number if number else 0  # steps, which users do not count
+    told = [f"Call {mine.sequence - extra} of this group is {call_in_words(lib, mine)}"]
     for rank in missing:
         who = f"rank {backend.numbers[rank]}"
         theirs, ago = signatures[rank], f"{lib.fl_op_age(handle, rank):.1f} s ago"
@@ -158,5 +164,5 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int]) -> 
             told.append(f"{who} began it {ago} and has not finished")
         else:
             last = _call_and_site(backend, handle, theirs, rank)
-            told.append(f"{who} last joined call {theirs.sequence}, {last}, {ago}")
+            told.append(f"{who} last joined call {theirs.sequence - extra}, {last}, {ago}")
     return f"{'; '.join(told)}. "

@@ -92,6 +92,7 @@ class NativeWork(Work):
         self._kept = kept
         self._received = received
         self._seconds = seconds
+        self._number = backend.count[0]  # by now
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``."""
@@ -127,7 +128,7 @@ class NativeWork(Work):
     def _finish(self, status: int) -> Any:
         backend = self._backend
         if status != self._lib.FL_OK:
-            raise failure(backend, self._handle, status, self._name, self._seconds)
+            raise failure(backend, self._handle, status, self._name, self._seconds, self._number)
         return self._received.get(backend, self._handle)
 
 

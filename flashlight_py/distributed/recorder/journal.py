@@ -56,6 +56,7 @@ class Journal:
         self.fast_calls = fast_calls
         own = memoryview(bytearray(8)).cast("Q")
         self._header = own if fast_calls is None else fast_calls.header
+        self.count: Sequence[int] = self._header[NUMBER : NUMBER + 1]
         _journals[:] = [known for known in _journals if known() is not None]
         _journals.append(weakref.ref(self))
 

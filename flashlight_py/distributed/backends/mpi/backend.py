@@ -54,7 +54,7 @@ class MpiBackend(Backend):
         people: Sequence[str] = (),
     ) -> None:
         self._mpi, self._progress = mpi, progress
-        self._group = Group(mpi, progress, comms, seconds, checked, people)
+        self._group = Group(mpi, progress, comms, seconds, checked, people, lambda: self.count[0])
         self.people = people
         self.rank, self.size = self._group.rank, self._group.size
         self.path, self.gpu_aware = path, gpu_aware

@@ -34,7 +34,7 @@ class Group:
     """The ranks of three communicators that hold the same ones: ``calls``, ``wire``, ``notes``.
 
     ``seconds`` is how long each operation may take; with ``checked`` ranks compare their calls.
-    ``people`` says which process each rank is.
+    ``people`` says which process each rank is, ``count`` how many calls users have made.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Group:
         seconds: float,
         checked: bool,
         people: Sequence[str] = (),
+        count: Callable[[], int] = int,
     ) -> None:
         self.people = people
         self._mpi, self._comms, self.progress = mpi, comms, progress
@@ -59,6 +60,7 @@ class Group:
         self._queue: deque[Operation] = deque()
         self._beside: list[Operation] = []
         self._begun = self._completed = 0
+        self._count = count
         self._unusable = ""  # why no operation can be started any more
         self._unheard: list[Operation] = []
         self._last = "no call of this group"  # that all have joined, in words
@@ -90,7 +92,8 @@ class Group:
     def _collective(self, call: Call, body: Callable[[list[int]], Steps], checked: bool) -> Steps:
         told: list[int] = []
         if checked:
-            first, number = self._queue[0], self._begun
+            first = self._queue[0]
+            number = first.call or self._begun
             told = yield from self._agreement.reach(call, first.where, number, first.site)
             self._last, self._last_at = f"call {number}, {call.text}", time.monotonic()
         return (yield from body(told))
@@ -107,7 +110,7 @@ class Group:
         self, name: str, steps: Steps, peer: int | None, blocking: bool, seconds: float | None
     ) -> Operation:
         limit = self.seconds if seconds is None else seconds
-        operation = Operation(self, name, steps, limit, peer)
+        operation = Operation(self, name, steps, limit, peer, self._count())
         with self.progress.lock:
             self._check_usable(name)
             if not blocking:

@@ -39,8 +39,10 @@ class Operation(Work):
         steps: Steps,
         seconds: float,
         peer: int | None = None,
+        call: int = 0,
     ) -> None:
         self.name, self.seconds, self.peer = name, seconds, peer
+        self.call = call  # its number, as users count; 0: not known
         self.where = f"[{name}] {owner.place}"
         self.site = call_site()
         self.steps = steps
