@@ -62,5 +62,8 @@ def call_text(call: dict[str, Any]) -> str:
     extents = "" if shape is None else f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
     array = f"{call.get('dtype', '')} {extents}".strip()
     names = ("op", "root", "peer", "tag")
-    arguments = [array, *(f"{name}={call[name]}" for name in names if name in call)]
+    given = {name: call[name] for name in names if name in call}
+    if given.get("peer") == -1:  # a receive from any rank
+        given["peer"] = "any"
+    arguments = [array, *(f"{name}={value}" for name, value in given.items())]
     return f"{call['verb']}({', '.join(filter(None, arguments))})"

@@ -53,6 +53,9 @@ def test_a_read_only_array_is_refused() -> None:
         (float, "sum", 10**400, ValueError, "finite"),
         (float, "median", 1.0, ValueError, "sum, prod, min, max, avg"),
         (float, "sum", float("nan"), ValueError, "finite"),
+        (float, "xor", 1.0, TypeError, "op='lxor'"),
+        (int, "and", 2.0, ValueError, "takes no scale"),
+        (float, "land", 0.5, ValueError, "takes no scale"),
         (float, "sum", "2", TypeError, "real number"),
         (float, "sum", 1j, TypeError, "real number"),
     ],
@@ -62,6 +65,15 @@ def test_op_and_scale_must_fit_the_dtype(
 ) -> None:
     with pytest.raises(error, match=match):
         fl.all_reduce(np.zeros(2, dtype), scale=scale, op=op)
+
+
+def test_truth_values_of_one_rank_are_one_and_zero() -> None:
+    x = np.array([2.5, 0.0, np.nan, -1.0])
+    assert fl.all_reduce(x, op="land") is x
+    assert x.tolist() == [1, 0, 1, 1]
+    y = np.array([3, 0], np.uint8)
+    assert fl.reduce_scatter(y, op="lxor").tolist() == [1, 0]
+    assert fl.all_reduce(y, op="xor").tolist() == [3, 0]
 
 
 def test_every_verb_is_the_identity_alone() -> None:
@@ -103,6 +115,11 @@ def test_a_variable_with_a_history_is_sent_to_the_differentiable_verbs(verb: Any
         (lambda: fl.recv(np.zeros(1), 3), "src must be a rank"),
         (lambda: fl.barrier(timeout=0), "positive number of seconds"),
         (lambda: fl.reduce_scatter(np.array(1.0)), "first dimension"),
+        (lambda: fl.reduce_scatter(np.zeros(3), rows=[2]), "3 in all"),
+        (lambda: fl.scatter([np.zeros(3)], rows=[2]), "3 in all"),
+        (lambda: fl.scatter([np.zeros(3)], rows=[3, 0]), "each of the 1 ranks"),
+        (lambda: fl.all_gather([X, X], out=[X]), "out has 1"),
+        (lambda: fl.all_reduce_location(X, "sum"), "'min' or 'max'"),
         (lambda: fl.all_reduce_multiple([X, X]), "twice"),
         (lambda: fl.all_to_all(X, rows=[2.7]), r"rows must say.* got \[2\.7\]"),
         (lambda: fl.all_to_all(X, rows=["2"]), r"rows must say.* got \['2'\]"),

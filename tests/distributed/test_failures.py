@@ -54,6 +54,19 @@ CALLS: dict[str, Any] = {
     "columns of an uneven all_to_all": lambda rank: fl.all_to_all(
         np.zeros((6, 2 + min(rank, 1))), [6, *[0] * (fl.get_world_size() - 1)]
     ),
+    "rows of a reduce_scatter": lambda rank: fl.reduce_scatter(
+        np.zeros((6, 3)), rows=[4, 2, *[0] * (fl.get_world_size() - 2)][:: -1 if rank else 1]
+    ),
+    "rows or none in a reduce_scatter": lambda rank: fl.reduce_scatter(
+        np.zeros(6), rows=None if rank else [6, *[0] * (fl.get_world_size() - 1)]
+    ),
+    "rows of a scatter": lambda rank: fl.scatter(
+        np.zeros((6, 3)), rows=[4, 2, *[0] * (fl.get_world_size() - 2)][:: -1 if rank else 1]
+    ),
+    "op of an all_reduce_location": lambda rank: fl.all_reduce_location(
+        np.zeros(3), "max" if rank else "min"
+    ),
+    "bits or truth": lambda rank: fl.all_reduce(np.zeros(3, int), op="land" if rank else "or"),
     "rest of the shape": lambda rank: fl.all_gather(np.zeros((3, 2 + min(rank, 1)))),
     "list length": lambda rank: fl.all_reduce_multiple(
         [np.zeros(3)] * 0 + [np.zeros(3) for _ in range(2 + rank)], contiguous=True

@@ -12,6 +12,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError, PeerLostError
+from flashlight_py.trace.records import call_text
 from tests.distributed import open_receives
 from tests.distributed.conformance import BACKENDS, WORLDS
 from tests.distributed.harness import run_outcomes, run_ranks
@@ -46,6 +47,11 @@ def test_a_world_of_one_receives_in_part_from_itself() -> None:
         fl.recv(room, None)
     with pytest.raises(ValueError, match="first dimension"):
         fl.irecv(np.zeros(()), 0, partial=True)
+
+
+def test_a_record_of_a_receive_from_any_says_so() -> None:
+    call = {"verb": "recv", "dtype": "float64", "shape": [3], "peer": -1, "tag": 7}
+    assert call_text(call) == "recv(float64 (3,), peer=any, tag=7)"
 
 
 def wait_for_anybody(rank: int, size: int) -> None:

@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import numpy as np
+import pytest
 
 import flashlight_py as fl
 from tests.distributed import conformance
@@ -71,14 +72,17 @@ def assert_close(got: Any, expected: Any, name: str, what: str) -> None:
 
 def ops_of(name: str) -> list[str]:
     ops = conformance.ops_of(name)
-    return [op for op in ops if not (op == "prod" and name.startswith("complex"))]
+    missing = {"xor", "lxor"} | ({"prod"} if name.startswith("complex") else set())
+    if name != "bool":
+        missing |= {"and", "or"}
+    return [op for op in ops if op not in missing]
 
 
 def all_reduce_every_op(rank: int, size: int, name: str, layout: str) -> None:
     shape = conformance.shape_of(layout)
     everyone = [values(r, shape, name) for r in range(size)]
     for op in ops_of(name):
-        for scale in (1.0,) if name == "bool" else (1.0, 3.0):
+        for scale in (1.0, 3.0) if conformance.takes_scale(name, op) else (1.0,):
             x = on_gpu(everyone[rank], layout)
             assert fl.all_reduce(x, scale=scale, op=op) is x
             what = f"all_reduce {name} {layout} {op} scale={scale} on rank {rank} of {size}"
@@ -195,11 +199,29 @@ def composed_verbs(rank: int, size: int, name: str) -> None:
     expected = np.concatenate([theirs[2 * rank : 2 * rank + 2] for theirs in everyone])
     np.testing.assert_array_equal(fl.all_to_all(x).get(), expected)
     rows = [2 * size - 2 * (size - 1) + 1, *[2] * (size - 2), 1] if size > 1 else [2]
-    got = fl.all_to_all(x, rows).get()
+    joined, came = fl.all_to_all(x, rows, return_rows=True)
+    got = joined.get()
+    assert came == [rows[rank]] * size
     starts = np.cumsum([0, *rows])
     pieces = [theirs[starts[rank] : starts[rank + 1]] for theirs in everyone]
     np.testing.assert_array_equal(got, np.concatenate(pieces))
+    best, who = fl.all_reduce_location(x, "max")
+    np.testing.assert_array_equal(best.get(), np.maximum.reduce(everyone))
+    np.testing.assert_array_equal(who.get(), np.argmax(everyone, axis=0))
+    mine = slice(starts[rank], starts[rank + 1])
+    part = fl.reduce_scatter(x, op="max", rows=rows)
+    np.testing.assert_array_equal(part.get(), np.maximum.reduce(everyone)[mine])
+    out = on_gpu(np.zeros((rows[rank], 3), name))  # says that a GPU is meant
+    assert fl.scatter(x if rank == 0 else None, out=out, rows=rows) is out
+    np.testing.assert_array_equal(out.get(), everyone[0][mine])
+    refuse_bits_and_open_receives(x)
     crossing_messages(rank, size, name)
+
+
+def refuse_bits_and_open_receives(x: Any) -> None:
+    for call in (lambda: fl.all_reduce(x, op="lxor"), lambda: fl.recv(x, None)):
+        with pytest.raises(TypeError, match=r"NCCL has no xor|NumPy arrays"):
+            call()
 
 
 def crossing_messages(rank: int, size: int, name: str) -> None:
