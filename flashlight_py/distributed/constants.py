@@ -23,7 +23,7 @@ class DistributedInit(enum.IntEnum):
     FILE_SYSTEM = 1
     """A path that all processes see, in ``params[FILE_PATH]``; each knows its rank and size."""
     ENV = 2
-    """Environment variables of our launcher, torchrun, Slurm, Open MPI or PMI/MPICH."""
+    """Variables of our launcher, torchrun, Slurm, Open MPI, PMI/MPICH, Flux or jsrun."""
 
 
 class DistributedBackend(enum.IntEnum):

@@ -126,9 +126,17 @@ def test_one_of_the_nodes_of_a_scheduler_is_refused(
     init(size_one=False)
 
 
-def test_a_scheduler_inside_which_a_launcher_has_started_ranks_does_not_matter() -> None:
+def test_no_scheduler_and_one_node_do_not_matter() -> None:
     check_schedulers({})
     check_schedulers({"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"})
+
+
+def test_one_pod_for_several_processes_is_refused() -> None:
+    pod = {"PET_NODE_RANK": "0", "PET_NNODES": "1"}
+    for each in ("1", "auto"):
+        check_schedulers({**pod, "PET_NPROC_PER_NODE": each})
+    with pytest.raises(fl.errors.RendezvousError, match="PET_NNODES=1, PET_NPROC_PER_NODE=4"):
+        check_schedulers({**pod, "PET_NPROC_PER_NODE": "4"})
 
 
 # A program that has forgotten distributed_init ------------------------------------------------

@@ -95,6 +95,23 @@ def test_the_other_ranks_hear_why_one_has_raised(tmp_path: Path) -> None:
     assert told.endswith("ValueError: a bad batch")
 
 
+def test_of_ranks_that_wait_for_each_other_one_that_waited_to_the_end_is_named(
+    tmp_path: Path,
+) -> None:
+    program = write(
+        tmp_path,
+        """
+        import numpy as np
+        import flashlight_py as fl
+        fl.distributed_init(params={"TIMEOUT": 1, "TRACE_DIR": ""})
+        fl.send(np.zeros(3), 1 - fl.get_world_rank())  # which none receives
+        """,
+    )
+    done = launch("-n", 2, program)
+    assert done.returncode == 1
+    assert "raised flashlight_py.errors.CollectiveTimeoutError" in done.stderr.splitlines()[-1]
+
+
 def test_success_prints_whole_lines_by_rank_and_leaves_no_child(tmp_path: Path) -> None:
     program = write(
         tmp_path,

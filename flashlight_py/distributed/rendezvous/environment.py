@@ -25,11 +25,11 @@ _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 class LaunchEnvironment:
     """What the environment says about this process.
 
-    ``launcher`` is "launcher" (ours or torchrun), "openmpi", "mvapich", "pmi", "flux", "jsm" or
-    "slurm". ``local_rank`` and ``local_size`` count the ranks of this host and are None where the
-    launcher does not say. ``variables`` are the names that said so. ``file`` is a path for a
-    rendezvous by files, ``master_address`` and ``master_port`` a host of rank 0 and a TCP port;
-    None where unknown.
+    ``launcher`` is "launcher" (ours or torchrun), "openmpi", "mvapich", "pmi", "flux", "jsm",
+    "slurm", or "call": an argument of ``distributed_init`` says it. ``local_rank`` and
+    ``local_size`` count the ranks of this host and are None where the launcher does not say.
+    ``variables`` are the names that said so. ``file`` is a path for a rendezvous by files,
+    ``master_address`` and ``master_port`` a host of rank 0 and a TCP port; None where unknown.
     """
 
     launcher: str

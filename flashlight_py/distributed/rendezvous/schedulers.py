@@ -18,21 +18,27 @@ __all__ = ["announced_nodes", "check_schedulers"]
 
 
 class _Scheduler(NamedTuple):
-    """The variables of one scheduler; ``address`` is how a shell names the first node's."""
+    """The variables of one scheduler; ``address`` is how a shell names the first node's.
+
+    ``each`` says how many ranks it asks for on each node, where that is part of its contract.
+    """
 
     name: str
     node: str
     nodes: str
     address: str
+    each: str = ""
 
     def announces(self, environ: Mapping[str, str]) -> bool:
         """Return whether this process is one of several, or may be, as nobody says how many."""
-        return self.node in environ and environ.get(self.nodes, "") != "1"
+        each = environ.get(self.each, "1")
+        is_one = environ.get(self.nodes, "") == "1" and (each == "1" or not each.isdecimal())
+        return self.node in environ and not is_one
 
     def said(self, environ: Mapping[str, str]) -> str:
         """Return what the variables say, for a message."""
-        of = f" and {self.nodes}={environ[self.nodes]}" if self.nodes in environ else ""
-        return f"{self.name} says {self.node}={environ[self.node]}{of}"
+        names = [name for name in (self.node, self.nodes, self.each) if name in environ]
+        return f"{self.name} says {', '.join(f'{name}={environ[name]}' for name in names)}"
 
     def advice(self) -> str:
         """Return the lines of a shell that start one rank, or several, on each node."""
@@ -58,7 +64,13 @@ _SCHEDULERS = (
         "${AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:-$(hostname -i)}",
     ),
     _Scheduler("dstack", "DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "$DSTACK_MASTER_NODE_IP"),
-    _Scheduler("Kubeflow (for torchrun)", "PET_NODE_RANK", "PET_NNODES", "$PET_MASTER_ADDR"),
+    _Scheduler(
+        "Kubeflow (for torchrun)",
+        "PET_NODE_RANK",
+        "PET_NNODES",
+        "$PET_MASTER_ADDR",
+        "PET_NPROC_PER_NODE",
+    ),
     _Scheduler("an indexed Job of Kubernetes", "JOB_COMPLETION_INDEX", "", "NAME_OF_INDEX_0"),
     _Scheduler("PALS", "PALS_RANKID", "", "HOST_OF_RANK_0"),
 )
