@@ -9,12 +9,12 @@ from flashlight_py.distributed import last_words
 from flashlight_py.distributed.people import names
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.backends.native import NativeBackend
+    from flashlight_py.distributed.backends.native_group import NativeGroup
 
 __all__ = ["waits_elsewhere"]
 
 
-def waits_elsewhere(backend: NativeBackend, missing: Sequence[int]) -> str:
+def waits_elsewhere(backend: NativeGroup, missing: Sequence[int]) -> str:
     """Say what ranks that are ``missing`` here have called in other groups, for this rank too.
 
     Empty where none has. Ranks of two groups are the same where their processes are.
@@ -27,7 +27,7 @@ def waits_elsewhere(backend: NativeBackend, missing: Sequence[int]) -> str:
     return "; ".join(called)
 
 
-def _call_elsewhere(backend: NativeBackend, rank: int) -> str:
+def _call_elsewhere(backend: NativeGroup, rank: int) -> str:
     for other in last_words.open_backends():
         call_ahead = getattr(other, "call_ahead", None)
         if other is backend or call_ahead is None or rank >= len(backend.people):

@@ -164,7 +164,7 @@ class GlooBackend(NativeBackend):
         self.lib.fl_gloo_exchange(group, messages, len(messages), seconds, not blocking, results)
 
     def call_ahead(self, rank: int) -> str:
-        """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""
+        """Say what ``rank`` has begun here and this rank has not; see ``NativeGroup``."""
         call = self.ffi.new("fl_signature *")
         group = self._group
         ahead = group is not None and self.lib.fl_gloo_is_ahead(group, rank, call)

@@ -19,12 +19,13 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.agreement import STEP, Agreement, between_hosts
 from flashlight_py.distributed.backends.callers import Callers
-from flashlight_py.distributed.backends.hierarchical_search import AnyRank, Searches
-from flashlight_py.distributed.backends.hierarchical_work import FutureWork, GuardedWork
+from flashlight_py.distributed.backends.hierarchical_messages import HierarchicalMessages
+from flashlight_py.distributed.backends.hierarchical_search import Searches
+from flashlight_py.distributed.backends.hierarchical_work import FutureWork
 from flashlight_py.distributed.call_site import Place, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.people import names
-from flashlight_py.distributed.work import Done, Then, Work
+from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -48,7 +49,7 @@ def part_of(count: int, carriers: int, index: int) -> slice:
     return slice(count * index // carriers, count * (index + 1) // carriers)
 
 
-class HierarchicalBackend(Backend):
+class HierarchicalBackend(HierarchicalMessages):
     """Joins the ranks of ``hosts``, each a list of ranks that share memory.
 
     Args:
@@ -229,45 +230,6 @@ class HierarchicalBackend(Backend):
 
         return self._start(call, run, blocking)
 
-    def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
-        """Send through memory inside the host, else between hosts; see ``Backend``."""
-        backend, peer = self._way_to("send", dst)
-        return GuardedWork(backend.send(array, peer, tag, blocking), self)
-
-    def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
-        """Receive by the way that ``send`` takes; see ``Backend``."""
-        backend, peer = self._way_to("recv", src)
-        return GuardedWork(backend.recv(array, peer, tag, blocking), self)
-
-    def recv_matched(
-        self,
-        array: Array,
-        src: int | None,
-        tag: int,
-        partial: bool,
-        blocking: bool = False,
-        patience: float = -1.0,
-    ) -> Work:
-        """Receive by the way that ``send`` takes; from any rank, by looking at both in turn."""
-        if src is not None:
-            backend, peer = self._way_to("recv", src)
-            work = backend.recv_matched(array, peer, tag, partial, blocking, patience)
-            return Then(GuardedWork(work, self), lambda found: found and found._replace(source=src))
-        self._callers.check("recv")
-        search = AnyRank(self, self._ways(), array, tag, partial)
-        return Done(search.run(patience)) if blocking else self._searches.start(tag, search.run)
-
-    def _ways(self) -> list[tuple[Backend, Sequence[int]]]:
-        """Return what carries messages to this rank, and whom it knows as which rank."""
-        host = self._hosts[self._host_of[self.rank]]
-        ways = (self._inside, host), (self._flat, range(self.size))
-        return [way for way in ways if way[0].size > 1]
-
-    def _way_to(self, verb: str, rank: int) -> tuple[Backend, int]:
-        self._callers.check(verb)
-        host = self._hosts[self._host_of[self.rank]]
-        return (self._inside, host.index(rank)) if rank in host else (self._flat, rank)
-
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array in the memory of this rank's host; see ``Backend``."""
         call = f"shared_empty({dtype} {shape})"
@@ -283,11 +245,6 @@ class HierarchicalBackend(Backend):
         work = self._start(call, lambda: None, blocking=False)
         assert isinstance(work, FutureWork)
         work.failure_told = True  # this rank raises its own
-
-    def refuse_message(self, call: str, peer: int, tag: int, sends: bool) -> None:
-        """Have the peer raise, by the way of messages to it; see ``Backend``."""
-        backend, there = self._way_to("refuse", peer)
-        backend.refuse_message(call, there, tag, sends)
 
     def barrier(self, timeout: float | None = None) -> Work:
         """Wait for all ranks, up to ``timeout`` seconds; see ``Backend``."""
@@ -392,10 +349,8 @@ class HierarchicalBackend(Backend):
 
     def is_busy(self) -> bool:
         """Tell whether something runs; see ``Backend``."""
-        parts = filter(None, (self._inside, self._between, self._flat))
-        return any(not work.is_completed() for work in self._running) or any(
-            part.is_busy() for part in parts
-        )
+        busy = any(not work.is_completed() for work in self._running)
+        return busy or any(part.is_busy() for part in self._parts)
 
     def close(self) -> None:
         """Close the backends, which ends what runs, then the thread.

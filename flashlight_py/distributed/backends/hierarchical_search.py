@@ -13,7 +13,7 @@ from flashlight_py.distributed.backend import Backend, Matched
 from flashlight_py.distributed.backends.hierarchical_work import FutureWork, GuardedWork
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
+    from flashlight_py.distributed.backends.hierarchical_messages import HierarchicalMessages
 
 __all__ = ["AnyRank", "Searches"]
 
@@ -29,7 +29,7 @@ class AnyRank:
 
     def __init__(
         self,
-        owner: HierarchicalBackend,
+        owner: HierarchicalMessages,
         ways: Sequence[tuple[Backend, Sequence[int]]],
         array: Array,
         tag: int,

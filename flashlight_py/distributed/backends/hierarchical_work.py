@@ -11,7 +11,7 @@ from flashlight_py.distributed.work import Work
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError, MismatchError
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
+    from flashlight_py.distributed.backends.hierarchical_messages import HierarchicalMessages
 
 __all__ = ["FutureWork", "GuardedWork"]
 
@@ -55,7 +55,7 @@ class FutureWork(Work):
 class GuardedWork(Work):
     """A message; what breaks the backend that carries it ends the others as well."""
 
-    def __init__(self, work: Work, owner: HierarchicalBackend) -> None:
+    def __init__(self, work: Work, owner: HierarchicalMessages) -> None:
         self._work, self._owner = work, owner
 
     def wait(self, timeout: float | None = None) -> Any:

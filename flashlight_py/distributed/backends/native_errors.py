@@ -18,7 +18,7 @@ from flashlight_py.errors import (
 )
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.backends.native import NativeBackend
+    from flashlight_py.distributed.backends.native_group import NativeGroup
 
 __all__ = ["failure", "words_of", "words_of_traceback"]
 
@@ -29,7 +29,7 @@ _LOST, _LATE = "P", "T"
 
 
 def failure(
-    backend: NativeBackend, handle: Any, status: int, verb: str, seconds: float, number: int
+    backend: NativeGroup, handle: Any, status: int, verb: str, seconds: float, number: int
 ) -> DistributedError:
     """Return the exception for an operation of ``seconds`` that ended with ``status``.
 
@@ -57,7 +57,7 @@ def failure(
     return DistributedError(f"{where}: {text}")
 
 
-def words_of_traceback(backend: NativeBackend, traceback: str) -> str:
+def words_of_traceback(backend: NativeGroup, traceback: str) -> str:
     """Return what the others are to raise: this rank's program has raised ``traceback``.
 
     Its first line is the exception.
@@ -81,7 +81,7 @@ def _as_told(where: str, words: str) -> DistributedError:
     return kind(f"{where}: {indented_traceback(words[1:])}")
 
 
-def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> str:
+def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> str:
     """List what the ranks called, ranks that agree on one line."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     groups: dict[str, list[int]] = {}
@@ -97,11 +97,11 @@ def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> s
     )
 
 
-def _names(backend: NativeBackend, ranks: Sequence[int]) -> str:
+def _names(backend: NativeGroup, ranks: Sequence[int]) -> str:
     return names(backend.numbers[rank] for rank in ranks)
 
 
-def _call_and_site(backend: NativeBackend, handle: Any, signature: Any, rank: int) -> str:
+def _call_and_site(backend: NativeGroup, handle: Any, signature: Any, rank: int) -> str:
     """Say what ``rank`` called, and where, if that is known; of a call that it refused also why."""
     lib = backend.lib
     site = backend.ffi.string(lib.fl_op_site(handle, rank)).decode(errors="replace")
@@ -112,7 +112,7 @@ def _call_and_site(backend: NativeBackend, handle: Any, signature: Any, rank: in
 
 def _late(
     where: str,
-    backend: NativeBackend,
+    backend: NativeGroup,
     handle: Any,
     missing: Sequence[int],
     limit: str,
@@ -138,7 +138,7 @@ def _late(
     )
 
 
-def _own_call(backend: NativeBackend, handle: Any) -> str:
+def _own_call(backend: NativeGroup, handle: Any) -> str:
     """Say what this rank has called, in which group."""
     signatures = backend.lib.fl_op_signatures(handle)
     if signatures == backend.ffi.NULL:
@@ -147,7 +147,7 @@ def _own_call(backend: NativeBackend, handle: Any) -> str:
     return f"this rank called {mine} as rank {backend.rank} of a group of {backend.size}"
 
 
-def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], number: int) -> str:
+def _last_calls(backend: NativeGroup, handle: Any, missing: Sequence[int], number: int) -> str:
     """Say what this rank waits in, and what each that is missing has called last."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     if signatures == backend.ffi.NULL:

@@ -14,7 +14,7 @@ from flashlight_py.distributed.work import Work
 from flashlight_py.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.backends.native import NativeBackend
+    from flashlight_py.distributed.backends.native_group import NativeGroup
 
 __all__ = ["GATHERED", "NOTHING", "SCATTERED", "NativeWork", "Received"]
 
@@ -34,7 +34,7 @@ class Received:
         self._name, self._result, self._like = name, result, like
         self._out, self._root = out, root
 
-    def get(self, backend: NativeBackend, handle: Any) -> Any:
+    def get(self, backend: NativeGroup, handle: Any) -> Any:
         """Return the result of the operation, which has ended well."""
         if self._result is GATHERED:
             self._result = self._gathered(backend, handle)
@@ -42,7 +42,7 @@ class Received:
             self._result = self._scattered(backend, handle)
         return self._result
 
-    def _gathered(self, backend: NativeBackend, handle: Any) -> Array:
+    def _gathered(self, backend: NativeGroup, handle: Any) -> Array:
         """Return the rows of all ranks: ``out``, if the library has filled it, or a new array."""
         assert self._like is not None
         signatures = backend.lib.fl_op_signatures(handle)
@@ -52,7 +52,7 @@ class Received:
             return self._out
         return _wrap(backend, handle, self._like.dtype, (rows, *self._like.shape[1:]))
 
-    def _scattered(self, backend: NativeBackend, handle: Any) -> Array:
+    def _scattered(self, backend: NativeGroup, handle: Any) -> Array:
         """Wrap this rank's part, of the dtype and shape that the root has told."""
         told = backend.lib.fl_op_signatures(handle)[self._root]
         shape = tuple(told.shape[d] for d in range(told.ndim))
@@ -62,9 +62,7 @@ class Received:
 NOTHING = Received("", None, None, None, 0)
 
 
-def _wrap(
-    backend: NativeBackend, handle: Any, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> Array:
+def _wrap(backend: NativeGroup, handle: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """Return what the library received, without a copy; the array keeps the handle alive."""
     ffi, count = backend.ffi, backend.ffi.new("size_t *")
     pointer = backend.lib.fl_op_output(handle, count)
@@ -78,7 +76,7 @@ class NativeWork(Work):
 
     def __init__(
         self,
-        backend: NativeBackend,
+        backend: NativeGroup,
         name: str,
         handle: Any,
         kept: Any,

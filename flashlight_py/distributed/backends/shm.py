@@ -161,7 +161,7 @@ class ShmBackend(NativeBackend):
         ]
 
     def call_ahead(self, rank: int) -> str:
-        """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""
+        """Say what ``rank`` has begun here and this rank has not; see ``NativeGroup``."""
         call = self.ffi.new("fl_signature *")
         group = self._group
         ahead = group is not None and self.lib.fl_shm_is_ahead(group, rank, call)
