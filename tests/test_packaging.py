@@ -229,6 +229,7 @@ def test_build_can_be_told_to_leave_gloo_out(tmp_path: Path) -> None:
         ("void nowhere(void);", "was built and does not load: .*undefined symbol: nowhere"),
         ("#error out of order\nvoid nowhere(void);", "could not be compiled"),
     ],
+    ids=["does not load", "cannot be compiled"],
 )
 def test_an_extension_that_is_broken_fails_the_build(
     tmp_path: Path, broken: str, said: str
