@@ -17,7 +17,7 @@ from flashlight_py.distributed.backends.nccl import collect
 from flashlight_py.distributed.backends.nccl.checks import Checks, asks_nobody
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.cpu_side import CpuSide
-from flashlight_py.distributed.backends.nccl.dtypes import BYTES
+from flashlight_py.distributed.backends.nccl.dtypes import BYTES, OPS
 from flashlight_py.distributed.backends.nccl.library import version_text
 from flashlight_py.distributed.backends.nccl.messages import in_order
 from flashlight_py.distributed.backends.nccl.reduction import Reduction
@@ -29,8 +29,6 @@ from flashlight_py.distributed.work import Done, Then, Work
 
 __all__ = ["NcclBackend"]
 
-_OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}  # ncclRedOp_t
-_OPS |= {ReduceOp.AND: 3, ReduceOp.OR: 2}  # of bool; others have no form
 _ALONE = contextlib.nullcontext()
 
 
@@ -399,5 +397,5 @@ class NcclBackend(Backend):
     def _rule(self, verb: str, part: Reduction, op: ReduceOp) -> int:
         """Return NCCL's number of ``op``, with the factor in it."""
         if part.factor == 1.0:
-            return _OPS[op]
+            return OPS[op]
         return self._communicator.scaled_sum(verb, part.factor, part.form.dtype, part.form.code)

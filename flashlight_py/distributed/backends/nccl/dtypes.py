@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flashlight_py.distributed.constants import ReduceOp
 
-__all__ = ["BYTES", "Form", "form_of"]
+__all__ = ["BYTES", "OPS", "Form", "form_of"]
 
 # ncclDataType_t, as csrc/nccl/nccl.cdef.h declares it.
 _CODES = {
@@ -27,6 +27,10 @@ _CODES = {
     "bfloat16": 9,
 }
 BYTES = _CODES["uint8"]
+
+# ncclRedOp_t. The bits of bool are its least and greatest; other bits have no form.
+OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
+OPS |= {ReduceOp.AND: 3, ReduceOp.OR: 2}
 
 _SEEN_AS = {"bool": "uint8", "complex64": "float32", "complex128": "float64"}
 # NCCL has no 16-bit integers. Sums and products that wrap in 32 bits are right in the lower 16.
