@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import flashlight_py
+from flashlight_py.cores import usable_cores
 from flashlight_py.launch.options import read_options
-from flashlight_py.launch.variables import usable_cores
 from tests.launch.launcher import launch, write
 
 PYTHON = "/env/bin/python"

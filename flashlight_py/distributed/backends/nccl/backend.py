@@ -251,12 +251,11 @@ class NcclBackend(Backend):
     def _exchange(self, verb: str, messages: Sequence[Message], blocking: bool) -> Work:
         self._cpu.agree_on_messages(messages)
         full = [message for message in in_order(messages) if message.array.size]
-        lib = self.functions
 
         def begin() -> None:
             with self.together(verb) if len(full) > 1 else _ALONE:
                 for sends, array, peer, _ in full:
-                    function = lib.ncclSend if sends else lib.ncclRecv
+                    function = self.functions.ncclSend if sends else self.functions.ncclRecv
                     self.call(verb, function, self.pointer(array), array.nbytes, BYTES, peer)
 
         arrays = [message.array for message in messages]
