@@ -1,9 +1,9 @@
 """Every exception that flashlight_py raises on purpose.
 
 Wrong arguments raise ``ValueError`` or ``TypeError`` before any array is sent, on the rank that
-gave them, and ``MismatchError`` with its reason on the others. What goes wrong between processes
+passed them, and ``MismatchError`` with its reason on the others. What goes wrong between processes
 raises one of these; the class says whose fault it is, the message says what was being done, on
-which rank of how many, what was expected, what came, and what to do next.
+which rank of how many, what was expected, what was received, and what to do next.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RendezvousError(DistributedError):
 class MismatchError(DistributedError):
     """The ranks called different things: operation, order, dtype, shape, root, reduce op or group.
 
-    Also where one has refused what it was given, which then raises its own error.
+    Also where one has refused what was passed to it, which then raises its own error.
     Raised on every rank, naming what each has called and where. The group can be used again
     afterwards where ``group_lives``; not after a mismatch of groups, or through NCCL.
     """

@@ -51,7 +51,7 @@ def _array(self: Variable, dtype: Any = None, copy: bool | None = None) -> Array
     if self.calc_grad:
         raise TypeError(
             f"NumPy asks for the array of a Variable that needs a gradient (shape {self.shape}): "
-            "what it computes would not be part of the graph. Where that is meant, give it "
+            "what it computes would not be part of the graph. Where that is meant, pass it "
             "variable.numpy(); else use the functions of fl.autograd.functions"
         )
     if copy is None:  # only if need be, which NumPy 1 spells otherwise

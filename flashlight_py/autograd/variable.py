@@ -37,7 +37,7 @@ class Variable:
     """An array in a computation whose gradient can be asked for.
 
     The array is NumPy's or CuPy's and is shared, not copied; anything else with DLPack is taken
-    without a copy. The dtype is kept, also beside Python numbers; arrays of two dtypes give what
+    without a copy. The dtype is kept, also beside Python numbers; arrays of two dtypes yield what
     NumPy makes of them (float16 with float32: float32), and each gets a gradient of its own dtype.
     A variable made by the user is a leaf; one made by an operation on variables with ``calc_grad``
     remembers that operation until a backward pass has used it.

@@ -15,7 +15,7 @@ __all__ = ["Apart"]
 
 
 class Apart:
-    """The arrays that ``verb`` is given: those that it writes share no memory with others.
+    """The arrays that are passed to ``verb``: those that it writes share no memory with others.
 
     Two that do would be written twice, or read while they are written.
     """
@@ -42,7 +42,7 @@ class Apart:
             if other_end > start and (writes or other_writes) and _overlap(array, other):
                 raise ValueError(
                     f"{self._verb}: array {place} shares memory with array {other_place} before it "
-                    "(or is the same one twice), and would be written twice; give arrays that "
+                    "(or is the same one twice), and would be written twice; pass arrays that "
                     "lie apart, or a copy of one"
                 )
             at -= 1

@@ -213,7 +213,7 @@ def _by_address(
     host: str, port: int, rank: int, size: int, settings: Settings
 ) -> StoreFactory | None:
     if settings.file_path is not None:
-        raise ValueError(f"tcp://{host}:{port} and FILE_PATH are two places to meet; give one")
+        raise ValueError(f"tcp://{host}:{port} and FILE_PATH are two places to meet; pass one")
     if (rank, size) == (-1, -1):
         found = _require(detect())
     else:
@@ -229,7 +229,7 @@ def _agreeing(found: LaunchEnvironment, rank: int, size: int) -> LaunchEnvironme
     """Refuse a rank and size that are given as well and differ."""
     if (rank, size) not in ((-1, -1), (found.rank, found.size)):
         raise ValueError(
-            f"world_rank={rank} and world_size={size} are given, and the environment says rank "
+            f"world_rank={rank} and world_size={size} are passed, and the environment says rank "
             f"{found.rank} of {found.size} ({found.said_by}); leave them out with ENV"
         )
     return found

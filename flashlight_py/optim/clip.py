@@ -32,7 +32,7 @@ def clip_grad_norm(
 
     With several processes that have the same parameters, call it after the gradients were reduced,
     without a group: the norm is the same on every rank. Where ranks have different parameters, as
-    parts of one model, give their group: the squares are summed over it, in one small message, and
+    parts of one model, pass their group: the squares are summed over it, in one small message, and
     all ranks scale by the same factor.
 
     Args:

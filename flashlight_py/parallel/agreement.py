@@ -102,7 +102,7 @@ def check_settings_agree(
     differing = {name: by_rank(given) for name, given in values.items() if len(set(given)) > 1}
     if differing:
         raise MismatchError(
-            f"rank {group.rank} of {group.size}: the ranks give a {what} different "
+            f"rank {group.rank} of {group.size}: the ranks pass a {what} different "
             f"arguments: {', '.join(f'{name} ({who})' for name, who in differing.items())}. "
             "Give the same on every rank: the rank itself decides which share is whose"
         )

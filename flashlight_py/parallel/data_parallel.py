@@ -91,7 +91,7 @@ def distribute_module_grads(
             own.
         ignore: parameters and buffers that are each rank's own, by name (as in ``state_dict()``)
             or as Variables; they are neither compared nor sent, and keep hooks of their own.
-        broadcast_buffers: before each forward pass in training, give every rank the buffers (see
+        broadcast_buffers: before each forward pass in training, send every rank the buffers (see
             ``Module.add_buffer``) of the group's rank 0: collective and blocking, by ``module(x)``
             on every rank; not within ``no_sync``, nor within ``join``, whose end does it. A
             module without buffers sends nothing.
@@ -99,7 +99,7 @@ def distribute_module_grads(
     Raises:
         TypeError: ``module`` is no Module, ``hook`` is not callable or compresses other dtypes,
             ``ignore`` holds something else.
-        ValueError: ``reducer`` is given beside ``scale``, ``hook``, ``group`` or
+        ValueError: ``reducer`` is passed beside ``scale``, ``hook``, ``group`` or
             ``bucket_bytes``; ``bucket_bytes`` is not positive; ``ignore`` names what the module
             has not; there is nothing to train.
         MismatchError: ranks' modules differ; names the first parameter that does.
@@ -158,7 +158,7 @@ def _refuse_beside_reducer(given: Mapping[str, object]) -> None:
         if value is not None:
             raise ValueError(
                 f"distribute_module_grads: a reducer has its own scale, hook, group and sizes of "
-                f"buckets; give {name} to the reducer, not beside it"
+                f"buckets; pass {name} to the reducer, not beside it"
             )
 
 

@@ -214,4 +214,4 @@ def test_a_refusal_is_told_to_all_ranks() -> None:
     ]
     for text, verb in zip(others, ("all_gather", "all_to_all", "send", "all_reduce"), strict=True):
         assert text.startswith("MismatchError"), text
-        assert f"rank 1 called {verb}, and refused what it was given (" in text
+        assert f"rank 1 called {verb}, and refused its arguments (" in text

@@ -101,7 +101,7 @@ def check(call: Callable[[], Any], name: str) -> None:
     else:
         pytest.fail(f"{name} did not raise")
     assert f"rank {ODD} called " in message, (name, message)
-    assert ", and refused what it was given (" in message, (name, message)
+    assert ", and refused its arguments (" in message, (name, message)
     assert "test_refusals.py:" in message, (name, message)
 
 
@@ -117,7 +117,7 @@ def the_reason(rank: int, size: int) -> None:
     else:
         with pytest.raises(
             fl.errors.MismatchError,
-            match=r"rank 1 called reduce_scatter, and refused what it was given \(ValueError: "
+            match=r"rank 1 called reduce_scatter, and refused its arguments \(ValueError: "
             r"reduce_scatter: the first dimension must be a multiple of the 3 ranks, got shape "
             r"\(7,\)\) at distributed/test_refusals.py:\d+",
         ):
@@ -209,7 +209,7 @@ def refuse_in_a_group(rank: int, size: int) -> str:
 
 
 def test_a_group_goes_on_as_well(ranks: Any) -> None:
-    assert ", and refused what it was given (TypeError" in ranks.run(refuse_in_a_group)[2]
+    assert ", and refused its arguments (TypeError" in ranks.run(refuse_in_a_group)[2]
 
 
 def refuse_unchecked(rank: int, size: int) -> str:
@@ -226,7 +226,7 @@ def test_without_checks_between_hosts_the_group_ends_with_the_reason() -> None:
     texts = run_ranks(refuse_unchecked, SIZE, env=two_hosts_unchecked)
     assert texts[ODD].startswith("TypeError")
     for text in (texts[0], texts[2]):
-        assert "rank 1 called all_reduce, and refused what it was given (TypeError" in text
+        assert "rank 1 called all_reduce, and refused its arguments (TypeError" in text
 
 
 def refuse_after_the_end(rank: int, size: int) -> None:

@@ -33,7 +33,7 @@ def new_group(
     Raises:
         ValueError: a rank is out of range or twice in the list, the list is empty, or ``timeout``
             is no positive number.
-        MismatchError: the ranks gave different lists or timeouts; raised on every rank.
+        MismatchError: the ranks passed different lists or timeouts; raised on every rank.
         DistributedError: as for :func:`all_reduce` and :func:`distributed_init`.
     """
     return of(group).new_group(ranks, timeout)

@@ -210,7 +210,7 @@ def scatter(
         ValueError: ``root`` is no rank of the group, or what it gives cannot be cut so, or does
             not fit its own ``out``.
         MismatchError: ``out`` of a rank is of another shape or dtype than the parts, or ranks
-            gave different ``rows``; raised on every rank.
+            passed different ``rows``; raised on every rank.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
     return of(group).scatter(xs, root, out, async_op, rows)
@@ -252,13 +252,13 @@ def all_to_all(
     group: ProcessGroup | None = None,
     return_rows: bool = False,
 ) -> Any:
-    """Give each rank a part of ``x`` and join what comes from each, in rank order.
+    """Give each rank a part of ``x`` and join what each sends, in rank order.
 
     Args:
         x: array whose first dimension is cut into equal parts, one per rank; left as it is. Shape
             and dtype must be the same on every rank; with ``rows`` the first dimension may differ.
-        rows: how many rows rank 0, 1, ... gets, where parts are unequal. All ranks give it or
-            none does; what it holds may differ. They tell each other first, so that even with
+        rows: how many rows rank 0, 1, ... gets, where parts are unequal. All ranks pass it or
+            none does; what it holds may differ. They exchange it first, so that even with
             ``async_op`` the call blocks until every rank has called.
         out: array that is filled in place, as for :func:`all_gather`.
         async_op: return a ``Work`` at once; its ``wait()`` returns the result.

@@ -59,7 +59,7 @@ def recv(
     Raises:
         ValueError: ``src`` is no other rank of the group, ``tag`` is out of range, or with
             ``partial`` the array has no dimension.
-        PeerLostError: ``src`` is gone, or where that is None any rank is and nothing else has come.
+        PeerLostError: ``src`` is gone, or where that is None any rank is and nothing else was sent.
         CollectiveTimeoutError: ``src`` did not send it in time; tells the tag that it sends.
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.

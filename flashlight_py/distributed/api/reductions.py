@@ -298,7 +298,7 @@ def reduce_scatter(
     Raises:
         ValueError: the first dimension cannot be cut so, ``out`` does not fit, or as for
             :func:`all_reduce`.
-        MismatchError: ranks gave different ``rows``, or as for :func:`all_reduce`.
+        MismatchError: ranks passed different ``rows``, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
     return of(group).reduce_scatter(x, scale, op, out, async_op, rows)

@@ -27,7 +27,7 @@ def number_in_words(
 def call_in_words(lib: Any, signature: Any) -> str:
     """Write a signature as the call that it stands for."""
     if signature.ndim == lib.FL_REFUSED:
-        return "something, and refused what it was given"
+        return "something, and refused its arguments"
     if signature.part_of:
         return COMPOSED[signature.part_of - 1]
     name = _name(lib, signature)

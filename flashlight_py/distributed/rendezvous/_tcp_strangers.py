@@ -78,8 +78,8 @@ class Strangers:
     def turned_away(self) -> str:
         """Complete a sentence about ranks that are missing: who knew another secret."""
         hosts = ", ".join(sorted(self._turned_away))
-        told = f"; processes on {hosts} were turned away, as they know another secret: {REMEDY}"
-        return told if hosts else ""
+        listed = f"; processes on {hosts} were turned away, as they know another secret: {REMEDY}"
+        return listed if hosts else ""
 
     def _turn_away(self, stranger: Connection, greeting: Greeting) -> None:
         """Answer who knows another secret, or none. Only a process of our own user is no enemy."""

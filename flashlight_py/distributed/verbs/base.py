@@ -108,7 +108,7 @@ class Verbs(abc.ABC):
         """
         outs = [None] * len(xs) if out is None else list(out)
         if len(outs) != len(xs):
-            raise ValueError(f"{verb}: {len(xs)} arrays are given, and out has {len(outs)}")
+            raise ValueError(f"{verb}: {len(xs)} arrays are passed, and out has {len(outs)}")
         begin = [prepare(*pair) for pair in zip(xs, outs, strict=True)]
         results = [start() for start in begin]
         return AllOf(results) if async_op else results

@@ -168,7 +168,7 @@ class Movement(ScatterRows):
                 raise ValueError(
                     f"scatter: all parts must be alike; that for rank 0 is {first.dtype} "
                     f"{first.shape}, that for rank {rank} {array.dtype} {array.shape}. Where only "
-                    "first dimensions differ, give rows= on every rank"
+                    "first dimensions differ, pass rows= on every rank"
                 )
         stacked: Array = array_module(first).stack(arrays)
         return _limited(pack(stacked))

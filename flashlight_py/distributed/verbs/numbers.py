@@ -53,6 +53,6 @@ def require_room(verb: str, x: Any, op: str = "", scale: float = 1.0, size: int 
     if largest >= _LIMIT:
         of = f" of {size} ranks by {op!r}" if op else ""
         raise OverflowError(
-            f"{verb}: {x}, an int, travels in 64 bits, and its reduction{of} could pass them; give "
+            f"{verb}: {x}, an int, travels in 64 bits, and its reduction{of} could pass them; pass "
             "a float, or the digits by all_gather_object"
         )

@@ -74,7 +74,7 @@ def _refuse(
 ) -> None:
     ends = list(parts)
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    words = f"{verb}, and refused what it was given ({reason})"
+    words = f"{verb}, and refused its arguments ({reason})"
     on_gpu = next((value for value in given if is_cupy(getattr(value, "array", value))), None)
     backend = group.backend(getattr(on_gpu, "array", on_gpu))
     if all(end is _COLLECTIVE or _is_known(group, end) for end in ends):

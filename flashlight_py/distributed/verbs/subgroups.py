@@ -68,7 +68,7 @@ class Subgroups(Verbs):
             calls = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(asked))
             raise MismatchError(
                 f"[{verb}] rank {self.rank} of {self.size}: the ranks asked for different "
-                f"groups ({calls}). Every rank of the parent must give the same"
+                f"groups ({calls}). Every rank of the parent must pass the same"
             )
 
     def _found(self, members: list[int], seconds: float | None) -> ProcessGroup:
