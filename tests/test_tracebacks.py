@@ -31,7 +31,7 @@ def test_a_users_mistake_shows_the_users_lines() -> None:
     assert '    return fl.all_reduce(np.zeros(3), op="total")' in lines
     hidden = [line for line in lines if "flashlight_py" in line]
     assert len(hidden) == 1
-    assert hidden[0].startswith("  [4 frames inside flashlight_py, to distributed/arrays.py:")
+    assert hidden[0].startswith("  [5 frames inside flashlight_py, to distributed/arrays.py:")
     assert hidden[0].endswith(" in parse_op; FLASHLIGHT_FULL_TRACEBACK=1 shows them]")
     assert lines[-1].startswith("ValueError: all_reduce: op must be one of")
     assert error.__traceback__ is not None  # it is as it was
