@@ -14,6 +14,7 @@ COMMON = (
 SOURCES = (
     "shm/capi.cc",
     "shm/group.cc",
+    "shm/group_messages.cc",
     "shm/collectives.cc",
     "shm/reductions.cc",
     "shm/movement.cc",

@@ -1,17 +1,9 @@
 #include "group.h"
 
-#include <algorithm>
-#include <list>
-#include <optional>
 #include <utility>
-
-#include "../common/signature.h"
 
 namespace fl {
 namespace {
-
-// Beside other threads of this process, which need the processor.
-constexpr Patience kInALane{0, 20};
 
 bool is_message(const fl_signature& s) { return s.verb == FL_SEND || s.verb == FL_RECV; }
 
@@ -23,41 +15,8 @@ bool is_match(const fl_signature& s, const void* output) {
 // Which no message has.
 constexpr Lane kCollectives{-1, false, 0};
 
-Lane lane_of(const fl_signature& s, int peer) { return {peer, s.verb == FL_SEND, s.root}; }
-
 // So long a group that is closed waits for a collective of another thread, which ends sooner.
 constexpr long kLeavingMilliseconds = 500;
-
-// A lane that was entered.
-class Stay {
- public:
-  Stay(Lanes& lanes, const Lane& lane) : lanes_(&lanes), lane_(lane) {}
-  ~Stay() {
-    if (lanes_ != nullptr) lanes_->leave(lane_);
-  }
-  Stay(const Stay&) = delete;
-
-  const Lane& lane() const { return lane_; }
-  std::shared_ptr<Operation> go_on(double seconds, std::function<void(Operation&)> run) {
-    return std::exchange(lanes_, nullptr)->go_on(lane_, seconds, std::move(run));
-  }
-
-  const Message* last = nullptr;  // in this lane
-
- private:
-  Lanes* lanes_;
-  const Lane lane_;
-};
-
-std::unique_ptr<Message> make_message(Mail& mail, const fl_message& m) {
-  return m.signature.verb == FL_SEND ? make_send(mail, m) : make_receive(mail, m);
-}
-
-// Nothing, of a message that was received; throws what there is to tell of one that does not match.
-Bytes end_of(const Message& message) {
-  if (message.is_mismatched()) throw Mismatch(message.seen());
-  return {};
-}
 
 }  // namespace
 
@@ -159,30 +118,6 @@ void ShmGroup::abandon() noexcept {
   peers_.close_files();
 }
 
-// Run `body` on the caller's thread; what it throws becomes an operation that has failed. `seen` is
-// what ranks have called, that goes with what it restays.
-template <typename Body>
-ShmGroup::Result ShmGroup::guarded(Body body) {
-  if (peers_.is_broken()) return ended(FL_CLOSED, peers_.why_broken(), {}, {});
-  Seen seen;
-  Failure failure(FL_OK, {}, "");
-  try {
-    Bytes output = body(seen);
-    if (output.data == nullptr) return nullptr;
-    auto done = ended(FL_OK, "", {}, std::move(seen));
-    done->output = std::move(output);
-    return done;
-  } catch (const Mismatch& mismatch) {
-    return ended(FL_MISMATCH, mismatch.what(), {}, mismatch.seen);
-  } catch (const Failure& caught) {
-    failure = caught;
-  } catch (const std::exception& error) {  // no memory: the others are in the middle of this call
-    failure = peers_.explain(error.what());
-  }
-  peers_.fail(failure);
-  return ended(failure.status, failure.what(), failure.missing, failure.seen);
-}
-
 ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message,
                                  std::vector<int> missing, Seen seen) {
   auto operation = std::make_shared<Operation>();
@@ -206,8 +141,6 @@ auto ShmGroup::telling(const fl_site* site, Body body) {
     throw;
   }
 }
-
-// Collectives ---------------------------------------------------------------------------------
 
 bool ShmGroup::begin(const fl_signature& signature, const void* data, double seconds) {
   if (queued_.load(std::memory_order_acquire) != 0 || peers_.has_ended()) return false;
@@ -292,140 +225,6 @@ bool ShmGroup::drop_region(const void* array) {
   const Running running(*this);
   collectives_.drop_region(array);
   return true;
-}
-
-// Messages ------------------------------------------------------------------------------------
-
-ShmGroup::Result ShmGroup::run_message(const fl_message& sent, double seconds) {
-  const Lane lane = lane_of(sent.signature, sent.peer);
-  if (!lanes_->enter(lane)) return start_message(sent, seconds);
-  const Stay stay(*lanes_, lane);
-  const auto message = make_message(mail_, sent);
-  return guarded([&](Seen&) {
-    deliver(mail_, peers_, {message.get()}, {seconds, interrupt_, peers_.patience()});
-    return end_of(*message);
-  });
-}
-
-// What can be done at once is done here: an offer is made, or what is there already is taken.
-ShmGroup::Result ShmGroup::start_message(const fl_message& sent, double seconds) {
-  const Lane lane = lane_of(sent.signature, sent.peer);
-  const std::shared_ptr<Message> message = make_message(mail_, sent);
-  if (!lanes_->enter(lane)) return lanes_->submit(lane, seconds, rest_of(message));
-  Stay stay(*lanes_, lane);
-  auto result = guarded([&](Seen&) {
-    message->step();
-    return end_of(*message);
-  });
-  const bool goes_on = result == nullptr && !message->has_ended();
-  return goes_on ? stay.go_on(seconds, rest_of(message)) : result;
-}
-
-ShmGroup::Result ShmGroup::run_match(const fl_message& asked, fl_match& match, double seconds) {
-  const Lane lane{asked.peer < 0 ? kAnyRank : asked.peer, false, asked.signature.root};
-  if (!lanes_->enter(lane)) return start_match(asked, match, seconds);
-  const Stay stay(*lanes_, lane);
-  return guarded([&](Seen&) {
-    receive_match(asked, match, {seconds, interrupt_, peers_.patience()});
-    return Bytes();
-  });
-}
-
-ShmGroup::Result ShmGroup::start_match(const fl_message& asked, fl_match& match, double seconds) {
-  const Lane lane{asked.peer < 0 ? kAnyRank : asked.peer, false, asked.signature.root};
-  return lanes_->submit(lane, seconds, [this, asked, &match](Operation& operation) {
-    receive_match(asked, match, {operation.seconds, nullptr, kInALane});
-  });
-}
-
-void ShmGroup::receive_match(fl_message asked, fl_match& match, const Waiting& waiting) {
-  Search search(mail_, peers_, *lanes_, asked.peer, asked.signature.root);
-  match.source = search.run(waiting, match.patience);
-  if (match.source < 0) return;
-  std::optional<Stay> stay;  // which the search has entered
-  if (asked.peer < 0) stay.emplace(*lanes_, Lane{match.source, false, asked.signature.root});
-  asked.peer = match.source;
-  if (match.partial != 0) asked.signature = fitted(asked.signature, search.offered());
-  match.rows = asked.signature.ndim > 0 ? asked.signature.shape[0] : 1;
-  const auto message = make_message(mail_, asked);
-  deliver(mail_, peers_, {message.get()}, waiting);
-  end_of(*message);
-}
-
-// What a thread does with a message.
-std::function<void(Operation&)> ShmGroup::rest_of(std::shared_ptr<Message> message) {
-  return [this, message = std::move(message)](Operation& operation) {
-    deliver(mail_, peers_, {message.get()}, {operation.seconds, nullptr, kInALane});
-    end_of(*message);
-  };
-}
-
-std::vector<ShmGroup::Result> ShmGroup::start_exchange(const fl_message* messages, int count,
-                                                       double seconds) {
-  std::vector<Result> results(count);
-  std::vector<std::shared_ptr<Message>> own(count);
-  std::vector<Message*> all;
-  std::list<Stay> stays;
-  for (int i = 0; i < count; ++i) {
-    const Lane lane = lane_of(messages[i].signature, messages[i].peer);
-    if (!lanes_->enter(lane)) {
-      results[i] = start_message(messages[i], seconds);
-      continue;
-    }
-    stays.emplace_back(*lanes_, lane);
-    own[i] = make_message(mail_, messages[i]);
-    all.push_back(own[i].get());
-  }
-  const Result failure = guarded([&](Seen&) {
-    deliver_briefly(peers_, all);
-    return Bytes();
-  });
-  auto stay = stays.begin();
-  for (int i = 0; i < count; ++i) {
-    if (own[i] == nullptr) continue;
-    if (own[i]->is_mismatched()) {
-      results[i] = ended(FL_MISMATCH, Mismatch().what(), {}, own[i]->seen());
-    } else if (!own[i]->has_ended()) {
-      results[i] = failure != nullptr ? failure : stay->go_on(seconds, rest_of(own[i]));
-    }
-    ++stay;
-  }
-  return results;
-}
-
-std::vector<ShmGroup::Result> ShmGroup::exchange(const fl_message* messages, int count,
-                                                 double seconds) {
-  std::vector<Result> results(count);
-  std::vector<std::unique_ptr<Message>> own(count);
-  std::vector<Message*> all;
-  std::list<Stay> stays;
-  for (int i = 0; i < count; ++i) {
-    const Lane lane = lane_of(messages[i].signature, messages[i].peer);
-    auto stay = std::find_if(stays.begin(), stays.end(),
-                             [&](const Stay& one) { return one.lane() == lane; });
-    if (stay == stays.end() && lanes_->enter(lane)) {
-      stay = stays.emplace(stays.end(), *lanes_, lane);
-    }
-    if (stay == stays.end()) {
-      results[i] = start_message(messages[i], seconds);
-      continue;
-    }
-    own[i] = make_message(mail_, messages[i]);
-    own[i]->follow(std::exchange(stay->last, own[i].get()));
-    all.push_back(own[i].get());
-  }
-  const Result failure = guarded([&](Seen&) {
-    deliver(mail_, peers_, all, {seconds, interrupt_, peers_.patience()});
-    return Bytes();
-  });
-  for (int i = 0; i < count; ++i) {
-    if (own[i] == nullptr) continue;
-    if (!own[i]->has_ended()) results[i] = failure;
-    if (own[i]->is_mismatched()) {
-      results[i] = ended(FL_MISMATCH, Mismatch().what(), {}, own[i]->seen());
-    }
-  }
-  return results;
 }
 
 }  // namespace fl

@@ -103,4 +103,28 @@ class ShmGroup {
   std::unique_ptr<Lanes> lanes_;
 };
 
+// Run `body` on the caller's thread; what it throws becomes an operation that has failed. `seen` is
+// what ranks have called, that goes with what it returns.
+template <typename Body>
+ShmGroup::Result ShmGroup::guarded(Body body) {
+  if (peers_.is_broken()) return ended(FL_CLOSED, peers_.why_broken(), {}, {});
+  Seen seen;
+  Failure failure(FL_OK, {}, "");
+  try {
+    Bytes output = body(seen);
+    if (output.data == nullptr) return nullptr;
+    auto done = ended(FL_OK, "", {}, std::move(seen));
+    done->output = std::move(output);
+    return done;
+  } catch (const Mismatch& mismatch) {
+    return ended(FL_MISMATCH, mismatch.what(), {}, mismatch.seen);
+  } catch (const Failure& caught) {
+    failure = caught;
+  } catch (const std::exception& error) {  // no memory: the others are in the middle of this call
+    failure = peers_.explain(error.what());
+  }
+  peers_.fail(failure);
+  return ended(failure.status, failure.what(), failure.missing, failure.seen);
+}
+
 }  // namespace fl

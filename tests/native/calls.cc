@@ -49,7 +49,7 @@ Script Author::write(int calls) {
 }
 
 void Author::add_call() {
-  switch (random_.below(24)) {
+  switch (random_.below(26)) {
     case 0:
     case 1:
     case 2:
@@ -87,6 +87,10 @@ void Author::add_call() {
     case 20:
     case 21:
       return add_letters();
+    case 22:
+      return add_uneven_reduce_scatter();
+    case 23:
+      return add_open_receives();
     default:
       return add_or_drop_region();
   }
@@ -116,8 +120,13 @@ size_t Author::some_count(int itemsize) {
   return count < 2 ? 0 : count - 2;
 }
 
+int Author::some_op() {
+  const int ops[] = {fl::kSum, fl::kProd, fl::kMin, fl::kMax, fl::kAnd, fl::kOr, fl::kXor};
+  return ops[random_.below(7)];
+}
+
 int Author::some_dtype(int op) {
-  if (random_.one_in(3)) return fl::kFloat32;
+  if (op < fl::kAnd && random_.one_in(3)) return fl::kFloat32;
   for (;;) {
     const int dtype = static_cast<int>(random_.below(kDTypes));
     if (goes_together(dtype, op)) return dtype;
@@ -201,7 +210,7 @@ void Author::place(std::vector<Step>& call, size_t bytes) {
 }
 
 void Author::add_reduction(int verb) {
-  const int op = static_cast<int>(random_.below(4)), dtype = some_dtype(op), root = some_root();
+  const int op = some_op(), dtype = some_dtype(op), root = some_root();
   const size_t count = some_count(info_of(dtype).itemsize);
   const double scale = some_scale(dtype);
   const auto given = inputs(dtype, count, true);
@@ -219,7 +228,7 @@ void Author::add_reduction(int verb) {
 }
 
 void Author::add_reduce_scatter() {
-  const int op = static_cast<int>(random_.below(4)), dtype = some_dtype(op);
+  const int op = some_op(), dtype = some_dtype(op);
   const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
   const size_t part = some_count(static_cast<int>(item * ranks));
   const double scale = some_scale(dtype);

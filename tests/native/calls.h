@@ -23,10 +23,12 @@ class Author {
   void add_scatter();
   void add_all_to_all();
   void add_uneven_all_to_all();
+  void add_uneven_reduce_scatter();
   void add_barrier();
   void add_message();
   void add_ring();
   void add_letters();
+  void add_open_receives();
   void add_mismatch();
   void add_root_that_knows_nothing();
   void add_message_mismatch();
@@ -34,6 +36,7 @@ class Author {
 
   size_t some_bytes();
   size_t some_count(int itemsize);
+  int some_op();
   int some_dtype(int op);
   int some_root() { return static_cast<int>(random_.below(world_.ranks)); }
   double some_scale(int dtype);
@@ -57,6 +60,7 @@ class Author {
   const size_t largest_;
   Script script_;
   std::vector<bool> added_, dropped_;
+  int next_tag_ = 1 << 20;  // of receives from any rank: nothing else has these
 };
 
 }  // namespace stress

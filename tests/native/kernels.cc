@@ -154,14 +154,16 @@ void narrowing() {
   }
 }
 
+bool is_op(int op) { return op >= 0 && op <= fl::kXor && op != 4; }  // 4: Python's average
+
 void refusals() {
   char byte = 0;
   const void* from[] = {&byte};
   for (const Set& set : sets()) {
     for (int dtype = -1; dtype <= kDTypes; ++dtype) {
-      for (int op = -1; op <= 4; ++op) {
+      for (int op = -1; op <= 8; ++op) {
         const bool known =
-            dtype >= 0 && dtype < kDTypes && op >= 0 && op < 4 && goes_together(dtype, op);
+            dtype >= 0 && dtype < kDTypes && is_op(op) && goes_together(dtype, op);
         check(set.kernel(dtype, op, 1.0, &byte, from, 1, 0) == known,
               "accepted or refused wrongly");
       }

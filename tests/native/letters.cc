@@ -58,6 +58,35 @@ void Author::add_message() {
   }
 }
 
+// To one rank that knows neither who sends nor how much. It starts some of its receives before others
+// have ended.
+void Author::add_open_receives() {
+  if (world_.ranks == 1) return;
+  const int dtype = some_dtype(fl::kMin), item = info_of(dtype).itemsize, to = some_root();
+  const int tag = next_tag_++;
+  std::vector<Block> sent(world_.ranks);
+  size_t largest = 0;
+  int number = 0;
+  for (int r = 0; r < world_.ranks; ++r) {
+    if (r == to || random_.one_in(4)) continue;
+    sent[r] = made(dtype, std::min<size_t>(some_count(item), 400000 / item), false);
+    largest = std::max(largest, sent[r]->size() / item);
+    const int times = 1 + static_cast<int>(random_.below(3));
+    number += times;
+    for (int i = 0; i < times; ++i) {
+      const size_t count = sent[r]->size() / item;
+      Step send = step(signature(FL_SEND, dtype, 0, tag, 1.0, count), sent[r]);
+      send.peer = to;
+      script_.steps[r].push_back(std::move(send));
+    }
+  }
+  for (int i = 0; i < number; ++i) {
+    Step receive = step(signature(FL_RECV, dtype, 0, tag, 1.0, largest), made(dtype, largest, false));
+    receive.from = sent;
+    script_.steps[to].push_back(std::move(receive));
+  }
+}
+
 // Neighbour to neighbour; each call is in order on both sides.
 void Author::add_ring() {
   if (world_.ranks == 1) return;

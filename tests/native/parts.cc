@@ -51,6 +51,39 @@ void Author::add_all_to_all() {
   push(std::move(call));
 }
 
+// Some get nothing, and one may get much.
+void Author::add_uneven_reduce_scatter() {
+  const int op = some_op(), dtype = some_dtype(op), tag = 1 + static_cast<int>(random_.below(9));
+  const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
+  const size_t most = some_count(static_cast<int>(item * ranks)), richest = random_.below(ranks);
+  std::vector<size_t> counts(ranks);
+  for (size_t& count : counts) count = random_.one_in(3) ? 0 : random_.below(most + 1);
+  if (random_.one_in(4)) counts[richest] = some_count(static_cast<int>(item));
+  std::vector<int64_t> bytes;
+  size_t all = 0, begin = 0;
+  for (size_t r = 0; r < ranks; ++r) {
+    for (size_t count : counts) bytes.push_back(static_cast<int64_t>(count * item));
+    all += counts[r];
+  }
+  const auto sections = std::make_shared<const std::vector<int64_t>>(bytes);
+  const double scale = some_scale(dtype);
+  const auto given = inputs(dtype, all, true);
+  std::vector<Step> call;
+  for (size_t r = 0; r < ranks; ++r) {
+    std::vector<char> wanted(counts[r] * item);
+    std::vector<const void*> from;
+    for (const Block& one : given) from.push_back(one->data() + begin);
+    reference(dtype, op, scale, wanted.data(), from, counts[r]);
+    begin += wanted.size();
+    call.push_back(
+        step(signature(FL_REDUCE_SCATTER_UNEVEN, dtype, op, tag, scale, all), given[r]));
+    call[r].sections = sections;
+    call[r].output_bytes = wanted.size();
+    call[r].output_after = block(std::move(wanted));
+  }
+  push(std::move(call));
+}
+
 // Some have nothing for some, and one may have much for one.
 void Author::add_uneven_all_to_all() {
   const int dtype = some_dtype(fl::kMin);

@@ -83,6 +83,11 @@ uint16_t narrow(float value, int exponent_bits, int mantissa_bits) {
 }
 
 template <typename T>
+T bits(int op, T a, T b) {
+  return op == fl::kAnd ? a & b : op == fl::kOr ? a | b : a ^ b;
+}
+
+template <typename T>
 T combine(int op, T a, T b) {
   switch (op) {
     case fl::kSum:
@@ -104,11 +109,15 @@ void integers(int op, double scale, void* into, const std::vector<const void*>& 
     T value = read<T>(from[0], i);
     for (size_t r = 1; r < from.size(); ++r) {
       const T next = read<T>(from[r], i);
+      if (op >= fl::kAnd) {
+        value = bits<T>(op, value, next);
+        continue;
+      }
       const auto wide =
           combine<uint64_t>(op, static_cast<uint64_t>(value), static_cast<uint64_t>(next));
       value = compares ? combine<T>(op, value, next) : static_cast<T>(wide);
     }
-    const auto factor = static_cast<uint64_t>(static_cast<int64_t>(scale));
+    const auto factor = op >= fl::kAnd ? 1 : static_cast<uint64_t>(static_cast<int64_t>(scale));
     write<T>(into, i, static_cast<T>(static_cast<uint64_t>(value) * factor));
   }
 }
@@ -208,6 +217,7 @@ const DTypeInfo& info_of(int dtype) { return kInfo[dtype]; }
 bool is_integer(int dtype) { return dtype <= fl::kUint64; }
 
 bool goes_together(int dtype, int op) {
+  if (op >= fl::kAnd) return is_integer(dtype);
   if (dtype == fl::kBool) return op == fl::kMin || op == fl::kMax;
   return info_of(dtype).parts == 1 || op == fl::kSum || op == fl::kProd;
 }

@@ -14,7 +14,8 @@ namespace {
 constexpr char kUntouched = 0x5a;
 
 bool is_reduction(int verb) {
-  return verb == FL_ALL_REDUCE || verb == FL_REDUCE || verb == FL_REDUCE_SCATTER;
+  return verb == FL_ALL_REDUCE || verb == FL_REDUCE || verb == FL_REDUCE_SCATTER ||
+         verb == FL_REDUCE_SCATTER_UNEVEN;
 }
 
 // One call of one rank: its memory, until it has ended and was compared.
@@ -75,6 +76,7 @@ class Running {
       report("status " + std::to_string(status) + " instead of " + std::to_string(step_.status) +
              ", \"" + fl_op_message(&handle_) + "\"");
     }
+    if (!step_.from.empty()) return compare_match();
     compare(step_.data_after != nullptr ? step_.data_after : step_.data, data_, "data");
     if (status == FL_MISMATCH) return compare_signatures();
     if (step_.output_after != nullptr) compare_output();
@@ -87,7 +89,18 @@ class Running {
     const bool may_have_room =
         step_.signature.verb == FL_ALL_GATHER || step_.signature.verb == FL_GATHER;
     if (may_have_room) return step_.room == Room::kNone ? nullptr : &room_;
+    if (step_.signature.verb == FL_RECV) return step_.from.empty() ? nullptr : &match_;
     return step_.gathers ? nullptr : output_.get();
+  }
+
+  void compare_match() {
+    if (match_.source < 0 || step_.from[match_.source] == nullptr) {
+      report("a message of rank " + std::to_string(match_.source));
+    }
+    const Block& sent = step_.from[match_.source];
+    const auto rows = static_cast<int64_t>(sent->size() / step_.signature.itemsize);
+    if (match_.rows != rows) report(std::to_string(match_.rows) + " rows of " + std::to_string(rows));
+    compare(sent, data_, "data");
   }
 
   void compare_output() {
@@ -159,6 +172,7 @@ class Running {
   size_t output_bytes_ = 0;
   fl_room room_{};
   fl_sections sections_{};
+  fl_match match_{-1, 1, 0, -1.0};
   char* data_;
   fl_op handle_;
 };

@@ -31,7 +31,8 @@ struct Step {
   size_t output_bytes = 0;
   bool gathers = false;       // the library makes the output
   Room room = Room::kNone;
-  std::shared_ptr<const std::vector<int64_t>> sections;  // bytes, of an uneven all_to_all
+  std::shared_ptr<const std::vector<int64_t>> sections;  // bytes, of the uneven verbs
+  std::vector<Block> from;  // by rank, of a receive from any: what it may get; empty: it knows
   fl_status status = FL_OK;
   std::vector<fl_signature> seen;  // with FL_MISMATCH; sequence 0: not this rank's business
 };
