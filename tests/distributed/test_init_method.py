@@ -60,7 +60,7 @@ def test_what_cannot_be_translated_is_refused(given: Any, params: Any, message: 
 def test_a_rank_beside_an_environment_that_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="world_rank=1 and world_size=2 are given"):
+    with pytest.raises(ValueError, match="world_rank=1 and world_size=2 are passed"):
         fl.distributed_init("env://", 1, 2)
 
 
