@@ -301,7 +301,7 @@ def test_arguments() -> None:
         fl.distribute_module_grads("model")  # type: ignore[arg-type]
     reducer = fl.InlineReducer(1.0)
     for name, value in (("scale", 1.0), ("group", fl.split(0)), ("bucket_bytes", 10)):
-        with pytest.raises(ValueError, match=f"give {name} to the reducer"):
+        with pytest.raises(ValueError, match=f"pass {name} to the reducer"):
             fl.distribute_module_grads(model, reducer=reducer, **{name: value})
     with pytest.raises(ValueError, match="bucket_bytes must be positive"):
         fl.distribute_module_grads(model, bucket_bytes=0)
