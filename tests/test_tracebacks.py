@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ def test_a_users_mistake_shows_the_users_lines() -> None:
     assert '    return fl.all_reduce(np.zeros(3), op="total")' in lines
     hidden = [line for line in lines if "flashlight_py" in line]
     assert len(hidden) == 1
-    assert hidden[0].startswith("  [4 frames inside flashlight_py, to distributed/arrays.py:")
+    assert re.match(r"  \[\d frames inside flashlight_py, to distributed/arrays.py:", hidden[0])
     assert hidden[0].endswith(" in parse_op; FLASHLIGHT_FULL_TRACEBACK=1 shows them]")
     assert lines[-1].startswith("ValueError: all_reduce: op must be one of")
     assert error.__traceback__ is not None  # it is as it was
@@ -67,7 +68,8 @@ def test_frames_of_the_user_below_ours_are_shown() -> None:
 
     text = folded(raised(called))
     assert 'raise OSError("by the user")' in text
-    assert "contextlib.py" in text  # of the user's own block, and of our decorator
+    assert "1 frame inside flashlight_py, to distributed/abort.py" in text
+    assert "contextlib.py" not in text
 
 
 def test_an_error_that_is_all_ours_is_shown_whole() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import inspect
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from flashlight_py.distributed import last_words
 
@@ -15,7 +15,7 @@ __all__ = ["abort_on_exception"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class abort_on_exception(contextlib.ContextDecorator):
+class abort_on_exception:
     """Report an exception that leaves the block, or the function, to the other ranks at once.
 
     They raise ``PeerLostError`` with this rank's traceback instead of waiting until their timeout,
@@ -51,7 +51,13 @@ class abort_on_exception(contextlib.ContextDecorator):
                 "function runs after its call has returned; write `with abort_on_exception():` "
                 "inside it"
             )
-        return super().__call__(func)
+
+        @functools.wraps(func)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return func(*args, **kwargs)
+
+        return cast(F, guarded)
 
     def __enter__(self) -> None:
         """Begin the block."""

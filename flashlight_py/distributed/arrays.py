@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 ACCEPTED = (
-    "a numpy.ndarray, cupy.ndarray, torch.Tensor, flashlight_py.Variable or an array with DLPack "
+    "numpy.ndarray, cupy.ndarray, torch.Tensor, flashlight_py.Variable or an array with DLPack "
     "or the buffer protocol, of dtype bool, int8 to int64, uint8 to uint64, float16, bfloat16, "
     "float32, float64, longdouble or complex"
 )
@@ -89,7 +89,8 @@ def _held_by(verb: str, value: Any, writes: bool) -> Array:
     view: Array | None = held if known else shared_view(verb, held, writes)
     if view is None:
         raise TypeError(
-            f"{verb} takes {ACCEPTED}; got {type(value).__name__}{_advice(verb, value)}"
+            f"{verb} takes an array, got {type(value).__name__}. {_advice(verb, value)}. An array "
+            f"is a {ACCEPTED}"
         )
     return view
 
@@ -100,7 +101,7 @@ def _advice(verb: str, value: Any) -> str:
     of_objects = f"{name}_object" if name in _OF_OBJECTS else "all_gather_object"
     arrays = isinstance(value, list | tuple | bool | int | float | complex | np.generic)
     by_array = "np.asarray(x) makes an array of numbers, and " if arrays else ""
-    return f". {by_array}{of_objects}(x) sends any object"
+    return f"{by_array}{of_objects}(x) sends any object"
 
 
 def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
@@ -113,7 +114,7 @@ def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
     if code is None:
         code = _CODES.get(dtype.name)
         if code is None:
-            raise TypeError(f"{verb} takes {ACCEPTED}; got an array of dtype {dtype}")
+            raise TypeError(f"{verb} got an array of dtype {dtype}; it takes a {ACCEPTED}")
         _codes_seen[dtype] = code
     return code
 

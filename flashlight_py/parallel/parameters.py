@@ -12,7 +12,7 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.functional.call import group_or_world
 from flashlight_py.parallel.place import whole_number
-from flashlight_py.parallel.synchronize import synchronize
+from flashlight_py.parallel.synchronize import synchronize, synchronize_for
 from flashlight_py.parallel.tree import put_buffer
 
 __all__ = [
@@ -51,7 +51,7 @@ def broadcast_parameters(module: Module, root: int = 0, group: ProcessGroup | No
         >>> fl.distribute_module_grads(model)
     """
     require_module(module)
-    synchronize(module, root, group)
+    synchronize_for("broadcast_parameters", "module", module, root, group)
 
 
 def all_reduce_parameters(module: Module, group: ProcessGroup | None = None) -> None:

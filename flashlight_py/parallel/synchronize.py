@@ -24,7 +24,7 @@ from flashlight_py.parallel.tree import (
     put_numbers,
 )
 
-__all__ = ["synchronize"]
+__all__ = ["synchronize", "synchronize_for"]
 
 SomeTree = TypeVar("SomeTree")
 
@@ -69,24 +69,34 @@ def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None
         >>> fl.synchronize(tree)["epoch"]  # one process: everything stays
         3
     """
+    return synchronize_for("synchronize", "tree", tree, root, group)
+
+
+def synchronize_for(
+    verb: str, noun: str, tree: SomeTree, root: int, group: ProcessGroup | None
+) -> SomeTree:
+    """Do what ``synchronize`` does for ``verb``, whose errors call the tree a ``noun``."""
     members = current_world().group if group is None else group
     number = None if isinstance(root, bool) else whole(root)
     if number is None or not 0 <= number < members.size:
         raise ValueError(
-            f"synchronize: root must be a rank of this group, 0 to {members.size - 1}; got {root!r}"
+            f"{verb}: root must be a rank of this group, 0 to {members.size - 1}; got {root!r}"
         )
-    return _Synchronization(number, group, members).of(tree)
+    return _Synchronization(verb, noun, number, group, members).of(tree)
 
 
 class _Synchronization:
-    """One call of synchronize; ``group`` is what the verbs are given, None for the world."""
+    """One call of ``verb``; ``group`` is what is passed to the verbs, None for the world."""
 
-    def __init__(self, root: int, group: ProcessGroup | None, members: ProcessGroup) -> None:
+    def __init__(
+        self, verb: str, noun: str, root: int, group: ProcessGroup | None, members: ProcessGroup
+    ) -> None:
+        self._noun = noun
         self._root = root
         self._group = group
         self._members = members
         self._is_root = members.rank == root
-        self._where = f"[synchronize] rank {members.rank} of {members.size}"
+        self._where = f"[{verb}] rank {members.rank} of {members.size}"
 
     def of(self, tree: SomeTree) -> SomeTree:
         plan, buffers = self._agreed_buffers(tree)
@@ -159,12 +169,13 @@ class _Synchronization:
         roots = [str(root) for root, _, _ in told]
         if len(set(roots)) > 1:
             return MismatchError(
-                f"{self._where}: the ranks give different roots ({by_rank(roots)}). Nothing was "
-                "changed; give the same root on every rank"
+                f"{self._where}: the ranks pass different roots ({by_rank(roots)}). Nothing was "
+                "changed; pass the same root on every rank"
             )
         natural, alike = ([each[n].encode("latin-1") for each in told] for n in (1, 2))
         path, kinds = first_difference(alike, natural) or ("tree", ["changing meanwhile"])
+        path = self._noun + path.removeprefix("tree")
         return MismatchError(
-            f"{self._where}: the trees differ at {path} ({by_rank(kinds)}). Nothing was changed; "
-            "give every rank a tree of the same structure"
+            f"{self._where}: the {self._noun}s differ at {path} ({by_rank(kinds)}). Nothing was "
+            f"changed; pass a {self._noun} of the same structure on every rank"
         )

@@ -28,6 +28,11 @@ class StrictArray:
     def __array__(self, *args: Any, **options: Any) -> Any:
         raise TypeError("implicit conversion to a NumPy array is not allowed")
 
+    @property
+    def data(self) -> Any:
+        """Where the elements are, as CuPy says it."""
+        return SimpleNamespace(ptr=self.hidden.ctypes.data)
+
     def get(self) -> np.ndarray:
         return self.hidden.copy()
 

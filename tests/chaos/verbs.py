@@ -40,7 +40,7 @@ def _split(x: Array) -> None:
 VERBS: dict[str, Callable[[Array, int], object]] = {
     "all_reduce": lambda x, _: fl.all_reduce(x, op="max"),
     "all_reduce, asynchronous": lambda x, _: fl.all_reduce(x, op="max", async_op=True).wait(),
-    "all_reduce_multiple": lambda x, _: fl.all_reduce_multiple([x, x[:1]], contiguous=True),
+    "all_reduce_multiple": lambda x, _: fl.all_reduce_multiple([x[1:], x[:1]], contiguous=True),
     "reduce": lambda x, root: fl.reduce(x, root, op="max"),
     "reduce_scatter": lambda x, _: fl.reduce_scatter(x, op="max"),
     "broadcast": fl.broadcast,

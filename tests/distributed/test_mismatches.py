@@ -302,8 +302,9 @@ def differ_beyond_eight(rank: int, size: int) -> None:
     for shape in MANY[1:]:
         for call in (fl.all_reduce, fl.broadcast, fl.all_gather, one_message):
             x = np.full(shape if rank == 1 else MANY[0], rank + 1.0)
-            with pytest.raises(fl.errors.MismatchError):
+            with pytest.raises(fl.errors.MismatchError) as caught:
                 call(x)
+            assert "ranks 0, 1 " not in str(caught.value)  # as if both had called the same
             assert np.all(x == rank + 1)
         fl.barrier()
     x = np.ones(MANY[0])

@@ -131,7 +131,7 @@ def the_reason(rank: int, size: int) -> None:
             fl.errors.MismatchError,
             match=r"rank 1 called reduce_scatter, and refused what it was given \(ValueError: "
             r"reduce_scatter: the first dimension must be a multiple of the 3 ranks, got shape "
-            r"\(7,\)\) at distributed/test_refusals.py:\d+",
+            r"\(7,\); unequal parts need rows=\) at distributed/test_refusals.py:\d+",
         ):
             fl.reduce_scatter(ones())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import threading
@@ -121,23 +120,6 @@ def test_another_thread_closes_the_group(world: Any, pool: Any) -> None:
     closed, *lost = pool(size, **how).run(another_thread_closes)
     assert closed == ["GroupClosedError"] * 3
     assert lost == [["PeerLostError"]] * (size - 1)
-
-
-def drop_groups(rank: int, size: int) -> list[tuple[int, int]]:
-    """Make groups and close none; returns how many descriptors and threads there are."""
-    held = []
-    for _ in range(4):
-        fl.new_group(range(size)).all_reduce(np.ones(8))
-        fl.barrier()
-        gc.collect()
-        held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
-    return held
-
-
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_group_that_is_dropped_is_freed(pool: Any, backend: str) -> None:
-    for held in pool(2, params={"BACKEND": backend}).run(drop_groups):
-        assert len(set(held)) == 1
 
 
 @contextlib.contextmanager

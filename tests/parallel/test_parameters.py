@@ -102,6 +102,18 @@ def test_gradients_and_parameters_of_a_group(pool: Any) -> None:
         assert told == [[[1.0 + rank % 2] * 3] * 2] * 4
 
 
+def broadcast_another_model(rank: int, size: int) -> str:
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        fl.broadcast_parameters(fl.nn.Sequential(fl.nn.Linear(3, 1 + rank)))
+    return str(caught.value)
+
+
+def test_broadcast_parameters_names_itself_and_the_parameter_that_differs(pool: Any) -> None:
+    for rank, text in enumerate(pool(2).run(broadcast_another_model)):
+        start = f"[broadcast_parameters] rank {rank} of 2: the modules differ at module.0.weight "
+        assert text.startswith(f"{start}(rank(s) 0: float32 (1, 3); rank(s) 1: float32 (2, 3))")
+
+
 def start(rank: int, size: int, how: str) -> list[str]:
     model = build(rank if how != "same seed" else 0)
     if how == "averaged":

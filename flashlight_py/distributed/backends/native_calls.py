@@ -77,6 +77,7 @@ def _array(lib: Any, signature: Any) -> str:
         return ""
     extents = [str(signature.shape[d]) for d in range(min(signature.ndim, 8))]
     if signature.ndim > 8:
-        extents[7] = "..."  # in its place is a hash of what follows
+        # In its place is a hash of what follows: it shows that shapes differ there.
+        extents[7] = f"... #{signature.shape[7] & 0xFFFFFFFF:x}, {signature.ndim} dimensions"
     shape = ", ".join(extents) + ("," if len(extents) == 1 else "")
     return f"{DTYPES[signature.dtype]} ({shape})"

@@ -133,8 +133,8 @@ def _late(
     return CollectiveTimeoutError(
         f"{where}: {who} did not join within {limit} ({text})"
         f"{who_that_was(missing, backend.people)}. {last}It is "
-        "stuck, slow, or called something else; a longer limit is params={'TIMEOUT': seconds}. "
-        f"{_UNUSABLE}"
+        "stuck, slow, or called something else; a longer limit is params={'TIMEOUT': seconds} of "
+        f"distributed_init, or timeout=seconds of new_group. {_UNUSABLE}"
     )
 
 

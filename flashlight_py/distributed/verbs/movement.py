@@ -215,7 +215,7 @@ class Movement(ScatterRows):
         backend, run = self.backend(array), self._journal.run
         came: list[int] = []
         if rows is None:
-            self._require_equal_parts("all_to_all", array, "; rows= tells unequal parts")
+            self._require_equal_parts("all_to_all", array, "; unequal parts need rows=")
             room = self._room("all_to_all", out, array, array.shape)
             sent = pack_apart(array, room)
             arguments: tuple[Any, ...] = (sent, blocking, room.packed)

@@ -281,7 +281,7 @@ class Reductions(Verbs):
         """Return how many rows each rank gets, where parts are unequal."""
         if rows is not None:
             return check_rows("reduce_scatter", array, rows, self.size)
-        self._require_equal_parts("reduce_scatter", array, "; rows= tells unequal parts")
+        self._require_equal_parts("reduce_scatter", array, "; unequal parts need rows=")
         return None
 
     def _reduce_scatter(

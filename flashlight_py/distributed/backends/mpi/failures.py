@@ -55,7 +55,8 @@ def late(
     return CollectiveTimeoutError(
         f"{where}: {who} within {seconds:g} seconds ({detail}){who_that_was(missing, people)}. "
         "It is stuck, slow, or called something else; a longer limit is "
-        f"params={{'TIMEOUT': seconds}}. {_UNUSABLE}"
+        f"params={{'TIMEOUT': seconds}} of distributed_init, or timeout=seconds of new_group. "
+        f"{_UNUSABLE}"
     )
 
 
