@@ -121,10 +121,15 @@ void Notices::read(Line& line, std::unique_lock<std::mutex>& lock, int peer, Wai
   line.told.splice(line.told.end(), line.posted, line.posted.begin());
 }
 
-bool Notices::is_told(int peer, int32_t tag, Waiter& waiter, fl_signature& call) {
+void Notices::read_arriving(int peer, Waiter& waiter) {
   Line& line = *lines_[peer];
   std::unique_lock<std::mutex> lock(line.mutex);
   while (!line.reading && is_arriving(line)) read(line, lock, peer, waiter);
+}
+
+bool Notices::is_told(int peer, int32_t tag, fl_signature& call) {
+  Line& line = *lines_[peer];
+  const std::lock_guard<std::mutex> lock(line.mutex);
   for (const NoticePtr& told : line.told) {
     if (told->call.verb != FL_SEND || told->call.root != tag) continue;
     call = told->call;

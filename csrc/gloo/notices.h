@@ -52,9 +52,12 @@ class Notices {
   // Wait for the next notice of `peer` with this verb and tag; throws Failure.
   NoticePtr hear(int peer, int verb, int32_t tag, Waiter& waiter);
 
-  // Whether `peer` has given notice of a send with this tag, and nobody has heard it yet; waits no
-  // longer than for a notice that is arriving.
-  bool is_told(int peer, int32_t tag, Waiter& waiter, fl_signature& call);
+  // Read what `peer` has given notice of; waits no longer than for a notice that is arriving.
+  // Throws Failure.
+  void read_arriving(int peer, Waiter& waiter);
+
+  // Whether it has been read that `peer` sends with this tag, and nobody has heard it yet.
+  bool is_told(int peer, int32_t tag, fl_signature& call);
 
   // What `peer` has told and nobody here has heard yet.
   std::vector<fl_signature> unheard(int peer);

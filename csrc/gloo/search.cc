@@ -52,10 +52,11 @@ int Search::run(Waiter& waiter, double patience) {
 
 bool Search::look(Waiter& waiter) {
   for (int from : ranks_) {
-    if (!notices_.is_told(from, tag_, waiter, offered_)) continue;
+    notices_.read_arriving(from, waiter);
+    if (!notices_.is_told(from, tag_, offered_)) continue;
     const Lane lane{from, false, tag_};
     if (any_ && !lanes_.enter(lane)) continue;  // another receive takes it
-    if (notices_.is_told(from, tag_, waiter, offered_)) {
+    if (notices_.is_told(from, tag_, offered_)) {
       found_ = from;
       return true;
     }

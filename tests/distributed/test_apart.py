@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -103,3 +104,15 @@ def test_verbs_refuse_arrays_that_overlap(name: str) -> None:
     sent = [fl.P2POp("send", a, 0), fl.P2POp("send", a[:], 0)]  # nothing is written
     fl.batch_isend_irecv(sent).wait()
     fl.batch_isend_irecv([fl.P2POp("recv", np.zeros(4), 0), fl.P2POp("recv", np.zeros(4), 0)])
+
+
+def test_strides_that_are_too_hard_to_tell_apart_are_refused_at_once() -> None:
+    """Those of NumPy's documentation, for which an answer takes minutes."""
+    buffer = np.zeros(192163377, np.int8)  # never touched
+    strided = np.lib.stride_tricks.as_strided
+    one = strided(buffer, strides=(36674, 61119, 85569), shape=(1049, 1049, 1049))
+    other = strided(buffer[64023025:], strides=(12223, 12224, 1), shape=(1049, 1049, 1))
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="shares memory"):
+        add_all([one, other])
+    assert time.monotonic() - began < 10

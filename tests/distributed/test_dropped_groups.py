@@ -87,6 +87,26 @@ def test_a_dropped_group_stays_while_something_runs_in_it(ranks: Any) -> None:
     ranks.run(keep_what_runs)
 
 
+def keep_an_open_receive(rank: int, size: int) -> None:
+    group, got = fl.new_group(range(size)), np.zeros(1000)
+    if rank == 0:
+        work = group.irecv(got, None)
+        cycle(group)
+        del group
+        gc.collect()
+    fl.barrier()  # closes what is dropped and not busy
+    if rank == size - 1:
+        group.send(np.ones(1000), 0)
+    if rank == 0:
+        assert np.all(work.wait() == 1)
+        assert work.source == size - 1
+    fl.barrier()
+
+
+def test_a_dropped_group_stays_while_it_receives_from_any_rank(ranks: Any) -> None:
+    ranks.run(keep_an_open_receive)
+
+
 def shut_down_with_open_groups(rank: int, size: int, folder: str, backend: str) -> None:
     def world(number: int) -> Any:
         path = str(Path(folder) / f"meet{number}")

@@ -73,6 +73,18 @@ COLLECTIVES: dict[str, Calls] = {
         lambda: fl.all_reduce_multiple([ones(), ones(2)], contiguous=True),
     ),
     "another verb": (lambda: fl.all_reduce(None), lambda: fl.broadcast(ones())),
+    "one of several that were started": (
+        lambda: fl.all_gather([ones(), None], async_op=True),
+        lambda: fl.all_gather([ones(), ones()], async_op=True).wait(),
+    ),
+    "one of several parts that were started": (
+        lambda: fl.reduce_scatter([ones(), ones(7)], async_op=True),
+        lambda: fl.reduce_scatter([ones(), ones()], async_op=True).wait(),
+    ),
+    "the first of several": (
+        lambda: fl.all_gather([None, ones()]),
+        lambda: fl.all_gather([ones(), ones()]),
+    ),
     "what was started": (
         lambda: fl.all_reduce(ones(), op="no", async_op=True),
         lambda: fl.all_reduce(ones(), async_op=True).wait(),
@@ -262,3 +274,20 @@ def interrupted(rank: int, size: int) -> None:
 
 def test_what_ends_a_program_is_no_refusal(ranks: Any) -> None:
     ranks.run(interrupted)
+
+
+def refuse_beside_an_open_receive(rank: int, size: int) -> None:
+    if rank == ODD:
+        ops = [fl.P2POp("send", None, 0, tag=4), fl.P2POp("recv", ones(), None, tag=9)]
+        with pytest.raises(TypeError):
+            fl.batch_isend_irecv(ops)
+    elif rank == 0:
+        check(lambda: fl.recv(ones(), ODD, tag=4), "beside a receive from any rank")
+    assert fl.all_reduce(np.ones(3))[0] == size
+
+
+def test_a_refused_batch_with_a_receive_from_any_rank_raises_where_it_is_awaited(
+    ranks: Any,
+) -> None:
+    """Nobody is known to wait for the receive; the message beside it has its peer."""
+    ranks.run(refuse_beside_an_open_receive)

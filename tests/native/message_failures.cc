@@ -97,11 +97,13 @@ void test_breaking_with_messages(Random& random) {
   const size_t floats = some_size(random);
   situation() = "a collective fails while messages wait";
   World world(3, 0, {});
-  Latch over(2);
+  Latch ready(2), over(2);
   in_threads(3, [&](int rank) {
     Member me(world, rank, floats);
     if (rank == 2) return over.wait();  // and never calls
     const auto message = me.start(FL_RECV, 1 - rank, 5);
+    ready.count_down();  // who calls after the other has timed out finds the group broken
+    ready.wait();
     const Outcome outcome = me.call(0.3);
     check(outcome.status == FL_TIMEOUT || outcome.status == FL_PEER_LOST, told(outcome));
     const Outcome end = outcome_of(message);

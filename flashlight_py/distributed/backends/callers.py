@@ -41,7 +41,9 @@ class Callers:
         thread = threading.get_ident()
         if self.of_native is not None and self.of_native[CALLER] == thread:
             return True
-        return thread in self.threads or any(part.is_calling() for part in self._parts)
+        if thread in self.threads:
+            return True
+        return bool(self._parts) and any(part.is_calling() for part in self._parts)
 
     def check(self, verb: str) -> int:
         """Return this thread's number.

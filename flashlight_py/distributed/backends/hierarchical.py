@@ -349,8 +349,9 @@ class HierarchicalBackend(HierarchicalMessages):
 
     def is_busy(self) -> bool:
         """Tell whether something runs; see ``Backend``."""
-        busy = any(not work.is_completed() for work in self._running)
-        return busy or any(part.is_busy() for part in self._parts)
+        if self._searches.running() or any(part.is_busy() for part in self._parts):
+            return True
+        return any(not work.is_completed() for work in self._running)
 
     def close(self) -> None:
         """Close the backends, which ends what runs, then the thread.

@@ -20,6 +20,9 @@ __all__ = ["AnyRank", "Searches"]
 # How long one way is waited on before the other is looked at: nothing waits for both.
 _SLICE_SECONDS = 0.001
 
+# How long a group that is closed waits for its receives, which end sooner.
+_LEAVING_SECONDS = 0.5
+
 
 class AnyRank:
     """A receive into ``array`` of what any rank sends by one of ``ways``.
@@ -68,35 +71,50 @@ class Searches:
     """Receives that run on threads of their own, those of one tag one after the other."""
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[threading.Thread, FutureWork]] = {}
-        self._all: list[tuple[threading.Thread, FutureWork]] = []
+        self._all: list[tuple[int, threading.Thread, FutureWork]] = []  # by tag, as they began
+        self._starting = threading.RLock()  # signal handlers run on the thread that holds it
 
     def start(self, tag: int, run: Callable[[], Matched | None]) -> FutureWork:
         """Begin ``run`` when those before it under ``tag`` have ended."""
         future: Future[Matched | None] = Future()
-        before = self._last.get(tag)
-
-        def work() -> None:
-            if before is not None:
-                before[0].join()
-            try:
-                future.set_result(run())
-            except BaseException as error:  # noqa: BLE001  (whoever waits raises it)
-                future.set_exception(error)
-
-        self._all = [one for one in self._all if one[0].is_alive()]
-        started = threading.Thread(target=work, name="flashlight_py receive", daemon=True)
-        self._last[tag] = started, FutureWork(future)
-        self._all.append(self._last[tag])
-        started.start()
-        return self._last[tag][1]
+        work = FutureWork(future)
+        with self._starting:
+            self._all = [one for one in self._all if one[1].is_alive()]
+            before = next((one[1] for one in reversed(self._all) if one[0] == tag), None)
+            thread = threading.Thread(
+                target=_run_after,
+                args=(before, run, future),
+                name="flashlight_py receive",
+                daemon=True,
+            )
+            thread.start()
+            self._all.append((tag, thread, work))
+        return work
 
     def running(self) -> list[FutureWork]:
         """Return those that have not ended."""
-        return [work for thread, work in self._all if thread.is_alive()]
+        return [work for _, _, work in list(self._all) if not work.is_completed()]
 
     def join(self) -> None:
-        """Wait until none runs: whatever they wait for has been closed."""
-        for thread, _ in self._all:
+        """Wait until none runs: whatever they wait for has been closed.
+
+        For half a second at most: in a signal handler they may need what the thread holds that it
+        has interrupted, and end when that goes on.
+        """
+        end = time.monotonic() + _LEAVING_SECONDS
+        for _, thread, _ in list(self._all):
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(max(0.0, end - time.monotonic()))
+
+
+def _run_after(
+    before: threading.Thread | None,
+    run: Callable[[], Matched | None],
+    future: Future[Matched | None],
+) -> None:
+    if before is not None:
+        before.join()
+    try:
+        future.set_result(run())
+    except BaseException as error:  # noqa: BLE001  (whoever waits raises it)
+        future.set_exception(error)

@@ -10,7 +10,7 @@ from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import as_array, pack
 from flashlight_py.distributed.verbs.base import NO_ROOM, Room, pack_apart, unpack_into
 from flashlight_py.distributed.verbs.numbers import NUMBERS, of_number
-from flashlight_py.distributed.verbs.refusing import refusable
+from flashlight_py.distributed.verbs.refusing import each_begun, refusable
 from flashlight_py.distributed.verbs.rows import ScatterRows, check_rows
 from flashlight_py.distributed.work import Then, Work
 
@@ -55,7 +55,7 @@ class Movement(ScatterRows):
     def all_gather(self, x: Any, out: Any = None, *, async_op: Literal[True]) -> Work[Array]: ...
     @overload
     def all_gather(self, x: Any, out: Any = None, async_op: bool = False) -> Any: ...
-    @refusable()
+    @refusable(lambda _, x, out=None, async_op=False: each_begun(x, async_op))
     def all_gather(self, x: Any, out: Any = None, async_op: bool = False) -> Any:
         """Join ``x`` of all ranks; see :func:`flashlight_py.all_gather`."""
 

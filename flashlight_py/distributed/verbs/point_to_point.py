@@ -72,7 +72,10 @@ def _received_from(src: Any, tag: Any) -> End:
 
 def _ends_of(group: Verbs, ops: Any) -> list[End]:
     known = isinstance(ops, Sequence) and all(isinstance(op, P2POp) for op in ops)
-    return [End(op.sends, op.peer, op.tag) for op in ops] if known else []
+    if not known:
+        return []
+    # Nobody waits for a receive from any rank in particular.
+    return [End(op.sends, op.peer, op.tag) for op in ops if op.sends or op.peer is not None]
 
 
 class PointToPoint(Verbs):

@@ -22,7 +22,7 @@ from flashlight_py.distributed.verbs.base import (
     whole,
 )
 from flashlight_py.distributed.verbs.numbers import NUMBERS, of_number, require_room
-from flashlight_py.distributed.verbs.refusing import refusable
+from flashlight_py.distributed.verbs.refusing import each_begun, refusable
 from flashlight_py.distributed.verbs.rows import check_rows
 from flashlight_py.distributed.work import AllOf, Then, Work
 
@@ -249,7 +249,11 @@ class Reductions(Verbs):
         async_op: bool = False,
         rows: Sequence[int] | None = None,
     ) -> Any: ...
-    @refusable()
+    @refusable(
+        lambda _, x, scale=1.0, op="sum", out=None, async_op=False, rows=None: each_begun(
+            x, async_op
+        )
+    )
     def reduce_scatter(
         self,
         x: Any,

@@ -17,7 +17,7 @@ from flashlight_py.errors import DistributedError
 if TYPE_CHECKING:
     from flashlight_py.distributed.verbs.base import Verbs
 
-__all__ = ["End", "refusable"]
+__all__ = ["End", "each_begun", "refusable"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -35,6 +35,15 @@ _COLLECTIVE = None  # in place of an End
 
 def _one_collective(*_: Any, **__: Any) -> list[End | None]:
     return [_COLLECTIVE]
+
+
+def each_begun(xs: Any, async_op: bool) -> list[End | None]:
+    """Return what other ranks begin of a verb that takes one array or several, one after the other.
+
+    Those that wait for each have not begun the second when they hear of the refusal.
+    """
+    several = async_op and isinstance(xs, list | tuple)
+    return [_COLLECTIVE] * (len(xs) if several else 1)
 
 
 def refusable(

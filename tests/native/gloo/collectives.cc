@@ -83,6 +83,22 @@ void uneven(Rank& rank, const Collective& c) {
   }
 }
 
+// Parts of which some are small, and some perhaps empty.
+void reduced_unevenly(Rank& rank, const Collective& c) {
+  const int n = rank.size;
+  const auto elements = [&](int to) { return value(c.step, 0, to + 2000) % (c.count / n + 1); };
+  std::vector<int64_t> bytes(n * n);
+  size_t given = 0, first = 0;
+  for (int i = 0; i < n * n; ++i) bytes[i] = 4 * static_cast<int64_t>(elements(i % n));
+  for (int r = 0; r < n; ++r) given += elements(r), first += r < rank.rank ? elements(r) : 0;
+  const Array data = values(c.step, rank.rank, given);
+  Array got(elements(rank.rank));
+  fl_sections sections{data.data(), bytes.data()};
+  check_ok(rank.run(signature_of(c.verb, given, 5), &sections, got.data(), -1, c.async),
+           "reduced unevenly");
+  check_reduced(c, n, got.data(), first, got.size());
+}
+
 void gathers(Rank& rank, const Collective& c) {
   const auto count = [&](int r) { return value(c.step, r, 999) % (c.count + 1); };
   const bool wanted = c.verb == FL_ALL_GATHER || c.root == rank.rank;
@@ -136,7 +152,7 @@ void scatters(Rank& rank, const Collective& c) {
 
 void play_collective(Rank& rank, Random& random, uint64_t step) {
   Collective c{};
-  c.verb = static_cast<int>(1 + random.below(FL_ALL_TO_ALL_UNEVEN));
+  c.verb = static_cast<int>(1 + random.below(FL_REDUCE_SCATTER_UNEVEN));
   c.root = static_cast<int>(random.below(rank.size));
   c.count = kCounts[random.below(kCounts.size())];
   c.room = random.one_in(2);
@@ -150,6 +166,7 @@ void play_collective(Rank& rank, Random& random, uint64_t step) {
     case FL_REDUCE_SCATTER:
     case FL_ALL_TO_ALL: return in_sections(rank, c);
     case FL_ALL_TO_ALL_UNEVEN: return uneven(rank, c);
+    case FL_REDUCE_SCATTER_UNEVEN: return reduced_unevenly(rank, c);
     case FL_ALL_GATHER:
     case FL_GATHER: return gathers(rank, c);
     case FL_SCATTER: return scatters(rank, c);

@@ -111,4 +111,46 @@ void play_messages(Rank& rank, Random& random, uint64_t step) {
   if (has_collective) check(beside[7] == static_cast<uint32_t>(rank.size), "a wrong sum");
 }
 
+void play_open_receives(Rank& rank, Random& random, uint64_t step) {
+  const int to = static_cast<int>(random.below(rank.size));
+  const auto tag = static_cast<int32_t>(1000 + step % 1000000);  // nothing else has it
+  std::vector<size_t> counts, times;
+  size_t number = 0, largest = 0;
+  for (int r = 0; r < rank.size; ++r) {
+    counts.push_back(kCounts[random.below(kCounts.size())]);
+    times.push_back(r == to ? 0 : random.below(4));
+    number += times[r];
+    if (times[r] > 0) largest = std::max(largest, counts[r]);
+  }
+  const bool async = Random(step * 64 + rank.rank).one_in(2);
+  if (rank.rank != to) {
+    Array data = values(step, rank.rank, counts[rank.rank]);
+    std::vector<fl_op*> begun;
+    for (size_t i = 0; i < times[rank.rank]; ++i) {
+      begun.push_back(rank.run(signature_of(FL_SEND, data.size(), tag), data.data(), nullptr, to,
+                               async));
+    }
+    for (fl_op* op : begun) check_ok(op, "a message to who knows nothing of it");
+    return;
+  }
+  struct Open {
+    Array array;
+    fl_match match{-1, 1, 0, -1.0};
+    fl_op* op = nullptr;
+  };
+  std::list<Open> own(number);
+  for (Open& one : own) {
+    one.array.resize(largest);
+    one.op = rank.run(signature_of(FL_RECV, largest, tag), one.array.data(), &one.match, -1, async);
+  }
+  for (Open& one : own) {
+    check_ok(one.op, "a receive from any rank");
+    const int from = one.match.source;
+    check(from >= 0 && times[from]-- > 0, "a message too many of a rank");
+    check(one.match.rows == static_cast<int64_t>(counts[from]), "a wrong number of rows");
+    one.array.resize(counts[from]);
+    check(one.array == values(step, from, counts[from]), "a message with wrong contents");
+  }
+}
+
 }  // namespace stress

@@ -12,6 +12,9 @@ void play_collective(Rank& rank, Random& random, uint64_t step);
 // Messages between all, with several tags, begun in any order and in any way, on several threads.
 void play_messages(Rank& rank, Random& random, uint64_t step);
 
+// Messages to one rank that knows neither who sends nor how much.
+void play_open_receives(Rank& rank, Random& random, uint64_t step);
+
 // Messages and collectives whose ends differ.
 void play_mismatches(Rank& rank, Random& random, uint64_t step);
 

@@ -22,10 +22,11 @@ void one_world(uint64_t seed) {
   in_world(ranks, [seed](Rank& rank) {
     Random random(seed + 1);  // the same on every rank
     for (int i = 0; i < kSteps; ++i) {
-      const uint64_t step = seed * 1000 + i * 20, kind = random.below(8);
+      const uint64_t step = seed * 1000 + i * 20, kind = random.below(9);
       if (kind < 4) play_collective(rank, random, step);
       if (kind >= 4 && kind < 7) play_messages(rank, random, step);
       if (kind == 7) play_mismatches(rank, random, step);
+      if (kind == 8) play_open_receives(rank, random, step);
     }
     play_the_end(rank, random);
   });

@@ -52,12 +52,14 @@ void play_the_end(Rank& rank, Random& random) {
     return;  // and leave
   }
   if (is_late) rank.seconds = 0.3;
-  Array sum(count), message(count), other(count);
+  Array sum(count), message(count), other(count), any(count);
+  fl_match match{-1, 1, 0, -1.0};
   std::vector<fl_op*> begun{
       rank.run(signature_of(FL_ALL_REDUCE, count, 0), sum.data(), nullptr, -1, true),
       rank.run(signature_of(FL_SEND, count, 1), message.data(), nullptr, victim, true),
       rank.run(signature_of(FL_RECV, count, 1), other.data(), nullptr, victim, true),
-      rank.run(signature_of(FL_RECV, count, 1), other.data(), nullptr, victim, true)};
+      rank.run(signature_of(FL_RECV, count, 1), other.data(), nullptr, victim, true),
+      rank.run(signature_of(FL_RECV, count, 9), any.data(), &match, -1, true)};
   if (Random(count + rank.rank).one_in(2)) {
     Array last(count);
     const auto mine = signature_of(FL_RECV, count, 2);
