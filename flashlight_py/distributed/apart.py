@@ -31,6 +31,7 @@ class Apart:
         # Where they begin, their places in the order, where they end, whether they are written.
         self._known: list[tuple[int, int, int, bool, Array]] = []
         self._longest = 0
+        self._count = 0
 
     def add(self, array: Array, writes: bool = True) -> None:
         """Take one more; few of those before it are looked at, if they lie apart.
@@ -38,10 +39,11 @@ class Apart:
         Raises:
             ValueError: it shares memory with one before it.
         """
+        place, self._count = self._count, self._count + 1
         start, end = _bounds(array)
         if start == end:
             return
-        known, place = self._known, len(self._known)
+        known = self._known
         at = bisect_left(known, (end,)) - 1  # the last one that begins before the end
         while at >= 0 and known[at][0] + self._longest > start:
             _, other_place, other_end, other_writes, other = known[at]

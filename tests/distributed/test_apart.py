@@ -54,6 +54,11 @@ def test_arrays_that_overlap_are_refused_in_any_order(pair: tuple[Any, Any]) -> 
             add_all(arrays)
 
 
+def test_places_count_arrays_without_elements() -> None:
+    with pytest.raises(ValueError, match="array 2 shares memory with array 1"):
+        add_all([np.zeros(0), X, X[1:]])
+
+
 @pytest.mark.parametrize("pair", APART)
 def test_arrays_that_lie_apart_are_taken(pair: tuple[Any, Any]) -> None:
     for arrays in (pair, pair[::-1]):
