@@ -291,3 +291,15 @@ def test_a_refused_batch_with_a_receive_from_any_rank_raises_where_it_is_awaited
 ) -> None:
     """Nobody is known to wait for the receive; the message beside it has its peer."""
     ranks.run(refuse_beside_an_open_receive)
+
+
+def without_an_argument(rank: int, size: int) -> None:
+    group = fl.distributed.world.current_world().group
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'dst'") as caught:
+        group.send(ones())  # type: ignore[call-arg]
+    assert caught.value.__suppress_context__
+    fl.barrier()
+
+
+def test_a_call_without_an_argument_says_which(ranks: Any) -> None:
+    ranks.run(without_an_argument)

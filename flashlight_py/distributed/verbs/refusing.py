@@ -64,12 +64,13 @@ def refusable(
                 return verb(self, *args, **how)
             except DistributedError:  # which the other ranks know of
                 raise
-            except (
-                Exception
-            ) as error:  # whatever it is: where no call has begun, this rank makes none
+            except Exception as error:  # whatever it is: where no call has begun, there is none
                 if self.rank >= 0 and self.size > 1 and not self._journal.has_noted(error):
-                    given = (*args, *how.values())
-                    _refuse(self, name, error, parts(self, *args, **how), given)
+                    try:
+                        ends = list(parts(self, *args, **how))
+                    except TypeError:  # these are not the verb's arguments: nobody waits for it
+                        raise error from None
+                    _refuse(self, name, error, ends, (*args, *how.values()))
                 raise
 
         call.__code__ = call.__code__.replace(co_name=name)  # type: ignore[attr-defined]  # for records
@@ -79,9 +80,8 @@ def refusable(
 
 
 def _refuse(
-    group: Verbs, verb: str, error: Exception, parts: Iterable[End | None], given: Iterable[Any]
+    group: Verbs, verb: str, error: Exception, ends: list[End | None], given: Iterable[Any]
 ) -> None:
-    ends = list(parts)
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     words = f"{verb}, and refused its arguments ({reason})"
     on_gpu = next((value for value in given if is_cupy(getattr(value, "array", value))), None)
