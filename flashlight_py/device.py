@@ -17,7 +17,7 @@ Array: TypeAlias = NDArray[Any]
 
 
 def is_cupy(value: object) -> bool:
-    """Tell whether ``value`` is a ``cupy.ndarray``, without importing CuPy."""
+    """Return whether ``value`` is a ``cupy.ndarray``, without importing CuPy."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(value, cupy.ndarray)
 

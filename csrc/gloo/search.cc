@@ -31,7 +31,7 @@ int Search::run(Waiter& waiter, double patience) {
   for (int idle = 0;; ++idle) {
     if (look(waiter)) return found_;
     const auto now = Clock::now();
-    if (now >= end) {  // whoever asks again and again hears of what is lost here, or never
+    if (now >= end) {  // whoever asks again and again is notified of a loss here, or never
       look_around(waiter);
       if (look(waiter)) return found_;
       look_around(waiter);

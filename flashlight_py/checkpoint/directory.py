@@ -77,7 +77,7 @@ def newest_first(directory: Path) -> list[Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Tell whether ``path`` is one checkpoint, and not the directory of several."""
+    """Return whether ``path`` is one checkpoint, and not the directory of several."""
     return (path / MANIFEST).exists() or _NAME.fullmatch(path.name) is not None
 
 

@@ -71,7 +71,7 @@ def _bounds(array: Array) -> tuple[int, int]:
 
 
 def _overlap(one: Array, other: Array) -> bool:
-    """Tell whether they share memory; also where it would take too long to find out."""
+    """Return whether they share memory; also where it would take too long to find out."""
     xp = array_module(one)
     if xp is not array_module(other):
         return False

@@ -219,7 +219,7 @@ def pack_terms(array: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
 
 
 def may_overlap(one: Array, other: Array) -> bool:
-    """Tell whether two arrays may share memory; cheap, and never wrong where they do."""
+    """Return whether two arrays may share memory; cheap, and never wrong where they do."""
     xp = array_module(one)
     return xp is array_module(other) and bool(xp.may_share_memory(one, other))
 

@@ -228,7 +228,7 @@ class Backend(abc.ABC):
         return contextlib.nullcontext()
 
     def is_calling(self) -> bool:
-        """Tell whether this thread is in the middle of a call here: it runs a signal handler."""
+        """Return whether this thread is in the middle of a call here: it runs a signal handler."""
         return False
 
     @abc.abstractmethod
@@ -236,7 +236,7 @@ class Backend(abc.ABC):
         """Block until every operation that this rank has started has ended."""
 
     def give_up(self, traceback: str) -> None:  # noqa: B027  (optional: where nobody can be told)
-        """Tell the others that this rank's program has raised, in words, and end the group.
+        """Notify the others that this rank's program has raised, in words, and end the group.
 
         The first line of ``traceback`` names the exception. Not collective; blocks for half a
         second at most.
@@ -246,7 +246,7 @@ class Backend(abc.ABC):
         """End the group because of ``error`` of another one, which the others raise as well."""
 
     def is_busy(self) -> bool:
-        """Tell whether something that was started has not ended; the other ranks may need it."""
+        """Return whether something that was started has not ended; the other ranks may need it."""
         return False
 
     @abc.abstractmethod

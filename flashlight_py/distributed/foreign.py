@@ -114,7 +114,7 @@ def _buffer(value: Any) -> memoryview | None:
 
 
 def is_of(value: object, module: str, name: str) -> bool:
-    """Tell whether ``value`` is of class ``module.name``, without importing the module."""
+    """Return whether ``value`` is of class ``module.name``, without importing the module."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name, ()))
 

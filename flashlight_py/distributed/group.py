@@ -174,7 +174,7 @@ class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
             self._gpus.synchronize()
 
     def is_calling(self) -> bool:
-        """Tell whether this thread is in the middle of a call: it runs a signal handler."""
+        """Return whether this thread is in the middle of a call: it runs a signal handler."""
         return any(backend.is_calling() for backend in (self._gpus, self._backend) if backend)
 
     def close(self) -> None:

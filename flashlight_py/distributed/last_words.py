@@ -83,7 +83,7 @@ class _Hooks:
         self._of_threads(args)
 
     def _is_rank(self) -> bool:
-        """Tell whether this is the process that was hooked, not one that it has forked."""
+        """Return whether this is the process that was hooked, not one that it has forked."""
         return self._active and self._pid == os.getpid()
 
 
@@ -129,7 +129,7 @@ def tell_of_threads() -> None:
 
 
 def is_interactive() -> bool:
-    """Tell whether an exception that nobody catches leaves the process alive, at a prompt."""
+    """Return whether an exception that nobody catches leaves the process alive, at a prompt."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive or sys.flags.inspect)
 
 

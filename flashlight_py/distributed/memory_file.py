@@ -40,7 +40,7 @@ def process_space() -> str:
 
 
 def needs_names(spaces: Sequence[str]) -> bool:
-    """Tell whether processes of these spaces, of one kernel, cannot all see each other in /proc.
+    """Return whether processes of these spaces, of one kernel, cannot all see each other in /proc.
 
     Example:
         >>> needs_names(["boot1 pid:[1]", "boot1 pid:[1]", "boot2 pid:[9]"])

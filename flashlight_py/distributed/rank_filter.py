@@ -45,7 +45,7 @@ class RankFilter(logging.Filter):
         self._pass_level = _checked("pass_level", pass_level)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether ``record`` passes; give it the ranks."""
+        """Return whether ``record`` passes; give it the ranks."""
         rank, local_rank = get_world_rank(), get_local_rank()
         record.rank, record.local_rank, record.world_size = rank, local_rank, get_world_size()
         if self._pass_level is not None and record.levelno >= self._pass_level:

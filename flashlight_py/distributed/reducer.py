@@ -205,7 +205,7 @@ class CoalescingReducer(Reducer):
         self._apart = Apart("CoalescingReducer.add")
 
     def _differs(self, array: Array) -> bool:
-        """Tell whether a hook must not be given ``array`` together with those before it."""
+        """Return whether a hook must not be given ``array`` together with those before it."""
         if self._hook is None or not self._bucket:
             return False
         other = self._bucket[-1]

@@ -146,7 +146,7 @@ class Then(Work):
             raise
 
     def is_completed(self) -> bool:
-        """Tell whether the other operation has ended."""
+        """Return whether the other operation has ended."""
         return self._work.is_completed()
 
     def end_time(self) -> float | None:
@@ -154,7 +154,7 @@ class Then(Work):
         return self._work.end_time()
 
     def is_finished(self) -> bool:
-        """Tell whether the result has been made, or whoever waited knows that it cannot be."""
+        """Return whether the result has been made, or whoever waited knows that it cannot be."""
         return self._finish is None or self._failure_told
 
 
@@ -176,7 +176,7 @@ class AllOf(Work[list[Any]]):
         return [result for result, _ in outcomes]
 
     def is_completed(self) -> bool:
-        """Tell whether all have ended."""
+        """Return whether all have ended."""
         return all(work.is_completed() for work in self._works)
 
     def end_time(self) -> float | None:

@@ -113,7 +113,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_distributed_init() -> bool:
-    """Tell whether ``distributed_init`` has succeeded and no shutdown came after it."""
+    """Return whether ``distributed_init`` has succeeded and no shutdown came after it."""
     return _world is not None
 
 
@@ -128,7 +128,7 @@ def get_world_size() -> int:
 
 
 def is_main_process() -> bool:
-    """Tell whether this is rank 0 of the world, the one that prints, logs and saves.
+    """Return whether this is rank 0 of the world, the one that prints, logs and saves.
 
     True before ``distributed_init``, when a process is a world of its own.
     """

@@ -59,7 +59,7 @@ def _chosen(interface: str) -> Finding:
 
 
 def _is_ours(address: str) -> bool:
-    """Tell whether a socket can be bound to ``address``."""
+    """Return whether a socket can be bound to ``address``."""
     try:
         socket.create_server((address, 0)).close()
     except OSError:

@@ -25,7 +25,7 @@ class Board:
         self.show_life()
 
     def tell(self, kind: str, attempt: int, value: Any) -> None:
-        """Tell the others ``value`` (JSON), the first time; nothing if the folder is gone."""
+        """Send the others ``value`` (JSON), the first time; nothing if the folder is gone."""
         file = self._file(kind, attempt, self._node)
         if file.exists():
             return
@@ -43,7 +43,7 @@ class Board:
         return found
 
     def is_gone(self) -> bool:
-        """Tell whether somebody has removed it."""
+        """Return whether somebody has removed it."""
         return not self.folder.is_dir()
 
     def show_life(self) -> None:

@@ -34,7 +34,7 @@ def children() -> list[int]:
 
 
 def has_children() -> bool:
-    """Tell whether this process has any child."""
+    """Return whether this process has any child."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

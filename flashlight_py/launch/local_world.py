@@ -89,7 +89,7 @@ def _task(name: str, fn: object, args: object, params: object) -> bytes:
 
 
 def _has_script(preparation: Mapping[str, Any]) -> bool:
-    """Tell whether other processes can import this one's ``__main__`` (no notebook, no shell)."""
+    """Return whether other processes can import this one's ``__main__`` (no notebook, no shell)."""
     module = preparation.get("init_main_from_name", "__main__")
     path = preparation.get("init_main_from_path")
     # multiprocessing does not import a package's __main__, which is seldom guarded.

@@ -74,7 +74,7 @@ class NodesSite:
         return start_here(loop, attempt, program, counts, self._node, restarts, meeting, stdin)
 
     def conclude(self, loop: Loop, attempt: Attempt) -> None:
-        """Tell the others how it ended here, and add to ``attempt`` how it did there."""
+        """Report to the others how it ended here, and add to ``attempt`` how it did there."""
         self._tell_ending(attempt)
         self._tell("ended", {str(rank): failure for rank, failure in attempt.failures.items()})
         told = self._hear_all(loop, attempt)

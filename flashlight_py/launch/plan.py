@@ -32,7 +32,7 @@ def counts_of_remaining(counts: Sequence[int], lost: Collection[int]) -> list[in
 
 
 def may_restart(restarts: int, most: int | None, remaining: int, least: int | None) -> bool:
-    """Tell whether a job that was started again ``restarts`` times may be so once more.
+    """Return whether a job that was started again ``restarts`` times may be so once more.
 
     At most ``most`` times; None: never, but as often as ranks can be lost where ``least`` says
     how many are enough. ``remaining`` is how many it would have.

@@ -127,7 +127,7 @@ def check_arrays_agree(what: str, arrays: Sequence[Array], group: ProcessGroup) 
 
 
 def agree(mine: bytes, group: ProcessGroup) -> bool:
-    """Tell whether every rank gives the same; by a digest of 64 bits. Collective, blocking."""
+    """Return whether every rank gives the same; by a digest of 64 bits. Collective, blocking."""
     own = digest(mine)
     highest, inverse_of_lowest = group.all_reduce(np.array([own, ~own]), op="max").tolist()
     return bool(highest == ~inverse_of_lowest)

@@ -137,7 +137,7 @@ def _bring_home(param: Variable) -> None:
 
 
 def is_synchronised(param: Variable) -> bool:
-    """Tell whether a ``GradientSync`` reduces the gradient of ``param`` in every pass."""
+    """Return whether a ``GradientSync`` reduces the gradient of ``param`` in every pass."""
     return isinstance(_owner_of(param), GradientSync)
 
 

@@ -142,7 +142,7 @@ class _Synchronization:
             raise self._first_failure(error) from error
 
     def _compare(self, description: bytes, number_bytes: int) -> tuple[bool, int]:
-        """Tell whether all ranks have this description and root; return the root's number too."""
+        """Return whether all ranks have this description and root; return the root's number too."""
         mine = digest(description + self._root.to_bytes(8, "little"))
         highest, inverse_of_lowest, failed, of_root = self._reduce(mine, number_bytes, False)
         if failed:

@@ -80,7 +80,7 @@ class Agreement:
         return f"All ranks joined {self._last}, {time.monotonic() - self._last_at:.1f} s ago"
 
     def _all_call(self, call: str, seconds: float) -> bool:
-        """Tell whether all ranks call the same; the same answer on all of them."""
+        """Return whether all ranks call the same; the same answer on all of them."""
         mine = np.frombuffer(bytearray(_key(call)), np.uint8)
         local = self._gather_inside(mine).reshape(-1, _KEY_BYTES)
         # A host whose ranks differ tells zeros, which no other host's key equals.

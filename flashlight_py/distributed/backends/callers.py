@@ -37,7 +37,7 @@ class Callers:
         self.of_native: Sequence[int] | None = None  # the header of the native all_reduce's ring
 
     def has_this(self) -> bool:
-        """Tell whether this thread is in the middle of a call."""
+        """Return whether this thread is in the middle of a call."""
         thread = threading.get_ident()
         if self.of_native is not None and self.of_native[CALLER] == thread:
             return True

@@ -317,7 +317,7 @@ class HierarchicalBackend(HierarchicalMessages):
             self._part_of = before
 
     def is_calling(self) -> bool:
-        """Tell whether this thread is in the middle of a call; see ``Backend``."""
+        """Return whether this thread is in the middle of a call; see ``Backend``."""
         return self._callers.has_this()
 
     def synchronize(self) -> None:
@@ -327,7 +327,7 @@ class HierarchicalBackend(HierarchicalMessages):
                 work.wait()
 
     def give_up(self, traceback: str) -> None:
-        """Tell the others inside and outside of this host; see ``Backend``."""
+        """Notify the others inside and outside of this host; see ``Backend``."""
         for backend in self._parts:
             backend.give_up(traceback)
 
@@ -348,7 +348,7 @@ class HierarchicalBackend(HierarchicalMessages):
             backend.pass_on(error)
 
     def is_busy(self) -> bool:
-        """Tell whether something runs; see ``Backend``."""
+        """Return whether something runs; see ``Backend``."""
         if self._searches.running() or any(part.is_busy() for part in self._parts):
             return True
         return any(not work.is_completed() for work in self._running)

@@ -44,7 +44,7 @@ class FutureWork(Work):
             raise
 
     def is_completed(self) -> bool:
-        """Tell whether it has ended."""
+        """Return whether it has ended."""
         return self._future.done()
 
     def end_time(self) -> float | None:
@@ -69,7 +69,7 @@ class GuardedWork(Work):
             raise
 
     def is_completed(self) -> bool:
-        """Tell whether it has ended."""
+        """Return whether it has ended."""
         return self._work.is_completed()
 
     def end_time(self) -> float | None:

@@ -162,7 +162,7 @@ class NativeGroup(Backend):
         return work
 
     def is_calling(self) -> bool:
-        """Tell whether this thread is in the middle of a call; see ``Backend``."""
+        """Return whether this thread is in the middle of a call; see ``Backend``."""
         return self._callers.has_this()
 
     def _open(self, name: str) -> Any:
@@ -208,7 +208,7 @@ class NativeGroup(Backend):
             work.wait()
 
     def give_up(self, traceback: str) -> None:
-        """Tell the others what this rank's program has raised; see ``Backend``."""
+        """Report to the others what this rank's program has raised; see ``Backend``."""
         self._end(words_of_traceback(self, traceback))
 
     def pass_on(self, error: DistributedError) -> None:
@@ -225,7 +225,7 @@ class NativeGroup(Backend):
         """Let the library tell the others."""
 
     def is_busy(self) -> bool:
-        """Tell whether something runs; see ``Backend``."""
+        """Return whether something runs; see ``Backend``."""
         return any(not work.is_completed() for work in list(self._running))
 
     def abandon(self) -> None:

@@ -116,7 +116,7 @@ class NativeWork(Work):
         )
 
     def is_completed(self) -> bool:
-        """Tell whether it has ended."""
+        """Return whether it has ended."""
         return bool(self._lib.fl_op_wait(self._handle, 0.0) != self._lib.FL_PENDING)
 
     def end_time(self) -> float | None:

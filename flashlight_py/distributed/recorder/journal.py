@@ -119,7 +119,7 @@ class Journal:
         _fail(_begin(what, 4), error)
 
     def has_noted(self, error: BaseException) -> bool:
-        """Tell whether ``error`` ended a call that had begun, or one that was refused."""
+        """Return whether ``error`` ended a call that had begun, or one that was refused."""
         return hasattr(error, _NOTED)
 
     def _count(self) -> int:
@@ -171,7 +171,7 @@ class _Recorded(Work):
         return value
 
     def is_completed(self) -> bool:
-        """Tell whether it has ended; in a forked child it has, as it is not this process's."""
+        """Return whether it has ended; in a forked child it has, as it is not this process's."""
         return self._forks != _forks or self._work.is_completed()
 
     def end_time(self) -> float | None:

@@ -31,7 +31,7 @@ class OtherRecords:
         self._new()
 
     def have_written(self, after: float) -> bool:
-        """Tell whether another rank has written for a reason of its own, since this was asked last.
+        """Return whether another rank has written for a reason of its own since the last question.
 
         Only what was written later than ``after`` counts, an ``st_mtime``: the clock of whoever
         keeps the folder, as NFS may tell of a file long after it was written.

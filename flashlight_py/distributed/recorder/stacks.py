@@ -43,7 +43,7 @@ def stands_at() -> str:
 
 
 def _is_users(path: str) -> bool:
-    """Tell whether code is neither ours nor the standard library's, nor the interpreter's own."""
+    """Return whether code is neither ours nor the standard library's, nor the interpreter's own."""
     if path.startswith((PACKAGE, "<frozen")):
         return False
     return not path.startswith(_LIBRARY) or "site-packages" in path

@@ -186,7 +186,7 @@ def _take(number: signal.Signals, file: int) -> bool:
 
 
 def _is_in(mask: str, number: signal.Signals) -> bool:
-    """Tell whether the kernel has the signal in this mask of the process: also what C code did."""
+    """Return whether the kernel has the signal in this mask of the process, also by C code."""
     # The first line holds the process's name, which is cut off anywhere.
     lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
     bits = next(line.split()[1] for line in lines if line.startswith(f"{mask}:"))

@@ -194,7 +194,7 @@ class Member(abc.ABC):
         return f"{sentence}; start every rank with the same FILE_PATH and world size"
 
     def failure(self, reason: str) -> RendezvousError:
-        """Tell the others and return the error to raise."""
+        """Notify the others and return the error to raise."""
         self.give_up(reason)
         return self.error(reason)
 
@@ -211,7 +211,7 @@ class Member(abc.ABC):
         return None
 
     def has_vanished(self, names: set[Name]) -> bool:
-        """Tell whether the announcement of our run was removed."""
+        """Return whether the announcement of our run was removed."""
         announcement = self.name("run")
         return announcement not in names and not self.directory.exists(announcement)
 

@@ -29,11 +29,11 @@ class Peer:
         return f"host {self.host}, pid {self.pid}"
 
     def is_gone(self) -> bool:
-        """Tell whether this process is known to be dead; False where that cannot be known."""
+        """Return whether this process is known to be dead; False where that cannot be known."""
         return self._is_of_this_machine() and not self._runs()
 
     def is_known_alive(self) -> bool:
-        """Tell whether this process is known to live; False where that cannot be known."""
+        """Return whether this process is known to live; False where that cannot be known."""
         return self._is_of_this_machine() and self._runs()
 
     def _is_of_this_machine(self) -> bool:

@@ -138,7 +138,7 @@ class SharedDirectory:
             self.ignored[str(name)] = f"could not be removed ({error.strerror})"
 
     def exists(self, name: Name) -> bool:
-        """Tell whether ``name`` is there, asking for it by name."""
+        """Return whether ``name`` is there, asking for it by name."""
         return os.path.lexists(self._file(name))
 
     def _file(self, name: Name) -> Path:

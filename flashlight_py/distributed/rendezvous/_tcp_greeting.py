@@ -71,11 +71,11 @@ class Handshake:
         return proof(self.key, b"host", *self._nonces)
 
     def check_guest(self, body: bytes) -> bool:
-        """Tell whether ``body`` is what a guest with our key would send."""
+        """Return whether ``body`` is what a guest with our key would send."""
         return hmac.compare_digest(body, self.of_guest(self.greeting_of(body)))
 
     def check_host(self, body: bytes) -> bool:
-        """Tell whether ``body`` is what a rank 0 with our key would send."""
+        """Return whether ``body`` is what a rank 0 with our key would send."""
         return hmac.compare_digest(body, self.of_host())
 
     @staticmethod

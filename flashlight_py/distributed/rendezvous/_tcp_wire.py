@@ -74,7 +74,7 @@ class Connection:
         self.send(Kind.WELCOME, self.handshake.of_host(), deadline)
 
     def is_unproven(self) -> bool:
-        """Tell whether this is a guest whose proof anybody could have made: there is no secret."""
+        """Return whether its proof is one that anybody could have made: there is no secret."""
         return self.handshake is not None and not self.handshake.key
 
     def trust(self) -> None:
@@ -139,7 +139,7 @@ class Connection:
         self.wire.close()
 
     def is_closed(self) -> bool:
-        """Tell whether this side has closed the socket."""
+        """Return whether this side has closed the socket."""
         return self.wire.fileno() < 0
 
 

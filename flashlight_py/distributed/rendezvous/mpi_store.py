@@ -174,7 +174,7 @@ class MpiStore(Store):
         self._wire = None
 
     def abort(self, reason: str) -> None:
-        """Tell the others that this rank gives up; they raise in their next or current exchange.
+        """Notify the others that this rank gives up; they raise in their next or current exchange.
 
         Does not wait. The communicator stays, since to free it all ranks would have to come.
         """

@@ -90,7 +90,7 @@ class Secret:
 
 
 def _is_of_this_host(address: tuple[Any, ...]) -> bool:
-    """Tell whether a socket's address is one of this host's, by binding another socket to it.
+    """Return whether a socket's address is one of this host's, by binding another socket to it.
 
     To compare it with our own end's is not enough: a client may choose any of its host's.
     """

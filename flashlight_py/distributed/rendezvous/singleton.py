@@ -24,7 +24,7 @@ _log = logging.getLogger("flashlight_py")
 
 
 def is_alone(environ: Mapping[str, str] | None = None) -> bool:
-    """Tell whether the user wants each process to be a world of its own."""
+    """Return whether the user wants each process to be a world of its own."""
     return (os.environ if environ is None else environ).get(ALONE) == "1"
 
 

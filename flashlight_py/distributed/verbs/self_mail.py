@@ -80,5 +80,5 @@ class _Reader(Work):
         return self._array
 
     def is_completed(self) -> bool:
-        """Tell whether it was sent."""
+        """Return whether it was sent."""
         return self._filled or self._error is not None

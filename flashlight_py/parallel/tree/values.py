@@ -56,7 +56,7 @@ def look(value: Any) -> Answer:
 
 
 def is_immutable(value: object) -> bool:
-    """Tell whether ``value``, which has parts, must be made anew where one of them changes."""
+    """Return whether ``value``, which has parts, must be made anew where one of them changes."""
     if isinstance(value, tuple):
         return True
     params = getattr(type(value), "__dataclass_params__", None)

@@ -298,11 +298,11 @@ class MpiBackend(Backend):
         self._group.synchronize()
 
     def give_up(self, traceback: str) -> None:
-        """Tell the others what this rank's program has raised; see ``Backend``."""
+        """Report to the others what this rank's program has raised; see ``Backend``."""
         self._group.give_up(traceback)
 
     def is_busy(self) -> bool:
-        """Tell whether something runs; see ``Backend``."""
+        """Return whether something runs; see ``Backend``."""
         return self._group.is_busy()
 
     def close(self) -> None:

@@ -146,7 +146,7 @@ class Group:
                 operation.wait()
 
     def is_busy(self) -> bool:
-        """Tell whether an operation has not ended."""
+        """Return whether an operation has not ended."""
         return bool(self._queue or self._beside)
 
     def advance(self) -> None:
@@ -313,7 +313,7 @@ class Group:
         self.progress.remove(self, healthy)
 
     def go(self, completed: int | None = None) -> None:
-        """Tell the others that this rank has nothing more to say in this group.
+        """Notify the others that this rank has nothing more to say in this group.
 
         ``completed`` collectives were all that it has begun; None: some have not ended.
         """
@@ -329,7 +329,7 @@ class Group:
         return self._presence.are_all_gone()
 
     def are_others_gone(self) -> bool:
-        """Tell whether every other rank has said its last word in this group."""
+        """Return whether every other rank has said its last word in this group."""
         return self._presence.are_all_gone()
 
     def free(self) -> bool:

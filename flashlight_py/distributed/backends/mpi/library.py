@@ -31,7 +31,7 @@ def load() -> Any:
 
 
 def has_threads(mpi: Any) -> bool:
-    """Tell whether any thread may call MPI at any time."""
+    """Return whether any thread may call MPI at any time."""
     return bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
 
 

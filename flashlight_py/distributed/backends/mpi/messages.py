@@ -100,7 +100,7 @@ class Messages:
         return self._send(sending, array)
 
     def refuse(self, call: str, peer: int, tag: int, sends: bool) -> Steps:
-        """Do this rank's part of a message that it refuses: the peer hears of it."""
+        """Do this rank's part of a message that it refuses: the peer is notified."""
         if sends:
             offer = Offer(next(self._numbers), tag, "", b"", call_site(), 0, refused=call)
             return self._offer(offer, None, peer)

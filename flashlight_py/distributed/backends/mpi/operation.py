@@ -94,7 +94,7 @@ class Operation(Work):
             raise
 
     def is_completed(self) -> bool:
-        """Tell whether it has ended, after one look at everything that is under way."""
+        """Return whether it has ended, after one look at everything that is under way."""
         if not self.ended:
             self._owner.progress.step()
         return self.ended

@@ -25,7 +25,7 @@ class RollCall:
         self._ends = time.monotonic() + _ANSWER_SECONDS
 
     def is_over(self) -> bool:
-        """Tell whether all have answered, or had the time to."""
+        """Return whether all have answered, or had the time to."""
         return len(self.answers) == len(self.asked) or time.monotonic() >= self._ends
 
     def behind(self, number: int) -> tuple[int, ...]:
@@ -50,12 +50,12 @@ class Presence:
         self._roll_calls: dict[int, RollCall] = {}
 
     def leave(self, farewell: Farewell) -> None:
-        """Tell all others that this rank leaves."""
+        """Notify all others that this rank leaves."""
         for rank in self.others:
             self._notes.send(rank, Kind.LEFT, farewell)
 
     def go(self, completed: int | None) -> None:
-        """Tell all others that they need not wait for anything more of this rank.
+        """Notify all others that they need not wait for anything more of this rank.
 
         ``completed`` collectives were all that it has begun; None: some have not ended.
         """
@@ -88,9 +88,9 @@ class Presence:
         return next(early, None)
 
     def are_all_gone(self) -> bool:
-        """Tell whether no other rank will send anything any more."""
+        """Return whether no other rank will send anything any more."""
         return len(self._gone) == len(self.others)
 
     def have_all_completed(self, completed: int) -> bool:
-        """Tell whether every other rank has gone after as many collectives, and ended all."""
+        """Return whether every other rank has gone after as many collectives, and ended all."""
         return self.are_all_gone() and set(self._gone.values()) <= {completed}

@@ -39,7 +39,7 @@ class Member(Protocol):
         """Take each operation as far as it gets without waiting."""
 
     def is_busy(self) -> bool:
-        """Tell whether there is an operation that has not ended."""
+        """Return whether there is an operation that has not ended."""
 
     def drain(self) -> bool:
         """After close: take what still arrives; tell whether nothing more will."""
@@ -48,7 +48,7 @@ class Member(Protocol):
         """Tell the other ranks that this one has nothing more to say."""
 
     def are_others_gone(self) -> bool:
-        """Tell whether every other rank has said its last word."""
+        """Return whether every other rank has said its last word."""
 
     def free(self) -> bool:
         """Free the communicators, if nothing is left in them on any rank; tell whether."""

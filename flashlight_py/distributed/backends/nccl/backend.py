@@ -72,7 +72,7 @@ class NcclBackend(Backend):
             self._checks.post(verb, array, how)
 
     def give_up(self, traceback: str) -> None:
-        """Tell the others what this rank's program has raised; see ``Backend``."""
+        """Report to the others what this rank's program has raised; see ``Backend``."""
         if self._checks is not None:
             self._checks.give_up(traceback)
 
@@ -277,7 +277,7 @@ class NcclBackend(Backend):
             work.wait()
 
     def is_busy(self) -> bool:
-        """Tell whether a collective is on its way; see ``Backend``."""
+        """Return whether a collective is on its way; see ``Backend``."""
         return self._flights.oldest() is not None
 
     def close(self) -> None:
@@ -353,7 +353,7 @@ class NcclBackend(Backend):
             self._stream.lead(flight.event)
 
     def has_ended(self, flight: Flight) -> bool:
-        """Tell whether ``flight`` has ended, or never will because the communicator broke."""
+        """Return whether ``flight`` has ended, or never will because the communicator broke."""
         with self._communicator.lock:
             return self._communicator.broken is not None or flight.ask()
 

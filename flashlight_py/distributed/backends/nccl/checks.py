@@ -149,7 +149,7 @@ class Checks:
 
 
 def asks_nobody(call: str) -> bool:
-    """Tell whether ``call`` is of a verb that is given to NCCL without asking the others."""
+    """Return whether ``call`` is of a verb that is given to NCCL without asking the others."""
     return call.partition(",")[0] in _UNASKED
 
 

@@ -70,7 +70,7 @@ class Flight:
     ended: float | None = None
 
     def ask(self) -> bool:
-        """Tell whether it has ended; lets go of the arrays when it has."""
+        """Return whether it has ended; lets go of the arrays when it has."""
         if not self.landed and self.event.done:
             self.landed, self.arrays, self.ended = True, (), time.monotonic()
         return self.landed

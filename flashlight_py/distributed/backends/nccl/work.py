@@ -45,7 +45,7 @@ class StreamWork(Work):
         return self._result
 
     def is_completed(self) -> bool:
-        """Tell whether the device is done with it, or it failed."""
+        """Return whether the device is done with it, or it failed."""
         return self._backend.has_ended(self.flight)
 
     def end_time(self) -> float | None:
