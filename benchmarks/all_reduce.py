@@ -14,9 +14,9 @@ reach the peers.
 
     python benchmarks/all_reduce.py --device cuda --ranks 1 2 4
 
-measures CuPy arrays through NCCL beside cupy.cuda.nccl and, where it is installed, torch's nccl:
-the time until the device is done, and the host's time to launch. Ranks that must share a GPU talk
-over the loopback, all libraries alike.
+measures CuPy arrays through NCCL beside NCCL itself (called through cupy.cuda.nccl),
+cupyx.distributed and, where it is installed, torch's nccl: the time until the device is done, and
+the host's time to launch. Ranks that must share a GPU talk over the loopback, all libraries alike.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from harness import all_reduce_targets as targets
 from harness import cuda_targets
 from harness.conductor import Case, Conductor, Contender
 from harness.facts import machine_facts
+from harness.gpu import require_gpu
 from harness.launchers import Library
 from harness.options import collective_peers, common_arguments, ours, plan_of
 from harness.plot import plot_times
@@ -126,6 +127,8 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write."""
     options = read_options()
+    if options.device == "cuda":
+        require_gpu()
     machine = machine_facts()
     with Conductor(plan_of(options)) as conductor:
         if options.device == "cuda":

@@ -7,6 +7,11 @@ per rank, so that on a machine with as many cores as ranks each rank has one for
 are, in turns: one rank; several ranks that do the same side by side and do not communicate, which
 shows what sharing the machine's memory costs; several whose gradients travel while the backward
 pass goes on; and several that reduce them when it is over.
+
+    python benchmarks/overlap.py --device cuda --trace trace.json.gz
+
+does the same with CuPy arrays (width 2048, batch 16384), and writes what rank 0's GPU did in three
+overlapped steps, as torch's profiler sees it.
 """
 
 from __future__ import annotations
@@ -14,9 +19,11 @@ from __future__ import annotations
 import argparse
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 from harness.conductor import Case, Conductor, Contender, Plan
 from harness.facts import machine_facts
+from harness.gpu import require_gpu
 from harness.options import common_arguments, ours, plan_of
 from harness.report import (
     duration,
@@ -28,32 +35,36 @@ from harness.report import (
 )
 from harness.statistics import Measurement, median
 from harness.step_targets import overlap_verdict, ranks_text
+from harness.verdicts import Verdict, at_most
 
-WIDTH, QUICK_WIDTH, BATCH = 4096, 256, 64
+# Width and batch. On a GPU a product as large as the CPU's is over before NCCL has begun.
+SIZES = {"cpu": (4096, 64), "cuda": (2048, 16384)}
+QUICK_WIDTH = 256
+OVERLAPPED = "overlapped"
 ALONE = "1 rank"
-KINDS = {"no communication": "alone", "overlapped": "overlap", "after the backward pass": "after"}
+KINDS = {"no communication": "alone", OVERLAPPED: "overlap", "after the backward pass": "after"}
 ARRAYS = 5  # of the size of the parameters: they, gradients, momentum, temporaries, buckets
 LONG = Plan(rounds=7, batch_seconds=1.0, case_seconds=120.0)
 
 
-def contenders(ranks: list[int]) -> list[Contender]:
-    """Return one rank, and every kind of step on several."""
+def contenders(ranks: list[int], trace: Path | None) -> list[Contender]:
+    """Return one rank, and every kind of step on several; ``trace`` is of the most ranks."""
     library = ours("flashlight_mlp")
     found = [Contender(ALONE, library, 1, {"kind": "alone"})]
     for count in ranks:
-        found += [
-            Contender(f"{ranks_text(count)}, {title}", library, count, {"kind": kind})
-            for title, kind in KINDS.items()
-        ]
+        for title, kind in KINDS.items():
+            traced = trace is not None and kind == "overlap" and count == max(ranks)
+            task = {"kind": kind, "trace": str(trace)} if traced else {"kind": kind}
+            found.append(Contender(f"{ranks_text(count)}, {title}", library, count, task))
     return found
 
 
-def case_of(width: int, ranks: list[int]) -> Case:
+def case_of(width: int, batch: int, ranks: list[int], device: str) -> Case:
     """Return the step to measure: about 3 * width**2 parameters."""
     widths = [width // 2, width, width, width, width // 2]
     weights = sum(a * b for a, b in itertools.pairwise(widths))
     measurement = Measurement("training step", "float32", 4 * weights, max(ranks))
-    task = {"widths": widths, "batch": BATCH}
+    task = {"widths": widths, "batch": batch, "device": device}
     return Case(measurement, task, ARRAYS * 4 * weights)
 
 
@@ -72,24 +83,64 @@ def _beyond(steps: Measurement, title: str, reference: str) -> str:
     return f"{100 * (median(rounds) - 1):+.1f} %" if rounds and title != reference else "-"
 
 
+def trace_text(found: dict[str, float] | str) -> str:
+    """Return what a trace shows, in a sentence."""
+    if isinstance(found, str):
+        return f"No trace: {found}."
+    reducing, computing, both = found.values()
+    share = 100 * both / reducing if reducing else 0.0
+    return (
+        f"In a step rank 0's GPU reduces for {duration(reducing)} and computes for "
+        f"{duration(computing)}; for {duration(both)} it does both, {share:.0f} % of the reduction."
+    )
+
+
+def verdicts(steps: Measurement, ranks: list[int], device: str) -> list[Verdict]:
+    """Judge: on the CPU against one rank; ranks that share a GPU against no overlap."""
+    titles = {ranks_text(n): f"{ranks_text(n)}, {OVERLAPPED}" for n in ranks}
+    if device == "cpu":
+        return [overlap_verdict(steps, ALONE, title) for title in titles.values()]
+    rounds = {
+        count: steps.ratios(title, f"{count}, after the backward pass")
+        for count, title in titles.items()
+    }
+    return [at_most("overlapped, against after the backward pass", 1.0, rounds)]
+
+
 def read_options() -> argparse.Namespace:
     """Read the command line."""
     parser = common_arguments("Time a large model's step with and without overlap.", [2], "")
-    parser.add_argument("--width", type=int, help=f"of the hidden layers, default {WIDTH}")
-    return parser.parse_args()
+    add = parser.add_argument
+    add("--width", type=int, help="of the hidden layers; default: by the device")
+    add("--batch", type=int, help="samples of a step on each rank; default: by the device")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: CuPy arrays, by NCCL")
+    add("--trace", type=Path, metavar="FILE.json.gz", help="of the kernels, with --device cuda")
+    options = parser.parse_args()
+    if options.trace and options.device == "cpu":
+        parser.error("--trace is of a GPU: add --device cuda")
+    return options
 
 
 def main() -> None:
     """Measure, print, write."""
     options = read_options()
-    width = options.width or (QUICK_WIDTH if options.quick else WIDTH)
+    if options.device == "cuda":
+        require_gpu()
+    width, batch = SIZES[options.device]
+    width = options.width or (QUICK_WIDTH if options.quick else width)
+    batch = options.batch or batch
     plan = plan_of(options) if options.quick else replace(LONG, rounds=options.rounds or 7)
     machine = machine_facts()
     with Conductor(plan) as conductor:
-        steps = conductor.measure(case_of(width, options.ranks), contenders(options.ranks))
-    judged = [overlap_verdict(steps, ALONE, f"{ranks_text(n)}, overlapped") for n in options.ranks]
-    print(f"\n{steps.nbytes / 4e6:.3g} million parameters, batch {BATCH}, 1 BLAS thread per rank\n")
+        case = case_of(width, batch, options.ranks, options.device)
+        steps = conductor.measure(case, contenders(options.ranks, options.trace))
+    judged = verdicts(steps, options.ranks, options.device)
+    threads = "1 BLAS thread per rank" if options.device == "cpu" else "on the GPU"
+    print(f"\n{steps.nbytes / 4e6:.3g} million parameters, batch {batch}, {threads}\n")
     print(f"{table(steps, options.ranks)}\n\n{verdict_table(judged)}\n")
+    if options.trace:
+        details = conductor.details.get(f"{ranks_text(max(options.ranks))}, {OVERLAPPED}")
+        print(trace_text(details[0] if details else "the ranks did not start"), end="\n\n")
     print(facts_text(machine, conductor))
     print(left_out_text([steps], lambda m: m.task))
     if options.json:

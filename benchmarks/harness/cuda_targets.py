@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.conductor import Conductor, Contender
 from harness.environments import PEERS, python_of
 from harness.launchers import Library
-from harness.report import size_name
+from harness.report import markdown, size_name
 from harness.statistics import Measurement
 from harness.verdicts import Verdict, at_most
 
 __all__ = ["contenders", "host_times", "launch_table", "verdicts"]
 
-OURS, CUPY, TORCH = "flashlight_py", "cupy.cuda.nccl", "torch nccl"
+OURS, CUPY, CUPYX = "flashlight_py", "raw NCCL (cupy.cuda.nccl)", "cupyx.distributed"
+TORCH = "torch nccl"
 KB, MB = 1 << 10, 1 << 20
+SMALL, LARGE = 64 * KB, 64 * MB  # bytes: up to the one, and from the other on
+ALLOWED = 3e-6  # seconds beyond the fastest peer, for what a small array costs
 HostTimes = dict[tuple[int, int], dict[str, float]]
 
 
 def contenders(options: argparse.Namespace, ranks: int, absent: dict[str, str]) -> list[Contender]:
-    """Return this package, CuPy's binding and, where it is installed, torch."""
+    """Return this package, CuPy's two ways to NCCL and, where it is installed, torch."""
     here = Path(sys.executable)
-    libraries = [Library(OURS, "flashlight_cuda", here), Library(CUPY, "cupy_nccl", here)]
+    roles = {OURS: "flashlight_cuda", CUPY: "cupy_nccl", CUPYX: "cupyx_nccl"}
+    libraries = [Library(title, role, here) for title, role in roles.items()]
     torch = python_of(PEERS["torch"], options.environments)
     if isinstance(torch, Path):
         libraries.append(Library(TORCH, "torch_cuda", torch))
@@ -34,33 +38,61 @@ def contenders(options: argparse.Namespace, ranks: int, absent: dict[str, str]) 
 
 
 def host_times(conductor: Conductor) -> dict[str, float]:
-    """Return each contender's seconds to launch the last case: its slowest rank's."""
-    return {title: max(seconds) for title, seconds in conductor.details.items()}
+    """Return the seconds that a launch of the last case took each contender's slowest rank."""
+    known = {title: seconds for title, seconds in conductor.details.items() if None not in seconds}
+    return {title: max(seconds) for title, seconds in known.items()}
 
 
 def launch_table(times: HostTimes) -> str:
     """Return the host's microseconds for one launch, as Markdown."""
-    titles = [t for t in (OURS, CUPY, TORCH) if any(t in found for found in times.values())]
-    lines = [f"| ranks | bytes | {' | '.join(titles)} |", f"|---|---|{'---|' * len(titles)}"]
-    for (ranks, nbytes), found in times.items():
-        cells = [f"{found[t] * 1e6:.1f} us" if t in found else "-" for t in titles]
-        lines.append(f"| {ranks} | {size_name(nbytes)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    titles = [t for t in (OURS, CUPY, CUPYX, TORCH) if any(t in found for found in times.values())]
+    rows = [
+        [str(ranks), size_name(nbytes), *(_microseconds(found.get(title)) for title in titles)]
+        for (ranks, nbytes), found in times.items()
+        if found
+    ]
+    return markdown(["ranks", "bytes", *titles], rows)
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e6:.1f} us"
 
 
 def verdicts(measurements: Sequence[Measurement], times: HostTimes) -> list[Verdict]:
-    """Judge: the launch of 1 KB against the faster peer plus 3 us; large ones against CuPy's."""
-    small = {
-        f"{ranks} ranks": [found[OURS] / (min(v for t, v in found.items() if t != OURS) + 3e-6)]
+    """Judge small arrays against the fastest peer plus ALLOWED, large ones against raw NCCL."""
+    launches = {
+        f"{ranks} ranks, {size_name(nbytes)}": [_to_fastest(found)]
         for (ranks, nbytes), found in times.items()
-        if nbytes == KB and OURS in found and len(found) > 1
+        if OURS in found and len(found) > 1
     }
-    large = {
-        f"{m.ranks} ranks, {size_name(m.nbytes)}": m.ratios(OURS, CUPY)
-        for m in measurements
-        if m.nbytes >= 64 * MB
-    }
+    small, large = (
+        {
+            f"{m.ranks} ranks, {size_name(m.nbytes)}": ratios(m)
+            for m in measurements
+            if first <= m.nbytes <= last
+        }
+        for first, last, ratios in ((0, SMALL, _small), (LARGE, 1 << 40, _large))
+    )
     return [
-        at_most("host time to launch 1 KB, to the faster peer's plus 3 us", 1.0, small),
-        at_most("time of 64 MB and more, to that of cupy.cuda.nccl", 1.02, large),
+        at_most(f"host time to launch, up to {size_name(SMALL)}, {BEYOND}", 1.0, launches),
+        at_most(f"time up to {size_name(SMALL)}, {BEYOND}", 1.0, small),
+        at_most(f"time from {size_name(LARGE)} on, to raw NCCL's", 1.02, large),
     ]
+
+
+BEYOND = f"to the fastest peer's plus {ALLOWED * 1e6:g} us"
+
+
+def _to_fastest(seconds: Mapping[str, float]) -> float:
+    return seconds[OURS] / (min(v for title, v in seconds.items() if title != OURS) + ALLOWED)
+
+
+def _small(measurement: Measurement) -> list[float]:
+    if OURS not in measurement.seconds or len(measurement.seconds) < 2:
+        return []
+    titles, rounds = list(measurement.seconds), zip(*measurement.seconds.values(), strict=True)
+    return [_to_fastest(dict(zip(titles, values, strict=True))) for values in rounds]
+
+
+def _large(measurement: Measurement) -> list[float]:
+    return measurement.ratios(OURS, CUPY)

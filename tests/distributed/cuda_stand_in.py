@@ -8,6 +8,7 @@ and waits. It shows nothing of CUDA or NCCL themselves: tests/gpu does, where th
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pickle
 import sys
@@ -20,6 +21,7 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl import joining
+from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.exchange import exchange_bytes
 from tests.autograd import compiled_kernels
@@ -201,6 +203,10 @@ class StandInNccl:
         LOG.append(("destroy",))
         return 0
 
+    def ncclCommAbort(self, comm: Any) -> int:
+        LOG.append(("abort",))
+        return 0
+
     def ncclRedOpCreatePreMulSum(
         self, op: Any, scalar: Any, code: int, residence: int, comm: Any
     ) -> int:
@@ -322,4 +328,12 @@ def install(cpu: Backend, devices: int = 8) -> StandInNccl:
     sys.modules["cupy"] = StandInCupy(devices)
     library = NcclLibrary(ffi, nccl, "stand-in", 22703)
     joining.load = lambda: library  # type: ignore[assignment]
+    join = joining._communicator
+
+    def join_by_its_own(cpu: Backend, nccl: NcclLibrary, *rest: Any) -> Communicator:
+        """Let each group's communicator move its bytes over that group's own CPU backend."""
+        own = nccl.lib if nccl.lib._cpu is cpu else StandInNccl(ffi, cpu)
+        return join(cpu, dataclasses.replace(nccl, lib=own), *rest)
+
+    joining._communicator = join_by_its_own
     return nccl

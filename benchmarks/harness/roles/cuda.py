@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import abc
-import os
 import statistics
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from harness.role import Call, Place, Prepared, Role
+from harness.role import Call, Prepared, Role
 from harness.roles.verbs import elements, total
 
-__all__ = ["CudaRole", "share_gpus"]
+__all__ = ["CudaRole"]
 
 # Launches in a row before the device is waited for. CUDA takes some 1000 before the host blocks.
 LAUNCHES = 100
 SERIES = 15
-
-
-def share_gpus(place: Place, gpus: int) -> None:
-    """Let several ranks use one GPU, if there are fewer ``gpus``, as if on hosts of their own.
-
-    Must come before NCCL is loaded. The numbers then are those of the loopback, for everybody.
-    """
-    if gpus < place.size:
-        os.environ["NCCL_HOSTID"] = f"rank-{place.rank}"
-        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-        os.environ["NCCL_IB_DISABLE"] = "1"
+# What the host does for a launch does not depend on the size, as the device's time does.
+LARGEST_LAUNCHED = 64 << 10
 
 
 class CudaRole(Role):
@@ -46,7 +36,10 @@ class CudaRole(Role):
         """Block until the device is done with everything."""
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
-        """Return a call that ends with the device; the detail is the host's seconds to launch."""
+        """Return a call that ends with the device.
+
+        The detail is the host's seconds to launch, for small arrays; None for others.
+        """
         array = self.zeros(elements(task["nbytes"], 4, 1), task["dtype"])
         launch = self.launcher(array)
 
@@ -65,7 +58,8 @@ class CudaRole(Role):
             self.synchronize()
 
         check()
-        return Prepared(call, self._seconds_to_launch(launch), check)
+        small = task["nbytes"] <= LARGEST_LAUNCHED
+        return Prepared(call, self._seconds_to_launch(launch) if small else None, check)
 
     def _seconds_to_launch(self, launch: Call) -> float:
         """Return the median of what the host takes for one launch, the device apart."""

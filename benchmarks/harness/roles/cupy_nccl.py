@@ -9,8 +9,9 @@ import cupy
 from cupy.cuda import nccl
 
 from flashlight_py.distributed.rendezvous.file_store import FileStore
+from harness.gpu import nccl_files, share_gpus
 from harness.role import Call, Place
-from harness.roles.cuda import CudaRole, share_gpus
+from harness.roles.cuda import CudaRole
 
 SECONDS = 60.0
 
@@ -20,7 +21,7 @@ class CupyNccl(CudaRole):
 
     def __init__(self, place: Place) -> None:
         gpus = cupy.cuda.runtime.getDeviceCount()
-        share_gpus(place, gpus)
+        share_gpus(place.rank, place.size, gpus)
         self.rank, self.size = place.rank, place.size
         cupy.cuda.Device(self.rank % gpus).use()
         self._store = FileStore(str(Path(place.folder) / "meet"), self.rank, self.size, SECONDS)
@@ -29,7 +30,7 @@ class CupyNccl(CudaRole):
         self._communicator = nccl.NcclCommunicator(self.size, unique_id, self.rank)
 
     def facts(self) -> dict[str, str]:
-        return {"CuPy": cupy.__version__, "NCCL": str(nccl.get_version())}
+        return {"CuPy": cupy.__version__, "NCCL": nccl_files()}
 
     def barrier(self) -> None:
         self.synchronize()

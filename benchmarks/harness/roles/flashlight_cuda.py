@@ -8,22 +8,23 @@ from typing import Any
 import cupy
 
 import flashlight_py as fl
+from harness.gpu import nccl_files, share_gpus
 from harness.role import Call, Place
 from harness.roles import flashlight
-from harness.roles.cuda import CudaRole, share_gpus
+from harness.roles.cuda import CudaRole
 
 
 class FlashlightCuda(CudaRole):
     """As a user calls it, asynchronously."""
 
     def __init__(self, place: Place) -> None:
-        share_gpus(place, cupy.cuda.runtime.getDeviceCount())
+        share_gpus(place.rank, place.size, cupy.cuda.runtime.getDeviceCount())
         flashlight.initialise(place)
         self.rank, self.size = fl.get_world_rank(), fl.get_world_size()
         fl.distributed.use_local_device()
 
     def facts(self) -> dict[str, str]:
-        return {**flashlight.facts(), "CuPy": cupy.__version__}
+        return {**flashlight.facts(), "CuPy": cupy.__version__, "NCCL": nccl_files()}
 
     def barrier(self) -> None:
         fl.barrier()

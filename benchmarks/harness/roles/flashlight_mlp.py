@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import flashlight_py as fl
+from harness.gpu import share_gpus
+from harness.gpu_trace import record
 from harness.role import Call, Place, Prepared, Role
 from harness.roles import flashlight
 
 LR, MOMENTUM = 1e-6, 0.9
+STEPS_BEFORE, STEPS_TRACED = 3, 3
 
 
 class Mlp(Role):
-    """Kinds of steps: "alone", "overlap", and "after", which reduces when backward has returned."""
+    """Kinds of steps: "alone", "overlap", and "after", which reduces when backward has returned.
+
+    On the CPU, or on a GPU (``device``); ``trace`` is the file for a trace of the latter.
+    """
 
     def __init__(self, place: Place) -> None:
         flashlight.initialise(place)
@@ -33,26 +40,51 @@ class Mlp(Role):
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         widths, batch, kind = task["widths"], task["batch"], task["kind"]
+        device = self._gpu() if task["device"] == "cuda" else "cpu"
         fl.set_seed(0)
         model = fl.nn.Sequential()
         for inputs, outputs in itertools.pairwise(widths):
             model.add(fl.nn.Linear(inputs, outputs))
             model.add(fl.nn.ReLU())
+        model.to(device)
         if kind == "overlap":
             fl.distribute_module_grads(model)
         reduce = self._reduce_afterwards(model) if kind == "after" else None
-        return Prepared(_step(model, reduce, batch, widths))
+        step = _step(model, reduce, batch, widths, device)
+        return Prepared(step, self._trace(step, task["trace"]) if "trace" in task else None)
+
+    def _gpu(self) -> str:
+        import cupy
+
+        share_gpus(self.rank, self.size, cupy.cuda.runtime.getDeviceCount())
+        return fl.distributed.use_local_device()
+
+    def _trace(self, step: Call, file: str) -> dict[str, float] | str:
+        """Return what rank 0's GPU does in a step; all ranks make as many."""
+        for _ in range(STEPS_BEFORE):
+            step()
+        if self.rank == 0:
+            return record(step, STEPS_TRACED, Path(file))
+        for _ in range(STEPS_TRACED):
+            step()
+        return {}
 
     def _reduce_afterwards(self, model: fl.nn.Module) -> Callable[[], None]:
         return lambda: fl.all_reduce_gradients(model, 1 / self.size)
 
 
 def _step(
-    model: fl.nn.Module, reduce: Callable[[], None] | None, batch: int, widths: list[int]
+    model: fl.nn.Module,
+    reduce: Callable[[], None] | None,
+    batch: int,
+    widths: list[int],
+    device: str,
 ) -> Call:
     random = np.random.default_rng(fl.get_world_rank())
-    x = random.random((batch, widths[0]), "float32")
-    target = random.random((batch, widths[-1]), "float32")
+    x, target = (
+        fl.device.to_device(random.random((batch, width), "float32"), device)
+        for width in (widths[0], widths[-1])
+    )
     optimizer = fl.optim.SGDOptimizer(model.params(), LR, MOMENTUM)
     loss = fl.nn.MeanSquaredError()
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from harness.gpu import nccl_files, share_gpus
 from harness.role import Call, Place
 from harness.roles import torch_process
-from harness.roles.cuda import CudaRole, share_gpus
+from harness.roles.cuda import CudaRole
 
 
 class TorchCuda(CudaRole):
@@ -21,14 +22,15 @@ class TorchCuda(CudaRole):
         gpus = torch.cuda.device_count()
         if not gpus:
             raise RuntimeError("torch sees no CUDA device")
-        share_gpus(place, gpus)
+        share_gpus(place.rank, place.size, gpus)
         torch.cuda.set_device(place.rank % gpus)
         meeting = (Path(place.folder) / "meet").as_uri()
         dist.init_process_group("nccl", init_method=meeting, rank=place.rank, world_size=place.size)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def facts(self) -> dict[str, str]:
-        return {**torch_process.facts(), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        return {**torch_process.facts(), "NCCL": f"{version} {nccl_files()}"}
 
     def barrier(self) -> None:
         dist.barrier()

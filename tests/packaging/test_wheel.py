@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 import sys
-import venv
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-ROOT = Path(__file__).parent.parent
-NOT_SOURCE = shutil.ignore_patterns(
-    ".*", "*.egg-info", "*.so", "*.missing.txt", "__pycache__", "build", "dist", "wheelhouse"
+from tests.packaging.building import (
+    Wheel,
+    copy_of_sources,
+    empty_environment,
+    environment,
+    run,
 )
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 OTHERS_LEFT_OUT = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in ("SHM", "FAST", "TREE")}
 
@@ -54,64 +53,6 @@ assert total[-1] < total[0], total
 with open("/proc/self/maps") as maps:
     print(*sorted({line.split()[-1] for line in maps if "libgloo" in line}))
 """
-
-
-def environment(**more: str) -> dict[str, str]:
-    """This environment with the tools beside this interpreter, and without this checkout."""
-    beside = str(Path(sys.executable).parent)
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return {**kept, "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}", **more}
-
-
-def run(*command: object, **variables: str) -> str:
-    """Return what the command printed; show all of it where it fails."""
-    words = [str(word) for word in command]
-    done = subprocess.run(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        cwd="/",
-        env=environment(**variables),
-    )
-    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}"
-    return done.stdout
-
-
-def empty_environment(folder: Path) -> Path:
-    """Create a virtual environment without anything in it and return its interpreter."""
-    venv.create(folder, with_pip=True)
-    return folder / "bin" / "python"
-
-
-def copy_of_sources(folder: Path) -> Path:
-    """The sources in a folder of their own, so that no build meets the products of another."""
-    return Path(shutil.copytree(ROOT, folder / "source", ignore=NOT_SOURCE))
-
-
-class Wheel(NamedTuple):
-    """A wheel of ``make wheel``, the sources that it was built from, and what the build printed."""
-
-    file: Path
-    sources: Path
-    output: str
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
-    folder = tmp_path_factory.mktemp("wheel")
-    into, sources = folder / "wheelhouse", copy_of_sources(folder)
-    (sources / "build" / "site").mkdir(parents=True)
-    (sources / "build" / "site" / "index.html").write_text("of make docs")
-    output = run(sources / "scripts" / "build_wheel", into)
-    (built,) = into.glob("*.whl")
-    return Wheel(built, sources, output)
-
-
-@pytest.fixture(scope="module")
-def wheel(made: Wheel) -> Path:
-    return made.file
 
 
 def test_extensions_that_are_compiled_at_once_share_no_object_file(made: Wheel) -> None:

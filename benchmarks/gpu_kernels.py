@@ -1,0 +1,288 @@
+"""The fused kernels for CuPy arrays beside what CuPy alone does, and torch's fused optimizers.
+
+    python benchmarks/gpu_kernels.py --json kernels.json
+
+One process on one GPU. Each kernel of flashlight_py/kernels.py stands beside the same formula in
+plain CuPy, beside one that cupy.fuse has made of that, and beside a copy of as many bytes as the
+formula must read and write, which nothing can beat. Times are of the device for calls in a row, by
+events: for small arrays the host's launches count. Every result is compared with plain CuPy's.
+Ends with the status 77 where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.facts import machine_facts
+from harness.gpu import require_gpu
+from harness.report import ratio_table, size_name, time_table, verdict_table
+from harness.statistics import Measurement
+from harness.verdicts import Verdict, at_least
+
+OURS, PLAIN, FUSED, TORCH, COPY = "flashlight_py", "CuPy", "cupy.fuse", "torch, fused", "copy"
+SIZES = [1 << 10, 1 << 20, 1 << 26]  # elements of each array
+ROUNDS, CALLS, SECONDS = 7, 200, 0.02
+RATE, MOMENTUM, DECAY = 1e-3, 0.9, 1e-2
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel: how many arrays it has and moves, ours, the formula, and torch's, if it has one.
+
+    ``formula`` is of plain operators, so that it can be fused. It returns what ``changed`` arrays,
+    the first ones, become; where that is 0, ``ours`` returns a new array.
+    """
+
+    arrays: int
+    moved: int
+    changed: int
+    ours: Callable[..., Any]
+    formula: Callable[..., Any]
+    torch: str = ""
+
+
+def _adam(param: Any, mean: Any, square: Any, grad: Any, sqrt: Any) -> tuple[Any, ...]:
+    first = mean * BETA1 + grad * (1 - BETA1)
+    second = square * BETA2 + grad * grad * (1 - BETA2)
+    step = first / (sqrt(second / (1 - BETA2)) + EPS) * (RATE / (1 - BETA1))
+    return param * (1 - RATE * DECAY) - step, first, second
+
+
+def _momentum(param: Any, speed: Any, grad: Any) -> tuple[Any, ...]:
+    faster = speed * MOMENTUM + (grad + param * DECAY)
+    return param - faster * RATE, faster
+
+
+def kernels_of(cupy: Any) -> dict[str, Kernel]:
+    """Return every kernel by its name."""
+    from flashlight_py import kernels
+
+    factor, bias = cupy.asarray(2.0, "float32"), cupy.full(256, -1e-3, "float32")
+    return {
+        "sgd": Kernel(
+            arrays=2,
+            moved=3,
+            changed=1,
+            ours=lambda p, g: kernels.sgd(p, g, None, RATE, 0.0, DECAY, False),
+            formula=lambda p, g: (p - (g + p * DECAY) * RATE,),
+        ),
+        "sgd, momentum": Kernel(
+            arrays=3,
+            moved=5,
+            changed=2,
+            ours=lambda p, v, g: kernels.sgd(p, g, v, RATE, MOMENTUM, DECAY, False),
+            formula=_momentum,
+            torch="SGD",
+        ),
+        "adam": Kernel(
+            arrays=4,
+            moved=7,
+            changed=3,
+            ours=lambda p, m, s, g: kernels.adam(
+                *(p, g, m, s, BETA1, BETA2, EPS),
+                rate=RATE / (1 - BETA1),
+                correction=1 - BETA2,
+                shrink=1 - RATE * DECAY,
+                decay=0.0,
+            ),
+            formula=lambda p, m, s, g: _adam(p, m, s, g, cupy.sqrt),
+            torch="AdamW",
+        ),
+        "relu's slope": Kernel(
+            arrays=2,
+            moved=3,
+            changed=0,
+            ours=kernels.relu_slope,
+            formula=lambda g, out: cupy.where(out > 0, g, 0),
+        ),
+        "scaled difference": Kernel(
+            arrays=2,
+            moved=3,
+            changed=0,
+            ours=lambda a, b: kernels.scaled_difference(a, b, factor, 0.5),
+            formula=lambda a, b: (a - b) * (factor * 0.5),
+        ),
+        "mean squared error": Kernel(
+            arrays=2,
+            moved=2,
+            changed=0,
+            ours=kernels.mean_square_error,
+            formula=lambda p, t: ((p - t) * (p - t)).mean(),
+        ),
+        "bias and relu": Kernel(
+            arrays=1,
+            moved=2,
+            changed=1,
+            ours=lambda out: kernels.add_bias_relu(out.reshape(-1, 256), bias),
+            formula=lambda out: (cupy.maximum(out.reshape(-1, 256) + bias, 0).reshape(-1),),
+        ),
+    }
+
+
+# cupy.fuse knows elementwise formulas, of the arguments alone.
+NOT_FUSIBLE = ("mean squared error", "bias and relu", "scaled difference")
+
+
+def contenders(cupy: Any, name: str, kernel: Kernel, count: int) -> dict[str, Call]:
+    """Return who computes ``kernel`` on arrays of ``count`` elements, each on its own arrays."""
+    made = {OURS: _arrays(cupy, kernel, count), PLAIN: _arrays(cupy, kernel, count)}
+    found: dict[str, Call] = {
+        OURS: lambda: kernel.ours(*made[OURS]),
+        PLAIN: _storing(kernel, kernel.formula, made[PLAIN]),
+    }
+    if name not in NOT_FUSIBLE:
+        fused = cupy.fuse(kernel_name=re.sub(r"\W", "_", name))(kernel.formula)
+        arrays = _arrays(cupy, kernel, count)
+        found[FUSED] = _storing(kernel, fused, arrays)
+    if kernel.torch and importlib.util.find_spec("torch") is not None:
+        found[TORCH] = _torch_step(kernel, count)
+    source = cupy.empty(count * kernel.moved // 2, "float32")
+    target = cupy.empty_like(source)
+    found[COPY] = lambda: cupy.copyto(target, source)
+    return found
+
+
+def _arrays(cupy: Any, kernel: Kernel, count: int) -> list[Any]:
+    """The same values for everybody; squares must not be negative."""
+    random = cupy.random.default_rng(0)
+    return [random.random(count, dtype=cupy.float32) for _ in range(kernel.arrays)]
+
+
+def _storing(kernel: Kernel, formula: Callable[..., Any], arrays: list[Any]) -> Call:
+    def call() -> object:
+        results = formula(*arrays)
+        for i in range(kernel.changed):
+            arrays[i][...] = results[i]
+        return results
+
+    return call
+
+
+def _torch_step(kernel: Kernel, count: int) -> Call:
+    import torch
+
+    param = torch.nn.Parameter(torch.rand(count, device="cuda"))
+    param.grad = torch.rand(count, device="cuda")
+    kinds: dict[str, Call] = {
+        "SGD": lambda: torch.optim.SGD(
+            [param], RATE, momentum=MOMENTUM, weight_decay=DECAY, fused=True
+        ),
+        "AdamW": lambda: torch.optim.AdamW([param], RATE, weight_decay=DECAY, fused=True),
+    }
+    optimizer: Any = kinds[kernel.torch]()
+    step: Call = optimizer.step
+    return step
+
+
+def check(cupy: Any, name: str, kernel: Kernel) -> None:
+    """Compare one call of ours with the formula's.
+
+    Raises:
+        RuntimeError: they differ by more than rounding.
+    """
+    ours, plain = _arrays(cupy, kernel, 1 << 14), _arrays(cupy, kernel, 1 << 14)
+    returned, expected = kernel.ours(*ours), kernel.formula(*plain)
+    got, wanted = (ours[: kernel.changed], expected) if kernel.changed else ([returned], [expected])
+    for one, other in zip(got, wanted, strict=True):
+        if not cupy.allclose(one, other, rtol=1e-4, atol=1e-6):
+            raise RuntimeError(f"{name}: ours differs by {float(abs(one - other).max()):g}")
+
+
+def seconds_per_call(cupy: Any, call: Call, calls: int) -> float:
+    """Return what one of ``calls`` calls in a row takes until the device is done."""
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3 / calls
+
+
+def measure(cupy: Any, name: str, kernel: Kernel, count: int, rounds: int) -> Measurement:
+    """Return the rounds of everybody, in turn."""
+    case = Measurement(name, "float32", 4 * count, 1)
+    calls = contenders(cupy, name, kernel, count)
+    with _of_torch_too(cupy):
+        often = {}
+        for title, call in calls.items():
+            seconds_per_call(cupy, call, 3)  # compiles
+            once = seconds_per_call(cupy, call, 3)
+            often[title] = max(3, min(CALLS, round(SECONDS / once)))
+            case.seconds[title] = []
+        for _ in range(rounds):
+            for title, call in calls.items():
+                case.seconds[title].append(seconds_per_call(cupy, call, often[title]))
+    return case
+
+
+def _of_torch_too(cupy: Any) -> Any:
+    """The default stream, where torch launches as well: events then see its kernels."""
+    return cupy.cuda.Stream.null
+
+
+def verdicts(cases: Mapping[str, list[Measurement]]) -> list[Verdict]:
+    """Judge against plain CuPy, everywhere."""
+    return [
+        at_least(
+            f"{name}, against CuPy",
+            1.0,
+            {size_name(m.nbytes): m.ratios(PLAIN, OURS) for m in measured},
+        )
+        for name, measured in cases.items()
+    ]
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Time the fused kernels beside CuPy's own.")
+    add = parser.add_argument
+    add("--sizes", type=int, nargs="+", default=SIZES, help="elements of each array")
+    add("--rounds", type=int, default=ROUNDS)
+    add("--quick", action="store_true", help="two rounds of small arrays: to see that it works")
+    add("--json", type=Path, metavar="FILE", help="also write everything measured to this file")
+    options = parser.parse_args()
+    if options.quick:
+        options.sizes, options.rounds = [256, 1 << 10], 2
+    return options
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = read_options()
+    require_gpu()
+    import cupy
+
+    machine, began = machine_facts(), time.monotonic()
+    cases: dict[str, list[Measurement]] = {}
+    for name, kernel in kernels_of(cupy).items():
+        check(cupy, name, kernel)
+        cases[name] = [
+            measure(cupy, name, kernel, count, options.rounds) for count in options.sizes
+        ]
+        print(f"\n### {name}, float32\n")
+        print(time_table(cases[name], "bytes of an array", lambda m: size_name(m.nbytes)))
+        print(f"\nTime of the others divided by that of {OURS}:\n")
+        print(ratio_table(cases[name], "bytes", lambda m: size_name(m.nbytes), OURS), flush=True)
+    judged = verdicts(cases)
+    print(f"\n### Targets\n\n{verdict_table(judged)}\n\nCuPy {cupy.__version__}, {machine['CPU']}")
+    print(f"({time.monotonic() - began:.0f} s)")
+    if options.json:
+        everything = [asdict(m) for measured in cases.values() for m in measured]
+        result = {"machine": machine, "measurements": everything}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What every benchmark on a GPU needs: to know that there is one, and to share it between ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["NO_GPU", "nccl_files", "require_gpu", "share_gpus"]
+
+NO_GPU = 77  # the exit status of a benchmark that has found none
+
+
+def require_gpu() -> None:
+    """Return if CuPy sees a CUDA device.
+
+    Raises:
+        SystemExit: it does not, with the status NO_GPU; the reason is printed.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        reason = str(error)
+    else:
+        try:
+            cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            reason = str(error)
+        else:
+            return
+    print(f"no GPU: {reason}")
+    raise SystemExit(NO_GPU)
+
+
+def share_gpus(rank: int, size: int, gpus: int) -> None:
+    """Let several ranks use one GPU, if there are fewer ``gpus``, as if on hosts of their own.
+
+    Must come before NCCL is loaded. The numbers then are those of the loopback and of a GPU that
+    gives each process a slice of time, for everybody alike.
+    """
+    if gpus < size:
+        os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        os.environ["NCCL_IB_DISABLE"] = "1"
+
+
+def nccl_files() -> str:
+    """Return which files of NCCL this process has opened: all libraries are to use the same."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return ", ".join(sorted({line.split()[-1] for line in lines if "libnccl.so" in line}))

@@ -1,0 +1,119 @@
+"""What this machine has, as Markdown; ends with the status NO_GPU where CUDA finds no device.
+
+    python -c 'from tests.gpu.machine import main; main()'
+
+Two ranks add up on the CPU first, in shared memory and over Gloo: that needs no GPU, and shows that
+the wheel works with this Python and this NumPy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+import flashlight_py as fl
+from flashlight_py.distributed.backends.nccl.library import load, version_text
+from flashlight_py.errors import BackendUnavailableError
+from tests.distributed.harness import run_ranks
+
+NO_GPU = 77
+PACKAGES = r"numpy|cffi|cupy(-cuda1\dx)?|nvidia-nccl-cu1\d|torch|pytest|mpi4py"
+
+
+def packages() -> Iterator[tuple[str, str]]:
+    """Yield name and version of what is installed, wheels for each CUDA among them."""
+    for found in sorted(metadata.distributions(), key=lambda each: str(each.name).lower()):
+        if re.fullmatch(PACKAGES, found.name):
+            yield found.name, found.version
+
+
+def nccl() -> str:
+    """Return which NCCL this package uses, or why there is none; needs no GPU."""
+    try:
+        library = load()
+    except BackendUnavailableError as error:
+        return f"none: {error}"
+    return f"{version_text(library.version)}, {library.path}"
+
+
+def add_up(rank: int, size: int) -> tuple[str, float]:
+    """Return what joins the ranks, and the sum of their numbers."""
+    total = fl.all_reduce(np.full(1000, rank + 1.0))
+    joined = str(fl.distributed.describe()).splitlines()[1:]
+    return "; ".join(line.strip() for line in joined), float(total[-1])
+
+
+def on_the_cpu(backend: str) -> str:
+    """Return what joins two ranks on the CPU, which have added up their numbers.
+
+    Raises:
+        RuntimeError: the sum is wrong.
+    """
+    results = run_ranks(add_up, 2, params={"BACKEND": backend})
+    if {total for _, total in results} != {3.0}:
+        raise RuntimeError(f"the sum of 1 and 2 through {backend} is {results}")
+    return results[0][0]
+
+
+def gpu() -> Iterator[tuple[str, str]]:
+    """Yield what CUDA says of the driver, the runtime and the first device.
+
+    Raises:
+        SystemExit: CuPy is missing, or CUDA finds no device.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise SystemExit(no_gpu(error)) from error
+    runtime: Any = cupy.cuda.runtime
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        raise SystemExit(no_gpu(error)) from error
+    yield "CUDA driver, runtime", f"{runtime.driverGetVersion()}, {runtime.runtimeGetVersion()}"
+    properties = runtime.getDeviceProperties(0)
+    name, memory = properties["name"].decode(), properties["totalGlobalMem"] / 2**30
+    yield "GPU", f"{count} x {name}, {memory:.0f} GiB, {properties['multiProcessorCount']} SMs"
+    total = float(cupy.arange(1_000_000, dtype=cupy.float64).sum())
+    yield "a sum on the GPU", "right" if total == 499999500000.0 else f"WRONG: {total}"
+
+
+def no_gpu(reason: object) -> int:
+    """Print why, and return the status to end with."""
+    print(f"\nno GPU: {reason}")
+    return NO_GPU
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+        return next(line for line in file if "model name" in line).partition(":")[2].strip()
+    return platform.machine()
+
+
+def show(what: str, found: str) -> None:
+    """Print a row, at once: a later one may end this process."""
+    print(f"| {what} | {found} |", flush=True)
+
+
+def main() -> None:
+    """Print the table, row by row."""
+    print("| what | found |\n|---|---|")
+    show("system", f"{platform.platform()}, {len(os.sched_getaffinity(0))} cores, {processor()}")
+    show("Python", f"{platform.python_version()}, {sys.executable}")
+    for name, version in packages():
+        show(name, version)
+    show("flashlight_py", f"{fl.__version__}, {fl.__file__}")
+    for backend in ("shm", "gloo"):
+        show(f"BACKEND={backend}", on_the_cpu(backend))
+    show("NCCL", nccl())
+    for what, found in gpu():
+        show(what, found)

@@ -1,0 +1,40 @@
+"""examples/DistributedTraining.py on GPUs has the losses that it has on the CPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+PROGRAM = Path(__file__).parents[2] / "examples" / "DistributedTraining.py"
+OPTIONS = ("--epochs", "4", "--samples", "512", "--batch-size", "8")
+# Ranks that share a GPU look to NCCL like hosts of their own.
+SHARING = 'NCCL_HOSTID=rank-$RANK NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 exec "$@"'
+
+
+def losses(size: int, device: str) -> list[float]:
+    """Train on ``size`` ranks, started by the launcher; return the loss of each epoch."""
+    import cupy
+
+    program = [sys.executable, str(PROGRAM), *OPTIONS, "--device", device]
+    command = [sys.executable, "-m", "flashlight_py.launch", "-n", str(size), "--no-python"]
+    if device == "cuda" and cupy.cuda.runtime.getDeviceCount() < size:
+        command += ["sh", "-c", SHARING, "sh"]
+    done = subprocess.run(
+        [*command, *program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(text) for text in re.findall(r"Mean Squared Error: (\S+)", done.stdout)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_losses_are_those_of_the_cpu(size: int) -> None:
+    expected, found = losses(size, "cpu"), losses(size, "cuda")
+    assert len(found) == 4
+    np.testing.assert_allclose(found, expected, rtol=1e-4)

@@ -1,0 +1,58 @@
+"""Wheels, bare environments and copies of the sources, for the tests of what is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent.parent
+NOT_SOURCE = shutil.ignore_patterns(
+    ".*", "*.egg-info", "*.so", "*.missing.txt", "__pycache__", "build", "dist", "wheelhouse"
+)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This environment with the tools beside this interpreter, and without this checkout."""
+    beside = str(Path(sys.executable).parent)
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**kept, "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}", **more}
+
+
+def run(*command: object, **variables: str) -> str:
+    """Return what the command printed; show all of it where it fails."""
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        cwd="/",
+        env=environment(**variables),
+    )
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}"
+    return done.stdout
+
+
+def empty_environment(folder: Path) -> Path:
+    """Create a virtual environment without anything in it and return its interpreter."""
+    venv.create(folder, with_pip=True)
+    return folder / "bin" / "python"
+
+
+def copy_of_sources(folder: Path) -> Path:
+    """The sources in a folder of their own, so that no build meets the products of another."""
+    return Path(shutil.copytree(ROOT, folder / "source", ignore=NOT_SOURCE))
+
+
+class Wheel(NamedTuple):
+    """A wheel of ``make wheel``, the sources that it was built from, and what the build printed."""
+
+    file: Path
+    sources: Path
+    output: str

@@ -1,0 +1,25 @@
+"""The wheel of ``make wheel``, built once: that takes minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.building import Wheel, copy_of_sources, run
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
+    folder = tmp_path_factory.mktemp("wheel")
+    into, sources = folder / "wheelhouse", copy_of_sources(folder)
+    (sources / "build" / "site").mkdir(parents=True)
+    (sources / "build" / "site" / "index.html").write_text("of make docs")
+    output = run(sources / "scripts" / "build_wheel", into)
+    (built,) = into.glob("*.whl")
+    return Wheel(built, sources, output)
+
+
+@pytest.fixture(scope="session")
+def wheel(made: Wheel) -> Path:
+    return made.file

@@ -1,0 +1,177 @@
+"""The folder for machines with a GPU and no network is complete, and its `run` never gives up."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.packaging.building import ROOT, empty_environment, environment, run
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+# Whoever asks for something over the network anyway gets no answer.
+NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "PIP_INDEX_URL"), "http://127.0.0.1:9")
+STAGES = ["machine", "contact", "conformance", "training", "failures"]
+STAGES += ["all_reduce", "overlap", "kernels", "streams"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_bundle_is_complete_and_goes_as_far_as_it_can_without_a_gpu(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """A bare environment with NumPy, and no index: nothing fails before the first CUDA call."""
+    bundle, bare, home = tmp_path / "gpu_bundle", tmp_path / "bare", tmp_path / "home"
+    run(sys.executable, ROOT / "scripts" / "gpu_bundle", bundle, "--wheel", wheel)
+    assert sum(f.stat().st_size for f in bundle.rglob("*") if f.is_file()) <= 60e6
+    names = [file.name for file in (bundle / "wheels").iterdir()]
+    for version in ("310", "311", "312", "313"):
+        assert any(name.startswith("cffi-") and f"-cp{version}-" in name for name in names), names
+    python = empty_environment(bare)
+    run(python, "-m", "pip", "install", "--quiet", "numpy")
+    before = {file for file in bare.rglob("*") if "__pycache__" not in file.parts}
+    home.mkdir()
+
+    results = tmp_path / "results"
+    told = run(python, bundle / "run", OUT=str(results), HOME=str(home), **NO_NETWORK)
+    page = (results / "report.md").read_text()
+    assert [line.split(":")[0] for line in told.splitlines()[1:10]] == STAGES
+    assert page.count("| no GPU |") == len(STAGES), page
+    assert "No stage has failed." in page
+    assert "| BACKEND=shm | NumPy arrays: shared memory" in page
+    assert "| BACKEND=gloo | NumPy arrays: Gloo over TCP" in page
+    assert page.count("no GPU: No module named 'cupy'") == 4
+    assert len(list(results.iterdir())) <= 8
+    assert {file for file in bare.rglob("*") if "__pycache__" not in file.parts} == before
+    assert list(home.iterdir()) == []
+
+
+def test_a_folder_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    command = [sys.executable, str(ROOT / "scripts" / "gpu_bundle"), str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--wheel", __file__], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "is no bundle" in done.stderr
+    assert (tmp_path / "thesis.tex").read_text() == "mine"
+
+
+# The program `run`, with stages of the test's own ------------------------------------------------
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of scripts/gpu_run, whose environment is this one."""
+    loader = SourceFileLoader("gpu_run", str(ROOT / "scripts" / "gpu_run"))
+    spec = importlib.util.spec_from_loader("gpu_run", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gpu_run", module)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # scripts/ is no package
+    loader.exec_module(module)
+    monkeypatch.setattr(module, "ENVIRONMENT", tmp_path / "environment")
+    (tmp_path / "environment").mkdir()
+    monkeypatch.setattr(module, "PYTHON", Path(sys.executable))
+    monkeypatch.setattr(module, "BUNDLE", tmp_path)
+    monkeypatch.setattr(module, "install", lambda: "")
+    monkeypatch.setattr(module, "KILLED_AFTER", 0.2)
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setattr(sys, "argv", ["run"])
+    return module
+
+
+# Starts a process that leaves its session, says so, and hangs; Ctrl-C does not end it.
+HANGS = """
+import signal, subprocess, sys, threading
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+wait = "import threading; threading.Event().wait()"
+child = subprocess.Popen([sys.executable, "-c", wait], start_new_session=True)
+print("child", child.pid, flush=True)
+threading.Event().wait()
+"""
+
+
+def test_what_fails_or_hangs_stops_nothing_else_and_leaves_nothing(
+    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stage(name: str, seconds: int, source: str) -> object:
+        return program.Stage(name, seconds, "", ("-c", source))
+
+    program.STAGES = [
+        stage("hangs", 1, HANGS),
+        stage("broken", 20, "raise ValueError('of this stage')"),
+        stage("blind", 20, f"print('no GPU: none'); raise SystemExit({program.NO_GPU})"),
+        stage("well", 20, "import os; print('| a | table |', os.environ['CUPY_CACHE_DIR'])"),
+    ]
+    program.INSTALL_SECONDS = 0
+    assert program.main() == 1
+    page = (tmp_path / "out" / "report.md").read_text()
+    outcomes = [line.split("|")[3].strip() for line in page.splitlines()[4:8]]
+    assert outcomes == ["timed out", "failed, exit status 1", "no GPU", "passed"]
+    headings = [line for line in page.splitlines() if line.startswith("## ")]
+    assert headings == [
+        *("## blind: no GPU", "## well: passed"),
+        *("## hangs: timed out", "## broken: failed, exit status 1"),
+    ]
+    assert page.rstrip().endswith("Failed: hangs, broken.")
+    assert "ValueError: of this stage" in page
+    assert f"| a | table | {tmp_path / 'environment' / 'cupy'}" in page
+    child = int(page.partition("child ")[2].split()[0])
+    assert ends(child)
+    assert page in capsys.readouterr().out
+
+
+def ends(pid: int) -> bool:
+    """Wait until a process that is none of our children is gone."""
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_stages_are_chosen_by_name(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run_stage(stage: object, *_: object) -> object:
+        ran.append(stage.name)  # type: ignore[attr-defined]
+        return program.Result(stage, "passed", 0.0, "")
+
+    monkeypatch.setattr(program, "run_stage", run_stage)
+    monkeypatch.setattr(sys, "argv", ["run", "failures", "machine"])
+    assert program.main() == 0
+    assert ran == ["machine", "failures"]
+    monkeypatch.setattr(sys, "argv", ["run", "nonsense"])
+    with pytest.raises(SystemExit):
+        program.main()
+
+
+def test_all_stages_together_take_at_most_nine_minutes(program: ModuleType) -> None:
+    assert [stage.name for stage in program.STAGES] == STAGES
+    assert program.INSTALL_SECONDS + sum(stage.seconds for stage in program.STAGES) <= 540
+
+
+@pytest.mark.parametrize("script", ["gpu_kernels.py", "all_reduce.py", "overlap.py"])
+def test_benchmarks_say_that_there_is_no_gpu(script: str) -> None:
+    device = [] if script.startswith("gpu_") else ["--device", "cuda"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / script), *device],
+        capture_output=True,
+        text=True,
+        env=environment(CUDA_VISIBLE_DEVICES=""),
+        check=False,
+    )
+    assert done.returncode == 77, done.stderr
+    assert done.stdout.startswith("no GPU: ")
