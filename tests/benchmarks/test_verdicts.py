@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness import all_reduce_targets as targets
-from harness import step_targets
+from harness import cuda_targets, step_targets
 from harness.statistics import Measurement
 from harness.verdicts import at_least, at_most
 
@@ -94,3 +94,25 @@ def test_two_ranks_take_half_of_the_steps_each() -> None:
     assert [verdict.reached for verdict in found] == [True, True, False, True]
     assert found[1].measured.startswith("1.95x")
     assert found[3].measured.startswith("50x")
+
+
+def on_gpu(nbytes: int, **seconds: float) -> Measurement:
+    rounds = {"flashlight_py" if t == "ours" else t: [s] for t, s in seconds.items()}
+    if "raw" in rounds:
+        rounds[cuda_targets.CUPY] = rounds.pop("raw")
+    return Measurement("all_reduce", "float32", nbytes, 2, rounds)
+
+
+def test_small_arrays_on_gpus_may_take_3_us_more_than_the_fastest_peer() -> None:
+    fits, late = on_gpu(4, ours=12e-6, raw=10e-6, torch=9.5e-6), on_gpu(4, ours=14e-6, raw=10e-6)
+    large = on_gpu(64 * MB, ours=1.03, raw=1.0)
+    launches = {(2, 4): {"flashlight_py": 5e-6, cuda_targets.CUPY: 1e-6}, (2, 64 * MB): {}}
+    launch, small, big = cuda_targets.verdicts([fits, large], launches)
+    assert (launch.reached, small.reached, big.reached) == (False, True, False)
+    assert launch.measured.startswith("1.25x")
+    assert cuda_targets.verdicts([late], {})[1].reached is False
+
+
+def test_without_a_peer_nothing_is_judged() -> None:
+    judged = cuda_targets.verdicts([on_gpu(4, ours=1.0)], {(1, 4): {"flashlight_py": 1.0}})
+    assert [verdict.reached for verdict in judged] == [None] * 3

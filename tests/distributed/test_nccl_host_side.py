@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu import test_hooks, test_training, verbs
+from tests.gpu import test_contact, test_hooks, test_training, verbs
 
 
 @pytest.fixture(params=[2, 3])
@@ -73,6 +73,10 @@ def test_training_equals_one_process_on_the_cpu(ranks: Any, kind: str) -> None:
     for got in ranks.run(test_training.train, "cuda", kind):
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_each_group_has_a_communicator_of_its_own(ranks: Any) -> None:
+    ranks.run(test_contact.in_every_group)
 
 
 def test_works_and_arrays_may_be_dropped(ranks: Any) -> None:

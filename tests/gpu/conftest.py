@@ -20,6 +20,21 @@ def world(size: int, **params: Any) -> dict[str, Any]:
     return {"env": None if enough else one_gpu_for_several, "params": params}
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what tests have measured (``record_property``) as a table."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    rows = [
+        f"| {report.nodeid.rpartition('::')[2]} | {name} | {value} |"
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if report.when == "call"
+    ]
+    if rows:
+        terminalreporter.write_sep("=", "measured")
+        for row in ["| test | what | measured |", "|---|---|---:|", *rows]:
+            terminalreporter.write_line(row)
+
+
 @pytest.fixture(params=[1, 2, 4])
 def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
     return pool(request.param, **world(request.param))

@@ -97,11 +97,23 @@ def refused_on_rank_1(rank: int, size: int) -> Failure:
     return failure_of(lambda: fl.all_reduce(x))
 
 
+@pytest.fixture
+def measured(record_property: Callable[[str, object], None]) -> Callable[[Any], None]:
+    """Show of an outcome how it ended, and after how many seconds."""
+
+    def show(outcome: Any) -> None:
+        found: Failure = outcome.value
+        record_property(f"rank {outcome.rank}: {found.kind}", f"{found.seconds:.2f} s")
+
+    return show
+
+
 @pytest.mark.parametrize("what", [*DIFFERENT, "refused"])
-def test_a_mismatch_is_reported_on_every_rank(what: str) -> None:
+def test_a_mismatch_is_reported_on_every_rank(what: str, measured: Callable[[Any], None]) -> None:
     found = outcomes(refused_on_rank_1) if what == "refused" else outcomes(call_differently, what)
     for outcome in found:
         assert outcome.ok, outcome.report()
+        measured(outcome)
         assert outcome.value.kind == "MismatchError", outcome.value
         assert "test_failures.py" in outcome.value.message
         assert outcome.value.seconds < SOON
@@ -115,10 +127,11 @@ def raises_on_rank_1(rank: int, size: int) -> Failure:
     return failure_of(lambda: fl.all_reduce(x))
 
 
-def test_an_exception_ends_the_others_with_its_traceback() -> None:
+def test_an_exception_ends_the_others_with_its_traceback(measured: Callable[[Any], None]) -> None:
     waiting, raised = outcomes(raises_on_rank_1)
     assert raised.error_type == "ValueError"
     assert waiting.ok, waiting.report()
+    measured(waiting)
     assert waiting.value.kind == "PeerLostError"
     assert "ValueError: of this rank's own" in waiting.value.message
     assert "in raises_on_rank_1" in waiting.value.message
@@ -133,12 +146,15 @@ def killed_in_mid_collective(rank: int, size: int) -> Failure:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_killed_rank_is_named_by_the_survivors(size: int) -> None:
+def test_a_killed_rank_is_named_by_the_survivors(
+    size: int, measured: Callable[[Any], None]
+) -> None:
     for rank, outcome in enumerate(outcomes(killed_in_mid_collective, size=size)):
         if rank == 1:
             assert outcome.signal is signal.SIGKILL
             continue
         assert outcome.ok, outcome.report()
+        measured(outcome)
         assert outcome.value.kind == "PeerLostError", outcome.value
         assert "rank 1" in outcome.value.message
         assert outcome.value.seconds < SOON
@@ -156,9 +172,10 @@ def stopped_for_a_while(rank: int, size: int) -> Failure:
     return found
 
 
-def test_a_stopped_rank_is_named_after_the_timeout() -> None:
+def test_a_stopped_rank_is_named_after_the_timeout(measured: Callable[[Any], None]) -> None:
     waiting, stopped = outcomes(stopped_for_a_while)
     assert waiting.ok, waiting.report()
+    measured(waiting)
     assert waiting.value.kind == "CollectiveTimeoutError", waiting.value
     assert "rank 1" in waiting.value.message
     assert TIMEOUT <= waiting.value.seconds < 3 * TIMEOUT

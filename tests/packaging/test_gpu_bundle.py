@@ -51,7 +51,7 @@ def test_bundle_is_complete_and_goes_as_far_as_it_can_without_a_gpu(
     assert page.count("no GPU: No module named 'cupy'") == 4
     assert len(list(results.iterdir())) <= 8
     assert {file for file in bare.rglob("*") if "__pycache__" not in file.parts} == before
-    assert list(home.iterdir()) == []
+    assert {file.name for file in home.iterdir()} <= {".rustup"}  # pip asks rustc for its version
 
 
 def test_a_folder_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
