@@ -22,6 +22,8 @@ the host's time to launch. Ranks that must share a GPU talk over the loopback, a
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import sys
 from pathlib import Path
 
@@ -87,10 +89,13 @@ def measure(options: argparse.Namespace, conductor: Conductor) -> list[Measureme
 def measure_cuda(
     options: argparse.Namespace, conductor: Conductor
 ) -> tuple[list[Measurement], cuda_targets.HostTimes]:
-    """Return all cases on the GPU, and the host's seconds to launch, by ranks and bytes."""
+    """Return all cases on the GPU, and the host's seconds to launch, by ranks and bytes.
+
+    Ctrl-C ends it with what is measured by then.
+    """
     results, times = [], {}
-    for ranks in options.ranks:
-        for nbytes in options.sizes:
+    with contextlib.suppress(KeyboardInterrupt):
+        for ranks, nbytes in itertools.product(options.ranks, options.sizes):
             measurement = Measurement("all_reduce", "float32", nbytes, ranks)
             case = Case(measurement, {"dtype": "float32", "nbytes": nbytes})
             entrants = cuda_targets.contenders(options, ranks, conductor.absent)

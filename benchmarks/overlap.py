@@ -129,7 +129,10 @@ def main() -> None:
     width, batch = SIZES[options.device]
     width = options.width or (QUICK_WIDTH if options.quick else width)
     batch = options.batch or batch
-    plan = plan_of(options) if options.quick else replace(LONG, rounds=options.rounds or 7)
+    plan = plan_of(options)
+    if not options.quick:
+        seconds = options.batch_seconds or LONG.batch_seconds
+        plan = replace(LONG, rounds=options.rounds or LONG.rounds, batch_seconds=seconds)
     machine = machine_facts()
     with Conductor(plan) as conductor:
         case = case_of(width, batch, options.ranks, options.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["NO_GPU", "nccl_files", "require_gpu", "share_gpus"]
+__all__ = ["NO_GPU", "nccl_files", "require_gpu", "share_gpus", "shares_gpu"]
 
 NO_GPU = 77  # the exit status of a benchmark that has found none
 
@@ -41,6 +41,11 @@ def share_gpus(rank: int, size: int, gpus: int) -> None:
         os.environ["NCCL_HOSTID"] = f"rank-{rank}"
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         os.environ["NCCL_IB_DISABLE"] = "1"
+
+
+def shares_gpu() -> bool:
+    """Return whether :func:`share_gpus` has found fewer GPUs than ranks."""
+    return "NCCL_HOSTID" in os.environ
 
 
 def nccl_files() -> str:

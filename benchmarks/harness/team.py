@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -92,9 +93,18 @@ class Team:
 
         Raises:
             TeamFailed: a rank is gone or too late. The team is closed, and every later call fails.
+            KeyboardInterrupt: Ctrl-C; the team is closed likewise, as answers may be on their way.
         """
         if self.failure:
             raise TeamFailed(self.failure)
+        try:
+            return self._ask(command)
+        except KeyboardInterrupt:
+            with contextlib.suppress(TeamFailed):
+                self._fail("interrupted")
+            raise
+
+    def _ask(self, command: tuple[Any, ...]) -> list[Any]:
         for line in self._lines:
             self._send(line, command)
         deadline = time.monotonic() + ANSWER_SECONDS

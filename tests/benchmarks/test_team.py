@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +61,20 @@ def test_a_prepared_call_is_timed_until_it_is_forgotten() -> None:
             team.seconds_per_call("key", 3, 1)
     finally:
         team.close()
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_ctrl_c_ends_the_team_that_is_asked() -> None:
+    """What was measured so far can be shown: closing then waits for no answer."""
+    team = Team(library("copy"), 1, cores=1)
+    team.ask("prepare", "key", {"nbytes": 1 << 20})
+    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        team.ask("measure", "key", 10**9, 0)
+    interrupt.join()
+    assert team.failure.startswith("interrupted")
+    team.close()
 
 
 @pytest.mark.usefixtures("leaves_nothing")
