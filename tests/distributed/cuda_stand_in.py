@@ -57,7 +57,7 @@ class Event:
     _numbers = itertools.count()
 
     def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
-        self.number = next(self._numbers)
+        self.number = self.ptr = next(self._numbers)
         self.done = True
 
     def record(self, stream: Stream) -> None:
@@ -123,6 +123,7 @@ class StandInCupy(ModuleType):
         runtime = SimpleNamespace(
             getDeviceCount=lambda: devices,
             getDevice=lambda: Device.current,
+            eventQuery=lambda event: 600,  # of what is on its way: cudaErrorNotReady
             CUDARuntimeError=OSError,
         )
         self.cuda = SimpleNamespace(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
+from flashlight_py.distributed.backends.nccl.streams import Flight, Flights
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.work import Done, Work
@@ -130,6 +132,17 @@ def test_a_call_that_is_on_its_way_is_waited_for(nccl: Nccl) -> None:
     threading.Timer(0.02, vars(nccl).update, [{"state": 0}]).start()
     made.call("all_reduce", lambda: IN_PROGRESS)
     assert made.broken is None
+
+
+def test_whoever_waits_for_a_call_to_begin_looks_for_trouble_meanwhile(nccl: Nccl) -> None:
+    made = communicator(nccl, timeout=30.0)
+    made.look = lambda: made.fail(PeerLostError("rank 1 has raised"))
+    nccl.state = IN_PROGRESS
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match="rank 1 has raised"):
+        made.call("all_reduce", lambda: IN_PROGRESS)
+    assert time.monotonic() - began < 10
+    assert nccl.calls.count("ncclCommAbort") == 1
 
 
 def test_a_lost_peer_breaks_the_communicator_from_any_thread(nccl: Nccl) -> None:
@@ -247,7 +260,8 @@ def test_arrays_are_kept_until_the_device_is_done(
 
 
 def not_done(event: Event, block: bool = False, disable_timing: bool = False) -> None:
-    event.number, event.done = next(Event._numbers), False
+    event.number = event.ptr = next(Event._numbers)
+    event.done = False
 
 
 def test_work_in_flight_when_the_communicator_breaks_raises_what_broke_it(
@@ -280,6 +294,82 @@ def test_the_watchdog_finds_what_takes_too_long(
     backend.close()
     assert nccl.calls.count("ncclCommAbort") == 1
     assert not any(thread.name == "flashlight-nccl" for thread in threading.enumerate())
+
+
+class Trouble:
+    """What ranks have posted, where one is gone: its process has ended."""
+
+    def __init__(self) -> None:
+        self.dead: DistributedError | None = None
+
+    def post(self, *_: Any) -> None:
+        self.dead = PeerLostError("lost rank 1 (its process has ended)")
+
+    def find_trouble(self) -> None:
+        return None
+
+    def find_dead(self) -> DistributedError | None:
+        return self.dead
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_rank_that_dies_while_nccl_connects_is_noticed_as_soon_as_any(
+    nccl: Nccl, cupy: StandInCupy
+) -> None:
+    """The first collective waits for the others inside NCCL, on the host."""
+    checks: Any = Trouble()
+    backend = NcclBackend(Cpu(), communicator(nccl, 30.0), cupy, 0, checks)
+    nccl.answers["ncclAllReduce"] = nccl.state = IN_PROGRESS
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match="its process has ended"):
+        backend.all_reduce(cupy.asarray(np.ones(4)), ReduceOp.SUM, 1.0)
+    assert time.monotonic() - began < 10
+    backend.close()
+
+
+def test_a_failure_of_cuda_is_no_collective_that_takes_long(
+    backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Event, "__init__", not_done)
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
+    backend.all_reduce(cupy.asarray(np.ones(4)), ReduceOp.SUM, 1.0)
+    with pytest.raises(DistributedError, match=r"\[all_reduce\] rank 0 of 2: CUDA has failed.*700"):
+        backend.synchronize()
+
+
+def test_flights_land_once_whoever_asks_at_the_same_time() -> None:
+    """The watchdog lets go of what has ended, and so does whoever adds or asks."""
+    flights, ended = Flights(), threading.Event()
+
+    class Landed(Event):
+        @property
+        def done(self) -> bool:
+            time.sleep(0)  # as CUDA does: another thread goes on meanwhile
+            return True
+
+        @done.setter
+        def done(self, _: bool) -> None:
+            pass
+
+    def ask() -> None:
+        while not ended.is_set():
+            flights.oldest()
+
+    last = Flight("all_reduce", Event(), [np.ones(1)])
+    last.event.done = False
+    with ThreadPoolExecutor(3) as threads:
+        asked = [threads.submit(ask) for _ in range(3)]
+        try:
+            for _ in range(2_000):
+                flights.add(Flight("all_reduce", Landed(), [np.ones(1)]))
+                flights.newest()
+            flights.add(last)
+        finally:
+            ended.set()
+    assert [each.result() for each in asked] == [None] * 3
+    assert flights.oldest() is flights.newest() is last
 
 
 def test_several_arrays_begin_as_one(backend: Any, nccl: Nccl, cupy: StandInCupy) -> None:
