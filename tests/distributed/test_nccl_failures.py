@@ -333,8 +333,11 @@ def test_a_failure_of_cuda_is_no_collective_that_takes_long(
     backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Event, "__init__", not_done)
-    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
     backend.all_reduce(cupy.asarray(np.ones(4)), ReduceOp.SUM, 1.0)
+    for status in (600, 900):  # not ready; a graph is being captured
+        monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event, status=status: status)
+        backend._watchdog.look()
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
     with pytest.raises(DistributedError, match=r"\[all_reduce\] rank 0 of 2: CUDA has failed.*700"):
         backend.synchronize()
 

@@ -21,7 +21,9 @@ __all__ = ["Watchdog"]
 _INTERVAL = 0.2
 # While a profile is taken, which wants to know when collectives ended.
 _INTERVAL_OF_PROFILE = 0.0005
-_NOT_READY = 600  # cudaErrorNotReady
+# Of an event's status: success, cudaErrorNotReady, and what concerns a graph that somebody captures
+# meanwhile (cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread).
+_NO_FAILURES = {0, 600, *range(900, 909)}
 
 
 class Watchdog:
@@ -77,7 +79,7 @@ class Watchdog:
         """Return what CUDA says of a collective that cannot end because CUDA itself has failed."""
         runtime = self._cuda.runtime
         status = runtime.eventQuery(flight.event.ptr)
-        return "" if status in (0, _NOT_READY) else str(runtime.CUDARuntimeError(status))
+        return "" if status in _NO_FAILURES else str(runtime.CUDARuntimeError(status))
 
     def _find_trouble(self, needs_all: bool) -> DistributedError | None:
         if self._checks is None:
