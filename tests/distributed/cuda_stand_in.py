@@ -57,8 +57,12 @@ class Event:
     _numbers = itertools.count()
 
     def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
-        self.number = self.ptr = next(self._numbers)
+        self.number = next(self._numbers)
         self.done = True
+
+    @property
+    def ptr(self) -> int:
+        return self.number
 
     def record(self, stream: Stream) -> None:
         LOG.append(("record", stream.name, self.number))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
-from flashlight_py.distributed.backends.nccl.streams import Flight, Flights
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.work import Done, Work
@@ -260,8 +258,7 @@ def test_arrays_are_kept_until_the_device_is_done(
 
 
 def not_done(event: Event, block: bool = False, disable_timing: bool = False) -> None:
-    event.number = event.ptr = next(Event._numbers)
-    event.done = False
+    event.number, event.done = next(Event._numbers), False
 
 
 def test_work_in_flight_when_the_communicator_breaks_raises_what_broke_it(
@@ -342,37 +339,21 @@ def test_a_failure_of_cuda_is_no_collective_that_takes_long(
         backend.synchronize()
 
 
-def test_flights_land_once_whoever_asks_at_the_same_time() -> None:
-    """The watchdog lets go of what has ended, and so does whoever adds or asks."""
-    flights, ended = Flights(), threading.Event()
+def test_a_watchdog_that_fails_lets_nobody_wait_for_ever(
+    backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(event: int) -> int:
+        raise ZeroDivisionError("in the watchdog")
 
-    class Landed(Event):
-        @property
-        def done(self) -> bool:
-            time.sleep(0)  # as CUDA does: another thread goes on meanwhile
-            return True
-
-        @done.setter
-        def done(self, _: bool) -> None:
-            pass
-
-    def ask() -> None:
-        while not ended.is_set():
-            flights.oldest()
-
-    last = Flight("all_reduce", Event(), [np.ones(1)])
-    last.event.done = False
-    with ThreadPoolExecutor(3) as threads:
-        asked = [threads.submit(ask) for _ in range(3)]
-        try:
-            for _ in range(2_000):
-                flights.add(Flight("all_reduce", Landed(), [np.ones(1)]))
-                flights.newest()
-            flights.add(last)
-        finally:
-            ended.set()
-    assert [each.result() for each in asked] == [None] * 3
-    assert flights.oldest() is flights.newest() is last
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    monkeypatch.setattr(Event, "__init__", not_done)
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", fail)
+    backend.all_reduce(cupy.asarray(np.ones(4)), ReduceOp.SUM, 1.0)
+    with pytest.raises(DistributedError, match=r"\[watchdog\] rank 0 of 2: ZeroDivisionError"):
+        backend.synchronize()
+    backend._watchdog.stop()
+    assert told[0].exc_type is ZeroDivisionError
 
 
 def test_several_arrays_begin_as_one(backend: Any, nccl: Nccl, cupy: StandInCupy) -> None:

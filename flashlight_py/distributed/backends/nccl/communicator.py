@@ -201,6 +201,15 @@ class Communicator:
                 self.broken = error
                 self._abort()
 
+    def give_up_on(self, error: Exception) -> None:
+        """Cut the communicator off, since ``error`` has ended whoever watches it."""
+        self.fail(
+            DistributedError(
+                f"{self._doing('watchdog')}: {type(error).__name__}: {error}; without a watchdog "
+                "nothing ends a wait for a rank that is gone"
+            )
+        )
+
     def close(self) -> None:
         """End in order where all ranks do so within a few seconds, else cut off."""
         with self.lock:

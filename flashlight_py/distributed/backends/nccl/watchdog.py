@@ -52,9 +52,13 @@ class Watchdog:
         self._thread.join()
 
     def _run(self) -> None:
-        self._device.use()
-        while not self._stop.wait(self._interval()) and self._communicator.broken is None:
-            self.look()
+        try:
+            self._device.use()
+            while not self._stop.wait(self._interval()) and self._communicator.broken is None:
+                self.look()
+        except Exception as error:
+            self._communicator.give_up_on(error)  # nobody else would end a wait for the device
+            raise
 
     def _interval(self) -> float:
         return _INTERVAL if incidents.listener is None else _INTERVAL_OF_PROFILE
