@@ -6,11 +6,13 @@ anything of CUDA or NCCL; the same functions run on them in tests/gpu.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+import flashlight_py as fl
 from tests.gpu import test_hooks, test_training, verbs
 
 
@@ -73,6 +75,21 @@ def test_training_equals_one_process_on_the_cpu(ranks: Any, kind: str) -> None:
     for got in ranks.run(test_training.train, "cuda", kind):
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+def one_comes_late(rank: int, size: int) -> bool:
+    """Join GPUs in a group whose timeout is shorter than one rank takes to come."""
+    verbs.cupy()
+    with fl.new_group(range(size), timeout=0.3) as group:
+        x = verbs.on_gpu(np.ones(3))
+        if rank == 1:
+            threading.Event().wait(1.0)
+        group.all_reduce(x)
+        return bool((x.get() == size).all())
+
+
+def test_joining_takes_as_long_as_in_the_group_around(ranks: Any) -> None:
+    assert all(ranks.run(one_comes_late))
 
 
 def test_works_and_arrays_may_be_dropped(ranks: Any) -> None:
