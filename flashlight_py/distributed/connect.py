@@ -72,7 +72,8 @@ def gpu_joiner(rule: DeviceRule, settings: Settings) -> Callable[[Backend], Back
             return MpiGpuBackend(cpu)
         from flashlight_py.distributed.backends.nccl.joining import join_gpus
 
-        return join_gpus(rule, settings.timeout, cpu, lambda store: _gloo(store, settings))
+        seconds = settings.timeout, settings.joining_seconds
+        return join_gpus(rule, *seconds, cpu, lambda store: _gloo(store, settings))
 
     return join
 

@@ -62,6 +62,10 @@ class Event:
         self.number = next(self._numbers)
         self.done = True
 
+    @property
+    def ptr(self) -> int:
+        return self.number
+
     def record(self, stream: Stream) -> None:
         LOG.append(("record", stream.name, self.number))
 
@@ -125,6 +129,7 @@ class StandInCupy(ModuleType):
         runtime = SimpleNamespace(
             getDeviceCount=lambda: devices,
             getDevice=lambda: Device.current,
+            eventQuery=lambda event: 600,  # of what is on its way: cudaErrorNotReady
             CUDARuntimeError=OSError,
         )
         self.cuda = SimpleNamespace(
@@ -146,8 +151,22 @@ class StandInCupy(ModuleType):
     def ReductionKernel(self, *description: str, **options: str) -> Callable[..., Any]:
         return _disguised(compiled_kernels.ReductionKernel(*description, **options))
 
+    def shares_memory(self, a: StandInArray, b: StandInArray, max_work: Any = None) -> bool:
+        """Compare where elements begin, as CuPy does, which takes no limit of work."""
+        if max_work is not None:
+            raise NotImplementedError("Not supported for integer `max_work`.")
+        return bool(np.intersect1d(_addresses(a), _addresses(b)).size)
+
     def asarray(self, value: Any, dtype: Any = None) -> StandInArray:
         return np.array(value, dtype, subok=False).view(StandInArray)
+
+
+def _addresses(array: StandInArray) -> np.ndarray:
+    """Where the elements of ``array`` begin."""
+    found = np.array(array.data.ptr)
+    for extent, stride in zip(array.shape, array.strides, strict=True):
+        found = np.add.outer(found, np.arange(extent) * stride)
+    return found
 
 
 def _disguised(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed import apart, reducer
 from flashlight_py.distributed.apart import Apart
+from tests.distributed.cuda_stand_in import StandInCupy
 
 X = np.zeros((8, 6))
 OVERLAPPING: list[tuple[Any, Any]] = [
@@ -109,6 +111,17 @@ def test_verbs_refuse_arrays_that_overlap(name: str) -> None:
     sent = [fl.P2POp("send", a, 0), fl.P2POp("send", a[:], 0)]  # nothing is written
     fl.batch_isend_irecv(sent).wait()
     fl.batch_isend_irecv([fl.P2POp("recv", np.zeros(4), 0), fl.P2POp("recv", np.zeros(4), 0)])
+
+
+def test_arrays_on_a_gpu_are_compared_as_cupy_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = StandInCupy(1)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    x = cupy.asarray(np.zeros((8, 6)))
+    for one, other in [(x, x[3, 2:3]), (x[::2], x[::4]), (x.view(np.int32)[:, 1], x[:, 0])]:
+        with pytest.raises(ValueError, match="array 1 shares memory with array 0"):
+            add_all([one, other])
+    add_all([x[::2], x[1::2]])
+    add_all([x[:, :3], np.zeros(3), x[:, 3:], cupy.asarray(np.zeros(3))])
 
 
 def test_strides_that_are_too_hard_to_tell_apart_are_refused_at_once() -> None:

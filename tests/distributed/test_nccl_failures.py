@@ -132,6 +132,17 @@ def test_a_call_that_is_on_its_way_is_waited_for(nccl: Nccl) -> None:
     assert made.broken is None
 
 
+def test_whoever_waits_for_a_call_to_begin_looks_for_trouble_meanwhile(nccl: Nccl) -> None:
+    made = communicator(nccl, timeout=30.0)
+    made.look = lambda: made.fail(PeerLostError("rank 1 has raised"))
+    nccl.state = IN_PROGRESS
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match="rank 1 has raised"):
+        made.call("all_reduce", lambda: IN_PROGRESS)
+    assert time.monotonic() - began < 10
+    assert nccl.calls.count("ncclCommAbort") == 1
+
+
 def test_a_lost_peer_breaks_the_communicator_from_any_thread(nccl: Nccl) -> None:
     made = communicator(nccl, timeout=30.0)
     nccl.state = REMOTE
@@ -280,6 +291,69 @@ def test_the_watchdog_finds_what_takes_too_long(
     backend.close()
     assert nccl.calls.count("ncclCommAbort") == 1
     assert not any(thread.name == "flashlight-nccl" for thread in threading.enumerate())
+
+
+class Trouble:
+    """What ranks have posted, where one is gone: its process has ended."""
+
+    def __init__(self) -> None:
+        self.dead: DistributedError | None = None
+
+    def post(self, *_: Any) -> None:
+        self.dead = PeerLostError("lost rank 1 (its process has ended)")
+
+    def find_trouble(self) -> None:
+        return None
+
+    def find_dead(self) -> DistributedError | None:
+        return self.dead
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_rank_that_dies_while_nccl_connects_is_noticed_as_soon_as_any(
+    nccl: Nccl, cupy: StandInCupy
+) -> None:
+    """The first collective waits for the others inside NCCL, on the host."""
+    checks: Any = Trouble()
+    backend = NcclBackend(Cpu(), communicator(nccl, 30.0), cupy, 0, checks)
+    nccl.answers["ncclAllReduce"] = nccl.state = IN_PROGRESS
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match="its process has ended"):
+        backend.all_reduce(cupy.asarray(np.ones(4)), ReduceOp.SUM, 1.0)
+    assert time.monotonic() - began < 10
+    backend.close()
+
+
+def test_a_failure_of_cuda_is_no_collective_that_takes_long(
+    backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Event, "__init__", not_done)
+    backend.all_reduce(cupy.asarray(np.ones(4)), ReduceOp.SUM, 1.0)
+    for status in (600, 900):  # not ready; a graph is being captured
+        monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event, status=status: status)
+        backend._watchdog.look()
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
+    with pytest.raises(DistributedError, match=r"\[all_reduce\] rank 0 of 2: CUDA has failed.*700"):
+        backend.synchronize()
+
+
+def test_a_watchdog_that_fails_lets_nobody_wait_for_ever(
+    backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(event: int) -> int:
+        raise ZeroDivisionError("in the watchdog")
+
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    monkeypatch.setattr(Event, "__init__", not_done)
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", fail)
+    backend.all_reduce(cupy.asarray(np.ones(4)), ReduceOp.SUM, 1.0)
+    with pytest.raises(DistributedError, match=r"\[watchdog\] rank 0 of 2: ZeroDivisionError"):
+        backend.synchronize()
+    backend._watchdog.stop()
+    assert told[0].exc_type is ZeroDivisionError
 
 
 def test_several_arrays_begin_as_one(backend: Any, nccl: Nccl, cupy: StandInCupy) -> None:

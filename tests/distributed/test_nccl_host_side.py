@@ -6,11 +6,13 @@ anything of CUDA or NCCL; the same functions run on them in tests/gpu.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+import flashlight_py as fl
 from tests.gpu import test_contact, test_hooks, test_training, verbs
 
 
@@ -77,6 +79,21 @@ def test_training_equals_one_process_on_the_cpu(ranks: Any, kind: str) -> None:
 
 def test_each_group_has_a_communicator_of_its_own(ranks: Any) -> None:
     ranks.run(test_contact.in_every_group)
+
+
+def one_comes_late(rank: int, size: int) -> bool:
+    """Join GPUs in a group whose timeout is shorter than one rank takes to come."""
+    verbs.cupy()
+    with fl.new_group(range(size), timeout=0.3) as group:
+        x = verbs.on_gpu(np.ones(3))
+        if rank == 1:
+            threading.Event().wait(1.0)
+        group.all_reduce(x)
+        return bool((x.get() == size).all())
+
+
+def test_joining_takes_as_long_as_in_the_group_around(ranks: Any) -> None:
+    assert all(ranks.run(one_comes_late))
 
 
 def test_works_and_arrays_may_be_dropped(ranks: Any) -> None:

@@ -139,7 +139,8 @@ def test_numbers_are_put_where_they_were_found(tree: Any) -> None:
     again = plan_of(changed)
     assert again.description == plan.description
     expected = [_next(number) for _, _, number in plan.numbers]
-    assert encode_numbers(n for _, _, n in again.numbers) == encode_numbers(expected)
+    # Not their bytes: longdouble has some that no value sets.
+    assert [repr(n) for _, _, n in again.numbers] == [repr(n) for n in expected]
 
 
 def _next(number: Any) -> Any:

@@ -52,8 +52,7 @@ class NcclBackend(Backend):
     ) -> None:
         self.rank, self.size, self.device = cpu.rank, cpu.size, device
         self.functions: Any = communicator.lib
-        version = version_text(communicator.nccl.version)
-        self.path = f"NCCL {version}, here CUDA device {device}"
+        self.path = f"NCCL {version_text(communicator.nccl.version)}, here CUDA device {device}"
         self._communicator, self._cupy = communicator, cupy
         self._ffi = communicator.nccl.ffi
         with self._on_device():
@@ -65,6 +64,7 @@ class NcclBackend(Backend):
         self._cpu = CpuSide(cpu, communicator, self._watchdog.look)
         last_words.listen(self)
         communicator.who_is_missing = self._cpu.who_is_missing
+        communicator.look = functools.partial(self._watchdog.look, needs_all=True)
 
     def _post(self, verb: str, array: Array | None = None, **how: Any) -> None:
         """Let the others see what is called here."""

@@ -27,7 +27,10 @@ _log = logging.getLogger("flashlight_py")
 _MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
 _CONFIG_VERSION = 21400  # of the fields that csrc/nccl/nccl.cdef.h declares
 
+# Most calls begin within some ten microseconds: so long they are asked about without a pause.
+_SOON = 0.0003
 _INTERVAL = 0.0005
+_LOOK_INTERVAL = 0.2
 _MOST_SCALED_SUMS = 64
 # How long the end of an orderly shutdown may take, before the communicator is cut off instead.
 _FINALIZE_SECONDS = 5.0
@@ -41,6 +44,7 @@ class Communicator:
 
     Every call holds ``lock``: the watchdog may end the communicator from its own thread. The
     current CUDA device is the rank's. ``who_is_missing``, if set, completes the error of a failure.
+    ``look``, if set, is called a few times a second while a call waits, and may break it off.
 
     Raises:
         CollectiveTimeoutError: the others did not come in time.
@@ -62,6 +66,7 @@ class Communicator:
         self._was_told = False
         self.handle: Any = nccl.ffi.NULL
         self.who_is_missing: Diagnosis | None = None
+        self.look: Callable[[], None] | None = None
         self._state = nccl.ffi.new("ncclResult_t *")
         self._scaled_sums: dict[tuple[float, str], int] = {}
         self._grouped = False
@@ -84,7 +89,7 @@ class Communicator:
 
         Raises:
             CollectiveTimeoutError: it needs other ranks, and they did not come in time.
-            DistributedError: NCCL refused.
+            DistributedError: NCCL refused, or what ``look`` has found.
         """
         status = function(*arguments)
         if status == self.lib.ncclSuccess:
@@ -167,16 +172,24 @@ class Communicator:
             self.broken = (kind or type(self.broken))(f"{self.broken}. {found}")
         return self.broken
 
-    def watch(self, verb: str, started: float) -> None:
+    def watch(self, verb: str, started: float, failure: str = "") -> None:
         """Break the communicator if it failed, or ``verb`` began too long ago; from any thread.
 
-        ``started`` is a time of ``time.monotonic()``, in seconds.
+        ``started`` is a time of ``time.monotonic()``, in seconds; ``failure`` is CUDA's, if any.
         """
         with self.lock:
             if self.handle == self.nccl.ffi.NULL:
                 return
             state = self.poll()
-            if state not in (self.lib.ncclSuccess, self.lib.ncclInProgress):
+            if failure:
+                self.fail(
+                    DistributedError(
+                        f"{self._doing(verb)}: CUDA has failed, in this collective or in a kernel "
+                        f"before it: {failure}. This process cannot use its GPU any more; run it "
+                        "with CUDA_LAUNCH_BLOCKING=1 to find the kernel"
+                    )
+                )
+            elif state not in (self.lib.ncclSuccess, self.lib.ncclInProgress):
                 self.fail(self.nccl.failure(self._doing(verb), state))
             elif time.monotonic() - started > self.timeout:
                 self.fail(self._late(verb))
@@ -187,6 +200,15 @@ class Communicator:
             if self.broken is None:
                 self.broken = error
                 self._abort()
+
+    def give_up_on(self, error: Exception) -> None:
+        """Cut the communicator off, since ``error`` has ended whoever watches it."""
+        self.fail(
+            DistributedError(
+                f"{self._doing('watchdog')}: {type(error).__name__}: {error}; without a watchdog "
+                "nothing ends a wait for a rank that is gone"
+            )
+        )
 
     def close(self) -> None:
         """End in order where all ranks do so within a few seconds, else cut off."""
@@ -203,9 +225,14 @@ class Communicator:
                 self._release(self.lib.ncclCommDestroy)
 
     def _check(self, verb: str, status: int) -> None:
-        """Wait while ``status`` is ncclInProgress; end the communicator if it is a failure."""
+        """Wait while ``status`` is ncclInProgress; end the communicator if it is a failure.
+
+        NCCL allows no other call before that, and nothing on the stream (ncclCommGetAsyncError).
+        """
         if status == self.lib.ncclInProgress:
-            status = self._settle(self.timeout)
+            status = self._settle(self.timeout, self.look)
+        if self.broken is not None:
+            raise self.error()
         if status == self.lib.ncclInProgress:
             self.fail(self._late(verb))
             raise self.error()
@@ -213,11 +240,22 @@ class Communicator:
             self.fail(self.nccl.failure(self._doing(verb), status))
             raise self.error()
 
-    def _settle(self, seconds: float) -> int:
-        """Return the state once nothing is in progress, or when ``seconds`` are over."""
-        end = time.monotonic() + seconds
-        while (state := self.poll()) == self.lib.ncclInProgress and time.monotonic() < end:
-            time.sleep(_INTERVAL)
+    def _settle(self, seconds: float, look: Callable[[], None] | None = None) -> int:
+        """Return the state once nothing is in progress, or when ``seconds`` are over.
+
+        The watchdog cannot get at the lock meanwhile, so ``look`` is its eyes; it may break this.
+        """
+        begin = looked = time.monotonic()
+        while (state := self.poll()) == self.lib.ncclInProgress:
+            now = time.monotonic()
+            if now - begin >= seconds:
+                break
+            if look is not None and now - looked >= _LOOK_INTERVAL:
+                look()
+                if self.broken is not None:
+                    break
+                looked = now
+            time.sleep(0 if now - begin < _SOON else _INTERVAL)
         return state
 
     def _late(self, verb: str) -> CollectiveTimeoutError:

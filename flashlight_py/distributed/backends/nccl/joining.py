@@ -20,12 +20,16 @@ __all__ = ["join_gpus"]
 
 
 def join_gpus(
-    rule: DeviceRule, timeout: float, cpu: Backend, connect: Callable[[Store], Backend]
+    rule: DeviceRule,
+    timeout: float,
+    joining: float,
+    cpu: Backend,
+    connect: Callable[[Store], Backend],
 ) -> NcclBackend:
     """Join the ranks of ``cpu``, each on the GPU that ``rule`` gives it. Collective, blocking.
 
-    ``timeout`` is in seconds, for joining and later for each collective; ``connect`` joins one rank
-    of each host.
+    ``timeout`` is in seconds, for each collective, and ``joining`` for each step before them;
+    ``connect`` joins one rank of each host.
 
     Raises:
         UnavailableEverywhereError: NCCL, CuPy or a GPU of its own is missing on a rank; raised on
@@ -33,16 +37,18 @@ def join_gpus(
         DistributedError: NCCL failed, or a rank (named) did not come.
     """
     tools, card = _look(rule, first=cpu.rank == 0)
-    unique_id = meet(cpu, card)
-    assert tools is not None  # else meet has raised the problem
-    nccl, cupy, index = tools
-    with cupy.cuda.Device(index):
-        communicator = _communicator(cpu, nccl, unique_id, timeout)
-    try:
-        checks = begin_checks(cpu, connect)
-    except BaseException:
-        communicator.close()
-        raise
+    with cpu.within(joining):
+        unique_id = meet(cpu, card)
+        assert tools is not None  # else meet has raised the problem
+        nccl, cupy, index = tools
+        with cupy.cuda.Device(index):
+            communicator = _communicator(cpu, nccl, unique_id, joining)
+        try:
+            checks = begin_checks(cpu, connect)
+        except BaseException:
+            communicator.close()
+            raise
+    communicator.timeout = timeout
     return NcclBackend(cpu, communicator, cupy, index, checks)
 
 
@@ -60,11 +66,11 @@ def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] |
 
 
 def _communicator(
-    cpu: Backend, nccl: NcclLibrary, unique_id: bytes, timeout: float
+    cpu: Backend, nccl: NcclLibrary, unique_id: bytes, joining: float
 ) -> Communicator:
     communicator, problem = None, None
     try:
-        communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, timeout)
+        communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining)
     except DistributedError as error:
         problem = error
     try:

@@ -7,6 +7,7 @@ waits of streams for events on the device: the host goes on at once.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -77,26 +78,34 @@ class Flight:
 
 
 class Flights:
-    """What is on its way, in the order of the launches, which is that of the ends."""
+    """What is on its way, in the order of the launches, which is that of the ends.
+
+    The watchdog lets go of what has ended while other threads ask.
+    """
 
     def __init__(self) -> None:
         self._pending: deque[Flight] = deque()
+        self._lock = threading.RLock()  # to let go of an array may run anything
 
     def add(self, flight: Flight) -> None:
         """Keep ``flight``, and forget those that have ended."""
-        self.oldest()
-        self._pending.append(flight)
+        with self._lock:
+            self.oldest()
+            self._pending.append(flight)
 
     def oldest(self) -> Flight | None:
         """Return the first that has not ended, if any."""
-        while self._pending and self._pending[0].ask():
-            self._pending.popleft()
-        return self._pending[0] if self._pending else None
+        with self._lock:
+            while self._pending and self._pending[0].ask():
+                self._pending.popleft()
+            return self._pending[0] if self._pending else None
 
     def newest(self) -> Flight | None:
         """Return the one that ends last, if any is on its way."""
-        return self._pending[-1] if self._pending else None
+        with self._lock:
+            return self._pending[-1] if self._pending else None
 
     def clear(self) -> None:
         """Forget all of them: nothing runs any more."""
-        self._pending.clear()
+        with self._lock:
+            self._pending.clear()

@@ -12,7 +12,7 @@ from typing import Any
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl.checks import Checks
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
-from flashlight_py.distributed.backends.nccl.streams import Flights
+from flashlight_py.distributed.backends.nccl.streams import Flight, Flights
 from flashlight_py.distributed.recorder import incidents
 from flashlight_py.errors import DistributedError
 
@@ -21,6 +21,9 @@ __all__ = ["Watchdog"]
 _INTERVAL = 0.2
 # While a profile is taken, which wants to know when collectives ended.
 _INTERVAL_OF_PROFILE = 0.0005
+# Of an event's status: success, cudaErrorNotReady, and what concerns a graph that somebody captures
+# meanwhile (cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread).
+_NO_FAILURES = {0, 600, *range(900, 909)}
 
 
 class Watchdog:
@@ -35,6 +38,7 @@ class Watchdog:
         cpu: Backend,
         checks: Checks | None,
     ) -> None:
+        self._cuda = cupy.cuda
         self._device = cupy.cuda.Device(index)  # used by the thread alone
         self._communicator, self._flights = communicator, flights
         self._cpu, self._checks = cpu, checks
@@ -48,25 +52,38 @@ class Watchdog:
         self._thread.join()
 
     def _run(self) -> None:
-        self._device.use()
-        while not self._stop.wait(self._interval()) and self._communicator.broken is None:
-            self.look()
+        try:
+            self._device.use()
+            while not self._stop.wait(self._interval()) and self._communicator.broken is None:
+                self.look()
+        except Exception as error:
+            self._communicator.give_up_on(error)  # nobody else would end a wait for the device
+            raise
 
     def _interval(self) -> float:
         return _INTERVAL if incidents.listener is None else _INTERVAL_OF_PROFILE
 
-    def look(self) -> None:
-        """Break the communicator if ranks differ, one is lost, or a collective is late or fails."""
+    def look(self, needs_all: bool = False) -> None:
+        """Break the communicator if ranks differ, one is lost, or a collective is late or fails.
+
+        ``needs_all``: this rank waits for the others, though no collective is on its way yet.
+        """
         with self._communicator.lock:
             # What an aborted communicator leaves behind looks as if it had ended well.
             if self._communicator.broken is not None:
                 return
             oldest = self._flights.oldest()
-            trouble = self._find_trouble(needs_all=oldest is not None)
+            trouble = self._find_trouble(needs_all or oldest is not None)
             if trouble is not None:
                 self._end(trouble)
             elif oldest is not None:
-                self._communicator.watch(oldest.verb, oldest.started)
+                self._communicator.watch(oldest.verb, oldest.started, self._failure_of(oldest))
+
+    def _failure_of(self, flight: Flight) -> str:
+        """Return what CUDA says of a collective that cannot end because CUDA itself has failed."""
+        runtime = self._cuda.runtime
+        status = runtime.eventQuery(flight.event.ptr)
+        return "" if status in _NO_FAILURES else str(runtime.CUDARuntimeError(status))
 
     def _find_trouble(self, needs_all: bool) -> DistributedError | None:
         if self._checks is None:

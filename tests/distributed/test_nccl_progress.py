@@ -1,0 +1,148 @@
+"""A communicator that is not blocking: what NCCL asks of its users, of whom it checks one half.
+
+Until ncclCommGetAsyncError says that what was called has begun, nothing else may be called, which
+NCCL refuses, and nothing may be given to the stream, which goes wrong silently.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py import _native
+from flashlight_py.distributed.backends.nccl.backend import NcclBackend
+from flashlight_py.distributed.backends.nccl.communicator import Communicator
+from flashlight_py.distributed.backends.nccl.library import NcclLibrary
+from flashlight_py.distributed.constants import ReduceOp
+from tests.distributed.cuda_stand_in import Event, StandInCupy, Stream
+from tests.distributed.test_nccl_failures import IN_PROGRESS, Cpu, Nccl, communicator
+
+BEGINNING = {"ncclAllReduce", "ncclReduce", "ncclReduceScatter", "ncclBroadcast", "ncclGroupEnd"}
+ALWAYS = {"ncclCommGetAsyncError", "ncclGetErrorString", "ncclGetLastError", "ncclCommAbort"}
+
+
+class Strict(Nccl):
+    """In progress, for two questions, after each call that begins something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.questions = self.depth = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        function = super().__getattribute__(name)
+        if not name.startswith("nccl") or not callable(function) or name in ALWAYS:
+            return function
+
+        def call(*arguments: Any) -> int:
+            assert not self.questions, f"{name} before what was called has begun"
+            self.depth += {"ncclGroupStart": 1, "ncclGroupEnd": -1}.get(name, 0)
+            status: int = function(*arguments)
+            if name in BEGINNING and not self.depth:
+                self.questions, status = 2, IN_PROGRESS
+            return status
+
+        return call
+
+    def ncclCommGetAsyncError(self, comm: Any, state: Any) -> int:
+        state[0] = IN_PROGRESS if self.questions else 0
+        self.questions = max(0, self.questions - 1)
+        return 0
+
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "a sum": lambda b, x: b.all_reduce(x(), ReduceOp.SUM, 1.0),
+    "a scaled sum": lambda b, x: b.all_reduce(x(), ReduceOp.SUM, 0.5),
+    "a product that is scaled afterwards": lambda b, x: b.all_reduce(x(), ReduceOp.PROD, 0.5),
+    "one that is widened": lambda b, x: b.all_reduce(x("int16"), ReduceOp.SUM, 1.0, True),
+    "several": lambda b, x: b.all_reduce_many([x(), x("int16"), x()], ReduceOp.SUM, 0.25),
+    "onto a root": lambda b, x: b.reduce(x(), ReduceOp.MAX, 1.0, 0),
+    "parts": lambda b, x: b.reduce_scatter(x(), ReduceOp.SUM, 1.0),
+    "a broadcast": lambda b, x: b.broadcast(x(), 0, blocking=True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_called_or_launched_before_what_was_called_has_begun(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy, nccl = StandInCupy(1), Strict()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    for kind, method in ((Event, "record"), (Stream, "wait_event"), (Stream, "__enter__")):
+        monkeypatch.setattr(kind, method, after_it_has_begun(nccl, getattr(kind, method)))
+    backend = NcclBackend(Cpu(), communicator(nccl, 30.0), cupy, 0)
+    for _ in range(2):  # the scaled sum is known the second time
+        CALLS[name](backend, lambda dtype="float32": cupy.asarray(np.ones(4, dtype))).wait()
+    backend.close()
+    assert BEGINNING & set(nccl.calls)
+
+
+def after_it_has_begun(nccl: Strict, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        assert not nccl.questions, "given to the stream before NCCL has given its own part"
+        return method(*arguments)
+
+    return call
+
+
+LIBRARY = r"""
+#include <stddef.h>
+#include <string.h>
+typedef struct { char internal[128]; } ncclUniqueId;
+typedef struct { size_t size; unsigned magic, version; int blocking; } ncclConfig_t;
+static int right, communicator, asked;
+
+int ncclCommInitRankConfig(void **comm, int ranks, ncclUniqueId id, int rank,
+                           ncclConfig_t *config) {
+  right = ranks == 5 && rank == 3 && config->magic == 0xcafebeef && !config->blocking &&
+          config->size >= offsetof(ncclConfig_t, blocking) + sizeof(int);
+  for (int i = 0; i < 128; i++) right = right && id.internal[i] == (char)i;
+  *comm = &communicator;
+  return right ? 7 : 4;
+}
+int ncclCommGetAsyncError(void *comm, int *state) {
+  *state = comm == &communicator ? (asked++ < 3 ? 7 : 0) : 4;
+  return 0;
+}
+int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residence, void *comm) {
+  float quarter = 0.25f;
+  *op = 0x7abc1234; /* such numbers have the operations that users create */
+  return !memcmp(scalar, &quarter, 4) && type == 7 && residence == 1 && comm == &communicator
+             ? 0 : 4;
+}
+int ncclAllReduce(void *from, void *to, size_t count, int type, int op, void *comm, void *stream) {
+  return from == (void *)0x7f0000001000 && to == (void *)0x7f0000002000 && count == 1ull << 40 &&
+                 type == 7 && op == 0x7abc1234 && comm == &communicator && stream == (void *)0x55
+             ? 0 : 4;
+}
+int ncclCommFinalize(void *comm) { return comm == &communicator ? 0 : 4; }
+int ncclCommDestroy(void *comm) { return 0; }
+int ncclCommAbort(void *comm) { return 0; }
+const char *ncclGetErrorString(int status) { return "wrong arguments"; }
+const char *ncclGetLastError(void *comm) { return ""; }
+"""
+
+
+def test_arguments_arrive_as_c_declares_them(tmp_path: Path) -> None:
+    """A struct by value among them, and a number of no enumerator for an enumeration."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    source, built = tmp_path / "nccl.c", tmp_path / "libnccl.so"
+    source.write_text(LIBRARY)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", built, source], check=True)
+    ffi = _native.load("nccl").ffi
+    lib = ffi.dlopen(str(built))
+    made = Communicator(NcclLibrary(ffi, lib, str(built), 23203), bytes(range(128)), 3, 5, 30.0)
+    op = made.scaled_sum("all_reduce", 0.25, "float32", lib.ncclFloat32)
+    assert op == 0x7ABC1234
+    there = [ffi.cast("void *", address) for address in (0x7F0000001000, 0x7F0000002000)]
+    stream = ffi.cast("cudaStream_t", 0x55)
+    made.call("all_reduce", lib.ncclAllReduce, *there, 1 << 40, 7, op, made.handle, stream)
+    made.close()
+    assert made.broken is None
