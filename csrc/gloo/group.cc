@@ -27,6 +27,12 @@ Lane lane_of(const fl_signature& signature, int peer) {
   return {peer, signature.verb == FL_SEND, signature.root};
 }
 
+// Whether the one rank that is missing has begun the same call: what is it waiting for?
+bool waits_in(const Failure& timeout, const fl_signature& call) {
+  return timeout.missing.size() == 1 &&
+         timeout.seen.calls[timeout.missing[0]].sequence == call.sequence;
+}
+
 void require_match(const Message& message) {
   if (message.is_mismatched()) throw Mismatch(message.seen());
 }
@@ -211,6 +217,7 @@ Group::Task Group::collective(const fl_message& given, void* output, InterruptCh
       if (failure.status == FL_TIMEOUT) {
         failure.seen = collectives_.last_calls();
         failure.seen.calls[mesh_->rank] = given.signature;
+        if (waits_in(failure, given.signature)) failure.missing = mesh_->cause_of(failure);
       }
       throw;
     }

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 
 namespace fl {
 namespace {
@@ -16,6 +17,9 @@ using std::chrono::milliseconds;
 
 // A reason that cannot be delivered in this time is not worth waiting for.
 constexpr milliseconds kGoodbye{500};
+
+// How far apart the ranks' ends of one wait may lie, and how often who is to blame is looked at.
+constexpr milliseconds kSettling{200}, kSettlingTick{2};
 
 std::shared_ptr<gloo::transport::Device> create_device(const std::string& host,
                                                        const std::string& interface) {
@@ -197,7 +201,8 @@ Failure Mesh::explain(int peer, const std::string& what) {
     }
     const std::string message = name(r) + " gave up: " + control.message;
     if (status == FL_RAISED) return {status, missing, control.message};
-    if (status == FL_PEER_LOST || status == FL_TIMEOUT) return {status, missing, message};
+    if (status == FL_TIMEOUT) return {status, await_cause(missing), message};
+    if (status == FL_PEER_LOST) return {status, missing, message};
     return {FL_PEER_LOST, {r}, message};
   }
   auto missing = broken_pairs();
@@ -221,10 +226,37 @@ std::vector<int> Mesh::broken_pairs() {
   return broken;
 }
 
+std::vector<int> Mesh::cause_of(const Failure& timeout) noexcept {
+  try {
+    tell_others(timeout);
+    told_ = true;
+    return await_cause(timeout.missing);
+  } catch (const std::exception&) {
+    return timeout.missing;  // who cannot be told has gone, which the connections say
+  }
+}
+
+// Follow who waited for whom, from `missing` on, to the rank that has not said that it waited.
+// No event says that none will come.
+std::vector<int> Mesh::await_cause(std::vector<int> missing) {
+  const auto end = Clock::now() + kSettling;
+  for (int steps = 0; steps < size && missing.size() == 1 && missing[0] != rank; ++steps) {
+    const Control& control = control_[missing[0]];
+    while (!is_present(control.present) && Clock::now() < end) {
+      std::this_thread::sleep_for(kSettlingTick);
+    }
+    if (!is_present(control.present) || control.status != FL_TIMEOUT) break;
+    const std::vector<int> next(control.missing, control.missing + control.missing_count);
+    if (next.empty() || std::find(next.begin(), next.end(), rank) != next.end()) break;
+    missing = next;
+  }
+  return missing;
+}
+
 // Before the other operations end: what they have begun to send must not stand in the way.
 void Mesh::give_up(const Failure& failure) noexcept {
   try {
-    tell_others(failure);
+    if (!told_) tell_others(failure);
   } catch (const std::exception&) {
     // A peer that takes nothing more hears of it when the connection closes.
   }

@@ -65,6 +65,10 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   // that was waited for, or -1.
   Failure explain(int peer, const std::string& what) override;
 
+  // Report to the others that this rank's time is up, and return who is the cause: a rank that is
+  // waited for may wait itself, for another one, and then its own time is up at about this moment.
+  std::vector<int> cause_of(const Failure& timeout) noexcept;
+
   void enforce_deadline() override {}  // the watch does, whether or not anybody asks
   void stop() override;
   Failure explain(const std::string& what) override { return explain(-1, what); }
@@ -78,12 +82,14 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   void require_proof(const char* theirs, int peer, Proof& proof, Waiter& waiter);
   void post_control();
   void tell_others(const Failure& failure);
+  std::vector<int> await_cause(std::vector<int> missing);
 
   Descriptors descriptors_;
 
   std::mutex mutex_;
   bool stopped_ = false;
   bool connecting_ = false;
+  std::atomic<bool> told_{false};  // the others know why this rank gives up
   std::atomic<int> awaited_{-1};
 
   std::mutex asking_;             // of is_lost
