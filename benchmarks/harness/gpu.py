@@ -38,9 +38,8 @@ def share_gpus(rank: int, size: int, gpus: int) -> None:
     gives each process a slice of time, for everybody alike.
     """
     if gpus < size:
-        os.environ["NCCL_HOSTID"] = f"rank-{rank}"
-        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-        os.environ["NCCL_IB_DISABLE"] = "1"
+        sockets = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_MNNVL_ENABLE="0", **sockets)
 
 
 def shares_gpu() -> bool:

@@ -108,6 +108,23 @@ def differ_between_hosts(rank: int, size: int) -> str:
     return str(caught.value)
 
 
+def one_in_a_barrier(rank: int, size: int) -> str:
+    """What has been reported once is not raised again by the shutdown."""
+    world = current_world().group
+    cp = gpus(world)
+    call = (fl.barrier,) if rank == 0 else (fl.all_reduce, cp.zeros(3))
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        finish(world, *call)
+    fl.distributed_shutdown()
+    return str(caught.value)
+
+
+def test_a_barrier_beside_a_reduction_is_reported_once() -> None:
+    for message in run_ranks(one_in_a_barrier, 2):
+        assert "rank 0 called barrier()" in message
+        assert "rank 1 called all_reduce(float64 (3,)" in message
+
+
 def die(rank: int, size: int) -> str:
     world = current_world().group
     cp = gpus(world)

@@ -96,6 +96,21 @@ def test_joining_takes_as_long_as_in_the_group_around(ranks: Any) -> None:
     assert all(ranks.run(one_comes_late))
 
 
+def join_in_vain(rank: int, size: int) -> str:
+    verbs.cupy()
+    with pytest.raises(fl.errors.BackendUnavailableError) as caught:
+        fl.all_reduce(verbs.on_gpu(np.ones(3)))
+    return str(caught.value)
+
+
+def test_waiting_without_end_is_refused_on_every_rank(pool: Any) -> None:
+    def env(rank: int) -> dict[str, str]:
+        return {"STAND_IN": "1", "NCCL_COMM_BLOCKING": str(rank)}
+
+    for message in pool(2, env=env).run(join_in_vain):
+        assert "rank 1: NCCL_COMM_BLOCKING=1 makes NCCL wait for ever" in message
+
+
 def test_works_and_arrays_may_be_dropped(ranks: Any) -> None:
     ranks.run(verbs.dropped_work_is_safe)
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 
-def one_gpu_for_several(rank: int) -> dict[str, str]:
+def one_gpu_for_several(rank: int | str) -> dict[str, str]:
     """NCCL refuses two ranks of one host on one GPU; as two hosts they talk over the loopback."""
-    return {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    sockets = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    return {"NCCL_HOSTID": f"rank-{rank}", "NCCL_MNNVL_ENABLE": "0", **sockets}
 
 
 def world(size: int, **params: Any) -> dict[str, Any]:

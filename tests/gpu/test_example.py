@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.gpu.conftest import one_gpu_for_several
+
 pytestmark = pytest.mark.gpu
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "DistributedTraining.py"
 OPTIONS = ("--epochs", "4", "--samples", "512", "--batch-size", "8")
-# Ranks that share a GPU look to NCCL like hosts of their own.
-SHARING = 'NCCL_HOSTID=rank-$RANK NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 exec "$@"'
+SHARING = " ".join(f"{name}={value}" for name, value in one_gpu_for_several("$RANK").items())
 
 
 def losses(size: int, device: str) -> list[float]:
@@ -25,7 +26,7 @@ def losses(size: int, device: str) -> list[float]:
     program = [sys.executable, str(PROGRAM), *OPTIONS, "--device", device]
     command = [sys.executable, "-m", "flashlight_py.launch", "-n", str(size), "--no-python"]
     if device == "cuda" and cupy.cuda.runtime.getDeviceCount() < size:
-        command += ["sh", "-c", SHARING, "sh"]
+        command += ["sh", "-c", f'{SHARING} exec "$@"', "sh"]
     done = subprocess.run(
         [*command, *program], capture_output=True, text=True, timeout=60, check=False
     )

@@ -53,8 +53,16 @@ def outcomes(fn: Callable[..., Any], *args: Any, size: int = 2) -> Any:
     return run_outcomes(fn, size, *args, deadline=100.0, **world(size, TIMEOUT=TIMEOUT))
 
 
-def connected() -> Any:
+def joined() -> Any:
+    """An array of every rank, whose GPUs are joined; NCCL has connected none of them yet."""
     x = verbs.on_gpu(np.ones(1 << 20))
+    fl.barrier()  # to load CuPy, and to begin with CUDA, may take longer on one rank
+    fl.all_reduce(x[:0])
+    return x
+
+
+def connected() -> Any:
+    x = joined()
     fl.all_reduce(x)
     fl.sync_distributed()
     fl.barrier()
@@ -81,8 +89,8 @@ DIFFERENT: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = 
 }
 
 
-def call_differently(rank: int, size: int, what: str) -> Failure:
-    x = connected()
+def call_differently(rank: int, size: int, what: str, begin: Callable[[], Any]) -> Failure:
+    x = begin()
     return failure_of(lambda: DIFFERENT[what][rank](x))
 
 
@@ -106,10 +114,16 @@ def measured(record_property: Callable[[str, object], None]) -> Callable[[Any], 
     return show
 
 
-@pytest.mark.parametrize("what", [*DIFFERENT, "refused"])
-def test_a_mismatch_is_reported_on_every_rank(what: str, measured: Callable[[Any], None]) -> None:
-    found = outcomes(refused_on_rank_1) if what == "refused" else outcomes(call_differently, what)
-    for outcome in found:
+WAYS: dict[str, tuple[Any, ...]] = {
+    **{what: (call_differently, what, connected) for what in DIFFERENT},
+    "while NCCL connects": (call_differently, "shape", joined),
+    "refused": (refused_on_rank_1,),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mismatch_is_reported_on_every_rank(way: str, measured: Callable[[Any], None]) -> None:
+    for outcome in outcomes(*WAYS[way]):
         assert outcome.ok, outcome.report()
         measured(outcome)
         assert outcome.value.kind == "MismatchError", outcome.value
@@ -136,18 +150,18 @@ def test_an_exception_ends_the_others_with_its_traceback(measured: Callable[[Any
     assert waiting.value.seconds < SOON
 
 
-def killed_in_mid_collective(rank: int, size: int) -> Failure:
-    x = connected()
+def killed(rank: int, size: int, begin: Callable[[], Any]) -> Failure:
+    x = begin()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return failure_of(lambda: fl.all_reduce(x))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "begin"), [(2, joined), (2, connected), (4, connected)])
 def test_a_killed_rank_is_named_by_the_survivors(
-    size: int, measured: Callable[[Any], None]
+    size: int, begin: Callable[[], Any], measured: Callable[[Any], None]
 ) -> None:
-    for rank, outcome in enumerate(outcomes(killed_in_mid_collective, size=size)):
+    for rank, outcome in enumerate(outcomes(killed, begin, size=size)):
         if rank == 1:
             assert outcome.signal is signal.SIGKILL
             continue
@@ -203,7 +217,7 @@ def test_a_rank_that_ends_without_calling_is_named(missing: Callable[..., None])
 
 def begins_anew(rank: int, size: int, meeting: str) -> float:
     """After a mismatch: leave, join again, and reduce."""
-    found = call_differently(rank, size, "verb")
+    found = call_differently(rank, size, "verb", connected)
     assert found.kind == "MismatchError", found
     fl.distributed_shutdown()
     params = {"FILE_PATH": meeting, "TIMEOUT": 5 * TIMEOUT}

@@ -12,7 +12,7 @@ from flashlight_py.distributed.backend import Backend, Message
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.messages import agree_on_messages, rows_of_all
 from flashlight_py.distributed.exchange import exchange_bytes
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import DistributedError, PeerLostError
 
 __all__ = ["CpuSide"]
@@ -89,7 +89,7 @@ class CpuSide:
     def barrier(self, timeout: float | None) -> Work:
         """Wait for every rank, up to ``timeout`` seconds."""
         with self._asking():
-            return self._cpu.barrier(timeout)
+            return Done(self._cpu.barrier(timeout).wait())
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:

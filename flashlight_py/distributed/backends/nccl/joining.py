@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load
 from flashlight_py.distributed.backends.nccl.meeting import Card, agree_on_outcome, meet
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.errors import DistributedError
+from flashlight_py.errors import BackendUnavailableError, DistributedError
 
 __all__ = ["join_gpus"]
 
@@ -55,6 +56,7 @@ def join_gpus(
 def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] | None, Card]:
     """Return NCCL, CuPy and the device's index, if all are there, and what to tell the others."""
     try:
+        _require_patience()
         nccl = load()
         cupy, count = devices.cuda()
         index = rule.index(count)
@@ -63,6 +65,19 @@ def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] |
         return None, Card(problem=str(error))
     card = Card(version=nccl.version, gpu=devices.gpu_identity(cupy, index), unique_id=identity)
     return (nccl, cupy, index), card
+
+
+def _require_patience() -> None:
+    """Refuse a variable that would have NCCL wait without end, whatever it is asked.
+
+    Raises:
+        BackendUnavailableError: it is set.
+    """
+    if os.environ.get("NCCL_COMM_BLOCKING", "") == "1":
+        raise BackendUnavailableError(
+            "NCCL_COMM_BLOCKING=1 makes NCCL wait for ever for a rank that does not come, and "
+            "overrides what this package asks of it; unset it"
+        )
 
 
 def _communicator(
