@@ -66,13 +66,17 @@ def test_a_prepared_call_is_timed_until_it_is_forgotten() -> None:
 @pytest.mark.usefixtures("leaves_nothing")
 def test_ctrl_c_ends_the_team_that_is_asked() -> None:
     """What was measured so far can be shown: closing then waits for no answer."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it behind &
     team = Team(library("copy"), 1, cores=1)
     team.ask("prepare", "key", {"nbytes": 1 << 20})
     interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
-        team.ask("measure", "key", 10**9, 0)
-    interrupt.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            team.ask("measure", "key", 10**9, 0)
+    finally:
+        interrupt.join()
+        signal.signal(signal.SIGINT, before)
     assert team.failure.startswith("interrupted")
     team.close()
 
