@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["overlap_of", "record"]
+from flashlight_py.trace.intervals import intersection, length, union
 
-Interval = tuple[float, float]
+__all__ = ["overlap_of", "record"]
 
 
 def record(step: Callable[[], object], steps: int, file: Path) -> dict[str, float] | str:
@@ -48,42 +48,15 @@ def overlap_of(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         events: of a trace in Chrome's format: kernels have the category "kernel", begin at "ts" and
             take "dur", both in microseconds.
     """
-    kinds: dict[bool, list[Interval]] = {True: [], False: []}
+    kinds: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     for event in events:
-        if event.get("cat") == "kernel":
-            begin = float(event["ts"])
-            kinds["nccl" in event["name"].lower()].append((begin, begin + float(event["dur"])))
-    reduced, computed = _merged(kinds[True]), _merged(kinds[False])
-    return {
-        "reducing": _length(reduced) / 1e6,
-        "computing": _length(computed) / 1e6,
-        "both at once": _common(reduced, computed) / 1e6,
+        if event.get("cat") == "kernel":  # whole nanoseconds, as intervals.py has them
+            begin, took = (round(1e3 * float(event[name])) for name in ("ts", "dur"))
+            kinds["nccl" in event["name"].lower()].append((begin, begin + took))
+    reducing, computing = union(kinds[True]), union(kinds[False])
+    found = {
+        "reducing": reducing,
+        "computing": computing,
+        "both at once": intersection(reducing, computing),
     }
-
-
-def _merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same times without overlap, in order."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
-
-
-def _common(some: list[Interval], others: list[Interval]) -> float:
-    """Return the length of what two lists of merged intervals have in common."""
-    total, i, j = 0.0, 0, 0
-    while i < len(some) and j < len(others):
-        begin, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
-        total += max(0.0, end - begin)
-        if some[i][1] < others[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
+    return {name: length(intervals) / 1e9 for name, intervals in found.items()}

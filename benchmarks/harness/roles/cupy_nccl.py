@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,15 @@ class CupyNccl(CudaRole):
         self.rank, self.size = place.rank, place.size
         cupy.cuda.Device(self.rank % gpus).use()
         self._store = FileStore(str(Path(place.folder) / "meet"), self.rank, self.size, SECONDS)
-        mine = repr(nccl.get_unique_id()).encode() if self.rank == 0 else b""
-        unique_id = _read_tuple(self._store.exchange(mine)[0].decode())
-        self._communicator = nccl.NcclCommunicator(self.size, unique_id, self.rank)
+        self._joined = self._join()
+
+    def _join(self) -> Any:
+        unique_id = _read_tuple(self._of_rank_0(lambda: repr(nccl.get_unique_id())))
+        return nccl.NcclCommunicator(self.size, unique_id, self.rank)
+
+    def _of_rank_0(self, text: Callable[[], str]) -> str:
+        mine = text().encode() if self.rank == 0 else b""
+        return self._store.exchange(mine)[0].decode()
 
     def facts(self) -> dict[str, str]:
         return {"CuPy": cupy.__version__, "NCCL": nccl_files()}
@@ -37,7 +44,7 @@ class CupyNccl(CudaRole):
         self._store.exchange(b"")
 
     def leave(self) -> None:
-        self._communicator.destroy()
+        self._joined.destroy()
         self._store.close()
 
     def zeros(self, count: int, dtype: str) -> Any:
@@ -45,7 +52,7 @@ class CupyNccl(CudaRole):
 
     def launcher(self, array: Any) -> Call:
         kinds = {"float32": nccl.NCCL_FLOAT32, "float64": nccl.NCCL_FLOAT64}
-        all_reduce, pointer = self._communicator.allReduce, array.data.ptr
+        all_reduce, pointer = self._joined.allReduce, array.data.ptr
         count, kind, stream = array.size, kinds[array.dtype.name], cupy.cuda.get_current_stream()
 
         def launch() -> None:
