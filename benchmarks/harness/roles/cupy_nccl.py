@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,12 @@ class CupyNccl(CudaRole):
         self._joined = self._join()
 
     def _join(self) -> Any:
-        unique_id = _read_tuple(self._of_rank_0(lambda: repr(nccl.get_unique_id())))
+        unique_id = self._of_rank_0(nccl.get_unique_id)  # a tuple up to CuPy 13, then bytes
         return nccl.NcclCommunicator(self.size, unique_id, self.rank)
 
-    def _of_rank_0(self, text: Callable[[], str]) -> str:
-        mine = text().encode() if self.rank == 0 else b""
-        return self._store.exchange(mine)[0].decode()
+    def _of_rank_0(self, make: Callable[[], Any]) -> Any:
+        mine = pickle.dumps(make()) if self.rank == 0 else b""
+        return pickle.loads(self._store.exchange(mine)[0])
 
     def facts(self) -> dict[str, str]:
         return {"CuPy": cupy.__version__, "NCCL": nccl_files()}
@@ -62,10 +63,6 @@ class CupyNccl(CudaRole):
 
     def synchronize(self) -> None:
         cupy.cuda.Device().synchronize()
-
-
-def _read_tuple(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.strip("()").split(",") if number.strip())
 
 
 def join(place: Place) -> CupyNccl:

@@ -16,8 +16,7 @@ class CupyxNccl(CupyNccl):
     """As its users call it, on the stream that is current."""
 
     def _join(self) -> Any:
-        port = int(self._of_rank_0(_free_port))
-        return init_process_group(self.size, self.rank, port=port)
+        return init_process_group(self.size, self.rank, port=self._of_rank_0(_free_port))
 
     def leave(self) -> None:
         self._joined.stop()
@@ -27,11 +26,11 @@ class CupyxNccl(CupyNccl):
         return functools.partial(self._joined.all_reduce, array, array)
 
 
-def _free_port() -> str:
+def _free_port() -> int:
     """Return a port that is free now; the library takes no socket."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+        return int(probe.getsockname()[1])
 
 
 def join(place: Place) -> CupyxNccl:
