@@ -16,7 +16,8 @@ reach the peers.
 
 measures CuPy arrays through NCCL beside NCCL itself (called through cupy.cuda.nccl),
 cupyx.distributed and, where it is installed, torch's nccl: the time until the device is done, and
-the host's time to launch. Ranks that must share a GPU talk over the loopback, all libraries alike.
+the host's time to launch. Ranks that must share a GPU communicate over the loopback, all libraries
+alike.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from harness import all_reduce_targets as targets
 from harness import cuda_targets
 from harness.conductor import Case, Conductor, Contender
 from harness.facts import machine_facts
-from harness.gpu import require_gpu
+from harness.gpu import require_all, require_gpu
 from harness.launchers import Library
 from harness.options import collective_peers, common_arguments, ours, plan_of
 from harness.plot import plot_times
@@ -45,6 +46,7 @@ from harness.report import (
     write_json,
 )
 from harness.statistics import Measurement
+from harness.verdicts import Verdict
 
 SIZES = [4, 64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10]
 SIZES += [megabytes << 20 for megabytes in (1, 4, 16, 64, 256)]
@@ -129,6 +131,15 @@ def read_options() -> argparse.Namespace:
     return options
 
 
+def report_cuda(measurements: list[Measurement], times: cuda_targets.HostTimes) -> list[Verdict]:
+    """Print what was measured on GPUs, before the ranks end, which takes time; judge it."""
+    show(measurements)
+    print(f"\n### Host time to launch\n\n{cuda_targets.launch_table(times)}")
+    judged = cuda_targets.verdicts(measurements, times)
+    print(f"\n### Targets\n\n{verdict_table(judged)}", flush=True)
+    return judged
+
+
 def main() -> None:
     """Measure, print, write."""
     options = read_options()
@@ -138,15 +149,16 @@ def main() -> None:
     with Conductor(plan_of(options)) as conductor:
         if options.device == "cuda":
             measurements, times = measure_cuda(options, conductor)
+            judged = report_cuda(measurements, times)
+            if options.json:
+                write_json(options.json, machine, conductor, measurements, judged)
         else:
             measurements = measure(options, conductor)
-    show(measurements)
-    if options.device == "cuda":
-        print(f"\n### Host time to launch\n\n{cuda_targets.launch_table(times)}")
-        judged = cuda_targets.verdicts(measurements, times)
-    else:
+    if options.device == "cpu":
+        show(measurements)
         judged = targets.verdicts(measurements, conductor.absent)
-    print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
+        print(f"\n### Targets\n\n{verdict_table(judged)}")
+    print(f"\n{facts_text(machine, conductor)}")
     print(left_out_text(measurements, lambda m: f"{m.ranks} ranks {m.dtype} {size_name(m.nbytes)}"))
     if options.json:
         write_json(options.json, machine, conductor, measurements, judged)
@@ -154,6 +166,8 @@ def main() -> None:
         first = [m for m in measurements if m.dtype == options.dtypes[0]]
         plot_times(first, f"{machine['CPU']}, {machine['cores']} cores", options.plot)
     conductor.require(targets.OURS)
+    if options.device == "cuda":
+        require_all(measurements, targets.OURS)
 
 
 if __name__ == "__main__":

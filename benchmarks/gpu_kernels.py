@@ -3,9 +3,10 @@
     python benchmarks/gpu_kernels.py --json kernels.json
 
 One process on one GPU. Each kernel of flashlight_py/kernels.py stands beside the same formula in
-plain CuPy, beside one that cupy.fuse has made of that, and beside a copy of as many bytes as the
-formula must read and write, which nothing can beat. Times are of the device for calls in a row, by
-events: for small arrays the host's launches count. Every result is compared with plain CuPy's.
+plain CuPy (whose results are stored by one more copy), beside one that cupy.fuse has made of that,
+and beside a copy of as many bytes as the formula must read and write, which nothing can beat. Times
+are of the device for calls in a row, by events: for small arrays the host's launches count. Every
+result of ours is compared with plain CuPy's. Who fails is left out, and the others go on.
 Ends with the status 77 where there is no GPU.
 """
 
@@ -22,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.facts import machine_facts
-from harness.gpu import require_gpu
-from harness.report import ratio_table, size_name, time_table, verdict_table
+from harness.gpu import require_all, require_gpu
+from harness.report import left_out_text, ratio_table, size_name, time_table, verdict_table
 from harness.statistics import Measurement
 from harness.verdicts import Verdict, at_least
 
@@ -146,7 +147,7 @@ def contenders(cupy: Any, name: str, kernel: Kernel, count: int) -> dict[str, Ca
         arrays = _arrays(cupy, kernel, count)
         found[FUSED] = _storing(kernel, fused, arrays)
     if kernel.torch and importlib.util.find_spec("torch") is not None:
-        found[TORCH] = _torch_step(kernel, count)
+        found[TORCH] = _TorchStep(kernel, count)
     source = cupy.empty(count * kernel.moved // 2, "float32")
     target = cupy.empty_like(source)
     found[COPY] = lambda: cupy.copyto(target, source)
@@ -169,20 +170,26 @@ def _storing(kernel: Kernel, formula: Callable[..., Any], arrays: list[Any]) -> 
     return call
 
 
-def _torch_step(kernel: Kernel, count: int) -> Call:
-    import torch
+class _TorchStep:
+    """A fused step of torch's optimizer, made at the first call."""
 
-    param = torch.nn.Parameter(torch.rand(count, device="cuda"))
-    param.grad = torch.rand(count, device="cuda")
-    kinds: dict[str, Call] = {
-        "SGD": lambda: torch.optim.SGD(
-            [param], RATE, momentum=MOMENTUM, weight_decay=DECAY, fused=True
-        ),
-        "AdamW": lambda: torch.optim.AdamW([param], RATE, weight_decay=DECAY, fused=True),
-    }
-    optimizer: Any = kinds[kernel.torch]()
-    step: Call = optimizer.step
-    return step
+    def __init__(self, kernel: Kernel, count: int) -> None:
+        self._kind, self._count = kernel.torch, count
+        self._step: Call | None = None
+
+    def __call__(self) -> object:
+        self._step = self._step or self._make()
+        return self._step()
+
+    def _make(self) -> Call:
+        import torch
+
+        param = torch.nn.Parameter(torch.rand(self._count, device="cuda"))
+        param.grad = torch.rand(self._count, device="cuda")
+        how: dict[str, Any] = {"SGD": {"momentum": MOMENTUM}, "AdamW": {}}[self._kind]
+        optimizer = getattr(torch.optim, self._kind)
+        step: Call = optimizer([param], lr=RATE, weight_decay=DECAY, fused=True, **how).step
+        return step
 
 
 def check(cupy: Any, name: str, kernel: Kernel) -> None:
@@ -211,19 +218,23 @@ def seconds_per_call(cupy: Any, call: Call, calls: int) -> float:
 
 
 def measure(cupy: Any, name: str, kernel: Kernel, count: int, rounds: int) -> Measurement:
-    """Return the rounds of everybody, in turn."""
+    """Return the rounds of everybody, in turn; who fails is left out with the reason."""
     case = Measurement(name, "float32", 4 * count, 1)
     calls = contenders(cupy, name, kernel, count)
     with _of_torch_too(cupy):
         often = {}
         for title, call in calls.items():
-            seconds_per_call(cupy, call, 3)  # compiles
-            once = seconds_per_call(cupy, call, 3)
+            try:
+                seconds_per_call(cupy, call, 3)  # compiles
+                once = seconds_per_call(cupy, call, 3)
+            except Exception as error:  # noqa: BLE001  (one contender's is no reason to end)
+                case.left_out[title] = f"{type(error).__name__}: {error}"
+                continue
             often[title] = max(3, min(CALLS, round(SECONDS / once)))
             case.seconds[title] = []
         for _ in range(rounds):
-            for title, call in calls.items():
-                case.seconds[title].append(seconds_per_call(cupy, call, often[title]))
+            for title, times in often.items():
+                case.seconds[title].append(seconds_per_call(cupy, calls[title], times))
     return case
 
 
@@ -266,22 +277,31 @@ def main() -> None:
 
     machine, began = machine_facts(), time.monotonic()
     cases: dict[str, list[Measurement]] = {}
+    wrong = []
     for name, kernel in kernels_of(cupy).items():
-        check(cupy, name, kernel)
-        cases[name] = [
-            measure(cupy, name, kernel, count, options.rounds) for count in options.sizes
-        ]
+        try:
+            check(cupy, name, kernel)
+        except Exception as error:  # noqa: BLE001  (the other kernels are measured all the same)
+            wrong.append(name)
+            print(f"\n### {name}\n\nFAILED: {type(error).__name__}: {error}", flush=True)
+            continue
+        sizes = options.sizes
+        cases[name] = [measure(cupy, name, kernel, count, options.rounds) for count in sizes]
         print(f"\n### {name}, float32\n")
         print(time_table(cases[name], "bytes of an array", lambda m: size_name(m.nbytes)))
         print(f"\nTime of the others divided by that of {OURS}:\n")
-        print(ratio_table(cases[name], "bytes", lambda m: size_name(m.nbytes), OURS), flush=True)
+        print(ratio_table(cases[name], "bytes", lambda m: size_name(m.nbytes), OURS))
+        print(left_out_text(cases[name], lambda m: size_name(m.nbytes)), flush=True)
+        if options.json:
+            everything = [asdict(m) for measured in cases.values() for m in measured]
+            result = {"machine": machine, "measurements": everything}
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
     judged = verdicts(cases)
     print(f"\n### Targets\n\n{verdict_table(judged)}\n\nCuPy {cupy.__version__}, {machine['CPU']}")
     print(f"({time.monotonic() - began:.0f} s)")
-    if options.json:
-        everything = [asdict(m) for measured in cases.values() for m in measured]
-        result = {"machine": machine, "measurements": everything}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    require_all([m for measured in cases.values() for m in measured], OURS)
+    if wrong:
+        raise SystemExit(f"FAILED: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -17,13 +17,14 @@ overlapped steps, as torch's profiler sees it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 from dataclasses import replace
 from pathlib import Path
 
 from harness.conductor import Case, Conductor, Contender, Plan
 from harness.facts import machine_facts
-from harness.gpu import require_gpu
+from harness.gpu import require_all, require_gpu
 from harness.options import common_arguments, ours, plan_of
 from harness.report import (
     duration,
@@ -47,16 +48,29 @@ ARRAYS = 5  # of the size of the parameters: they, gradients, momentum, temporar
 LONG = Plan(rounds=7, batch_seconds=1.0, case_seconds=120.0)
 
 
-def contenders(ranks: list[int], trace: Path | None) -> list[Contender]:
-    """Return one rank, and every kind of step on several; ``trace`` is of the most ranks."""
+def contenders(ranks: list[int]) -> list[Contender]:
+    """Return one rank, and every kind of step on several."""
     library = ours("flashlight_mlp")
     found = [Contender(ALONE, library, 1, {"kind": "alone"})]
     for count in ranks:
-        for title, kind in KINDS.items():
-            traced = trace is not None and kind == "overlap" and count == max(ranks)
-            task = {"kind": kind, "trace": str(trace)} if traced else {"kind": kind}
-            found.append(Contender(f"{ranks_text(count)}, {title}", library, count, task))
+        found += [
+            Contender(f"{ranks_text(count)}, {title}", library, count, {"kind": kind})
+            for title, kind in KINDS.items()
+        ]
     return found
+
+
+def traced(case: Case, ranks: int, conductor: Conductor, file: Path) -> str:
+    """Return what a trace of overlapped steps on ``ranks`` ranks shows; it is not measured."""
+    title = f"{ranks_text(ranks)}, traced"
+    task = {"kind": "overlap", "trace": str(file)}
+    measurement = Measurement("trace", "float32", case.measurement.nbytes, ranks)
+    conductor.measure(
+        Case(measurement, case.task, case.memory),
+        [Contender(title, ours("flashlight_mlp"), ranks, task)],
+    )
+    found = conductor.details.get(title, [measurement.left_out.get(title, "the ranks are gone")])
+    return trace_text(found[0])
 
 
 def case_of(width: int, batch: int, ranks: list[int], device: str) -> Case:
@@ -88,6 +102,8 @@ def trace_text(found: dict[str, float] | str) -> str:
     if isinstance(found, str):
         return f"No trace: {found}."
     reducing, computing, both = found.values()
+    if not computing:
+        return "No trace: the profiler has recorded no kernels."
     share = 100 * both / reducing if reducing else 0.0
     return (
         f"In a step rank 0's GPU reduces for {duration(reducing)} and computes for "
@@ -136,19 +152,22 @@ def main() -> None:
     machine = machine_facts()
     with Conductor(plan) as conductor:
         case = case_of(width, batch, options.ranks, options.device)
-        steps = conductor.measure(case, contenders(options.ranks, options.trace))
-    judged = verdicts(steps, options.ranks, options.device)
-    threads = "1 BLAS thread per rank" if options.device == "cpu" else "on the GPU"
-    print(f"\n{steps.nbytes / 4e6:.3g} million parameters, batch {batch}, {threads}\n")
-    print(f"{table(steps, options.ranks)}\n\n{verdict_table(judged)}\n")
-    if options.trace:
-        details = conductor.details.get(f"{ranks_text(max(options.ranks))}, {OVERLAPPED}")
-        print(trace_text(details[0] if details else "the ranks did not start"), end="\n\n")
+        steps = case.measurement
+        with contextlib.suppress(KeyboardInterrupt):  # what was measured by then is shown
+            conductor.measure(case, contenders(options.ranks))
+        judged = verdicts(steps, options.ranks, options.device)
+        threads = "1 BLAS thread per rank" if options.device == "cpu" else "on the GPU"
+        print(f"\n{steps.nbytes / 4e6:.3g} million parameters, batch {batch}, {threads}\n")
+        print(f"{table(steps, options.ranks)}\n\n{verdict_table(judged)}\n", flush=True)
+        if options.trace:
+            print(traced(case, max(options.ranks), conductor, options.trace), end="\n\n")
     print(facts_text(machine, conductor))
     print(left_out_text([steps], lambda m: m.task))
     if options.json:
         write_json(options.json, machine, conductor, [steps], judged)
     conductor.require("flashlight_py")
+    if options.device == "cuda":
+        require_all([steps], "")
 
 
 if __name__ == "__main__":

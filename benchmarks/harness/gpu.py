@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["NO_GPU", "nccl_files", "require_gpu", "share_gpus", "shares_gpu"]
+from harness.statistics import Measurement
+
+__all__ = ["NO_GPU", "nccl_files", "require_all", "require_gpu", "share_gpus", "shares_gpu"]
 
 NO_GPU = 77  # the exit status of a benchmark that has found none
 
@@ -29,6 +32,22 @@ def require_gpu() -> None:
             return
     print(f"no GPU: {reason}")
     raise SystemExit(NO_GPU)
+
+
+def require_all(measurements: Sequence[Measurement], ours: str) -> None:
+    """Return if something was measured, and nothing of ours is missing in it.
+
+    Raises:
+        SystemExit: a contender whose title begins with ``ours`` failed, or there is no measurement.
+    """
+    lost = [
+        f"{title}: {reason}"
+        for measurement in measurements
+        for title, reason in measurement.left_out.items()
+        if title.startswith(ours)
+    ]
+    if lost or not any(measurement.seconds for measurement in measurements):
+        raise SystemExit(f"FAILED: {lost[0] if lost else 'nothing was measured'}")
 
 
 def share_gpus(rank: int, size: int, gpus: int) -> None:

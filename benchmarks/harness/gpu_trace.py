@@ -25,20 +25,34 @@ def record(step: Callable[[], object], steps: int, file: Path) -> dict[str, floa
         What :func:`overlap_of` finds, per step; or why there is no trace. The steps are made in any
         case: other ranks take part in them.
     """
-    if importlib.util.find_spec("torch") is None:
-        for _ in range(steps):
-            step()
-        return "torch, whose profiler records kernels, is not installed"
-    import torch
-
-    torch.cuda.init()  # without it the profiler leaves CUDA out
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(steps):
-            step()
-    profile.export_chrome_trace(str(file))
-    with gzip.open(file, "rt") as text:
-        found = overlap_of(json.load(text)["traceEvents"])
+    profile = _begin()
+    for _ in range(steps):
+        step()
+    if isinstance(profile, str):
+        return profile
+    try:
+        profile.__exit__(None, None, None)
+        profile.export_chrome_trace(str(file))
+        with gzip.open(file, "rt") as text:
+            found = overlap_of(json.load(text)["traceEvents"])
+    except Exception as error:  # noqa: BLE001  (a profiler that fails is no reason to fail)
+        return f"torch's profiler failed: {type(error).__name__}: {error}"
     return {name: seconds / steps for name, seconds in found.items()}
+
+
+def _begin() -> Any:
+    """Return torch's profiler, which records from now on, or why it does not."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch, whose profiler records kernels, is not installed"
+    try:
+        import torch
+
+        torch.cuda.init()  # without it the profiler leaves CUDA out
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        profile.__enter__()
+    except Exception as error:  # noqa: BLE001  (as above)
+        return f"torch's profiler does not begin: {type(error).__name__}: {error}"
+    return profile
 
 
 def overlap_of(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:

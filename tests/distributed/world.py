@@ -152,7 +152,8 @@ class World:
 
     def _launch(self) -> None:
         door = str(self._folder / "door")
-        program = [sys.executable, "-W", "error", str(RANK_MAIN), door]
+        warnings = os.environ.get("FLASHLIGHT_TEST_WARNINGS", "error")
+        program = [sys.executable, "-W", warnings, str(RANK_MAIN), door]
         if self._init == "mpi":
             self._spawn([*mpirun_command(self._size), *program, "-1"], 0)
             return

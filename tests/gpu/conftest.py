@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -21,19 +22,17 @@ def world(size: int, **params: Any) -> dict[str, Any]:
     return {"env": None if enough else one_gpu_for_several, "params": params}
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show what tests have measured (``record_property``) as a table."""
-    reports = [report for found in terminalreporter.stats.values() for report in found]
-    rows = [
-        f"| {report.nodeid.rpartition('::')[2]} | {name} | {value} |"
-        for report in reports
-        for name, value in getattr(report, "user_properties", ())
-        if report.when == "call"
-    ]
-    if rows:
-        terminalreporter.write_sep("=", "measured")
-        for row in ["| test | what | measured |", "|---|---|---:|", *rows]:
-            terminalreporter.write_line(row)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Show a failure, and what a test has measured, at once: a session that is late is killed."""
+    report = yield
+    reporter: Any = item.config.pluginmanager.get_plugin("terminalreporter")
+    if report.failed:
+        reporter.write_line(f"\n--- {report.nodeid} ({report.when})\n{report.longreprtext}")
+    if report.when == "call":
+        for name, value in report.user_properties:
+            reporter.write_line(f"\n    {name}: {value}")
+    return report
 
 
 @pytest.fixture(params=[1, 2, 4])

@@ -25,6 +25,7 @@ from flashlight_py.errors import BackendUnavailableError
 from tests.distributed.harness import run_ranks
 
 NO_GPU = 77
+LIBRARIES = ("nvrtc", "cublas", "curand")  # of what CuPy loads for kernels, products and numbers
 PACKAGES = r"numpy|cffi|cupy(-cuda1\dx)?|nvidia-nccl-cu1\d|torch|pytest|mpi4py"
 
 
@@ -61,6 +62,28 @@ def on_the_cpu(backend: str) -> str:
     if {total for _, total in results} != {3.0}:
         raise RuntimeError(f"the sum of 1 and 2 through {backend} is {results}")
     return results[0][0]
+
+
+def works_on_the_cpu(backend: str) -> bool:
+    """Show what two ranks on the CPU have done."""
+    try:
+        show(f"BACKEND={backend}", on_the_cpu(backend))
+    except RuntimeError as error:  # also of the harness: what a GPU can show comes all the same
+        show(f"BACKEND={backend}", f"FAILED: {error}")
+        return False
+    return True
+
+
+def library_of_cuda(name: str) -> str:
+    """Return where CuPy finds a library of CUDA; needs no GPU."""
+    try:
+        from cuda import pathfinder
+    except ImportError as error:
+        return f"not looked for: {error}"
+    try:
+        return str(pathfinder.load_nvidia_dynamic_lib(name).abs_path)
+    except pathfinder.DynamicLibNotFoundError as error:
+        return f"NOT FOUND: {str(error).splitlines()[0]}"
 
 
 def gpu() -> Iterator[tuple[str, str]]:
@@ -112,8 +135,10 @@ def main() -> None:
     for name, version in packages():
         show(name, version)
     show("flashlight_py", f"{fl.__version__}, {fl.__file__}")
-    for backend in ("shm", "gloo"):
-        show(f"BACKEND={backend}", on_the_cpu(backend))
     show("NCCL", nccl())
+    for name in LIBRARIES:
+        show(name, library_of_cuda(name))
+    wrong = [backend for backend in ("shm", "gloo") if not works_on_the_cpu(backend)]
     for what, found in gpu():
         show(what, found)
+    sys.exit(f"{', '.join(wrong)} failed on the CPU, as shown above" if wrong else 0)

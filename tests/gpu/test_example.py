@@ -28,7 +28,7 @@ def losses(size: int, device: str) -> list[float]:
     if device == "cuda" and cupy.cuda.runtime.getDeviceCount() < size:
         command += ["sh", "-c", f'{SHARING} exec "$@"', "sh"]
     done = subprocess.run(
-        [*command, *program], capture_output=True, text=True, timeout=60, check=False
+        [*command, *program], capture_output=True, text=True, timeout=25, check=False
     )
     assert done.returncode == 0, done.stderr
     return [float(text) for text in re.findall(r"Mean Squared Error: (\S+)", done.stdout)]

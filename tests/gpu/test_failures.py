@@ -45,7 +45,7 @@ def _memory_is_given_back() -> Iterator[None]:
     before, ends = free(), time.monotonic() + GIVEN_BACK_SECONDS
     yield
     while free() < before - KEPT and time.monotonic() < ends:
-        time.sleep(0.1)  # nothing tells when the driver has cleared up after a killed process
+        time.sleep(0.1)  # no signal says when the driver has cleared up after a killed process
     assert free() >= before - KEPT, f"{before - free():,} bytes are still taken"
 
 
@@ -85,7 +85,6 @@ def failure_of(call: Callable[[], object]) -> Failure:
 DIFFERENT: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
     "shape": (fl.all_reduce, lambda x: fl.all_reduce(x[:10].copy())),
     "verb": (fl.all_reduce, lambda x: fl.broadcast(x, root=0)),
-    "root": (lambda x: fl.broadcast(x, root=0), lambda x: fl.broadcast(x, root=1)),
 }
 
 

@@ -11,12 +11,6 @@ from tests.gpu import verbs
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype", verbs.DTYPES)
-def test_all_reduce_of_every_dtype_layout_and_op(ranks: Any, dtype: str) -> None:
-    for layout in verbs.LAYOUTS:
-        ranks.run(verbs.all_reduce_every_op, dtype, layout)
-
-
 @pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize("async_op", [False, True])
 def test_all_reduce_multiple_of_mixed_arrays(ranks: Any, contiguous: bool, async_op: bool) -> None:
@@ -54,3 +48,9 @@ def test_numpy_and_cupy_arrays_go_their_own_ways_in_one_group(ranks: Any) -> Non
 
 def test_works_and_arrays_may_be_dropped(ranks: Any) -> None:
     ranks.run(verbs.dropped_work_is_safe)
+
+
+@pytest.mark.parametrize("dtype", verbs.DTYPES)
+def test_all_reduce_of_every_dtype_layout_and_op(ranks: Any, dtype: str) -> None:
+    for layout in verbs.LAYOUTS:
+        ranks.run(verbs.all_reduce_every_op, dtype, layout)

@@ -15,11 +15,9 @@ from harness.roles.verbs import elements, total
 __all__ = ["CudaRole"]
 
 # Launches in a row before the device is waited for. CUDA takes some 1000 before the host blocks.
-LAUNCHES = 50
+LAUNCHES = 20
 SERIES = 15
-SERIES_SHARED = (
-    2  # ranks that share a GPU wait for slices of time: a launch then takes milliseconds
-)
+SERIES_SHARED = 1  # ranks that share a GPU get slices of its time: a launch takes milliseconds
 # What the host does for a launch does not depend on the size, as the device's time does.
 LARGEST_LAUNCHED = 64 << 10
 

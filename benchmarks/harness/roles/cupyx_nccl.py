@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import socket
+import sys
 from typing import Any
-
-from cupyx.distributed import init_process_group
 
 from harness.role import Call, Place
 from harness.roles.cupy_nccl import CupyNccl
+
+# CuPy imports mpi4py where it is installed, and fails where that finds no MPI; it is not needed.
+sys.modules.setdefault("mpi4py", None)  # type: ignore[arg-type]
+from cupyx.distributed import init_process_group  # noqa: E402
 
 
 class CupyxNccl(CupyNccl):
