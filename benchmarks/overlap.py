@@ -17,7 +17,6 @@ overlapped steps, as torch's profiler sees it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +40,7 @@ from harness.verdicts import Verdict, at_most
 # Width and batch. On a GPU a product as large as the CPU's is over before NCCL has begun.
 SIZES = {"cpu": (4096, 64), "cuda": (2048, 16384)}
 QUICK_WIDTH = 256
-OVERLAPPED = "overlapped"
+OVERLAPPED, NO_TRACE = "overlapped", "No trace"
 ALONE = "1 rank"
 KINDS = {"no communication": "alone", OVERLAPPED: "overlap", "after the backward pass": "after"}
 ARRAYS = 5  # of the size of the parameters: they, gradients, momentum, temporaries, buckets
@@ -97,13 +96,19 @@ def _beyond(steps: Measurement, title: str, reference: str) -> str:
     return f"{100 * (median(rounds) - 1):+.1f} %" if rounds and title != reference else "-"
 
 
+def keep_whole_rounds(steps: Measurement) -> None:
+    """Forget the round that an interrupt has cut short: ratios are taken round by round."""
+    whole = min(map(len, steps.seconds.values()), default=0)
+    steps.seconds = {title: rounds[:whole] for title, rounds in steps.seconds.items() if whole}
+
+
 def trace_text(found: dict[str, float] | str) -> str:
     """Return what a trace shows, in a sentence."""
     if isinstance(found, str):
-        return f"No trace: {found}."
+        return f"{NO_TRACE}: {found}."
     reducing, computing, both = found.values()
     if not computing:
-        return "No trace: the profiler has recorded no kernels."
+        return f"{NO_TRACE}: the profiler has recorded no kernels."
     share = 100 * both / reducing if reducing else 0.0
     return (
         f"In a step rank 0's GPU reduces for {duration(reducing)} and computes for "
@@ -153,14 +158,18 @@ def main() -> None:
     with Conductor(plan) as conductor:
         case = case_of(width, batch, options.ranks, options.device)
         steps = case.measurement
-        with contextlib.suppress(KeyboardInterrupt):  # what was measured by then is shown
+        try:
             conductor.measure(case, contenders(options.ranks))
+        except KeyboardInterrupt:  # what was measured by then is shown
+            keep_whole_rounds(steps)
         judged = verdicts(steps, options.ranks, options.device)
         threads = "1 BLAS thread per rank" if options.device == "cpu" else "on the GPU"
         print(f"\n{steps.nbytes / 4e6:.3g} million parameters, batch {batch}, {threads}\n")
         print(f"{table(steps, options.ranks)}\n\n{verdict_table(judged)}\n", flush=True)
+        trace = ""
         if options.trace:
-            print(traced(case, max(options.ranks), conductor, options.trace), end="\n\n")
+            trace = traced(case, max(options.ranks), conductor, options.trace)
+            print(trace, end="\n\n")
     print(facts_text(machine, conductor))
     print(left_out_text([steps], lambda m: m.task))
     if options.json:
@@ -168,6 +177,8 @@ def main() -> None:
     conductor.require("flashlight_py")
     if options.device == "cuda":
         require_all([steps], "")
+        if trace.startswith(NO_TRACE):
+            raise SystemExit(f"FAILED: {trace}")
 
 
 if __name__ == "__main__":

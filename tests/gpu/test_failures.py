@@ -34,6 +34,9 @@ class Failure(NamedTuple):
     seconds: float
 
 
+Measured = Callable[[Any], Failure]
+
+
 @pytest.fixture(autouse=True)
 def _memory_is_given_back() -> Iterator[None]:
     """Fail the test if the GPU has less free memory after it than before."""
@@ -103,12 +106,14 @@ def refused_on_rank_1(rank: int, size: int) -> Failure:
 
 
 @pytest.fixture
-def measured(record_property: Callable[[str, object], None]) -> Callable[[Any], None]:
-    """Show of an outcome how it ended, and after how many seconds."""
+def measured(record_property: Callable[[str, object], None]) -> Measured:
+    """Return the failure that a rank has returned; shows how it ended, after how many seconds."""
 
-    def show(outcome: Any) -> None:
+    def show(outcome: Any) -> Failure:
+        assert outcome.ok, outcome.report()
         found: Failure = outcome.value
         record_property(f"rank {outcome.rank}: {found.kind}", f"{found.seconds:.2f} s")
+        return found
 
     return show
 
@@ -121,13 +126,11 @@ WAYS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_mismatch_is_reported_on_every_rank(way: str, measured: Callable[[Any], None]) -> None:
-    for outcome in outcomes(*WAYS[way]):
-        assert outcome.ok, outcome.report()
-        measured(outcome)
-        assert outcome.value.kind == "MismatchError", outcome.value
-        assert "test_failures.py" in outcome.value.message
-        assert outcome.value.seconds < SOON
+def test_a_mismatch_is_reported_on_every_rank(way: str, measured: Measured) -> None:
+    for found in map(measured, outcomes(*WAYS[way])):
+        assert found.kind == "MismatchError", found
+        assert "test_failures.py" in found.message
+        assert found.seconds < SOON
 
 
 def raises_on_rank_1(rank: int, size: int) -> Failure:
@@ -138,15 +141,14 @@ def raises_on_rank_1(rank: int, size: int) -> Failure:
     return failure_of(lambda: fl.all_reduce(x))
 
 
-def test_an_exception_ends_the_others_with_its_traceback(measured: Callable[[Any], None]) -> None:
+def test_an_exception_ends_the_others_with_its_traceback(measured: Measured) -> None:
     waiting, raised = outcomes(raises_on_rank_1)
     assert raised.error_type == "ValueError"
-    assert waiting.ok, waiting.report()
-    measured(waiting)
-    assert waiting.value.kind == "PeerLostError"
-    assert "ValueError: of this rank's own" in waiting.value.message
-    assert "in raises_on_rank_1" in waiting.value.message
-    assert waiting.value.seconds < SOON
+    found = measured(waiting)
+    assert found.kind == "PeerLostError"
+    assert "ValueError: of this rank's own" in found.message
+    assert "in raises_on_rank_1" in found.message
+    assert found.seconds < SOON
 
 
 def killed(rank: int, size: int, begin: Callable[[], Any]) -> Failure:
@@ -158,17 +160,16 @@ def killed(rank: int, size: int, begin: Callable[[], Any]) -> Failure:
 
 @pytest.mark.parametrize(("size", "begin"), [(2, joined), (2, connected), (4, connected)])
 def test_a_killed_rank_is_named_by_the_survivors(
-    size: int, begin: Callable[[], Any], measured: Callable[[Any], None]
+    size: int, begin: Callable[[], Any], measured: Measured
 ) -> None:
     for rank, outcome in enumerate(outcomes(killed, begin, size=size)):
         if rank == 1:
             assert outcome.signal is signal.SIGKILL
             continue
-        assert outcome.ok, outcome.report()
-        measured(outcome)
-        assert outcome.value.kind == "PeerLostError", outcome.value
-        assert "rank 1" in outcome.value.message
-        assert outcome.value.seconds < SOON
+        found = measured(outcome)
+        assert found.kind == "PeerLostError", found
+        assert "rank 1" in found.message
+        assert found.seconds < SOON
 
 
 def stopped_for_a_while(rank: int, size: int) -> Failure:
@@ -183,13 +184,12 @@ def stopped_for_a_while(rank: int, size: int) -> Failure:
     return found
 
 
-def test_a_stopped_rank_is_named_after_the_timeout(measured: Callable[[Any], None]) -> None:
+def test_a_stopped_rank_is_named_after_the_timeout(measured: Measured) -> None:
     waiting, stopped = outcomes(stopped_for_a_while)
-    assert waiting.ok, waiting.report()
-    measured(waiting)
-    assert waiting.value.kind == "CollectiveTimeoutError", waiting.value
-    assert "rank 1" in waiting.value.message
-    assert TIMEOUT <= waiting.value.seconds < 3 * TIMEOUT
+    found = measured(waiting)
+    assert found.kind == "CollectiveTimeoutError", found
+    assert "rank 1" in found.message
+    assert TIMEOUT <= found.seconds < 3 * TIMEOUT
     assert stopped.ok, stopped.report()
     assert stopped.value.kind != "returned"
 

@@ -163,6 +163,9 @@ def test_stages_are_chosen_by_name(program: ModuleType, monkeypatch: pytest.Monk
 
 def test_all_stages_together_take_at_most_nine_minutes(program: ModuleType) -> None:
     assert [stage.name for stage in program.STAGES] == STAGES
+    words = [word for stage in program.STAGES for word in stage.command]
+    files = [f"tests/gpu/{file.name}" for file in (ROOT / "tests" / "gpu").glob("test_*.py")]
+    assert sorted(word for word in words if "tests/gpu/test_" in word) == sorted(files)
     assert program.INSTALL_SECONDS + sum(stage.seconds for stage in program.STAGES) <= 540
 
 
