@@ -13,11 +13,12 @@ import subprocess
 import tempfile
 import timeit
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.recorder.journal import Journal
+from flashlight_py.distributed.verbs import BROADCAST
 from flashlight_py.distributed.work import Done, Work
 from harness.facts import machine_facts
 
@@ -56,14 +57,15 @@ def through_python(rounds: int) -> list[float]:
     journal, array = Journal("benchmark", (0,), "", None), np.zeros(1, np.float32)
     done = Done(array)
 
-    def verb(*_: Any) -> Work:
+    def start() -> Work:
         return done
 
     def bare() -> None:
-        verb(array, 0, True).wait()
+        Call(BROADCAST, array)
+        start().wait()
 
     def recorded() -> None:
-        journal.run("broadcast", array, verb, array, 0, True, root=0)
+        journal.run([Call(BROADCAST, array)], "broadcast", start)
 
     times = [(timeit.timeit(recorded, number=CALLS), timeit.timeit(bare, number=CALLS))
              for _ in range(rounds)]  # fmt: skip

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.backend import COMPOSED
-from flashlight_py.distributed.exchange import exchange_bytes
+from flashlight_py.distributed.call import COMPOSED
+from flashlight_py.distributed.exchange import Steps, exchange_bytes
 from flashlight_py.errors import (
     CheckpointError,
     CollectiveTimeoutError,
@@ -90,8 +90,7 @@ def everyone(what: str, group: ProcessGroup, told: object) -> list[Any]:
     backend = group.backend()
     call = next(call for call in COMPOSED if call.startswith(f"{what}("))
     try:
-        with backend.part_of(call):
-            texts = exchange_bytes(backend, json.dumps(told).encode())
+        texts = exchange_bytes(Steps(backend, call), json.dumps(told).encode())
     except (PeerLostError, CollectiveTimeoutError) as error:
         error.args = (f"{where(what, group)}: in {call}: {error}",)
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashlight_py.distributed.abort import abort_on_exception
 from flashlight_py.distributed.api import (
+    P2POp,
     all_gather,
     all_gather_object,
     all_reduce,
@@ -47,7 +48,6 @@ from flashlight_py.distributed.hooks import (
 from flashlight_py.distributed.initialize import distributed_init, distributed_shutdown
 from flashlight_py.distributed.rank_filter import RankFilter
 from flashlight_py.distributed.reducer import CoalescingReducer, InlineReducer, Reducer
-from flashlight_py.distributed.verbs.point_to_point import P2POp
 from flashlight_py.distributed.work import Work
 from flashlight_py.distributed.world import (
     describe,

@@ -30,13 +30,15 @@ class DistributedBackend(enum.IntEnum):
     """What moves the arrays."""
 
     GLOO = 0
-    """NumPy arrays between processes."""
+    """NumPy arrays between processes, by connections; inside a host through shared memory."""
     NCCL = 1
     """CuPy arrays between GPUs."""
     SINGLE = 2
     """A world of one process: nothing moves."""
     MPI = 3
     """Arrays through the MPI library."""
+    SHM = 4
+    """NumPy arrays between the processes of one host, through memory that they share."""
 
 
 class DistributedConstants:

@@ -3,46 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.verbs import ALL_GATHER, BROADCAST, GATHER
+from flashlight_py.distributed.work import Work
 
-__all__ = ["BackendStore", "Letter", "broadcast_letter", "exchange_bytes", "exchange_letters"]
+__all__ = ["BackendStore", "Frame", "Steps", "broadcast_frame", "exchange_bytes", "exchange_frames"]
 
 _HEAD_BYTES = 16
 # What is not longer travels with its head, in one collective instead of two.
 _SHORT_BYTES = 1024 - _HEAD_BYTES
 
 
-class Letter(NamedTuple):
+class Steps(Backend):
+    """``backend`` for calls that are steps of ``part_of``, or may take ``seconds`` each.
+
+    What a call itself says counts.
+    """
+
+    def __init__(self, backend: Backend, part_of: str = "", seconds: float | None = None) -> None:
+        self.kind, self.path = backend.kind, backend.path
+        self.rank, self.size, self.people = backend.rank, backend.size, backend.people
+        self.team, self.count = backend.team, backend.count
+        self._backend, self._part_of, self._seconds = backend, part_of, seconds
+
+    def start(self, call: Call) -> Work:
+        """Start ``call``; see ``Backend``."""
+        return self._backend.start(self._limited(call))
+
+    def start_many(self, calls: Sequence[Call]) -> Work:
+        """Start several calls; see ``Backend``."""
+        return self._backend.start_many([self._limited(call) for call in calls])
+
+    def _limited(self, call: Call) -> Call:
+        seconds = self._seconds if call.seconds is None else call.seconds
+        return replace(call, seconds=seconds, part_of=call.part_of or self._part_of)
+
+    def synchronize(self) -> None:
+        """Block until all that was started has ended; see ``Backend``."""
+        self._backend.synchronize()
+
+    def close(self) -> None:
+        """Do nothing: the backend goes on."""
+
+
+class Frame(NamedTuple):
     """Bytes of any length, which may say in words why there are none."""
 
     content: bytes | bytearray | memoryview
     is_problem: bool = False
 
     @classmethod
-    def of_problem(cls, words: str) -> Letter:
-        """Return a letter that says ``words``, or as much of them as travels with its head."""
+    def of_problem(cls, words: str) -> Frame:
+        """Return a frame with ``words``, or as much of them as travels with its head."""
         return cls(
             bytearray(words.encode(errors="backslashreplace")[:_SHORT_BYTES]), is_problem=True
         )
 
 
 def exchange_bytes(backend: Backend, payload: bytes) -> list[bytes]:
-    """Give ``payload``, of any length, and return every rank's; collective, blocking.
+    """Exchange ``payload``, of any length: return every rank's; collective, blocking.
 
     Raises:
         DistributedError: as ``Work.wait``.
     """
-    return [bytes(letter.content) for letter in exchange_letters(backend, Letter(payload))]
+    return [bytes(frame.content) for frame in exchange_frames(backend, Frame(payload))]
 
 
-def exchange_letters(backend: Backend, mine: Letter, root: int | None = None) -> list[Letter]:
-    """Give a letter and return every rank's; collective, blocking.
+def exchange_frames(backend: Backend, mine: Frame, root: int | None = None) -> list[Frame]:
+    """Exchange ``mine``: return every rank's frame; collective, blocking.
 
     If one of them is a problem the others are empty. Only ``root`` needs them, if it is given: they
     may be empty elsewhere.
@@ -50,42 +86,40 @@ def exchange_letters(backend: Backend, mine: Letter, root: int | None = None) ->
     Raises:
         DistributedError: as ``Work.wait``.
     """
-    heads = backend.all_gather(_head(mine), blocking=True).wait().reshape(backend.size, -1)
-    letters = [_open(head) for head in heads]
+    heads = backend.start(Call(ALL_GATHER, _head(mine))).wait().reshape(backend.size, -1)
+    frames = [_open(head) for head in heads]
     lengths = [_length(head) for head in heads]
-    if max(lengths) <= _SHORT_BYTES or any(letter.is_problem for letter in letters):
-        return letters
+    if max(lengths) <= _SHORT_BYTES or any(frame.is_problem for frame in frames):
+        return frames
     given = np.frombuffer(mine.content, np.uint8)
-    if root is None:
-        joined = backend.all_gather(given, blocking=True).wait()
-    else:
-        joined = backend.gather(given, root, blocking=True).wait()
-    return letters if joined is None else _cut(joined, lengths)
+    call = Call(ALL_GATHER, given) if root is None else Call(GATHER, given, root=root)
+    joined = backend.start(call).wait()
+    return frames if joined is None else _cut(joined, lengths)
 
 
-def broadcast_letter(backend: Backend, mine: Letter | None, root: int) -> Letter:
-    """Return the letter of ``root``, whose content is writable; collective, blocking.
+def broadcast_frame(backend: Backend, mine: Frame | None, root: int) -> Frame:
+    """Return the frame of ``root``, whose content is writable; collective, blocking.
 
     Raises:
         DistributedError: as ``Work.wait``.
     """
     head = np.empty(_HEAD_BYTES + _SHORT_BYTES, np.uint8) if mine is None else _head(mine)
-    backend.broadcast(head, root, blocking=True).wait()
+    backend.start(Call(BROADCAST, head, root=root)).wait()
     length = _length(head)
     if length <= _SHORT_BYTES:
         return _open(head)
     content = np.empty(length, np.uint8) if mine is None else np.frombuffer(mine.content, np.uint8)
-    backend.broadcast(content, root, blocking=True).wait()
-    return Letter(content.data)
+    backend.start(Call(BROADCAST, content, root=root)).wait()
+    return Frame(content.data)
 
 
-def _head(letter: Letter) -> Array:
-    """Return what every letter of this kind has as many bytes of."""
-    length = len(letter.content)
+def _head(frame: Frame) -> Array:
+    """Return what has the same size for every frame: its length, and its content if short."""
+    length = len(frame.content)
     head = np.zeros(_HEAD_BYTES + _SHORT_BYTES, np.uint8)
-    head[:_HEAD_BYTES].view(np.int64)[:] = length, letter.is_problem
+    head[:_HEAD_BYTES].view(np.int64)[:] = length, frame.is_problem
     if length <= _SHORT_BYTES:
-        head[_HEAD_BYTES : _HEAD_BYTES + length] = np.frombuffer(letter.content, np.uint8)
+        head[_HEAD_BYTES : _HEAD_BYTES + length] = np.frombuffer(frame.content, np.uint8)
     return head
 
 
@@ -93,16 +127,16 @@ def _length(head: Array) -> int:
     return int(head[:8].view(np.int64)[0])
 
 
-def _open(head: Array) -> Letter:
-    """Return the letter that is in its head; an empty one if it is too long for that."""
+def _open(head: Array) -> Frame:
+    """Return the frame that is in its head; an empty one if it is too long for that."""
     length = _length(head)
     end = _HEAD_BYTES + (length if length <= _SHORT_BYTES else 0)
-    return Letter(head.data[_HEAD_BYTES:end], bool(head[8]))
+    return Frame(head.data[_HEAD_BYTES:end], bool(head[8]))
 
 
-def _cut(joined: Array, lengths: Sequence[int]) -> list[Letter]:
+def _cut(joined: Array, lengths: Sequence[int]) -> list[Frame]:
     ends, whole = np.cumsum(lengths), joined.data
-    return [Letter(whole[end - n : end]) for end, n in zip(ends, lengths, strict=True)]
+    return [Frame(whole[end - n : end]) for end, n in zip(ends, lengths, strict=True)]
 
 
 class BackendStore(Store):

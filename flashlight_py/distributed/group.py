@@ -1,236 +1,81 @@
-"""A process group: some ranks, the backends that join them, and the verbs as methods."""
+"""A process group: its members, and the verbs as its methods."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from flashlight_py.device import is_cupy
-from flashlight_py.distributed import open_groups
-from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.recorder.journal import Journal, name_of_group
-from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.verbs.base import check_seconds
-from flashlight_py.distributed.verbs.movement import Movement
-from flashlight_py.distributed.verbs.objects import Objects
-from flashlight_py.distributed.verbs.point_to_point import PointToPoint
-from flashlight_py.distributed.verbs.reductions import Reductions
-from flashlight_py.distributed.verbs.refusing import refusable
-from flashlight_py.distributed.verbs.subgroups import Subgroups
-from flashlight_py.distributed.work import AllOf
-from flashlight_py.errors import BackendUnavailableError, GroupClosedError
+from flashlight_py.distributed import api
+from flashlight_py.distributed.membership import Membership
 
-__all__ = ["Joiner", "ProcessGroup"]
+__all__ = ["ProcessGroup"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
-class Joiner:
-    """How the ranks of a group and of its subgroups are joined.
+if TYPE_CHECKING:
 
-    ``limited(seconds)`` returns the same for groups of another timeout.
-    """
+    class _method(Generic[F]):
+        """For type checkers: what the method of a group is."""
 
-    join: Callable[[Store], Backend]
-    join_gpus: Callable[[Backend], Backend]
-    limited: Callable[[float], Joiner]
+        def __init__(self, function: F) -> None: ...
+        def __get__(self, group: object, kind: type | None = None) -> F: ...
+
+else:
+
+    def _method(function: F) -> F:
+        """Return ``function`` as a method: its argument ``group`` is the object itself."""
+        signature = inspect.signature(function)
+        names = list(signature.parameters)
+        place = names.index("group")
+
+        @functools.wraps(function)
+        def method(self: ProcessGroup, /, *args: Any, **how: Any) -> Any:
+            if len(args) > place:
+                return function(*args[:place], self, *args[place:], **how)
+            return function(*args, group=self, **how)
+
+        method.__code__ = method.__code__.replace(co_name=function.__name__)  # for flight records
+        others = [p for name, p in signature.parameters.items() if name != "group"]
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        method.__signature__ = signature.replace(parameters=[own, *others])
+        return method
 
 
-class ProcessGroup(Reductions, Movement, PointToPoint, Objects, Subgroups):
+class ProcessGroup(Membership):
     """Some ranks of the world and the backend that joins them.
 
     ``rank`` is this process's place in the group (-1: it is not in it, and every verb raises
     ValueError), ``size`` how many are in it, ``ranks`` their ranks in the world. Every verb is
     collective over the group, except messages, and blocks unless ``async_op=True``, which returns
     a ``Work``. Used as a context manager it closes at the end.
+
+    The methods are the public functions of the same names, without their argument ``group``.
     """
 
-    def __init__(
-        self,
-        backend: Backend | None,
-        ranks: Sequence[int] | None = None,
-        joiner: Joiner | None = None,
-    ) -> None:
-        everyone = () if backend is None else range(backend.size)
-        self.ranks = tuple(everyone if ranks is None else ranks)
-        self.size = len(self.ranks)
-        super().__init__(_journal(backend, ranks, self.ranks))
-        self._backend = backend
-        if backend is not None:
-            backend.count = self._journal.count
-        self._joiner = joiner
-        self._gpus: Backend | None = None
-        self._forked = False
-        # What is to be closed, also where the group is only dropped.
-        self._joined = [] if backend is None else [backend]
-        self._dropping: weakref.finalize[[list[Backend]], ProcessGroup] | None = None
-        if backend is not None and (joiner is not None or backend.size > 1):
-            self._dropping = open_groups.watch(self, self._joined)
-        self._children: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
-        self.fast_all_reduce = _nothing_fast if backend is None else backend.fast_all_reduce
-        self.rank = -1 if backend is None else backend.rank
-
-    @property
-    def is_member(self) -> bool:
-        """Whether this process is one of the group's ranks."""
-        return self.rank >= 0
-
-    def backend(self, array: Any = None) -> Backend:
-        """Return the backend that ``array`` (None: a NumPy array) goes through.
-
-        The first CuPy array of a group joins its GPUs: collective then, and blocking.
-
-        Raises:
-            ValueError: this process is not in the group.
-            GroupClosedError: the group was closed.
-            BackendUnavailableError: nothing here moves arrays of this kind.
-        """
-        if open_groups.dropped:
-            open_groups.close_dropped()
-        if self._backend is None:
-            raise self._unusable()
-        if self.size > 1 and is_cupy(array):
-            return self._gpus or self.join_gpus()
-        return self._backend
-
-    def _unusable(self) -> Exception:
-        if not self.is_member:
-            return ValueError(
-                f"this process is not in the group of the world's ranks {list(self.ranks)}, and "
-                "only they can use it; ask group.is_member first"
-            )
-        place = f"rank {self.rank} of {self.size}"
-        if self._forked:
-            return GroupClosedError(
-                f"{place}: this process was forked from that rank, and is none itself: its groups "
-                "cannot be used here. Call distributed_init in the child for a world of its own"
-            )
-        return GroupClosedError(f"{place}: this group is closed")
-
-    @property
-    def gpus(self) -> Backend | None:
-        """The backend of CuPy arrays; None until the GPUs are joined."""
-        return self._gpus
-
-    def join_gpus(self) -> Backend:
-        """Join the ranks' GPUs by NCCL, unless they are. Collective and blocking the first time.
-
-        Raises:
-            BackendUnavailableError: NCCL, CuPy or a GPU is missing on a rank; raised on all.
-            DistributedError: NCCL failed, or a rank (named) did not come.
-        """
-        if self._gpus is None:
-            if self._joiner is None:
-                raise BackendUnavailableError(
-                    f"rank {self.rank} of {self.size}: CuPy arrays travel through NCCL, and this "
-                    "group was made without it; use array.get()"
-                )
-            self._gpus = self._joiner.join_gpus(self.backend())
-            self._joined.insert(0, self._gpus)
-        return self._gpus
-
-    def _inside(self, members: list[int], store: Store, timeout: float | None) -> ProcessGroup:
-        """Join ``members`` of this group, this rank among them."""
-        joiner = self._joiner
-        assert joiner is not None or self.size == 1
-        if joiner is not None and timeout is not None:
-            joiner = joiner.limited(timeout)
-        backend = self.backend() if joiner is None else joiner.join(store)
-        child = self._adopt(ProcessGroup(backend, self._worldwide(members), joiner))
-        try:
-            # One that closes the group at once must not do so while others still connect to it.
-            store.exchange(b"")
-        except BaseException:
-            child.close()
-            raise
-        return child
-
-    def _outside(self, members: list[int]) -> ProcessGroup:
-        """Return a group that this process is not in."""
-        return ProcessGroup(None, self._worldwide(members))
-
-    def _worldwide(self, members: list[int]) -> list[int]:
-        return [self.ranks[member] for member in members]
-
-    def _adopt(self, child: ProcessGroup) -> ProcessGroup:
-        self._children.add(child)
-        return child
-
-    @refusable()
-    def barrier(self, timeout: float | None = None) -> None:
-        """Block until every rank is here; see :func:`flashlight_py.barrier`."""
-        seconds = check_seconds("barrier", timeout)
-        backend = self._gpus or self.backend()
-        self._journal.run("barrier", None, backend.barrier, seconds)
-
-    def synchronize(self) -> None:
-        """Block until every operation that this rank has started in the group has ended."""
-        unfinished, self._unfinished = self._unfinished, []
-        AllOf([work for work in unfinished if not work.is_finished()]).wait()
-        self.backend().synchronize()
-        if self._gpus is not None:
-            self._gpus.synchronize()
-
-    def is_calling(self) -> bool:
-        """Return whether this thread is in the middle of a call: it runs a signal handler."""
-        return any(backend.is_calling() for backend in (self._gpus, self._backend) if backend)
-
-    def close(self) -> None:
-        """End what runs, also in groups made of this one, and free the sockets.
-
-        Not collective; closing twice does nothing. A verb that another thread is in, or that a
-        signal handler has interrupted which closes the group, raises GroupClosedError there.
-        """
-        for child in list(self._children):
-            child.close()
-        for backend in self._leave():
-            backend.close()
-
-    def _leave(self) -> list[Backend]:
-        """Make the group unusable, and return what is to be closed."""
-        backends, self._joined = self._joined, []
-        self._gpus = self._backend = None
-        self.fast_all_reduce = _nothing_fast
-        if self._dropping is not None:
-            self._dropping.detach()
-        return backends
-
-    def forget(self) -> list[Backend]:
-        """Make the group unusable, in a child that was forked from one of its ranks.
-
-        Returns its backends, which are not this process's to close or to destroy.
-        """
-        self._forked = self.is_member
-        return self._leave()
-
-    def __enter__(self) -> ProcessGroup:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        if not self.is_member:
-            return f"ProcessGroup(not a member, ranks={list(self.ranks)})"
-        state = "closed" if self._backend is None else self._backend.kind.name
-        return f"ProcessGroup(rank={self.rank}, size={self.size}, {state})"
-
-
-def _journal(backend: Backend | None, given: Sequence[int] | None, ranks: Sequence[int]) -> Journal:
-    """Return the journal of a new group; the world is the one that is given no ranks."""
-    if backend is None:
-        return Journal("none of this process", (), "", None)
-    name = "world" if given is None else name_of_group(ranks)
-    return Journal(name, ranks, backend.path, backend.fast_calls)
-
-
-def _nothing_fast(array: object, scale: float, op: str) -> object:
-    """Leave everything to the ordinary way, which says that the group is closed."""
-    return NotImplemented
+    all_reduce = _method(api.all_reduce)
+    all_reduce_location = _method(api.all_reduce_location)
+    all_reduce_multiple = _method(api.all_reduce_multiple)
+    reduce = _method(api.reduce)
+    reduce_scatter = _method(api.reduce_scatter)
+    broadcast = _method(api.broadcast)
+    all_gather = _method(api.all_gather)
+    gather = _method(api.gather)
+    scatter = _method(api.scatter)
+    all_to_all = _method(api.all_to_all)
+    send = _method(api.send)
+    recv = _method(api.recv)
+    isend = _method(api.isend)
+    irecv = _method(api.irecv)
+    sendrecv = _method(api.sendrecv)
+    batch_isend_irecv = _method(api.batch_isend_irecv)
+    broadcast_object = _method(api.broadcast_object)
+    all_gather_object = _method(api.all_gather_object)
+    gather_object = _method(api.gather_object)
+    scatter_object = _method(api.scatter_object)
+    shared_empty = _method(api.shared_empty)
+    new_group = _method(api.new_group)
+    split = _method(api.split)
+    barrier = _method(api.barrier)

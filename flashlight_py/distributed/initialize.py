@@ -17,9 +17,10 @@ from flashlight_py.distributed import blas, last_words, open_groups
 from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.connect import connect, gpu_joiner
 from flashlight_py.distributed.constants import DistributedInit
-from flashlight_py.distributed.group import Joiner, ProcessGroup
+from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.hosts import host_identity, local_place
 from flashlight_py.distributed.init_method import read_init_method
+from flashlight_py.distributed.membership import Joiner
 from flashlight_py.distributed.recorder import watchdog
 from flashlight_py.distributed.recorder.flight_record import Flight, default_folder, new_job
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect

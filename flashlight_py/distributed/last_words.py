@@ -119,7 +119,7 @@ def tell(error: BaseException) -> None:
     """Tell every other rank that this one ends by ``error``; all open groups end."""
     words = _in_words(error)
     for backend in list(_open):
-        backend.give_up(words)
+        backend.abort(words)
 
 
 def tell_of_threads() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flashlight_py.distributed.backend import Backend
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.group import ProcessGroup
+    from flashlight_py.distributed.membership import Membership
 
 __all__ = ["close_all", "close_dropped", "dropped", "watch"]
 
@@ -29,8 +29,8 @@ _inherited: list[list[Backend]] = []
 
 
 def watch(
-    group: ProcessGroup, backends: list[Backend]
-) -> weakref.finalize[[list[Backend]], ProcessGroup]:
+    group: Membership, backends: list[Backend]
+) -> weakref.finalize[[list[Backend]], Membership]:
     """Close ``backends`` in the end if ``group`` is dropped, until the result is detached.
 
     More backends may be added to the list.
@@ -65,7 +65,7 @@ def close_all() -> None:
     close_dropped(busy=True)
 
 
-def _groups() -> list[ProcessGroup]:
+def _groups() -> list[Membership]:
     """Return the groups that are neither closed nor dropped."""
     found = [dropping.peek() for dropping in list(_watched)]
     return [known[0] for known in found if known is not None]

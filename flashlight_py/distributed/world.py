@@ -7,8 +7,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashlight_py.distributed import blas
-from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed import blas, membership
 from flashlight_py.distributed.backends.nccl import devices
 from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.backends.single import SingleBackend
@@ -52,19 +51,6 @@ def alone() -> World:
     return World(ProcessGroup(SingleBackend()))
 
 
-class _GroupBeforeInit(ProcessGroup):
-    """The group of a process alone; its first verb warns if a launcher has started several."""
-
-    is_unlooked = True
-
-    def backend(self, array: Any = None) -> Backend:
-        """Return the backend; see ``ProcessGroup``."""
-        if self.is_unlooked:
-            self.is_unlooked = False
-            _warn_of_forgotten_init()
-        return super().backend(array)
-
-
 def _warn_of_forgotten_init() -> None:
     said = announced()
     if said:
@@ -78,11 +64,10 @@ def _warn_of_forgotten_init() -> None:
 
 
 # Before distributed_init, and after distributed_shutdown, a process is a world of its own.
-_BEFORE_INIT = _GroupBeforeInit(SingleBackend())
-_ALONE = World(_BEFORE_INIT)
+_ALONE = alone()
+_ALONE.group.on_first_use = _warn_of_forgotten_init
 _world: World | None = None
-# The world's own, here because all_reduce has no time to look for it.
-fast_all_reduce = _ALONE.group.fast_all_reduce
+membership.use_as_world(_ALONE.group)
 
 
 def current_world() -> World:
@@ -92,10 +77,10 @@ def current_world() -> World:
 
 def set_world(world: World | None) -> None:
     """Make ``world`` the current one; None: this process alone."""
-    global _world, fast_all_reduce  # noqa: PLW0603  (the one piece of process-wide state)
+    global _world  # noqa: PLW0603  (the one piece of process-wide state)
     _world = world
-    _BEFORE_INIT.is_unlooked = False  # whoever uses the process alone after this knows
-    fast_all_reduce = current_world().group.fast_all_reduce
+    _ALONE.group.on_first_use = None  # whoever uses the process alone after this knows
+    membership.use_as_world(current_world().group)
 
 
 # Worlds of a parent process. Their threads and sockets are the parent's: a child must neither use

@@ -9,7 +9,7 @@ import numpy as np
 
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
 from flashlight_py.distributed.exchange import exchange_bytes
-from flashlight_py.distributed.verbs.base import whole
+from flashlight_py.distributed.integers import whole
 from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import DistributedError, MismatchError
 from flashlight_py.parallel.agreement import by_rank

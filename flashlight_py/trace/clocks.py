@@ -7,8 +7,10 @@ import time
 import numpy as np
 
 from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import exchange_bytes
 from flashlight_py.distributed.hosts import host_identity
+from flashlight_py.distributed.verbs import RECV, SEND
 
 __all__ = ["offset_to_rank_0"]
 
@@ -40,8 +42,8 @@ def _ask(backend: Backend) -> int:
     measured = []
     for _ in range(_ROUNDS):
         asked = time.monotonic_ns()
-        backend.send(question, 0, _TAG, blocking=True).wait()
-        backend.recv(answer, 0, _TAG, blocking=True).wait()
+        backend.start(Call(SEND, question, peer=0, tag=_TAG)).wait()
+        backend.start(Call(RECV, answer, peer=0, tag=_TAG)).wait()
         got = time.monotonic_ns()
         measured.append((got - asked, int(answer[0]) - (asked + got) // 2))
     return min(measured)[1]
@@ -50,6 +52,6 @@ def _ask(backend: Backend) -> int:
 def _answer(backend: Backend, rank: int) -> None:
     room = np.zeros(1, np.int64)
     for _ in range(_ROUNDS):
-        backend.recv(room, rank, _TAG, blocking=True).wait()
+        backend.start(Call(RECV, room, peer=rank, tag=_TAG)).wait()
         now = np.array([time.monotonic_ns()], np.int64)
-        backend.send(now, rank, _TAG, blocking=True).wait()
+        backend.start(Call(SEND, now, peer=rank, tag=_TAG)).wait()

@@ -12,9 +12,10 @@ import flashlight_py as fl
 from flashlight_py.distributed.backends.mpi import memory
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend
 from flashlight_py.distributed.backends.mpi.joining import join
-from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import BackendStore
 from flashlight_py.distributed.rendezvous.sub_store import SubStore
+from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.world import current_world
 from tests.distributed.conformance import assert_equal, combined, values
 
@@ -32,7 +33,7 @@ def reduce_to_each(rank: int, size: int, name: str, count: int) -> None:
         for op in ("sum", "prod", "max"):
             everyone = [values(r, (count,), name) for r in range(size)]
             x = everyone[rank].copy()
-            assert backend().reduce(x, ReduceOp[op.upper()], 3.0, root, True).wait() is x
+            assert fl.reduce(x, root, op, 3.0) is x
             expected = combined(everyone, op, 3.0) if rank == root else everyone[rank]
             assert_equal(x, expected, f"reduce {op} of {count} {name} on {root}")
 
@@ -41,30 +42,30 @@ def gather_and_scatter(rank: int, size: int, name: str, rows: int) -> None:
     for root in range(size):
         shapes = [(rows * r, 3) for r in range(size)]
         everyone = [values(r, shapes[r], name) for r in range(size)]
-        whole = backend().gather(everyone[rank], root).wait()
+        whole = fl.gather(everyone[rank], root)
         assert (whole is None) == (rank != root)
         if whole is not None:
             assert_equal(whole, np.concatenate(everyone), f"gather {rows} rows of {name}")
         parts = np.stack([values(r, (rows, 2), name) for r in range(size)])
         given = parts if rank == root else None
-        assert_equal(backend().scatter(given, root).wait(), parts[rank], "into a new array")
+        assert_equal(fl.scatter(given, root), parts[rank], "into a new array")
         part = np.zeros_like(parts[rank])
         # One rank does not know what is coming, the others do.
         into = part if rank else None
-        got = backend().scatter(given, root, out=into).wait()
+        got = fl.scatter(given, root, into)
         assert rank == 0 or got is part
         assert_equal(got, parts[rank], "into an array of its own")
 
 
 def all_to_all_both_ways(rank: int, size: int, name: str, rows: int) -> None:
     everyone = [values(r, (size * rows, 2), name) for r in range(size)]
-    got = backend().all_to_all(everyone[rank].copy()).wait()
+    got = fl.all_to_all(everyone[rank])
     mine = slice(rank * rows, (rank + 1) * rows)
     assert_equal(got, np.concatenate([x[mine] for x in everyone]), f"{rows} rows of {name}")
     # Rank r gives (r + p) % 3 * rows rows to rank p.
     counts = [[(r + p) % 3 * rows for p in range(size)] for r in range(size)]
     uneven = [values(r, (sum(counts[r]), 2), name) for r in range(size)]
-    got = backend().all_to_all_uneven(uneven[rank], counts[rank]).wait()
+    got = fl.all_to_all(uneven[rank], counts[rank])
     expected = [np.split(uneven[r], np.cumsum(counts[r]))[rank] for r in range(size)]
     assert_equal(got, np.concatenate(expected), f"uneven, {rows} rows of {name}")
 
@@ -95,7 +96,7 @@ def every_verb_in_small_pieces(rank: int, size: int, limit: int) -> None:
 def ring(rank: int, size: int, count: int) -> None:
     x, y = values(rank, (count,), "float32"), np.zeros(count, np.float32)
     after, before = (rank + 1) % size, (rank - 1) % size
-    sent, received = backend().send(x, after, 9), backend().recv(y, before, 9)
+    sent, received = fl.isend(x, after, 9), fl.irecv(y, before, 9)
     assert received.wait() is y
     sent.wait()
     assert_equal(y, values(before, (count,), "float32"), f"{count} from before")
@@ -105,11 +106,11 @@ def messages_by_tag(rank: int, size: int, count: int) -> None:
     """Sent in one order, received in another; those of one tag keep theirs."""
     tags = [5, 7, 5, 2**31 - 1, 7]
     if rank == 0:
-        works = [backend().send(np.full(count, i), 1, tag) for i, tag in enumerate(tags)]
+        works = [fl.isend(np.full(count, i), 1, tag) for i, tag in enumerate(tags)]
     elif rank == 1:
         order = [3, 1, 0, 4, 2]
         room = {i: np.zeros(count, int) for i in order}
-        works = [backend().recv(room[i], 0, tags[i]) for i in order]
+        works = [fl.irecv(room[i], 0, tags[i]) for i in order]
     else:
         works = []
     fl.all_reduce(np.ones(10))  # messages do not wait for collectives, nor these for them
@@ -123,20 +124,20 @@ def message_beside_a_collective(rank: int, size: int) -> None:
     """A message is received while this rank waits in a collective that needs the message."""
     x = np.zeros(100_000)
     if rank == 0:
-        received = backend().recv(x, 1, 3)
+        received = fl.irecv(x, 1, 3)
         fl.barrier()
         received.wait()
         assert np.all(x == 7)
     else:
         if rank == 1:
-            backend().send(np.full(100_000, 7.0), 0, 3, True).wait()
+            fl.send(np.full(100_000, 7.0), 0, 3)
         fl.barrier()
 
 
 def message_to_oneself(rank: int, size: int) -> None:
     y = np.zeros(5000)
-    received = backend().recv(y, rank, 1)
-    backend().send(np.full(5000, float(rank)), rank, 1).wait()
+    received = backend().start(Call(RECV, y, peer=rank, tag=1, blocking=False))
+    backend().start(Call(SEND, np.full(5000, float(rank)), peer=rank, tag=1)).wait()
     assert np.all(received.wait() == rank)
 
 
@@ -251,10 +252,10 @@ def wait_alone(rank: int, size: int, case: str) -> str:
     """Rank 0 waits for a message under a tag; rank 1 offers, or wants, another one."""
     if rank == 0:
         x = np.zeros(3)
-        work = backend().recv(x, 1, 5) if case == "recv" else backend().send(x, 1, 5)
+        work = fl.irecv(x, 1, 5) if case == "recv" else fl.isend(x, 1, 5)
     else:
         other = np.zeros(3, np.int8)
-        work = backend().send(other, 0, 7) if case == "recv" else backend().recv(other, 0, 7)
+        work = fl.isend(other, 0, 7) if case == "recv" else fl.irecv(other, 0, 7)
     try:
         work.wait()
     except fl.errors.DistributedError as error:

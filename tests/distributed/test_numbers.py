@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.verbs.numbers import require_room
+from flashlight_py.distributed.numbers import require_bits
 
 
 def all_of_them(rank: int, size: int) -> list[Any]:
@@ -68,10 +68,10 @@ def test_an_int_that_could_pass_64_bits(
     x: int, op: str, scale: float, size: int, fits: bool
 ) -> None:
     if fits:
-        require_room("all_reduce", x, op, scale, size)
+        require_bits("all_reduce", x, op, scale, size)
         return
     with pytest.raises(OverflowError, match=f"all_reduce: {x}, an int, travels in 64 bits"):
-        require_room("all_reduce", x, op, scale, size)
+        require_bits("all_reduce", x, op, scale, size)
 
 
 def test_alone_a_number_is_the_same_number() -> None:

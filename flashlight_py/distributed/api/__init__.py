@@ -9,6 +9,15 @@ from __future__ import annotations
 
 from flashlight_py.distributed.api.control import barrier, sync_distributed
 from flashlight_py.distributed.api.groups import new_group, split
+from flashlight_py.distributed.api.messages import (
+    P2POp,
+    batch_isend_irecv,
+    irecv,
+    isend,
+    recv,
+    send,
+    sendrecv,
+)
 from flashlight_py.distributed.api.movement import (
     all_gather,
     all_to_all,
@@ -21,14 +30,6 @@ from flashlight_py.distributed.api.objects import (
     broadcast_object,
     gather_object,
     scatter_object,
-)
-from flashlight_py.distributed.api.point_to_point import (
-    batch_isend_irecv,
-    irecv,
-    isend,
-    recv,
-    send,
-    sendrecv,
 )
 from flashlight_py.distributed.api.reductions import (
     all_reduce,
@@ -53,6 +54,7 @@ __all__ = [
     "broadcast_object",
     "gather_object",
     "scatter_object",
+    "P2POp",
     "batch_isend_irecv",
     "irecv",
     "isend",

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from flashlight_py.distributed.api._world import of
-from flashlight_py.distributed.group import ProcessGroup
+from typing import TYPE_CHECKING
+
+from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.integers import check_seconds
+from flashlight_py.distributed.running import of, refusing
+from flashlight_py.distributed.verbs import BARRIER
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.group import ProcessGroup
 
 __all__ = ["barrier", "sync_distributed"]
 
@@ -16,7 +23,9 @@ def barrier(timeout: float | None = None, group: ProcessGroup | None = None) -> 
         CollectiveTimeoutError: a rank (named) did not come in time.
         DistributedError: as for :func:`all_reduce`.
     """
-    of(group).barrier(timeout)
+    members = of(group)
+    with refusing(members, BARRIER):
+        members.run(Call(BARRIER, seconds=check_seconds("barrier", timeout)))
 
 
 def sync_distributed(group: ProcessGroup | None = None) -> None:

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
-from flashlight_py.distributed.api._world import of
-from flashlight_py.distributed.group import ProcessGroup
+import numpy as np
 
-__all__ = ["new_group", "split"]
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.exchange import Steps, exchange_bytes
+from flashlight_py.distributed.integers import check_rank, check_seconds, whole
+from flashlight_py.distributed.membership import Membership
+from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.running import of, refusing
+from flashlight_py.distributed.verbs import RECV, SEND
+from flashlight_py.errors import MismatchError
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.group import ProcessGroup
+
+__all__ = ["MemberStore", "new_group", "split"]
+
+# Users' tags begin at 0: this one is for members that are about to become a group.
+_TAG = -1
 
 
 def new_group(
@@ -36,7 +53,15 @@ def new_group(
         MismatchError: the ranks passed different lists or timeouts; raised on every rank.
         DistributedError: as for :func:`all_reduce` and :func:`distributed_init`.
     """
-    return of(group).new_group(ranks, timeout)
+    parent = of(group)
+    with refusing(parent, "new_group"):
+        members, seconds = _check_members(parent, ranks), check_seconds("new_group", timeout)
+        steps = Steps(parent.backend(), "new_group")
+        with parent.journal.recording("new_group"):
+            mine = f"new_group {json.dumps(members)}{_limit(seconds)}"
+            asked = [text.decode() for text in exchange_bytes(steps, mine.encode())]
+            _require_same(parent, "new_group", asked)
+            return _founded(parent, steps, members, seconds)
 
 
 def split(
@@ -63,4 +88,110 @@ def split(
         ValueError: ``color`` or ``key`` is no integer, or ``timeout`` no positive number.
         DistributedError: as for :func:`new_group`.
     """
-    return of(group).split(color, key, timeout)
+    parent = of(group)
+    with refusing(parent, "split"):
+        mine = [_check_color(color), _check_key(key), check_seconds("split", timeout)]
+        steps = Steps(parent.backend(), "split")
+        with parent.journal.recording("split"):
+            texts = exchange_bytes(steps, json.dumps(mine).encode())
+            choices = list(map(json.loads, texts))
+            _require_same(parent, "split", [f"split{_limit(limit)}" for _, _, limit in choices])
+            alike = [(k, rank) for rank, (c, k, _) in enumerate(choices) if c == mine[0]]
+            members = [] if mine[0] is None else [rank for _, rank in sorted(alike)]
+            return _founded(parent, steps, members, choices[0][2])
+
+
+def _check_members(parent: Membership, ranks: Sequence[int]) -> list[int]:
+    members = [check_rank(parent, "new_group", "each of ranks", rank) for rank in ranks]
+    if len(set(members)) < len(members):
+        raise ValueError(f"new_group: a rank is in the list twice: {members}")
+    if not members:
+        raise ValueError("new_group: a group has at least one rank, got none")
+    return members
+
+
+def _require_same(parent: Membership, verb: str, asked: Sequence[str]) -> None:
+    if len(set(asked)) > 1:
+        calls = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(asked))
+        raise MismatchError(
+            f"[{verb}] rank {parent.rank} of {parent.size}: the ranks asked for different "
+            f"groups ({calls}). Every rank of the parent must pass the same"
+        )
+
+
+def _founded(
+    parent: Membership, steps: Backend, members: list[int], seconds: float | None
+) -> ProcessGroup:
+    if parent.rank not in members:
+        return cast("ProcessGroup", parent.outside(members))
+    return cast("ProcessGroup", parent.inside(members, MemberStore(steps, members), seconds))
+
+
+def _limit(seconds: float | None) -> str:
+    return "" if seconds is None else f", timeout={seconds!r}"
+
+
+def _check_color(color: object) -> int | None:
+    number = None if isinstance(color, bool) else whole(color)
+    if number is None and color is not None:
+        raise ValueError(f"split: color must be an integer, or None to stay out; got {color!r}")
+    return number
+
+
+def _check_key(key: object) -> int:
+    number = whole(key)
+    if number is None:
+        raise ValueError(f"split: key must be an integer, got {key!r}")
+    return number
+
+
+class MemberStore(Store):
+    """Some ranks of a joined backend as a store; the others have nothing to do with it.
+
+    The first of ``members`` receives from all and sends to all, by messages.
+    """
+
+    def __init__(self, backend: Backend, members: Sequence[int]) -> None:
+        self._backend, self._members = backend, list(members)
+        self.rank, self.size = self._members.index(backend.rank), len(self._members)
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Give ``payload`` and return every member's; collective among them, blocking.
+
+        Raises:
+            DistributedError: as ``Work.wait``.
+        """
+        hub, *others = self._members
+        if self.rank != 0:
+            self._send(hub, payload)
+            return _unpack(self._receive(hub), self.size)
+        payloads = [payload, *(self._receive(member) for member in others)]
+        for member in others:
+            self._send(member, _pack(payloads))
+        return payloads
+
+    def close(self) -> None:
+        """Do nothing: the backend goes on."""
+
+    def _send(self, peer: int, payload: bytes) -> None:
+        data = np.frombuffer(bytearray(payload), np.uint8)
+        for array in (np.array([data.size]), data):
+            self._backend.start(Call(SEND, array, peer=peer, tag=_TAG)).wait()
+
+    def _receive(self, peer: int) -> bytes:
+        length = np.zeros(1, np.int64)
+        self._backend.start(Call(RECV, length, peer=peer, tag=_TAG)).wait()
+        data = np.empty(length[0], np.uint8)
+        self._backend.start(Call(RECV, data, peer=peer, tag=_TAG)).wait()
+        return data.tobytes()
+
+
+def _pack(payloads: Sequence[bytes]) -> bytes:
+    lengths = np.array([len(payload) for payload in payloads], np.int64)
+    return lengths.tobytes() + b"".join(payloads)
+
+
+def _unpack(packed: bytes, count: int) -> list[bytes]:
+    lengths = np.frombuffer(packed[: 8 * count], np.int64)
+    ends = np.cumsum(lengths) + 8 * count
+    return [packed[end - n : end] for end, n in zip(ends, lengths, strict=True)]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.api._world import of
-from flashlight_py.distributed.group import ProcessGroup
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.integers import check_rank
+from flashlight_py.distributed.running import collective, of, refusing
+from flashlight_py.distributed.scattering import Scatter
+from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER
+from flashlight_py.distributed.work import Then, Work
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.group import ProcessGroup
 
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
@@ -45,7 +50,7 @@ def broadcast(
         ValueError: ``root`` is no rank of the group, or ``x`` is read-only.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    return of(group).broadcast(x, root, async_op)
+    return collective(group, BROADCAST, x, root=root, async_op=async_op)
 
 
 @overload
@@ -92,7 +97,7 @@ def all_gather(
             this is known when all have called, and the other ranks have their result.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    return of(group).all_gather(x, out, async_op)
+    return collective(group, ALL_GATHER, x, out=out, async_op=async_op)
 
 
 @overload
@@ -146,7 +151,7 @@ def gather(
         ValueError: ``root`` is no rank of the group, or ``out`` does not fit.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    return of(group).gather(x, root, out, async_op)
+    return collective(group, GATHER, x, root=root, out=out, async_op=async_op)
 
 
 @overload
@@ -188,7 +193,7 @@ def scatter(
     """Give each rank its part of what rank ``root`` has.
 
     The other ranks need not know what comes: dtype and shape travel along. CuPy arrays are the
-    exception: the other ranks pass ``out``, which tells that a GPU is meant.
+    exception: the other ranks pass ``out``, which shows that a GPU is meant.
 
     Args:
         xs: on ``root`` a list or tuple with one array per rank, all of one shape (at most eight
@@ -213,7 +218,11 @@ def scatter(
             passed different ``rows``; raised on every rank.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    return of(group).scatter(xs, root, out, async_op, rows)
+    members = of(group)
+    with refusing(members, SCATTER, given=[xs, out]):
+        root = check_rank(members, "scatter", "root", root)
+        scatter = Scatter(members, xs, root, out, async_op)
+        return scatter.equal() if rows is None else scatter.uneven(rows)
 
 
 @overload
@@ -278,4 +287,14 @@ def all_to_all(
         >>> fl.all_to_all(np.arange(3))  # one process: its own part
         array([0, 1, 2])
     """
-    return of(group).all_to_all(x, rows, out, async_op, return_rows)
+    received: list[int] = []
+    how: dict[str, Any] = {"rows": rows, "out": out, "async_op": async_op}
+    result = collective(group, ALL_TO_ALL, x, **how, received=received)
+    if not return_rows:
+        return result
+
+    def with_rows(got: Array) -> tuple[Array, list[int]]:
+        size = of(group).size
+        return got, received or [got.shape[0] // size] * size
+
+    return Then(result, with_rows) if async_op else with_rows(result)

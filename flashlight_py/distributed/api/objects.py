@@ -1,12 +1,27 @@
-"""Any Python object that can be pickled, between ranks."""
+"""Any Python object that can be pickled, between ranks that trust each other.
+
+What one rank pickles the others unpickle, which can run any code: the members of a group are the
+processes of one job and one user. Objects travel as bytes through the group's NumPy backend.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from flashlight_py.distributed.api._world import of
-from flashlight_py.distributed.group import ProcessGroup
+import numpy as np
+
+from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.exchange import Frame, Steps, broadcast_frame, exchange_frames
+from flashlight_py.distributed.integers import check_rank
+from flashlight_py.distributed.membership import Membership
+from flashlight_py.distributed.running import of, refusing
+from flashlight_py.distributed.verbs import ALL_TO_ALL
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.group import ProcessGroup
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 
@@ -26,7 +41,17 @@ def broadcast_object(obj: Any = None, root: int = 0, group: ProcessGroup | None 
             ranks.
         DistributedError: as for :func:`all_reduce`.
     """
-    return of(group).broadcast_object(obj, root)
+    verb, members = "broadcast_object", of(group)
+    with refusing(members, verb):
+        root = check_rank(members, verb, "root", root)
+        here = members.rank == root
+        mine = _pickled([obj])[0] if here else None
+        steps = Steps(members.backend(), verb)
+        with members.journal.recording(verb, root=root) as record:
+            frame = broadcast_frame(steps, mine, root)
+            record.size = len(frame.content)
+            _raise_problems(members, verb, {root: frame})
+            return obj if here else _unpickled(members, verb, frame.content, root)
 
 
 def all_gather_object(obj: T, group: ProcessGroup | None = None) -> list[T]:
@@ -43,7 +68,7 @@ def all_gather_object(obj: T, group: ProcessGroup | None = None) -> list[T]:
         >>> fl.all_gather_object(7)
         [7]
     """
-    return of(group).all_gather_object(obj)
+    return _gathered(of(group), "all_gather_object", obj, None)
 
 
 def gather_object(obj: T, root: int = 0, group: ProcessGroup | None = None) -> list[T] | None:
@@ -55,7 +80,9 @@ def gather_object(obj: T, root: int = 0, group: ProcessGroup | None = None) -> l
         ValueError: ``root`` is no rank of the group.
         TypeError, DistributedError: as for :func:`all_gather_object`.
     """
-    return of(group).gather_object(obj, root)
+    members = of(group)
+    objects = _gathered(members, "gather_object", obj, root)
+    return objects if members.rank == root else None
 
 
 def scatter_object(
@@ -69,4 +96,112 @@ def scatter_object(
         ValueError: ``root`` is no rank of the group, or has not one object for each rank.
         TypeError, DistributedError: as for :func:`broadcast_object`.
     """
-    return of(group).scatter_object(objs, root)
+    verb, members = "scatter_object", of(group)
+    with refusing(members, verb):
+        root = check_rank(members, verb, "root", root)
+        given = _one_each(members, objs) if members.rank == root else []
+        mine, lengths = _pickled(given)
+        with members.journal.recording(verb, root=root) as record:
+            record.size = len(mine.content)
+            content = _scattered(members, mine, lengths, root)
+            return given[root] if given else _unpickled(members, verb, content, root)
+
+
+def _gathered(members: Membership, verb: str, obj: Any, root: int | None) -> list[Any]:
+    with refusing(members, verb):
+        if root is not None:
+            root = check_rank(members, verb, "root", root)
+        mine, _ = _pickled([obj])
+        steps = Steps(members.backend(), verb)
+        with members.journal.recording(verb, root=root) as record:
+            record.size = len(mine.content)
+            frames = exchange_frames(steps, mine, root)
+            _raise_problems(members, verb, dict(enumerate(frames)))
+            if root not in (None, members.rank):
+                return []
+            return [  # this rank's own object is the one that was given
+                obj if rank == members.rank else _unpickled(members, verb, frame.content, rank)
+                for rank, frame in enumerate(frames)
+            ]
+
+
+def _scattered(members: Membership, mine: Frame, lengths: Sequence[int], root: int) -> Any:
+    """Return this rank's bytes of those that ``root`` has in ``mine``, ``lengths`` for each."""
+    here, rank, size = members.rank == root, members.rank, members.size
+    steps = Steps(members.backend(), "scatter_object")
+    frame = broadcast_frame(steps, _with_lengths(mine, lengths) if here else None, root)
+    _raise_problems(members, "scatter_object", {root: frame})
+    lengths = np.frombuffer(frame.content[: 8 * size], np.int64).tolist()
+    if len(frame.content) > 8 * size:
+        end = 8 * size + sum(lengths[: rank + 1])
+        return frame.content[end - lengths[rank] : end]
+    rows, payload = (lengths, mine.content) if here else ([0] * size, b"")
+    call = Call(ALL_TO_ALL, np.frombuffer(payload, np.uint8), rows=rows)
+    return steps.start(call).wait().data
+
+
+def _one_each(members: Membership, objs: Sequence[Any] | None) -> list[Any]:
+    given = None if objs is None else list(objs)
+    if given is None or len(given) != members.size:
+        got = "None" if given is None else f"{len(given)}"
+        raise ValueError(
+            f"scatter_object: rank {members.rank} is the root and must give one object for each "
+            f"of the {members.size} ranks, got {got}"
+        )
+    return given
+
+
+def _unpickled(
+    members: Membership, verb: str, data: bytes | bytearray | memoryview, source: int
+) -> Any:
+    """Make the object of rank ``source``; what its class raises here says where it was."""
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(
+                f"[{verb}] rank {members.rank} of {members.size}: the object from rank {source} "
+                "cannot be unpickled here; import on every rank what it is made of"
+            )
+        raise
+
+
+def _raise_problems(members: Membership, verb: str, frames: Mapping[int, Frame]) -> None:
+    """Raise TypeError on every rank if one could not pickle its object: all receive its frame."""
+    problems = "; ".join(
+        f"rank {rank}: {bytes(frame.content).decode(errors='replace')}"
+        for rank, frame in frames.items()
+        if frame.is_problem
+    )
+    if problems:
+        raise TypeError(
+            f"[{verb}] rank {members.rank} of {members.size}: an object cannot be pickled "
+            f"({problems}). Nobody was given anything; give what pickle takes, such as "
+            "functions of modules instead of lambdas"
+        )
+
+
+def _pickled(objs: Sequence[Any]) -> tuple[Frame, list[int]]:
+    """Return the pickles of ``objs``, one after the other, and the length of each."""
+    buffer = io.BytesIO()
+    ends = [0]
+    try:
+        for obj in objs:
+            pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
+            ends.append(buffer.tell())
+    except Exception as error:  # noqa: BLE001  (__reduce__ may raise anything; every rank raises it)
+        return Frame.of_problem(f"{type(error).__name__}: {error}"), []
+    return Frame(buffer.getbuffer()), np.diff(ends).tolist()
+
+
+# All pickles of a scatter together are broadcast up to here: less than a second collective costs.
+_TOGETHER_BYTES = 512
+
+
+def _with_lengths(pickles: Frame, lengths: Sequence[int]) -> Frame:
+    """Return the lengths and, where they are short, the pickles."""
+    if pickles.is_problem:
+        return pickles
+    table = np.array(lengths, np.int64).tobytes()
+    payload = pickles.content if len(pickles.content) <= _TOGETHER_BYTES else b""
+    return Frame(bytearray(table + bytes(payload)))

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, overload
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from flashlight_py.device import Array
-from flashlight_py.distributed import world
-from flashlight_py.distributed.api._world import of
+from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed import membership
+from flashlight_py.distributed.apart import Apart
+from flashlight_py.distributed.arrays import (
+    as_array,
+    check_reduction,
+    dtype_code,
+    pack,
+    pack_terms,
+    parse_op,
+)
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import Op
-from flashlight_py.distributed.group import ProcessGroup
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.integers import whole
+from flashlight_py.distributed.membership import Membership
+from flashlight_py.distributed.running import (
+    COLLECTIVE,
+    collective,
+    of,
+    reduction,
+    refusing,
+    unpack_into,
+)
+from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER
+from flashlight_py.distributed.work import AllOf, Then, Work
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.group import ProcessGroup
 
 __all__ = [
     "all_reduce",
@@ -102,9 +125,9 @@ def all_reduce(
         >>> fl.all_reduce(3.5, op="max")
         3.5
     """
-    if group is None and not async_op and world.fast_all_reduce(x, scale, op) is x:
+    if group is None and not async_op and membership.fast_all_reduce(x, scale, op) is x:
         return x
-    return of(group).all_reduce(x, scale, op, async_op)
+    return collective(group, ALL_REDUCE, x, scale=scale, op=op, async_op=async_op)
 
 
 @overload
@@ -162,7 +185,22 @@ def all_reduce_multiple(
         TypeError, DistributedError: as for :func:`all_reduce`; every array is checked before
             any is sent.
     """
-    return of(group).all_reduce_multiple(xs, scale, op, async_op, contiguous)
+    members = of(group)
+    with refusing(members, "all_reduce_multiple", _Begun(xs, contiguous)):
+        xs = list(xs)
+        checked = [as_array("all_reduce_multiple", x) for x in xs]
+        for array in checked:
+            reduction(members, "all_reduce_multiple", array, op, scale)
+        if len(checked) > 1:
+            apart = Apart("all_reduce_multiple")
+            for array in checked:
+                apart.add(array)
+        if contiguous:
+            works = [_packed(members, same, op, scale) for same in _by_dtype(checked)]
+        else:
+            works = _one_by_one(members, checked, op, scale)
+        together = Then(AllOf(works), lambda _: xs)
+        return together if async_op else together.wait()
 
 
 @overload
@@ -222,7 +260,7 @@ def reduce(
         ValueError: ``root`` is no rank of the group, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    return of(group).reduce(x, root, op, scale, async_op)
+    return collective(group, REDUCE, x, root=root, op=op, scale=scale, async_op=async_op)
 
 
 @overload
@@ -301,7 +339,8 @@ def reduce_scatter(
         MismatchError: ranks passed different ``rows``, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    return of(group).reduce_scatter(x, scale, op, out, async_op, rows)
+    how: dict[str, Any] = {"scale": scale, "op": op, "rows": rows, "out": out}
+    return collective(group, REDUCE_SCATTER, x, **how, async_op=async_op)
 
 
 def all_reduce_location(
@@ -335,7 +374,22 @@ def all_reduce_location(
         >>> values.tolist(), ranks.tolist()
         ([3.0, 1.0], [0, 0])
     """
-    return of(group).all_reduce_location(x, op, async_op)
+    verb, members = "all_reduce_location", of(group)
+    with refusing(members, verb, given=[x]):
+        array = as_array(verb, x, writes=False)
+        check_reduction(verb, array.dtype, parse_op(verb, op), 1.0)
+        if op not in ("min", "max"):
+            raise ValueError(f"{verb}: op must be 'min' or 'max', got {op!r}")
+        xp = array_module(array)
+        find = xp.argmin if op == "min" else xp.argmax  # of equal ones the first
+        step = Call(ALL_GATHER, pack(array)[None], blocking=not async_op, part_of=f"{verb}({op})")
+
+        def locate(rows: Array) -> tuple[Array, Array]:
+            ranks = xp.asarray(find(rows, axis=0))
+            return xp.asarray(xp.take_along_axis(rows, ranks[None], 0)[0]), ranks
+
+        work = members.run(step)
+        return members.keep(Then(work, locate)) if async_op else locate(work.wait())
 
 
 def shared_empty(
@@ -357,4 +411,90 @@ def shared_empty(
         TypeError: the dtype cannot be sent.
         DistributedError: as for :func:`all_reduce`.
     """
-    return of(group).shared_empty(shape, dtype)
+    members = of(group)
+    with refusing(members, "shared_empty"):
+        extents, kind = _extents(shape), np.dtype(dtype)
+        dtype_code("shared_empty", kind)
+        backend = members.backend()
+        with members.journal.recording("shared_empty", like=(kind, extents)):
+            array: Array = backend.shared_empty(extents, kind)
+            return array
+
+
+def _extents(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Return a shape, as NumPy lets it be written, as a tuple."""
+    alone = whole(shape)
+    given = tuple(shape) if alone is None else (alone,)  # type: ignore[arg-type]
+    extents = tuple(extent for extent in map(whole, given) if extent is not None and extent >= 0)
+    if len(extents) < len(given):
+        raise ValueError(
+            f"shared_empty: a shape consists of integers that are not negative, got {given}"
+        )
+    return extents
+
+
+class _Begun:
+    """What other ranks begin of an all_reduce_multiple that this rank refuses."""
+
+    def __init__(self, xs: Any, contiguous: bool) -> None:
+        self._xs, self._contiguous = xs, contiguous
+
+    def __iter__(self) -> Iterator[None]:
+        held = [getattr(x, "array", x) for x in self._xs] if isinstance(self._xs, Iterable) else []
+        arrays: list[Any] = [x for x in held if hasattr(x, "dtype")]
+        count = len(arrays)
+        if self._contiguous:
+            count = len({f"{is_cupy(x)} {x.dtype}" for x in arrays})
+        elif on_gpu := sum(map(is_cupy, arrays)):  # which begin as one
+            count -= on_gpu - 1
+        return itertools.repeat(COLLECTIVE, max(1, count))
+
+
+def _one_by_one(members: Membership, arrays: list[Array], op: Op, scale: float) -> list[Work]:
+    """Reduce arrays by themselves; those on GPUs begin together, after those of the CPU."""
+    on_gpu = [array for array in arrays if is_cupy(array)]
+    how: dict[str, Any] = {"op": op, "scale": scale, "async_op": True}
+    works: list[Work] = [
+        collective(members, ALL_REDUCE, array, **how) for array in arrays if not is_cupy(array)
+    ]
+    if on_gpu:
+        works.append(_together(members, on_gpu, op, scale))
+    return works
+
+
+def _together(members: Membership, arrays: list[Array], op: Op, scale: float) -> Work:
+    """Reduce arrays of a GPU, begun as one."""
+    reduce_op, factor = reduction(members, "all_reduce_multiple", arrays[0], op, scale)
+    terms = [pack_terms(array, reduce_op) for array in arrays]
+    calls = [Call(ALL_REDUCE, *term, factor, blocking=False) for term in terms]
+    work = members.run_many(calls, "all_reduce_multiple")
+    homes = [unpack_into(array, call.array) for array, call in zip(arrays, calls, strict=True)]
+
+    def unpack(_: Any) -> None:
+        for home in filter(None, homes):
+            home()
+
+    return members.keep(Then(work, unpack))
+
+
+def _packed(members: Membership, arrays: list[Array], op: Op, scale: float) -> Work:
+    """Reduce arrays of one dtype as one."""
+    xp = array_module(arrays[0])
+    flat = xp.concatenate([array.ravel() for array in arrays])
+
+    def unpack(_: Any) -> None:
+        start = 0
+        for array in arrays:
+            array[...] = flat[start : start + array.size].reshape(array.shape)
+            start += array.size
+
+    work = collective(members, ALL_REDUCE, flat, scale=scale, op=op, async_op=True)
+    return members.keep(Then(work, unpack))
+
+
+def _by_dtype(arrays: list[Array]) -> list[list[Array]]:
+    """Group arrays that can travel together, in an order that all ranks share."""
+    groups: dict[str, list[Array]] = {}
+    for array in arrays:
+        groups.setdefault(f"{array_module(array).__name__} {array.dtype.name}", []).append(array)
+    return list(groups.values())

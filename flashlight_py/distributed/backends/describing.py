@@ -19,12 +19,11 @@ _SHAPE = 8  # dimensions that a signature has room for
 class Describer(threading.local):
     """Fills a ``signature`` (an ``fl_signature *`` of ``ffi``), natively where that is there.
 
-    Each thread has one of its own: the library reads it during the whole call. ``seconds`` is how
-    long what the thread starts may take.
+    Each thread has one of its own: the library reads it during the whole call.
     """
 
-    def __init__(self, ffi: Any, seconds: float) -> None:
-        self._ffi, self.seconds = ffi, seconds
+    def __init__(self, ffi: Any) -> None:
+        self._ffi = ffi
         self.signature = ffi.new("fl_signature *")
         self._place = int(ffi.cast("uintptr_t", self.signature))
         try:

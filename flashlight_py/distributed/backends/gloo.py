@@ -19,6 +19,7 @@ from flashlight_py.distributed.backends.interrupts import (
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
 from flashlight_py.distributed.backends.native_calls import call_in_words
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
+from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.rendezvous._peers import Peer, this_process
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Store
@@ -44,6 +45,7 @@ class GlooBackend(NativeBackend):
             in its place.
     """
 
+    kind = DistributedBackend.GLOO
     path = "Gloo over TCP"
 
     def __init__(
@@ -159,8 +161,9 @@ class GlooBackend(NativeBackend):
         raise_interruption(self.lib, handle)
         return handle
 
-    def _exchange(self, group: Any, messages: Any, results: Any, blocking: bool) -> None:
-        seconds = self._next.seconds
+    def _exchange(
+        self, group: Any, messages: Any, results: Any, seconds: float, blocking: bool
+    ) -> None:
         self.lib.fl_gloo_exchange(group, messages, len(messages), seconds, not blocking, results)
 
     def call_ahead(self, rank: int) -> str:
@@ -170,7 +173,7 @@ class GlooBackend(NativeBackend):
         ahead = group is not None and self.lib.fl_gloo_is_ahead(group, rank, call)
         return call_in_words(self.lib, call) if ahead else ""
 
-    def _give_up(self, group: Any, why: bytes) -> None:
+    def _abort(self, group: Any, why: bytes) -> None:
         self.lib.fl_gloo_give_up(group, why)
 
     def _abandon(self, group: Any) -> None:

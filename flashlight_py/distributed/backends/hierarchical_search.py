@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from flashlight_py.device import Array
-from flashlight_py.distributed.backend import Backend, Matched
+from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.hierarchical_work import FutureWork, GuardedWork
+from flashlight_py.distributed.call import Call, Matched
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.hierarchical_messages import HierarchicalMessages
@@ -25,7 +26,7 @@ _LEAVING_SECONDS = 0.5
 
 
 class AnyRank:
-    """A receive into ``array`` of what any rank sends by one of ``ways``.
+    """``call``, a receive of what any rank sends by one of ``ways``.
 
     Each of these is a backend and the ranks that its ranks are to ``owner``.
     """
@@ -34,37 +35,31 @@ class AnyRank:
         self,
         owner: HierarchicalMessages,
         ways: Sequence[tuple[Backend, Sequence[int]]],
-        array: Array,
-        tag: int,
-        partial: bool,
+        call: Call,
     ) -> None:
-        self._owner, self._ways = owner, ways
-        self._array, self._tag, self._partial = array, tag, partial
+        self._owner, self._ways, self._call = owner, ways, call
 
     def run(self, patience: float = -1.0) -> Matched | None:
-        """Receive; None where nothing has come within ``patience`` seconds, if not negative."""
+        """Receive; None where nothing has arrived within ``patience`` seconds, if not negative."""
         began = time.monotonic()
         while True:
             for backend, ranks in self._ways:
-                found = self._look(backend, _SLICE_SECONDS)
+                found = self._look(backend, patience=_SLICE_SECONDS)
                 if found is not None:
                     return found._replace(source=ranks[found.source])
             waited = time.monotonic() - began
             if 0 <= patience <= waited:
                 return None
             if waited >= self._owner.timeout:
-                self._run_late()
+                backend, ranks = self._ways[-1]  # which knows what is sent instead, and raises it
+                found = self._look(backend, seconds=_SLICE_SECONDS)
+                if found is not None:
+                    return found._replace(source=ranks[found.source])
 
-    def _look(self, backend: Backend, patience: float) -> Matched | None:
-        arguments = (self._array, None, self._tag, self._partial, True, patience)
-        found: Matched | None = GuardedWork(backend.recv_matched(*arguments), self._owner).wait()
+    def _look(self, backend: Backend, **how: Any) -> Matched | None:
+        work = backend.start(replace(self._call, blocking=True, **how))
+        found: Matched | None = GuardedWork(work, self._owner).wait()
         return found
-
-    def _run_late(self) -> None:
-        """Raise the timeout of the last way, which knows what is sent instead."""
-        backend, _ = self._ways[-1]
-        with backend.within(_SLICE_SECONDS):
-            self._look(backend, -1.0)
 
 
 class Searches:

@@ -1,4 +1,4 @@
-"""The verbs of backends with a native library, as calls of it."""
+"""Calls as a native library takes them: the signature, what is read, and where the result goes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import abc
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.arrays import require_length
-from flashlight_py.distributed.backend import Matched, Message
 from flashlight_py.distributed.backends.interrupts import raise_interruption
 from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES, NativeGroup
 from flashlight_py.distributed.backends.native_work import GATHERED, SCATTERED, NativeWork, Received
-from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.call import Call, Matched
+from flashlight_py.distributed.verbs import ALL_GATHER, GATHER, SCATTER
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 
 __all__ = ["MESSAGE_BYTES", "NativeBackend"]
@@ -25,128 +26,76 @@ __all__ = ["MESSAGE_BYTES", "NativeBackend"]
 class NativeBackend(NativeGroup):
     """A backend whose operations run in a library with the C ABI of ``csrc/common``."""
 
-    def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
-        """Reduce in rank order and in place; see ``Backend``."""
-        verb = self.lib.FL_ALL_REDUCE
-        return self._start("all_reduce", verb, array, op=op, scale=scale, blocking=blocking)
+    def start(self, call: Call) -> Work:
+        """Start ``call``; see ``Backend``."""
+        if call.refusal:
+            self._refuse(call)
+            return Done()
+        if call.is_open:
+            return self._receive_open(call)
+        form = self._reduce_sections if call.verb.reduces else self._swap_sections
+        if call.rows is None:
+            forms = {ALL_GATHER: self._gather, GATHER: self._gather, SCATTER: self._scatter}
+            form = forms.get(call.verb, self._plain)
+        return form(call)
 
-    def reduce_scatter(
-        self,
-        array: Array,
-        op: ReduceOp,
-        scale: float,
-        blocking: bool = False,
-        out: Array | None = None,
-        rows: Sequence[int] | None = None,
-    ) -> Work:
-        """Reduce in rank order; see ``Backend``."""
-        verb, mine = self.lib.FL_REDUCE_SCATTER, array.shape[0] // self.size
-        given: dict[str, Any] = {}
-        if rows is not None:
-            verb, mine = self.lib.FL_REDUCE_SCATTER_UNEVEN, rows[self.rank]
-            table = np.tile(np.array(rows, np.int64), (self.size, 1))
-            given = {"root": _digest(table), **self._sections(array, table)}
-        part = np.empty((mine, *array.shape[1:]), array.dtype) if out is None else out
-        return self._start(
-            "reduce_scatter",
-            verb,
-            array,
-            op=op,
-            scale=scale,
-            output=part,
-            result=part,
-            blocking=blocking,
-            **given,
-        )
+    def _plain(self, call: Call) -> Work:
+        """Start a verb that works in place, or whose result has a size that is known here."""
+        if call.verb.writes != "result":
+            return self._launch(call)
+        out = self._result(call, call.verb.shape(call.array.shape, self.size, None))
+        return self._launch(call, output=out, result=out)
 
-    def reduce(
-        self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
-    ) -> Work:
-        """Reduce in rank order into ``root``'s array; see ``Backend``."""
-        verb = self.lib.FL_REDUCE
-        return self._start("reduce", verb, array, op=op, scale=scale, root=root, blocking=blocking)
+    def _result(self, call: Call, shape: Any) -> Array:
+        """Return where the result of ``call`` goes: a new array of ``shape`` unless it says so."""
+        return np.empty(shape, call.array.dtype) if call.out is None else call.out
 
-    def broadcast(self, array: Array, root: int, blocking: bool = False) -> Work:
-        """Receive ``root``'s array in place; see ``Backend``."""
-        return self._start("broadcast", self.lib.FL_BROADCAST, array, root=root, blocking=blocking)
-
-    def all_gather(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
-        """Join all ranks' arrays; see ``Backend``."""
-        return self._gather("all_gather", self.lib.FL_ALL_GATHER, array, 0, blocking, out)
-
-    def gather(
-        self, array: Array, root: int, blocking: bool = False, out: Array | None = None
-    ) -> Work:
-        """Join all ranks' arrays on ``root``; see ``Backend``."""
-        return self._gather("gather", self.lib.FL_GATHER, array, root, blocking, out)
-
-    def _gather(
-        self, name: str, verb: int, array: Array, root: int, blocking: bool, out: Array | None
-    ) -> Work:
-        """Start a gather; the library fills ``out`` if what comes has its size."""
-        room = None
+    def _gather(self, call: Call) -> Work:
+        """Start a gather; the library fills ``out`` if what arrives has its size."""
+        room, out = None, call.out
         if out is not None:
             room = self.ffi.new("fl_room *", (self._pointer(out), out.nbytes))
-        wanted = verb == self.lib.FL_ALL_GATHER or self.rank == root
-        return self._start(
-            name,
-            verb,
-            array,
-            root=root,
-            output=out,
-            room=room,
-            result=GATHERED if wanted else None,
-            blocking=blocking,
-        )
+        wanted = call.verb is ALL_GATHER or self.rank == call.root
+        return self._launch(call, output=out, room=room, result=GATHERED if wanted else None)
 
-    def scatter(
-        self, array: Array | None, root: int, blocking: bool = False, out: Array | None = None
-    ) -> Work:
-        """Receive this rank's part of ``root``'s array; see ``Backend``."""
-        if array is not None and out is None:
-            out = np.empty(array.shape[1:], array.dtype)
-        return self._start(
-            "scatter",
-            self.lib.FL_SCATTER,
-            array,
-            like=out,
-            root=root,
-            output=out,
-            result=SCATTERED if out is None else out,
-            blocking=blocking,
-        )
+    def _scatter(self, call: Call) -> Work:
+        """Start a scatter: without ``out`` elsewhere than on the root, the library has the part."""
+        out = call.out
+        if call.array is not None:
+            out = self._result(call, call.array.shape[1:])
+        return self._launch(call, like=out, output=out, result=SCATTERED if out is None else out)
 
-    def all_to_all(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
-        """Exchange equal parts; see ``Backend``."""
-        got, verb = np.empty_like(array) if out is None else out, self.lib.FL_ALL_TO_ALL
-        return self._start("all_to_all", verb, array, output=got, result=got, blocking=blocking)
+    def _reduce_sections(self, call: Call) -> Work:
+        """Start a reduce_scatter of unequal parts; ranks compare a digest of them."""
+        assert call.rows is not None
+        table = np.tile(np.array(call.rows, np.int64), (self.size, 1))
+        part = self._result(call, (call.rows[self.rank], *call.array.shape[1:]))
+        sections = self._sections(call.array, table)
+        return self._launch(call, root=_digest(table), output=part, result=part, **sections)
 
-    def all_to_all_uneven(
-        self,
-        array: Array,
-        rows: Sequence[int],
-        blocking: bool = False,
-        out: Array | None = None,
-        came: list[int] | None = None,
-    ) -> Work:
-        """Exchange parts of different sizes; see ``Backend``."""
-        table = self._rows_of_all(rows)
-        come = int(table[:, self.rank].sum())
-        if came is not None:
-            came += table[:, self.rank].tolist()
-        if out is not None and out.shape[0] == come:
-            return self._exchange_sections(array, table, out, blocking)
-        got = np.empty((come, *array.shape[1:]), array.dtype)
-        work = self._exchange_sections(array, table, got, blocking)
-        if out is None:
+    def _swap_sections(self, call: Call) -> Work:
+        """Start an all_to_all of unequal parts, of which the ranks first notify each other."""
+        assert call.rows is not None
+        table = self._rows_of_all(call)
+        arrive = int(table[:, self.rank].sum())
+        if call.received is not None:
+            call.received += table[:, self.rank].tolist()
+        out: Any = call.out
+        fits = out is None or out.shape[0] == arrive
+        if not fits:
+            call = replace(call, out=None)
+        got = self._result(call, (arrive, *call.array.shape[1:]))
+        work = self._launch(call, output=got, result=got, **self._sections(call.array, table))
+        if fits:
             return work
-        return Then(work, lambda _: require_length("all_to_all", out, come, self.rank, self.size))
+        return Then(work, lambda _: require_length(call.name, out, arrive, self.rank, self.size))
 
-    def _exchange_sections(self, array: Array, table: Array, got: Array, blocking: bool) -> Work:
-        verb, sections = self.lib.FL_ALL_TO_ALL_UNEVEN, self._sections(array, table)
-        return self._start(
-            "all_to_all", verb, array, output=got, result=got, blocking=blocking, **sections
-        )
+    def _rows_of_all(self, call: Call) -> Array:
+        """Return how many rows each rank (first index) has for each; blocking."""
+        mine = np.array(call.rows, np.int64)
+        step = Call(ALL_GATHER, mine, seconds=call.seconds, part_of="all_to_all(rows=...)")
+        table: Array = self.start(step).wait().reshape(self.size, self.size)
+        return table
 
     def _sections(self, array: Array, table: Array) -> dict[str, Any]:
         """Return ``data`` and ``keep`` of a call: ``table`` has the rows of each rank for each."""
@@ -156,75 +105,49 @@ class NativeBackend(NativeGroup):
         sections = self.ffi.new("fl_sections *", (self._pointer(array), table_pointer))
         return {"data": sections, "keep": (bytes_of_all, sections)}
 
-    def _rows_of_all(self, rows: Sequence[int]) -> Array:
-        """Return how many rows each rank (first index) has for each; blocking."""
-        verb, mine = self.lib.FL_ALL_GATHER, np.array(rows, np.int64)
-        with self.part_of("all_to_all(rows=...)"):
-            work = self._start("all_to_all", verb, mine, result=GATHERED, blocking=True)
-        table: Array = work.wait().reshape(self.size, self.size)
-        return table
-
-    def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
-        """Send; ends when ``dst`` has received; see ``Backend``."""
-        return self._start("send", self.lib.FL_SEND, array, root=tag, peer=dst, blocking=blocking)
-
-    def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
-        """Receive in place; see ``Backend``."""
-        return self._start("recv", self.lib.FL_RECV, array, root=tag, peer=src, blocking=blocking)
-
-    def recv_matched(
-        self,
-        array: Array,
-        src: int | None,
-        tag: int,
-        partial: bool,
-        blocking: bool = False,
-        patience: float = -1.0,
-    ) -> Work:
-        """Receive what is found; see ``Backend``."""
-        given = {"source": -1, "partial": partial, "rows": 0, "patience": patience}
-        match, peer = self.ffi.new("fl_match *", given), -1 if src is None else src
-        verb = self.lib.FL_RECV
-        work = self._start("recv", verb, array, root=tag, peer=peer, room=match, blocking=blocking)
+    def _receive_open(self, call: Call) -> Work:
+        """Receive what is found."""
+        given = {"source": -1, "partial": call.partial, "rows": 0, "patience": call.patience}
+        match = self.ffi.new("fl_match *", given)
+        work = self._launch(call, room=match)
         return Then(work, lambda _: None if match.source < 0 else Matched(match.source, match.rows))
 
-    def exchange(self, messages: Sequence[Message], blocking: bool = False) -> Work:
-        """Send and receive several messages; blocking: on the caller's thread alone."""
-        group, thread = self._open("exchange"), self._callers.check("exchange")
-        together = self.ffi.new("fl_message[]", len(messages))
-        results = self.ffi.new("fl_op *[]", len(messages))
+    def start_many(self, calls: Sequence[Call]) -> Work:
+        """Start several messages at once, blocking ones on the caller's thread alone."""
+        if not all(call.verb.is_message for call in calls):
+            return super().start_many(calls)
+        group, thread = self._open(calls[0].name), self._callers.check(calls[0].name)
+        together = self.ffi.new("fl_message[]", len(calls))
+        results = self.ffi.new("fl_op *[]", len(calls))
         try:
             self._callers.threads.add(thread)
-            for room, message in zip(together, messages, strict=True):
-                verb = self.lib.FL_SEND if message.sends else self.lib.FL_RECV
-                self._describe("exchange", verb, message.array, ReduceOp.SUM, 1.0, message.tag)
+            for room, call in zip(together, calls, strict=True):
+                self._describe(call, call.array, call.verb.code, call.tag)
                 room.signature = self._next.signature[0]
-                room.data, room.peer = self._pointer(message.array), message.peer
+                room.data, room.peer = self._pointer(call.array), call.peer
                 room.site = self._here()[0]
-            self._exchange(group, together, results, blocking)
+            seconds, blocking = self._seconds(calls[0]), calls[0].blocking
+            self._exchange(group, together, results, seconds, blocking)
         finally:
             self._callers.threads.discard(thread)
-        works = [self._ended(*pair) for pair in zip(messages, results, strict=True)]
+        works = [self._ended(*pair) for pair in zip(calls, results, strict=True)]
         raise_interruption(self.lib, self.ffi.NULL)
         return AllOf(works)
 
     @abc.abstractmethod
-    def _exchange(self, group: Any, messages: Any, results: Any, blocking: bool) -> None:
+    def _exchange(
+        self, group: Any, messages: Any, results: Any, seconds: float, blocking: bool
+    ) -> None:
         """Exchange ``messages``; ``results`` get what ``_run`` returns of each."""
 
-    def _ended(self, message: Message, handle: Any) -> Work:
+    def _ended(self, call: Call, handle: Any) -> Work:
         """Return a message that has been exchanged, or still waits for an earlier one."""
-        array, name = message.array, "send" if message.sends else "recv"
         if handle == self.ffi.NULL:
-            return Done(array)
-        received = Received(name, array, array, None, message.tag)
-        work = NativeWork(self, name, handle, array, received, self._next.seconds)
+            return Done(call.array)
+        received = Received(call.name, call.array, call.array, None, call.tag)
+        work = NativeWork(self, call.name, handle, call.array, received, self._seconds(call))
         self._running[work] = None
         return work
-
-    def barrier(self, timeout: float | None = None) -> Work:
-        """Wait for all; ``timeout`` in seconds; see ``Backend``."""
-        return self._start("barrier", self.lib.FL_BARRIER, None, timeout=timeout, blocking=True)
 
 
 def _digest(table: Array) -> int:

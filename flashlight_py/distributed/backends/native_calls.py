@@ -1,4 +1,4 @@
-"""What ranks have called, as the native side tells it, in words."""
+"""What ranks have called, as the native side reports it, in words."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashlight_py.distributed.arrays import DTYPES
-from flashlight_py.distributed.backend import COMPOSED
+from flashlight_py.distributed.call import COMPOSED, array_in_words, in_words
 from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.verbs import BARRIER, VERBS
 
 __all__ = ["call_in_words", "number_in_words"]
 
+_VERBS = {code: verb for verb in VERBS for code in (verb.code, verb.uneven) if code}
+_SHAPE = 8  # dimensions that a signature has room for
+
 
 def number_in_words(
-    lib: Any, signatures: Any, heard: Sequence[int], numbers: Sequence[int], call: int
+    lib: Any, signatures: Any, known: Sequence[int], numbers: Sequence[int], call: int
 ) -> str:
     """Say which message it was, or which call: ``call``, if that is not 0."""
-    number = max(signatures[rank].sequence for rank in heard)
-    for sender in heard:
+    number = max(signatures[rank].sequence for rank in known)
+    for sender in known:
         if signatures[sender].verb == lib.FL_SEND:
-            receiver = next(rank for rank in heard if rank != sender)
+            receiver = next(rank for rank in known if rank != sender)
             return f"message {number} from rank {numbers[sender]} to rank {numbers[receiver]}"
     return f"call {call or number} of this group"
 
@@ -30,54 +34,19 @@ def call_in_words(lib: Any, signature: Any) -> str:
         return "something, and refused its arguments"
     if signature.part_of:
         return COMPOSED[signature.part_of - 1]
-    name = _name(lib, signature)
-    arguments = [] if signature.verb == lib.FL_BARRIER else [_array(lib, signature)]
-    if signature.verb in _reductions(lib):
-        arguments.append(f"op={ReduceOp(signature.op).name.lower()}")
-        arguments.append(f"scale={signature.scale:g}")
-    if signature.verb in (lib.FL_REDUCE, lib.FL_BROADCAST, lib.FL_GATHER, lib.FL_SCATTER):
-        arguments.append(f"root={signature.root}")
-    if signature.verb in (lib.FL_SEND, lib.FL_RECV):
-        arguments.append(f"tag={signature.root}")
-    if signature.verb == lib.FL_ALL_TO_ALL_UNEVEN:
-        arguments.append("rows=...")
-    if signature.verb == lib.FL_REDUCE_SCATTER_UNEVEN:
-        arguments.append(f"rows=#{signature.root:x}")  # equal where the rows are
-    return f"{name}({', '.join(filter(None, arguments))})"
+    verb, root = _VERBS[signature.verb], signature.root
+    rows = ""
+    if signature.verb == verb.uneven:  # of a reduction a number that is equal where the rows are
+        rows = f"#{root:x}" if verb.reduces else "..."
+    known = verb is not BARRIER and signature.ndim != lib.FL_ANY
+    about = _array(signature) if known else ""
+    return in_words(verb, about, ReduceOp(signature.op), signature.scale, root, root, rows)
 
 
-def _reductions(lib: Any) -> tuple[int, ...]:
-    scattered = lib.FL_REDUCE_SCATTER, lib.FL_REDUCE_SCATTER_UNEVEN
-    return (lib.FL_ALL_REDUCE, lib.FL_REDUCE, *scattered)
-
-
-def _name(lib: Any, signature: Any) -> str:
-    """Return the verb that a user has called."""
-    names = {
-        lib.FL_ALL_REDUCE: "all_reduce",
-        lib.FL_REDUCE: "reduce",
-        lib.FL_REDUCE_SCATTER: "reduce_scatter",
-        lib.FL_REDUCE_SCATTER_UNEVEN: "reduce_scatter",
-        lib.FL_BROADCAST: "broadcast",
-        lib.FL_ALL_GATHER: "all_gather",
-        lib.FL_GATHER: "gather",
-        lib.FL_SCATTER: "scatter",
-        lib.FL_ALL_TO_ALL: "all_to_all",
-        lib.FL_ALL_TO_ALL_UNEVEN: "all_to_all",
-        lib.FL_BARRIER: "barrier",
-        lib.FL_SEND: "send",
-        lib.FL_RECV: "recv",
-    }
-    return names.get(signature.verb, f"verb {signature.verb}")
-
-
-def _array(lib: Any, signature: Any) -> str:
-    """Describe the array of a call; nothing where the rank does not know it yet."""
-    if signature.ndim == lib.FL_ANY:
-        return ""
-    extents = [str(signature.shape[d]) for d in range(min(signature.ndim, 8))]
-    if signature.ndim > 8:
+def _array(signature: Any) -> str:
+    extents = [str(signature.shape[d]) for d in range(min(signature.ndim, _SHAPE))]
+    if signature.ndim > _SHAPE:
         # In its place is a hash of what follows: it shows that shapes differ there.
-        extents[7] = f"... #{signature.shape[7] & 0xFFFFFFFF:x}, {signature.ndim} dimensions"
-    shape = ", ".join(extents) + ("," if len(extents) == 1 else "")
-    return f"{DTYPES[signature.dtype]} ({shape})"
+        folded = signature.shape[_SHAPE - 1] & 0xFFFFFFFF
+        extents[-1] = f"... #{folded:x}, {signature.ndim} dimensions"
+    return array_in_words(DTYPES[signature.dtype], extents)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import abc
-import contextlib
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from flashlight_py.device import Array
 from flashlight_py.distributed import last_words
 from flashlight_py.distributed.arrays import dtype_code
-from flashlight_py.distributed.backend import COMPOSED, Backend
+from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.describing import Describer
 from flashlight_py.distributed.backends.interrupts import SITE_BYTES
 from flashlight_py.distributed.backends.native_errors import words_of, words_of_traceback
 from flashlight_py.distributed.backends.native_work import GATHERED, NativeWork, Received
+from flashlight_py.distributed.call import COMPOSED, Call
 from flashlight_py.distributed.call_site import Place, caller, site_of, text_at_site
-from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.verbs import BARRIER, SCATTER
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import DistributedError, GroupClosedError
 
@@ -27,12 +26,12 @@ __all__ = ["MESSAGE_BYTES", "NativeGroup"]
 
 MESSAGE_BYTES = 1024
 _ARRAY = object()
+# The numbers of the calls that others are steps of; 0: a call by itself.
+_STEPS = {"": 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
 
 
 class NativeGroup(Backend):
     """A backend whose operations run in a library with the C ABI of ``csrc/common``."""
-
-    kind = DistributedBackend.GLOO
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
         self.ffi, self.lib = native.ffi, native.lib
@@ -46,7 +45,7 @@ class NativeGroup(Backend):
         # group is closed.
         self._group: Any = None
         self._sites: dict[Place, Any] = {}
-        self._next = Describer(self.ffi, timeout)  # the call that this thread is about to make
+        self._next = Describer(self.ffi)  # the call that this thread is about to make
         self._pointer = self._next.pointer
         self._callers = Callers(self.name)
         self._running: dict[NativeWork, None] = {}  # in order; threads change it at the same time
@@ -67,25 +66,19 @@ class NativeGroup(Backend):
         ``site`` is where it was called; None: where user code is.
         """
 
-    def refuse(self, call: str) -> None:
-        """Have the others raise; see ``Backend``."""
-        self._refuse(call, self.lib.FL_BARRIER)
-
-    def refuse_message(self, call: str, peer: int, tag: int, sends: bool) -> None:
-        """Have the peer raise; see ``Backend``."""
-        self._refuse(call, self.lib.FL_SEND if sends else self.lib.FL_RECV, peer, tag)
-
-    def _refuse(self, call: str, verb: int, peer: int = -1, tag: int = 0) -> None:
+    def _refuse(self, call: Call) -> None:
+        """Take part in ``call`` as one that equals no other's: the other ranks raise."""
         group, thread = self._group, self._callers.check("refuse")
         if group is None:
             return  # it has ended, which the others know
-        site = self.ffi.new("fl_site *", {"text": text_at_site(call, SITE_BYTES)})
-        null, seconds = self.ffi.NULL, self._next.seconds
+        site = self.ffi.new("fl_site *", {"text": text_at_site(call.refusal, SITE_BYTES)})
+        null, verb = self.ffi.NULL, call.verb if call.verb.is_message else BARRIER
         try:
             self._callers.threads.add(thread)
-            self._describe("refuse", verb, None, ReduceOp.SUM, 1.0, tag)
+            self._describe(call, None, verb.code, call.tag)
             self._next.signature.ndim = self.lib.FL_REFUSED
-            handle = self._run(group, null, null, peer, seconds, blocking=False, site=site)
+            seconds = self._seconds(call)
+            handle = self._run(group, null, null, call.peer, seconds, blocking=False, site=site)
         finally:
             self._callers.threads.discard(thread)
         self.lib.fl_op_free(handle)  # it goes on; who refused knows how it ends
@@ -94,65 +87,42 @@ class NativeGroup(Backend):
     def call_ahead(self, rank: int) -> str:
         """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
 
-    @contextlib.contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
-        """Bound what is started within by ``seconds``; see ``Backend``."""
-        before, self._next.seconds = self._next.seconds, seconds
-        try:
-            yield
-        finally:
-            self._next.seconds = before
-
-    @contextlib.contextmanager
-    def part_of(self, call: str) -> Iterator[None]:
-        """Mark what is started within as steps of ``call``; see ``Backend``."""
-        signature = self._next.signature
-        before, signature.part_of = signature.part_of, 1 + COMPOSED.index(call)
-        try:
-            yield
-        finally:
-            signature.part_of = before
-
-    def _start(
+    def _launch(
         self,
-        name: str,
-        verb: int,
-        array: Array | None,
+        call: Call,
         *,
-        op: ReduceOp = ReduceOp.SUM,
-        scale: float = 1.0,
-        root: int = 0,
-        peer: int = -1,
         like: Array | None = None,
+        root: int | None = None,
         data: Any = None,
         keep: Any = None,
         output: Array | None = None,
         room: Any = None,
         result: Any = _ARRAY,
-        timeout: float | None = None,
-        blocking: bool = False,
     ) -> Work:
-        """Start ``verb`` on ``array``, described by ``like`` (else itself).
+        """Have the library run ``call``, described by ``like`` (else its array).
 
-        ``data`` and ``room`` are what the library gets in place of the addresses of array and
-        output, ``keep`` what must live as long as the operation, ``result`` what the Work gives
-        (else the array).
+        ``root`` is the number that ranks compare (else that of the root, or the tag). ``data`` and
+        ``room`` are what the library gets in place of the addresses of array and output, ``keep``
+        what must live as long as the operation, ``result`` what the Work returns (else the array).
         """
-        group, thread = self._open(name), self._callers.check(name)
-        seconds = self._next.seconds if timeout is None else timeout
+        group, thread = self._open(call.name), self._callers.check(call.name)
+        verb, array, seconds = call.verb, call.array, self._seconds(call)
+        if root is None:
+            root = call.tag if verb.is_message else call.root
         result = array if result is _ARRAY else result
         source = self._pointer(array) if data is None else data
         target = self._pointer(output) if room is None else room
+        code = verb.code if call.rows is None else verb.uneven
         try:
             self._callers.threads.add(thread)
-            self._describe(name, verb, array if like is None else like, op, scale, root)
-            handle = self._run(group, source, target, peer, seconds, blocking)
+            self._describe(call, array if like is None else like, code, root)
+            handle = self._run(group, source, target, call.peer, seconds, call.blocking)
         finally:
             self._callers.threads.discard(thread)
         if handle == self.ffi.NULL:
             return Done(output if result is GATHERED else result)
-        received = Received(name, result, array, output, root)
-        work = NativeWork(self, name, handle, (array, output, room, keep), received, seconds)
+        received = Received(call.name, result, array, output, root)
+        work = NativeWork(self, call.name, handle, (array, output, room, keep), received, seconds)
         # The library writes into the array whether or not anybody keeps the Work, also after Ctrl-C
         # has ended a blocking wait for it.
         for other in list(self._running):
@@ -160,6 +130,9 @@ class NativeGroup(Backend):
                 self.forget(other)
         self._running[work] = None
         return work
+
+    def _seconds(self, call: Call) -> float:
+        return self.timeout if call.seconds is None else call.seconds
 
     def is_calling(self) -> bool:
         """Return whether this thread is in the middle of a call; see ``Backend``."""
@@ -172,17 +145,18 @@ class NativeGroup(Backend):
             raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
         return group
 
-    def _describe(
-        self, name: str, verb: int, array: Array | None, op: ReduceOp, scale: float, root: int
-    ) -> None:
-        if array is not None:
-            code = dtype_code(name, array.dtype)
-            self._next.describe(array, verb, code, op, scale, root)
-            return
+    def _describe(self, call: Call, like: Array | None, code: int, root: int) -> None:
+        """Write the call into this thread's signature."""
         signature = self._next.signature
-        signature.verb, signature.op, signature.scale, signature.root = verb, op, scale, root
-        signature.dtype = signature.itemsize = signature.count = 0
-        signature.ndim = self.lib.FL_ANY if verb == self.lib.FL_SCATTER else 0
+        if like is not None:
+            dtype = dtype_code(call.name, like.dtype)
+            self._next.describe(like, code, dtype, call.op, call.scale, root)
+        else:
+            signature.verb, signature.op, signature.scale = code, call.op, call.scale
+            signature.root = root
+            signature.dtype = signature.itemsize = signature.count = 0
+            signature.ndim = self.lib.FL_ANY if call.verb is SCATTER else 0
+        signature.part_of = _STEPS[call.part_of]
 
     def _here(self) -> Any:
         """Return where user code has called, as the library takes it."""
@@ -207,22 +181,16 @@ class NativeGroup(Backend):
         for work in list(self._running):
             work.wait()
 
-    def give_up(self, traceback: str) -> None:
-        """Report to the others what this rank's program has raised; see ``Backend``."""
-        self._end(words_of_traceback(self, traceback))
-
-    def pass_on(self, error: DistributedError) -> None:
-        """End the group, and have the others raise ``error``; see ``Backend``."""
-        self._end(words_of(error))
-
-    def _end(self, words: str) -> None:
+    def abort(self, cause: str | DistributedError) -> None:
+        """End the group, and have the others raise; see ``Backend``."""
         group = self._group
         if group is not None:
-            self._give_up(group, words.encode(errors="replace"))
+            told = words_of_traceback(self, cause) if isinstance(cause, str) else words_of(cause)
+            self._abort(group, told.encode(errors="replace"))
 
     @abc.abstractmethod
-    def _give_up(self, group: Any, why: bytes) -> None:
-        """Let the library tell the others."""
+    def _abort(self, group: Any, why: bytes) -> None:
+        """Have the library notify the others."""
 
     def is_busy(self) -> bool:
         """Return whether something runs; see ``Backend``."""

@@ -25,7 +25,8 @@ from flashlight_py.distributed.backends.interrupts import (
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
 from flashlight_py.distributed.backends.native_calls import call_in_words
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
-from flashlight_py.distributed.exchange import BackendStore
+from flashlight_py.distributed.constants import DistributedBackend
+from flashlight_py.distributed.exchange import BackendStore, Steps
 from flashlight_py.distributed.memory_file import DIRECTORY, MemoryFile, needs_names
 from flashlight_py.distributed.recorder.fast_calls import FastCalls
 from flashlight_py.distributed.rendezvous.store import Store
@@ -48,6 +49,7 @@ class ShmBackend(NativeBackend):
             had (too small, not writable); raised on every rank.
     """
 
+    kind = DistributedBackend.SHM
     path = "shared memory"
 
     def __init__(self, store: Store, timeout: float) -> None:
@@ -122,8 +124,9 @@ class ShmBackend(NativeBackend):
         raise_interruption(self.lib, handle)
         return handle
 
-    def _exchange(self, group: Any, messages: Any, results: Any, blocking: bool) -> None:
-        seconds = self._next.seconds
+    def _exchange(
+        self, group: Any, messages: Any, results: Any, seconds: float, blocking: bool
+    ) -> None:
         self.lib.fl_shm_exchange(group, messages, len(messages), seconds, not blocking, results)
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -143,8 +146,7 @@ class ShmBackend(NativeBackend):
             return region
 
         try:
-            with self.part_of("shared_empty"):
-                region = map_together(BackendStore(self), add, self._named)
+            region = map_together(BackendStore(Steps(self, "shared_empty")), add, self._named)
         except BackendUnavailableError as error:
             _log.warning("shared_empty%s gives ordinary memory: %s", shape, error)
             return np.empty(shape, dtype)
@@ -167,7 +169,7 @@ class ShmBackend(NativeBackend):
         ahead = group is not None and self.lib.fl_shm_is_ahead(group, rank, call)
         return call_in_words(self.lib, call) if ahead else ""
 
-    def _give_up(self, group: Any, why: bytes) -> None:
+    def _abort(self, group: Any, why: bytes) -> None:
         self.lib.fl_shm_give_up(group, why)
 
     def _abandon(self, group: Any) -> None:

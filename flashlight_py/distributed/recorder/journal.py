@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from time import monotonic_ns
 from typing import Any
 
-from flashlight_py.device import Array
-from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.recorder import incidents
 from flashlight_py.distributed.recorder.fast_calls import NUMBER, FastCalls
 from flashlight_py.distributed.recorder.record import Record, What, place_of_caller
@@ -65,30 +64,23 @@ class Journal:
         """How many collectives this rank has called."""
         return self._header[NUMBER]
 
-    def run(
-        self,
-        verb: str,
-        array: Array | None,
-        call: Callable[..., Work],
-        *args: Any,
-        op: ReduceOp | None = None,
-        root: int | None = None,
-        peer: int | None = None,
-        tag: int | None = None,
-        size: int | None = None,
-        async_op: bool = False,
-    ) -> Work:
-        """Call ``call(*args)``, which starts ``verb`` on ``array``, and record it.
+    def run(self, calls: Sequence[Call], name: str, start: Callable[[], Work]) -> Work:
+        """Record ``calls``, which users know as one call of ``name`` and ``start`` starts.
 
-        Waits for the end unless ``async_op``. ``size`` is in bytes, where it is not the array's.
+        Waits for the end of blocking ones.
         """
-        number = self._count() if peer is None else 0
-        dtype, shape = (None, None) if array is None else (array.dtype, array.shape)
-        what = (self.name, number, verb, dtype, shape, op, root, peer, tag, size)
+        call, verb = calls[0], calls[0].verb
+        number = 0 if verb.is_message else self._count()
+        kinds = {_kind(each) for each in calls}
+        dtype, shape = kinds.pop() if len(kinds) == 1 else (None, None)
+        size = None if shape is not None else sum(_bytes(each) for each in calls)
+        peer, tag = (call.peer, call.tag) if verb.is_message else (None, None)
+        op, root = call.op if verb.reduces else None, call.root if verb.rooted else None
+        what = (self.name, number, name, dtype, shape, op, root, peer, tag, size)
         record = _begin(what, 3)
         try:
-            work = call(*args)
-            if async_op and not isinstance(work, Done):
+            work = start()
+            if not call.blocking and not isinstance(work, Done):
                 return _Recorded(work, record)
             value = work.wait()
         except BaseException as error:
@@ -125,6 +117,15 @@ class Journal:
     def _count(self) -> int:
         self._header[NUMBER] = number = self._header[NUMBER] + 1
         return number
+
+
+def _kind(call: Call) -> tuple[Any, Any]:
+    like = call.like
+    return (None, None) if like is None else (like.dtype, like.shape)
+
+
+def _bytes(call: Call) -> int:
+    return 0 if call.array is None else call.array.nbytes
 
 
 def _begin(what: tuple[Any, ...], depth: int) -> Record:

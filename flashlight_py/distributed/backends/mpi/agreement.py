@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.distributed.backends.mpi.calls import Call
+from flashlight_py.distributed.backends.mpi.calls import Header
 from flashlight_py.distributed.backends.mpi.failures import mismatch
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
+from flashlight_py.distributed.call import Call
 
 __all__ = ["Agreement"]
 
@@ -23,24 +24,24 @@ class Agreement:
         self._mpi, self._comm, self._progress = mpi, comm, progress
         self._size = int(comm.Get_size())
 
-    def reach(self, call: Call, where: str, number: int, site: str) -> Steps:
-        """Give what is called, at ``site``; returns what each rank told (``Call.told``).
+    def reach(self, header: Header, where: str, number: int, site: str) -> Steps:
+        """Show what is called, at ``site``; returns every rank's fact (``Header``).
 
         No rank gets past it before every rank has called. Raises ``MismatchError`` on all ranks
         if their calls do not fit.
         """
-        mine = np.array([call.digest, call.told], np.int64)
+        mine = np.array([header.digest, header.fact], np.int64)
         table = np.empty((self._size, 2), np.int64)
         yield from self._gather(mine, table, self._mpi.INT64_T)
-        keys, told = table[:, 0].tolist(), table[:, 1].tolist()
-        alike = len({value for value in told if value}) <= 1 or not call.told_alike
+        keys, facts = table[:, 0].tolist(), table[:, 1].tolist()
+        alike = len({value for value in facts if value}) <= 1 or not header.alike
         if keys.count(keys[0]) == self._size and alike:
-            return told
-        raise mismatch(where, f"call {number}", (yield from self._words(call, site)))
+            return facts
+        raise mismatch(where, f"call {number}", (yield from self._words(header.call, site)))
 
     def _words(self, call: Call, site: str) -> Steps:
         end = f" at {site}".encode()
-        text = call.text.encode()[: _TEXT_BYTES - len(end)] + end
+        text = str(call).encode()[: _TEXT_BYTES - len(end)] + end
         mine = np.frombuffer(text.ljust(_TEXT_BYTES, b"\0"), np.uint8)
         table = np.empty((self._size, _TEXT_BYTES), np.uint8)
         yield from self._gather(mine, table, self._mpi.BYTE)

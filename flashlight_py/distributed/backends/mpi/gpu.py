@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,9 @@ from flashlight_py.distributed.arrays import require_length
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend
 from flashlight_py.distributed.backends.mpi.memory import settle
-from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.constants import DistributedBackend
+from flashlight_py.distributed.verbs import BARRIER, SCATTER, SEND
 from flashlight_py.distributed.work import Then, Work
 
 __all__ = ["MpiGpuBackend"]
@@ -36,88 +38,39 @@ class MpiGpuBackend(Backend):
         self._host, self._aware = host, host.gpu_aware
         self._unfinished: list[Then] = []
 
-    def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
-        """Reduce in place; see ``Backend``."""
-        return self._in_place(array, lambda a: self._host.all_reduce(a, op, scale, blocking))
+    def start(self, call: Call) -> Work:
+        """Start ``call``; see ``Backend``."""
+        if call.refusal or call.verb is BARRIER:
+            return self._host.start(call)
+        if self._aware:
+            for array in (call.array, call.out):
+                if array is not None:
+                    settle(array)
+            return self._host.start(call)
+        given = None if call.array is None else _on_host(call.array)
+        work = self._host.start(replace(call, array=given, out=self._room(call)))
+        if call.verb is SEND:
+            return work
+        return self._keep(Then(work, functools.partial(self._bring_back, call)))
 
-    def reduce(
-        self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
-    ) -> Work:
-        """Reduce in place on ``root``."""
-        return self._in_place(array, lambda a: self._host.reduce(a, op, scale, root, blocking))
+    def _room(self, call: Call) -> Array | None:
+        """Return memory of the host for what a scatter brings, whose shape it must say."""
+        if call.verb is not SCATTER or call.out is None:
+            return None
+        return _pinned(call.out)
 
-    def broadcast(self, array: Array, root: int, blocking: bool = False) -> Work:
-        """Receive ``root``'s array in place; see ``Backend``."""
-        return self._in_place(array, lambda a: self._host.broadcast(a, root, blocking))
-
-    def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
-        """Receive in place; see ``Backend``."""
-        return self._in_place(array, lambda a: self._host.recv(a, src, tag, blocking))
-
-    def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
-        """Send; see ``Backend``."""
-        return self._host.send(self._given(array), dst, tag, blocking)
-
-    def reduce_scatter(
-        self,
-        array: Array,
-        op: ReduceOp,
-        scale: float,
-        blocking: bool = False,
-        out: Array | None = None,
-        rows: Sequence[int] | None = None,
-    ) -> Work:
-        """Reduce to this rank's part; see ``Backend``."""
-        reduce_scatter = functools.partial(self._host.reduce_scatter, op=op, scale=scale, rows=rows)
-        return self._new(reduce_scatter, array, blocking, out)
-
-    def all_gather(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
-        """Join all ranks' arrays; see ``Backend``."""
-        return self._new(self._host.all_gather, array, blocking, out)
-
-    def gather(
-        self, array: Array, root: int, blocking: bool = False, out: Array | None = None
-    ) -> Work:
-        """Join all ranks' arrays on ``root``; elsewhere the result is None."""
-        return self._new(functools.partial(self._host.gather, root=root), array, blocking, out)
-
-    def all_to_all(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
-        """Give an equal part of the first dimension to each rank; see ``Backend``."""
-        return self._new(self._host.all_to_all, array, blocking, out)
-
-    def all_to_all_uneven(
-        self,
-        array: Array,
-        rows: Sequence[int],
-        blocking: bool = False,
-        out: Array | None = None,
-        came: list[int] | None = None,
-    ) -> Work:
-        """Give ``rows[r]`` rows of ``array`` to rank r; see ``Backend``."""
-        uneven = functools.partial(self._host.all_to_all_uneven, rows=rows, came=came)
-        return self._new(uneven, array, blocking, out)
-
-    def scatter(
-        self, array: Array | None, root: int, blocking: bool = False, out: Array | None = None
-    ) -> Work:
-        """Give rank r row r of ``root``'s ``array``, into ``out`` or a new array."""
-        given = None if array is None else self._given(array)
-        if out is not None:
-            return self._in_place(out, lambda o: self._host.scatter(given, root, blocking, o))
-        work = self._host.scatter(given, root, blocking)
-        return work if self._aware else self._keep(Then(work, _to_gpu))
-
-    def refuse(self, call: str) -> None:
-        """Have the others raise; see ``Backend``."""
-        self._host.refuse(call)
-
-    def refuse_message(self, call: str, peer: int, tag: int, sends: bool) -> None:
-        """Have the peer raise; see ``Backend``."""
-        self._host.refuse_message(call, peer, tag, sends)
-
-    def barrier(self, timeout: float | None = None) -> Work:
-        """Wait for all; ``timeout`` in seconds; see ``Backend``."""
-        return self._host.barrier(timeout)
+    def _bring_back(self, call: Call, result: Any) -> Any:
+        """Copy ``result`` to the GPU: into what the caller gave, or a new array."""
+        if result is None or (call.verb.writes == "root's array" and self.rank != call.root):
+            return call.array if call.verb.in_place else None
+        target: Any = call.array if call.verb.in_place else call.out
+        if target is None:
+            return _to_gpu(result)
+        if target.shape != result.shape:
+            require_length(call.name, target, result.shape[0], self.rank, self.size)
+        target.set(result)
+        settle(target)  # the copy's memory is free from here on
+        return target
 
     def synchronize(self) -> None:
         """Block until all that was started has ended, and is back on the GPU."""
@@ -129,42 +82,6 @@ class MpiGpuBackend(Backend):
     def close(self) -> None:
         """Do nothing: the host's side is closed by whoever made it."""
         self._unfinished.clear()
-
-    def _given(self, array: Array) -> Array:
-        """Return what MPI reads: ``array`` when it is computed, or its copy on the host."""
-        if self._aware:
-            settle(array)
-            return array
-        copy = _pinned(array)
-        array.get(out=copy)  # type: ignore[attr-defined]
-        return copy
-
-    def _in_place(self, array: Array, start: Callable[[Array], Work]) -> Work:
-        given = self._given(array)
-        work = start(given)
-        if self._aware:
-            return work
-        return self._keep(Then(work, functools.partial(_bring_back, array, given)))
-
-    def _new(
-        self, verb: Callable[..., Work], array: Array, blocking: bool, out: Array | None
-    ) -> Work:
-        """Start a verb that leaves its argument as it is."""
-        if self._aware:
-            return verb(self._given(array), blocking=blocking, out=out)
-        work = verb(self._given(array), blocking=blocking)
-        if out is None:
-            return self._keep(Then(work, _to_gpu))
-        name = getattr(verb, "func", verb).__name__.removesuffix("_uneven")
-        return self._keep(Then(work, functools.partial(self._copy_into, name, out)))
-
-    def _copy_into(self, verb: str, out: Array, came: Array | None) -> Array | None:
-        if came is None:
-            return None  # a gather's result on another rank than its root
-        require_length(verb, out, came.shape[0], self.rank, self.size)
-        out.set(came)  # type: ignore[attr-defined]
-        settle(out)
-        return out
 
     def _keep(self, work: Then) -> Then:
         """Remember what is still to be copied back, also if nobody waits for it."""
@@ -181,17 +98,16 @@ def _pinned(array: Array) -> Array:
     return np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
 
 
-def _bring_back(array: Array, copy: Array, _: Any) -> Array:
-    array.set(copy)  # type: ignore[attr-defined]
-    settle(array)  # the copy's memory is free from here on
-    return array
+def _on_host(array: Array) -> Array:
+    """Return a copy of ``array`` in memory of the host, when it is computed."""
+    copy = _pinned(array)
+    array.get(out=copy)  # type: ignore[attr-defined]
+    return copy
 
 
-def _to_gpu(result: Array | None) -> Array | None:
+def _to_gpu(result: Array) -> Array:
     import cupy
 
-    if result is None:
-        return None
     on_gpu: Array = cupy.asarray(result)
     settle(on_gpu)
     return on_gpu

@@ -10,21 +10,19 @@ from dataclasses import replace
 from typing import Any
 
 from flashlight_py.distributed.backends.mpi.agreement import Agreement
-from flashlight_py.distributed.backends.mpi.calls import Call
+from flashlight_py.distributed.backends.mpi.calls import Header
 from flashlight_py.distributed.backends.mpi.failures import Farewell, late, lost
 from flashlight_py.distributed.backends.mpi.messages import Messages
 from flashlight_py.distributed.backends.mpi.notes import Kind, Notes
 from flashlight_py.distributed.backends.mpi.operation import Operation
 from flashlight_py.distributed.backends.mpi.presence import Presence
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
+from flashlight_py.distributed.call import ANY_RANK, Call
 from flashlight_py.errors import DistributedError, GroupClosedError, MismatchError
 
-__all__ = ["ANY_RANK", "Group"]
+__all__ = ["Group"]
 
 _log = logging.getLogger("flashlight_py")
-
-# The peer of a receive from any rank.
-ANY_RANK = -1
 
 # A rank may leave when a message is through for it; the other end may need a few more looks.
 _GRACE_SECONDS = 1.0
@@ -67,36 +65,26 @@ class Group:
         self._last_at = time.monotonic()
         progress.add(self)
 
-    def collective(
-        self,
-        call: Call,
-        body: Callable[[list[int]], Steps],
-        blocking: bool,
-        seconds: float | None = None,
-        needs_table: bool = False,
-    ) -> Operation:
-        """Start ``call``: when all ranks agree, ``body(what each told)`` makes the result.
-
-        ``needs_table``: the verb cannot do without the header, also where calls are not checked.
-        """
-        steps = self._collective(call, body, self._checked or needs_table)
-        return self._start(call.verb, steps, None, blocking, seconds)
+    def collective(self, call: Call, body: Callable[[list[int]], Steps]) -> Operation:
+        """Start ``call``: when all ranks agree, ``body(each one's fact)`` makes the result."""
+        steps = self._collective(Header.of(call), body)
+        return self._start(call.name, steps, None, call.blocking, call.seconds)
 
     def refuse(self, call: Call, body: Callable[[list[int]], Steps]) -> None:
         """Start ``call``, which fits no other rank's; where none are compared, end the group."""
         if self._checked:
-            self.collective(call, body, blocking=False).was_heard = True
+            self.collective(call, body).was_heard = True
         else:
-            self.give_up(f"MismatchError: {call.text}")
+            self.abort(f"MismatchError: {call}")
 
-    def _collective(self, call: Call, body: Callable[[list[int]], Steps], checked: bool) -> Steps:
-        told: list[int] = []
-        if checked:
+    def _collective(self, header: Header, body: Callable[[list[int]], Steps]) -> Steps:
+        facts: list[int] = []
+        if self._checked or header.is_needed:
             first = self._queue[0]
             number = first.call or self._begun
-            told = yield from self._agreement.reach(call, first.where, number, first.site)
-            self._last, self._last_at = f"call {number}, {call.text}", time.monotonic()
-        return (yield from body(told))
+            facts = yield from self._agreement.reach(header, first.where, number, first.site)
+            self._last, self._last_at = f"call {number}, {header.call}", time.monotonic()
+        return (yield from body(facts))
 
     def message(
         self, name: str, steps: Callable[[], Steps], peer: int, blocking: bool
@@ -273,7 +261,7 @@ class Group:
         """Return what this rank says that is itself to blame."""
         return Farewell(self._completed, (self.rank,), reason, raised=raised)
 
-    def give_up(self, traceback: str) -> None:
+    def abort(self, traceback: str) -> None:
         """End everything: this rank's program has raised."""
         with self.progress.lock:
             if not self._unusable and not self._mpi.Is_finalized():

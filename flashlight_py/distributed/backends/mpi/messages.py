@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.backend import Matched
-from flashlight_py.distributed.backends.mpi.calls import kind_of, shape_text
 from flashlight_py.distributed.backends.mpi.failures import mismatch
 from flashlight_py.distributed.backends.mpi.memory import as_bytes, chunks
 from flashlight_py.distributed.backends.mpi.notes import Kind, Notes
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
+from flashlight_py.distributed.call import Matched, array_in_words, kind_of
 from flashlight_py.distributed.call_site import call_site
 
 __all__ = ["Messages"]
@@ -204,4 +203,4 @@ class Messages:
 
 
 def _kind(array: Array) -> str:
-    return f"{kind_of(array)} {shape_text(array.shape)}"
+    return array_in_words(kind_of(array), array.shape)

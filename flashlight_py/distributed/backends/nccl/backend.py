@@ -12,9 +12,9 @@ from typing import Any
 
 from flashlight_py.device import Array
 from flashlight_py.distributed import last_words
-from flashlight_py.distributed.backend import Backend, Message
+from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl import collect
-from flashlight_py.distributed.backends.nccl.checks import Checks, asks_nobody
+from flashlight_py.distributed.backends.nccl.checks import Checks, asks
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.cpu_side import CpuSide
 from flashlight_py.distributed.backends.nccl.dtypes import BYTES, OPS
@@ -24,8 +24,23 @@ from flashlight_py.distributed.backends.nccl.reduction import Reduction
 from flashlight_py.distributed.backends.nccl.streams import CommunicationStream, Flight, Flights
 from flashlight_py.distributed.backends.nccl.watchdog import Watchdog
 from flashlight_py.distributed.backends.nccl.work import Led, StreamWork
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.verbs import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    SEND,
+    Verb,
+)
 from flashlight_py.distributed.work import Done, Then, Work
+from flashlight_py.errors import DistributedError
 
 __all__ = ["NcclBackend"]
 
@@ -59,6 +74,17 @@ class NcclBackend(Backend):
             self._stream = CommunicationStream(cupy, device)
         self._stream_handle = self._ffi.cast("cudaStream_t", self._stream.pointer)
         self._flights = Flights()
+        self._steps: dict[Verb, Callable[[Call], Work]] = {
+            ALL_REDUCE: self._all_reduce,
+            REDUCE: self._reduce,
+            REDUCE_SCATTER: self._reduce_scatter,
+            BROADCAST: self._broadcast,
+            ALL_GATHER: self._all_gather,
+            GATHER: self._gather,
+            SCATTER: self._scatter,
+            ALL_TO_ALL: self._all_to_all,
+            BARRIER: self._barrier,
+        }
         self._checks = checks
         self._watchdog = Watchdog(cupy, device, communicator, self._flights, cpu, checks)
         self._cpu = CpuSide(cpu, communicator, self._watchdog.look)
@@ -66,105 +92,96 @@ class NcclBackend(Backend):
         communicator.who_is_missing = self._cpu.who_is_missing
         communicator.look = functools.partial(self._watchdog.look, needs_all=True)
 
-    def _post(self, verb: str, array: Array | None = None, **how: Any) -> None:
+    def start(self, call: Call) -> Work:
+        """Start ``call``; see ``Backend``.
+
+        The order of a reduction's terms is NCCL's own. Gathers, a scatter, an all_to_all and
+        messages block until every rank has called (a message: its peer), even if not ``blocking``:
+        the host must know the sizes.
+        """
+        if call.refusal:
+            self._refuse(call)
+            return Done()
+        if call.verb.is_message:
+            return Then(self._exchange([call]), lambda arrays: arrays[0])
+        if call.rows is None or not call.verb.reduces:
+            self._post(call)
+        return self._steps[call.verb](call)
+
+    def start_many(self, calls: Sequence[Call]) -> Work:
+        """Start several all_reduces, or messages, as one; see ``Backend``."""
+        if calls[0].verb.is_message:
+            return self._exchange(calls)
+        for call in calls:
+            self._post(call)
+        return self._all_reduce_together(calls, [call.array for call in calls])
+
+    def _post(self, call: Call) -> None:
         """Let the others see what is called here."""
         if self._checks is not None:
-            self._checks.post(verb, array, how)
+            self._checks.post(call)
 
-    def give_up(self, traceback: str) -> None:
-        """Report to the others what this rank's program has raised; see ``Backend``."""
-        if self._checks is not None:
-            self._checks.give_up(traceback)
+    def _refuse(self, call: Call) -> None:
+        """Have the others raise. What NCCL has begun there ends this group.
 
-    def refuse(self, call: str) -> None:
-        """Have the others raise; see ``Backend``. What NCCL has begun there ends this group."""
+        Of a message the peer raises where the two compare what they have.
+        """
+        if call.verb.is_message:
+            self._cpu.refuse_message(call)
+            return
         if self._checks is not None:
-            self._checks.refuse(call)
-        if self._checks is None or not asks_nobody(call):
+            self._checks.post(call)
+        if self._checks is None or asks(call):
             self._cpu.refuse(call)
 
-    def refuse_message(self, call: str, peer: int, tag: int, sends: bool) -> None:
-        """Have the peer raise where the two compare what they have; see ``Backend``."""
-        self._cpu.refuse_message(call, peer, tag)
+    def abort(self, cause: str | DistributedError) -> None:
+        """Report to the others what this rank's program has raised; see ``Backend``."""
+        if self._checks is not None and isinstance(cause, str):
+            self._checks.give_up(cause)
 
-    def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
-        """Reduce in place; see ``Backend``. The order of the terms is NCCL's own."""
-        self._post("all_reduce", array, op=op, scale=scale)
-        return self._all_reduce([array], array, op, scale, blocking)
+    def _all_reduce(self, call: Call) -> Work:
+        return self._all_reduce_together([call], call.array)
 
-    def all_reduce_many(
-        self, arrays: Sequence[Array], op: ReduceOp, scale: float, blocking: bool = False
-    ) -> Work:
-        """Reduce all ``arrays`` in place, begun as one; see ``Backend``."""
-        for array in arrays:
-            self._post("all_reduce", array, op=op, scale=scale)
-        return self._all_reduce(arrays, list(arrays), op, scale, blocking)
+    def _all_reduce_together(self, calls: Sequence[Call], result: Any) -> Work:
+        pairs = [(call.array, call.array) for call in calls if call.array.size]
+        begin = functools.partial(self._reduce_pairs, calls[0], self.functions.ncclAllReduce, pairs)
+        return self.launch(calls[0], begin, [array for array, _ in pairs], result)
 
-    def _all_reduce(
-        self, arrays: Sequence[Array], result: Any, op: ReduceOp, scale: float, blocking: bool
-    ) -> Work:
-        pairs = [(array, array) for array in arrays if array.size]
-        begin = functools.partial(
-            self._reduce, "all_reduce", self.functions.ncclAllReduce, pairs, op, scale
-        )
-        return self.launch("all_reduce", begin, [array for array, _ in pairs], result, blocking)
-
-    def reduce_scatter(
-        self,
-        array: Array,
-        op: ReduceOp,
-        scale: float,
-        blocking: bool = False,
-        out: Array | None = None,
-        rows: Sequence[int] | None = None,
-    ) -> Work:
-        """Reduce to this rank's part; see ``Backend``. Unequal ones are reduced one by one."""
-        if rows is not None:
-            mine = self._room(out, rows[self.rank], array)
-            return collect.reduce_each(self, array, mine, op, scale, rows, blocking)
-        self._post("reduce_scatter", array, op=op, scale=scale)
-        part = self._room(out, array.shape[0] // self.size, array)
+    def _reduce_scatter(self, call: Call) -> Work:
+        """Reduce to this rank's part; unequal ones are reduced one by one."""
+        array, mine = call.array, None if call.rows is None else call.rows[self.rank]
+        part = self._room(call, call.verb.shape(array.shape, self.size, mine)[0])
+        if call.rows is not None:
+            return collect.reduce_each(self, call, part)
         pairs = [(array, part)] if array.size else []
-        function = self.functions.ncclReduceScatter
-        begin = functools.partial(self._reduce, "reduce_scatter", function, pairs, op, scale)
-        return self.launch("reduce_scatter", begin, [array, part][: 2 * len(pairs)], part, blocking)
+        begin = functools.partial(self._reduce_pairs, call, self.functions.ncclReduceScatter, pairs)
+        return self.launch(call, begin, [array, part][: 2 * len(pairs)], part)
 
-    def reduce(
-        self, array: Array, op: ReduceOp, scale: float, root: int, blocking: bool = False
-    ) -> Work:
-        """Reduce in place on ``root``; the array of every other rank stays as it is."""
-        self._post("reduce", array, op=op, scale=scale, root=root)
+    def _reduce(self, call: Call) -> Work:
+        """Reduce in place on the root; the array of every other rank stays as it is."""
+        array, root = call.array, call.root
         target = array if self.rank == root else self.empty(array.shape, array)
         pairs = [(array, target)] if array.size else []
-        begin = functools.partial(
-            self._reduce, "reduce", self.functions.ncclReduce, pairs, op, scale, root
-        )
-        return self.launch("reduce", begin, [array, target][: 2 * len(pairs)], array, blocking)
+        begin = functools.partial(self._reduce_pairs, call, self.functions.ncclReduce, pairs, root)
+        return self.launch(call, begin, [array, target][: 2 * len(pairs)], array)
 
-    def broadcast(self, array: Array, root: int, blocking: bool = False) -> Work:
-        """Receive ``root``'s array in place; see ``Backend``."""
-        self._post("broadcast", array, root=root)
+    def _broadcast(self, call: Call) -> Work:
+        array = call.array
 
         def begin() -> None:
             there = self.pointer(array)
             function = self.functions.ncclBroadcast
-            self.call("broadcast", function, there, there, array.nbytes, BYTES, root)
+            self.call(call.name, function, there, there, array.nbytes, BYTES, call.root)
 
-        return self.launch("broadcast", begin, [array] if array.size else [], array, blocking)
+        return self.launch(call, begin, [array] if array.size else [], array)
 
-    def all_gather(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
-        """Join all ranks' arrays; see ``Backend``.
-
-        Blocks until every rank has called, even if not ``blocking``: the host must know the size.
-        """
-        self._post("all_gather", array)
-        rows = self._cpu.rows_of_all("all_gather", array)
-        self._cpu.require_fit("all_gather", out, sum(rows))
-        joined = self._room(out, sum(rows), array)
+    def _all_gather(self, call: Call) -> Work:
+        array, rows = call.array, self._cpu.rows_of_all(call)
+        self._cpu.require_fit(call, call.out, sum(rows))
+        joined = self._room(call, sum(rows))
         row = joined.nbytes // max(sum(rows), 1)
         begin = functools.partial(self._gather_rows, array, joined, [row * n for n in rows])
-        kept = [array, joined] if joined.size else []
-        return self.launch("all_gather", begin, kept, joined, blocking)
+        return self.launch(call, begin, [array, joined] if joined.size else [], joined)
 
     def _gather_rows(self, array: Array, joined: Array, lengths: Sequence[int]) -> None:
         """Gather ``lengths`` bytes from each rank: unequal ones as one broadcast from each."""
@@ -181,92 +198,57 @@ class NcclBackend(Backend):
                     self.call("all_gather", lib.ncclBroadcast, source, there, length, BYTES, root)
                 start += length
 
-    def gather(
-        self, array: Array, root: int, blocking: bool = False, out: Array | None = None
-    ) -> Work:
-        """Join all ranks' arrays on ``root``; blocks until every rank has called."""
-        self._post("gather", array, root=root)
-        rows = self._cpu.rows_of_all(f"gather(root={root})", array)
-        here = self.rank == root
-        self._cpu.require_fit("gather", out if here else None, sum(rows))
-        joined = self._room(out, sum(rows), array) if here else None
-        return collect.gather(self, array, joined, rows, root, blocking)
+    def _gather(self, call: Call) -> Work:
+        rows, here = self._cpu.rows_of_all(call), self.rank == call.root
+        self._cpu.require_fit(call, call.out if here else None, sum(rows))
+        return collect.gather(self, call, self._room(call, sum(rows)) if here else None, rows)
 
-    def scatter(
-        self, array: Array | None, root: int, blocking: bool = False, out: Array | None = None
-    ) -> Work:
-        """Give each rank its part; blocks until every rank has called; see ``Backend``."""
+    def _scatter(self, call: Call) -> Work:
+        out = call.out
         if out is None:
-            assert array is not None  # other ranks know by their out that a GPU is meant
-            out = self.empty(array.shape[1:], array)
-        self._post("scatter", out, root=root)
-        self._cpu.rows_of_all(f"scatter(root={root})", out, equal=True)
-        return collect.scatter(self, array, out, root, blocking)
+            assert call.array is not None  # other ranks know by their out that a GPU is meant
+            out = self.empty(call.array.shape[1:], call.array)
+        self._cpu.rows_of_all(call, equal=True)
+        return collect.scatter(self, call, out)
 
-    def all_to_all(self, array: Array, blocking: bool = False, out: Array | None = None) -> Work:
-        """Exchange equal parts; blocks until every rank has called; see ``Backend``."""
-        self._post("all_to_all", array)
-        self._cpu.rows_of_all("all_to_all", array, equal=True)
-        rows = [array.shape[0] // self.size] * self.size
-        got = self._room(out, array.shape[0], array)
-        return collect.all_to_all(self, array, got, rows, rows, blocking)
+    def _all_to_all(self, call: Call) -> Work:
+        sends = receives = [call.array.shape[0] // self.size] * self.size
+        self._cpu.rows_of_all(call, equal=call.rows is None)
+        if call.rows is not None:
+            sends, receives = list(call.rows), self._cpu.rows_for_this_rank(call)
+            self._cpu.require_fit(call, call.out, sum(receives))
+            if call.received is not None:
+                call.received += receives
+        return collect.all_to_all(self, call, self._room(call, sum(receives)), sends, receives)
 
-    def all_to_all_uneven(
-        self,
-        array: Array,
-        rows: Sequence[int],
-        blocking: bool = False,
-        out: Array | None = None,
-        came: list[int] | None = None,
-    ) -> Work:
-        """Exchange parts of different sizes; blocks until every rank has called."""
-        self._post("all_to_all", array)
-        self._cpu.rows_of_all("all_to_all", array)
-        take = self._cpu.rows_for_this_rank(rows)
-        if came is not None:
-            came += take
-        self._cpu.require_fit("all_to_all", out, sum(take))
-        got = self._room(out, sum(take), array)
-        return collect.all_to_all(self, array, got, rows, take, blocking)
+    def _room(self, call: Call, rows: Any) -> Array:
+        """Return where the result of ``call`` goes, of ``rows`` rows."""
+        return (
+            self.empty((rows, *call.array.shape[1:]), call.array) if call.out is None else call.out
+        )
 
-    def _room(self, out: Array | None, rows: int, like: Array) -> Array:
-        return self.empty((rows, *like.shape[1:]), like) if out is None else out
-
-    def send(self, array: Array, dst: int, tag: int, blocking: bool = False) -> Work:
-        """Send; blocks until ``dst`` receives under ``tag``; see ``Backend``."""
-        return self._one(Message(True, array, dst, tag), blocking)
-
-    def recv(self, array: Array, src: int, tag: int, blocking: bool = False) -> Work:
-        """Receive in place; blocks until ``src`` sends under ``tag``; see ``Backend``."""
-        return self._one(Message(False, array, src, tag), blocking)
-
-    def _one(self, message: Message, blocking: bool) -> Work:
-        verb = "send" if message.sends else "recv"
-        return Then(self._exchange(verb, [message], blocking), lambda arrays: arrays[0])
-
-    def exchange(self, messages: Sequence[Message], blocking: bool = False) -> Work:
+    def _exchange(self, calls: Sequence[Call]) -> Work:
         """Send and receive, begun as one; blocks until the peers do their part."""
-        return self._exchange("exchange", messages, blocking)
-
-    def _exchange(self, verb: str, messages: Sequence[Message], blocking: bool) -> Work:
-        self._cpu.agree_on_messages(messages)
-        full = [message for message in in_order(messages) if message.array.size]
+        self._cpu.agree_on_messages(calls)
+        name = calls[0].name if len(calls) == 1 else "exchange"
+        full = [call for call in in_order(calls) if call.array.size]
 
         def begin() -> None:
-            with self.together(verb) if len(full) > 1 else _ALONE:
-                for sends, array, peer, _ in full:
-                    function = self.functions.ncclSend if sends else self.functions.ncclRecv
-                    self.call(verb, function, self.pointer(array), array.nbytes, BYTES, peer)
+            with self.together(name) if len(full) > 1 else _ALONE:
+                for call in full:
+                    lib, array = self.functions, call.array
+                    function = lib.ncclSend if call.verb is SEND else lib.ncclRecv
+                    there = self.pointer(array)
+                    self.call(name, function, there, array.nbytes, BYTES, call.peer)
 
-        arrays = [message.array for message in messages]
-        return self.launch(verb, begin, [message.array for message in full], arrays, blocking)
+        arrays = [call.array for call in calls]
+        return self.launch(calls[0], begin, [call.array for call in full], arrays, name)
 
-    def barrier(self, timeout: float | None = None) -> Work:
-        """Block until this rank's collectives have ended and every rank is here (seconds)."""
-        self._post("barrier")
+    def _barrier(self, call: Call) -> Work:
+        """Block until this rank's collectives have ended and every rank is here."""
         self._communicator.require("barrier")
         self.synchronize()
-        return self._cpu.barrier(timeout)
+        return self._cpu.barrier(call)
 
     def synchronize(self) -> None:
         """Block the host until every collective that this rank has started has ended."""
@@ -291,21 +273,22 @@ class NcclBackend(Backend):
 
     def launch(
         self,
-        verb: str,
+        call: Call,
         begin: Callable[[], None],
         arrays: Sequence[Array],
         result: Any,
-        blocking: bool,
+        name: str = "",
     ) -> Work:
         """Give to the device what ``begin`` calls; without ``arrays`` there is nothing to do.
 
-        ``arrays`` are all that the device reads or writes. With ``blocking`` the caller's current
+        ``arrays`` are all that the device reads or writes. A blocking call's caller's current
         stream waits at once; the host does so in neither case.
 
         Raises:
             ValueError: an array is on another device than this rank's.
             DistributedError: as :meth:`Communicator.call`.
         """
+        verb, blocking = name or call.name, call.blocking
         self._check_device(verb, arrays)
         with self._communicator.lock, self._on_device():
             self._communicator.require(verb)
@@ -373,19 +356,17 @@ class NcclBackend(Backend):
                     f"(flashlight_py.device.to_device(x, 'cuda:{self.device}'))"
                 )
 
-    def _reduce(
+    def _reduce_pairs(
         self,
-        verb: str,
+        call: Call,
         function: Callable[..., int],
         pairs: Sequence[tuple[Array, Array]],
-        op: ReduceOp,
-        scale: float,
         *root: int,
     ) -> None:
         """Reduce each pair (source, target), several of them begun as one."""
-        stream = self._stream.stream
-        parts = [Reduction(stream, source, target, op, scale) for source, target in pairs]
-        rules = [self._rule(verb, part, op) for part in parts]
+        verb, stream = call.name, self._stream.stream
+        parts = [Reduction(stream, source, target, call.op, call.scale) for source, target in pairs]
+        rules = [self._rule(verb, part, call.op) for part in parts]
         with self.together(verb) if len(parts) > 1 else _ALONE:
             for part, rule in zip(parts, rules, strict=True):
                 there = self.pointer(part.source), self.pointer(part.room)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import mmap
 import os
 import select
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl.hosts import HostsLink
 from flashlight_py.distributed.backends.nccl.ring import (
@@ -23,7 +18,7 @@ from flashlight_py.distributed.backends.nccl.ring import (
     map_rings,
 )
 from flashlight_py.distributed.backends.shm import map_together
-from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import BackendStore
 from flashlight_py.distributed.memory_file import needs_names
 from flashlight_py.distributed.people import indented_traceback, introduce, names, who_that_was
@@ -37,12 +32,11 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-__all__ = ["Checks", "asks_nobody", "begin_checks"]
+__all__ = ["Checks", "asks", "begin_checks"]
 
 _log = logging.getLogger("flashlight_py")
 
 _MISMATCH, _RAISED = 1, 2
-_UNASKED = {"all_reduce", "reduce", "reduce_scatter", "broadcast"}
 
 
 class Checks:
@@ -72,18 +66,13 @@ class Checks:
         if link is not None:
             link.start(self._rings, self._mine)
 
-    def post(self, verb: str, array: Array | None, how: Mapping[str, Any]) -> None:
-        """Tell what this rank calls; does not wait.
+    def post(self, call: Call) -> None:
+        """Show what this rank calls; does not wait.
 
         Verbs that ask the others over the CPU, and compare there, must not differ from others.
         """
-        dtype, shape = (None, None) if array is None else (array.dtype, array.shape)
-        call = describe(verb, dtype, shape, tuple(how.items()))
-        self._mine.post(call, call if verb in _UNASKED else "")
-
-    def refuse(self, call: str) -> None:
-        """Post a call that this rank refuses, which equals no other rank's."""
-        self._mine.post(call, call if asks_nobody(call) else "")
+        words = str(call)
+        self._mine.post(words, "" if asks(call) else words)
 
     def give_up(self, traceback: str) -> None:
         """Tell that this rank's program has raised."""
@@ -148,23 +137,9 @@ class Checks:
             os.close(self._ends.popitem()[1])
 
 
-def asks_nobody(call: str) -> bool:
-    """Return whether ``call`` is of a verb that is given to NCCL without asking the others."""
-    return call.partition(",")[0] in _UNASKED
-
-
-@functools.lru_cache(maxsize=1024)
-def describe(
-    verb: str,
-    dtype: np.dtype[Any] | None,
-    shape: tuple[int, ...] | None,
-    how: tuple[tuple[str, Any], ...],
-) -> str:
-    """Return a call in words, of an array if there is one, with the named arguments ``how``."""
-    if dtype is None:
-        return f"{verb}()"
-    named = (f"{name}={_value(value)}" for name, value in how)
-    return f"{verb}({', '.join([f'{dtype} {shape}', *named])})"
+def asks(call: Call) -> bool:
+    """Return whether the ranks ask each other over the CPU before NCCL is given ``call``."""
+    return not (call.verb.reduces or call.verb.in_place)
 
 
 def _end_of(process: int) -> int | None:
@@ -175,10 +150,6 @@ def _end_of(process: int) -> int | None:
         raise
     except (AttributeError, OSError):  # Python or the kernel is too old, or a sandbox forbids it
         return None
-
-
-def _value(value: Any) -> str:
-    return value.name.lower() if isinstance(value, ReduceOp) else str(value)
 
 
 def zip_known(ranks: Sequence[int], calls: Sequence[Posted | None]) -> list[tuple[int, str]]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.nccl.dtypes import BYTES
-from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.verbs import REDUCE
 from flashlight_py.distributed.work import AllOf, Then, Work
 
 if TYPE_CHECKING:
@@ -19,75 +20,57 @@ if TYPE_CHECKING:
 __all__ = ["all_to_all", "gather", "reduce_each", "scatter"]
 
 
-def reduce_each(
-    backend: NcclBackend,
-    array: Array,
-    mine: Array,
-    op: ReduceOp,
-    scale: float,
-    rows: Sequence[int],
-    blocking: bool,
-) -> Work:
-    """Reduce the first ``rows[0]`` rows of ``array`` onto rank 0, and so on; ``mine`` here."""
+def reduce_each(backend: NcclBackend, call: Call, mine: Array) -> Work:
+    """Reduce the first ``rows[0]`` rows of the array onto rank 0, and so on; ``mine`` here."""
+    assert call.rows is not None
     works, end = list[Work](), 0
-    for root, count in enumerate(rows):
-        part = array[end : end + count]
+    for root, count in enumerate(call.rows):
+        part = call.array[end : end + count]
         end += count
         if root == backend.rank:
             mine[...] = part
             part = mine
-        works.append(backend.reduce(part, op, scale, root, blocking))
+        step = Call(REDUCE, part, call.op, call.scale, root, blocking=call.blocking)
+        works.append(backend.start(step))
     return Then(AllOf(works), lambda _: mine)
 
 
-def gather(
-    backend: NcclBackend,
-    array: Array,
-    joined: Array | None,
-    rows: Sequence[int],
-    root: int,
-    blocking: bool,
-) -> Work:
-    """Fill ``joined``, which only ``root`` has, with the arrays of all ranks, of ``rows`` rows."""
+def gather(backend: NcclBackend, call: Call, joined: Array | None, rows: Sequence[int]) -> Work:
+    """Fill ``joined``, which only the root has, with the arrays of all ranks, of ``rows`` rows."""
+    array = call.array
     lengths = [n * _row(array) for n in rows]
 
     def messages() -> None:
-        _send(backend, "gather", array, 0, array.nbytes, root)
+        _send(backend, "gather", array, 0, array.nbytes, call.root)
         if joined is not None:
             _receive_all(backend, "gather", joined, lengths)
 
-    return _launch(backend, "gather", messages, [array, joined], joined, blocking)
+    return _launch(backend, call, messages, [array, joined], joined)
 
 
-def scatter(
-    backend: NcclBackend, array: Array | None, part: Array, root: int, blocking: bool
-) -> Work:
-    """Fill ``part`` with this rank's part of ``array``, which only ``root`` has, in rank order."""
+def scatter(backend: NcclBackend, call: Call, part: Array) -> Work:
+    """Fill ``part`` with this rank's part of the array that only the root has, in rank order."""
+    array = call.array
 
     def messages() -> None:
         if array is not None:
             _send_all(backend, "scatter", array, [part.nbytes] * backend.size)
-        _receive(backend, "scatter", part, 0, part.nbytes, root)
+        _receive(backend, "scatter", part, 0, part.nbytes, call.root)
 
-    return _launch(backend, "scatter", messages, [part, array], part, blocking)
+    return _launch(backend, call, messages, [part, array], part)
 
 
 def all_to_all(
-    backend: NcclBackend,
-    array: Array,
-    got: Array,
-    give: Sequence[int],
-    take: Sequence[int],
-    blocking: bool,
+    backend: NcclBackend, call: Call, got: Array, sends: Sequence[int], receives: Sequence[int]
 ) -> Work:
-    """Give rank r ``give[r]`` rows and fill ``got`` with ``take[r]`` rows of rank r."""
-    row = _row(array)
+    """Send ``sends[r]`` rows to rank r and fill ``got`` with ``receives[r]`` rows of rank r."""
+    array, row = call.array, _row(call.array)
 
     def messages() -> None:
-        _send_all(backend, "all_to_all", array, [n * row for n in give])
-        _receive_all(backend, "all_to_all", got, [n * row for n in take])
+        _send_all(backend, "all_to_all", array, [n * row for n in sends])
+        _receive_all(backend, "all_to_all", got, [n * row for n in receives])
 
-    return _launch(backend, "all_to_all", messages, [array, got], got, blocking)
+    return _launch(backend, call, messages, [array, got], got)
 
 
 def _row(array: Array) -> int:
@@ -100,18 +83,17 @@ def _row(array: Array) -> int:
 
 def _launch(
     backend: NcclBackend,
-    verb: str,
+    call: Call,
     messages: Callable[[], None],
     arrays: list[Array | None],
     result: Array | None,
-    blocking: bool,
 ) -> Work:
     def begin() -> None:
-        with backend.together(verb):
+        with backend.together(call.name):
             messages()
 
     kept = [array for array in arrays if array is not None and array.size]
-    return backend.launch(verb, begin, kept, result, blocking)
+    return backend.launch(call, begin, kept, result)
 
 
 def _send_all(backend: NcclBackend, verb: str, array: Array, lengths: Sequence[int]) -> None:

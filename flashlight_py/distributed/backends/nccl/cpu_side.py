@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.backend import Backend, Message
+from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.messages import agree_on_messages, rows_of_all
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import exchange_bytes
+from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, RECV, SEND
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import DistributedError, PeerLostError
 
@@ -34,7 +37,7 @@ class CpuSide:
         """Find out who is still there."""
         seconds = min(self._communicator.timeout, _DIAGNOSIS_SECONDS)
         try:
-            self._cpu.barrier(seconds).wait()
+            self._cpu.start(Call(BARRIER, seconds=seconds)).wait()
         except DistributedError as error:
             lost = PeerLostError if isinstance(error, PeerLostError) else None
             return lost, f"Asked over {self._cpu.path}: {error}"
@@ -43,19 +46,20 @@ class CpuSide:
             "things, or with different sizes or dtypes, which NCCL does not tell"
         )
 
-    def rows_of_all(self, verb: str, array: Array, equal: bool = False) -> list[int]:
+    def rows_of_all(self, call: Call, equal: bool = False) -> list[int]:
         """Return every rank's first dimension; see messages.py."""
         with self._asking():
-            return rows_of_all(self._cpu, verb, array, equal)
+            return rows_of_all(self._cpu, call, equal)
 
-    def rows_for_this_rank(self, rows: Sequence[int]) -> list[int]:
+    def rows_for_this_rank(self, call: Call) -> list[int]:
         """Return how many rows each rank has for this one, which has ``rows`` for them."""
+        mine = np.array(call.rows, np.int64)
         with self._asking():
-            table = self._cpu.all_gather(np.array(rows, np.int64), blocking=True).wait()
+            table = self._cpu.start(Call(ALL_GATHER, mine)).wait()
         size = self._cpu.size
         return [int(n) for n in table.reshape(size, size)[:, self._cpu.rank]]
 
-    def require_fit(self, verb: str, out: Array | None, rows: int) -> None:
+    def require_fit(self, call: Call, out: Array | None, rows: int) -> None:
         """Find out together, before anything moves, whether an ``out`` is not ``rows`` long.
 
         Raises:
@@ -65,31 +69,31 @@ class CpuSide:
         fits = out is None or out.shape[0] == rows
         problem = "" if fits else f"rank {rank} gave an out that is not {rows} rows long"
         with self._asking():
-            told = exchange_bytes(self._cpu, problem.encode())
-        wrong = [text.decode() for text in told if text]
+            problems = exchange_bytes(self._cpu, problem.encode())
+        wrong = [text.decode() for text in problems if text]
         if wrong:
             raise ValueError(
-                f"[{verb}] rank {rank} of {size}: {', '.join(wrong)}; nothing was sent"
+                f"[{call.name}] rank {rank} of {size}: {', '.join(wrong)}; nothing was sent"
             )
 
-    def agree_on_messages(self, messages: Sequence[Message]) -> None:
+    def agree_on_messages(self, calls: Sequence[Call]) -> None:
         """Wait until every peer does the counterpart of its message; see messages.py."""
         with self._asking():
-            agree_on_messages(self._cpu, messages)
+            agree_on_messages(self._cpu, calls)
 
-    def refuse(self, call: str) -> None:
+    def refuse(self, call: Call) -> None:
         """Have the others raise where they ask; see ``Backend``."""
-        self._cpu.refuse(call)
+        self._cpu.start(Call(BARRIER, refusal=call.refusal))
 
-    def refuse_message(self, call: str, peer: int, tag: int) -> None:
-        """Have ``peer`` raise, which tells and asks under ``tag``; see ``agree_on_messages``."""
-        for sends in (True, False):
-            self._cpu.refuse_message(call, peer, tag, sends)
+    def refuse_message(self, call: Call) -> None:
+        """Have the peer raise, which sends and receives under the tag: ``agree_on_messages``."""
+        for verb in (SEND, RECV):
+            self._cpu.start(replace(call, verb=verb, array=None))
 
-    def barrier(self, timeout: float | None) -> Work:
-        """Wait for every rank, up to ``timeout`` seconds."""
+    def barrier(self, call: Call) -> Work:
+        """Wait for every rank."""
         with self._asking():
-            return Done(self._cpu.barrier(timeout).wait())
+            return Done(self._cpu.start(replace(call, blocking=True)).wait())
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:

@@ -11,7 +11,9 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl.ring import Ring, Word
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import exchange_bytes
+from flashlight_py.distributed.verbs import ALL_GATHER
 from flashlight_py.errors import DistributedError
 
 __all__ = ["HostsLink"]
@@ -41,7 +43,7 @@ class HostsLink:
     def close(self) -> None:
         """End the thread, and the connection; may be repeated."""
         self._stop.set()
-        self._between.give_up("this host compares no more")  # ends a wait for the others
+        self._between.abort("this host compares no more")  # ends a wait for the others
         if self._thread is not None:
             self._thread.join()
         self._between.close()
@@ -87,8 +89,8 @@ class HostsLink:
         return np.array([-1 if each is None else each.chain for each in posted], np.int64)
 
     def _gather(self, mine: Array) -> Array:
-        told: Array = self._between.all_gather(mine, blocking=True).wait()
-        return told.reshape(self._between.size, -1)
+        rows: Array = self._between.start(Call(ALL_GATHER, mine)).wait()
+        return rows.reshape(self._between.size, -1)
 
     @staticmethod
     def _differ(chains: Array) -> bool:

@@ -14,6 +14,7 @@ from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load
 from flashlight_py.distributed.backends.nccl.meeting import Card, agree_on_outcome, meet
+from flashlight_py.distributed.exchange import Steps
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError, DistributedError
 
@@ -38,17 +39,17 @@ def join_gpus(
         DistributedError: NCCL failed, or a rank (named) did not come.
     """
     tools, card = _look(rule, first=cpu.rank == 0)
-    with cpu.within(joining):
-        unique_id = meet(cpu, card)
-        assert tools is not None  # else meet has raised the problem
-        nccl, cupy, index = tools
-        with cupy.cuda.Device(index):
-            communicator = _communicator(cpu, nccl, unique_id, joining)
-        try:
-            checks = begin_checks(cpu, connect)
-        except BaseException:
-            communicator.close()
-            raise
+    patient = Steps(cpu, seconds=joining)
+    unique_id = meet(patient, card)
+    assert tools is not None  # else meet has raised the problem
+    nccl, cupy, index = tools
+    with cupy.cuda.Device(index):
+        communicator = _communicator(patient, nccl, unique_id, joining)
+    try:
+        checks = begin_checks(patient, connect)
+    except BaseException:
+        communicator.close()
+        raise
     communicator.timeout = timeout
     return NcclBackend(cpu, communicator, cupy, index, checks)
 

@@ -95,4 +95,4 @@ class Watchdog:
         """Cut off what runs on the device, and whoever asks the others over the CPU's side."""
         self._communicator.who_is_missing = None  # that is known
         self._communicator.fail(trouble)
-        self._cpu.pass_on(trouble)
+        self._cpu.abort(trouble)

@@ -9,38 +9,38 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import MismatchError
 
-__all__ = ["SelfMail"]
+__all__ = ["SelfMessages"]
 
 
-class SelfMail:
+class SelfMessages:
     """What was sent and not yet received, and what waits to be filled, by tag and in order."""
 
     def __init__(self) -> None:
-        self._letters: defaultdict[int, deque[Array]] = defaultdict(deque)
-        self._readers: defaultdict[int, deque[_Reader]] = defaultdict(deque)
+        self._sent: defaultdict[int, deque[Array]] = defaultdict(deque)
+        self._receives: defaultdict[int, deque[_Receive]] = defaultdict(deque)
 
     def send(self, array: Array, tag: int) -> Work:
         """Fill the oldest receive under ``tag``, or keep a copy for the next one."""
-        if self._readers[tag]:
-            self._readers[tag].popleft().fill(array)
+        if self._receives[tag]:
+            self._receives[tag].popleft().fill(array)
         else:
-            self._letters[tag].append(array.copy())
+            self._sent[tag].append(array.copy())
         return Done(array)
 
     def recv(self, array: Array, tag: int, partial: bool = False) -> Work:
-        """Fill ``array`` with the oldest message under ``tag``, or with the next one to come.
+        """Fill ``array`` with the oldest message under ``tag``, or with the next one that arrives.
 
         With ``partial`` it may have fewer rows, and the result is the part that was filled.
         """
-        reader = _Reader(array, tag, partial)
-        if self._letters[tag]:
-            reader.fill(self._letters[tag].popleft())
+        receive = _Receive(array, tag, partial)
+        if self._sent[tag]:
+            receive.fill(self._sent[tag].popleft())
         else:
-            self._readers[tag].append(reader)
-        return reader
+            self._receives[tag].append(receive)
+        return receive
 
 
-class _Reader(Work):
+class _Receive(Work):
     """A receive from oneself."""
 
     def __init__(self, array: Array, tag: int, partial: bool) -> None:
@@ -48,24 +48,24 @@ class _Reader(Work):
         self._filled = False
         self._error: MismatchError | None = None
 
-    def fill(self, letter: Array) -> None:
-        """Take what was sent, if it is of the right shape and dtype."""
+    def fill(self, sent: Array) -> None:
+        """Store what was sent, if it is of the right shape and dtype."""
         array = self._array
-        if self._partial and letter.ndim == array.ndim:
-            array = array[: letter.shape[0]]
-        if letter.shape != array.shape or letter.dtype != array.dtype:
+        if self._partial and sent.ndim == array.ndim:
+            array = array[: sent.shape[0]]
+        if sent.shape != array.shape or sent.dtype != array.dtype:
             self._error = MismatchError(
-                f"[irecv] from this rank itself, under tag {self._tag}: {letter.dtype} "
-                f"{letter.shape} was sent and {array.dtype} {array.shape} is to be filled; make "
+                f"[irecv] from this rank itself, under tag {self._tag}: {sent.dtype} "
+                f"{sent.shape} was sent and {array.dtype} {array.shape} is to be filled; make "
                 "them alike"
             )
         else:
-            array[...] = letter
+            array[...] = sent
             self._array = array
             self._filled = True
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the array; it cannot come later than this, so ``timeout`` (seconds) is not used.
+        """Return the array; it cannot arrive later than this, so ``timeout`` (seconds) is not used.
 
         Raises:
             MismatchError: nothing was sent, or another shape or dtype.

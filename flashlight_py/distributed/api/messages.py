@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from flashlight_py.distributed.api._world import of
-from flashlight_py.distributed.group import ProcessGroup
-from flashlight_py.distributed.verbs.point_to_point import P2POp
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.integers import check_rank
+from flashlight_py.distributed.messaging import P2POp, begin_all, ends_of, exchange, run
+from flashlight_py.distributed.running import of, refusing
+from flashlight_py.distributed.work import AllOf, Work
 
-__all__ = ["batch_isend_irecv", "irecv", "isend", "recv", "send", "sendrecv"]
+if TYPE_CHECKING:
+    from flashlight_py.distributed.group import ProcessGroup
+
+__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "sendrecv"]
 
 X = TypeVar("X")
 
@@ -23,11 +26,13 @@ def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> N
 
     Raises:
         ValueError: ``dst`` is no other rank of the group, or ``tag`` is out of range.
-        CollectiveTimeoutError: ``dst`` did not ask for it in time; tells the tag that it asks for.
+        CollectiveTimeoutError: ``dst`` did not ask for it in time; names the tag that it asks for.
         MismatchError: ``dst`` receives another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    of(group).send(x, dst, tag)
+    members, op = of(group), P2POp("send", x, dst, tag)
+    with refusing(members, "send", [op.end], [x]):
+        run(members, op)
 
 
 def recv(
@@ -60,11 +65,14 @@ def recv(
         ValueError: ``src`` is no other rank of the group, ``tag`` is out of range, or with
             ``partial`` the array has no dimension.
         PeerLostError: ``src`` is gone, or where that is None any rank is and nothing else was sent.
-        CollectiveTimeoutError: ``src`` did not send it in time; tells the tag that it sends.
+        CollectiveTimeoutError: ``src`` did not send it in time; names the tag that it sends.
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    return of(group).recv(x, src, tag, partial)
+    members, op = of(group), P2POp("recv", x, src, tag, partial)
+    with refusing(members, "recv", [op.end], [x]):
+        filled: X = run(members, op)
+        return filled
 
 
 def isend(x: X, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Work[X]:
@@ -78,7 +86,9 @@ def isend(x: X, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Wo
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send`.
     """
-    return of(group).isend(x, dst, tag)
+    members, op = of(group), P2POp("send", x, dst, tag)
+    with refusing(members, "isend", [op.end], [x]):
+        return begin_all(members, [op])[0]
 
 
 def irecv(
@@ -97,7 +107,11 @@ def irecv(
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
-    return of(group).irecv(x, src, tag, partial)
+    members, op = of(group), P2POp("recv", x, src, tag, partial)
+    with refusing(members, "irecv", [op.end], [x]):
+        work = begin_all(members, [op])[0]
+        work.source = op.peer
+        return work
 
 
 def sendrecv(
@@ -135,7 +149,12 @@ def sendrecv(
         >>> fl.sendrecv(x, (rank + 1) % size, out, (rank - 1) % size)  # a ring of one
         array([0, 1, 2])
     """
-    return of(group).sendrecv(x, dst, out, src, tag, recv_tag)
+    members, sending = of(group), P2POp("send", x, dst, tag)
+    receiving = P2POp("recv", out, src, tag if recv_tag is None else recv_tag)
+    with refusing(members, "sendrecv", [sending.end, receiving.end], [x, out]):
+        check_rank(members, "sendrecv", "src", src)
+        filled: X = exchange(members, sending, receiving)
+        return filled
 
 
 def batch_isend_irecv(ops: Sequence[P2POp], group: ProcessGroup | None = None) -> Work[list[Any]]:
@@ -151,4 +170,6 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: ProcessGroup | None = None) -
         ValueError: an array that is filled shares memory with another one, or as for :func:`recv`.
         TypeError, DistributedError: as for :func:`send` and :func:`recv`.
     """
-    return of(group).batch_isend_irecv(ops)
+    members, given = of(group), [getattr(op, "x", None) for op in ops]
+    with refusing(members, "batch_isend_irecv", ends_of(ops), given):
+        return AllOf(begin_all(members, ops))

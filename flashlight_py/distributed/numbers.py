@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.work import Then
 
-__all__ = ["NUMBERS", "of_number", "require_room"]
+__all__ = ["NUMBERS", "as_number", "require_bits"]
 
 NUMBERS = (bool, int, float, complex, np.generic)
 """Python's numbers, and NumPy's scalars."""
@@ -19,25 +18,20 @@ NUMBERS = (bool, int, float, complex, np.generic)
 _LIMIT = 2**63
 
 
-def of_number(verb: str, x: Any, call: Callable[[Array], Any], async_op: bool) -> Any:
-    """Return what ``call`` makes of ``x`` as an array, as a number of the kind of ``x``.
+def as_number(verb: str, x: Any) -> tuple[Array, Callable[[], Any]]:
+    """Return ``x`` as an array, and what makes a number of the kind of ``x`` of it again.
 
     Python's numbers travel as bool, int64, float64 and complex128, NumPy's scalars as they are.
 
     Raises:
         OverflowError: ``x`` is an int beyond 64 bits.
     """
-    require_room(verb, x)
+    require_bits(verb, x)
     array = np.array(x, np.int64 if type(x) is int else None)
-    done = call(array)
-
-    def number(_: Any) -> Any:
-        return array[()] if isinstance(x, np.generic) else array.item()
-
-    return Then(done, number) if async_op else number(None)
+    return array, (lambda: array[()]) if isinstance(x, np.generic) else array.item
 
 
-def require_room(verb: str, x: Any, op: str = "", scale: float = 1.0, size: int = 1) -> None:
+def require_bits(verb: str, x: Any, op: str = "", scale: float = 1.0, size: int = 1) -> None:
     """Refuse a Python int whose reduction could pass 64 bits, where NumPy's would wrap around.
 
     Each rank looks at its own, as if all ``size`` had the same: then none passes.

@@ -1,0 +1,157 @@
+"""``scatter``: the root alone has an array, of which the others know nothing beforehand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from flashlight_py.device import Array, array_module
+from flashlight_py.distributed.arrays import as_array, dtype_code, dtype_of_code, pack
+from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.exchange import Steps, exchange_bytes
+from flashlight_py.distributed.integers import check_rows, each_rank, require_equal_parts
+from flashlight_py.distributed.membership import Membership
+from flashlight_py.distributed.running import NO_OUTPUT, Output, finish_into, output, pack_apart
+from flashlight_py.distributed.verbs import ALL_TO_ALL, SCATTER
+from flashlight_py.distributed.work import Work
+from flashlight_py.errors import MismatchError
+
+__all__ = ["Scatter"]
+
+_DIMENSIONS = 8  # that travel with the call, so that ranks need not know the shape
+
+
+class Scatter:
+    """A scatter of ``xs``, which counts on rank ``root`` of ``members`` alone."""
+
+    def __init__(self, members: Membership, xs: Any, root: int, out: Any, async_op: bool) -> None:
+        self._members, self._root, self._out, self._async = members, root, out, async_op
+        self._here = members.rank == root
+        self._xs = xs
+        if self._here and xs is None:
+            raise ValueError(
+                f"scatter: rank {members.rank} is the root and must give the arrays, got None"
+            )
+
+    def equal(self) -> Any:
+        """Do it with equal parts; returns this rank's, or a Work."""
+        whole = self._whole() if self._here else None
+        like = whole[0] if whole is not None else self._like_out()
+        space = NO_OUTPUT if like is None else output("scatter", self._out, like, like.shape)
+        sent = None if whole is None else pack_apart(whole, space)
+        call = Call(SCATTER, sent, root=self._root, out=space.packed, blocking=not self._async)
+        return finish_into(self._members, call, self._members.run(call), space)
+
+    def _like_out(self) -> Array | None:
+        return None if self._out is None else as_array("scatter", self._out)
+
+    def _whole(self) -> Array:
+        """Return what the root scatters as one array of shape (size, part's shape)."""
+        if isinstance(self._xs, list | tuple):
+            return self._stacked(self._xs)
+        array, size = as_array("scatter", self._xs, writes=False), self._members.size
+        require_equal_parts("scatter", array, size)
+        return _limited(pack(array).reshape(size, array.shape[0] // size, *array.shape[1:]))
+
+    def _stacked(self, xs: Sequence[Any]) -> Array:
+        size = self._members.size
+        if len(xs) != size:
+            raise ValueError(f"scatter: one array for each of the {size} ranks, got {len(xs)}")
+        arrays = [as_array("scatter", x, writes=False) for x in xs]
+        first = arrays[0]
+        for rank, array in enumerate(arrays):
+            if array.shape != first.shape or array.dtype != first.dtype:
+                raise ValueError(
+                    f"scatter: all parts must be alike; that for rank 0 is {first.dtype} "
+                    f"{first.shape}, that for rank {rank} {array.dtype} {array.shape}. Where only "
+                    "first dimensions differ, pass rows= on every rank"
+                )
+        stacked: Array = array_module(first).stack(arrays)
+        return _limited(pack(stacked))
+
+    def uneven(self, rows: Iterable[object]) -> Any:
+        """Do it with ``rows[r]`` rows for rank r: the ranks agree on the kind, then move them."""
+        array = None
+        if self._here:
+            array = _joined(self._xs)
+            counts = check_rows("scatter", array, rows, self._members.size)
+            _check_parts(self._xs, counts)
+        else:
+            counts = each_rank("scatter", rows, self._members.size)
+        like, space = array if array is not None else self._like_out(), NO_OUTPUT
+        if like is not None:
+            shape = (counts[self._members.rank], *like.shape[1:])
+            space = output("scatter", self._out, like, shape)
+        call = Call(SCATTER, root=self._root, out=like, blocking=not self._async)
+        start = lambda: self._move(array, like, counts, space)  # noqa: E731
+        work = self._members.journal.run([call], "scatter", start)
+        return finish_into(self._members, call, work, space)
+
+    def _move(
+        self, array: Array | None, like: Array | None, counts: list[int], space: Output
+    ) -> Work:
+        code, shape = self._agree(like, counts)
+        if array is None:  # this rank has nothing to send
+            library: Any = array_module(space.packed)
+            array = library.empty((0, *shape), dtype_of_code(code))
+            counts = [0] * self._members.size
+        sent = pack_apart(array, space)
+        call = Call(ALL_TO_ALL, sent, rows=counts, out=space.packed, blocking=not self._async)
+        return self._members.backend(sent).start(call)
+
+    def _agree(self, like: Array | None, counts: list[int]) -> tuple[int, list[int]]:
+        """Return the dtype's code and the dimensions after the first of what the root gives.
+
+        Raises:
+            MismatchError: a rank gave other ``rows``, or an ``out`` of another kind; on every rank.
+        """
+        kind = None if like is None else [dtype_code("scatter", like.dtype), list(like.shape[1:])]
+        members, root = self._members, self._root
+        mine = json.dumps([counts, root, kind]).encode()
+        texts = exchange_bytes(Steps(members.backend(), "scatter(rows=...)"), mine)
+        calls = [json.loads(text) for text in texts]
+        measure = calls[root]
+        if any(call[:2] != measure[:2] or call[2] not in (None, measure[2]) for call in calls):
+            listed = "; ".join(f"rank {r} called {_in_words(*c)}" for r, c in enumerate(calls))
+            raise MismatchError(
+                f"[scatter] rank {members.rank} of {members.size}: the ranks called different "
+                f"things: {listed}. Nothing was sent; make every rank call the same"
+            )
+        code, shape = measure[2]
+        return code, shape
+
+
+def _in_words(counts: list[int], root: int, kind: list[Any] | None) -> str:
+    what = "" if kind is None else f"{dtype_of_code(kind[0])} rows of {tuple(kind[1])}, "
+    return f"scatter({what}rows={counts}, root={root})"
+
+
+def _joined(xs: Any) -> Array:
+    """Return what the root scatters as one array."""
+    if not isinstance(xs, list | tuple):
+        return as_array("scatter", xs, writes=False)
+    arrays = [as_array("scatter", x, writes=False) for x in xs]
+    kinds = {(array.dtype, array.shape[1:], array.ndim > 0) for array in arrays}
+    if len(kinds) != 1 or not arrays[0].ndim:
+        got = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
+        raise ValueError(f"scatter: with rows= only first dimensions may differ; got {got}")
+    joined: Array = array_module(arrays[0]).concatenate(arrays)
+    return joined
+
+
+def _check_parts(xs: Any, counts: list[int]) -> None:
+    if isinstance(xs, list | tuple) and [len(x) for x in xs] != counts:
+        raise ValueError(
+            f"scatter: rows={counts}, and the parts have {[len(x) for x in xs]} rows; make them "
+            "the same"
+        )
+
+
+def _limited(whole: Array) -> Array:
+    if whole.ndim > _DIMENSIONS + 1:
+        raise ValueError(
+            f"scatter: a part has at most {_DIMENSIONS} dimensions, got shape "
+            f"{whole.shape[1:]}; reshape it"
+        )
+    return whole

@@ -1,0 +1,126 @@
+"""The verbs as a table: what each takes and writes, and in what its ranks may differ.
+
+One row describes a verb to everything that has to do with verbs in general: preparing arguments
+(``running.py``), the native signature, the flight record, comparing the calls of ranks, wording
+(``call.py``), the methods of ``ProcessGroup``, tests and benchmarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "ALL_TO_ALL",
+    "BARRIER",
+    "BROADCAST",
+    "GATHER",
+    "RECV",
+    "REDUCE",
+    "REDUCE_SCATTER",
+    "SCATTER",
+    "SEND",
+    "VERBS",
+    "Shape",
+    "Verb",
+]
+
+Shape: TypeAlias = "tuple[int | None, ...]"
+"""Dimensions; the first is None where it is known only when all ranks have called."""
+
+
+def _same(shape: tuple[int, ...], size: int, rows: int | None) -> Shape:
+    return shape
+
+
+def _part(shape: tuple[int, ...], size: int, rows: int | None) -> Shape:
+    return (shape[0] // size if rows is None else rows, *shape[1:])
+
+
+def _joined(shape: tuple[int, ...], size: int, rows: int | None) -> Shape:
+    return (None, *shape[1:])
+
+
+def _exchanged(shape: tuple[int, ...], size: int, rows: int | None) -> Shape:
+    return shape if rows is None else (None, *shape[1:])
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, which is fast
+class Verb:
+    """A row of the table.
+
+    Args:
+        name: that of the public function.
+        code: what the native libraries call it (csrc/common/types.cdef.h).
+        takes: its arguments beside the array, in the order in which messages list them.
+        writes: ``"array"``: in place, the result is the array; ``"root's array"``: the same on the
+            root alone; ``"result"``: a new array, or ``out``; ``"root's result"``: the same on the
+            root alone; ``""``: nothing here.
+        shape: that of the result: of an array of ``shape``, ``size`` ranks, and, where parts are
+            unequal, the ``rows`` of this rank.
+        cuts: the first dimension is cut into a part for each rank.
+        ragged: the first dimensions of the ranks may differ.
+        uneven: the code where ``rows`` are given; 0: the same.
+        numbers: a number may stand for the array.
+        lists: several arrays may, in a list or tuple.
+    """
+
+    name: str
+    code: int
+    takes: tuple[str, ...] = ()
+    writes: Literal["array", "root's array", "result", "root's result", ""] = "array"
+    shape: Callable[[tuple[int, ...], int, int | None], Shape] = _same
+    cuts: bool = False
+    ragged: bool = False
+    uneven: int = 0
+    numbers: bool = False
+    lists: bool = False
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it combines the ranks' arrays."""
+        return "op" in self.takes
+
+    @property
+    def rooted(self) -> bool:
+        """Whether one rank is special."""
+        return "root" in self.takes
+
+    @property
+    def is_message(self) -> bool:
+        """Whether two ranks take part and not all of them."""
+        return "tag" in self.takes
+
+    @property
+    def in_place(self) -> bool:
+        """Whether what it writes is the array that it is given."""
+        return self.writes.endswith("array")
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+ALL_REDUCE = Verb("all_reduce", 1, ("op", "scale"), numbers=True)
+REDUCE = Verb("reduce", 8, ("op", "scale", "root"), "root's array", numbers=True)
+REDUCE_SCATTER = Verb(
+    *("reduce_scatter", 2, ("op", "scale", "rows"), "result", _part),
+    cuts=True,
+    uneven=13,
+    lists=True,
+)
+BROADCAST = Verb("broadcast", 3, ("root",), numbers=True)
+ALL_GATHER = Verb("all_gather", 4, (), "result", _joined, ragged=True, lists=True)
+GATHER = Verb("gather", 9, ("root",), "root's result", _joined, ragged=True)
+SCATTER = Verb("scatter", 10, ("root",), "result")
+ALL_TO_ALL = Verb("all_to_all", 11, ("rows",), "result", _exchanged, cuts=True, uneven=12)
+BARRIER = Verb("barrier", 5, (), "")
+SEND = Verb("send", 6, ("tag",), "")
+RECV = Verb("recv", 7, ("tag",), "array")
+
+VERBS = (
+    *(ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL),
+    *(BARRIER, SEND, RECV),
+)

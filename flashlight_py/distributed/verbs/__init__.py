@@ -1,1 +1,0 @@
-"""What a process group can do, one family of verbs per file."""
