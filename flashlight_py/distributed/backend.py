@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class Backend(abc.ABC):
 
         The result is the list of theirs. All are ``blocking`` or none is.
         """
-        return AllOf([self.start(call) for call in calls])
+        return AllOf([self.start(replace(call, blocking=False)) for call in calls])
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new NumPy array, not initialised, that is cheap to reduce. Collective."""

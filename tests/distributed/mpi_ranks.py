@@ -15,7 +15,7 @@ from flashlight_py.distributed.backends.mpi.joining import join
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import BackendStore
 from flashlight_py.distributed.rendezvous.sub_store import SubStore
-from flashlight_py.distributed.verbs import RECV, SEND
+from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, RECV, SEND
 from flashlight_py.distributed.world import current_world
 from tests.distributed.conformance import assert_equal, combined, values
 
@@ -180,8 +180,8 @@ def half_of_the_world(rank: int, size: int) -> Any:
     place = [0, None, 1][rank] if rank == 1 else {2: 0, 0: 1}[rank]
     assert (group.rank, group.size) == (place, 2)
     x = np.full(3, float(rank))
-    group.all_reduce(x, ReduceOp.SUM, 1.0, True).wait()
-    gathered = group.all_gather(np.array([rank]), True).wait()
+    group.start(Call(ALL_REDUCE, x)).wait()
+    gathered = group.start(Call(ALL_GATHER, np.array([rank]))).wait()
     group.close()
     fl.barrier()
     return x.tolist(), gathered.tolist()

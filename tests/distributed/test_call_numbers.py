@@ -68,7 +68,7 @@ def differ(group: Any, name: str) -> None:
 
 def calls_of(group: Any) -> int:
     (found,) = [
-        journal.groups()[name]["calls"] for name in journal.groups() if name == group._journal.name
+        journal.groups()[name]["calls"] for name in journal.groups() if name == group.journal.name
     ]
     return int(found)
 

@@ -25,6 +25,7 @@ from flashlight_py.distributed.api.movement import (
     gather,
     scatter,
 )
+from flashlight_py.distributed.api.multiple import all_reduce_multiple
 from flashlight_py.distributed.api.objects import (
     all_gather_object,
     broadcast_object,
@@ -34,7 +35,6 @@ from flashlight_py.distributed.api.objects import (
 from flashlight_py.distributed.api.reductions import (
     all_reduce,
     all_reduce_location,
-    all_reduce_multiple,
     reduce,
     reduce_scatter,
     shared_empty,

@@ -99,6 +99,11 @@ class HierarchicalBackend(HierarchicalMessages):
             BROADCAST: self._broadcast,
             REDUCE: self._reduce,
         }
+        self._steps = {
+            ALL_REDUCE: self._all_reduce,
+            BROADCAST: self._broadcast,
+            REDUCE: self._reduce,
+        }
         self._thread: ThreadPoolExecutor | None = None
         self._searches = Searches()
         self._running: list[FutureWork] = []
@@ -109,12 +114,7 @@ class HierarchicalBackend(HierarchicalMessages):
             return self.message(call)
         if call.refusal:
             return self._refuse(call)
-        steps: dict[Verb, Callable[[Call], Any]] = {
-            ALL_REDUCE: self._all_reduce,
-            BROADCAST: self._broadcast,
-            REDUCE: self._reduce,
-        }
-        run = steps.get(call.verb, self._flatly)
+        run: Callable[[Call], Any] = self._steps.get(call.verb, self._flatly)
         if call.verb is BARRIER and self._agreement is not None:
             run = _nothing  # to agree on it is to have arrived
         return self._start(call, lambda: run(call))
