@@ -10,9 +10,9 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.agreement import between_hosts
 from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
-from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.backends.single import SingleBackend
+from flashlight_py.distributed.devices import DeviceRule
 from flashlight_py.distributed.hosts import address_to_bind, host_identity
 from flashlight_py.distributed.people import introduce
 from flashlight_py.distributed.rendezvous.store import Store

@@ -14,9 +14,9 @@ from typing import Any
 from flashlight_py import _native
 from flashlight_py.cores import fair_share
 from flashlight_py.distributed import blas, last_words, open_groups
-from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.connect import connect, gpu_joiner
 from flashlight_py.distributed.constants import DistributedInit
+from flashlight_py.distributed.devices import DeviceRule
 from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.hosts import host_identity, local_place
 from flashlight_py.distributed.init_method import read_init_method

@@ -9,6 +9,7 @@ from typing import Any
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import as_array, dtype_code, dtype_of_code, pack
 from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.control.wording import different_calls
 from flashlight_py.distributed.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.integers import check_rows, each_rank, require_equal_parts
 from flashlight_py.distributed.membership import Membership
@@ -113,10 +114,10 @@ class Scatter:
         calls = [json.loads(text) for text in texts]
         measure = calls[root]
         if any(call[:2] != measure[:2] or call[2] not in (None, measure[2]) for call in calls):
-            listed = "; ".join(f"rank {r} called {_in_words(*c)}" for r, c in enumerate(calls))
+            where = f"[scatter] rank {members.rank} of {members.size}"
+            words = [_in_words(*call) for call in calls]
             raise MismatchError(
-                f"[scatter] rank {members.rank} of {members.size}: the ranks called different "
-                f"things: {listed}. Nothing was sent; make every rank call the same"
+                different_calls(where, "this call", enumerate(words), "Nothing was sent")
             )
         code, shape = measure[2]
         return code, shape

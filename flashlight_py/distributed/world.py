@@ -7,12 +7,11 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashlight_py.distributed import blas, membership
-from flashlight_py.distributed.backends.nccl import devices
-from flashlight_py.distributed.backends.nccl.devices import DeviceRule
+from flashlight_py.distributed import blas, devices, membership
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.call_site import caller
 from flashlight_py.distributed.constants import DistributedBackend
+from flashlight_py.distributed.devices import DeviceRule
 from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.rendezvous.singleton import ALONE, announced
 

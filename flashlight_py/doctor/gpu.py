@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flashlight_py.distributed.backends.nccl.devices import cuda
 from flashlight_py.distributed.backends.nccl.library import load, version_text
+from flashlight_py.distributed.devices import cuda
 from flashlight_py.doctor.finding import Finding, State
 from flashlight_py.errors import BackendUnavailableError
 

@@ -15,7 +15,7 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.call_site import call_site
-from flashlight_py.distributed.people import names
+from flashlight_py.distributed.control.wording import different_calls
 from flashlight_py.distributed.verbs import ALL_GATHER, BROADCAST
 from flashlight_py.errors import MismatchError
 
@@ -98,16 +98,9 @@ class Agreement:
         if call.seconds is not None:
             text.seconds = between_hosts(call.seconds)
         rows = self._flat.start(text).wait().reshape(-1, _TEXT_BYTES)
-        groups: dict[str, list[int]] = {}
-        for rank, row in enumerate(rows):
-            called = row.tobytes().rstrip(b"\0").decode(errors="replace")
-            groups.setdefault(called, []).append(rank)
-        listed = "; ".join(f"{names(ranks)} called {called}" for called, ranks in groups.items())
-        return (
-            f"[{call.name}] rank {self._flat.rank} of {self._flat.size}: the ranks called "
-            f"different things in call {number} of this group: {listed}. Nothing was changed; make "
-            "every rank call the same"
-        )
+        calls = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+        where = f"[{call.name}] rank {self._flat.rank} of {self._flat.size}"
+        return different_calls(where, f"call {number} of this group", enumerate(calls))
 
 
 def _digest(key: str) -> bytes:

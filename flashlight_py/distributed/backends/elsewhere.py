@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flashlight_py.distributed import last_words
-from flashlight_py.distributed.people import names
+from flashlight_py.distributed.control.wording import names
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.native_group import NativeGroup

@@ -25,7 +25,7 @@ from flashlight_py.distributed.backends.hierarchical_work import FutureWork
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.call_site import Place, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.people import names
+from flashlight_py.distributed.control.wording import names
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, BROADCAST, REDUCE
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import (

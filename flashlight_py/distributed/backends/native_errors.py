@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from flashlight_py.distributed.backends.elsewhere import waits_elsewhere
 from flashlight_py.distributed.backends.native_calls import call_in_words, number_in_words
-from flashlight_py.distributed.people import indented_traceback, names, who_that_was
+from flashlight_py.distributed.control.wording import (
+    UNUSABLE,
+    did_not_join,
+    different_calls,
+    indented_traceback,
+    names,
+    raised,
+    who_that_was,
+)
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -23,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["failure", "words_of", "words_of_traceback"]
 
 _MAX_MISSING = 64
-_UNUSABLE = "This group cannot be used again"
 # What words for others begin with: the class of error that they are.
 _LOST, _LATE = "P", "T"
 
@@ -48,7 +55,7 @@ def failure(
     if status == lib.FL_PEER_LOST:
         return PeerLostError(
             f"{where}: lost {who} ({text}){who_that_was(missing, backend.people)}. It died, exited "
-            f"or closed its connection: look at its own output. {_UNUSABLE}"
+            f"or closed its connection: look at its own output. {UNUSABLE}"
         )
     if status == lib.FL_TIMEOUT:
         return _late(where, backend, handle, missing, f"{seconds:g} seconds", text, number)
@@ -62,12 +69,8 @@ def words_of_traceback(backend: NativeGroup, traceback: str) -> str:
 
     Its first line is the exception.
     """
-    summary, _, lines = traceback.partition("\n")
     who = f"rank {backend.numbers[backend.rank]}"
-    return (
-        f"{_LOST}lost {who}{who_that_was([backend.rank], backend.people)}: it raised {summary}. "
-        f"{_UNUSABLE}\n\nThe traceback of {who}:\n{lines}"
-    )
+    return _LOST + raised(who, who_that_was([backend.rank], backend.people), traceback)
 
 
 def words_of(error: DistributedError) -> str:
@@ -82,19 +85,15 @@ def _as_told(where: str, words: str) -> DistributedError:
 
 
 def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> str:
-    """List what the ranks called, ranks that agree on one line."""
+    """List what the ranks called."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
-    groups: dict[str, list[int]] = {}
-    heard = [rank for rank in range(backend.size) if signatures[rank].sequence]
-    for rank in heard:
-        call = _call_and_site(backend, handle, signatures[rank], rank)
-        groups.setdefault(call, []).append(rank)
-    calls = "; ".join(f"{_names(backend, ranks)} called {call}" for call, ranks in groups.items())
-    which = number_in_words(lib, signatures, heard, backend.numbers, number)
-    return (
-        f"{where}: the ranks called different things in {which}: {calls}. Nothing was changed; "
-        "make every rank call the same"
-    )
+    known = [rank for rank in range(backend.size) if signatures[rank].sequence]
+    calls = [
+        (backend.numbers[rank], _call_and_site(backend, handle, signatures[rank], rank))
+        for rank in known
+    ]
+    which = number_in_words(lib, signatures, known, backend.numbers, number)
+    return different_calls(where, which, calls)
 
 
 def _names(backend: NativeGroup, ranks: Sequence[int]) -> str:
@@ -124,17 +123,15 @@ def _late(
     if elsewhere:
         return MismatchError(
             f"{where}: the ranks called verbs of different groups: {_own_call(backend, handle)}; "
-            f"{elsewhere}. They waited {limit} for each other. {_UNUSABLE}; make every rank call "
+            f"{elsewhere}. They waited {limit} for each other. {UNUSABLE}; make every rank call "
             "the same, in the same order",
             group_lives=False,
         )
     who = _names(backend, missing) if missing else "another rank"
     last = _last_calls(backend, handle, missing, number)
+    people = who_that_was(missing, backend.people)
     return CollectiveTimeoutError(
-        f"{where}: {who} did not join within {limit} ({text})"
-        f"{who_that_was(missing, backend.people)}. {last}It is "
-        "stuck, slow, or called something else; a longer limit is params={'TIMEOUT': seconds} of "
-        f"distributed_init, or timeout=seconds of new_group. {_UNUSABLE}"
+        did_not_join(where, f"{who} did not join", limit, text, people, last)
     )
 
 

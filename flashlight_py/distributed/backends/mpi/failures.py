@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashlight_py.distributed.people import indented_traceback, names, who_that_was
+from flashlight_py.distributed.control.wording import (
+    UNUSABLE,
+    did_not_join,
+    different_calls,
+    indented_traceback,
+    names,
+    raised,
+    who_that_was,
+)
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -14,8 +22,6 @@ from flashlight_py.errors import (
 )
 
 __all__ = ["Farewell", "late", "lost", "mismatch"]
-
-_UNUSABLE = "This group cannot be used again"
 
 
 @dataclass(frozen=True)
@@ -36,28 +42,17 @@ class Farewell:
 
 def mismatch(where: str, which: str, calls: Mapping[int, str]) -> MismatchError:
     """List what the ranks called, ranks that agree together; ``which`` call it was."""
-    groups: dict[str, list[int]] = {}
-    for rank, call in calls.items():
-        groups.setdefault(call, []).append(rank)
-    listed = "; ".join(f"{names(ranks)} called {call}" for call, ranks in groups.items())
-    return MismatchError(
-        f"{where}: the ranks called different things in {which} of this group: {listed}. "
-        "Nothing was changed; make every rank call the same"
-    )
+    return MismatchError(different_calls(where, f"{which} of this group", calls.items()))
 
 
 def late(
-    where: str, ranks: Iterable[int], seconds: float, detail: str, people: Sequence[str] = ()
+    where: str, ranks: Iterable[int], seconds: float, detail: str, processes: Sequence[str] = ()
 ) -> DistributedError:
     """Say that ``ranks`` did not come within ``seconds``; none: they came, and did not finish."""
     missing = list(ranks)
     who = f"{names(missing)} did not join" if missing else "all ranks joined and did not finish"
-    return CollectiveTimeoutError(
-        f"{where}: {who} within {seconds:g} seconds ({detail}){who_that_was(missing, people)}. "
-        "It is stuck, slow, or called something else; a longer limit is "
-        f"params={{'TIMEOUT': seconds}} of distributed_init, or timeout=seconds of new_group. "
-        f"{_UNUSABLE}"
-    )
+    limit, people = f"{seconds:g} seconds", who_that_was(missing, processes)
+    return CollectiveTimeoutError(did_not_join(where, who, limit, detail, people))
 
 
 def lost(
@@ -66,17 +61,16 @@ def lost(
     """Say what ``farewell`` of ``sender`` means to ``rank``, which waits for it."""
     who, process = names(farewell.culprits), who_that_was(farewell.culprits, people)
     if farewell.raised:
-        summary, _, traceback = farewell.reason.partition("\n")
-        words = f"it raised {summary}. {_UNUSABLE}\n\nThe traceback of {who}:\n{traceback}"
-        return PeerLostError(f"{where}: lost {who}{process}: {indented_traceback(words)}")
+        words = indented_traceback(raised(who, process, farewell.reason))
+        return PeerLostError(f"{where}: {words}")
     if farewell.seconds is None:
         return PeerLostError(
-            f"{where}: lost {who} ({farewell.reason}){process}. Look at its own output. {_UNUSABLE}"
+            f"{where}: lost {who} ({farewell.reason}){process}. Look at its own output. {UNUSABLE}"
         )
     if rank in farewell.culprits:
         return PeerLostError(
             f"{where}: lost rank {sender} (it gave up waiting for this rank after "
-            f"{farewell.seconds:g} seconds: {farewell.reason}). {_UNUSABLE}"
+            f"{farewell.seconds:g} seconds: {farewell.reason}). {UNUSABLE}"
         )
     detail = f"rank {sender} found out: {farewell.reason}"
     return late(where, farewell.culprits, farewell.seconds, detail, people)

@@ -19,9 +19,16 @@ from flashlight_py.distributed.backends.nccl.ring import (
 )
 from flashlight_py.distributed.backends.shm import map_together
 from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.control.wording import (
+    called,
+    indented_traceback,
+    names,
+    raised,
+    who_that_was,
+)
 from flashlight_py.distributed.exchange import BackendStore
 from flashlight_py.distributed.memory_file import needs_names
-from flashlight_py.distributed.people import indented_traceback, introduce, names, who_that_was
+from flashlight_py.distributed.people import introduce
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.rendezvous.sub_store import SubStore
 from flashlight_py.distributed.topology import ranks_by_memory
@@ -116,15 +123,10 @@ class Checks:
                 "again; make every rank call the same",
                 group_lives=False,
             )
-        number, _, raised = word.text.partition("\n")
-        summary, _, traceback = raised.partition("\n")
-        rank = int(number)
-        words = (
-            f"it raised {summary}. This group cannot be used again\n\nThe traceback of rank {rank}:"
-            f"\n{traceback}"
-        )
-        who = f"rank {rank}{who_that_was([rank], self._cpu.people)}"
-        return PeerLostError(f"{self._where()}: lost {who}: {indented_traceback(words)}")
+        number, _, traceback = word.text.partition("\n")
+        process = who_that_was([int(number)], self._cpu.people)
+        words = indented_traceback(raised(f"rank {number}", process, traceback))
+        return PeerLostError(f"{self._where()}: {words}")
 
     def _where(self) -> str:
         return f"[NCCL] rank {self._cpu.rank} of {self._cpu.size}"
@@ -160,11 +162,7 @@ def zip_known(ranks: Sequence[int], calls: Sequence[Posted | None]) -> list[tupl
 
 def in_words(number: int, calls: Sequence[tuple[int, str]]) -> str:
     """Complete a sentence about ranks that called different things as ``number``."""
-    groups: dict[str, list[int]] = {}
-    for rank, call in calls:
-        groups.setdefault(call, []).append(rank)
-    listed = "; ".join(f"{names(ranks)} called {call}" for call, ranks in groups.items())
-    return f"call {number} of this group: {listed}"
+    return f"call {number} of this group: {called(calls)}"
 
 
 def begin_checks(cpu: Backend, connect: Callable[[Store], Backend]) -> Checks | None:

@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from flashlight_py.distributed import devices
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.nccl import devices
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.checks import begin_checks
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
-from flashlight_py.distributed.backends.nccl.devices import DeviceRule
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load
 from flashlight_py.distributed.backends.nccl.meeting import Card, agree_on_outcome, meet
+from flashlight_py.distributed.devices import DeviceRule
 from flashlight_py.distributed.exchange import Steps
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError, DistributedError

@@ -1,0 +1,89 @@
+"""How errors speak of ranks: which they are, what they called, whom nobody can reach any more."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "UNUSABLE",
+    "called",
+    "different_calls",
+    "did_not_join",
+    "indented_traceback",
+    "names",
+    "raised",
+    "who_that_was",
+]
+
+UNUSABLE = "This group cannot be used again"
+
+
+def names(ranks: Iterable[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2"."""
+    texts = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(texts) > 1 else ''} {', '.join(texts)}"
+
+
+def who_that_was(ranks: Sequence[int], people: Sequence[str]) -> str:
+    """Complete a sentence about ``ranks``: which processes they were, if that is known.
+
+    Example:
+        >>> who_that_was([1], ["process 7 on a", "process 8 on a"])
+        ', which is process 8 on a'
+    """
+    known = [people[rank] for rank in ranks if rank < len(people)]
+    return f", which {'are' if len(known) > 1 else 'is'} {', '.join(known)}" if known else ""
+
+
+def called(calls: Iterable[tuple[int, str]]) -> str:
+    """List what each rank has called, ranks that agree together.
+
+    Example:
+        >>> called([(0, "barrier()"), (1, "all_reduce(int8 (3,))"), (2, "barrier()")])
+        'ranks 0, 2 called barrier(); rank 1 called all_reduce(int8 (3,))'
+    """
+    groups: dict[str, list[int]] = {}
+    for rank, call in calls:
+        groups.setdefault(call, []).append(rank)
+    return "; ".join(f"{names(ranks)} called {call}" for call, ranks in groups.items())
+
+
+def different_calls(
+    where: str,
+    which: str,
+    calls: Iterable[tuple[int, str]],
+    outcome: str = "Nothing was changed",
+) -> str:
+    """Say that the ranks called different things in ``which`` call."""
+    return (
+        f"{where}: the ranks called different things in {which}: {called(calls)}. {outcome}; make "
+        "every rank call the same"
+    )
+
+
+def did_not_join(where: str, who: str, limit: str, detail: str, people: str, last: str = "") -> str:
+    """Say that ``who`` did not join within ``limit``; ``people``: which processes those are."""
+    return (
+        f"{where}: {who} within {limit} ({detail}){people}. {last}It is stuck, slow, or called "
+        "something else; a longer limit is params={'TIMEOUT': seconds} of distributed_init, or "
+        f"timeout=seconds of new_group. {UNUSABLE}"
+    )
+
+
+def raised(who: str, people: str, traceback: str) -> str:
+    """Say that the program of ``who`` has raised: the first line of ``traceback`` is what."""
+    summary, _, lines = traceback.partition("\n")
+    return (
+        f"lost {who}{people}: it raised {summary}. {UNUSABLE}\n\nThe traceback of {who}:\n{lines}"
+    )
+
+
+def indented_traceback(words: str) -> str:
+    """Return ``words`` with the traceback of another rank, if one is in them, indented.
+
+    Whoever reads what this process prints, as the launcher does, takes it for no error of this one.
+    """
+    before, mark, rest = words.partition("\n\nThe traceback of ")
+    who, newline, lines = rest.partition("\n")
+    return f"{before}{mark}{who}{newline}{textwrap.indent(textwrap.dedent(lines), '  ')}"
