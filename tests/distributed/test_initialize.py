@@ -48,7 +48,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
 
 def expected(size: int) -> set[str]:
     total = float(sum(range(1, size + 1)))
-    return {f"({r}, {size}, {r}, {size}) {[total] * 3} GLOO" for r in range(size)}
+    return {f"({r}, {size}, {r}, {size}) {[total] * 3} SHM" for r in range(size)}
 
 
 @pytest.mark.parametrize("method", ["auto", "mpi"])

@@ -127,18 +127,20 @@ def describe(rank: int, size: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("size", "world", "said"),
+    ("size", "world", "said", "name"),
     [
-        (2, {}, "shared memory (all ranks share this host's memory)"),
-        (2, {"params": {"BACKEND": "gloo"}}, "Gloo over TCP (BACKEND is gloo)"),
-        (3, {"env": conformance.two_hosts}, "2 hosts with 2, 1 ranks"),
+        (2, {}, "shared memory (all ranks share this host's memory)", "SHM"),
+        (2, {"params": {"BACKEND": "gloo"}}, "Gloo over TCP (BACKEND is gloo)", "GLOO"),
+        (3, {"env": conformance.two_hosts}, "2 hosts with 2, 1 ranks", "GLOO"),
     ],
 )
-def test_describe_says_which_way_and_why(pool: Any, size: int, world: Any, said: str) -> None:
+def test_describe_says_which_way_and_why(
+    pool: Any, size: int, world: Any, said: str, name: str
+) -> None:
     for rank, (text, backend) in enumerate(pool(size, **world).run(describe)):
         assert f"rank {rank} of {size}" in text
         assert said in text
-        assert backend == "GLOO"
+        assert backend == name
 
 
 def each_alone(rank: int) -> dict[str, str]:

@@ -42,7 +42,7 @@ def test_verbs_that_several_ranks_are_needed_for(ranks: Any) -> None:
 
 
 def test_numpy_and_cupy_arrays_go_their_own_ways_in_one_group(ranks: Any) -> None:
-    kinds = ["SINGLE", "SINGLE"] if ranks.size == 1 else ["GLOO", "NCCL"]
+    kinds = ["SINGLE", "SINGLE"] if ranks.size == 1 else ["SHM", "NCCL"]
     assert ranks.run(verbs.side_by_side) == [kinds] * ranks.size
 
 

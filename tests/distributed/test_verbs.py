@@ -1,0 +1,96 @@
+"""The table of the verbs, and a call as one value: what follows from them without a process."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py import _native
+from flashlight_py.distributed import api
+from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.verbs import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    RECV,
+    REDUCE_SCATTER,
+    SCATTER,
+    VERBS,
+)
+
+X = np.zeros((4, 3), np.float32)
+
+
+@pytest.mark.parametrize("library", ["shm", "gloo"])
+def test_codes_are_those_of_the_libraries(library: str) -> None:
+    lib = _native.load(library).lib
+    for verb in VERBS:
+        assert verb.code == getattr(lib, f"FL_{verb.name.upper()}")
+        if verb.uneven:
+            assert verb.uneven == getattr(lib, f"FL_{verb.name.upper()}_UNEVEN")
+
+
+@pytest.mark.parametrize("name", [name for name in api.__all__ if name != "P2POp"])
+def test_a_verb_is_a_method_of_groups_too(name: str) -> None:
+    function = getattr(fl, name)
+    if name == "sync_distributed":  # flashlight's name
+        return
+    method = getattr(fl.ProcessGroup, name)
+    wanted = [p for p in inspect.signature(function).parameters if p != "group"]
+    assert list(inspect.signature(method).parameters)[1:] == wanted
+    assert method.__doc__ == function.__doc__
+
+
+def test_a_method_knows_its_group_by_itself() -> None:
+    group = fl.new_group([0])
+    assert group.scatter([X], 0, None, False, None) is not X  # rows, which stand after the group
+    with pytest.raises(TypeError, match="multiple values for .*'group'"):
+        group.all_reduce(X, group=group)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (Call(ALL_REDUCE, X, ReduceOp.MAX, 0.5), "all_reduce(float32 (4, 3), op=max, scale=0.5)"),
+        (Call(ALL_REDUCE, X, scale=1 / 3), f"all_reduce(float32 (4, 3), op=sum, scale={1 / 3!r})"),
+        (Call(BROADCAST, X[0], root=2), "broadcast(float32 (3,), root=2)"),
+        (Call(SCATTER, X[None], root=1), "scatter(float32 (4, 3), root=1)"),
+        (Call(SCATTER, root=1), "scatter(root=1)"),
+        (Call(RECV, X, peer=1, tag=7), "recv(float32 (4, 3), tag=7)"),
+        (Call(ALL_TO_ALL, X, rows=[1, 3]), "all_to_all(float32 (4, 3), rows=...)"),
+        (
+            Call(REDUCE_SCATTER, X, rows=[1, 3]),
+            "reduce_scatter(float32 (4, 3), op=sum, scale=1, rows=[1, 3])",
+        ),
+        (Call(ALL_GATHER, X, part_of="split"), "split"),
+        (Call(ALL_GATHER, X, refusal="no: TypeError"), "no: TypeError"),
+    ],
+)
+def test_calls_word_themselves(call: Call, words: str) -> None:
+    assert str(call) == words
+
+
+def same(call: Call, **change: Any) -> bool:
+    return call.key == replace(call, **change).key
+
+
+def test_ranks_may_differ_in_what_the_table_says() -> None:
+    gather = Call(ALL_GATHER, X)
+    assert same(gather, array=X[:1])
+    assert not same(gather, array=X[:, :2])
+    assert not same(gather, part_of="split")
+    assert not same(Call(ALL_REDUCE, X), array=X[:1])
+    assert same(Call(SCATTER, X[None], root=1), array=None)
+    assert same(Call(ALL_TO_ALL, X, rows=[1, 3]), rows=[2, 1], array=X[:3])
+    assert not same(Call(REDUCE_SCATTER, X, rows=[1, 3]), rows=[2, 2])
+
+
+def test_a_step_says_of_what() -> None:
+    assert Call(ALL_GATHER, X, part_of="split").steps == "split: all_gather(float32 rows of (3,))"
