@@ -23,7 +23,9 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl import joining
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import exchange_bytes
+from flashlight_py.distributed.verbs import RECV, SEND
 from tests.autograd import compiled_kernels
 
 LOG: list[tuple[Any, ...]] = []
@@ -281,10 +283,12 @@ class StandInNccl:
             self._group.append((name, *arguments))
         elif name == "send":
             source, count, code, peer, _, _ = arguments
-            self._cpu.send(self._at(source, count, code).copy(), peer, 12345, True).wait()
+            data = self._at(source, count, code).copy()
+            self._cpu.start(Call(SEND, data, peer=peer, tag=12345)).wait()
         elif name == "recv":
             target, count, code, peer, _, _ = arguments
-            self._cpu.recv(self._at(target, count, code), peer, 12345, True).wait()
+            data = self._at(target, count, code)
+            self._cpu.start(Call(RECV, data, peer=peer, tag=12345)).wait()
         else:
             self._collective(name, *arguments)
         return 0

@@ -51,7 +51,7 @@ def test_a_verb_is_a_method_of_groups_too(name: str) -> None:
 def test_a_method_knows_its_group_by_itself() -> None:
     group = fl.new_group([0])
     assert group.scatter([X], 0, None, False, None) is not X  # rows, which stand after the group
-    with pytest.raises(TypeError, match="multiple values for .*'group'"):
+    with pytest.raises(TypeError, match=r"multiple values for .*'group'"):
         group.all_reduce(X, group=group)
 
 
