@@ -21,8 +21,8 @@ from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.trace.__main__ import main
 from flashlight_py.trace.records import read_records
-from tests.trace.validity import assert_valid
 from tests.distributed.harness import run_ranks
+from tests.trace.validity import assert_valid
 
 
 def await_file(path: Path, seconds: float = 10.0) -> dict[str, Any]:
