@@ -14,6 +14,7 @@ from flashlight_py.device import Array, device_of, is_cupy
 from flashlight_py.distributed.apart import Apart
 from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
 from flashlight_py.distributed.arrays import as_array
+from flashlight_py.distributed.buckets import Filling
 from flashlight_py.distributed.constants import DistributedConstants
 from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.hooks.bucket import CommunicationHook
@@ -161,9 +162,7 @@ class CoalescingReducer(Reducer):
         self._hooked = 0  # buckets that the hook was given since finalize
         self._async = async_op
         self._contiguous = contiguous
-        self._limit = bucket_bytes
-        self._bucket: list[Array] = []
-        self._bytes = 0
+        self._filling = Filling[Array](bucket_bytes)
         self._works: list[Work] = []
         self._apart = Apart("CoalescingReducer.add")
 
@@ -180,12 +179,11 @@ class CoalescingReducer(Reducer):
         if self._hook is not None:
             check_hook(self._hook, [[array]])
         self._apart.add(array)
-        if self._bytes + array.nbytes > self._limit or self._differs(array):
-            self._flush()
-        self._bucket.append(array)
-        self._bytes += array.nbytes
-        if self._bytes >= self._limit:
-            self._flush()
+        # A hook is given one dtype on one device at a time.
+        kind = None if self._hook is None else (array.dtype.name, device_of(array))
+        self._send(self._filling.add(array, array.nbytes, kind))
+        if self._filling.is_full:
+            self._send(self._filling.take())
 
     def finalize(self) -> None:
         """Send what is left and block until everything has been reduced.
@@ -193,7 +191,7 @@ class CoalescingReducer(Reducer):
         Raises:
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
-        self._flush()
+        self._send(self._filling.take())
         works = self._works
         self.abandon()
         for work in works:
@@ -201,22 +199,15 @@ class CoalescingReducer(Reducer):
 
     def abandon(self) -> None:
         """Forget what was collected. What is on its way cannot be called back."""
-        self._bucket, self._bytes, self._works, self._hooked = [], 0, [], 0
+        self._filling.take()
+        self._works, self._hooked = [], 0
         self._apart = Apart("CoalescingReducer.add")
 
-    def _differs(self, array: Array) -> bool:
-        """Return whether a hook must not be given ``array`` together with those before it."""
-        if self._hook is None or not self._bucket:
-            return False
-        other = self._bucket[-1]
-        return array.dtype.name != other.dtype.name or device_of(array) != device_of(other)
-
-    def _flush(self) -> None:
-        bucket, self._bucket, self._bytes = self._bucket, [], 0
+    def _send(self, bucket: list[Array]) -> None:
         if not bucket:
             return
         if self._hook is not None:
-            self._give(self._hook, bucket)
+            self._send_by(self._hook, bucket)
             return
         packed = self._contiguous and len(bucket) > 1
         work = all_reduce_multiple(
@@ -225,7 +216,7 @@ class CoalescingReducer(Reducer):
         if self._async:
             self._works.append(work)
 
-    def _give(self, hook: CommunicationHook, bucket: list[Array]) -> None:
+    def _send_by(self, hook: CommunicationHook, bucket: list[Array]) -> None:
         number, self._hooked = self._hooked, self._hooked + 1
         group = current_world().group if self.group is None else self.group
         inline_bytes = 0 if self._async else math.inf
