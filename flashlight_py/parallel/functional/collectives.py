@@ -20,7 +20,7 @@ __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatte
 
 
 def all_reduce(
-    v: Variable, op: LinearOp = "sum", scale: float = 1.0, group: ProcessGroup | None = None
+    v: Variable, scale: float = 1.0, op: LinearOp = "sum", group: ProcessGroup | None = None
 ) -> Variable:
     """Return ``scale`` times the sum (or average) of all ranks' ``v``, the same on every rank.
 
@@ -31,8 +31,8 @@ def all_reduce(
 
     Args:
         v: any shape, the same shape and dtype on every rank.
-        op: ``"sum"`` or ``"avg"``.
         scale: real number that the result is multiplied by.
+        op: ``"sum"`` or ``"avg"``.
         group: the process group, default the world.
 
     Returns:
@@ -62,7 +62,7 @@ def all_reduce(
 
 
 def reduce_scatter(
-    v: Variable, op: LinearOp = "sum", scale: float = 1.0, group: ProcessGroup | None = None
+    v: Variable, scale: float = 1.0, op: LinearOp = "sum", group: ProcessGroup | None = None
 ) -> Variable:
     """Return this rank's part of ``scale`` times the sum (or average) of all ranks' ``v``.
 
@@ -74,8 +74,8 @@ def reduce_scatter(
     Args:
         v: its first dimension is a multiple of the number of ranks; the same shape and dtype on
             every rank.
-        op: ``"sum"`` or ``"avg"``.
         scale: real number that the result is multiplied by.
+        op: ``"sum"`` or ``"avg"``.
         group: the process group, default the world.
 
     Returns:
