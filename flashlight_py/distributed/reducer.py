@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from flashlight_py.device import Array, device_of, is_cupy
@@ -21,9 +22,9 @@ from flashlight_py.distributed.hooks.bucket import CommunicationHook
 from flashlight_py.distributed.hooks.compression import check_hook
 from flashlight_py.distributed.hooks.packing import reduce_packed
 from flashlight_py.distributed.work import Work
-from flashlight_py.distributed.world import current_world
+from flashlight_py.distributed.world import group_or_world
 
-__all__ = ["CoalescingReducer", "EagerReducer", "InlineReducer", "Reducer"]
+__all__ = ["CoalescingReducer", "EagerReducer", "InlineReducer", "Reducer", "reduce_all"]
 
 
 # Handing an operation to a thread and hearing of its end takes some 100 us while Python computes;
@@ -218,10 +219,20 @@ class CoalescingReducer(Reducer):
 
     def _send_by(self, hook: CommunicationHook, bucket: list[Array]) -> None:
         number, self._hooked = self._hooked, self._hooked + 1
-        group = current_world().group if self.group is None else self.group
+        group = group_or_world(self.group)
         inline_bytes = 0 if self._async else math.inf
         work = reduce_packed(hook, bucket, number, self.scale, group, inline_bytes)
         if self._async:
             self._works.append(work)
         else:
             work.wait()
+
+
+def reduce_all(arrays: Sequence[Array], scale: float, group: ProcessGroup | None) -> None:
+    """Sum arrays over the ranks and multiply by ``scale``, in place. Collective, blocking."""
+    # One bucket leaves nothing to overlap; then a thread would only cost.
+    several = sum(array.nbytes for array in arrays) > DistributedConstants.COALESCE_CACHE_SIZE
+    reducer = CoalescingReducer(scale, async_op=several, group=group)
+    for array in arrays:
+        reducer.add(array)
+    reducer.finalize()

@@ -9,12 +9,8 @@ from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.constants import LinearOp
-from flashlight_py.parallel.functional.call import (
-    Call,
-    copy_of,
-    group_or_world,
-    require_variable,
-)
+from flashlight_py.distributed.world import group_or_world
+from flashlight_py.parallel.functional.call import Call, copy_of, require_variable
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
 
