@@ -65,6 +65,11 @@ def contenders(
             Contender(title, automatic, ranks, {"dtype": dtype})
             for title, dtype in targets.HALF_TYPES.items()
         ]
+    if "int" in dtype:
+        found += [
+            Contender(title, automatic, ranks, {"verb": verb})
+            for title, verb in targets.EXTREMES.items()
+        ]
     for backend in options.backends:
         library = ours(ROLE, f"flashlight_py, {backend}", BACKEND=backend)
         found.append(Contender(library.title, library, ranks))
@@ -121,7 +126,7 @@ def read_options() -> argparse.Namespace:
     parser = common_arguments("Time all_reduce beside its peers.", [2, 4], "openmpi,mpich,torch")
     add = parser.add_argument
     add("--sizes", type=int, nargs="+", help="bytes of the array on each rank")
-    add("--dtypes", nargs="+", default=["float32"], help="float32, float16, bfloat16, float64")
+    add("--dtypes", nargs="+", default=["float32"], help="float32, float16, uint8, ...")
     add("--backends", nargs="*", default=["gloo"], help="of ours, besides the automatic choice")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: CuPy arrays, by NCCL")
     add("--plot", type=Path, metavar="FILE.png", help="draw times against sizes")

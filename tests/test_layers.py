@@ -38,9 +38,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "_native"),
     "trace": ("errors", "distributed"),
     "checkpoint": ("_version", *FRAMEWORK[:3], "distributed", "parallel"),
+    "doctor": ("_version", "errors", "device", "_native", "distributed", "launch"),
     # The program of a rank imports the package (""), as the script of a user does.
-    "doctor.rank_main": ("doctor", ""),
-    "doctor": ("_version", "errors", "cores", "_native", "distributed", "launch"),
     "launch.rank_main": ("launch", ""),
     "launch": ("_version", "errors", "tracebacks", "cores", "distributed.rendezvous"),
 }

@@ -8,10 +8,11 @@ from harness.report import size_name
 from harness.statistics import Measurement
 from harness.verdicts import Verdict, at_least, at_most
 
-__all__ = ["COPY", "HALF_TYPES", "OURS", "ZERO_COPY", "verdicts"]
+__all__ = ["COPY", "EXTREMES", "HALF_TYPES", "OURS", "ZERO_COPY", "verdicts"]
 
 OURS, ZERO_COPY, COPY = "flashlight_py", "flashlight_py, shared_empty", "copy by one core"
 HALF_TYPES = {f"flashlight_py, {dtype}": dtype for dtype in ("float16", "bfloat16")}
+EXTREMES = {f"flashlight_py, {op}": f"all_reduce, {op}" for op in ("min", "max")}  # of integers
 KB, MB = 1 << 10, 1 << 20
 MPI = ("Open MPI", "Open MPI, xhc", "MPICH")
 TORCH = ("torch gloo",)
@@ -20,7 +21,14 @@ Condition = Callable[[int], bool]
 
 
 def verdicts(measurements: Sequence[Measurement], absent: Mapping[str, str]) -> list[Verdict]:
-    """Judge the float32 measurements; ``absent`` says which peers were not there, and why."""
+    """Judge the measurements; ``absent`` says which peers were not there, and why."""
+    extremes = {
+        f"{m.dtype}, {m.ranks} ranks, {size_name(m.nbytes)}, {title}": m.ratios(title, OURS)
+        for m in measurements
+        for title in EXTREMES
+        if title in m.seconds
+    }
+    unmeasured = "" if extremes else "--dtypes uint8 int8 measures it"
     judge = _Judge([m for m in measurements if m.dtype == "float32"], absent)
     two, four = "2 ranks", "4 ranks"
     return [
@@ -34,6 +42,7 @@ def verdicts(measurements: Sequence[Measurement], absent: Mapping[str, str]) -> 
         judge.copy(),
         judge.zero_copy(),
         judge.half_types(),
+        at_most("min and max of integers, to their sum", 1.1, extremes, unmeasured),
     ]
 
 

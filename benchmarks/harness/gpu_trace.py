@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flashlight_py.trace.intervals import intersection, length, union
+from flashlight_py.trace.timeline import covered
 
 __all__ = ["overlap_of", "record"]
 
@@ -64,13 +64,10 @@ def overlap_of(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """
     kinds: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     for event in events:
-        if event.get("cat") == "kernel":  # whole nanoseconds, as intervals.py has them
+        if event.get("cat") == "kernel":  # in whole nanoseconds
             begin, took = (round(1e3 * float(event[name])) for name in ("ts", "dur"))
             kinds["nccl" in event["name"].lower()].append((begin, begin + took))
-    reducing, computing = union(kinds[True]), union(kinds[False])
-    found = {
-        "reducing": reducing,
-        "computing": computing,
-        "both at once": intersection(reducing, computing),
-    }
-    return {name: length(intervals) / 1e9 for name, intervals in found.items()}
+    reducing, computing = covered(kinds[True]), covered(kinds[False])
+    both = reducing + computing - covered(kinds[True] + kinds[False])
+    found = {"reducing": reducing, "computing": computing, "both at once": both}
+    return {name: nanoseconds / 1e9 for name, nanoseconds in found.items()}

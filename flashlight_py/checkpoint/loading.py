@@ -26,7 +26,7 @@ from flashlight_py.checkpoint.parts import (
 from flashlight_py.checkpoint.tensors import from_bytes
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.world import current_world
+from flashlight_py.distributed.world import group_or_world
 from flashlight_py.errors import CheckpointError
 
 __all__ = ["Checkpoint", "load"]
@@ -102,7 +102,7 @@ def load(
     parts = given_parts(module=module, optimizer=optimizer, sampler=sampler)
     check_parts("load", parts)
     check_generators("load", rng)
-    members = current_world().group if group is None else group
+    members = group_or_world(group)
     wanted = [*parts, *(["rng"] if rng else [])]
     check_agreement("load", members, everyone("load", members, {"parts": wanted}))
     found, state = _found(members, Path(path), wanted)

@@ -25,7 +25,7 @@ from flashlight_py.checkpoint.tensors import from_bytes, pieces, to_bytes
 from flashlight_py.checkpoint.tree import pack
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.world import current_world
+from flashlight_py.distributed.world import group_or_world
 
 __all__ = ["save"]
 
@@ -90,7 +90,7 @@ def save(
     parts = given_parts(module=module, optimizer=optimizer, sampler=sampler)
     _check(parts, rng, step, keep)
     step = int(step)  # NumPy's integers are taken too; JSON knows Python's only
-    members = current_world().group if group is None else group
+    members = group_or_world(group)
     states, own_numbers = _collected(members, parts, rng, step, extra)
     tree = {**states, "extra": extra, "ranks": _random_numbers(members, own_numbers)}
     names = [*parts, *(["rng"] if rng else [])]

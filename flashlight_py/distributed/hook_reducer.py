@@ -11,7 +11,7 @@ from flashlight_py.distributed.hooks.bucket import Bucket, CommunicationHook, ca
 from flashlight_py.distributed.hooks.compression import check_hook
 from flashlight_py.distributed.reducer import INLINE_BYTES, Reducer
 from flashlight_py.distributed.work import Work
-from flashlight_py.distributed.world import current_world
+from flashlight_py.distributed.world import group_or_world
 
 __all__ = ["HookReducer"]
 
@@ -55,7 +55,7 @@ class HookReducer(Reducer):
             TypeError, ValueError, DistributedError: as the hook does.
         """
         index = len(self._works)
-        group = current_world().group if self.group is None else self.group
+        group = group_or_world(self.group)
         inline = 0 if self._in_background else self._inline_bytes
         bucket = Bucket(index, array, self._parts[index], self.scale, group, inline)
         self._works.append(call_hook(self._hook, bucket))

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from flashlight_py.device import Array, device_of, is_cupy
 from flashlight_py.distributed.apart import Apart
 from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
 from flashlight_py.distributed.arrays import as_array
+from flashlight_py.distributed.buckets import Filling
 from flashlight_py.distributed.constants import DistributedConstants
 from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.hooks.bucket import CommunicationHook
 from flashlight_py.distributed.hooks.compression import check_hook
 from flashlight_py.distributed.hooks.packing import reduce_packed
 from flashlight_py.distributed.work import Work
-from flashlight_py.distributed.world import current_world
+from flashlight_py.distributed.world import group_or_world
 
-__all__ = ["CoalescingReducer", "EagerReducer", "InlineReducer", "Reducer"]
+__all__ = ["CoalescingReducer", "EagerReducer", "InlineReducer", "Reducer", "reduce_all"]
 
 
 # Handing an operation to a thread and hearing of its end takes some 100 us while Python computes;
@@ -161,9 +163,7 @@ class CoalescingReducer(Reducer):
         self._hooked = 0  # buckets that the hook was given since finalize
         self._async = async_op
         self._contiguous = contiguous
-        self._limit = bucket_bytes
-        self._bucket: list[Array] = []
-        self._bytes = 0
+        self._filling = Filling[Array](bucket_bytes)
         self._works: list[Work] = []
         self._apart = Apart("CoalescingReducer.add")
 
@@ -180,12 +180,11 @@ class CoalescingReducer(Reducer):
         if self._hook is not None:
             check_hook(self._hook, [[array]])
         self._apart.add(array)
-        if self._bytes + array.nbytes > self._limit or self._differs(array):
-            self._flush()
-        self._bucket.append(array)
-        self._bytes += array.nbytes
-        if self._bytes >= self._limit:
-            self._flush()
+        # A hook is given one dtype on one device at a time.
+        kind = None if self._hook is None else (array.dtype.name, device_of(array))
+        self._send(self._filling.add(array, array.nbytes, kind))
+        if self._filling.is_full:
+            self._send(self._filling.take())
 
     def finalize(self) -> None:
         """Send what is left and block until everything has been reduced.
@@ -193,7 +192,7 @@ class CoalescingReducer(Reducer):
         Raises:
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
-        self._flush()
+        self._send(self._filling.take())
         works = self._works
         self.abandon()
         for work in works:
@@ -201,22 +200,15 @@ class CoalescingReducer(Reducer):
 
     def abandon(self) -> None:
         """Forget what was collected. What is on its way cannot be called back."""
-        self._bucket, self._bytes, self._works, self._hooked = [], 0, [], 0
+        self._filling.take()
+        self._works, self._hooked = [], 0
         self._apart = Apart("CoalescingReducer.add")
 
-    def _differs(self, array: Array) -> bool:
-        """Return whether a hook must not be given ``array`` together with those before it."""
-        if self._hook is None or not self._bucket:
-            return False
-        other = self._bucket[-1]
-        return array.dtype.name != other.dtype.name or device_of(array) != device_of(other)
-
-    def _flush(self) -> None:
-        bucket, self._bucket, self._bytes = self._bucket, [], 0
+    def _send(self, bucket: list[Array]) -> None:
         if not bucket:
             return
         if self._hook is not None:
-            self._give(self._hook, bucket)
+            self._send_by(self._hook, bucket)
             return
         packed = self._contiguous and len(bucket) > 1
         work = all_reduce_multiple(
@@ -225,12 +217,22 @@ class CoalescingReducer(Reducer):
         if self._async:
             self._works.append(work)
 
-    def _give(self, hook: CommunicationHook, bucket: list[Array]) -> None:
+    def _send_by(self, hook: CommunicationHook, bucket: list[Array]) -> None:
         number, self._hooked = self._hooked, self._hooked + 1
-        group = current_world().group if self.group is None else self.group
+        group = group_or_world(self.group)
         inline_bytes = 0 if self._async else math.inf
         work = reduce_packed(hook, bucket, number, self.scale, group, inline_bytes)
         if self._async:
             self._works.append(work)
         else:
             work.wait()
+
+
+def reduce_all(arrays: Sequence[Array], scale: float, group: ProcessGroup | None) -> None:
+    """Sum arrays over the ranks and multiply by ``scale``, in place. Collective, blocking."""
+    # One bucket leaves nothing to overlap; then a thread would only cost.
+    several = sum(array.nbytes for array in arrays) > DistributedConstants.COALESCE_CACHE_SIZE
+    reducer = CoalescingReducer(scale, async_op=several, group=group)
+    for array in arrays:
+        reducer.add(array)
+    reducer.finalize()

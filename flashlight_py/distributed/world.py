@@ -25,6 +25,7 @@ __all__ = [
     "get_local_size",
     "get_world_rank",
     "get_world_size",
+    "group_or_world",
     "is_distributed_init",
     "is_main_process",
     "set_world",
@@ -72,6 +73,11 @@ membership.use_as_world(_ALONE.group)
 def current_world() -> World:
     """Return the world as initialised, else the one of this process alone."""
     return _ALONE if _world is None else _world
+
+
+def group_or_world(group: ProcessGroup | None) -> ProcessGroup:
+    """Return ``group``, else the group of the world as it is now."""
+    return current_world().group if group is None else group
 
 
 def set_world(world: World | None) -> None:

@@ -9,13 +9,12 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from flashlight_py._version import __version__
-from flashlight_py.doctor import built, folder, gpu, memory, mpi, network, running, secret
+from flashlight_py.doctor import folder, machine, mpi, running
 from flashlight_py.doctor.finding import Finding, State, table
 
 __all__ = ["main"]
@@ -26,47 +25,36 @@ def main(arguments: list[str] | None = None) -> int:
     options = _read_options(arguments)
     print(f"flashlight_py {__version__} ({Path(__file__).parents[1]})")
     print(f"Python {platform.python_version()}, NumPy {np.__version__}, {platform.platform()}")
-    found: list[Finding] = []
-    for title, look in _sections(options):
+    width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
+    everything: list[Finding] = []
+    sections = {
+        "Built": machine.built(),
+        "MPI": mpi.look(),
+        "GPUs": machine.gpus(),
+        "Memory and network": machine.host(options.interface),
+        f"Rendezvous folder {options.folder}": folder.look(options.folder),
+    }
+    if options.run:
+        sections[running.TITLE] = running.look(options.timeout, everything)
+    for title, found in sections.items():
         print(f"\n{title}", flush=True)
-        section = list(look())
-        print(table(section, _width()), flush=True)
-        found += section
-    failed = [each.what for each in found if each.state is State.FAILED]
+        section = list(found)
+        print(table(section, width), flush=True)
+        everything += section
+    failed = [each.what for each in everything if each.state is State.FAILED]
     if failed:
         print(f"\nDoes not work, and should: {', '.join(failed)}")
     elif not options.run:
-        print("\n--run tries each way with a short all_reduce, and tells its speed.")
+        print("\n--run tries each way with a short all_reduce, and reports its speed.")
     return 1 if failed else 0
 
 
-def _sections(
-    options: argparse.Namespace,
-) -> Iterator[tuple[str, Callable[[], Iterator[Finding]]]]:
-    yield "Built", built.look
-    yield "MPI", mpi.look
-    yield "GPUs", gpu.look
-    yield "Memory and network", lambda: _host(options.interface)
-    yield f"Rendezvous folder {options.folder}", lambda: folder.look(options.folder)
-    if options.run:
-        title = f"all_reduce of {running.SMALL_BYTES} B and {running.LARGE_BYTES >> 20} MB, float32"
-        yield title, lambda: running.look(options.timeout)
-
-
-def _host(interface: str) -> Iterator[Finding]:
-    yield from memory.look()
-    yield from network.look(interface)
-    yield from secret.look()
-
-
-def _width() -> int:
-    return shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
-
-
 def _read_options(arguments: list[str] | None) -> argparse.Namespace:
+    file = os.environ.get("FLASHLIGHT_FILE")
+    default = Path(file).absolute().parent if file else Path(tempfile.gettempdir())
     parser = argparse.ArgumentParser(
         prog="python -m flashlight_py.doctor",
-        description="Tell what this installation and this machine can do, and why not.",
+        description="Report what this installation and this machine can do, and why not.",
         epilog="The exit code is 1 if something that should work does not. What is not installed, "
         "or not there, is no failure.",
     )
@@ -75,7 +63,7 @@ def _read_options(arguments: list[str] | None) -> argparse.Namespace:
     add(
         *("--folder", "--rdzv"),
         type=Path,
-        default=_default_folder(),
+        default=default,
         help="where processes meet by DistributedInit.FILE_SYSTEM; looked at for what its file "
         "system promises (default: FLASHLIGHT_FILE's folder, else the one for temporary files)",
     )
@@ -85,11 +73,6 @@ def _read_options(arguments: list[str] | None) -> argparse.Namespace:
     if not options.timeout > 0:
         parser.error(f"--timeout: expected a positive number of seconds, got {options.timeout}")
     return options
-
-
-def _default_folder() -> Path:
-    file = os.environ.get("FLASHLIGHT_FILE")
-    return Path(file).absolute().parent if file else Path(tempfile.gettempdir())
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum
+from typing import NamedTuple
 
 __all__ = ["Finding", "State", "table"]
 
@@ -19,8 +19,7 @@ class State(Enum):
     FAILED = "FAILED"
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the table; ``remedy`` says what to do where something is to be done."""
 
     what: str
@@ -33,24 +32,20 @@ _STATE_WIDTH = max(len(state.value) for state in State)
 _NARROWEST = 30
 
 
-def table(found: Iterable[Finding], width: int) -> str:
+def table(found: Sequence[Finding], width: int) -> str:
     """Return the findings in columns: state, what, detail, with the remedy below the detail."""
-    findings = list(found)
-    what_width = max((len(each.what) for each in findings), default=0)
-    margin = 4 + _STATE_WIDTH + 2 + what_width
-    room = max(width - margin, _NARROWEST)
+    what_width = max((len(each.what) for each in found), default=0)
     lines = []
-    for each in findings:
-        texts = _wrapped(each.detail, room)
-        texts += _wrapped(f"-> {each.remedy}", room) if each.remedy else []
-        head = f"  {each.state.value:{_STATE_WIDTH}}  {each.what:{what_width}}"
-        lines += [f"{start}{text}".rstrip() for start, text in _beside(head, texts, margin)]
+    for what, state, detail, remedy in found:
+        head = f"  {state.value:{_STATE_WIDTH}}  {what:{what_width}}  "
+        margin = " " * len(head)
+        for first, text in ((head, detail), (margin, f"-> {remedy}" if remedy else "")):
+            lines += textwrap.wrap(
+                text,
+                max(width, len(head) + _NARROWEST),
+                initial_indent=first,
+                subsequent_indent=margin,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
     return "\n".join(lines)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
-
-
-def _beside(head: str, texts: list[str], margin: int) -> list[tuple[str, str]]:
-    return [(head.ljust(margin) if not n else " " * margin, text) for n, text in enumerate(texts)]

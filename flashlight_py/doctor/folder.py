@@ -10,59 +10,38 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flashlight_py.doctor.finding import Finding, State
 
-__all__ = ["look", "promises"]
+__all__ = ["PROMISES", "file_system_of", "look"]
 
 RIVALS, ROUNDS = 4, 8
-_REMEDY = "give FILE_PATH a folder on another file system, such as a home directory on NFS"
+_REMEDY = "choose for FILE_PATH a folder on another file system, such as a home directory on NFS"
 _NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse", "9p", "afs", "panfs")
 
 
 def look(folder: Path) -> Iterator[Finding]:
-    """Tell which file system ``folder`` is on, and whether it keeps each promise."""
+    """Report which file system ``folder`` is on, and whether it keeps each promise."""
     try:
         with tempfile.TemporaryDirectory(prefix=".flashlight-doctor-", dir=folder) as inside:
-            yield _file_system(folder)
-            for name, keep in promises().items():
-                yield _tried(name, keep, Path(inside))
+            mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+            kind, mount = file_system_of(folder.resolve(), mounts)
+            network = kind.startswith(_NETWORK)
+            whose = "several hosts" if network else "the ranks of this host, unless others mount it"
+            yield Finding("file system", State.OK, f"{kind}, mounted at {mount}: for {whose}")
+            for name, (promise, broken) in PROMISES.items():
+                try:
+                    problem = broken(Path(tempfile.mkdtemp(dir=inside)))
+                except OSError as error:
+                    problem = str(error)
+                failed = Finding(name, State.FAILED, problem, _REMEDY)
+                yield failed if problem else Finding(name, State.OK, promise)
     except OSError as error:
         remedy = "FILE_PATH needs a folder that exists and that every rank may write to"
         yield Finding("writable", State.FAILED, str(error), remedy)
-
-
-def promises() -> dict[str, Callable[[Path], str]]:
-    """Return what is needed, by name: functions of a folder; "" is kept, else what happened."""
-    return {
-        "exclusive create": _one_creator,
-        "rename": _whole_or_absent,
-        "listing": _listed_at_once,
-        "ownership": _own_files,
-    }
-
-
-def _tried(name: str, keep: Callable[[Path], str], folder: Path) -> Finding:
-    inside = folder / name.replace(" ", "-")
-    inside.mkdir()
-    try:
-        problem = keep(inside)
-    except OSError as error:
-        problem = str(error)
-    return Finding(name, State.FAILED, problem, _REMEDY) if problem else _KEPT[name]
-
-
-_KEPT = {
-    name: Finding(name, State.OK, detail)
-    for name, detail in {
-        "exclusive create": f"of {RIVALS} that create a file at once, one succeeds",
-        "rename": "a file appears with all of its content",
-        "listing": "a new file is listed, and a removed one is not",
-        "ownership": "new files are ours alone to read and write",
-    }.items()
-}
 
 
 def _create(file: Path, content: bytes = b"") -> None:
@@ -71,46 +50,35 @@ def _create(file: Path, content: bytes = b"") -> None:
         stream.write(content)
 
 
-def _one_creator(folder: Path) -> str:
-    for number in range(ROUNDS):
-        winners: list[int] = []
-        start = threading.Barrier(RIVALS)
+def _many_creators(folder: Path) -> str:
+    barrier = threading.Barrier(RIVALS)
 
-        def rival(me: int, file: Path, winners: list[int], start: threading.Barrier) -> None:
-            start.wait()
-            try:
-                _create(file)
-            except FileExistsError:
-                return
-            winners.append(me)
+    def created(file: Path) -> bool:
+        barrier.wait()
+        try:
+            _create(file)
+        except FileExistsError:
+            return False
+        return True
 
-        file = folder / str(number)
-        rivals = [
-            threading.Thread(target=rival, args=(me, file, winners, start)) for me in range(RIVALS)
-        ]
-        for each in rivals:
-            each.start()
-        for each in rivals:
-            each.join()
-        if len(winners) != 1:
-            return f"{len(winners)} of {RIVALS} created the same file with O_EXCL, expected 1"
+    with ThreadPoolExecutor(RIVALS) as rivals:
+        for number in range(ROUNDS):
+            winners = sum(rivals.map(created, [folder / str(number)] * RIVALS))
+            if winners != 1:
+                return f"{winners} of {RIVALS} created the same file with O_EXCL, expected 1"
     return ""
 
 
-def _whole_or_absent(folder: Path) -> str:
-    content = os.urandom(100_000)
+def _partial_rename(folder: Path) -> str:
+    content, temporary = os.urandom(100_000), folder / "temporary"
     for number in range(ROUNDS):
-        temporary, file = folder / "temporary", folder / str(number)
-        _create(temporary, content)
-        temporary.rename(file)
-        if file.read_bytes() != content:
+        _create(temporary, content)  # fails if the old name is there still
+        if temporary.rename(folder / str(number)).read_bytes() != content:
             return "a file that was renamed holds something else than was written"
-        if temporary.exists():
-            return "a file that was renamed is there under its old name too"
     return ""
 
 
-def _listed_at_once(folder: Path) -> str:
+def _late_listing(folder: Path) -> str:
     names = {str(number) for number in range(ROUNDS)}
     for name in names:
         _create(folder / name)
@@ -118,10 +86,10 @@ def _listed_at_once(folder: Path) -> str:
         return f"{ROUNDS} new files, and the listing has {len(os.listdir(folder))}"
     for name in names:
         (folder / name).unlink()
-    return "" if not os.listdir(folder) else "removed files are still listed"
+    return "removed files are still listed" if os.listdir(folder) else ""
 
 
-def _own_files(folder: Path) -> str:
+def _others_files(folder: Path) -> str:
     _create(folder / "first")
     _create(folder / "second")
     first, second = ((folder / name).stat() for name in ("first", "second"))
@@ -132,13 +100,14 @@ def _own_files(folder: Path) -> str:
     return ""
 
 
-def _file_system(folder: Path) -> Finding:
-    mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
-    kind, mount = file_system_of(folder.resolve(), mounts)
-    if kind.startswith(_NETWORK):
-        return Finding("file system", State.OK, f"{kind}, mounted at {mount}: for several hosts")
-    detail = f"{kind}, mounted at {mount}: for the ranks of this host, unless others mount it"
-    return Finding("file system", State.OK, detail)
+# What is needed, by name: in words, and a function of an empty folder that returns how the promise
+# was broken there, or "".
+PROMISES = {
+    "exclusive create": (f"of {RIVALS} that create a file at once, one succeeds", _many_creators),
+    "rename": ("a file appears with all of its content", _partial_rename),
+    "listing": ("a new file is listed, and a removed one is not", _late_listing),
+    "ownership": ("new files are ours alone to read and write", _others_files),
+}
 
 
 def file_system_of(path: Path, mountinfo: str) -> tuple[str, str]:

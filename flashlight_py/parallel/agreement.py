@@ -14,9 +14,9 @@ from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, to_device
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.exchange import exchange_bytes
-from flashlight_py.distributed.world import current_world
+from flashlight_py.distributed.world import group_or_world
 from flashlight_py.errors import MismatchError
-from flashlight_py.parallel.digest import digest
+from flashlight_py.parallel.native import digest
 
 __all__ = [
     "agree",
@@ -93,7 +93,7 @@ def check_settings_agree(
     Raises:
         MismatchError: they differ, on every rank; names all that do, with values and ranks.
     """
-    group = current_world().group if group is None else group
+    group = group_or_world(group)
     if group.size == 1:
         return
     everyone = _of_all_ranks({"object": what, **settings}, group)

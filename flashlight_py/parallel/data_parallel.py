@@ -17,14 +17,14 @@ from flashlight_py.autograd import Variable
 from flashlight_py.distributed import DistributedConstants, ProcessGroup
 from flashlight_py.distributed.hook_reducer import HookReducer
 from flashlight_py.distributed.hooks import CommunicationHook
-from flashlight_py.distributed.reducer import EagerReducer, Reducer
+from flashlight_py.distributed.reducer import EagerReducer, Reducer, reduce_all
+from flashlight_py.distributed.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import (
     check_modules_agree,
     digest_of_values,
     warn_of_differing,
 )
-from flashlight_py.parallel.functional.call import group_or_world
 from flashlight_py.parallel.gradient_sync import (
     GradientSync,
     buffers_of,
@@ -35,7 +35,6 @@ from flashlight_py.parallel.gradient_sync import (
 )
 from flashlight_py.parallel.parameters import (
     give_state,
-    reduce_all,
     require_module,
 )
 

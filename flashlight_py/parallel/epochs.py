@@ -12,7 +12,7 @@ from flashlight_py.dataset.order import epoch_order
 from flashlight_py.parallel.agreement import check_settings_agree
 from flashlight_py.parallel.place import Place, whole_number
 
-__all__ = ["Epochs"]
+__all__ = ["Epochs", "InEpochs"]
 
 
 class Epochs:
@@ -84,7 +84,7 @@ class Epochs:
         return {**self._order_settings(), "epoch": self.epoch, "consumed": self.consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; see ``DistributedSampler.load_state_dict``."""
+        """Go on where ``state`` was taken; see ``InEpochs.load_state_dict``."""
         epoch, consumed = (self._number_in(state, name) for name in ("epoch", "consumed"))
         for name, value in self._order_settings().items():
             if self._number_in(state, name) != value:
@@ -139,3 +139,70 @@ class Epochs:
             return
         settings = {**self._order_settings(), **self._others, "epoch": epoch}
         check_settings_agree(self._what, {**settings, "consumed": consumed})
+
+
+class InEpochs:
+    """What has an order of its samples for each epoch, and knows how much of it is used."""
+
+    _epochs: Epochs
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, 0 at first."""
+        return self._epochs.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the order of ``epoch``, before iterating; blocking.
+
+        Collective, unless rank and size were given. Another epoch than the current one begins with
+        its first sample. The current one stays as it is, also where ``load_state_dict`` went on in
+        the middle of it.
+
+        Raises:
+            TypeError: ``epoch`` is not an integer.
+            ValueError: ``epoch`` is negative.
+            MismatchError: ranks go to different epochs; on every rank, and the epoch stays.
+            NotInitializedError: the world is another one than when this was made.
+            DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        self._epochs.set_epoch(epoch)
+
+    @property
+    def consumed(self) -> int:
+        """How many samples of the epoch all ranks have used together; iterating counts."""
+        return self._epochs.consumed
+
+    def set_consumed(self, samples: int) -> None:
+        """Say how many samples of the epoch all ranks have used together. Not collective.
+
+        For what iterating does not count, or counts too early. It stands until it is said anew,
+        the epoch changes or a state is loaded; iterating does not begin elsewhere by it.
+
+        Raises:
+            TypeError: ``samples`` is not an integer.
+            ValueError: ``samples`` is not in [0, number of samples].
+        """
+        self._epochs.set_consumed(samples)
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """Return where this run is: n, shuffle, seed, epoch and consumed. Not collective.
+
+        Equal on ranks that are equally far, so the state of one serves all. JSON can hold it.
+        """
+        return self._epochs.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken, on any number of ranks; blocking.
+
+        Collective, unless rank and size were given. Until ``set_epoch`` goes to another epoch, this
+        has the samples that were not consumed, and ``len`` counts what is left. A state of a
+        ``DistributedSampler`` serves a ``ShardedDataset`` as well, and the other way round.
+
+        Raises:
+            ValueError: ``state`` is none of these, or n, shuffle or seed are others.
+            TypeError: something in ``state`` is no integer.
+            MismatchError: ranks load different states; on every rank, and nothing changes.
+            NotInitializedError: the world is another one than when this was made.
+            DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        self._epochs.load_state_dict(state)

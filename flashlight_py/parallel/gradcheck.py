@@ -10,7 +10,7 @@ from flashlight_py.autograd import Variable, functions, param
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.exchange import exchange_bytes
-from flashlight_py.distributed.world import current_world
+from flashlight_py.distributed.world import group_or_world
 
 __all__ = ["gradcheck_over_ranks"]
 
@@ -48,7 +48,7 @@ def gradcheck_over_ranks(
             raise TypeError(
                 f"gradcheck_over_ranks needs float64 arrays, got {array.dtype}; cast them first"
             )
-    group = current_world().group if group is None else group
+    group = group_or_world(group)
     variables = [param(array.copy()) for array in arrays]
 
     def loss() -> Variable:

@@ -75,9 +75,10 @@ def flat_buckets(
         The buckets, and a view of ``room`` more elements at the end of the last one.
     """
     planned = [
-        [same[index] for index in bucket]
-        for same in _runs_of_one_kind(params)
-        for bucket in plan_buckets([param.data.nbytes for param in same], limit)
+        [params[index] for index in bucket]
+        for bucket in plan_buckets(
+            [param.data.nbytes for param in params], limit, [param.dtype for param in params]
+        )
     ]
     sizes = [sum(param.size for param in bucket) for bucket in planned]
     flats = [
@@ -86,16 +87,6 @@ def flat_buckets(
     ]
     units = [_flat_bucket(bucket, flat) for bucket, flat in zip(planned, flats, strict=True)]
     return units, flats[-1][sizes[-1] :]
-
-
-def _runs_of_one_kind(params: Sequence[Variable]) -> list[list[Variable]]:
-    runs: list[list[Variable]] = []
-    for param in params:
-        if runs and runs[-1][-1].dtype == param.dtype:
-            runs[-1].append(param)
-        else:
-            runs.append([param])
-    return runs
 
 
 def _new_flat(size: int, like: Array, group: ProcessGroup | None) -> Array:

@@ -7,14 +7,11 @@ from typing import Any
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
-from flashlight_py.distributed import (
-    CoalescingReducer,
-    DistributedConstants,
-    ProcessGroup,
-)
+from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.arrays import as_array, check_reduction
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.world import current_world
+from flashlight_py.distributed.reducer import reduce_all
+from flashlight_py.distributed.world import group_or_world
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.agreement import (
     check_arrays_agree,
@@ -168,7 +165,7 @@ class DistributedOptimizer:
 
     @property
     def _members(self) -> ProcessGroup:
-        return current_world().group if self._group is None else self._group
+        return group_or_world(self._group)
 
     def _params_with_gradients(self) -> list[Variable]:
         """Return the parameters that have a gradient on any rank."""
@@ -177,12 +174,7 @@ class DistributedOptimizer:
 
     def _reduce(self, arrays: Sequence[Array]) -> None:
         scale = 1.0 / self._members.size if self._average else 1.0
-        # One bucket leaves nothing to overlap; then a thread would only cost.
-        several = sum(array.nbytes for array in arrays) > DistributedConstants.COALESCE_CACHE_SIZE
-        reducer = CoalescingReducer(scale, async_op=several, group=self._group)
-        for array in arrays:
-            reducer.add(array)
-        reducer.finalize()
+        reduce_all(arrays, scale, self._group)
 
     def _refuse_reduced_twice(self) -> None:
         for number, param in enumerate(self.params):

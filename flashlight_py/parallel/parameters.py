@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.reducer import CoalescingReducer
+from flashlight_py.distributed.reducer import reduce_all
+from flashlight_py.distributed.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
-from flashlight_py.parallel.functional.call import group_or_world
 from flashlight_py.parallel.place import whole_number
 from flashlight_py.parallel.synchronize import synchronize, synchronize_for
 from flashlight_py.parallel.tree import put_buffer
@@ -20,7 +19,6 @@ __all__ = [
     "all_reduce_parameters",
     "broadcast_parameters",
     "give_state",
-    "reduce_all",
     "require_module",
 ]
 
@@ -158,14 +156,6 @@ def give_state(
     for name, value in synchronize(dict(state), root, group).items():
         if value is not state[name]:  # a number, which cannot be changed in place
             put_buffer(module, name, value)
-
-
-def reduce_all(arrays: Sequence[Array], scale: float, group: ProcessGroup | None) -> None:
-    """Sum arrays over the ranks and multiply by ``scale``, in place. Collective, blocking."""
-    reducer = CoalescingReducer(scale, group=group)
-    for array in arrays:
-        reducer.add(array)
-    reducer.finalize()
 
 
 def require_module(module: object) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from flashlight_py.dataset.shares import strided_share
-from flashlight_py.parallel.epochs import Epochs
+from flashlight_py.parallel.epochs import Epochs, InEpochs
 from flashlight_py.parallel.place import find_place
 
 __all__ = ["DistributedSampler"]
 
 
-class DistributedSampler:
+class DistributedSampler(InEpochs):
     """This rank's indices of ``n`` samples, in a new order for each epoch.
 
     One permutation of all samples, the same on every rank, is dealt out like cards: rank r of s
@@ -30,7 +29,9 @@ class DistributedSampler:
     Making one, ``set_epoch`` and ``load_state_dict`` are collective, unless rank and size are
     given: all ranks then compare n, shuffle, seed, drop_last, epoch and what is consumed.
     Iterating is not, and communicates nothing: it may happen in a thread or on one rank only. It
-    begins anew each time, in the epoch's order.
+    begins anew each time, in the epoch's order. An index counts as used when it is handed out, and
+    the other ranks are taken to be as far as this one; for loaders that read ahead, such as one
+    that is given ``list(sampler)``, ``set_consumed`` corrects the count.
 
     ``state_dict`` tells the epoch and how many of its samples all ranks have consumed, and
     ``load_state_dict`` goes on from there, on any number of ranks: what is left of the epoch is
@@ -70,71 +71,6 @@ class DistributedSampler:
         what, self._drop_last = "DistributedSampler", bool(drop_last)
         self._place = find_place(what, rank, size)
         self._epochs = Epochs(what, self._place, n, shuffle, seed, drop_last=self._drop_last)
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch, 0 at first."""
-        return self._epochs.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the order of ``epoch``, before iterating. Collective, as said above; blocking.
-
-        Another epoch than the current one begins with its first sample. The current one stays
-        as it is, also where ``load_state_dict`` went on in the middle of it.
-
-        Raises:
-            TypeError: ``epoch`` is not an integer.
-            ValueError: ``epoch`` is negative.
-            MismatchError: ranks go to different epochs; on every rank, and the epoch stays.
-            NotInitializedError: the world is another one than when the sampler was made.
-            DistributedError: as :func:`flashlight_py.all_reduce`.
-        """
-        self._epochs.set_epoch(epoch)
-
-    @property
-    def consumed(self) -> int:
-        """How many samples of the epoch all ranks have used together.
-
-        Iterating counts: an index counts as used when it is handed out, and the other ranks are
-        taken to be as far as this one.
-        """
-        return self._epochs.consumed
-
-    def set_consumed(self, samples: int) -> None:
-        """Say how many samples of the epoch all ranks have used together. Not collective.
-
-        For loaders that read indices ahead of their use, such as one that is given
-        ``list(sampler)``: the count of iterating would be too high. It stands until it is said
-        anew, the epoch changes or a state is loaded; iterating does not begin elsewhere by it.
-
-        Raises:
-            TypeError: ``samples`` is not an integer.
-            ValueError: ``samples`` is not in [0, n].
-        """
-        self._epochs.set_consumed(samples)
-
-    def state_dict(self) -> dict[str, int | bool]:
-        """Return where this run is: n, shuffle, seed, epoch and consumed. Not collective.
-
-        Equal on ranks that are equally far, so the state of one serves all. JSON can hold it.
-        """
-        return self._epochs.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, on any number of ranks. Collective, as said above.
-
-        Until ``set_epoch`` goes to another epoch, iterating gives this rank's share of the
-        samples that were not consumed, and ``len`` is their number. A state of a
-        ``ShardedDataset`` serves as well.
-
-        Raises:
-            ValueError: ``state`` is none of a sampler's, or n, shuffle or seed are others.
-            TypeError: something in ``state`` is no integer.
-            MismatchError: ranks load different states; on every rank, and nothing changes.
-            NotInitializedError: the world is another one than when the sampler was made.
-            DistributedError: as :func:`flashlight_py.all_reduce`.
-        """
-        self._epochs.load_state_dict(state)
 
     def __len__(self) -> int:
         """Return the number of this rank's samples that are left of the epoch."""

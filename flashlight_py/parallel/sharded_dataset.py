@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, SupportsIndex
+from collections.abc import Iterator
+from typing import SupportsIndex
 
 from flashlight_py.dataset import Dataset
 from flashlight_py.dataset.dataset import Sample
@@ -13,13 +13,13 @@ from flashlight_py.dataset.shares import (
     count_batches,
     weight_of_part,
 )
-from flashlight_py.parallel.epochs import Epochs
+from flashlight_py.parallel.epochs import Epochs, InEpochs
 from flashlight_py.parallel.place import find_place, whole_number
 
 __all__ = ["ShardedDataset"]
 
 
-class ShardedDataset(Dataset):
+class ShardedDataset(InEpochs, Dataset):
     """Item t is this rank's part of global batch t; every rank has as many items.
 
     Global batch t are the entries [B t, B (t + 1)) of the epoch's order, where B is
@@ -32,6 +32,8 @@ class ShardedDataset(Dataset):
     Making one, ``set_epoch`` and ``load_state_dict`` are collective, unless rank and size are
     given: all ranks then compare their arguments, the number of samples, the epoch and what is
     consumed. Everything else communicates nothing, and ``PrefetchDataset`` may do it in threads.
+    A batch counts as used when iterating hands it out, also by a ``PrefetchDataset``;
+    ``dataset[t]`` does not count.
     Batches are new arrays, as ``take`` of ``dataset`` makes them: define it to pad samples of
     unequal shapes.
 
@@ -93,69 +95,6 @@ class ShardedDataset(Dataset):
         )
         self._batch_size = batch
         self._drop_last = drop_last
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch, 0 at first."""
-        return self._epochs.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the order of ``epoch``, before iterating. Collective, as said above; blocking.
-
-        Another epoch than the current one begins with its first batch. The current one stays as
-        it is, also where ``load_state_dict`` went on in the middle of it.
-
-        Raises:
-            TypeError: ``epoch`` is not an integer.
-            ValueError: ``epoch`` is negative.
-            MismatchError: ranks go to different epochs; on every rank, and the epoch stays.
-            NotInitializedError: the world is another one than when this was made.
-            DistributedError: as :func:`flashlight_py.all_reduce`.
-        """
-        self._epochs.set_epoch(epoch)
-
-    @property
-    def consumed(self) -> int:
-        """How many samples of the epoch all ranks have used together.
-
-        Iterating counts, also by a ``PrefetchDataset``: a batch counts as used when it is handed
-        out. ``dataset[t]`` does not.
-        """
-        return self._epochs.consumed
-
-    def set_consumed(self, samples: int) -> None:
-        """Say how many samples of the epoch are used, where iterating does not count them.
-
-        Not collective. It stands until it is said anew, the epoch changes or a state is loaded;
-        iterating does not begin elsewhere by it.
-
-        Raises:
-            TypeError: ``samples`` is not an integer.
-            ValueError: ``samples`` is not in [0, number of samples].
-        """
-        self._epochs.set_consumed(samples)
-
-    def state_dict(self) -> dict[str, int | bool]:
-        """Return where this run is: n, shuffle, seed, epoch and consumed. Not collective.
-
-        The same on every rank that has taken as many batches. JSON can hold it.
-        """
-        return self._epochs.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, on any number of ranks. Collective, as said above.
-
-        Until ``set_epoch`` goes to another epoch, this holds the batches of the samples that
-        were not consumed. A state of a ``DistributedSampler`` serves as well.
-
-        Raises:
-            ValueError: ``state`` is none of this, or n, shuffle or seed are others.
-            TypeError: something in ``state`` is no integer.
-            MismatchError: ranks load different states; on every rank, and nothing changes.
-            NotInitializedError: the world is another one than when this was made.
-            DistributedError: as :func:`flashlight_py.all_reduce`.
-        """
-        self._epochs.load_state_dict(state)
 
     def __len__(self) -> int:
         """Return the number of global batches left of the epoch, the same on every rank."""

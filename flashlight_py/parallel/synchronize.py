@@ -10,10 +10,10 @@ import numpy as np
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
 from flashlight_py.distributed.exchange import exchange_bytes
 from flashlight_py.distributed.integers import whole
-from flashlight_py.distributed.world import current_world
+from flashlight_py.distributed.world import group_or_world
 from flashlight_py.errors import DistributedError, MismatchError
 from flashlight_py.parallel.agreement import by_rank
-from flashlight_py.parallel.digest import digest
+from flashlight_py.parallel.native import digest
 from flashlight_py.parallel.tree import (
     Buffers,
     Plan,
@@ -76,7 +76,7 @@ def synchronize_for(
     verb: str, noun: str, tree: SomeTree, root: int, group: ProcessGroup | None
 ) -> SomeTree:
     """Do what ``synchronize`` does for ``verb``, whose errors call the tree a ``noun``."""
-    members = current_world().group if group is None else group
+    members = group_or_world(group)
     number = None if isinstance(root, bool) else whole(root)
     if number is None or not 0 <= number < members.size:
         raise ValueError(

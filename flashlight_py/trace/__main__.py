@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from flashlight_py.trace.diff import compare
-from flashlight_py.trace.page import page
 from flashlight_py.trace.records import read_records
-from flashlight_py.trace.timeline import of_records, read_trace
+from flashlight_py.trace.timeline import chrome_trace, page, read_trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; returns the exit status."""
-    chosen = _parser().parse_args(arguments)
-    try:
-        status: int = chosen.command(chosen)
-    except (OSError, ValueError) as error:
-        print(f"flashlight_py.trace: {error}", file=sys.stderr)
-        return 2
-    return status
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m flashlight_py.trace", description=__doc__)
     commands = parser.add_subparsers(required=True)
     diff = commands.add_parser(
@@ -41,9 +31,19 @@ def _parser() -> argparse.ArgumentParser:
         default=Path("trace.json"),
         help="what fl.profile has written, or a folder of flight records (default: trace.json)",
     )
-    view.add_argument("-o", "--output", type=Path, help="default: the trace's name with .html")
+    view.add_argument(
+        *("-o", "--output"),
+        type=Path,
+        help="default: the trace's name with .html; a name with .json is a trace for Perfetto",
+    )
     view.set_defaults(command=_view)
-    return parser
+    chosen = parser.parse_args(arguments)
+    try:
+        status: int = chosen.command(chosen)
+    except (OSError, ValueError) as error:
+        print(f"flashlight_py.trace: {error}", file=sys.stderr)
+        return 2
+    return status
 
 
 def _diff(chosen: argparse.Namespace) -> int:
@@ -54,10 +54,11 @@ def _diff(chosen: argparse.Namespace) -> int:
 
 def _view(chosen: argparse.Namespace) -> int:
     source: Path = chosen.trace
-    trace = of_records(read_records(source)) if source.is_dir() else read_trace(source)
+    trace = chrome_trace(read_records(source)) if source.is_dir() else read_trace(source)
     output: Path = chosen.output or source.with_suffix(".html")
-    output.write_text(page(trace), encoding="utf-8")
-    _say(f"{output}: open it in a browser")
+    is_trace = output.suffix == ".json"
+    output.write_text(json.dumps(trace) if is_trace else page(trace), encoding="utf-8")
+    _say(f"{output}: open it {'at https://ui.perfetto.dev' if is_trace else 'in a browser'}")
     return 0
 
 

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashlight_py.trace.records import FlightRecord, call_text
 
 __all__ = ["compare"]
 
-# Verbs to which ranks may give arrays of different first dimensions, or of no shape at all.
+# Verbs to which ranks may pass arrays of different first dimensions, or of no shape at all.
 _ROWS_DIFFER = ("all_gather", "gather", "all_to_all")
 _SHAPES_DIFFER = ("scatter",)
 
 
 def compare(records: Sequence[FlightRecord]) -> tuple[list[str], bool]:
-    """Return what to tell about the ranks' records, in lines, and whether all ranks agree."""
+    """Return a report on the ranks' records, in lines, and whether all ranks agree."""
     first = records[0]
     lines = [f"job {first.job}: {len(records)} of {first.size} ranks have left a record"]
     lines += [f"  rank {r.rank} ({r.host}, pid {r.pid}) at {r.time}: {r.reason}" for r in records]
     missing = sorted(set(range(first.size)) - {record.rank for record in records})
+    differences = []
     if missing:
-        lines.append(
-            f"{_ranks(missing)} left none: killed, stopped, or on a host without the folder"
-        )
-    names = list(dict.fromkeys(name for record in records for name in record.groups))
-    parted = [_Group(name, records).parting() for name in names]
-    waiting = [line for record in records for line in _messages(record)]
-    for part in parted:
-        lines += part
-    lines += waiting
-    agree = not missing and not waiting and not any(parted)
-    return [*lines, *(["all ranks have called the same"] if agree else [])], agree
+        ranks = _ranks(missing)
+        differences = [f"{ranks} left none: killed, stopped, or on a host without the folder"]
+    for name in dict.fromkeys(name for record in records for name in record.groups):
+        differences += _Group(name, records).parting()
+    differences += [
+        f"rank {record.rank}: {_called(call)}, {_state(call)}"
+        for record in records
+        for call in record.calls
+        if "peer" in call and call["state"] != "ended"
+    ]
+    return lines + (differences or ["all ranks have called the same"]), not differences
 
 
 class _Group:
@@ -47,46 +48,38 @@ class _Group:
         self._last = {rank: r.groups[name]["calls"] for rank, r in self._records.items()}
 
     def parting(self) -> list[str]:
-        """Say where the ranks parted; nothing where they did not."""
-        number = self._first_different(_signature)
-        if number is not None:
-            return self._told(number, "the ranks called different things")
+        """Return where the ranks parted, in lines; none where they did not."""
+        if different := self._first_different(_signature, "the ranks called different things"):
+            return different
         behind = self._behind()
-        number = self._first_different(_line)
-        if number is not None and behind:
-            return self._told(number, "the same call comes from different lines") + behind
-        return behind
+        line = "the same call comes from different lines"
+        return behind and self._first_different(lambda call: call.get("line"), line) + behind
 
-    def _first_different(self, key: Any) -> int | None:
-        """Return the first number at which ``key`` of the calls differs, where several know it."""
-        numbers = sorted({number for calls in self._calls.values() for number in calls})
-        for number in numbers:
-            found = {key(calls[number]) for calls in self._calls.values() if number in calls}
-            if len(found - {None}) > 1:
-                return int(number)
-        return None
-
-    def _told(self, number: int, what: str) -> list[str]:
-        by_text: dict[str, list[int]] = {}
-        for rank, calls in self._calls.items():
-            text = _called(calls[number]) if number in calls else "nothing that is still recorded"
-            by_text.setdefault(text, []).append(rank)
-        said = [f"  {_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
-        return [f"group {self.name}, call {number}: {what}", *said]
+    def _first_different(self, key: Callable[[dict[str, Any]], Any], what: str) -> list[str]:
+        """Describe the first call of which ``key`` differs, where several ranks know it."""
+        for number in sorted({number for calls in self._calls.values() for number in calls}):
+            known = {rank: calls.get(number) for rank, calls in self._calls.items()}
+            if len({key(call) for call in known.values() if call} - {None}) > 1:
+                by_text: dict[str, list[int]] = {}
+                for rank, call in known.items():
+                    text = _called(call) if call else "nothing that is still recorded"
+                    by_text.setdefault(text, []).append(rank)
+                ranks = [f"  {_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
+                return [f"group {self.name}, call {number}: {what}", *ranks]
+        return []
 
     def _behind(self) -> list[str]:
-        """Say who has called less often than others, what those wait in, and where it stands."""
+        """Report who has called less often than others, what those wait in, and where it stands."""
         most = max(self._last.values())
         late = [rank for rank, last in self._last.items() if last < most]
-        if not late:
-            return []
         ahead = [rank for rank in self._last if rank not in late]
-        lines = [f"group {self.name}: {_ranks(late)} behind {_ranks(ahead)}"]
-        lines += [f"  {self._position(rank, most)}" for rank in ahead]
-        return lines + [f"  {self._position(rank, self._last[rank])}" for rank in late]
+        positions = [f"  {self._position(rank)}" for rank in ahead + late]
+        title = f"group {self.name}: {_ranks(late)} behind {_ranks(ahead)}"
+        return [title, *positions] if late else []
 
-    def _position(self, rank: int, number: int) -> str:
-        record, call = self._records[rank], self._calls[rank].get(number)
+    def _position(self, rank: int) -> str:
+        record, number = self._records[rank], self._last[rank]
+        call = self._calls[rank].get(number)
         stands = f"; it stands at {record.stands_at}" if record.stands_at else ""
         if call is None:
             return f"rank {rank} has called {number} times{stands}"
@@ -98,16 +91,11 @@ def _signature(call: dict[str, Any]) -> tuple[Any, ...]:
     if verb in _SHAPES_DIFFER or verb.endswith("_object"):
         return verb, call.get("root")
     rows = 1 if verb in _ROWS_DIFFER and shape else 0
-    told = None if shape is None else tuple(shape[rows:])
-    # The native all_reduce notes three dimensions; what has more is told by its bytes.
+    same = None if shape is None else tuple(shape[rows:])
+    # The native all_reduce records three dimensions; what has more is recognised by its bytes.
     size = call["bytes"] if verb == "all_reduce" else None
-    dimensions = told if told is not None and len(told) <= 3 else None
+    dimensions = same if same is not None and len(same) <= 3 else None
     return verb, call.get("dtype"), call.get("op"), call.get("root"), dimensions, size
-
-
-def _line(call: dict[str, Any]) -> str | None:
-    line: str | None = call.get("line")
-    return line
 
 
 def _called(call: dict[str, Any]) -> str:
@@ -121,13 +109,6 @@ def _state(call: dict[str, Any]) -> str:
         return f"running for {call['seconds']:.3g} s"
     ended = call["seconds_ago"] - call["seconds"]
     return f"{call['state']} {ended:.3g} s before the record"
-
-
-def _messages(record: FlightRecord) -> Iterable[str]:
-    """Say which messages of a rank have not ended."""
-    for call in record.calls:
-        if "peer" in call and call["state"] != "ended":
-            yield f"rank {record.rank}: {_called(call)}, {_state(call)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

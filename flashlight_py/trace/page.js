@@ -1,5 +1,5 @@
 "use strict";
-// The timeline of a page: one band for each rank, in it the lanes of the trace's threads.
+// The timeline of a page: one band for each rank, in it the trace's threads.
 window.addEventListener("error", (event) => { document.body.dataset.error = event.message; });
 
 const COLOURS = ["#4c78dd", "#e8833a", "#3fa66b", "#b25fc9", "#d9517a", "#2fa7b8", "#b3912b", "#7a6bd8",
@@ -37,32 +37,32 @@ function element(name, text, parent) {
 function read() {
   const ranks = new Map();
   const rank = (pid) => {
-    if (!ranks.has(pid)) ranks.set(pid, {pid, name: `rank ${pid}`, lanes: new Map()});
+    if (!ranks.has(pid)) ranks.set(pid, {pid, name: `rank ${pid}`, threads: new Map()});
     return ranks.get(pid);
   };
-  const lane = (event) => {
-    const lanes = rank(event.pid).lanes;
-    if (!lanes.has(event.tid)) lanes.set(event.tid, {name: "", events: [], depth: 1, open: []});
-    return lanes.get(event.tid);
+  const thread = (event) => {
+    const threads = rank(event.pid).threads;
+    if (!threads.has(event.tid)) threads.set(event.tid, {name: "", events: [], depth: 1, open: []});
+    return threads.get(event.tid);
   };
   for (const event of trace.traceEvents) {
     if (event.name === "process_name") rank(event.pid).name = event.args.name;
-    else if (event.name === "thread_name" && event.ph === "M") lane(event).name = event.args.name;
-    else if (event.ph === "X") place(lane(event), event);
+    else if (event.name === "thread_name" && event.ph === "M") thread(event).name = event.args.name;
+    else if (event.ph === "X") place(thread(event), event);
   }
   bands = [...ranks.values()].sort((a, b) => a.pid - b.pid);
   last = events.reduce((most, event) => Math.max(most, event.ts + event.dur), 1);
 }
 
-// Events of a lane come in the order of their starts; one within another lies a row lower.
-function place(lane, event) {
-  while (lane.open.length && lane.open.at(-1).ts + lane.open.at(-1).dur <= event.ts) lane.open.pop();
-  const parent = lane.open.at(-1);
-  event.row = event.cat === "late" ? Math.max(0, lane.open.length - 1) : lane.open.length;
+// Events of a thread come in the order of their starts; one within another lies a row lower.
+function place(thread, event) {
+  while (thread.open.length && thread.open.at(-1).ts + thread.open.at(-1).dur <= event.ts) thread.open.pop();
+  const parent = thread.open.at(-1);
+  event.row = event.cat === "late" ? Math.max(0, thread.open.length - 1) : thread.open.length;
   event.parent = event.cat === "late" ? parent : undefined;
-  if (event.cat !== "late") lane.open.push(event);
-  lane.depth = Math.max(lane.depth, event.row + 1);
-  lane.events.push(event);
+  if (event.cat !== "late") thread.open.push(event);
+  thread.depth = Math.max(thread.depth, event.row + 1);
+  thread.events.push(event);
   events.push(event);
 }
 
@@ -71,9 +71,9 @@ function layOut() {
   for (const band of bands) {
     band.top = top;
     top += BAND / 2;
-    for (const lane of band.lanes.values()) {
-      lane.top = top;
-      top += lane.depth * ROW + GAP;
+    for (const thread of band.threads.values()) {
+      thread.top = top;
+      top += thread.depth * ROW + GAP;
     }
     top += BAND / 2;
     band.bottom = top;
@@ -148,19 +148,19 @@ function drawBand(pen, ink, band, index) {
   pen.beginPath();
   pen.rect(GUTTER, band.top, width(), band.bottom - band.top);
   pen.clip();
-  for (const lane of band.lanes.values()) drawLane(pen, lane);
+  for (const thread of band.threads.values()) drawThread(pen, thread);
   pen.restore();
   pen.textAlign = "left";
   const [title] = band.name.split(" (");
-  for (const [index, lane] of [...band.lanes.values()].entries()) {
+  for (const [index, thread] of [...band.threads.values()].entries()) {
     pen.fillStyle = index === 0 ? ink.fore : ink.dim;
-    pen.fillText(index === 0 ? title : lane.name, 20, lane.top + ROW / 2);
+    pen.fillText(index === 0 ? title : thread.name, 20, thread.top + ROW / 2);
   }
 }
 
-function drawLane(pen, lane) {
+function drawThread(pen, thread) {
   const filled = new Map();  // how far each row is painted, so that crowds cost one stroke a pixel
-  for (const event of lane.events) {
+  for (const event of thread.events) {
     const end = event.ts + event.dur;
     if (end < from || event.ts > to || hidden.has(kind(event.parent || event))) continue;
     const left = Math.max(GUTTER - 2, x(event.ts)), right = Math.min(GUTTER + width() + 2, x(end));
@@ -168,7 +168,7 @@ function drawLane(pen, lane) {
     if (right < (filled.get(key) ?? -1)) continue;
     const wide = Math.max(1, right - left);
     filled.set(key, left + wide);
-    drawEvent(pen, event, left, lane.top + event.row * ROW, wide);
+    drawEvent(pen, event, left, thread.top + event.row * ROW, wide);
   }
 }
 
@@ -212,11 +212,11 @@ function under(px, py) {
   if (px < GUTTER) return null;
   for (const band of bands) {
     if (py < band.top || py > band.bottom) continue;
-    for (const lane of band.lanes.values()) {
-      const row = Math.floor((py - lane.top) / ROW);
-      if (row < 0 || row >= lane.depth) continue;
+    for (const thread of band.threads.values()) {
+      const row = Math.floor((py - thread.top) / ROW);
+      if (row < 0 || row >= thread.depth) continue;
       const slack = (to - from) / width();
-      const near = lane.events.filter((event) => event.row === row && event.cat !== "late" &&
+      const near = thread.events.filter((event) => event.row === row && event.cat !== "late" &&
         !hidden.has(kind(event)) && x(event.ts) <= px + 1 && x(event.ts + event.dur) + 1 >= px);
       return near.sort((a, b) => Math.abs(a.ts - time(px)) - Math.abs(b.ts - time(px)))[0] || null;
     }

@@ -1,4 +1,4 @@
-"""From what ranks have recorded to one Chrome trace, which Perfetto reads too.
+"""From what ranks did to one Chrome trace, which Perfetto reads too, and to a page that shows it.
 
 The format is the JSON of Chrome's "Trace Event Format": complete events (``"ph": "X"``), times in
 microseconds. A process of the trace is a rank; its first thread is the program, with the calls that
@@ -8,37 +8,21 @@ block it and its waits; the others hold what runs beside it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from flashlight_py.trace.lanes import in_lanes
-from flashlight_py.trace.records import FlightRecord, call_text
-from flashlight_py.trace.summary import summarise
+from flashlight_py.trace.records import RankTimeline, call_text
 
-__all__ = ["FORMAT", "RankTimeline", "chrome_trace", "of_records", "read_trace"]
+__all__ = ["FORMAT", "chrome_trace", "covered", "page", "read_trace"]
 
 FORMAT = "flashlight_py trace 1"
 # Less than this is no waiting that anybody could see, or could do something about.
 _LATE_NANOSECONDS = 1000
-
-
-@dataclass
-class RankTimeline:
-    """What one rank did. Times are in nanoseconds of its own clock; ``offset`` makes them rank 0's.
-
-    ``calls`` are as ``Record.as_dict`` gives them; what has not ended has lasted ``until`` then.
-    ``spans`` are the program's own: (name, from, to).
-    """
-
-    rank: int
-    host: str
-    pid: int
-    offset: int
-    until: int
-    calls: list[dict[str, Any]]
-    spans: list[tuple[str, int, int]] = field(default_factory=list)
+# What an event shows by its place and length, not as an argument.
+_SHOWN = ("started", "ended", "waits", "verb", "seconds", "seconds_ago", "state")
 
 
 @dataclass
@@ -46,108 +30,114 @@ class _Event:
     """Something on a timeline, in nanoseconds of the common clock."""
 
     name: str
-    kind: str  # collective, message, wait or span
+    kind: str  # collective, message, wait, span, or late: the part of a call that is waiting
     start: int
     end: int
-    rank: int
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
     beside: bool = False  # the program goes on meanwhile
-    late: int = 0  # until this time it waited for the rank that came last
 
 
 def chrome_trace(timelines: Sequence[RankTimeline]) -> dict[str, Any]:
     """Return the trace of all ranks, the earliest event at 0."""
-    events = [event for timeline in timelines for event in _events(timeline)]
-    _find_late_ranks(events)
-    zero = min((event.start for event in events), default=0)
-    listed = [_process(timeline) for timeline in timelines]
+    by_rank = {timeline.rank: list(_events(timeline)) for timeline in timelines}
+    zero = min((event.start for events in by_rank.values() for event in events), default=0)
+    _find_late_ranks(by_rank)
+    listed = []
     for timeline in timelines:
-        own = [event for event in events if event.rank == timeline.rank]
-        program = in_lanes([e for e in own if not e.beside], nested=True)
-        beside = in_lanes([e for e in own if e.beside], nested=False)
-        lanes = [("program", lane) for lane in program] + [("beside it", lane) for lane in beside]
-        for thread, (name, lane) in enumerate(lanes):
-            listed += _lane(timeline.rank, thread, name, lane, zero)
-    return {
-        "traceEvents": listed,
-        "displayTimeUnit": "ms",
-        "otherData": {
-            "format": FORMAT,
-            "summary": [_summary(t.rank, events) for t in timelines],
-        },
-    }
+        rank, name = timeline.rank, f"rank {timeline.rank} ({timeline.host}, pid {timeline.pid})"
+        listed.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}})
+        for thread, (name, events) in enumerate(_threads(by_rank[rank])):
+            place = {"pid": rank, "tid": thread}
+            listed.append({"name": "thread_name", "ph": "M", **place, "args": {"name": name}})
+            listed += [
+                {
+                    "name": event.name,
+                    "cat": event.kind,
+                    "ph": "X",
+                    **place,
+                    "ts": (event.start - zero) / 1e3,
+                    "dur": (event.end - event.start) / 1e3,
+                    "args": event.arguments,
+                }
+                for event in events
+            ]
+    summary = [{"rank": rank, **_summary(events)} for rank, events in by_rank.items()]
+    data = {"format": FORMAT, "summary": summary}
+    return {"traceEvents": listed, "displayTimeUnit": "ms", "otherData": data}
 
 
-def _events(timeline: RankTimeline) -> Iterable[_Event]:
-    rank, offset = timeline.rank, timeline.offset
+def _events(timeline: RankTimeline) -> Iterator[_Event]:
+    offset = timeline.offset
     for call in timeline.calls:
-        start, end = call["started"], call.get("ended", timeline.until)
-        kind = "message" if "peer" in call else "collective"
-        left_out = ("started", "ended", "waits", "verb", "seconds", "seconds_ago", "state")
+        verb, start, end = call["verb"], call["started"], call.get("ended", timeline.until)
         arguments: dict[str, Any] = {"call": call_text(call)}
-        arguments |= {name: value for name, value in call.items() if name not in left_out}
+        arguments |= {name: value for name, value in call.items() if name not in _SHOWN}
         if "ended" not in call:
             arguments["running"] = True
-        beside = call.get("async", False)
-        yield _Event(call["verb"], kind, start + offset, end + offset, rank, arguments, beside)
-        for began, ended in call.get("waits", ()):
-            name = f"wait for {call['verb']}"
-            told: dict[str, Any] = {k: call[k] for k in ("group", "number") if k in call}
-            yield _Event(name, "wait", began + offset, ended + offset, rank, told)
+        kind, beside = "message" if "peer" in call else "collective", call.get("async", False)
+        yield _Event(verb, kind, start + offset, end + offset, arguments, beside)
+        which: dict[str, Any] = {k: call[k] for k in ("group", "number") if k in call}
+        for start, end in call.get("waits", ()):
+            yield _Event(f"wait for {verb}", "wait", start + offset, end + offset, which)
     for name, start, end in timeline.spans:
-        yield _Event(name, "span", start + offset, end + offset, rank, {})
+        yield _Event(name, "span", start + offset, end + offset)
 
 
-def _find_late_ranks(events: Iterable[_Event]) -> None:
-    """Note of each collective for which rank the others waited, and until when."""
-    together: dict[tuple[str, int], list[_Event]] = {}
-    for event in events:
-        if event.kind == "collective" and "number" in event.arguments:
-            key = event.arguments["group"], event.arguments["number"]
-            together.setdefault(key, []).append(event)
+def _find_late_ranks(by_rank: dict[int, list[_Event]]) -> None:
+    """Note of each collective for which rank the others waited, and how long."""
+    together: dict[tuple[str, int], dict[int, _Event]] = {}
+    for rank, events in by_rank.items():
+        for event in events:
+            if event.kind == "collective" and "number" in event.arguments:
+                key = event.arguments["group"], event.arguments["number"]
+                together.setdefault(key, {})[rank] = event
     for same in together.values():
-        last = max(same, key=lambda event: event.start)
-        for event in same:
-            waited = min(last.start, event.end) - event.start
+        last = max(same, key=lambda rank: same[rank].start)
+        for event in same.values():
+            waited = min(same[last].start, event.end) - event.start
             if waited > _LATE_NANOSECONDS:
-                event.late = event.start + waited
-                event.arguments["waited_us"] = waited / 1e3
-                event.arguments["waited_for_rank"] = last.rank
+                event.arguments |= {"waited_us": waited / 1e3, "waited_for_rank": last}
 
 
-def _process(timeline: RankTimeline) -> dict[str, Any]:
-    name = f"rank {timeline.rank} ({timeline.host}, pid {timeline.pid})"
-    return {"name": "process_name", "ph": "M", "pid": timeline.rank, "args": {"name": name}}
+def _threads(events: Sequence[_Event]) -> Iterator[tuple[str, Iterator[_Event]]]:
+    """Yield the threads of a rank: their names, and their events in the order of their starts."""
+    for name, beside in (("program", False), ("beside it", True)):
+        for own in _apart([e for e in events if e.beside == beside], nested=not beside):
+            yield name, _with_waiting(own)
 
 
-def _lane(
-    rank: int, thread: int, name: str, events: Sequence[_Event], zero: int
-) -> Iterable[dict[str, Any]]:
-    yield {
-        "name": "thread_name",
-        "ph": "M",
-        "pid": rank,
-        "tid": thread,
-        "args": {"name": name},
-    }
+def _apart(events: Iterable[_Event], nested: bool) -> list[list[_Event]]:
+    """Return threads whose events do not overlap; where ``nested``, one may lie within another."""
+    threads: list[list[_Event]] = []
+    open_ends: list[list[int]] = []  # of each thread, the outermost first
+    for event in sorted(events, key=lambda event: (event.start, -event.end)):
+        for thread, ends in zip(threads, open_ends, strict=True):
+            while ends and ends[-1] <= event.start:
+                ends.pop()
+            if not ends or (nested and event.end <= ends[-1]):
+                thread.append(event)
+                ends.append(event.end)
+                break
+        else:
+            threads.append([event])
+            open_ends.append([event.end])
+    return threads
+
+
+def _with_waiting(events: Iterable[_Event]) -> Iterator[_Event]:
     for event in events:
-        place = {"ph": "X", "pid": rank, "tid": thread, "ts": (event.start - zero) / 1e3}
-        duration = (event.end - event.start) / 1e3
-        arguments = event.arguments
-        yield {
-            "name": event.name,
-            "cat": event.kind,
-            **place,
-            "dur": duration,
-            "args": arguments,
-        }
-        if event.late:
-            late = f"waits for rank {arguments['waited_for_rank']}"
-            yield {"name": late, "cat": "late", **place, "dur": arguments["waited_us"], "args": {}}
+        yield event
+        if waited := event.arguments.get("waited_us"):
+            name = f"waits for rank {event.arguments['waited_for_rank']}"
+            yield _Event(name, "late", event.start, event.start + round(waited * 1e3))
 
 
-def _summary(rank: int, events: Iterable[_Event]) -> dict[str, Any]:
-    own = [event for event in events if event.rank == rank and event.kind != "span"]
+def _summary(events: Iterable[_Event]) -> dict[str, Any]:
+    """Return what each verb took, and microseconds of communication and of blocking.
+
+    What is ``overlapped`` is communication during which the program went on.
+    """
+    own = [event for event in events if event.kind != "span"]
     calls = [event for event in own if event.kind != "wait"]
     verbs: dict[str, dict[str, float]] = {}
     for event in calls:
@@ -158,21 +148,42 @@ def _summary(rank: int, events: Iterable[_Event]) -> dict[str, Any]:
         verb["waited_us"] += event.arguments.get("waited_us", 0.0)
     moving = [(event.start, event.end) for event in calls]
     blocked = [(event.start, event.end) for event in own if not event.beside]
-    return {"rank": rank, "verbs": verbs, **summarise(moving, blocked)}
+    return {
+        "verbs": verbs,
+        "communication_us": covered(moving) / 1e3,
+        "blocked_us": covered(blocked) / 1e3,
+        "overlapped_us": (covered(moving + blocked) - covered(blocked)) / 1e3,
+    }
 
 
-def of_records(records: Sequence[FlightRecord]) -> dict[str, Any]:
-    """Return the trace of flight records, aligned by the hosts' clocks."""
-    return chrome_trace(
-        [
-            RankTimeline(r.rank, r.host, r.pid, int(r.wall * 1e9) - r.now, r.now, r.calls)
-            for r in records
-        ]
+def covered(intervals: Iterable[tuple[int, int]]) -> int:
+    """Return how much time is in any of ``intervals``, each (from, to).
+
+    Example:
+        >>> covered([(5, 8), (0, 2), (1, 3)])
+        6
+    """
+    total, last = 0, None
+    for start, end in sorted(intervals):
+        if last is None or end > last:
+            total += end - (start if last is None else max(start, last))
+            last = end
+    return total
+
+
+def page(trace: dict[str, Any]) -> str:
+    """Return the HTML of ``trace``: one file that needs nothing else, and no network."""
+    files = resources.files("flashlight_py.trace")
+    template, script = (
+        files.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "js")
     )
+    # Nothing in the data may end the script that it stands in.
+    data = json.dumps(trace, separators=(",", ":")).replace("<", "\\u003c")
+    return template.replace("/*SCRIPT*/", script).replace("/*TRACE*/", data)
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Read a trace that ``fl.profile`` has written.
+    """Read a trace that ``fl.profile`` or ``trace view`` has written.
 
     Raises:
         ValueError: it is something else.

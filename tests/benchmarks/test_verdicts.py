@@ -82,6 +82,13 @@ def test_at_64_mb_ours_is_judged_against_a_copy_and_its_own_variants() -> None:
     assert half == ("0.75x (bfloat16", False)
 
 
+def test_minima_of_integers_are_judged_against_their_sum() -> None:
+    seconds = {"flashlight_py": [2.0], "flashlight_py, min": [2.1], "flashlight_py, max": [2.5]}
+    found = judged(Measurement("all_reduce", "int8", MB, 2, seconds))
+    worst = ("1.25x (int8, 2 ranks, 1 MB, flashlight_py, max", False)
+    assert found["min and max of integers, to their sum"] == worst
+
+
 def test_two_ranks_take_half_of_the_steps_each() -> None:
     seconds = {
         step_targets.HAND_WRITTEN: [20.0],

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from flashlight_py.doctor import folder, gpu, memory, mpi, network, running, secret
+from flashlight_py.doctor import folder, machine, mpi, running
 from flashlight_py.doctor.__main__ import main
 from flashlight_py.doctor.finding import Finding, State, table
+
+NEEDS_MPI = pytest.mark.skipif(
+    importlib.util.find_spec("mpi4py") is None, reason="needs MPI: pip install 'flashlight-py[mpi]'"
+)
 
 
 def test_table_has_columns_and_wraps() -> None:
@@ -29,27 +34,27 @@ def test_table_has_columns_and_wraps() -> None:
 
 
 def test_names_that_are_the_loopback_are_told() -> None:
-    assert network.of_name("a", ["127.0.1.1", "::1"]).state is State.WARNING
-    assert network.of_name("a", ["127.0.1.1", "10.0.0.1"]).state is State.OK
-    assert network.of_name("a", []).state is State.WARNING
+    assert machine.host_name("a", ["127.0.1.1", "::1"]).state is State.WARNING
+    assert machine.host_name("a", ["127.0.1.1", "10.0.0.1"]).state is State.OK
+    assert machine.host_name("a", []).state is State.WARNING
 
 
 def test_an_interface_that_is_not_there_fails() -> None:
-    states = {name: list(network.look(name))[1].state for name in ("lo", "127.0.0.1", "nothing0")}
+    states = {name: machine.interface(name).state for name in ("lo", "127.0.0.1", "nothing0")}
     assert states == {"lo": State.OK, "127.0.0.1": State.OK, "nothing0": State.FAILED}
 
 
 def test_the_secret_is_told_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_SECRET", "short")
-    (found,) = secret.look()
+    found = machine.job_secret()
     assert (found.state, "short" in found.remedy) == (State.WARNING, False)
     monkeypatch.setenv("MASTER_SECRET", "a word that is long enough")
-    (found,) = secret.look()
+    found = machine.job_secret()
     assert found == Finding("job secret", State.OK, "from MASTER_SECRET; every rank needs the same")
     monkeypatch.setenv("MASTER_SECRET", "")
-    assert [each.state for each in secret.look()] == [State.FAILED]
+    assert machine.job_secret().state is State.FAILED
     monkeypatch.delenv("MASTER_SECRET")
-    (found,) = secret.look()
+    found = machine.job_secret()
     assert found.state is State.OK
     assert str(Path(os.environ["XDG_RUNTIME_DIR"])) in found.detail
 
@@ -66,7 +71,7 @@ def test_the_file_system_is_named(tmp_path: Path) -> None:
 
 def test_a_good_folder_keeps_every_promise_and_stays_as_it_was(tmp_path: Path) -> None:
     found = list(folder.look(tmp_path))
-    assert [each.what for each in found] == ["file system", *folder.promises()]
+    assert [each.what for each in found] == ["file system", *folder.PROMISES]
     assert all(each.state is State.OK for each in found)
     assert list(tmp_path.iterdir()) == []
 
@@ -80,20 +85,20 @@ def test_a_folder_that_is_not_there_fails(tmp_path: Path) -> None:
 def test_broken_promises_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that breaks its promises cannot be had, so the system calls are changed."""
     monkeypatch.setattr(os, "O_EXCL", 0)
-    problem = folder.promises()["exclusive create"](tmp_path)
+    problem = folder.PROMISES["exclusive create"][1](tmp_path)
     assert "created the same file with O_EXCL, expected 1" in problem
     monkeypatch.setattr(os, "listdir", lambda path: [])
     (tmp_path / "empty").mkdir()
-    assert "the listing has 0" in folder.promises()["listing"](tmp_path / "empty")
+    assert "the listing has 0" in folder.PROMISES["listing"][1](tmp_path / "empty")
 
 
 def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "ENOUGH_BYTES", 2**62)
-    (found,) = memory.look()
+    monkeypatch.setattr(machine, "ENOUGH_BYTES", 2**62)
+    found = machine.shared_memory()
     assert found.state is State.WARNING
     assert "--shm-size" in found.remedy
-    monkeypatch.setattr(memory, "DIRECTORY", tmp_path / "none")
-    (found,) = memory.look()
+    monkeypatch.setattr(machine, "DIRECTORY", tmp_path / "none")
+    found = machine.shared_memory()
     assert found.state is State.WARNING
     assert "there is no" in found.detail
 
@@ -103,12 +108,11 @@ def test_a_driver_without_cupy_is_a_warning(
 ) -> None:
     driver = tmp_path / "version"
     driver.write_text("NVRM version: 550.1\nGCC\n")
-    monkeypatch.setattr(gpu, "_DRIVER", driver)
+    monkeypatch.setattr(machine, "_DRIVER", driver)
     monkeypatch.setitem(sys.modules, "cupy", None)  # importing it fails, whether it is there or not
-    first, second, _ = gpu.look()
+    first, second, _ = machine.gpus()
     assert (first.state, first.detail) == (State.OK, "NVRM version: 550.1")
     assert second.state is State.WARNING
-    assert gpu.usable_gpus() == 0
 
 
 def test_a_command_of_another_mpi_is_a_warning(
@@ -118,16 +122,14 @@ def test_a_command_of_another_mpi_is_a_warning(
     program = tmp_path / "mpirun"
     program.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.1'\n")
     program.chmod(0o755)
-    assert mpi._mpirun("MPICH").state is State.WARNING
-    assert mpi._mpirun("Open MPI").state is State.OK
+    assert mpi.mpirun("MPICH").state is State.WARNING
+    assert mpi.mpirun("Open MPI").state is State.OK
     assert mpi.mpirun_command(2) == [
         *(str(program), "--allow-run-as-root", "--oversubscribe", "-n", "2")
     ]
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("mpi4py") is None, reason="needs MPI: pip install 'flashlight-py[mpi]'"
-)
+@NEEDS_MPI
 def test_the_mpi_that_is_here() -> None:
     found = {each.what: each for each in mpi.look()}
     assert list(found) == ["library", "ABI", "threads", "GPU memory", "mpirun"]
@@ -136,9 +138,9 @@ def test_the_mpi_that_is_here() -> None:
     assert abi
     assert standard.startswith("MPI ")
     assert Path(path).name.startswith("libmpi")
-    assert mpi.absence() == ""
 
 
+@NEEDS_MPI
 @pytest.mark.parametrize(
     ("cuda", "told"),
     [
@@ -150,25 +152,26 @@ def test_the_mpi_that_is_here() -> None:
 def test_an_mpi_and_the_memory_of_gpus(
     monkeypatch: pytest.MonkeyPatch, cuda: bool | None, told: str
 ) -> None:
-    """Libraries of each kind are not here, so what the other process tells is given."""
+    """Libraries of each kind are not here, so what the other process reports is a constant."""
     answer = dict.fromkeys(("library", "mpi4py", "abi", "standard", "path", "vendor"), "x")
-    monkeypatch.setattr(mpi, "_is_installed", lambda: True)
-    monkeypatch.setattr(mpi, "_ask", lambda: ({**answer, "threads": False, "cuda": cuda}, ""))
+    output = json.dumps({**answer, "threads": False, "cuda": cuda})
+    monkeypatch.setattr(mpi, "_output", lambda *command: (output, ""))
     found = {each.what: each for each in mpi.look()}
     assert found["GPU memory"].detail.startswith(told)
     assert found["threads"].state is State.WARNING
 
 
+@NEEDS_MPI
 def test_an_mpi_that_cannot_be_loaded_is_missing_and_not_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mpi, "_is_installed", lambda: True)
-    monkeypatch.setattr(mpi, "_ask", lambda: ({}, "libmpi.so.12: cannot open"))
+    monkeypatch.setattr(mpi, "_output", lambda *command: ("", "libmpi.so.12: cannot open"))
+    monkeypatch.setattr(running, "_WAYS", [way for way in running._WAYS if way.name == "mpi"])
     (library,) = mpi.look()
-    (way,) = (each for each in running._ways() if each.name == "mpi")
-    assert library.state is State.MISSING
+    (way,) = running.look(1.0, [library])
+    assert library.state is way.state is State.MISSING
     assert library.detail == "mpi4py cannot load it: libmpi.so.12: cannot open"
-    assert way.absent == "mpi4py cannot load the library: libmpi.so.12: cannot open"
+    assert way.detail.startswith("needs what is not here: library")
 
 
 SPEED = '{"seconds": [1e-6, 1e-3], "ranks": 2, "path": "shm"}'
@@ -190,18 +193,26 @@ def test_what_the_ranks_of_a_way_wrote(script: str, state: State, told: str) -> 
     assert found.detail.startswith(told)
 
 
-def test_the_rank_that_failed_of_itself_is_told() -> None:
-    head = "Traceback (most recent call last)\n  ...\n"
-    outputs = [
-        f"{head}flashlight_py.errors.PeerLostError: rank 1 is gone\n and more of it\n",
-        f"{head}OSError: no such file\n",
-    ]
-    found = running._failed(running.Way("gloo", 2), [1, 1], outputs, 10.0)
-    assert found.detail == "exit code 1: OSError: no such file"
-    found = running._failed(running.Way("gloo", 2), [1, -9], [outputs[0], None], 10.0)
-    assert found.detail.endswith("PeerLostError: rank 1 is gone")
-    found = running._failed(running.Way("gloo", 2), [-9, -9], [None, None], 10.0)
-    assert found.detail == "has not ended within 10 s"
+FAILS = """
+echo 'Traceback (most recent call last):'
+echo 'OSError: no such file'
+echo 'mpirun noticed that a process has failed'
+exit 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "timeout", "told"),
+    [
+        (running.Way("mpi", 2, starter=("sh", "-c", FAILS)), 10, "exit code 3: OSError: no such"),
+        (running.Way("mpi", 2, starter=("sh", "-c", "sleep 99")), 0.1, "has not ended within 0.1"),
+        (running.Way("shm", 2, "no"), 30, "exit code 1: flrun: rank"),
+    ],
+)
+def test_a_way_that_fails_is_told_by_its_cause(way: running.Way, timeout: float, told: str) -> None:
+    found = running.tried(way, timeout)
+    assert (found.what, found.state) == (way.name, State.FAILED)
+    assert found.detail.startswith(told)
 
 
 def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

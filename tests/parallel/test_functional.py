@@ -52,7 +52,7 @@ def two_in_one_graph(x: Any) -> Any:
 
 
 def one_after_the_other(x: Any) -> Any:
-    y = F.tanh(D.all_reduce(x, "avg", 3.0))
+    y = F.tanh(D.all_reduce(x, 3.0, "avg"))
     return D.reduce_scatter(D.all_gather(F.exp(y * x)) * y[0, 0])
 
 
@@ -60,7 +60,7 @@ def one_after_the_other(x: Any) -> Any:
 CASES: dict[str, tuple[Callable[..., Any], Callable[[int, int], list[Any]]]] = {
     "all_reduce sum": (D.all_reduce, lambda r, n: [numbers(r, 2, 3)]),
     "all_reduce avg": (
-        lambda x: F.exp(D.all_reduce(x, "avg", 0.7)) * x,
+        lambda x: F.exp(D.all_reduce(x, 0.7, "avg")) * x,
         lambda r, n: [numbers(r, 2, 3)],
     ),
     "all_reduce scalar": (lambda x: D.all_reduce(F.sum(x)), lambda r, n: [numbers(r, 4)]),
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[int, int], list[Any]]]] = {
         lambda x: F.exp(D.reduce_scatter(x, scale=0.5)),
         lambda r, n: [numbers(r, 2 * n, 2)],
     ),
-    "reduce_scatter avg": (lambda x: D.reduce_scatter(x, "avg"), lambda r, n: [numbers(r, n)]),
+    "reduce_scatter avg": (lambda x: D.reduce_scatter(x, op="avg"), lambda r, n: [numbers(r, n)]),
     "broadcast": (lambda x: F.exp(D.broadcast(x)) * x, lambda r, n: [numbers(r, 3)]),
     "broadcast from the last": (
         lambda x: F.sin(D.broadcast(x, fl.get_world_size() - 1)),
@@ -122,7 +122,7 @@ def forward(rank: int, size: int) -> None:
     everyone = [np.arange(6.0).reshape(3, 2) + r for r in range(size)]
     results = {
         "sum": (D.all_reduce(v), np.sum(everyone, axis=0)),
-        "avg": (D.all_reduce(v, "avg", 2.0), 2 * np.mean(everyone, axis=0)),
+        "avg": (D.all_reduce(v, 2.0, "avg"), 2 * np.mean(everyone, axis=0)),
         "gathered": (D.all_gather(v), np.concatenate(everyone)),
         "part": (
             D.reduce_scatter(fl.input(np.repeat(x[:1], size, 0))),
@@ -232,7 +232,7 @@ def test_arguments() -> None:
     v = fl.param(np.ones(3))
     for reduction in (D.all_reduce, D.reduce_scatter):
         with pytest.raises(ValueError, match="'sum' or 'avg', got 'max'"):
-            reduction(v, "max")
+            reduction(v, op="max")
         with pytest.raises(TypeError, match="real number"):
             reduction(v, scale="2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="root must be a rank"):

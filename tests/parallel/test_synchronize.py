@@ -59,7 +59,7 @@ def test_everything_becomes_the_roots_in_place(pool: Any, size: int, world: Any)
 
 
 def without_native_code() -> None:
-    for name in ("digest", "tree.buffers", "tree.plan"):
+    for name in ("native", "tree.packing", "tree.walk"):
         module: Any = importlib.import_module(f"flashlight_py.parallel.{name}")
         module.native = lambda: None
 
@@ -71,7 +71,7 @@ def synchronize_partly_in_python(rank: int, size: int) -> None:
         synchronize_everything(rank, size, 1)
         synchronize_everything(rank, size, 0)
     finally:
-        for name in ("digest", "tree.buffers", "tree.plan"):
+        for name in ("native", "tree.packing", "tree.walk"):
             module: Any = importlib.import_module(f"flashlight_py.parallel.{name}")
             module.native = native
 

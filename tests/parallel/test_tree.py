@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashlight_py as fl
-from flashlight_py.parallel.digest import digest, digest_in_python
-from flashlight_py.parallel.native import native
+from flashlight_py.parallel.native import digest, digest_in_python, native
 from flashlight_py.parallel.tree import (
     Plan,
     decode_numbers,
     encode_numbers,
     first_difference,
-    layout,
+    packing,
     plan_of,
     put_numbers,
 )
@@ -81,9 +80,9 @@ def test_native_packing_is_packing_in_python(tree: Any) -> None:
     plan = plan_of(tree)
     one, other = (np.full(plan.array_bytes, 7, np.uint8) for _ in range(2))
     native().pack(plan.arrays, one)  # type: ignore[union-attr]
-    layout.pack(plan.arrays, other)
+    packing.pack(plan.arrays, other)
     assert one.tobytes() == other.tobytes()
-    assert layout.size_of(plan.arrays) == plan.array_bytes
+    assert packing.size_of(plan.arrays) == plan.array_bytes
 
 
 @any_tree
@@ -93,7 +92,7 @@ def test_what_was_packed_is_unpacked_into_arrays_of_any_layout(tree: Any) -> Non
     buffer = np.zeros(plan.array_bytes, np.uint8)
     native().pack(plan.arrays, buffer)  # type: ignore[union-attr]
     before = [array.tobytes() for array in plan.arrays]
-    for unpack in (native().unpack, layout.unpack):  # type: ignore[union-attr]
+    for unpack in (native().unpack, packing.unpack):  # type: ignore[union-attr]
         for array in plan.arrays:
             array[...] = np.zeros((), array.dtype)
         unpack(plan.arrays, buffer)

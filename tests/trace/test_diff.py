@@ -23,10 +23,8 @@ def record(rank: int, calls: list[dict[str, Any]], size: int = 2) -> FlightRecor
     last = max((c["number"] for c in calls if "number" in c), default=0)
     groups = {"world": {"ranks": list(range(size)), "path": "shared memory", "calls": last}}
     named = {"host": f"node{rank}", "pid": 100 + rank, "stands_at": f"a/train.py:{rank} in step"}
-    return FlightRecord(
-        rank, size, "job", time="now", reason="SIGUSR1", now=0, wall=0, groups=groups, calls=calls,
-        **named,
-    )  # fmt: skip
+    about = {"job": "job", "time": "now", "reason": "SIGUSR1", "groups": groups, **named}
+    return FlightRecord(rank, offset=0, until=0, calls=calls, size=size, **about)
 
 
 def told(*records: FlightRecord) -> str:

@@ -22,6 +22,7 @@ from flashlight_py.errors import MismatchError
 from flashlight_py.trace.__main__ import main
 from flashlight_py.trace.records import read_records
 from tests.distributed.harness import run_ranks
+from tests.trace.validity import assert_valid
 
 
 def await_file(path: Path, seconds: float = 10.0) -> dict[str, Any]:
@@ -99,6 +100,8 @@ def test_a_mismatch_is_written_and_diff_says_where_ranks_parted(
     assert "rank 1: broadcast(float32 (4,), root=0) at trace/test_flight_record.py:" in told
     assert main(["view", str(folder), "-o", str(tmp_path / "page.html")]) == 0
     assert "broadcast" in (tmp_path / "page.html").read_text()
+    assert main(["view", str(folder), "-o", str(tmp_path / "perfetto.json")]) == 0
+    assert_valid(json.loads((tmp_path / "perfetto.json").read_text()))
 
 
 OWN_HANDLER = """

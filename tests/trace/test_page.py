@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flashlight_py.trace.page import page
-from flashlight_py.trace.timeline import RankTimeline, chrome_trace
+from flashlight_py.trace.records import RankTimeline
+from flashlight_py.trace.timeline import chrome_trace, page
 from tests.trace.chromium import PROGRAM, Browser
 
 MS = 1_000_000
@@ -87,9 +87,9 @@ def _place(browser: Browser, rank: int, name: str) -> tuple[float, float]:
     """Where on the window the middle of an event is."""
     script = f"""(() => {{
         const box = canvas.getBoundingClientRect();
-        for (const lane of bands[{rank}].lanes.values())
-            for (const e of lane.events) if (e.name === {name!r})
-                return [box.left + x(e.ts + e.dur / 2), box.top + lane.top + (e.row + .5) * ROW];
+        for (const thread of bands[{rank}].threads.values())
+            for (const e of thread.events) if (e.name === {name!r})
+                return [box.left + x(e.ts + e.dur / 2), box.top + thread.top + (e.row + .5) * ROW];
     }})()"""
     left, top = browser.value(script)
     return left, top

@@ -14,7 +14,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.recorder import incidents, journal
 from flashlight_py.distributed.world import current_world
-from flashlight_py.trace import clocks
+from flashlight_py.trace import profiling
 from tests.trace.validity import assert_valid
 
 SHM = {"BACKEND": "shm"}
@@ -80,16 +80,16 @@ def test_what_was_not_started_cannot_be_stopped(tmp_path: Path) -> None:
 def ask_for_the_time(rank: int, size: int) -> int:
     """Clocks of two hosts, an hour apart: rank 1's is ahead. Here they are one, so it is faked."""
     backend = current_world().group.backend()
-    assert clocks.offset_to_rank_0(backend) == 0  # one host, one clock
+    assert profiling.offset_to_rank_0(backend) == 0  # one host, one clock
     if rank == 0:
-        clocks._answer(backend, 1)
+        profiling._answer(backend, 1)
         return 0
-    real = clocks.time
-    clocks.time = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + 3_600 * 10**9)  # type: ignore[assignment]
+    real = profiling.time
+    profiling.time = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + 3_600 * 10**9)  # type: ignore[assignment]
     try:
-        return clocks._ask(backend)
+        return profiling._ask(backend)
     finally:
-        clocks.time = real
+        profiling.time = real
 
 
 def test_the_clock_of_another_host_is_found(pool: Any) -> None:

@@ -1,45 +1,41 @@
-"""From calls to a Chrome trace: lanes, waiting, overlap."""
+"""From calls to a Chrome trace: threads, waiting, overlap."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
 
-from flashlight_py.trace.intervals import intersection, length, union
-from flashlight_py.trace.lanes import in_lanes
-from flashlight_py.trace.summary import summarise
-from flashlight_py.trace.timeline import RankTimeline, chrome_trace
+from flashlight_py.trace.records import RankTimeline
+from flashlight_py.trace.timeline import chrome_trace, covered
 from tests.trace.validity import assert_valid
 
 TIMES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple))
 
 
-class Span:
-    def __init__(self, times: tuple[int, int]) -> None:
-        self.start, self.end = times
-
-
-@hypothesis.given(TIMES, TIMES)
-def test_intervals_are_sets_of_times(one: Any, other: Any) -> None:
-    def times(intervals: Any) -> set[int]:
-        return {time for start, end in intervals for time in range(start, end)}
-
-    assert times(union(one)) == times(one)
-    assert length(union(one)) == len(times(one))
-    assert times(intersection(union(one), union(other))) == times(one) & times(other)
+@hypothesis.given(TIMES)
+def test_time_is_counted_once(times: Any) -> None:
+    assert covered(times) == len({time for start, end in times for time in range(start, end)})
 
 
 @hypothesis.given(TIMES, st.booleans())
-def test_lanes_hold_what_fits(times: Any, nested: bool) -> None:
-    lanes = in_lanes(map(Span, times), nested)
-    assert sorted((e.start, e.end) for lane in lanes for e in lane) == sorted(times)
-    for lane in lanes:
-        for i, event in enumerate(lane):
-            for later in lane[i + 1 :]:
-                after, within = later.start >= event.end, later.end <= event.end
-                assert after or (nested and within)
+def test_threads_hold_what_fits(times: Any, beside: bool) -> None:
+    calls = [call(n, *each, **{"async": beside}) for n, each in enumerate(times)]
+    trace = chrome_trace([RankTimeline(0, "a", 1, 0, 0, calls)])
+    assert_valid(trace)
+    zero = min((start for start, _ in times), default=0)
+    threads: dict[int, list[tuple[int, int]]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            start = round(event["ts"] * 1e3) + zero
+            end = start + round(event["dur"] * 1e3)
+            threads.setdefault(event["tid"], []).append((start, end))
+    assert sorted(each for thread in threads.values() for each in thread) == sorted(times)
+    if beside:
+        for thread in threads.values():
+            assert all(later[0] >= event[1] for event, later in itertools.pairwise(thread))
 
 
 def call(number: int, started: int, ended: int | None, **fields: Any) -> dict[str, Any]:
@@ -69,18 +65,19 @@ def test_ranks_are_aligned_and_the_late_one_is_named() -> None:
     assert verbs == {"all_reduce": {"calls": 2, "bytes": 16, "us": 70.0, "waited_us": 30.0}}
 
 
-def test_what_runs_beside_the_program_has_lanes_of_its_own() -> None:
+def test_what_runs_beside_the_program_has_threads_of_its_own() -> None:
     both = [call(n, 0, 10_000 * n, **{"async": True, "waits": [[8_000, 9_000]]}) for n in (1, 2)]
     trace = chrome_trace([RankTimeline(0, "a", 1, 0, 0, both)])
     assert_valid(trace)
-    lanes = {(e["name"], e["tid"]) for e in trace["traceEvents"] if e["ph"] == "X"}
-    assert len({lane for name, lane in lanes if name == "all_reduce"}) == 2
+    threads = {(e["name"], e["tid"]) for e in trace["traceEvents"] if e["ph"] == "X"}
+    assert len({thread for name, thread in threads if name == "all_reduce"}) == 2
     summary = trace["otherData"]["summary"][0]
     assert summary["overlapped_us"] == 19.0
     assert summary["blocked_us"] == 1.0
 
 
 def test_nothing_at_all_is_a_trace_too() -> None:
-    assert_valid(chrome_trace([RankTimeline(0, "a", 1, 0, 0, [])]))
+    trace = chrome_trace([RankTimeline(0, "a", 1, 0, 0, [])])
+    assert_valid(trace)
     nothing = {"communication_us": 0.0, "blocked_us": 0.0, "overlapped_us": 0.0}
-    assert summarise([], []) == nothing
+    assert trace["otherData"]["summary"] == [{"rank": 0, "verbs": {}, **nothing}]

@@ -58,6 +58,8 @@ class Flashlight(CollectiveRole):
 
         return {
             "all_reduce": lambda x: (lambda: fl.all_reduce(x), x),
+            "all_reduce, min": lambda x: (lambda: fl.all_reduce(x, op="min"), x),
+            "all_reduce, max": lambda x: (lambda: fl.all_reduce(x, op="max"), x),
             "reduce": lambda x: (lambda: fl.reduce(x), x),
             "broadcast": lambda x: (lambda: fl.broadcast(x), x),
             "all_gather": lambda x: with_out(fl.all_gather, x, whole(x)),

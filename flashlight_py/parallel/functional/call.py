@@ -11,10 +11,9 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.variable import record_in_order
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import MismatchError
 
-__all__ = ["Call", "copy_of", "group_or_world", "require_variable"]
+__all__ = ["Call", "copy_of", "require_variable"]
 
 # How many differentiable collectives each group has had: the same number on all of its ranks.
 _calls: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -96,11 +95,6 @@ def require_variable(verb: str, v: object) -> None:
             f"functional.{verb} takes a flashlight_py.Variable, got {type(v).__name__}; wrap data "
             f"in flashlight_py.input, or use flashlight_py.{verb}, which works on arrays"
         )
-
-
-def group_or_world(group: ProcessGroup | None) -> ProcessGroup:
-    """Return ``group``, else the group of the world as it is now."""
-    return current_world().group if group is None else group
 
 
 def copy_of(array: Array) -> Array:

@@ -9,18 +9,14 @@ from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.constants import LinearOp
-from flashlight_py.parallel.functional.call import (
-    Call,
-    copy_of,
-    group_or_world,
-    require_variable,
-)
+from flashlight_py.distributed.world import group_or_world
+from flashlight_py.parallel.functional.call import Call, copy_of, require_variable
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
 
 
 def all_reduce(
-    v: Variable, op: LinearOp = "sum", scale: float = 1.0, group: ProcessGroup | None = None
+    v: Variable, scale: float = 1.0, op: LinearOp = "sum", group: ProcessGroup | None = None
 ) -> Variable:
     """Return ``scale`` times the sum (or average) of all ranks' ``v``, the same on every rank.
 
@@ -31,8 +27,8 @@ def all_reduce(
 
     Args:
         v: any shape, the same shape and dtype on every rank.
-        op: ``"sum"`` or ``"avg"``.
         scale: real number that the result is multiplied by.
+        op: ``"sum"`` or ``"avg"``.
         group: the process group, default the world.
 
     Returns:
@@ -62,7 +58,7 @@ def all_reduce(
 
 
 def reduce_scatter(
-    v: Variable, op: LinearOp = "sum", scale: float = 1.0, group: ProcessGroup | None = None
+    v: Variable, scale: float = 1.0, op: LinearOp = "sum", group: ProcessGroup | None = None
 ) -> Variable:
     """Return this rank's part of ``scale`` times the sum (or average) of all ranks' ``v``.
 
@@ -74,8 +70,8 @@ def reduce_scatter(
     Args:
         v: its first dimension is a multiple of the number of ranks; the same shape and dtype on
             every rank.
-        op: ``"sum"`` or ``"avg"``.
         scale: real number that the result is multiplied by.
+        op: ``"sum"`` or ``"avg"``.
         group: the process group, default the world.
 
     Returns:

@@ -15,7 +15,8 @@ from flashlight_py.autograd.variable import record_in_order
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.integers import whole
-from flashlight_py.parallel.functional.call import group_or_world, require_variable
+from flashlight_py.distributed.world import group_or_world
+from flashlight_py.parallel.functional.call import require_variable
 
 __all__ = ["recv", "send"]
 

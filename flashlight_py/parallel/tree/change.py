@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flashlight_py.nn import Module
-from flashlight_py.parallel.tree.plan import Plan
 from flashlight_py.parallel.tree.values import is_immutable
+from flashlight_py.parallel.tree.walk import Plan
 
 __all__ = ["put_buffer", "put_numbers"]
 

@@ -25,14 +25,24 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array
 
-__all__ = ["REMEMBERED", "array_text", "count", "dtype_text", "entries", "key", "key_text", "text"]
+__all__ = [
+    "REMEMBERED",
+    "array_text",
+    "count",
+    "dtype_text",
+    "entries",
+    "first_difference",
+    "key",
+    "key_text",
+    "text",
+]
 
 REMEMBERED = b"agDLO"
 
@@ -110,6 +120,23 @@ def entries(description: bytes) -> Iterator[tuple[str, str]]:
             if tag in b"ON":
                 reader.take(1)
             pending.append((here, tag in b"DON", iter(range(reader.count()))))
+
+
+def first_difference(
+    descriptions: Sequence[bytes], in_order: Sequence[bytes] | None = None
+) -> tuple[str, list[str]] | None:
+    """Return the first path at which not all are alike, and what each rank has there.
+
+    ``in_order`` are descriptions of the same trees with other orders of keys: that of rank 0 says
+    what is first, and what rank 0 lacks comes last. None where nothing differs.
+    """
+    trees = [dict(entries(description)) for description in descriptions]
+    ordered = [dict(entries(description)) for description in in_order or descriptions]
+    for path in dict.fromkeys(path for tree in ordered for path in tree):
+        kinds = [tree.get(path, "nothing") for tree in trees]
+        if len(set(kinds)) > 1:
+            return path, kinds
+    return None
 
 
 class _Reader:

@@ -1,24 +1,70 @@
-"""The walk through a tree in Python; csrc/tree/walk.c gives the same, faster and not as deep."""
+"""The walk through a tree, and what it finds: the plan of what is sent, packed and changed.
+
+The walk in Python and csrc/tree/walk.c find the same; that is faster, and not as deep.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.parallel.tree.description import REMEMBERED, array_text, count, key, text
-from flashlight_py.parallel.tree.layout import aligned
+from flashlight_py.parallel.native import native
+from flashlight_py.parallel.tree.description import (
+    REMEMBERED,
+    array_text,
+    count,
+    dtype_text,
+    key,
+    key_text,
+    text,
+)
+from flashlight_py.parallel.tree.packing import aligned
 from flashlight_py.parallel.tree.values import ARRAY, NUMBER, PARTS, is_immutable, look
 
-__all__ = ["Walker"]
+__all__ = ["Plan", "Walker", "plan_of"]
 
 _NUMBERS = {bool: b"b", int: b"i", float: b"f", complex: b"c"}
 
 # A value before its turn: the description of its key, the container it stands in, key, value.
 _Entry: TypeAlias = "tuple[bytes, int, Any, Any]"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a tree consists of, in the order of the walk.
+
+    ``array_bytes`` is the size of a buffer for all ``arrays``. ``numbers`` are ``(node, key,
+    number)``: entry ``key`` of the container with the number ``node``. ``nodes`` are the
+    containers, ``(node that it stands in, key, container)``; the first is a list around the tree.
+    """
+
+    description: bytes
+    arrays: list[Array]
+    array_bytes: int
+    gpu_arrays: list[Array]
+    numbers: list[tuple[int, Any, Any]]
+    nodes: list[tuple[int, Any, Any]]
+
+
+def plan_of(tree: object, sort_keys: bool = False) -> Plan:
+    """Walk through ``tree``; with ``sort_keys`` the order of dicts' keys makes no difference.
+
+    Raises:
+        TypeError: an array holds Python objects, or a class cannot be built again; names the path.
+        ValueError: an array is read-only; names the path.
+    """
+    module = native()
+    if module is not None and not sort_keys:
+        try:
+            return Plan(*module.walk([tree], look, key_text, dtype_text))
+        except (TypeError, ValueError, RecursionError):
+            pass  # the walk in Python says where it happened, and has no limit of depth
+    return Plan(*Walker(sort_keys).walk([tree]))
 
 
 class Walker:

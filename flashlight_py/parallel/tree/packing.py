@@ -1,0 +1,128 @@
+"""A plan's arrays and numbers as bytes: what travels between the ranks.
+
+Arrays lie in a buffer one after the other, each at a multiple of 16, so every element type can be
+used where it lies, on CPUs and GPUs; csrc/tree/pack.c does the same. Ranks know which kinds of
+numbers there are; only their values travel.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashlight_py.device import Array, array_module
+from flashlight_py.parallel.native import native
+
+if TYPE_CHECKING:
+    from flashlight_py.parallel.tree.walk import Plan
+
+__all__ = ["Buffers", "aligned", "decode_numbers", "encode_numbers", "pack", "size_of", "unpack"]
+
+_ALIGNMENT = 16
+_FIXED = {bool: struct.Struct("=?"), float: struct.Struct("=d"), complex: struct.Struct("=dd")}
+_LENGTH = struct.Struct("=Q")
+
+
+class Buffers:
+    """Room for the arrays of a plan and ``number_bytes`` of encoded numbers.
+
+    ``used`` are the buffers that have any bytes, uint8, in an order that all ranks share.
+    """
+
+    def __init__(self, plan: Plan, number_bytes: int) -> None:
+        self._plan = plan
+        self._host: Array = np.empty(plan.array_bytes + number_bytes, np.uint8)
+        self._gpu: Array | None = None
+        if plan.gpu_arrays:
+            xp = array_module(plan.gpu_arrays[0])
+            self._gpu = xp.empty(size_of(plan.gpu_arrays), xp.uint8)
+        both = (self._host, self._gpu)
+        self.used = [buffer for buffer in both if buffer is not None and buffer.size]
+
+    def pack(self, numbers: bytes) -> None:
+        """Copy the plan's arrays, and ``numbers``, into the buffers."""
+        module = native()
+        (pack if module is None else module.pack)(self._plan.arrays, self._host)
+        self._host[self._plan.array_bytes :] = np.frombuffer(numbers, np.uint8)
+        if self._gpu is not None:
+            pack(self._plan.gpu_arrays, self._gpu)
+
+    def unpack(self) -> bytes:
+        """Copy the buffers into the plan's arrays; return the encoded numbers."""
+        module = native()
+        (unpack if module is None else module.unpack)(self._plan.arrays, self._host)
+        if self._gpu is not None:
+            unpack(self._plan.gpu_arrays, self._gpu)
+        return self._host[self._plan.array_bytes :].tobytes()
+
+
+def aligned(size: int) -> int:
+    """Return how many bytes of a buffer an array of ``size`` bytes takes."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def size_of(arrays: Sequence[Array]) -> int:
+    """Return how many bytes a buffer for all of ``arrays`` has."""
+    return sum(aligned(array.nbytes) for array in arrays)
+
+
+def pack(arrays: Sequence[Array], buffer: Array) -> None:
+    """Copy ``arrays``, of any layout, into ``buffer`` (uint8), in native byte order."""
+    for array, place in _places(arrays, buffer):
+        place[...] = array
+
+
+def unpack(arrays: Sequence[Array], buffer: Array) -> None:
+    """Copy ``buffer`` back into ``arrays``."""
+    for array, place in _places(arrays, buffer):
+        array[...] = place
+
+
+def _places(arrays: Sequence[Array], buffer: Array) -> Iterator[tuple[Array, Array]]:
+    start = 0
+    for array in arrays:
+        if array.nbytes:
+            part = buffer[start : start + array.nbytes]
+            yield array, part.view(array.dtype.newbyteorder("=")).reshape(array.shape)
+        start += aligned(array.nbytes)
+
+
+def encode_numbers(numbers: Iterable[Any]) -> bytes:
+    """Return Python's numbers, ints of any size, and NumPy's scalars as bytes."""
+    return b"".join([_encode(number) for number in numbers])
+
+
+def decode_numbers(like: Sequence[Any], data: bytes) -> list[Any]:
+    """Return the numbers in ``data``, each of the kind of the one at its place in ``like``."""
+    numbers, start = [], 0
+    for model in like:
+        number, start = _decode(model, data, start)
+        numbers.append(number)
+    return numbers
+
+
+def _encode(number: Any) -> bytes:
+    if isinstance(number, np.generic):
+        return number.tobytes()
+    if type(number) is int:
+        size = number.bit_length() // 8 + 1  # with the sign
+        return _LENGTH.pack(size) + number.to_bytes(size, "little", signed=True)
+    if type(number) is complex:
+        return _FIXED[complex].pack(number.real, number.imag)
+    return _FIXED[type(number)].pack(number)
+
+
+def _decode(model: Any, data: bytes, start: int) -> tuple[Any, int]:
+    """Return the number that begins at ``start``, and where the next one begins."""
+    if isinstance(model, np.generic):
+        end = start + model.dtype.itemsize
+        return np.frombuffer(data[start:end], model.dtype)[0], end
+    if type(model) is int:
+        begin = start + _LENGTH.size
+        end = begin + _LENGTH.unpack_from(data, start)[0]
+        return int.from_bytes(data[begin:end], "little", signed=True), end
+    form = _FIXED[type(model)]
+    return type(model)(*form.unpack_from(data, start)), start + form.size
