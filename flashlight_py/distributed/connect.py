@@ -15,8 +15,7 @@ from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.hosts import address_to_bind, host_identity
 from flashlight_py.distributed.people import introduce
-from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.rendezvous.sub_store import SubStore
+from flashlight_py.distributed.rendezvous.store import Store, SubStore
 from flashlight_py.distributed.settings import Settings
 from flashlight_py.distributed.topology import ranks_by_memory
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError

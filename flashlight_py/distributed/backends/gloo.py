@@ -19,10 +19,9 @@ from flashlight_py.distributed.backends.interrupts import (
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
 from flashlight_py.distributed.backends.native_calls import call_in_words
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
-from flashlight_py.distributed.rendezvous._peers import Peer, this_process
+from flashlight_py.distributed.rendezvous.peers import Peer, Waiting, this_process
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.rendezvous.waiting import Waiting
 from flashlight_py.errors import BackendUnavailableError, CollectiveTimeoutError, PeerLostError
 
 __all__ = ["GlooBackend"]

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.distributed.rendezvous._peers import have_not_come
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
+from flashlight_py.distributed.rendezvous.peers import Waiting, not_arrived
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.rendezvous.waiting import Waiting
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 
 __all__ = ["MpiStore", "check_world", "load_mpi"]
@@ -156,7 +155,7 @@ class MpiStore(Store):
         if deadline is None or self._timeout is None or time.monotonic() < deadline:
             return
         missing = set(range(self.size)) - got.keys()
-        what = have_not_come(missing, self.size, self._timeout) if missing else "sends are stuck"
+        what = not_arrived(missing, self.size, self._timeout) if missing else "sends are stuck"
         self._failed = f"{what}; see whether a rank has raised or still computes"
         raise self._error(self._failed)
 

@@ -1,17 +1,26 @@
-"""The socket on which rank 0 of a TCP rendezvous listens: one that it was handed, or a new one."""
+"""Sockets of rank 0 and what the kernel says of them: listening, own addresses, whose an end is."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import ipaddress
 import os
 import socket
 import stat
+import struct
+import sys
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-__all__ = ["LISTENER", "CannotListenError", "listen"]
+__all__ = ["LISTENER", "LOOPBACK", "CannotListenError", "listen", "own_addresses", "user_of"]
 
 LISTENER = "FLASHLIGHT_LISTENER"
 """The environment variable with the descriptor of a socket that listens at MASTER_PORT already."""
+LOOPBACK = "127.0.0.1"
+
+_SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 class CannotListenError(Exception):
@@ -79,3 +88,47 @@ def _explain_bind(error: OSError) -> str:
             "set it to one that the other hosts can reach"
         )
     return f"cannot listen: {os.strerror(error.errno or 0)}; choose another MASTER_PORT"
+
+
+def own_addresses() -> list[str]:
+    """Return the addresses at which other hosts may reach this one: IPv4, then global IPv6."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # the interface has none
+                continue
+            found.append(socket.inet_ntoa(reply[20:24]))
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else ():
+        digits, _, _, scope, *_ = line.split()
+        if scope == "00":
+            found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    return [address for address in found if not ipaddress.ip_address(address).is_loopback]
+
+
+def user_of(theirs: tuple[Any, ...], ours: tuple[Any, ...]) -> int | None:
+    """Return the user whose socket at ``theirs`` is connected to ours; None if none of this host.
+
+    The kernel's own word, net/tcp of proc(5). A socket that its process has closed has no inode
+    there and is listed as root's.
+    """
+    wanted = [_in_hex(theirs), _in_hex(ours)]
+    table = Path("/proc/net/tcp6" if ":" in theirs[0] else "/proc/net/tcp")
+    if not table.exists():
+        return None
+    for line in table.read_text().splitlines()[1:]:
+        _, *ends, _, _, _, _, user, _, inode = line.split()[:10]
+        if ends == wanted and inode != "0":
+            return int(user)
+    return None
+
+
+def _in_hex(address: tuple[Any, ...]) -> str:
+    """Return an address as net/tcp has it: words of 32 bits of the host's byte order."""
+    packed = ipaddress.ip_address(address[0].partition("%")[0]).packed
+    words = (packed[at : at + 4] for at in range(0, len(packed), 4))
+    host = "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
+    return f"{host}:{address[1]:04X}"
