@@ -22,17 +22,16 @@ from flashlight_py.distributed.hosts import host_identity, local_place
 from flashlight_py.distributed.init_method import read_init_method
 from flashlight_py.distributed.recorder import watchdog
 from flashlight_py.distributed.recorder.flight_record import Flight, default_folder, new_job
-from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
-from flashlight_py.distributed.rendezvous.file_store import FileStore
-from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
-from flashlight_py.distributed.rendezvous.schedulers import check_schedulers
-from flashlight_py.distributed.rendezvous.secret import nonce, proof
-from flashlight_py.distributed.rendezvous.singleton import (
-    check_allocation,
-    check_leftovers,
+from flashlight_py.distributed.rendezvous.alone import (
+    check_no_launcher,
+    check_schedulers,
     check_size_one,
     is_alone,
 )
+from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
+from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
+from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.settings import Settings
 from flashlight_py.distributed.world import (
@@ -187,9 +186,7 @@ def _choose(
             "as init_method, or leave them out to let the environment decide"
         )
     if found is None:
-        check_leftovers()
-        check_schedulers()
-        check_allocation()
+        check_no_launcher()
         return None
     if found.launcher in ("openmpi", "pmi", "mvapich") and not found.file:
         return lambda: MpiStore(settings.timeout)

@@ -25,9 +25,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from flashlight_py.distributed.rendezvous.client import (
-    FIRST_PAUSE,
     LONGEST_PAUSE,
-    PAUSE_GROWTH,
     NobodyError,
     SilentError,
     greet,
@@ -78,7 +76,7 @@ class _SharedFile(Place):
         self._listeners: list[socket.socket] = []
         self._announced: Name | None = None
         self._announcement = Announcement(self._me, [], "")
-        self._pause, self.next_look = FIRST_PAUSE, 0.0
+        self.next_look = 0.0
         # Runs that had left files before ours; those that may be alive; whom we have greeted.
         self._earlier: set[str] = set()
         self._alive: set[str] = set()
@@ -94,28 +92,25 @@ class _SharedFile(Place):
 
     # Rank 0 ---------------------------------------------------------------------------------------
 
-    def listen(self, size: int, backlog: int) -> socket.socket:
+    def listen(self, backlog: int) -> socket.socket:
         self._backlog = backlog
-        try:
-            listener = socket.create_server((LOOPBACK, 0), backlog=backlog)
-        except OSError as error:
-            raise self.error(0, size, f"cannot listen on {LOOPBACK}: {error}") from error
+        listener = socket.create_server((LOOPBACK, 0), backlog=backlog)
         self._listeners.append(listener)
         return listener
 
     def look(self) -> socket.socket | None:
         """Keep our announcement whole, greet every rival, listen on more addresses if asked."""
-        names = self._names()
+        names = self._directory.names()
         if self._announced is None:
             self._earlier = {name.run for name in names}
         if not self._is_announced(names):
             self._announce()
-            names = self._names()
+            names = self._directory.names()
         for offer in self._announced_by_others(names):
             if offer.run not in self._greeted:
                 self._greeted.add(offer.run)
                 self._greet_rival(offer)
-        self.next_look = time.monotonic() + self._pause
+        self.next_look = time.monotonic() + LONGEST_PAUSE
         is_asked = any(name.kind == "ask" and name.run == self.run for name in names)
         return self._listen_outside() if is_asked and len(self._listeners) == 1 else None
 
@@ -170,7 +165,7 @@ class _SharedFile(Place):
     # The others -----------------------------------------------------------------------------------
 
     def offers(self) -> list[Offer]:
-        offers = self._announced_by_others(self._names())
+        offers = self._announced_by_others(self._directory.names())
         return sorted(offers, key=lambda offer: self._failed[offer.run])
 
     def failed(self, offer: Offer) -> None:
@@ -190,16 +185,10 @@ class _SharedFile(Place):
         if self._announced is None:
             return
         dead = (self._earlier - self._alive) | {self.run}
-        mine = [name for name in self._directory.names(fresh=True) if name.run in dead]
+        mine = [name for name in self._directory.names() if name.run in dead]
         # Announcements go first: nobody connects to what is about to end.
         for name in sorted(mine, key=lambda name: name.kind != "run"):
             self._directory.remove(name)
-
-    def _names(self) -> set[Name]:
-        """List the directory. A listing is made fresh where that costs less than the pause."""
-        names = self._directory.names(fresh=self._pause > 5 * FIRST_PAUSE)
-        self._pause = min(PAUSE_GROWTH * self._pause, LONGEST_PAUSE)
-        return names
 
     def _announced_by_others(self, names: set[Name]) -> Iterator[Offer]:
         """Yield the last announcement of each run whose rank 0 is not known to be dead."""

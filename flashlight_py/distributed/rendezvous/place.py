@@ -58,11 +58,11 @@ class Place(abc.ABC):
     # Rank 0 ---------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def listen(self, size: int, backlog: int) -> socket.socket:
+    def listen(self, backlog: int) -> socket.socket:
         """Return a socket that listens for the other ranks.
 
         Raises:
-            RendezvousError: it cannot listen there.
+            OSError: it cannot listen there; says why.
         """
 
     def look(self) -> socket.socket | None:

@@ -58,17 +58,19 @@ class Server:
         self.secret = place.secret.common
         self._selector = selectors.DefaultSelector()
         self._listeners: list[socket.socket] = []
-        self._listen(place.listen(size, size + _SPARE_CANDIDATES))
+        try:
+            self._listen(place.listen(size + _SPARE_CANDIDATES))
+        except OSError as error:
+            raise self.error(str(error)) from error
         self._candidates: list[Connection] = []
         self._members: dict[int, Connection] = {}
         self._people: dict[int, Peer] = {0: this_process()}
         self._turned_away: set[str] = set()
         self._round = 0
         self._departed: set[int] = set()
-        # Once this run has failed: why, which ranks know it, and who of them is no member.
+        # Once this run has failed: why, and which ranks know it.
         self._verdict = ""
         self._notified: set[int] = set()
-        self._late: list[Connection] = []
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Gather a payload of every rank, in rank order."""
@@ -83,7 +85,8 @@ class Server:
         self._round += 1
         if self._round == 1:
             self._warn_if_open()
-        payloads = [payload, *(self._take_payload(rank) for rank in range(1, self._size))]
+        others = (self._members[rank].inbox.popleft() for rank in range(1, self._size))
+        payloads = [payload, *(message.body for message in others)]
         body = join_payloads(payloads)
         # Whoever cannot be reached any more is noticed when the next thing is awaited from it.
         for rank in range(1, self._size):
@@ -101,9 +104,6 @@ class Server:
                     "closed the connection"
                 )
         return absent
-
-    def _take_payload(self, rank: int) -> bytes:
-        return self._members[rank].inbox.popleft().body
 
     def _not_arrived(self, absent: set[int]) -> str:
         left = "".join(
@@ -275,7 +275,6 @@ class Server:
         if self._verdict:
             self._refuse(candidate, Kind.FAILURE, self._verdict)
             self._notified.add(rank)
-            self._late.append(candidate)
         elif self._round > 0:
             reason += f"a run is under way at this {self._place.kind} already (its rank 0: {me})"
             advice = f"wait for its end, or give every run a {self._place.own} of its own"
@@ -345,7 +344,6 @@ class Server:
         Ranks are started together: one that joins a moment later ought not to wait in vain.
         """
         self._notified.add(rank)
-        self._late.append(culprit)
         if not culprit.is_refused:
             self._refuse(culprit, Kind.FAILURE, reason)
         self._publish_failure(reason, set(range(1, self._size)))
@@ -367,7 +365,8 @@ class Server:
         self._notified |= self._members.keys()
         while expected - self._notified and self._serve(deadline):
             pass
-        for connection in (*self._members.values(), *self._late):
+        refused = (candidate for candidate in self._candidates if candidate.is_refused)
+        for connection in (*self._members.values(), *refused):
             connection.shut()
             with suppress(WireError):
                 while not connection.has_ended and time.monotonic() < deadline:

@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -105,18 +104,17 @@ class SharedDirectory:
         self.ignored: dict[str, str] = {}
         self._owner = self._probe_owner()
 
-    def names(self, fresh: bool) -> set[Name]:
+    def names(self) -> set[Name]:
         """Return the names of all files there are.
 
         An NFS client may answer from a listing that it cached up to a minute ago. Making a file
-        in the directory changes the directory, so that the client has to ask again: with
-        ``fresh`` that is done. A name is opened only after a listing has shown it, hence a
-        cached "no such file" cannot hide one.
+        in the directory changes the directory, so that the client has to ask again. A name is
+        opened only after a listing has shown it, hence a cached "no such file" cannot hide one.
         """
         try:
-            if fresh:
-                self._make_temporary(b"").unlink(missing_ok=True)
-            return set(self._matching(os.listdir(self._directory)))
+            self._make_temporary(b"").unlink(missing_ok=True)
+            matches = map(self._names.fullmatch, os.listdir(self._directory))
+            return {Name(*match[1].split("-")) for match in matches if match}
         except OSError as error:
             self._refuse("list", error)
 
@@ -152,12 +150,6 @@ class SharedDirectory:
 
     def _file(self, name: Name) -> Path:
         return self._directory / f"{self._prefix}{name}"
-
-    def _matching(self, files: list[str]) -> Iterator[Name]:
-        for file in files:
-            match = self._names.fullmatch(file)
-            if match:
-                yield Name(*match[1].split("-"))
 
     def _content(self, name: Name) -> bytes:
         # O_NONBLOCK: a FIFO that somebody put there must not block us before fstat sees it.

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LISTENER", "LOOPBACK", "CannotListenError", "listen", "own_addresses", "user_of"]
+__all__ = ["LISTENER", "LOOPBACK", "listen", "own_addresses", "user_of"]
 
 LISTENER = "FLASHLIGHT_LISTENER"
 """The environment variable with the descriptor of a socket that listens at MASTER_PORT already."""
@@ -23,26 +23,21 @@ LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
-class CannotListenError(Exception):
-    """Says why, and what to do."""
-
-
 def listen(host: str, port: int, backlog: int) -> socket.socket:
     """Return a socket that listens at ``port`` of ``host``, which is the caller's to close.
 
     Raises:
-        CannotListenError: the address is not one of this host's, or the port is in use.
+        OSError: the address is not one of this host's, or the port is in use; says what to do.
     """
     listener = _handed_over(port, os.environ)
     if listener is not None:
         return listener
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
-        listener = socket.socket(family, kind, protocol)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise CannotListenError(f"cannot resolve MASTER_ADDR: {error}") from error
+        raise OSError(f"cannot resolve MASTER_ADDR: {error}") from error
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
     # Without it the port of a run that has just ended would stay blocked for a minute.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -50,7 +45,7 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
         listener.listen(backlog)
     except OSError as error:
         listener.close()
-        raise CannotListenError(_explain_bind(error)) from error
+        raise OSError(_explain_bind(error)) from error
     return listener
 
 

@@ -16,7 +16,7 @@ from flashlight_py.distributed.rendezvous.peers import check_member
 from flashlight_py.distributed.rendezvous.place import Offer, Place
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.server import Server
-from flashlight_py.distributed.rendezvous.sockets import CannotListenError, listen
+from flashlight_py.distributed.rendezvous.sockets import listen
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import RendezvousError
 
@@ -115,11 +115,8 @@ class _Port(Place):
             "can reach that address"
         )
 
-    def listen(self, size: int, backlog: int) -> socket.socket:
-        try:
-            return listen(*self._address, backlog)
-        except CannotListenError as error:
-            raise self.error(0, size, str(error)) from error
+    def listen(self, backlog: int) -> socket.socket:
+        return listen(*self._address, backlog)
 
     def offers(self) -> list[Offer]:
         return [Offer([self._address], self.secret, advice="; choose another MASTER_PORT")]
