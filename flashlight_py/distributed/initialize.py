@@ -33,6 +33,7 @@ from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.settings import Settings
 from flashlight_py.distributed.world import (
     World,
@@ -176,7 +177,12 @@ def _choose(
     if method is DistributedInit.MPI:
         return lambda: MpiStore(settings.timeout)
     if method is DistributedInit.FILE_SYSTEM:
-        return _by_file(rank, size, settings)
+        if settings.file_path is None:
+            raise ValueError(
+                "DistributedInit.FILE_SYSTEM needs params={'FILE_PATH': a path that all ranks see}"
+            )
+        given = _given(rank, size, "distributed_init(FILE_SYSTEM, 0, 1)")
+        return _by_environment(given, settings)
     found = None if method is None and is_alone() else detect()
     if method is DistributedInit.ENV:
         return _by_environment(_agreeing(_require(found), rank, size), settings)
@@ -193,19 +199,6 @@ def _choose(
     return _by_environment(found, settings)
 
 
-def _by_file(rank: int, size: int, settings: Settings) -> StoreFactory | None:
-    path = settings.file_path
-    if path is None:
-        raise ValueError(
-            "DistributedInit.FILE_SYSTEM needs params={'FILE_PATH': a path that all ranks see}"
-        )
-    _check_place(rank, size)
-    if size == 1:
-        check_size_one("distributed_init(FILE_SYSTEM, 0, 1)")
-        return None
-    return lambda: FileStore(path, rank, size, settings.timeout)
-
-
 def _by_address(
     host: str, port: int, rank: int, size: int, settings: Settings
 ) -> StoreFactory | None:
@@ -214,10 +207,7 @@ def _by_address(
     if (rank, size) == (-1, -1):
         found = _require(detect())
     else:
-        _check_place(rank, size)
-        if size == 1:
-            check_size_one(f"distributed_init('tcp://{host}:{port}', 0, 1)")
-        found = LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))
+        found = _given(rank, size, f"distributed_init('tcp://{host}:{port}', 0, 1)")
     here = dataclasses.replace(found, file=None, master_address=host, master_port=port)
     return _by_environment(here, settings)
 
@@ -232,7 +222,8 @@ def _agreeing(found: LaunchEnvironment, rank: int, size: int) -> LaunchEnvironme
     return found
 
 
-def _check_place(rank: int, size: int) -> None:
+def _given(rank: int, size: int, how: str) -> LaunchEnvironment:
+    """Check the rank and size that were passed; ``how`` is the call, were it for a world of one."""
     for name, value in (("world_rank", rank), ("world_size", size)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{name} must be an integer, got {value!r}")
@@ -240,6 +231,9 @@ def _check_place(rank: int, size: int) -> None:
         raise ValueError(f"world_size must be at least 1, got {size}")
     if not 0 <= rank < size:
         raise ValueError(f"world_rank must be from 0 to {size - 1} (world_size - 1), got {rank}")
+    if size == 1:
+        check_size_one(how)
+    return LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))
 
 
 def _require(found: LaunchEnvironment | None) -> LaunchEnvironment:
@@ -262,8 +256,6 @@ def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactor
     if file is not None:
         return lambda: FileStore(file, rank, size, timeout)
     if host is not None and port is not None:
-        from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
-
         return lambda: TcpStore(host, port, rank, size, timeout, found.local_size == size)
     if found.launcher in ("openmpi", "pmi", "mvapich"):
         return lambda: MpiStore(timeout)

@@ -51,6 +51,7 @@ def greet(offer: Offer, greeting: Greeting, deadline: float) -> Connection:
     problem = NobodyError("it has no address")
     for number, address in enumerate(offer.addresses):
         left = (deadline - time.monotonic()) / (len(offer.addresses) - number)
+        until = time.monotonic() + left
         try:
             wire = socket.create_connection(address, min(_LONGEST_CONNECT, max(0.001, left)))
         except OSError as error:
@@ -58,7 +59,7 @@ def greet(offer: Offer, greeting: Greeting, deadline: float) -> Connection:
             continue
         connection = Connection(wire, wire.getpeername())
         try:
-            _shake_hands(connection, offer, greeting, deadline)
+            _shake_hands(connection, offer, greeting, until)
         except NobodyError as error:
             problem = error
         else:

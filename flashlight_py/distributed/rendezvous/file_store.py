@@ -31,7 +31,7 @@ from flashlight_py.distributed.rendezvous.client import (
     greet,
 )
 from flashlight_py.distributed.rendezvous.peers import check_member, this_process
-from flashlight_py.distributed.rendezvous.place import Offer, Place, RivalError
+from flashlight_py.distributed.rendezvous.place import Offer, Place
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
 from flashlight_py.distributed.rendezvous.shared_directory import (
     Announcement,
@@ -160,7 +160,7 @@ class _SharedFile(Place):
             connection.close()
         self._alive.add(offer.run)
         if answer is not None and answer.kind is Kind.FAILURE:
-            raise RivalError(answer.body.decode(errors="replace"))
+            raise self.error(0, self._size, answer.body.decode(errors="replace"))
 
     # The others -----------------------------------------------------------------------------------
 

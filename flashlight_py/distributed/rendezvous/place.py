@@ -11,11 +11,7 @@ from typing import NamedTuple
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.errors import RendezvousError
 
-__all__ = ["Offer", "Place", "RivalError"]
-
-
-class RivalError(Exception):
-    """Another rank 0 serves at this place; the text is what it answered."""
+__all__ = ["Offer", "Place"]
 
 
 class Offer(NamedTuple):
@@ -69,8 +65,7 @@ class Place(abc.ABC):
         """Do what is to be done while ranks gather; may return one more listening socket.
 
         Raises:
-            RivalError: this is not the only rank 0.
-            RendezvousError: the place cannot be used any more.
+            RendezvousError: this is not the only rank 0, or the place cannot be used any more.
         """
         return None
 

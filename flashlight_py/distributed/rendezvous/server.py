@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import selectors
 import socket
@@ -17,7 +18,7 @@ from flashlight_py.distributed.rendezvous.peers import (
     not_arrived,
     this_process,
 )
-from flashlight_py.distributed.rendezvous.place import Place, RivalError
+from flashlight_py.distributed.rendezvous.place import Place
 from flashlight_py.distributed.rendezvous.secret import REMEDY, nonce
 from flashlight_py.distributed.rendezvous.sockets import user_of
 from flashlight_py.distributed.rendezvous.wire import (
@@ -78,12 +79,13 @@ class Server:
         waiting = Waiting(0, f"rendezvous at {self._place.name}")
         while absent := self._absent():
             self._look()
-            is_over = not self._serve(min(waiting.until(deadline), self._next_look()))
+            is_over = not self._serve(min(waiting.until(deadline), self._place.next_look))
             if is_over and time.monotonic() >= deadline and (absent := self._absent()):
                 raise self._failure(self._not_arrived(absent))
             waiting.look(absent)
         self._round += 1
         if self._round == 1:
+            self._place.next_look = math.inf
             self._warn_if_open()
         others = (self._members[rank].inbox.popleft() for rank in range(1, self._size))
         payloads = [payload, *(message.body for message in others)]
@@ -130,17 +132,12 @@ class Server:
 
     # Serving --------------------------------------------------------------------------------------
 
-    def _next_look(self) -> float:
-        return time.monotonic() + self._timeout if self._round > 0 else self._place.next_look
-
     def _look(self) -> None:
         """While ranks gather: keep the place in order."""
-        if self._round > 0 or time.monotonic() < self._place.next_look:
+        if time.monotonic() < self._place.next_look:
             return
         try:
             more = self._place.look()
-        except RivalError as error:
-            raise self._failure(str(error)) from error
         except RendezvousError as error:
             self._publish_failure(str(error), set())
             raise
