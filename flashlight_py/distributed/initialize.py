@@ -86,7 +86,7 @@ def distributed_init(
         ValueError: unknown method or params key, rank or size that make no sense, FILE_SYSTEM
             without FILE_PATH. Nothing was created.
         BackendUnavailableError: mpi4py, an MPI library or Gloo is missing; says what to install.
-        RendezvousError: a rank (named) did not come in time, two claim one rank, sizes or secrets
+        RendezvousError: a rank (named) did not arrive in time, two claim one rank, sizes or secrets
             differ, the path cannot be used, MPI does not know of the ranks that mpirun started, or
             this would be a world of one among processes that were started as several.
         PeerLostError: a rank died while ranks were connecting.
@@ -130,7 +130,7 @@ def distributed_init(
 def distributed_shutdown() -> None:
     """Leave the world; collective. Afterwards this process is rank 0 of 1 again.
 
-    Waits until every rank has come here, so that nobody's last operation is cut off, unless the
+    Waits until every rank has arrived here, so that nobody's last operation is cut off, unless the
     group broke before. Also without it nothing is left behind when the process exits.
 
     In a signal handler that has interrupted a verb of the world it waits for nobody: the world is
@@ -140,7 +140,7 @@ def distributed_shutdown() -> None:
     Raises:
         MismatchError: another rank called something else instead.
         PeerLostError: a rank is gone.
-        CollectiveTimeoutError: a rank did not come within the group's timeout (seconds).
+        CollectiveTimeoutError: a rank did not arrive within the group's timeout (seconds).
     """
     if not is_distributed_init():
         return
@@ -149,7 +149,7 @@ def distributed_shutdown() -> None:
         if not group.is_calling():
             group.barrier()
     except GroupClosedError:
-        _log.debug("the group broke before the shutdown; whoever used it was told")
+        _log.debug("the group broke before the shutdown; whoever used it has the error")
     finally:
         watchdog.stop()
         set_world(None)
@@ -296,16 +296,17 @@ def _connect(store: Store, settings: Settings) -> World:
     cards = store.exchange(b"\n".join(mine))
     # Also where the exchange can be overheard, nobody without the secret can make this key.
     settings = dataclasses.replace(settings, job_key=proof(store.secret, *cards))
-    told = [card.split(b"\n") for card in cards]
-    local_rank, local_size = local_place(store.rank, [card[0] for card in told])
+    everyone = [card.split(b"\n") for card in cards]
+    local_rank, local_size = local_place(store.rank, [card[0] for card in everyone])
     connection = connect(store, settings)
     if connection.problem and store.rank == 0:
         _log.warning("using Gloo instead of shared memory, slower: %s", connection.problem)
     rule = DeviceRule(store.rank, local_rank, settings.max_device_per_node)
     group = ProcessGroup(connection.backend, None, _joiner(rule, settings))
     _join_gpus_at_once(group, settings)
-    job = told[0][1].decode()  # rank 0's name for it
-    near = [{*map(int, c.split())} for host, _, c, _ in told if host == told[store.rank][0]]
+    job = everyone[0][1].decode()  # rank 0's name for it
+    own = everyone[store.rank][0]
+    near = [{*map(int, cores.split())} for host, _, cores, _ in everyone if host == own]
     threads = fair_share(local_rank, near) if local_size > 1 else 0
     return World(group, local_rank, local_size, connection.why, rule, job, threads)
 
@@ -319,7 +320,7 @@ def _joiner(rule: DeviceRule, settings: Settings) -> Joiner:
 
 
 def _watch(world: World, settings: Settings) -> None:
-    """Have this rank's last calls written where it is told, when something goes wrong."""
+    """Have this rank's last calls written where ``settings`` say, when something goes wrong."""
     chosen = settings.trace_dir is not None
     folder = Path(settings.trace_dir) if settings.trace_dir else None
     group, job = world.group, world.job if world.group.size > 1 else new_job()

@@ -109,11 +109,14 @@ def test_two_processes_with_one_rank_are_refused(ranks: Ranks) -> None:
         assert "two processes claim rank 1" in rank.refusal()
 
 
-def test_a_late_second_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None:
+def test_a_late_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None:
+    """Whatever it takes itself for."""
     guest = ranks.start(1, 2, hold="exchanged 0")
     host = ranks.start(0, 2)
     guest.await_event("exchanged 0")
     assert "two processes claim rank 1" in ranks.start(1, 2).refusal()
+    for rank, size in ((1, 3), (5, 8)):
+        assert "a run is under way at this address already" in ranks.start(rank, size).refusal()
     guest.resume()
     assert closed([host, guest])
 

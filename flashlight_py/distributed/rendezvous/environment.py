@@ -156,7 +156,7 @@ def _check_pod(environ: Mapping[str, str], launched: LaunchEnvironment) -> None:
 def _with_hints(
     environ: Mapping[str, str], found: LaunchEnvironment, slurm: LaunchEnvironment | None
 ) -> LaunchEnvironment:
-    """Add where the ranks can meet: as told, or else as Slurm's step implies."""
+    """Add where the ranks can meet: as given, or else as Slurm's step implies."""
     file = environ.get("FLASHLIGHT_FILE")
     address, port = environ.get("MASTER_ADDR"), _integer(environ, "MASTER_PORT")
     if (address is None) != (port is None) and file is None and slurm is None:

@@ -196,7 +196,8 @@ class _SharedFile(Place):
         for name in {name.run: name for _, name in editions if name.run != self.run}.values():
             found = self._directory.read(name)
             if found is not None and not found.peer.is_gone():
-                who = f"{found.peer} has announced a run, and there: "
+                where = ", ".join(f"{host}:{port}" for host, port in found.addresses)
+                who = f"at {where}, announced by {found.peer}: "
                 yield Offer(found.addresses, self._secret(found.secret), name.run, who)
 
     def _secret(self, text: str) -> Secret:

@@ -23,8 +23,8 @@ _log = logging.getLogger("flashlight_py")
 class Peer:
     """A process of this or another machine.
 
-    ``machine`` tells kernels and PID namespaces apart, ``started`` tells a process from a later
-    one with the same PID; both are empty where /proc does not say.
+    ``machine`` differs between kernels and PID namespaces, ``started`` between a process and a
+    later one with the same PID; both are empty where /proc does not say.
     """
 
     host: str
