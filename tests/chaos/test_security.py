@@ -63,7 +63,7 @@ def test_a_link_in_the_way_is_not_written_through(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("precious")
     for number in range(1, 4):
-        (tmp_path / f"meeting.tmp-{store._place.run}-{number}").symlink_to(precious)
+        (tmp_path / f"meeting.tmp-{store.run}-{number}").symlink_to(precious)
     with pytest.raises(RendezvousError, match="File exists"):
         store.exchange(b"mine")
     assert precious.read_text() == "precious"

@@ -102,18 +102,17 @@ def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer
 
 
 class Client:
-    """A rank that connects to rank 0, in its first exchange. ``secret`` is known from then on."""
+    """A rank that connects to rank 0, in its first exchange."""
 
-    def __init__(self, place: Place, rank: int, size: int, timeout: float) -> None:
-        self._place, self._rank, self._size, self._timeout = place, rank, size, timeout
-        self._greeting = Greeting(rank, size, this_process())
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._greeting = Greeting(place.rank, place.size, this_process())
         self._connection: Connection | None = None
         self._round, self._problem = 0, ""
-        self.secret = b""
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Send ``payload`` and return everybody's, in rank order."""
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._place.timeout
         try:
             message = None
             while message is None:
@@ -135,12 +134,12 @@ class Client:
             connection.send(Kind.LATE, str(self._round).encode(), time.monotonic() + _ANSWER)
             message = self._take(connection, time.monotonic() + _ANSWER)
             if message is None and not connection.has_ended:
-                raise self.error(not_arrived([0], self._size, self._timeout))
+                raise self._place.error(not_arrived([0], self._place.size, self._place.timeout))
         if message is None:
             self._disconnect()
             if self._round > 0 or not self._place.moves:
-                raise self.error(
-                    f"rank 0 of {self._size} has died or exited: it closed the connection"
+                raise self._place.error(
+                    f"rank 0 of {self._place.size} has died or exited: it closed the connection"
                 )
         return message
 
@@ -149,9 +148,9 @@ class Client:
         try:
             message = connection.take(deadline)
         except WireError as error:
-            raise self.error(f"rank 0 has sent what is no message: {error}") from error
+            raise self._place.error(f"rank 0 has sent what is no message: {error}") from error
         if message is not None and message.kind is Kind.FAILURE:
-            raise self.error(message.body.decode(errors="replace"))
+            raise self._place.error(message.body.decode(errors="replace"))
         return message
 
     def _connect(self, deadline: float) -> Connection:
@@ -169,9 +168,9 @@ class Client:
                 time.sleep(max(0.0, min(pause, deadline - now)))
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
         finally:
-            self._place.close()
-        missing = not_arrived([0], self._size, self._timeout)
-        raise self.error(f"{missing}{self._problem}; {self._place.remedy()}")
+            self._place.clear()
+        missing = not_arrived([0], self._place.size, self._place.timeout)
+        raise self._place.error(f"{missing}{self._problem}; {self._place.remedy()}")
 
     def _greet(self, offer: Offer, deadline: float) -> Connection | None:
         until = min(deadline, time.monotonic() + self._place.patience)
@@ -179,11 +178,11 @@ class Client:
             connection = greet(offer, self._greeting, until)
         except NobodyError as error:
             if isinstance(error, WrongServerError) and not self._place.moves:
-                raise self.error(str(error)) from error
+                raise self._place.error(str(error)) from error
             self._problem = f": {offer.who}{error}"
             self._place.failed(offer)
             return None
-        self.secret = offer.secret.common
+        self._place.secret = offer.secret.common
         return connection
 
     # The end --------------------------------------------------------------------------------------
@@ -205,6 +204,3 @@ class Client:
         if self._connection is not None:
             self._connection.close()
         self._connection = None
-
-    def error(self, reason: str) -> RendezvousError:
-        return self._place.error(self._rank, self._size, reason)

@@ -31,7 +31,7 @@ from flashlight_py.distributed.rendezvous.client import (
     greet,
 )
 from flashlight_py.distributed.rendezvous.peers import check_member, this_process
-from flashlight_py.distributed.rendezvous.place import Offer, Place
+from flashlight_py.distributed.rendezvous.place import Offer
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
 from flashlight_py.distributed.rendezvous.shared_directory import (
     Announcement,
@@ -61,18 +61,14 @@ class FileStore(PlaceStore):
         RendezvousError: the directory of ``path`` is missing or nothing can be created in it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], rank: int, size: int, timeout: float) -> None:
-        check_member(rank, size, timeout)
-        super().__init__(_SharedFile(SharedDirectory(path), size), rank, size, timeout)
-
-
-class _SharedFile(Place):
     kind, own, moves, patience = "path", "FILE_PATH", True, _PATIENCE
 
-    def __init__(self, directory: SharedDirectory, size: int) -> None:
-        self._directory, self._size, self._me = directory, size, this_process()
-        self.name, self.run = str(directory.path), directory.nonce
-        self.secret = self._secret(secrets.token_hex(NONCE_BYTES))
+    def __init__(self, path: str | os.PathLike[str], rank: int, size: int, timeout: float) -> None:
+        check_member(rank, size, timeout)
+        self._directory, self._me = SharedDirectory(path), this_process()
+        self.name, self.run = str(self._directory.path), self._directory.nonce
+        self.known = self._secret(secrets.token_hex(NONCE_BYTES))
+        self.secret = self.known.common
         self._listeners: list[socket.socket] = []
         self._announced: Name | None = None
         self._announcement = Announcement(self._me, [], "")
@@ -84,8 +80,10 @@ class _SharedFile(Place):
         # Which run's rank 0 has not answered, how often; how we asked for other addresses.
         self._failed: Counter[str] = Counter()
         self._asked: set[Name] = set()
+        super().__init__(rank, size, timeout)
 
     def remedy(self) -> str:
+        """Say what was passed over; see ``Place``."""
         ignored = "; ".join(f"{name} {why}" for name, why in self._directory.ignored.items())
         passed_over = f" (files passed over: {ignored})" if ignored else ""
         return f"start every rank with the same FILE_PATH and world size{passed_over}"
@@ -93,6 +91,7 @@ class _SharedFile(Place):
     # Rank 0 ---------------------------------------------------------------------------------------
 
     def listen(self, backlog: int) -> socket.socket:
+        """Listen on the loopback; see ``Place``."""
         self._backlog = backlog
         listener = socket.create_server((LOOPBACK, 0), backlog=backlog)
         self._listeners.append(listener)
@@ -127,7 +126,7 @@ class _SharedFile(Place):
         self._announced = Name("run", self.run, str(int(before.rest) + 1 if before else 0))
         ports = [int(listener.getsockname()[1]) for listener in self._listeners]
         addresses = [(host, port) for port in ports[1:] for host in own_addresses()]
-        text = self.secret.given.decode()
+        text = self.known.given.decode()
         self._announcement = Announcement(self._me, [(LOOPBACK, ports[0]), *addresses], text)
         self._directory.write(self._announced, self._announcement.pack())
         if before is not None:
@@ -148,7 +147,7 @@ class _SharedFile(Place):
         patience = _PATIENCE if offer.run < self.run else _SHORT_PATIENCE
         deadline = time.monotonic() + patience
         try:
-            connection = greet(offer, Greeting(0, self._size, self._me), deadline)
+            connection = greet(offer, Greeting(0, self.size, self._me), deadline)
         except SilentError:
             self._alive.add(offer.run)
             return
@@ -160,11 +159,12 @@ class _SharedFile(Place):
             connection.close()
         self._alive.add(offer.run)
         if answer is not None and answer.kind is Kind.FAILURE:
-            raise self.error(0, self._size, answer.body.decode(errors="replace"))
+            raise self.error(answer.body.decode(errors="replace"))
 
     # The others -----------------------------------------------------------------------------------
 
     def offers(self) -> list[Offer]:
+        """Return what is announced, what has failed least often first."""
         offers = self._announced_by_others(self._directory.names())
         return sorted(offers, key=lambda offer: self._failed[offer.run])
 
@@ -178,7 +178,7 @@ class _SharedFile(Place):
 
     # Every rank -----------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def clear(self) -> None:
         """Remove our files and, as rank 0, those of runs that were dead before ours."""
         for ask in self._asked:
             self._directory.remove(ask)

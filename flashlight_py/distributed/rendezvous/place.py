@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from flashlight_py.distributed.rendezvous.secret import Secret
+from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import RendezvousError
 
 __all__ = ["Offer", "Place"]
@@ -28,20 +29,22 @@ class Offer(NamedTuple):
     advice: str = ""
 
 
-class Place(abc.ABC):
-    """One rendezvous, as one rank sees it.
+class Place(Store):
+    """A store whose ranks connect to rank 0, as server and clients see it.
 
-    ``name`` is for messages, ``kind`` what it is, ``own`` what every run needs one of for itself.
-    ``secret`` is what rank 0 expects its clients to know. ``is_common``: other runs of this user
-    may have another secret and arrive here by mistake. ``moves``: while the ranks gather, another
-    rank 0 may take the place of one that died. A client waits ``patience`` seconds for the answer
-    of one offer. ``next_look``: when ``look`` has something to do, by ``time.monotonic``.
+    ``timeout`` is in seconds for each exchange. ``name`` is for messages, ``kind`` what the place
+    is, ``own`` what every run needs one of for itself. ``known`` is what rank 0 expects its clients
+    to know. ``is_common``: whoever knows the place ought to know that too, so a process of this
+    user that does not was started wrongly. ``moves``: while ranks gather, another rank 0 may take
+    the place of one that died. A client waits ``patience`` seconds for the answer of one offer.
+    ``next_look``: when ``look`` has something to do, by ``time.monotonic``.
     """
 
+    timeout: float
     name: str
     kind: str
     own: str
-    secret: Secret
+    known: Secret
     is_common = False
     moves = False
     patience = math.inf
@@ -51,36 +54,33 @@ class Place(abc.ABC):
     def remedy(self) -> str:
         """Return what to do about ranks that have not arrived."""
 
-    # Rank 0 ---------------------------------------------------------------------------------------
-
     @abc.abstractmethod
     def listen(self, backlog: int) -> socket.socket:
-        """Return a socket that listens for the other ranks.
+        """Return a socket on which rank 0 listens for the others.
 
         Raises:
             OSError: it cannot listen there; says why.
         """
 
     def look(self) -> socket.socket | None:
-        """Do what is to be done while ranks gather; may return one more listening socket.
+        """Do what rank 0 has to while ranks gather; may return one more listening socket.
 
         Raises:
             RendezvousError: this is not the only rank 0, or the place cannot be used any more.
         """
         return None
 
-    # Every rank -----------------------------------------------------------------------------------
-
     @abc.abstractmethod
     def offers(self) -> Iterable[Offer]:
         """Return where rank 0 may be, the likeliest first."""
 
-    def failed(self, offer: Offer) -> None:  # noqa: B027  (optional: a port has one offer)
+    def failed(self, offer: Offer) -> None:
         """Note that nobody answered ``offer`` as rank 0 of its run."""
 
-    def close(self) -> None:  # noqa: B027  (optional: a port leaves nothing behind)
+    def clear(self) -> None:
         """Remove what this rank has left at the place."""
 
-    def error(self, rank: int, size: int, reason: str) -> RendezvousError:
-        """Return the error of a rank."""
-        return RendezvousError(f"rendezvous at {self.name}, rank {rank} of {size}: {reason}")
+    def error(self, reason: str) -> RendezvousError:
+        """Return the error of this rank."""
+        where = f"rendezvous at {self.name}, rank {self.rank} of {self.size}"
+        return RendezvousError(f"{where}: {reason}")

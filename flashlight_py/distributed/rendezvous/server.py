@@ -54,15 +54,14 @@ class Server:
         RendezvousError: it cannot listen at ``place``.
     """
 
-    def __init__(self, place: Place, size: int, timeout: float) -> None:
-        self._place, self._size, self._timeout = place, size, timeout
-        self.secret = place.secret.common
+    def __init__(self, place: Place) -> None:
+        self._place, self._size = place, place.size
         self._selector = selectors.DefaultSelector()
         self._listeners: list[socket.socket] = []
         try:
-            self._listen(place.listen(size + _SPARE_CANDIDATES))
+            self._listen(place.listen(self._size + _SPARE_CANDIDATES))
         except OSError as error:
-            raise self.error(str(error)) from error
+            raise self._place.error(str(error)) from error
         self._candidates: list[Connection] = []
         self._members: dict[int, Connection] = {}
         self._people: dict[int, Peer] = {0: this_process()}
@@ -75,7 +74,7 @@ class Server:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Gather a payload of every rank, in rank order."""
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._place.timeout
         waiting = Waiting(0, f"rendezvous at {self._place.name}")
         while absent := self._absent():
             self._look()
@@ -114,7 +113,7 @@ class Server:
         )
         hosts = ", ".join(sorted(self._turned_away))
         listed = f"; processes on {hosts} were turned away, as they know another secret: {REMEDY}"
-        sentence = not_arrived(absent, self._size, self._timeout)
+        sentence = not_arrived(absent, self._size, self._place.timeout)
         return f"{sentence}{left}; {self._place.remedy()}{listed if hosts else ''}"
 
     def _warn_if_open(self) -> None:
@@ -243,7 +242,7 @@ class Server:
         if candidate.inbox:
             raise WireError("more than was asked for")
         if kind is Kind.HELLO and candidate.handshake is None and Handshake.is_nonce(body):
-            mine, key = nonce(), self._place.secret.key(candidate.address)
+            mine, key = nonce(), self._place.known.key(candidate.address)
             candidate.handshake = Handshake(key, body, mine)
             candidate.send(Kind.CHALLENGE, mine, time.monotonic() + _SHORTLY)
             return
@@ -297,7 +296,7 @@ class Server:
         self._refuse(candidate, Kind.SECRET, "")
         reason = (
             f"the secrets differ: a process on {host}, as rank {greeting.rank} ({greeting.peer}), "
-            f"knows another secret than rank 0, whose is from {self._place.secret.source}"
+            f"knows another secret than rank 0, whose is from {self._place.known.source}"
         )
         is_ours = user == os.geteuid() and self._place.is_common
         if is_ours and self._round == 0 and not self._verdict:
@@ -317,13 +316,13 @@ class Server:
 
     def leave(self) -> None:
         """Wait until every member has left, then stop listening."""
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._place.timeout
         while lingering := self._members.keys() - self._departed:
             is_hopeless = all(self._members[rank].has_ended for rank in lingering)
             if is_hopeless or not self._serve(deadline):
                 self._close()
                 names = name_ranks(lingering)
-                raise self.error(f"{names} joined and did not take leave: died or stuck")
+                raise self._place.error(f"{names} joined and did not take leave: died or stuck")
         self._close()
 
     def give_up(self, reason: str) -> None:
@@ -344,12 +343,12 @@ class Server:
         if not culprit.is_refused:
             self._refuse(culprit, Kind.FAILURE, reason)
         self._publish_failure(reason, set(range(1, self._size)))
-        return self.error(reason)
+        return self._place.error(reason)
 
     def _failure(self, reason: str) -> RendezvousError:
         """Notify the members, and return the error to raise."""
         self._publish_failure(reason, set())
-        return self.error(reason)
+        return self._place.error(reason)
 
     def _publish_failure(self, reason: str, expected: set[int]) -> None:
         """Notify the members, and those of the ``expected`` who join within two seconds."""
@@ -376,7 +375,4 @@ class Server:
             listener.close()
         for connection in (*self._members.values(), *self._candidates):
             connection.close()
-        self._place.close()
-
-    def error(self, reason: str) -> RendezvousError:
-        return self._place.error(0, self._size, reason)
+        self._place.clear()

@@ -17,22 +17,18 @@ from flashlight_py.distributed.rendezvous.place import Offer, Place
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.server import Server
 from flashlight_py.distributed.rendezvous.sockets import listen
-from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import RendezvousError
 
 __all__ = ["PlaceStore", "TcpStore"]
 
 
-class PlaceStore(Store):
-    """A store of ranks that connect to rank 0 at a place; ``timeout`` seconds per exchange."""
+class PlaceStore(Place):
+    """A store of ranks that connect to rank 0 at a place."""
 
-    def __init__(self, place: Place, rank: int, size: int, timeout: float) -> None:
-        self.rank, self.size, self._place = rank, size, place
-        self._role: Server | Client = (
-            Server(place, size, timeout)
-            if rank == 0 and size > 1
-            else Client(place, rank, size, timeout)
-        )
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        is_server = rank == 0 and size > 1
+        self._role: Server | Client = Server(self) if is_server else Client(self)
         self._has_ended = False
 
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -44,16 +40,14 @@ class PlaceStore(Store):
                 this store has ended. The store cannot be used again.
         """
         if self._has_ended:
-            raise self._role.error("this store was closed or has failed; make a new one")
+            raise self.error("this store was closed or has failed; make a new one")
         if self.size == 1:
             return [bytes(payload)]
         try:
-            payloads = self._role.exchange(bytes(payload))
+            return self._role.exchange(bytes(payload))
         except RendezvousError:
             self._has_ended = True
             raise
-        self.secret = self._role.secret
-        return payloads
 
     def close(self) -> None:
         """Leave; collective. Rank 0 blocks until all have left; then nothing is left behind.
@@ -86,6 +80,8 @@ class TcpStore(PlaceStore):
             place for one.
     """
 
+    kind, own, is_common = "address", "MASTER_PORT", True
+
     def __init__(
         self,
         host: str,
@@ -98,25 +94,22 @@ class TcpStore(PlaceStore):
         check_member(rank, size, timeout)
         if not 0 < port < 65536:
             raise ValueError(f"the port must be in [1, 65535], got {port}")
-        secret = Secret.find(one_host)
-        self.secret = secret.common
-        super().__init__(_Port(host, port, secret), rank, size, timeout)
-
-
-class _Port(Place):
-    kind, own, is_common = "address", "MASTER_PORT", True
-
-    def __init__(self, host: str, port: int, secret: Secret) -> None:
-        self.name, self.secret, self._address = f"{host}:{port}", secret, (host, port)
+        self.name, self._address = f"{host}:{port}", (host, port)
+        self.known = Secret.find(one_host)
+        self.secret = self.known.common
+        super().__init__(rank, size, timeout)
 
     def remedy(self) -> str:
+        """See ``Place``."""
         return (
             "see whether every rank was started, with the same MASTER_ADDR and MASTER_PORT, and "
             "can reach that address"
         )
 
     def listen(self, backlog: int) -> socket.socket:
+        """Listen at the address; see ``Place``."""
         return listen(*self._address, backlog)
 
     def offers(self) -> list[Offer]:
-        return [Offer([self._address], self.secret, advice="; choose another MASTER_PORT")]
+        """Return the address; see ``Place``."""
+        return [Offer([self._address], self.known, advice="; choose another MASTER_PORT")]
