@@ -15,8 +15,7 @@ from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.devices import DeviceRule
 from flashlight_py.distributed.hosts import address_to_bind, host_identity
 from flashlight_py.distributed.people import introduce
-from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.rendezvous.sub_store import SubStore
+from flashlight_py.distributed.rendezvous.store import Store, SubStore
 from flashlight_py.distributed.settings import Settings
 from flashlight_py.distributed.topology import ranks_by_memory
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
@@ -100,8 +99,8 @@ def _shared(
 ) -> Connection:
     """Use the memory that ranks share; where that fails on any host, all use Gloo alone."""
     inside, problem = _inside(store, settings, hosts)
-    told = store.exchange(problem.encode(errors="backslashreplace"))
-    failed = next((text.decode() for text in told if text), "")
+    problems = store.exchange(problem.encode(errors="backslashreplace"))
+    failed = next((text.decode() for text in problems if text), "")
     if failed:
         if inside is not None:
             inside.close()
@@ -123,13 +122,13 @@ def _inside(
     store: Store, settings: Settings, hosts: Sequence[Sequence[int]]
 ) -> tuple[Backend | None, str]:
     """Join this host's ranks; returns why it failed, if it did. Two exchanges in any case."""
-    mates = next(host for host in hosts if store.rank in host)
-    if len(mates) == 1:
+    local_peers = next(host for host in hosts if store.rank in host)
+    if len(local_peers) == 1:
         store.exchange(b"")
         store.exchange(b"")
         return SingleBackend(), ""
     try:
-        return ShmBackend(SubStore(store, mates), settings.timeout), ""
+        return ShmBackend(SubStore(store, local_peers), settings.timeout), ""
     except BackendUnavailableError as error:
         return None, str(error)
 
@@ -141,8 +140,8 @@ def _between(
     settings = replace(settings, timeout=between_hosts(settings.timeout))
     flat = _gloo(store, settings)
     local = next(host.index(store.rank) for host in hosts if store.rank in host)
-    carriers = min(len(host) for host in hosts)
-    if local >= carriers:
+    leaders = min(len(host) for host in hosts)
+    if local >= leaders:
         store.exchange(b"")
         store.exchange(b"")
         return flat, None

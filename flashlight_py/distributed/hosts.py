@@ -29,8 +29,8 @@ def host_identity() -> bytes:
 
 def local_place(rank: int, identities: Sequence[bytes]) -> tuple[int, int]:
     """Return this rank's number among the ranks of its host, and how many they are."""
-    mates = [other for other, identity in enumerate(identities) if identity == identities[rank]]
-    return mates.index(rank), len(mates)
+    local_peers = [other for other, host in enumerate(identities) if host == identities[rank]]
+    return local_peers.index(rank), len(local_peers)
 
 
 def address_to_bind(interface: str, one_host: bool) -> tuple[str, str]:

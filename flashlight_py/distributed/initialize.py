@@ -23,18 +23,18 @@ from flashlight_py.distributed.init_method import read_init_method
 from flashlight_py.distributed.membership import Joiner
 from flashlight_py.distributed.recorder import watchdog
 from flashlight_py.distributed.recorder.flight_record import Flight, default_folder, new_job
-from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
-from flashlight_py.distributed.rendezvous.file_store import FileStore
-from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
-from flashlight_py.distributed.rendezvous.schedulers import check_schedulers
-from flashlight_py.distributed.rendezvous.secret import nonce, proof
-from flashlight_py.distributed.rendezvous.singleton import (
-    check_allocation,
-    check_leftovers,
+from flashlight_py.distributed.rendezvous.alone import (
+    check_no_launcher,
+    check_schedulers,
     check_size_one,
     is_alone,
 )
+from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
+from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
+from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.settings import Settings
 from flashlight_py.distributed.world import (
     World,
@@ -87,7 +87,7 @@ def distributed_init(
         ValueError: unknown method or params key, rank or size that make no sense, FILE_SYSTEM
             without FILE_PATH. Nothing was created.
         BackendUnavailableError: mpi4py, an MPI library or Gloo is missing; says what to install.
-        RendezvousError: a rank (named) did not come in time, two claim one rank, sizes or secrets
+        RendezvousError: a rank (named) did not arrive in time, two claim one rank, sizes or secrets
             differ, the path cannot be used, MPI does not know of the ranks that mpirun started, or
             this would be a world of one among processes that were started as several.
         PeerLostError: a rank died while ranks were connecting.
@@ -131,7 +131,7 @@ def distributed_init(
 def distributed_shutdown() -> None:
     """Leave the world; collective. Afterwards this process is rank 0 of 1 again.
 
-    Waits until every rank has come here, so that nobody's last operation is cut off, unless the
+    Waits until every rank has arrived here, so that nobody's last operation is cut off, unless the
     group broke before. Also without it nothing is left behind when the process exits.
 
     In a signal handler that has interrupted a verb of the world it waits for nobody: the world is
@@ -141,7 +141,7 @@ def distributed_shutdown() -> None:
     Raises:
         MismatchError: another rank called something else instead.
         PeerLostError: a rank is gone.
-        CollectiveTimeoutError: a rank did not come within the group's timeout (seconds).
+        CollectiveTimeoutError: a rank did not arrive within the group's timeout (seconds).
     """
     if not is_distributed_init():
         return
@@ -150,7 +150,7 @@ def distributed_shutdown() -> None:
         if not group.is_calling():
             group.barrier()
     except GroupClosedError:
-        _log.debug("the group broke before the shutdown; whoever used it was told")
+        _log.debug("the group broke before the shutdown; whoever used it has the error")
     finally:
         watchdog.stop()
         set_world(None)
@@ -178,7 +178,12 @@ def _choose(
     if method is DistributedInit.MPI:
         return lambda: MpiStore(settings.timeout)
     if method is DistributedInit.FILE_SYSTEM:
-        return _by_file(rank, size, settings)
+        if settings.file_path is None:
+            raise ValueError(
+                "DistributedInit.FILE_SYSTEM needs params={'FILE_PATH': a path that all ranks see}"
+            )
+        given = _given(rank, size, "distributed_init(FILE_SYSTEM, 0, 1)")
+        return _by_environment(given, settings)
     found = None if method is None and is_alone() else detect()
     if method is DistributedInit.ENV:
         return _by_environment(_agreeing(_require(found), rank, size), settings)
@@ -188,26 +193,11 @@ def _choose(
             "as init_method, or leave them out to let the environment decide"
         )
     if found is None:
-        check_leftovers()
-        check_schedulers()
-        check_allocation()
+        check_no_launcher()
         return None
     if found.launcher in ("openmpi", "pmi", "mvapich") and not found.file:
         return lambda: MpiStore(settings.timeout)
     return _by_environment(found, settings)
-
-
-def _by_file(rank: int, size: int, settings: Settings) -> StoreFactory | None:
-    path = settings.file_path
-    if path is None:
-        raise ValueError(
-            "DistributedInit.FILE_SYSTEM needs params={'FILE_PATH': a path that all ranks see}"
-        )
-    _check_place(rank, size)
-    if size == 1:
-        check_size_one("distributed_init(FILE_SYSTEM, 0, 1)")
-        return None
-    return lambda: FileStore(path, rank, size, settings.timeout)
 
 
 def _by_address(
@@ -218,10 +208,7 @@ def _by_address(
     if (rank, size) == (-1, -1):
         found = _require(detect())
     else:
-        _check_place(rank, size)
-        if size == 1:
-            check_size_one(f"distributed_init('tcp://{host}:{port}', 0, 1)")
-        found = LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))
+        found = _given(rank, size, f"distributed_init('tcp://{host}:{port}', 0, 1)")
     here = dataclasses.replace(found, file=None, master_address=host, master_port=port)
     return _by_environment(here, settings)
 
@@ -236,7 +223,8 @@ def _agreeing(found: LaunchEnvironment, rank: int, size: int) -> LaunchEnvironme
     return found
 
 
-def _check_place(rank: int, size: int) -> None:
+def _given(rank: int, size: int, how: str) -> LaunchEnvironment:
+    """Check the rank and size that were passed; ``how`` is the call, were it for a world of one."""
     for name, value in (("world_rank", rank), ("world_size", size)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{name} must be an integer, got {value!r}")
@@ -244,6 +232,9 @@ def _check_place(rank: int, size: int) -> None:
         raise ValueError(f"world_size must be at least 1, got {size}")
     if not 0 <= rank < size:
         raise ValueError(f"world_rank must be from 0 to {size - 1} (world_size - 1), got {rank}")
+    if size == 1:
+        check_size_one(how)
+    return LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))
 
 
 def _require(found: LaunchEnvironment | None) -> LaunchEnvironment:
@@ -266,8 +257,6 @@ def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactor
     if file is not None:
         return lambda: FileStore(file, rank, size, timeout)
     if host is not None and port is not None:
-        from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
-
         return lambda: TcpStore(host, port, rank, size, timeout, found.local_size == size)
     if found.launcher in ("openmpi", "pmi", "mvapich"):
         return lambda: MpiStore(timeout)
@@ -308,16 +297,17 @@ def _connect(store: Store, settings: Settings) -> World:
     cards = store.exchange(b"\n".join(mine))
     # Also where the exchange can be overheard, nobody without the secret can make this key.
     settings = dataclasses.replace(settings, job_key=proof(store.secret, *cards))
-    told = [card.split(b"\n") for card in cards]
-    local_rank, local_size = local_place(store.rank, [card[0] for card in told])
+    everyone = [card.split(b"\n") for card in cards]
+    local_rank, local_size = local_place(store.rank, [card[0] for card in everyone])
     connection = connect(store, settings)
     if connection.problem and store.rank == 0:
         _log.warning("using Gloo instead of shared memory, slower: %s", connection.problem)
     rule = DeviceRule(store.rank, local_rank, settings.max_device_per_node)
     group = ProcessGroup(connection.backend, None, _joiner(rule, settings))
     _join_gpus_at_once(group, settings)
-    job = told[0][1].decode()  # rank 0's name for it
-    near = [{*map(int, c.split())} for host, _, c, _ in told if host == told[store.rank][0]]
+    job = everyone[0][1].decode()  # rank 0's name for it
+    own = everyone[store.rank][0]
+    near = [{*map(int, cores.split())} for host, _, cores, _ in everyone if host == own]
     threads = fair_share(local_rank, near) if local_size > 1 else 0
     return World(group, local_rank, local_size, connection.why, rule, job, threads)
 
@@ -331,7 +321,7 @@ def _joiner(rule: DeviceRule, settings: Settings) -> Joiner:
 
 
 def _watch(world: World, settings: Settings) -> None:
-    """Have this rank's last calls written where it is told, when something goes wrong."""
+    """Have this rank's last calls written where ``settings`` say, when something goes wrong."""
     chosen = settings.trace_dir is not None
     folder = Path(settings.trace_dir) if settings.trace_dir else None
     group, job = world.group, world.job if world.group.size > 1 else new_job()

@@ -13,7 +13,7 @@ from flashlight_py.distributed.call_site import caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.devices import DeviceRule
 from flashlight_py.distributed.group import ProcessGroup
-from flashlight_py.distributed.rendezvous.singleton import ALONE, announced
+from flashlight_py.distributed.rendezvous.alone import ALONE, started_as
 
 __all__ = [
     "alone",
@@ -52,7 +52,7 @@ def alone() -> World:
 
 
 def _warn_of_forgotten_init() -> None:
-    said = announced()
+    said = started_as()
     if said:
         warnings.warn_explicit(
             "distributed_init was not called, so this process is a world of its own, and so is "

@@ -60,13 +60,10 @@ def test_files_and_memory_are_for_their_user_alone(ranks: Ranks, tmp_path: Path)
 def test_a_link_in_the_way_is_not_written_through(tmp_path: Path) -> None:
     """A name that somebody has guessed and laid a link at is refused, and the target untouched."""
     store = FileStore(tmp_path / "meeting", 0, 2, 5.0)
-    directory = store._member.directory
     precious = tmp_path / "precious"
     precious.write_text("precious")
     for number in range(1, 4):
-        (tmp_path / f"meeting.tmp-{directory.nonce}-{directory.nonce}-{number}").symlink_to(
-            precious
-        )
+        (tmp_path / f"meeting.tmp-{store.run}-{number}").symlink_to(precious)
     with pytest.raises(RendezvousError, match="File exists"):
         store.exchange(b"mine")
     assert precious.read_text() == "precious"
@@ -79,16 +76,16 @@ def test_another_users_files_stop_nobody_and_are_not_believed(
 ) -> None:
     tmp_path.chmod(0o1777 if sticky else 0o777)
     run = "0123456789abcdef"
-    for kind in (f"run-{run}", f"join-{run}-1-{run}", f"roster-{run}-0"):
+    for kind in (f"run-{run}-0", f"ask-{run}-{run}", f"tmp-{run}-0"):
         file = tmp_path / f"meeting.{kind}"
-        file.write_text('{"version": 1, "nonces": [], "payloads": []}')
+        file.write_text('{"version": 2, "addresses": []}')
         os.chown(file, NOBODY, NOBODY)
     assert all(rank.await_event("ended")["code"] == 0 for rank in start(ranks, tmp_path, "auto"))
 
 
 @as_root
 def test_two_users_do_not_meet(ranks: Ranks, tmp_path: Path, public: Path) -> None:
-    """Whose join belongs to somebody else is not counted, however right it is."""
+    """What somebody else has announced is not believed, however right it is."""
     place = {"path": str(public / "meeting"), "log": str(tmp_path / "log"), "size": 2, "env": {}}
     plan = {"part": "compute", "init": "file", "seconds": 0.1, "params": {"TIMEOUT": 1.0}, **place}
     started = [ranks.start(0, **plan), ranks.start(1, uid=NOBODY, **plan)]
@@ -96,7 +93,7 @@ def test_two_users_do_not_meet(ranks: Ranks, tmp_path: Path, public: Path) -> No
         assert rank.await_event("ended")["code"] == 1
         assert "computed" not in rank.events
     text = (tmp_path / "log").read_text()
-    assert "rank 1 of 2 has not come within 1 s" in text
+    assert "rank 1 of 2 has not arrived within 1 s" in text
     assert "belongs to another user" in text
     left = {file.owner() for file in public.iterdir()}
     assert left <= {"nobody"}, "rank 0 may not have been able to remove what is another's"
@@ -105,7 +102,7 @@ def test_two_users_do_not_meet(ranks: Ranks, tmp_path: Path, public: Path) -> No
 def test_nothing_is_unpickled_from_a_file_of_the_rendezvous(ranks: Ranks, tmp_path: Path) -> None:
     trap = pickle.dumps(Trap(str(tmp_path / "sprung")))
     run = "0123456789abcdef"
-    for kind in (f"run-{run}", f"join-{run}-1-{run}", f"roster-{run}-0", f"error-{run}-0-{run}"):
+    for kind in (f"run-{run}-0", f"ask-{run}-{run}", f"tmp-{run}-0"):
         (tmp_path / f"meeting.{kind}").write_bytes(trap)
     assert all(rank.await_event("ended")["code"] == 0 for rank in start(ranks, tmp_path, "auto"))
     assert sorted(os.listdir(tmp_path)) == ["log"]

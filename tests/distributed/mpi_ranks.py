@@ -14,7 +14,7 @@ from flashlight_py.distributed.backends.mpi.backend import MpiBackend
 from flashlight_py.distributed.backends.mpi.joining import join
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import BackendStore
-from flashlight_py.distributed.rendezvous.sub_store import SubStore
+from flashlight_py.distributed.rendezvous.store import SubStore
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, RECV, SEND
 from flashlight_py.distributed.world import current_world
 from tests.distributed.conformance import assert_equal, combined, values

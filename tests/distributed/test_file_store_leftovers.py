@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from flashlight_py.distributed.rendezvous._shared_directory import VERSION
+from flashlight_py.distributed.rendezvous.shared_directory import VERSION
 from tests.distributed.rendezvous_helpers import Rank, Ranks, ranks
 
 __all__ = ["ranks"]
 
 DEAD, NONCE = "0123456789abcdef", "fedcba9876543210"
 NOBODY = {"host": "elsewhere", "pid": 1, "machine": "another", "started": "1"}
-PAYLOAD = base64.b64encode(b"stale").decode()
+# Nobody listens at port 1 of the loopback.
+GONE = {"version": VERSION, **NOBODY, "addresses": [["127.0.0.1", 1]], "secret": "00" * 32}
 STALE = {
-    "run": (f"run-{DEAD}", NOBODY),
-    "join": (f"join-{DEAD}-1-{NONCE}", {**NOBODY, "size": 3, "payload": PAYLOAD}),
-    "join of another size": (f"join-{DEAD}-2-{NONCE}", {**NOBODY, "size": 9, "payload": PAYLOAD}),
-    "roster": (
-        f"roster-{DEAD}-0",
-        {"payloads": [PAYLOAD] * 3, "nonces": [DEAD, NONCE, NONCE], "people": [NOBODY] * 3},
-    ),
-    "vote": (f"roster-{DEAD}-1", {"payloads": [PAYLOAD] * 3}),
-    "gift": (f"gift-{DEAD}-2-1", {"payload": PAYLOAD}),
-    "error": (f"error-{DEAD}-0-{DEAD}", {"reason": "long ago", "to": [NONCE]}),
-    "error of a guest": (f"error-{DEAD}-1-{NONCE}", {"reason": "long ago", "to": []}),
-    "refusal": (f"refusal-{DEAD}-{NONCE}", {"reason": "long ago"}),
-    "done": (f"done-{DEAD}-1-{NONCE}", {}),
-    "temporary": (f"tmp-{DEAD}-{NONCE}-7", {}),
+    "run": f"run-{DEAD}-0",
+    "later announcement of it": f"run-{DEAD}-3",
+    "ask": f"ask-{DEAD}-{NONCE}",
+    "temporary": f"tmp-{DEAD}-7",
 }
 SPOILT = {
     "empty": b"",
     "garbage": b"\x00\xff\x80 not json",
-    "truncated": json.dumps({"version": VERSION, "host": "h"}).encode()[:-4],
-    "another version": json.dumps({"version": VERSION + 1, **NOBODY}).encode(),
+    "nested": b"[" * 100_000,
+    "truncated": json.dumps(GONE).encode()[:-4],
+    "another version": json.dumps({**GONE, "version": VERSION + 1}).encode(),
     "no object": b"[1, 2]",
     "fields missing": json.dumps({"version": VERSION}).encode(),
+    "an address of nonsense": json.dumps({**GONE, "addresses": [["no address", 1]]}).encode(),
+    "a port of nonsense": json.dumps({**GONE, "addresses": [["127.0.0.1", 1 << 20]]}).encode(),
+    "a secret of nonsense": json.dumps({**GONE, "secret": "\ud800"}).encode(),
 }
 
 
@@ -48,8 +46,8 @@ def put(directory: Path, name: str, content: bytes) -> None:
 
 
 def put_stale(directory: Path, *kinds: str) -> None:
-    for name, record in (STALE[kind] for kind in kinds):
-        put(directory, name, json.dumps({"version": VERSION, **record}).encode())
+    for kind in kinds:
+        put(directory, STALE[kind], json.dumps(GONE).encode())
 
 
 @pytest.mark.parametrize("kind", STALE)
@@ -73,14 +71,14 @@ def test_all_that_a_dead_run_can_leave_is_ignored_and_removed(ranks: Ranks, tmp_
 
 @pytest.mark.parametrize("kind", SPOILT)
 def test_spoilt_leftovers_are_ignored_and_removed(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    for name, _ in STALE.values():
+    for name in STALE.values():
         put(tmp_path, name, SPOILT[kind])
     ranks.run(2)
     assert os.listdir(tmp_path) == []
 
 
 def test_foreign_files_are_left_alone(ranks: Ranks, tmp_path: Path) -> None:
-    names = {"meeting", "meeting.txt", "meeting.run-short", f"other.run-{DEAD}", "meeting.join-"}
+    names = {"meeting", "meeting.txt", "meeting.run-short", f"other.run-{DEAD}-0", "meeting.ask-"}
     for name in names:
         (tmp_path / name).write_text("mine")
     ranks.run(2)
@@ -89,36 +87,91 @@ def test_foreign_files_are_left_alone(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_a_symbolic_link_is_not_followed(ranks: Ranks, tmp_path: Path) -> None:
     target = tmp_path / "precious"
-    target.write_text(json.dumps({"version": VERSION, **NOBODY}))
+    target.write_text(json.dumps(GONE))
     before = target.read_text()
-    (tmp_path / f"meeting.run-{DEAD}").symlink_to(target)
+    (tmp_path / f"meeting.run-{DEAD}-0").symlink_to(target)
     ranks.run(2)
     assert target.read_text() == before
     assert os.listdir(tmp_path) == ["precious"]
 
 
 def test_a_fifo_in_the_way_blocks_nobody(ranks: Ranks, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / f"meeting.run-{DEAD}")
+    os.mkfifo(tmp_path / f"meeting.run-{DEAD}-0")
     ranks.run(2)
 
 
+@pytest.fixture
+def reused() -> Iterator[socket.socket]:
+    """The port of a dead run, at which another program listens by now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def announce(directory: Path, server: socket.socket) -> Path:
+    """Leave an announcement as if ``server`` were a run's."""
+    port = server.getsockname()[1]
+    put(directory, STALE["run"], json.dumps({**GONE, "addresses": [["127.0.0.1", port]]}).encode())
+    return directory / f"meeting.{STALE['run']}"
+
+
+def answer(server: socket.socket, words: bytes) -> None:
+    """Say ``words`` to whoever connects, until the test ends."""
+
+    def serve() -> None:
+        try:
+            while True:
+                wire, _ = server.accept()
+                wire.sendall(words)
+                wire.close()
+        except OSError:
+            return  # the test has ended
+
+    threading.Thread(target=serve, daemon=True).start()
+
+
+def test_a_port_that_another_program_has_by_now_is_no_rank_0(
+    ranks: Ranks, tmp_path: Path, reused: socket.socket
+) -> None:
+    announce(tmp_path, reused)
+    answer(reused, b"220 mail.example ESMTP\r\n")
+    ranks.run(3)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_port_that_another_run_has_by_now_is_no_rank_0(
+    ranks: Ranks, tmp_path: Path, reused: socket.socket
+) -> None:
+    """A run at another path, whose secret is another; nor is it disturbed."""
+    other = ranks.start(0, 2, path=tmp_path / "another")
+    other.await_event("constructed")
+    while not (found := list(tmp_path.glob("another.run-*"))):
+        time.sleep(0.001)
+    record = json.loads(found[0].read_text())
+    put(tmp_path, STALE["run"], json.dumps({**record, **NOBODY, "secret": "00" * 32}).encode())
+    ranks.run(3)
+    assert [path.name.split(".")[0] for path in tmp_path.iterdir()] == ["another"]
+    assert ranks.start(1, 2, path=tmp_path / "another").outcome() == other.outcome() == "closed"
+
+
+def test_a_port_whose_listener_says_nothing_delays_and_no_more(
+    ranks: Ranks, tmp_path: Path, reused: socket.socket
+) -> None:
+    """It may be a run of another host, between two exchanges; so its file stays."""
+    stale = announce(tmp_path, reused)
+    ranks.run(3)
+    assert list(tmp_path.iterdir()) == [stale]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
-def test_another_user_is_not_believed(ranks: Ranks, tmp_path: Path) -> None:
-    """A roster that is right in every respect, except that somebody else wrote it."""
-    guest = ranks.start(1, 2, timeout=1.5)
-    put_stale(tmp_path, "run")
-    join = ""
-    while not join:
-        join = next((n for n in os.listdir(tmp_path) if n.startswith("meeting.join-")), "")
-    nonce = join.rsplit("-", 1)[1]
-    record = {"payloads": [PAYLOAD] * 2, "nonces": [DEAD, nonce], "people": [NOBODY] * 2}
-    hidden = tmp_path / "hidden"
-    hidden.write_text(json.dumps({"version": VERSION, **record}))
-    os.chown(hidden, 65534, 65534)
-    hidden.rename(tmp_path / f"meeting.roster-{DEAD}-0")
-    text = guest.refusal()
-    assert "has not answered" in text
-    assert "exchanged 0" not in guest.events
+def test_another_user_is_not_believed(ranks: Ranks, tmp_path: Path, reused: socket.socket) -> None:
+    """Nobody even connects to what another user has announced."""
+    os.chown(announce(tmp_path, reused), 65534, 65534)
+    text = ranks.start(1, 2, timeout=1.0).refusal()
+    assert "rank 0 of 2 has not arrived within 1 s" in text
+    assert f"files passed over: run-{DEAD}-0 belongs to another user" in text
+    reused.settimeout(0.0)
+    with pytest.raises(BlockingIOError):
+        reused.accept()
 
 
 def survivors_end(rest: list[Rank], victim: int) -> None:
@@ -128,8 +181,8 @@ def survivors_end(rest: list[Rank], victim: int) -> None:
         assert outcome == "closed" or f"rank {victim}" in outcome, outcome
 
 
-# Rank 0 does 16 operations before it removes about 15 files, another rank about 14.
-MOMENTS = [(0, first) for first in range(0, 32, 2)] + [(1, first) for first in range(0, 14, 2)]
+# Rank 0 does four before its announcement is there; some, as it looks around, until it removes it.
+MOMENTS = [(0, first) for first in range(0, 20, 2)] + [(1, first) for first in range(0, 8, 2)]
 
 
 @pytest.mark.parametrize(("victim", "first"), MOMENTS)
@@ -178,8 +231,9 @@ def test_one_rank_may_die_and_start_again_while_others_are_awaited(
 ) -> None:
     waiting = ranks.start(1 - restarted, 3)
     first = ranks.start(restarted, 3)
-    while not any("join-" in name for name in os.listdir(tmp_path)):
-        first.await_event("constructed")
+    first.await_event("constructed")
+    while restarted == 0 and not any("run-" in name for name in os.listdir(tmp_path)):
+        time.sleep(0.001)  # nothing reports when a file is there
     first.kill()
     rest = [ranks.start(restarted, 3), ranks.start(2, 3)]
     assert [rank.outcome() for rank in (waiting, *rest)] == ["closed"] * 3

@@ -75,12 +75,12 @@ def test_a_missing_rank_is_named() -> None:
     """First by rank 0 while it waits, then by all."""
     script = """
 import logging
-from flashlight_py.distributed.rendezvous import waiting
-waiting.FIRST_SECONDS = 0.3
+from flashlight_py.distributed.rendezvous import peers
+peers.FIRST_SECONDS = 0.3
 logging.basicConfig(stream=sys.stdout, format="0: %(message).24s")
 store.exchange(b"")
 if store.rank != 1:
-    say("rank 1 of 3 has not come within 1 s" in refusal())
+    say("rank 1 of 3 has not arrived within 1 s" in refusal())
 """
     waited = "0: Still waiting for rank 1"
     assert mpirun(3, script, timeout=1.0) == [waited, "0: True", "2: True"]

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from flashlight_py.distributed.rendezvous import secret
-from flashlight_py.distributed.rendezvous._tcp_greeting import Greeting, Handshake, user_of
 from flashlight_py.distributed.rendezvous.secret import Secret, nonce
+from flashlight_py.distributed.rendezvous.sockets import user_of
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.rendezvous.wire import Greeting, Handshake
 from flashlight_py.errors import PeerLostError, RendezvousError
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 from tests.distributed.threads import connected
@@ -168,7 +169,7 @@ class Stranger:
         answer = self.hear()
         assert answer is not None
         assert answer[0] == CHALLENGE
-        self.send(PROOF, Handshake(self._key, mine, answer[1]).of_guest(greeting))
+        self.send(PROOF, Handshake(self._key, mine, answer[1]).of_client(greeting))
         return self.hear()
 
     def close(self) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.rendezvous.schedulers import check_schedulers
-from flashlight_py.distributed.rendezvous.singleton import check_allocation
+from flashlight_py.distributed.rendezvous.alone import check_no_launcher, check_schedulers
 
 STARTED = {
     "OMPI_COMM_WORLD": {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
@@ -82,7 +81,7 @@ def test_a_single_process_in_a_job_of_slurm_is_told(
     caplog: pytest.LogCaptureFixture, environ: dict[str, Any], warns: bool
 ) -> None:
     with caplog.at_level(logging.WARNING, "flashlight_py"):
-        check_allocation(environ)
+        check_no_launcher(environ)
     assert ("start it by srun" in caplog.text) == warns
 
 

@@ -65,19 +65,19 @@ def test_a_late_rank_is_waited_for(ranks: Ranks, late: int) -> None:
 
 def test_missing_ranks_are_named_on_every_rank(ranks: Ranks) -> None:
     for rank in ranks.start_together((0, 1, 4), 5, timeout=2.0):
-        assert "ranks 2, 3 of 5 have not come within 2 s" in rank.refusal()
+        assert "ranks 2, 3 of 5 have not arrived within 2 s" in rank.refusal()
 
 
 def test_whose_time_is_up_first_is_told_who_is_missing(ranks: Ranks) -> None:
     host = ranks.start(0, 3, timeout=20.0)
     guest = ranks.start(1, 3, timeout=0.5)
     for rank in (host, guest):
-        assert "rank 2 of 3 has not come" in rank.refusal()
+        assert "rank 2 of 3 has not arrived" in rank.refusal()
 
 
 def test_without_rank_0_it_is_rank_0_that_is_named(ranks: Ranks, port: int) -> None:
     text = ranks.start(1, 2, timeout=0.5).refusal()
-    assert "rank 0 of 2 has not come within 0.5 s" in text
+    assert "rank 0 of 2 has not arrived within 0.5 s" in text
     assert f"127.0.0.1:{port}" in text
 
 
@@ -109,11 +109,14 @@ def test_two_processes_with_one_rank_are_refused(ranks: Ranks) -> None:
         assert "two processes claim rank 1" in rank.refusal()
 
 
-def test_a_late_second_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None:
+def test_a_late_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None:
+    """Whatever it takes itself for."""
     guest = ranks.start(1, 2, hold="exchanged 0")
     host = ranks.start(0, 2)
     guest.await_event("exchanged 0")
     assert "two processes claim rank 1" in ranks.start(1, 2).refusal()
+    for rank, size in ((1, 3), (5, 8)):
+        assert "a run is under way at this address already" in ranks.start(rank, size).refusal()
     guest.resume()
     assert closed([host, guest])
 

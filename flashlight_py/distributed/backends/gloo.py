@@ -20,10 +20,9 @@ from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBacke
 from flashlight_py.distributed.backends.native_calls import call_in_words
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.rendezvous._peers import Peer, this_process
+from flashlight_py.distributed.rendezvous.peers import Peer, Waiting, this_process
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.rendezvous.waiting import Waiting
 from flashlight_py.errors import BackendUnavailableError, CollectiveTimeoutError, PeerLostError
 
 __all__ = ["GlooBackend"]

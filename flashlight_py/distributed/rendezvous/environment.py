@@ -7,12 +7,13 @@ LSF's jsrun (JSM_NAMESPACE_RANK), and Kubeflow's training operator (PET_NPROC_PE
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-__all__ = ["ALONE", "LaunchEnvironment", "declared_by_mpi", "detect"]
+__all__ = ["ALONE", "LaunchEnvironment", "detect"]
 
 ALONE = "FLASHLIGHT_ALONE"
 """The environment variable that, if it is "1", makes each process a world of its own."""
@@ -21,7 +22,7 @@ ALONE = "FLASHLIGHT_ALONE"
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class LaunchEnvironment:
     """What the environment says about this process.
 
@@ -48,24 +49,32 @@ class LaunchEnvironment:
         return ", ".join(self.variables)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Names:
+class _Names(NamedTuple):
     """The variables of one launcher."""
 
     launcher: str
     rank: str
     size: str
     local_rank: str
-    local_size: str
+    local_size: str = ""
+
+    @classmethod
+    def prefixed(cls, launcher: str, prefix: str) -> _Names:
+        return cls(launcher, *(prefix + n for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 
     def read(self, environ: Mapping[str, str]) -> LaunchEnvironment | None:
         """Return what this launcher says, or None if it did not start us."""
-        if self.rank not in environ and self.size not in environ:
+        rank, size, local_rank, local_size = (_integer(environ, name) for name in self[1:])
+        if rank is None and size is None:
             return None
-        rank, size = _both(environ, self.rank, self.size)
+        if rank is None or size is None:
+            absent, given = self[1:3] if rank is None else self[2:0:-1]
+            raise ValueError(
+                f"{given} is set and {absent} is not, and a launcher sets both. If {given}="
+                f"{environ[given]} is left over from an `export`, then `unset {given}`; else set "
+                f"{absent} as well"
+            )
         _check_range(self.rank, rank, self.size, size)
-        local_rank = _integer_or_none(environ, self.local_rank)
-        local_size = _integer_or_none(environ, self.local_size)
         if local_rank is not None and local_size is not None:
             _check_range(self.local_rank, local_rank, self.local_size, local_size)
         if local_size is not None and local_size > size:
@@ -73,34 +82,18 @@ class _Names:
                 f"{self.local_size}={local_size} ranks on this host are more than "
                 f"{self.size}={size} in all; unset what an earlier launch left behind"
             )
-        names = (self.rank, self.size, self.local_rank, self.local_size)
-        given = tuple(name for name in names if name in environ)
-        return LaunchEnvironment(self.launcher, rank, size, local_rank, local_size, given)
+        given_names = tuple(name for name in self[1:] if name in environ)
+        return LaunchEnvironment(self.launcher, rank, size, local_rank, local_size, given_names)
 
 
-_LAUNCHER = _Names("launcher", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_OPEN_MPI = _Names(
-    "openmpi",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-)
-_MVAPICH = _Names(
-    "mvapich",
-    "MV2_COMM_WORLD_RANK",
-    "MV2_COMM_WORLD_SIZE",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-)
-_PMI = _Names("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-_FLUX = _Names("flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "")
-_JSM = _Names(
-    "jsm",
-    "JSM_NAMESPACE_RANK",
-    "JSM_NAMESPACE_SIZE",
-    "JSM_NAMESPACE_LOCAL_RANK",
-    "JSM_NAMESPACE_LOCAL_SIZE",
+_INNER = _Names("launcher", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# The first one that started us counts.
+_OUTER = (
+    _Names.prefixed("openmpi", "OMPI_COMM_WORLD_"),
+    _Names.prefixed("mvapich", "MV2_COMM_WORLD_"),
+    _Names("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Names("flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    _Names.prefixed("jsm", "JSM_NAMESPACE_"),
 )
 
 
@@ -115,26 +108,13 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None
             names them.
     """
     environ = os.environ if environ is None else environ
-    launched, slurm = _LAUNCHER.read(environ), _slurm(environ)
-    outer = declared_by_mpi(environ) or _first((_FLUX, _JSM), environ) or slurm
-    if launched is not None:
-        _check_inner(environ, launched, outer)
-        _check_pod(environ, launched)
-    found = launched or outer
+    inner, slurm = _INNER.read(environ), _slurm(environ)
+    outer = next(filter(None, (names.read(environ) for names in _OUTER)), slurm)
+    if inner is not None:
+        _check_inner(environ, inner, outer)
+        _check_pod(environ, inner)
+    found = inner or outer
     return found if found is None else _with_hints(environ, found, slurm)
-
-
-def declared_by_mpi(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Return what an ``mpirun`` says in ``environ``, or None if none started us.
-
-    Raises:
-        ValueError: as ``detect``, of the variables of an MPI.
-    """
-    return _first((_OPEN_MPI, _MVAPICH, _PMI), environ)
-
-
-def _first(table: Iterable[_Names], environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    return next(filter(None, (names.read(environ) for names in table)), None)
 
 
 def _check_inner(
@@ -176,53 +156,53 @@ def _check_pod(environ: Mapping[str, str], launched: LaunchEnvironment) -> None:
 def _with_hints(
     environ: Mapping[str, str], found: LaunchEnvironment, slurm: LaunchEnvironment | None
 ) -> LaunchEnvironment:
-    """Add where the ranks can meet: as told, or else as Slurm's step implies."""
+    """Add where the ranks can meet: as given, or else as Slurm's step implies."""
     file = environ.get("FLASHLIGHT_FILE")
-    address, port = environ.get("MASTER_ADDR"), _integer_or_none(environ, "MASTER_PORT")
+    address, port = environ.get("MASTER_ADDR"), _integer(environ, "MASTER_PORT")
     if (address is None) != (port is None) and file is None and slurm is None:
-        given, other = (
-            ("MASTER_ADDR", "MASTER_PORT") if port is None else ("MASTER_PORT", "MASTER_ADDR")
-        )
+        given, other = ("MASTER_ADDR", "MASTER_PORT")[:: 1 if port is None else -1]
         raise ValueError(f"{given} is set and {other} is not; set both or none")
     if port is not None and not 0 < port < 65536:
         raise ValueError(f"MASTER_PORT must be a TCP port in [1, 65535], got {port}")
     if slurm is not None and (slurm.rank, slurm.size) == (found.rank, found.size):
         address, port = address or slurm.master_address, port or slurm.master_port
-    return dataclasses.replace(found, file=file, master_address=address, master_port=port)
+    return replace(found, file=file, master_address=address, master_port=port)
 
 
-# Slurm ----------------------------------------------------------------------------------------
+# Slurm --------------------------------------------------------------------------------------------
 
 
 def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    step = _integer_or_none(environ, "SLURM_STEP_ID")
+    step = _integer(environ, "SLURM_STEP_ID")
     if step is None or not 0 <= step < _FIRST_SPECIAL_STEP or "SLURM_PROCID" not in environ:
         return None
     # In a step SLURM_NTASKS may still be the job's; SLURM_STEP_NUM_TASKS is the step's own.
     has_own = "SLURM_STEP_NUM_TASKS" in environ
     size_name = "SLURM_STEP_NUM_TASKS" if has_own else "SLURM_NTASKS"
-    rank, size = _both(environ, "SLURM_PROCID", size_name)
-    _check_range("SLURM_PROCID", rank, size_name, size)
-    local_rank = _integer_or_none(environ, "SLURM_LOCALID")
-    local_size = _slurm_local_size(environ, size)
-    if local_rank is not None and local_size is not None:
-        _check_range("SLURM_LOCALID", local_rank, "the tasks of this node", local_size)
-    names = ("SLURM_PROCID", size_name, "SLURM_LOCALID", "SLURM_STEP_ID")
-    given = tuple(name for name in names if name in environ)
-    host, port = _slurm_first_host(environ), _slurm_port(environ, step)
-    return LaunchEnvironment("slurm", rank, size, local_rank, local_size, given, host, port)
+    found = _Names("slurm", "SLURM_PROCID", size_name, "SLURM_LOCALID").read(environ)
+    assert found is not None
+    local_size = _slurm_local_size(environ, found.size)
+    if found.local_rank is not None and local_size is not None:
+        _check_range("SLURM_LOCALID", found.local_rank, "the tasks of this node", local_size)
+    return replace(
+        found,
+        variables=(*found.variables, "SLURM_STEP_ID"),
+        local_size=local_size,
+        master_address=_slurm_first_host(environ),
+        master_port=_slurm_port(environ, step),
+    )
 
 
 def _slurm_local_size(environ: Mapping[str, str], size: int) -> int | None:
     """Return the tasks of this node: from a list like "2(x3),1", else from a common number."""
-    node = _integer_or_none(environ, "SLURM_NODEID")
+    node = _integer(environ, "SLURM_NODEID")
     layout = environ.get("SLURM_STEP_TASKS_PER_NODE")
     if layout is not None and node is not None:
         counts: list[int] = []
         for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):
             counts += [int(count)] * int(repeat or 1)
         return counts[node] if node < len(counts) else None
-    per_node = _integer_or_none(environ, "SLURM_NTASKS_PER_NODE")
+    per_node = _integer(environ, "SLURM_NTASKS_PER_NODE")
     is_even = per_node is not None and per_node > 0 and size % per_node == 0
     return per_node if is_even else None
 
@@ -244,27 +224,14 @@ def _slurm_port(environ: Mapping[str, str], step: int) -> int | None:
 
     It lies below 32768, where Linux starts to hand out ports by itself.
     """
-    job = _integer_or_none(environ, "SLURM_JOB_ID")
+    job = _integer(environ, "SLURM_JOB_ID")
     return None if job is None else 12_000 + (job * 31 + step) % 20_000
 
 
-# Reading --------------------------------------------------------------------------------------
+# Reading ------------------------------------------------------------------------------------------
 
 
-def _both(environ: Mapping[str, str], first: str, second: str) -> tuple[int, int]:
-    values = [_integer_or_none(environ, name) for name in (first, second)]
-    match values:
-        case [int(one), int(two)]:
-            return one, two
-    absent, given = (first, second) if values[0] is None else (second, first)
-    raise ValueError(
-        f"{given} is set and {absent} is not, and a launcher sets both. If {given}="
-        f"{environ[given]} is left over from an `export`, then `unset {given}`; else set {absent} "
-        "as well"
-    )
-
-
-def _integer_or_none(environ: Mapping[str, str], name: str) -> int | None:
+def _integer(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name)
     if text is None:
         return None

@@ -1,42 +1,56 @@
-"""Ranks that see one file system meet at a path.
+"""Ranks that see one file system meet at a path: a file there says where rank 0 listens.
 
-The protocol, and why the leftovers of a dead run cannot disturb it:
+Rank 0 listens on the loopback and announces its run, under a fresh random name: address, process,
+and a secret of this run. The file is for its user alone, so who proves to know the secret is a
+rank, and who answers at the address and knows it is the rank 0 that is meant. All the rest goes
+over that connection, as at a port. A rank that nobody answers, as it may be on another host, leaves
+a file that asks rank 0 to listen on its other addresses as well, and to announce them.
 
-1. Rank 0 announces a run under a fresh random nonce: ``run-<run>``.
-2. Every other rank joins *every* announcement that it sees: ``join-<run>-<rank>-<nonce>``. Only
-   a process that lives after rank 0 started can know ``<run>``, so no join to it is stale.
-   Rank 0 joins the announcements of others as well: two living ranks 0 notice each other, a
-   dead one stays silent.
-3. With one join of each rank, rank 0 publishes ``roster-<run>-0``: all nonces and payloads. A
-   rank follows the first roster that holds its own nonce, and no other one ever.
-4. A round without payload follows (``gift-<run>-1-<rank>``, then ``roster-<run>-1``). It is a
-   vote: a process has one, so of two runs at one path only one can become complete. It also
-   finds a rank that died after it joined. Later exchanges are rounds of the same form.
-5. At the end each rank writes ``done-<run>-<rank>-<nonce>``; rank 0 waits for all, then removes
-   the files of this run and of those that were dead before it.
-
-Whoever fails writes ``error-<run>-<rank>-<nonce>``, and every rank of the run raises what it
-says. A late process that claims a rank of a complete run gets ``refusal-<run>-<nonce>``. Where
-/proc tells that a process of this machine is dead, nobody waits for it. No file's time is
-looked at, so clocks may differ.
+Leftovers of a dead run cannot disturb: its process is known to be dead, or its address refuses, or
+whoever listens there by now does not know the secret. Rank 0 removes them at its end. Whoever finds
+no rank 0 goes on looking, so a rank 0 that died while ranks gathered may be started again, and one
+whose announcement was spoilt or removed announces anew. Rank 0 connects to every other announced
+one itself, as a rank 0: if that lives, it answers that two claim this rank, or that its run is
+under way. A rank has one connection, so of two runs at one path only one can become complete. No
+file's time is looked at, so clocks may differ.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
 
-from flashlight_py.distributed.rendezvous._file_guest import Guest
-from flashlight_py.distributed.rendezvous._file_host import Host
-from flashlight_py.distributed.rendezvous._peers import check_member
-from flashlight_py.distributed.rendezvous._shared_directory import SharedDirectory
-from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.errors import RendezvousError
+from flashlight_py.distributed.rendezvous.client import (
+    LONGEST_PAUSE,
+    NobodyError,
+    SilentError,
+    greet,
+)
+from flashlight_py.distributed.rendezvous.peers import check_member, this_process
+from flashlight_py.distributed.rendezvous.place import Offer
+from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
+from flashlight_py.distributed.rendezvous.shared_directory import (
+    Announcement,
+    Name,
+    SharedDirectory,
+)
+from flashlight_py.distributed.rendezvous.sockets import LOOPBACK, own_addresses
+from flashlight_py.distributed.rendezvous.tcp_store import PlaceStore
+from flashlight_py.distributed.rendezvous.wire import Greeting, Kind
 
 __all__ = ["FileStore"]
 
+# How long one announcement may keep us from the next, in seconds; and a rank 0 that was announced
+# at the same time as we were: both may be waiting for each other.
+_PATIENCE, _SHORT_PATIENCE = 2.0, 0.25
 
-class FileStore(Store):
-    """A store in files at ``path``, which every rank must see; ``timeout`` seconds per exchange.
+
+class FileStore(PlaceStore):
+    """A store at ``path``, which every rank must see; ``timeout`` seconds per exchange.
 
     ``path`` may be an existing directory or a new name in one. Nothing needs to be prepared or
     removed by hand, also after a run that was killed. Files have mode 0600, and files of other
@@ -47,48 +61,144 @@ class FileStore(Store):
         RendezvousError: the directory of ``path`` is missing or nothing can be created in it.
     """
 
+    kind, own, moves, patience = "path", "FILE_PATH", True, _PATIENCE
+
     def __init__(self, path: str | os.PathLike[str], rank: int, size: int, timeout: float) -> None:
         check_member(rank, size, timeout)
-        self.rank, self.size = rank, size
-        role = Host if rank == 0 else Guest
-        self._member = role(SharedDirectory(path), rank, size, timeout)
-        self._has_ended = False
+        self._directory, self._me = SharedDirectory(path), this_process()
+        self.name, self.run = str(self._directory.path), self._directory.nonce
+        self.known = self._secret(secrets.token_hex(NONCE_BYTES))
+        self.secret = self.known.common
+        self._listeners: list[socket.socket] = []
+        self._announced: Name | None = None
+        self._announcement = Announcement(self._me, [], "")
+        self.next_look = 0.0
+        # Runs that had left files before ours; those that may be alive; whom we have greeted.
+        self._earlier: set[str] = set()
+        self._alive: set[str] = set()
+        self._greeted: set[str] = set()
+        # Which run's rank 0 has not answered, how often; how we asked for other addresses.
+        self._failed: Counter[str] = Counter()
+        self._asked: set[Name] = set()
+        super().__init__(rank, size, timeout)
 
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Give ``payload`` and return every rank's, in rank order. Collective, blocking.
+    def remedy(self) -> str:
+        """Say what was passed over; see ``Place``."""
+        ignored = "; ".join(f"{name} {why}" for name, why in self._directory.ignored.items())
+        passed_over = f" (files passed over: {ignored})" if ignored else ""
+        return f"start every rank with the same FILE_PATH and world size{passed_over}"
 
-        Raises:
-            RendezvousError: a rank did not come within the timeout or died (named), two
-                processes claim one rank, a rank has another world size, another rank failed, or
-                this store has ended. The store cannot be used again.
+    # Rank 0 ---------------------------------------------------------------------------------------
+
+    def listen(self, backlog: int) -> socket.socket:
+        """Listen on the loopback; see ``Place``."""
+        self._backlog = backlog
+        listener = socket.create_server((LOOPBACK, 0), backlog=backlog)
+        self._listeners.append(listener)
+        return listener
+
+    def look(self) -> socket.socket | None:
+        """Keep our announcement whole, greet every rival, listen on more addresses if asked."""
+        names = self._directory.names()
+        if self._announced is None:
+            self._earlier = {name.run for name in names}
+        if not self._is_announced(names):
+            self._announce()
+            names = self._directory.names()
+        for offer in self._announced_by_others(names):
+            if offer.run not in self._greeted:
+                self._greeted.add(offer.run)
+                self._greet_rival(offer)
+        self.next_look = time.monotonic() + LONGEST_PAUSE
+        is_asked = any(name.kind == "ask" and name.run == self.run for name in names)
+        return self._listen_outside() if is_asked and len(self._listeners) == 1 else None
+
+    def _is_announced(self, names: set[Name]) -> bool:
+        name = self._announced
+        return name in names and self._directory.read(name, again=True) == self._announcement
+
+    def _announce(self) -> None:
+        """Write what the others need to know, as another file than before.
+
+        Content that an NFS client keeps of a file by name is never out of date then.
         """
-        if self._has_ended:
-            raise self._member.error("this store was closed or has failed; make a new one")
-        if self.size == 1:
-            return [bytes(payload)]
+        before = self._announced
+        self._announced = Name("run", self.run, str(int(before.rest) + 1 if before else 0))
+        ports = [int(listener.getsockname()[1]) for listener in self._listeners]
+        addresses = [(host, port) for port in ports[1:] for host in own_addresses()]
+        text = self.known.given.decode()
+        self._announcement = Announcement(self._me, [(LOOPBACK, ports[0]), *addresses], text)
+        self._directory.write(self._announced, self._announcement.pack())
+        if before is not None:
+            self._directory.remove(before)
+
+    def _listen_outside(self) -> socket.socket:
+        has_both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if has_both else socket.AF_INET
+        listener = socket.create_server(
+            ("", 0), family=family, backlog=self._backlog, dualstack_ipv6=has_both
+        )
+        self._listeners.append(listener)
+        self._announce()
+        return listener
+
+    def _greet_rival(self, offer: Offer) -> None:
+        """Find out whether another run's rank 0 lives; then one of us is too many."""
+        patience = _PATIENCE if offer.run < self.run else _SHORT_PATIENCE
+        deadline = time.monotonic() + patience
         try:
-            return self._member.exchange(bytes(payload))
-        except RendezvousError:
-            self._has_ended = True
-            raise
+            connection = greet(offer, Greeting(0, self.size, self._me), deadline)
+        except SilentError:
+            self._alive.add(offer.run)
+            return
+        except NobodyError:
+            return
+        try:
+            answer = connection.take(deadline)
+        finally:
+            connection.close()
+        self._alive.add(offer.run)
+        if answer is not None and answer.kind is Kind.FAILURE:
+            raise self.error(answer.body.decode(errors="replace"))
 
-    def close(self) -> None:
-        """Leave; collective. Rank 0 blocks until all have left, then removes every file.
+    # The others -----------------------------------------------------------------------------------
 
-        Raises:
-            RendezvousError: on rank 0, when a rank has not left within the timeout or has died
-                (named); the files are removed all the same.
-        """
-        is_known_to_others = self._member.round > 0
-        if not self._has_ended and is_known_to_others:
-            self._has_ended = True
-            self._member.leave()
+    def offers(self) -> list[Offer]:
+        """Return what is announced, what has failed least often first."""
+        offers = self._announced_by_others(self._directory.names())
+        return sorted(offers, key=lambda offer: self._failed[offer.run])
 
-    def abort(self, reason: str) -> None:
-        """Tell the ranks that wait in this store, or come to it, that this one gives up.
+    def failed(self, offer: Offer) -> None:
+        """Ask a rank 0 that nobody answers for, to listen where other hosts can reach it."""
+        self._failed[offer.run] += 1
+        ask = Name("ask", offer.run, self.run)
+        if len(offer.addresses) == 1 and ask not in self._asked:
+            self._asked.add(ask)
+            self._directory.write(ask)
 
-        Rank 0 blocks until the others have noticed, at most 5 s, and removes the files.
-        """
-        if not self._has_ended:
-            self._has_ended = True
-            self._member.give_up(f"rank {self.rank} gave up: {reason}")
+    # Every rank -----------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Remove our files and, as rank 0, those of runs that were dead before ours."""
+        for ask in self._asked:
+            self._directory.remove(ask)
+        if self._announced is None:
+            return
+        dead = (self._earlier - self._alive) | {self.run}
+        mine = [name for name in self._directory.names() if name.run in dead]
+        # Announcements go first: nobody connects to what is about to end.
+        for name in sorted(mine, key=lambda name: name.kind != "run"):
+            self._directory.remove(name)
+
+    def _announced_by_others(self, names: set[Name]) -> Iterator[Offer]:
+        """Yield the last announcement of each run whose rank 0 is not known to be dead."""
+        editions = sorted((int(name.rest), name) for name in names if name.kind == "run")
+        for name in {name.run: name for _, name in editions if name.run != self.run}.values():
+            found = self._directory.read(name)
+            if found is not None and not found.peer.is_gone():
+                where = ", ".join(f"{host}:{port}" for host, port in found.addresses)
+                who = f"at {where}, announced by {found.peer}: "
+                yield Offer(found.addresses, self._secret(found.secret), name.run, who)
+
+    def _secret(self, text: str) -> Secret:
+        return Secret(text.encode(), b"", False, f"a file at {self._directory.path}")

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.distributed.rendezvous._peers import have_not_come
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
+from flashlight_py.distributed.rendezvous.peers import Waiting, not_arrived
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.rendezvous.waiting import Waiting
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 
 __all__ = ["MpiStore", "check_world", "load_mpi"]
 
-_PAYLOAD, _FAREWELL = 1, 2
+_PAYLOAD, _NOTICE = 1, 2
 _PAUSE = 0.0005
 
 
@@ -72,7 +71,7 @@ def check_world(declared: LaunchEnvironment | None, size: int) -> None:
 
 
 class MpiStore(Store):
-    """A store over ``MPI.COMM_WORLD``, which tells rank and size; initialises MPI.
+    """A store over ``MPI.COMM_WORLD``, which knows rank and size; initialises MPI.
 
     Messages go through a communicator of our own, so they cannot meet an application's.
     ``timeout`` is in seconds for each exchange, None to wait for ever.
@@ -94,16 +93,16 @@ class MpiStore(Store):
         self._wire: Any = world.Dup()
         self._failed = ""
         self._leaves = False  # the others may have freed the communicator
-        self._farewells: list[Any] = []
+        self._notices: list[Any] = []
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Give ``payload`` and return every rank's, in rank order. Collective, blocking.
+        """Pass ``payload`` and return every rank's, in rank order. Collective, blocking.
 
         Every rank sends to every other one, rather than all in one collective: so the ranks
-        that have not come can be named, and one that gives up is heard.
+        that have not arrived can be named, and the notice of one that gives up is received.
 
         Raises:
-            RendezvousError: a rank did not come within the timeout (named), another rank gave
+            RendezvousError: a rank did not arrive within the timeout (named), another rank gave
                 up, or this store has ended.
         """
         if self._wire is None or self._failed:
@@ -114,7 +113,7 @@ class MpiStore(Store):
         waiting = Waiting(self.rank, "rendezvous by MPI")
         while len(got) < self.size or not self._mpi.Request.Testall(sends):
             if not self._receive(got):
-                self._check_farewell()
+                self._check_notices()
                 self._check_deadline(deadline, got)
                 waiting.look(set(range(self.size)) - got.keys())
                 # MPI offers nothing to wait for "a message of any of two kinds" with a timeout.
@@ -127,7 +126,7 @@ class MpiStore(Store):
         return [self._wire.Isend([buffer, self._mpi.BYTE], rank, tag) for rank in others]
 
     def _receive(self, got: dict[int, bytes]) -> bool:
-        """Take the next message of each rank that is still missing; tell whether one came.
+        """Take the next message of each rank that is still missing; return whether one came.
 
         MPI keeps the order between two ranks, so a message of a rank that is ahead of us, for
         the next exchange, stays where it is.
@@ -144,11 +143,11 @@ class MpiStore(Store):
         self._wire.Recv([buffer, self._mpi.BYTE], rank, tag)
         return buffer.tobytes()
 
-    def _check_farewell(self) -> None:
+    def _check_notices(self) -> None:
         status = self._mpi.Status()
-        if self._wire.Iprobe(self._mpi.ANY_SOURCE, _FAREWELL, status):
+        if self._wire.Iprobe(self._mpi.ANY_SOURCE, _NOTICE, status):
             rank = status.Get_source()
-            reason = self._take(rank, _FAREWELL, status).decode(errors="replace")
+            reason = self._take(rank, _NOTICE, status).decode(errors="replace")
             self._failed = f"rank {rank} gave up: {reason}"
             raise self._error(self._failed)
 
@@ -156,7 +155,7 @@ class MpiStore(Store):
         if deadline is None or self._timeout is None or time.monotonic() < deadline:
             return
         missing = set(range(self.size)) - got.keys()
-        what = have_not_come(missing, self.size, self._timeout) if missing else "sends are stuck"
+        what = not_arrived(missing, self.size, self._timeout) if missing else "sends are stuck"
         self._failed = f"{what}; see whether a rank has raised or still computes"
         raise self._error(self._failed)
 
@@ -176,12 +175,12 @@ class MpiStore(Store):
     def abort(self, reason: str) -> None:
         """Notify the others that this rank gives up; they raise in their next or current exchange.
 
-        Does not wait. The communicator stays, since to free it all ranks would have to come.
+        Does not wait. The communicator stays: all ranks would have to take part in freeing it.
         """
         if self._wire is not None and not self._failed and not self._leaves:
             self._failed = f"rank {self.rank} gave up: {reason}"
             # A message this short is sent at once; nobody may be there to complete a longer one.
-            self._farewells = self._send(reason.encode()[:1024], _FAREWELL)
+            self._notices = self._send(reason.encode()[:1024], _NOTICE)
 
     def _error(self, reason: str) -> RendezvousError:
         return RendezvousError(f"rendezvous by MPI, rank {self.rank} of {self.size}: {reason}")

@@ -1,24 +1,73 @@
 """Ranks meet at a TCP port of rank 0, as MASTER_ADDR and MASTER_PORT say.
 
 Rank 0 listens on that address alone, and the others connect, again and again until it is there.
-Both sides prove that they know the job's secret, which never travels; then a greeting tells rank
-and world size. Whatever else comes is dropped without an answer, and nothing is unpickled. Between
-hosts, a job that was given no secret has none: then whoever can reach the port can take part.
+Both sides prove that they know the job's secret, which never travels; then a greeting says rank
+and world size. Whatever else arrives is dropped without an answer, and nothing is unpickled.
+Between hosts, a job that was given no secret has none: then whoever can reach the port can take
+part.
 """
 
 from __future__ import annotations
 
-from flashlight_py.distributed.rendezvous._peers import check_member
-from flashlight_py.distributed.rendezvous._tcp_guest import TcpGuest
-from flashlight_py.distributed.rendezvous._tcp_host import TcpHost
+import socket
+
+from flashlight_py.distributed.rendezvous.client import Client
+from flashlight_py.distributed.rendezvous.peers import check_member
+from flashlight_py.distributed.rendezvous.place import Offer, Place
 from flashlight_py.distributed.rendezvous.secret import Secret
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.server import Server
+from flashlight_py.distributed.rendezvous.sockets import listen
 from flashlight_py.errors import RendezvousError
 
-__all__ = ["TcpStore"]
+__all__ = ["PlaceStore", "TcpStore"]
 
 
-class TcpStore(Store):
+class PlaceStore(Place):
+    """A store of ranks that connect to rank 0 at a place."""
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        is_server = rank == 0 and size > 1
+        self._role: Server | Client = Server(self) if is_server else Client(self)
+        self._has_ended = False
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Pass ``payload`` and return every rank's, in rank order. Collective, blocking.
+
+        Raises:
+            RendezvousError: a rank did not arrive within the timeout or has died (named), two
+                processes claim one rank, a rank has another world size, another rank failed, or
+                this store has ended. The store cannot be used again.
+        """
+        if self._has_ended:
+            raise self.error("this store was closed or has failed; make a new one")
+        if self.size == 1:
+            return [bytes(payload)]
+        try:
+            return self._role.exchange(bytes(payload))
+        except RendezvousError:
+            self._has_ended = True
+            raise
+
+    def close(self) -> None:
+        """Leave; collective. Rank 0 blocks until all have left; then nothing is left behind.
+
+        Raises:
+            RendezvousError: on rank 0, when a rank has not left within the timeout or has died
+                (named); nothing is left behind all the same.
+        """
+        if not self._has_ended:
+            self._has_ended = True
+            self._role.leave()
+
+    def abort(self, reason: str) -> None:
+        """Notify the connected ranks that this one gives up; waits up to 2 s until they know."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._role.give_up(f"rank {self.rank} gave up: {reason}")
+
+
+class TcpStore(PlaceStore):
     """A store at ``host``:``port``, an address of rank 0; ``timeout`` seconds per exchange.
 
     ``one_host``: all ranks are known to be on one host, so that they know the user's secret where
@@ -30,6 +79,8 @@ class TcpStore(Store):
             address is not one of its host's. On every rank, when there is no secret and no
             place for one.
     """
+
+    kind, own, is_common = "address", "MASTER_PORT", True
 
     def __init__(
         self,
@@ -43,44 +94,22 @@ class TcpStore(Store):
         check_member(rank, size, timeout)
         if not 0 < port < 65536:
             raise ValueError(f"the port must be in [1, 65535], got {port}")
-        self.rank, self.size = rank, size
-        secret = Secret.find(one_host)
-        self.secret = secret.common
-        role = TcpHost if rank == 0 and size > 1 else TcpGuest
-        self._member: TcpHost | TcpGuest = role(host, port, rank, size, timeout, secret)
-        self._has_ended = False
+        self.name, self._address = f"{host}:{port}", (host, port)
+        self.known = Secret.find(one_host)
+        self.secret = self.known.common
+        super().__init__(rank, size, timeout)
 
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Give ``payload`` and return every rank's, in rank order. Collective, blocking.
+    def remedy(self) -> str:
+        """See ``Place``."""
+        return (
+            "see whether every rank was started, with the same MASTER_ADDR and MASTER_PORT, and "
+            "can reach that address"
+        )
 
-        Raises:
-            RendezvousError: a rank did not come within the timeout or has gone (named), two
-                processes claim one rank, a rank has another world size, another rank failed, or
-                this store has ended. The store cannot be used again.
-        """
-        if self._has_ended:
-            raise self._member.error("this store was closed or has failed; make a new one")
-        if self.size == 1:
-            return [bytes(payload)]
-        try:
-            return self._member.exchange(bytes(payload))
-        except RendezvousError:
-            self._has_ended = True
-            raise
+    def listen(self, backlog: int) -> socket.socket:
+        """Listen at the address; see ``Place``."""
+        return listen(*self._address, backlog)
 
-    def close(self) -> None:
-        """Leave; collective. Rank 0 blocks until all have left, then stops listening.
-
-        Raises:
-            RendezvousError: on rank 0, when a rank has not left within the timeout or has died
-                (named); it has stopped listening all the same.
-        """
-        if not self._has_ended:
-            self._has_ended = True
-            self._member.leave()
-
-    def abort(self, reason: str) -> None:
-        """Tell the connected ranks that this one gives up. Blocks up to 2 s for them to read it."""
-        if not self._has_ended:
-            self._has_ended = True
-            self._member.give_up(f"rank {self.rank} gave up: {reason}")
+    def offers(self) -> list[Offer]:
+        """Return the address; see ``Place``."""
+        return [Offer([self._address], self.known, advice="; choose another MASTER_PORT")]

@@ -29,8 +29,7 @@ from flashlight_py.distributed.control.wording import (
 from flashlight_py.distributed.exchange import BackendStore
 from flashlight_py.distributed.memory_file import needs_names
 from flashlight_py.distributed.people import introduce
-from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.rendezvous.sub_store import SubStore
+from flashlight_py.distributed.rendezvous.store import Store, SubStore
 from flashlight_py.distributed.topology import ranks_by_memory
 from flashlight_py.errors import (
     BackendUnavailableError,

@@ -7,62 +7,77 @@ no file time is compared. Content is JSON; nothing is unpickled.
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import json
 import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import NamedTuple, NoReturn
 
+from flashlight_py.distributed.rendezvous.peers import Peer
 from flashlight_py.errors import RendezvousError
 
-__all__ = ["Name", "Record", "SharedDirectory"]
+__all__ = ["Announcement", "Name", "SharedDirectory"]
 
-VERSION = 1
-
-Record = dict[str, Any]
+VERSION = 2
 
 _NONCE = "[0-9a-f]{16}"
 # What follows the run in the name of a file of each kind.
-_FORMS = {
-    "run": "",
-    "join": rf"-\d+-{_NONCE}",
-    "gift": r"-\d+-\d+",
-    "roster": r"-\d+",
-    "refusal": rf"-{_NONCE}",
-    "error": rf"-\d+-{_NONCE}",
-    "done": rf"-\d+-{_NONCE}",
-    "tmp": rf"-{_NONCE}-\d+",
-}
-_PEER = {"host": str, "pid": int, "machine": str, "started": str}
-_FIELDS: dict[str, dict[str, type]] = {
-    "run": _PEER,
-    "join": {**_PEER, "size": int, "payload": str},
-    "gift": {"payload": str},
-    "roster": {"payloads": list},
-    "refusal": {"reason": str},
-    "error": {"reason": str, "to": list},
-    "done": {},
-}
+_FORMS = {"run": r"-\d+", "ask": rf"-{_NONCE}", "tmp": r"-\d+"}
 
 
 class Name(NamedTuple):
-    """What a file's name says: its kind, the run that it belongs to, and who or what it is of."""
+    """What a file's name says: its kind, the run that it belongs to, which one or whose it is."""
 
     kind: str
     run: str
-    rest: tuple[str, ...] = ()
+    rest: str
 
     def __str__(self) -> str:
-        return "-".join((self.kind, self.run, *self.rest))
+        return "-".join(self)
 
 
-class _UnfitError(Exception):
-    """A file that must not be believed; says why."""
+class Announcement(NamedTuple):
+    """What a rank 0 announces: its process, where it listens, and the secret of its run."""
+
+    peer: Peer
+    addresses: list[tuple[str, int]]
+    secret: str
+
+    def pack(self) -> bytes:
+        """Return a JSON object."""
+        record = {"version": VERSION, **self.peer.as_record()}
+        return json.dumps({**record, "addresses": self.addresses, "secret": self.secret}).encode()
+
+    @classmethod
+    def parse(cls, content: bytes) -> Announcement:
+        """Read what ``pack`` wrote.
+
+        Raises:
+            ValueError: it is none; says why.
+        """
+        try:
+            record = json.loads(content)
+        except (ValueError, RecursionError) as error:  # what is nested too deeply
+            raise ValueError("is truncated or none of ours") from error
+        version = record.get("version") if isinstance(record, dict) else None
+        if version != VERSION:
+            raise ValueError(f"has protocol version {version!r}, this process {VERSION}")
+        try:
+            addresses = [
+                (str(ipaddress.ip_address(host)), port) for host, port in record["addresses"]
+            ]
+            is_whole = all(port in range(1, 65536) for _, port in addresses)
+            bytes.fromhex(record["secret"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError("lacks what such a file must hold") from error
+        if not is_whole:
+            raise ValueError("has a port that is none")
+        return cls(Peer.from_record(record), addresses, record["secret"])
 
 
 class SharedDirectory:
@@ -85,48 +100,44 @@ class SharedDirectory:
         self._names = re.compile(re.escape(self._prefix) + f"({forms})", re.ASCII)
         self.nonce = secrets.token_hex(8)
         self._counter = itertools.count()
-        self._cache: dict[Name, Record] = {}
+        self._cache: dict[Name, Announcement] = {}
         self.ignored: dict[str, str] = {}
         self._owner = self._probe_owner()
 
-    def names(self, fresh: bool) -> set[Name]:
+    def names(self) -> set[Name]:
         """Return the names of all files there are.
 
         An NFS client may answer from a listing that it cached up to a minute ago. Making a file
-        in the directory changes the directory, so that the client has to ask again: with
-        ``fresh`` that is done. A name is opened only after a listing has shown it, hence a
-        cached "no such file" cannot hide one.
+        in the directory changes the directory, so that the client has to ask again. A name is
+        opened only after a listing has shown it, hence a cached "no such file" cannot hide one.
         """
         try:
-            if fresh:
-                self._make_temporary(b"").unlink(missing_ok=True)
-            return set(self._matching(os.listdir(self._directory)))
+            self._make_temporary(b"").unlink(missing_ok=True)
+            matches = map(self._names.fullmatch, os.listdir(self._directory))
+            return {Name(*match[1].split("-")) for match in matches if match}
         except OSError as error:
             self._refuse("list", error)
 
-    def write(self, name: Name, record: Record) -> None:
-        """Create the file ``name``; it appears with its whole content.
-
-        Nothing happens if rank 0 clears the run away meanwhile: who waits in it finds it gone.
-        """
-        content = json.dumps({"version": VERSION, **record}).encode()
+    def write(self, name: Name, content: bytes = b"") -> None:
+        """Create the file ``name``; it appears with its whole content."""
         try:
-            temporary = self._make_temporary(content, name.run)
-            with suppress(FileNotFoundError):
+            temporary = self._make_temporary(content)
+            with suppress(FileNotFoundError):  # a later run's rank 0 took it for a dead one's
                 temporary.rename(self._file(name))
         except OSError as error:
             self._refuse(f"create {name} in", error)
 
-    def read(self, name: Name) -> Record | None:
+    def read(self, name: Name, again: bool = False) -> Announcement | None:
         """Return what ``name`` holds, or None if it is gone, another user's or unreadable.
 
         Why a file was passed over is kept in ``ignored``, for the message of a later failure.
+        ``again``: look at the file also if it was read before.
         """
-        if name not in self._cache:
+        if again or name not in self._cache:
             try:
-                self._cache[name] = self._parse(name)
-            except _UnfitError as error:
-                self.ignored[str(name)] = str(error)
+                self._cache[name] = Announcement.parse(self._content(name))
+            except (OSError, ValueError) as error:
+                self.ignored[str(name)] = _why(error)
                 return None
         return self._cache[name]
 
@@ -137,34 +148,8 @@ class SharedDirectory:
         except OSError as error:
             self.ignored[str(name)] = f"could not be removed ({error.strerror})"
 
-    def exists(self, name: Name) -> bool:
-        """Return whether ``name`` is there, asking for it by name."""
-        return os.path.lexists(self._file(name))
-
     def _file(self, name: Name) -> Path:
         return self._directory / f"{self._prefix}{name}"
-
-    def _matching(self, files: list[str]) -> Iterator[Name]:
-        for file in files:
-            match = self._names.fullmatch(file)
-            if match:
-                kind, run, *rest = match[1].split("-")
-                yield Name(kind, run, tuple(rest))
-
-    def _parse(self, name: Name) -> Record:
-        try:
-            record = json.loads(self._content(name))
-        except OSError as error:
-            raise _UnfitError(f"cannot be opened ({error.strerror})") from error
-        except (ValueError, RecursionError) as error:  # what is nested too deeply
-            raise _UnfitError("is truncated or none of ours") from error
-        version = record.get("version") if isinstance(record, dict) else None
-        if version != VERSION:
-            raise _UnfitError(f"has protocol version {version!r}, this process {VERSION}")
-        fields = _FIELDS[name.kind].items()
-        if not all(isinstance(record.get(field), kind) for field, kind in fields):
-            raise _UnfitError("lacks what such a file must hold")
-        return cast(Record, record)
 
     def _content(self, name: Name) -> bytes:
         # O_NONBLOCK: a FIFO that somebody put there must not block us before fstat sees it.
@@ -172,12 +157,11 @@ class SharedDirectory:
         with open(os.open(self._file(name), flags), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_uid != self._owner:
-                raise _UnfitError("belongs to another user or is no regular file")
+                raise ValueError("belongs to another user or is no regular file")
             return file.read()
 
-    def _make_temporary(self, content: bytes, run: str | None = None) -> Path:
-        name = Name("tmp", run or self.nonce, (self.nonce, str(next(self._counter))))
-        path = self._file(name)
+    def _make_temporary(self, content: bytes) -> Path:
+        path = self._file(Name("tmp", self.nonce, str(next(self._counter))))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
@@ -197,7 +181,7 @@ class SharedDirectory:
         try:
             probe = self._make_temporary(b"")
             owner = probe.lstat().st_uid
-            probe.unlink()
+            probe.unlink(missing_ok=True)
         except OSError as error:
             self._refuse("create files in", error)
         return owner
@@ -207,3 +191,9 @@ class SharedDirectory:
             f"rendezvous at {self.path}: cannot {doing} {self._directory}: {error.strerror}; "
             "FILE_PATH needs a parent directory that exists, that every rank sees and may write to"
         ) from error
+
+
+def _why(error: OSError | ValueError) -> str:
+    if isinstance(error, PermissionError):
+        return "belongs to another user or may not be read"
+    return f"cannot be opened ({error.strerror})" if isinstance(error, OSError) else str(error)

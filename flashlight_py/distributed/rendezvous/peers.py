@@ -1,23 +1,30 @@
-"""Who takes part in a rendezvous, how a message names them, and who is known to have died."""
+"""Who takes part in a rendezvous: processes, their names in messages, who is dead or missing."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import socket
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-__all__ = ["Peer", "check_member", "have_not_come", "name_ranks", "this_process"]
+__all__ = ["Peer", "Waiting", "check_member", "name_ranks", "not_arrived", "this_process"]
+
+# When rank 0 first says who is missing, and how often after that, in seconds.
+FIRST_SECONDS, NEXT_SECONDS = 10.0, 30.0
+
+_log = logging.getLogger("flashlight_py")
 
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
     """A process of this or another machine.
 
-    ``machine`` tells kernels and PID namespaces apart, ``started`` tells a process from a later
-    one with the same PID; both are empty where /proc does not say.
+    ``machine`` differs between kernels and PID namespaces, ``started`` between a process and a
+    later one with the same PID; both are empty where /proc does not say.
     """
 
     host: str
@@ -102,8 +109,30 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def have_not_come(missing: Iterable[int], size: int, timeout: float) -> str:
+def not_arrived(missing: Iterable[int], size: int, timeout: float) -> str:
     """Return the sentence that names the ``missing`` ranks after ``timeout`` seconds."""
     numbers = sorted(missing)
     verb = "have" if len(numbers) > 1 else "has"
-    return f"{name_ranks(numbers)} of {size} {verb} not come within {timeout:g} s"
+    return f"{name_ranks(numbers)} of {size} {verb} not arrived within {timeout:g} s"
+
+
+class Waiting:
+    """One wait of rank ``rank`` for others. Only rank 0 reports who is missing."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        self._reports, self._how = rank == 0, how
+        self._began = time.monotonic()
+        self._due = self._began + FIRST_SECONDS
+
+    def look(self, missing: Collection[int]) -> None:
+        """Log who is ``missing``, if it is time to."""
+        now = time.monotonic()
+        if not self._reports or now < self._due or not missing:
+            return
+        self._due += NEXT_SECONDS
+        names, seconds = name_ranks(missing), now - self._began
+        _log.warning("Still waiting for %s (%.0f s): %s", names, seconds, self._how)
+
+    def until(self, deadline: float) -> float:
+        """Return when to look again, at the latest: a time of ``time.monotonic``."""
+        return min(deadline, self._due) if self._reports else deadline

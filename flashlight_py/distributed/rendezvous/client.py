@@ -1,0 +1,206 @@
+"""A rank other than 0: connects to rank 0, sends its payloads, receives everybody's."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from flashlight_py.distributed.rendezvous.peers import not_arrived, this_process
+from flashlight_py.distributed.rendezvous.place import Offer, Place
+from flashlight_py.distributed.rendezvous.secret import REMEDY, nonce
+from flashlight_py.distributed.rendezvous.wire import (
+    Connection,
+    Greeting,
+    Handshake,
+    Kind,
+    Message,
+    WireError,
+    split_payloads,
+)
+from flashlight_py.errors import RendezvousError
+
+__all__ = ["LONGEST_PAUSE", "Client", "NobodyError", "SilentError", "WrongServerError", "greet"]
+
+# Between two looks for rank 0, in seconds: ranks that start together meet at once, and a long wait
+# costs a file server ten requests a second.
+FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
+# A host that answers no connection request at all is asked anew after so many seconds.
+_LONGEST_CONNECT = 5.0
+# So long rank 0 may take to report who is missing, in seconds.
+_ANSWER = 2.0
+
+
+class NobodyError(Exception):
+    """There is no rank 0 at an address, or not yet; says why."""
+
+
+class SilentError(NobodyError):
+    """Somebody has accepted the connection and does not answer."""
+
+
+class WrongServerError(NobodyError):
+    """Somebody answers who is not the rank 0 that is meant."""
+
+
+def greet(offer: Offer, greeting: Greeting, deadline: float) -> Connection:
+    """Connect to the rank 0 of ``offer``; both sides prove that they know its secret.
+
+    Raises:
+        NobodyError: nobody who does answers at any of its addresses before the deadline.
+    """
+    problem = NobodyError("it has no address")
+    for number, address in enumerate(offer.addresses):
+        left = (deadline - time.monotonic()) / (len(offer.addresses) - number)
+        until = time.monotonic() + left
+        try:
+            wire = socket.create_connection(address, min(_LONGEST_CONNECT, max(0.001, left)))
+        except OSError as error:
+            problem = NobodyError(str(error))
+            continue
+        connection = Connection(wire, wire.getpeername())
+        try:
+            _shake_hands(connection, offer, greeting, until)
+        except NobodyError as error:
+            problem = error
+        else:
+            return connection
+        finally:
+            if connection.rank is None:
+                connection.close()
+    raise problem
+
+
+def _shake_hands(connection: Connection, offer: Offer, greeting: Greeting, deadline: float) -> None:
+    mine = nonce()
+    challenge = _ask(connection, Kind.HELLO, mine, deadline, offer)
+    if challenge.kind is not Kind.CHALLENGE or not Handshake.is_nonce(challenge.body):
+        raise WrongServerError(f"another program listens there{offer.advice}")
+    handshake = Handshake(offer.secret.key(connection.address), mine, challenge.body)
+    answer = handshake.of_client(greeting.pack())
+    welcome = _ask(connection, Kind.PROOF, answer, deadline, offer)
+    if welcome.kind is not Kind.WELCOME or not handshake.check_server(welcome.body):
+        ours = f"is from {offer.secret.source}" if handshake.key else "is missing"
+        raise WrongServerError(
+            f"the secrets differ: who listens there, as rank 0, does not know the secret of this "
+            f"process, which {ours}; {REMEDY}"
+        )
+    connection.trust()
+    connection.rank = 0
+
+
+def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer: Offer) -> Message:
+    connection.send(kind, body, deadline)
+    try:
+        message = connection.take(deadline)
+    except WireError as error:
+        raise WrongServerError(f"another program listens there ({error}){offer.advice}") from error
+    if message is not None:
+        return message
+    if connection.has_ended:
+        raise NobodyError("who listens there has hung up")
+    raise SilentError("who listens there has not answered the greeting")
+
+
+class Client:
+    """A rank that connects to rank 0, in its first exchange."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._greeting = Greeting(place.rank, place.size, this_process())
+        self._connection: Connection | None = None
+        self._round, self._problem = 0, ""
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Send ``payload`` and return everybody's, in rank order."""
+        deadline = time.monotonic() + self._place.timeout
+        try:
+            message = None
+            while message is None:
+                message = self._exchange(payload, deadline)
+        except RendezvousError:
+            self._disconnect()
+            raise
+        self._round += 1
+        return split_payloads(message.body)
+
+    def _exchange(self, payload: bytes, deadline: float) -> Message | None:
+        """Return what rank 0 sends; None: it has died, and another one may take its place."""
+        if self._connection is None:
+            self._connection = self._connect(deadline)
+        connection = self._connection
+        connection.send(Kind.PAYLOAD, payload, deadline)
+        message = self._take(connection, deadline)
+        if message is None and not connection.has_ended:
+            connection.send(Kind.LATE, str(self._round).encode(), time.monotonic() + _ANSWER)
+            message = self._take(connection, time.monotonic() + _ANSWER)
+            if message is None and not connection.has_ended:
+                raise self._place.error(not_arrived([0], self._place.size, self._place.timeout))
+        if message is None:
+            self._disconnect()
+            if self._round > 0 or not self._place.moves:
+                raise self._place.error(
+                    f"rank 0 of {self._place.size} has died or exited: it closed the connection"
+                )
+        return message
+
+    def _take(self, connection: Connection, deadline: float) -> Message | None:
+        """Return the next message; None at the deadline. Raises if rank 0 reports a failure."""
+        try:
+            message = connection.take(deadline)
+        except WireError as error:
+            raise self._place.error(f"rank 0 has sent what is no message: {error}") from error
+        if message is not None and message.kind is Kind.FAILURE:
+            raise self._place.error(message.body.decode(errors="replace"))
+        return message
+
+    def _connect(self, deadline: float) -> Connection:
+        """Connect and be welcomed, trying again until the deadline.
+
+        Nobody may be listening yet, or a rank 0 that is just ending.
+        """
+        pause = FIRST_PAUSE
+        try:
+            while (now := time.monotonic()) < deadline:
+                for offer in self._place.offers():
+                    connection = self._greet(offer, deadline)
+                    if connection is not None:
+                        return connection
+                time.sleep(max(0.0, min(pause, deadline - now)))
+                pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
+        finally:
+            self._place.clear()
+        missing = not_arrived([0], self._place.size, self._place.timeout)
+        raise self._place.error(f"{missing}{self._problem}; {self._place.remedy()}")
+
+    def _greet(self, offer: Offer, deadline: float) -> Connection | None:
+        until = min(deadline, time.monotonic() + self._place.patience)
+        try:
+            connection = greet(offer, self._greeting, until)
+        except NobodyError as error:
+            if isinstance(error, WrongServerError) and not self._place.moves:
+                raise self._place.error(str(error)) from error
+            self._problem = f": {offer.who}{error}"
+            self._place.failed(offer)
+            return None
+        self._place.secret = offer.secret.common
+        return connection
+
+    # The end --------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Take leave of rank 0."""
+        self._send_last(Kind.GOODBYE, b"")
+
+    def give_up(self, reason: str) -> None:
+        """Report the reason to rank 0, which notifies everybody."""
+        self._send_last(Kind.FAILURE, reason.encode())
+
+    def _send_last(self, kind: Kind, body: bytes) -> None:
+        if self._connection is not None:
+            self._connection.send(kind, body, time.monotonic() + _ANSWER)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None

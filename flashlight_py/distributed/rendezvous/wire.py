@@ -1,0 +1,255 @@
+"""What travels between rank 0 and the others, and how both prove that they know the run's secret.
+
+A message is a header (magic, version, kind, length) and a body. Nothing is unpickled, and nothing
+is believed before its header was checked. A connection begins with a handshake. Client: a nonce.
+Rank 0: a nonce. Client: a proof made of both, and who it is. Rank 0: its own proof. Before a proof
+was found right nothing but lengths is believed; and as a job may have no secret, a greeting is read
+in a way that no content can harm.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from flashlight_py.distributed.rendezvous.peers import Peer
+from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, proof
+
+__all__ = [
+    "Connection",
+    "Greeting",
+    "Handshake",
+    "Kind",
+    "Message",
+    "WireError",
+    "join_payloads",
+    "split_payloads",
+]
+
+_MAGIC = b"FLrv"
+_VERSION = 2
+_HEADER = struct.Struct("!4sHHQ")
+_LENGTH = struct.Struct("!Q")
+_PROOF_BYTES = 32
+# Who has proven nothing yet may send at most this many bytes; only a handshake comes before.
+_UNPROVEN_LIMIT = 4096
+_MEMBER_LIMIT = 1 << 40
+
+
+class Kind(enum.IntEnum):
+    """What a message is for."""
+
+    HELLO = 1  # client: its nonce
+    WELCOME = 2  # rank 0: its proof that it knows the secret; the client's was right
+    PAYLOAD = 3  # client: its payload of the next round
+    ROSTER = 4  # rank 0: everybody's payload
+    LATE = 5  # client: my time is up; its body: the round, as decimal text
+    FAILURE = (
+        6  # either, after WELCOME: why this run fails, or has no place for the client, as text
+    )
+    GOODBYE = 7  # client: I leave
+    CHALLENGE = 8  # rank 0: its nonce
+    PROOF = 9  # client: its proof that it knows the secret, and its greeting
+    SECRET = 10  # rank 0: the proof is none, made with another secret
+
+
+class Message(NamedTuple):
+    kind: Kind
+    body: bytes
+
+
+class WireError(Exception):
+    """What arrived is no message of this protocol."""
+
+
+class Greeting(NamedTuple):
+    """Who a client is: its rank, the world size that it was given, and its process."""
+
+    rank: int
+    size: int
+    peer: Peer
+
+    def pack(self) -> bytes:
+        """Return lines of text."""
+        peer = self.peer
+        lines = (self.rank, self.size, peer.pid, peer.host, peer.machine, peer.started)
+        return "\n".join(map(str, lines)).encode(errors="replace")
+
+    @classmethod
+    def parse(cls, text: bytes) -> Greeting | None:
+        """Read what ``pack`` wrote; None if it is none. What cannot be printed is replaced."""
+        try:
+            rank, size, pid, *words = text.decode(errors="replace").split("\n")
+            numbers = [int(number) for number in (rank, size, pid)]
+            host, machine, started = map(_printable, words)
+        except ValueError:
+            return None
+        if not 0 <= numbers[0] < numbers[1] < 1 << 31:
+            return None
+        return cls(numbers[0], numbers[1], Peer(host, numbers[2], machine, started))
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+class Handshake:
+    """One side's view of a handshake: both nonces, and the key that both sides should know."""
+
+    def __init__(self, key: bytes, client_nonce: bytes, server_nonce: bytes) -> None:
+        self.key, self._nonces = key, (client_nonce, server_nonce)
+
+    @staticmethod
+    def is_nonce(body: bytes) -> bool:
+        return len(body) == NONCE_BYTES
+
+    def of_client(self, greeting: bytes) -> bytes:
+        """Return a client's proof and greeting."""
+        return proof(self.key, b"client", *self._nonces, greeting) + greeting
+
+    def of_server(self) -> bytes:
+        """Return the proof of rank 0."""
+        return proof(self.key, b"server", *self._nonces)
+
+    def check_client(self, body: bytes) -> bool:
+        """Return whether ``body`` is what a client with our key would send."""
+        return hmac.compare_digest(body, self.of_client(self.greeting_of(body)))
+
+    def check_server(self, body: bytes) -> bool:
+        """Return whether ``body`` is what a rank 0 with our key would send."""
+        return hmac.compare_digest(body, self.of_server())
+
+    @staticmethod
+    def greeting_of(body: bytes) -> bytes:
+        return body[_PROOF_BYTES:]
+
+
+class Connection:
+    """One connected socket: whole messages in, whole messages out.
+
+    ``inbox`` holds what has arrived, ``has_ended``: nothing more will. ``address`` is the other
+    end's, ``here`` our own. On rank 0, ``rank`` is the client's once it is a member, and
+    ``is_refused``: it has been sent its last message.
+    """
+
+    def __init__(self, wire: socket.socket, address: tuple[Any, ...]) -> None:
+        self.wire, self.address, self.here = wire, address, wire.getsockname()
+        self.handshake: Handshake | None = None
+        self.rank: int | None = None
+        self.is_refused = False
+        self.inbox: deque[Message] = deque()
+        self.has_ended = False
+        self._buffer = bytearray()
+        self._limit = _UNPROVEN_LIMIT
+        wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def trust(self) -> None:
+        """Accept long messages from now on."""
+        self._limit = _MEMBER_LIMIT
+
+    def send(self, kind: Kind, body: bytes, deadline: float) -> bool:
+        """Send a message; return whether it went out before the deadline and the peer's end."""
+        self.wire.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            self.wire.sendall(_HEADER.pack(_MAGIC, _VERSION, kind, len(body)) + body)
+        except OSError:
+            # Either too late or the peer is gone; what it sent last may still be read.
+            return False
+        return True
+
+    def receive(self, timeout: float) -> None:
+        """Take what arrives within ``timeout`` seconds, one read of it, into the inbox.
+
+        Raises:
+            WireError: it is no message of ours, or too long for who has proven nothing.
+        """
+        self.wire.settimeout(max(0.001, timeout))
+        try:
+            data = self.wire.recv(1 << 20)
+        except TimeoutError:
+            return
+        except OSError:
+            data = b""
+        self.has_ended = not data
+        self._buffer += data
+        while self._take_message():
+            pass
+
+    def take(self, deadline: float) -> Message | None:
+        """Wait for a message and return it; None: the other side hung up, or time is up.
+
+        Raises:
+            WireError: as ``receive``.
+        """
+        while not self.inbox and not self.has_ended:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self.receive(left)
+        return self.inbox.popleft() if self.inbox else None
+
+    def shut(self) -> None:
+        """Send no more, and let what was sent arrive; the other side hangs up when it has read it.
+
+        Closing with unread input would make the kernel send a reset, upon which the peer would
+        lose what it has not read yet.
+        """
+        try:
+            self.wire.shutdown(socket.SHUT_WR)
+        except OSError:  # it has gone already
+            self.has_ended = True
+
+    def close(self) -> None:
+        self.wire.close()
+
+    def is_closed(self) -> bool:
+        """Return whether this side has closed the socket."""
+        return self.wire.fileno() < 0
+
+    def _take_message(self) -> bool:
+        if len(self._buffer) < _HEADER.size:
+            if not _MAGIC.startswith(bytes(self._buffer[: len(_MAGIC)])):
+                raise WireError("no message of a flashlight_py rendezvous")
+            return False
+        kind, length = self._read_header()
+        end = _HEADER.size + length
+        if len(self._buffer) < end:
+            return False
+        self.inbox.append(Message(kind, bytes(self._buffer[_HEADER.size : end])))
+        del self._buffer[:end]
+        return True
+
+    def _read_header(self) -> tuple[Kind, int]:
+        magic, version, kind, length = _HEADER.unpack_from(self._buffer)
+        if magic != _MAGIC:
+            raise WireError("no message of a flashlight_py rendezvous")
+        if version != _VERSION:
+            raise WireError(f"protocol version {version}, this process has {_VERSION}")
+        if length > self._limit:
+            raise WireError(f"a message of {length} bytes where at most {self._limit} are taken")
+        try:
+            return Kind(kind), length
+        except ValueError:
+            raise WireError(f"unknown kind of message {kind}") from None
+
+
+def join_payloads(payloads: Iterable[bytes]) -> bytes:
+    """Pack byte strings into one, each after its length."""
+    return b"".join(_LENGTH.pack(len(payload)) + payload for payload in payloads)
+
+
+def split_payloads(body: bytes) -> list[bytes]:
+    """Undo ``join_payloads``."""
+    payloads = []
+    start = 0
+    while start < len(body):
+        (length,) = _LENGTH.unpack_from(body, start)
+        start += _LENGTH.size + length
+        payloads.append(body[start - length : start])
+    return payloads
