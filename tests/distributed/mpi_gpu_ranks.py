@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 import flashlight_py as fl
+from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.verbs import ALL_TO_ALL, GATHER, SCATTER
 from flashlight_py.distributed.world import current_world
 from tests.distributed import cuda_stand_in
 from tests.distributed.conformance import values
@@ -18,18 +20,18 @@ def every_move(rank: int, size: int, name: str, rows: int) -> None:
     everyone = [values(r, (size * rows, 3), name) for r in range(size)]
     part = slice(rank * rows, (rank + 1) * rows)
     for root in range(size):
-        whole = backend.gather(on_gpu(everyone[rank]), root).wait()
+        whole = backend.start(Call(GATHER, on_gpu(everyone[rank]), root=root)).wait()
         assert (whole is None) == (rank != root)
         if whole is not None:
             np.testing.assert_array_equal(whole.get(), np.concatenate(everyone))
         given = on_gpu(everyone[root].reshape(size, rows, 3)) if rank == root else None
         into = on_gpu(np.zeros((rows, 3), everyone[0].dtype))
-        assert backend.scatter(given, root, out=into).wait() is into
+        assert backend.start(Call(SCATTER, given, root=root, out=into)).wait() is into
         np.testing.assert_array_equal(into.get(), everyone[root][part])
-    got = backend.all_to_all(on_gpu(everyone[rank])).wait()
+    got = backend.start(Call(ALL_TO_ALL, on_gpu(everyone[rank]))).wait()
     expected = np.concatenate([x[part] for x in everyone])
     np.testing.assert_array_equal(got.get(), expected)
-    got = backend.all_to_all_uneven(on_gpu(everyone[rank]), [rows] * size).wait()
+    got = backend.start(Call(ALL_TO_ALL, on_gpu(everyone[rank]), rows=[rows] * size)).wait()
     np.testing.assert_array_equal(got.get(), expected)
     assert isinstance(got, cuda_stand_in.StandInArray)
 

@@ -15,7 +15,7 @@ from flashlight_py.distributed.backends.mpi.joining import join
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import BackendStore
 from flashlight_py.distributed.rendezvous.store import SubStore
-from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, RECV, SEND
+from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BARRIER, RECV, SEND
 from flashlight_py.distributed.world import current_world
 from tests.distributed.conformance import assert_equal, combined, values
 
@@ -47,7 +47,7 @@ def gather_and_scatter(rank: int, size: int, name: str, rows: int) -> None:
         if whole is not None:
             assert_equal(whole, np.concatenate(everyone), f"gather {rows} rows of {name}")
         parts = np.stack([values(r, (rows, 2), name) for r in range(size)])
-        given = parts if rank == root else None
+        given = list(parts) if rank == root else None
         assert_equal(fl.scatter(given, root), parts[rank], "into a new array")
         part = np.zeros_like(parts[rank])
         # One rank does not know what is coming, the others do.
@@ -192,7 +192,7 @@ def open_and_close(rank: int, size: int, times: int) -> int:
     before = len(backend()._progress._closed)
     for _ in range(times):
         group = join(BackendStore(backend()), TIMEOUT, gpu_aware=False)
-        group.barrier().wait()
+        group.start(Call(BARRIER)).wait()
         group.close()
         fl.barrier()
     return len(backend()._progress._closed) - before

@@ -31,9 +31,9 @@ def test_native_and_python_describe_alike(
     array: np.ndarray[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ffi = _native.load("shm").ffi
-    native = Describer(ffi, 1.0)
+    native = Describer(ffi)
     monkeypatch.setattr(_native, "load", _missing)
-    plain = Describer(ffi, 1.0)
+    plain = Describer(ffi)
     for describer in (native, plain):
         describer.describe(array, verb=3, dtype=12, op=1, scale=0.5, root=7)
     assert bytes(ffi.buffer(native.signature)) == bytes(ffi.buffer(plain.signature))

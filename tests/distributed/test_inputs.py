@@ -154,9 +154,7 @@ def sends_what_nobody_can_unpickle(rank: int, size: int) -> None:
     else:
         with pytest.raises(ValueError, match="no number") as caught:
             fl.broadcast_object(root=1)
-        assert f"rank {rank} of {size}: the object that came from rank 1" in "".join(
-            caught.value.__notes__
-        )
+        assert f"rank {rank} of {size}: the object from rank 1" in "".join(caught.value.__notes__)
     assert fl.all_gather_object(rank) == list(range(size))  # nobody is behind
 
 

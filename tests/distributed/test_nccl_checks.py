@@ -94,10 +94,11 @@ def test_a_mismatch_between_hosts_reaches_every_rank() -> None:
     outcomes = run_outcomes(differ_between_hosts, 3, env=conformance.two_hosts)
     for outcome in outcomes:
         assert outcome.ok, outcome.report()
-        assert "in call 1 of this group: the host of rank 0 called all_reduce(float64 (3,)" in (
-            outcome.value
+        assert (
+            "in call 1 of this group: the host of rank 0 called all_reduce(cupy float64 (3,)"
+            in (outcome.value)
         )
-        assert "the host of rank 2 called all_reduce(float64 (4,)" in outcome.value
+        assert "the host of rank 2 called all_reduce(cupy float64 (4,)" in outcome.value
 
 
 def differ_between_hosts(rank: int, size: int) -> str:
@@ -122,7 +123,7 @@ def one_in_a_barrier(rank: int, size: int) -> str:
 def test_a_barrier_beside_a_reduction_is_reported_once() -> None:
     for message in run_ranks(one_in_a_barrier, 2):
         assert "rank 0 called barrier()" in message
-        assert "rank 1 called all_reduce(float64 (3,)" in message
+        assert "rank 1 called all_reduce(cupy float64 (3,)" in message
 
 
 def die(rank: int, size: int) -> str:

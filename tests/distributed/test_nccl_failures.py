@@ -19,7 +19,8 @@ from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.backends.single import SingleBackend
-from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, BROADCAST
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import (
     CollectiveTimeoutError,
@@ -40,8 +41,10 @@ class Cpu(SingleBackend):
     size = 2
     path = "the CPU"
 
-    def barrier(self, timeout: float | None = None) -> Work:
-        raise CollectiveTimeoutError("rank 1 did not come")
+    def start(self, call: Call) -> Work:
+        if call.verb is BARRIER:
+            raise CollectiveTimeoutError("rank 1 did not come")
+        return super().start(call)
 
 
 class Nccl(StandInNccl):
@@ -223,7 +226,7 @@ def test_an_end_that_the_others_do_not_join_is_cut_off(nccl: Nccl) -> None:
 def test_streams_wait_for_each_other_and_the_host_for_none(backend: Any, cupy: StandInCupy) -> None:
     x = cupy.asarray(np.ones(4))
     with Stream(name="mine"):
-        work = backend.all_reduce(x, ReduceOp.SUM, 1.0)
+        work = backend.start(Call(ALL_REDUCE, x, blocking=False))
         assert [entry[:2] for entry in LOG] == [
             ("record", "mine"),
             ("wait", "communication"),
@@ -236,7 +239,7 @@ def test_streams_wait_for_each_other_and_the_host_for_none(backend: Any, cupy: S
 
 
 def test_a_blocking_verb_orders_the_current_stream_at_once(backend: Any, cupy: StandInCupy) -> None:
-    work = backend.broadcast(cupy.asarray(np.ones(4)), 0, blocking=True)
+    work = backend.start(Call(BROADCAST, cupy.asarray(np.ones(4))))
     assert isinstance(work, Done)
     assert LOG[-1] == ("wait", "default", LOG[-2][2])
 
@@ -245,7 +248,7 @@ def test_arrays_are_kept_until_the_device_is_done(
     backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Event, "__init__", not_done)
-    work = backend.all_reduce(cupy.asarray(np.ones(4)), ReduceOp.SUM, 1.0)
+    work = backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(4)), blocking=False))
     flight = backend._flights.newest()
     assert len(flight.arrays) == 1
     assert not work.is_completed()
@@ -265,10 +268,10 @@ def test_work_in_flight_when_the_communicator_breaks_raises_what_broke_it(
     backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = cupy.asarray(np.ones(4))
-    ended = backend.all_reduce(x, ReduceOp.SUM, 1.0)
+    ended = backend.start(Call(ALL_REDUCE, x, blocking=False))
     assert ended.is_completed()
     monkeypatch.setattr(Event, "__init__", not_done)
-    work = backend.all_reduce(x, ReduceOp.SUM, 1.0)
+    work = backend.start(Call(ALL_REDUCE, x, blocking=False))
     flight = backend._flights.newest()
     backend._communicator.fail(PeerLostError("rank 1 is gone"))
     flight.event.done = True  # an aborted kernel ends as well, with half an answer
@@ -277,7 +280,7 @@ def test_work_in_flight_when_the_communicator_breaks_raises_what_broke_it(
         work.wait()
     assert ended.wait() is x
     with pytest.raises(GroupClosedError, match="broke before"):
-        backend.all_reduce(x, ReduceOp.SUM, 1.0)
+        backend.start(Call(ALL_REDUCE, x, blocking=False))
 
 
 def test_the_watchdog_finds_what_takes_too_long(
@@ -285,7 +288,7 @@ def test_the_watchdog_finds_what_takes_too_long(
 ) -> None:
     backend = NcclBackend(Cpu(), communicator(nccl), cupy, 0)
     monkeypatch.setattr(Event, "__init__", not_done)
-    backend.all_reduce(cupy.asarray(np.ones(4)), ReduceOp.SUM, 1.0)
+    backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(4)), blocking=False))
     with pytest.raises(CollectiveTimeoutError, match=r"within 0.05 seconds.*Asked over the CPU"):
         backend.synchronize()
     backend.close()
@@ -321,7 +324,7 @@ def test_a_rank_that_dies_while_nccl_connects_is_noticed_as_soon_as_any(
     nccl.answers["ncclAllReduce"] = nccl.state = IN_PROGRESS
     began = time.monotonic()
     with pytest.raises(PeerLostError, match="its process has ended"):
-        backend.all_reduce(cupy.asarray(np.ones(4)), ReduceOp.SUM, 1.0)
+        backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(4)), blocking=False))
     assert time.monotonic() - began < 10
     backend.close()
 
@@ -330,7 +333,7 @@ def test_a_failure_of_cuda_is_no_collective_that_takes_long(
     backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Event, "__init__", not_done)
-    backend.all_reduce(cupy.asarray(np.ones(4)), ReduceOp.SUM, 1.0)
+    backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(4)), blocking=False))
     for status in (600, 900):  # not ready; a graph is being captured
         monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event, status=status: status)
         backend._watchdog.look()
@@ -349,7 +352,7 @@ def test_a_watchdog_that_fails_lets_nobody_wait_for_ever(
     monkeypatch.setattr(threading, "excepthook", told.append)
     monkeypatch.setattr(Event, "__init__", not_done)
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", fail)
-    backend.all_reduce(cupy.asarray(np.ones(4)), ReduceOp.SUM, 1.0)
+    backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(4)), blocking=False))
     with pytest.raises(DistributedError, match=r"\[watchdog\] rank 0 of 2: ZeroDivisionError"):
         backend.synchronize()
     backend._watchdog.stop()
@@ -359,7 +362,7 @@ def test_a_watchdog_that_fails_lets_nobody_wait_for_ever(
 def test_several_arrays_begin_as_one(backend: Any, nccl: Nccl, cupy: StandInCupy) -> None:
     arrays = [cupy.asarray(np.ones(n)) for n in (3, 0, 5)]
     nccl.calls.clear()
-    backend.all_reduce_many(arrays, ReduceOp.SUM, 1.0)
+    backend.start_many([Call(ALL_REDUCE, array, blocking=False) for array in arrays])
     assert nccl.calls == ["ncclGroupStart", "ncclAllReduce", "ncclAllReduce", "ncclGroupEnd"]
     assert sum(entry[0] == "record" for entry in LOG) == 2
 
@@ -371,7 +374,7 @@ def test_an_array_on_another_device_is_refused_before_anything_is_sent(
     x.elsewhere = 1
     nccl.calls.clear()
     with pytest.raises(ValueError, match="device 0, and the array is on device 1"):
-        backend.all_reduce(x, ReduceOp.SUM, 1.0)
+        backend.start(Call(ALL_REDUCE, x, blocking=False))
     assert nccl.calls == []
 
 

@@ -20,7 +20,9 @@ from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.verbs import ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER
 from tests.distributed.cuda_stand_in import Event, StandInCupy, Stream
 from tests.distributed.test_nccl_failures import IN_PROGRESS, Cpu, Nccl, communicator
 
@@ -57,14 +59,18 @@ class Strict(Nccl):
 
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
-    "a sum": lambda b, x: b.all_reduce(x(), ReduceOp.SUM, 1.0),
-    "a scaled sum": lambda b, x: b.all_reduce(x(), ReduceOp.SUM, 0.5),
-    "a product that is scaled afterwards": lambda b, x: b.all_reduce(x(), ReduceOp.PROD, 0.5),
-    "one that is widened": lambda b, x: b.all_reduce(x("int16"), ReduceOp.SUM, 1.0, True),
-    "several": lambda b, x: b.all_reduce_many([x(), x("int16"), x()], ReduceOp.SUM, 0.25),
-    "onto a root": lambda b, x: b.reduce(x(), ReduceOp.MAX, 1.0, 0),
-    "parts": lambda b, x: b.reduce_scatter(x(), ReduceOp.SUM, 1.0),
-    "a broadcast": lambda b, x: b.broadcast(x(), 0, blocking=True),
+    "a sum": lambda b, x: b.start(Call(ALL_REDUCE, x(), ReduceOp.SUM, 1.0, blocking=False)),
+    "a scaled sum": lambda b, x: b.start(Call(ALL_REDUCE, x(), ReduceOp.SUM, 0.5, blocking=False)),
+    "a product that is scaled afterwards": lambda b, x: b.start(
+        Call(ALL_REDUCE, x(), ReduceOp.PROD, 0.5, blocking=False)
+    ),
+    "one that is widened": lambda b, x: b.start(Call(ALL_REDUCE, x("int16"))),
+    "several": lambda b, x: b.start_many(
+        [Call(ALL_REDUCE, a, scale=0.25, blocking=False) for a in (x(), x("int16"), x())]
+    ),
+    "onto a root": lambda b, x: b.start(Call(REDUCE, x(), ReduceOp.MAX, blocking=False)),
+    "parts": lambda b, x: b.start(Call(REDUCE_SCATTER, x(), blocking=False)),
+    "a broadcast": lambda b, x: b.start(Call(BROADCAST, x())),
 }
 
 

@@ -44,7 +44,7 @@ def join_gpus(
     assert tools is not None  # else meet has raised the problem
     nccl, cupy, index = tools
     with cupy.cuda.Device(index):
-        communicator = _communicator(patient, nccl, unique_id, joining)
+        communicator = _communicator(cpu, nccl, unique_id, joining)
     try:
         checks = begin_checks(patient, connect)
     except BaseException:
@@ -90,7 +90,7 @@ def _communicator(
     except DistributedError as error:
         problem = error
     try:
-        agree_on_outcome(cpu, problem)
+        agree_on_outcome(Steps(cpu, seconds=joining), problem)
     except DistributedError:
         if communicator is not None:
             communicator.close()
