@@ -37,7 +37,7 @@ class ShardedDataset(InEpochs, Dataset):
     Batches are new arrays, as ``take`` of ``dataset`` makes them: define it to pad samples of
     unequal shapes.
 
-    ``state_dict`` tells the epoch and how many of its samples are consumed. After
+    ``state_dict`` returns the epoch and how many of its samples are consumed. After
     ``load_state_dict``, on any number of ranks and with any batch size, the items are the
     batches of the samples that are left, counted from 0.
 
