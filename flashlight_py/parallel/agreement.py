@@ -36,7 +36,7 @@ def check_modules_agree(
     """Compare names, shapes and dtypes of parameters over the ranks. Collective, blocking.
 
     Returns:
-        What every rank gives as ``values``, in rank order: it travels along.
+        What every rank passes as ``values``, in rank order: it travels along.
 
     Raises:
         MismatchError: they differ, on every rank; names the first parameter that does.
@@ -55,7 +55,7 @@ def check_modules_agree(
 
 
 def digest_of_values(params: Iterable[Variable]) -> int:
-    """Return 64 bits that tell the values of parameters apart; reads each once, without a copy."""
+    """Return 64 bits that identify the values of parameters; reads each once, without a copy."""
     parts = [_sum_of_words(to_device(param.data, "cpu")) for param in params]
     return digest(json.dumps(parts).encode())
 
@@ -104,7 +104,7 @@ def check_settings_agree(
         raise MismatchError(
             f"rank {group.rank} of {group.size}: the ranks pass a {what} different "
             f"arguments: {', '.join(f'{name} ({who})' for name, who in differing.items())}. "
-            "Give the same on every rank: the rank itself decides which share is whose"
+            "Pass the same on every rank: the rank itself decides which share is whose"
         )
 
 
@@ -117,24 +117,26 @@ def check_arrays_agree(what: str, arrays: Sequence[Array], group: ProcessGroup) 
     mine = [f"{array.dtype} {array.shape}" for array in arrays]
     if group.size == 1 or agree(json.dumps(mine).encode(), group):
         return
-    told = [json.loads(text) for text in exchange_bytes(group.backend(), json.dumps(mine).encode())]
-    for number, entries in enumerate(itertools.zip_longest(*told, fillvalue="nothing")):
+    of_ranks = [
+        json.loads(text) for text in exchange_bytes(group.backend(), json.dumps(mine).encode())
+    ]
+    for number, entries in enumerate(itertools.zip_longest(*of_ranks, fillvalue="nothing")):
         if len(set(entries)) > 1:
             raise MismatchError(
                 f"rank {group.rank} of {group.size}: {what} differ in number {number} "
-                f"({by_rank(entries)}). Give the same shapes and dtypes on every rank"
+                f"({by_rank(entries)}). Pass the same shapes and dtypes on every rank"
             )
 
 
 def agree(mine: bytes, group: ProcessGroup) -> bool:
-    """Return whether every rank gives the same; by a digest of 64 bits. Collective, blocking."""
+    """Return whether every rank passes the same; by a digest of 64 bits. Collective, blocking."""
     own = digest(mine)
     highest, inverse_of_lowest = group.all_reduce(np.array([own, ~own]), op="max").tolist()
     return bool(highest == ~inverse_of_lowest)
 
 
 def _of_all_ranks(mine: object, group: ProcessGroup) -> list[Any]:
-    """Return what every rank gives, in rank order; JSON must be able to hold it."""
+    """Return what every rank passes, in rank order; JSON must be able to hold it."""
     return [json.loads(text) for text in exchange_bytes(group.backend(), json.dumps(mine).encode())]
 
 
@@ -146,7 +148,7 @@ def _describe(params: Mapping[str, Variable]) -> list[str]:
 
 
 def by_rank(entries: Sequence[str]) -> str:
-    """Return which rank gave which entry, equal ones together."""
+    """Return which rank has which entry, equal ones together."""
     seen: dict[str, list[int]] = {}
     for rank, entry in enumerate(entries):
         seen.setdefault(entry, []).append(rank)

@@ -26,7 +26,7 @@ class DistributedDataContainer(Dataset):
 
     Rank r's share are neighbouring elements; sizes differ by one at most, the longer shares come
     first, and no element is in two. Lists, arrays (by their first dimension) and datasets will
-    do; the elements are what ``data`` gives, made when they are asked for. Where those are
+    do; the elements are what ``data`` returns, made when they are asked for. Where those are
     tuples of arrays the container is a dataset like others, to be batched or prefetched.
 
     Not collective: every rank cuts its own ``data``, so the length must be the same everywhere.
@@ -37,7 +37,7 @@ class DistributedDataContainer(Dataset):
     Args:
         data: its length is asked for once.
         rank: which share, in [0, size); default that of the world.
-        size: how many shares; default the size of the world. Give both or neither.
+        size: how many shares; default the size of the world. Pass both or neither.
 
     Raises:
         TypeError: ``data`` has no length or no ``[]``, or is a mapping.
@@ -74,7 +74,7 @@ class DistributedDataContainer(Dataset):
         return super().take(indices)
 
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
-        """Return an element of the share, or those of a slice as ``data`` gives them.
+        """Return an element of the share, or those of a slice as ``data`` returns them.
 
         Raises:
             IndexError: ``index`` is not in [-len, len).
@@ -93,7 +93,7 @@ class DistributedDataContainer(Dataset):
             ) from error
 
     def _current(self) -> Indexed:
-        """Return the data, if the share is still the one that the world gave."""
+        """Return the data, if the share is still that of this rank in the world."""
         self._place.require_world("DistributedDataContainer")
         return self._data
 

@@ -80,7 +80,7 @@ def distribute_module_grads(
     Args:
         module: the same on every rank.
         scale: factor of the sums, default 1 / size of the group: the mean.
-        reducer: is given each gradient by itself, instead of the buckets; it brings its own
+        reducer: is passed each gradient by itself, instead of the buckets; it brings its own
             scale and group.
         hook: reduces the buckets in a way of its own, such as ``fl.Float16Compression()``; made
             alike on every rank, and for this module alone.
@@ -145,7 +145,7 @@ def _bucketed(
 ) -> GradientSync:
     factor = 1.0 / group_or_world(group).size if scale is None else scale
     if hook is None:
-        units, flags = flat_buckets(params, limit, group, room=len(params))
+        units, flags = flat_buckets(params, limit, group, extra=len(params))
         return GradientSync(units, EagerReducer(factor, group=group), flags, scale is None)
     units, _ = flat_buckets(params, limit, group)
     parts = [buffers_of(unit.params) for unit in units]

@@ -23,7 +23,7 @@ class Epochs:
     happen in another thread, on some ranks only, or be left halfway.
 
     What all ranks together have used of an epoch is always a beginning of its order, so its
-    length, ``consumed``, tells it for any number of ranks. ``begin`` is where the epoch begins
+    length, ``consumed``, describes it for any number of ranks. ``begin`` is where the epoch begins
     here: 0, or what was consumed when its state was saved.
     """
 

@@ -64,9 +64,9 @@ def gradcheck_over_ranks(
         own.backward()
     numeric = _central_differences(objective, variables, step, group)
     problems = exchange_bytes(group.backend(), _problem(variables, numeric, tolerance).encode())
-    told = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(problems) if text]
-    if told:
-        raise AssertionError(f"gradcheck_over_ranks: {'; '.join(told)}")
+    texts = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(problems) if text]
+    if texts:
+        raise AssertionError(f"gradcheck_over_ranks: {'; '.join(texts)}")
 
 
 def _central_differences(

@@ -2,7 +2,7 @@
 
 Ranks may finish their gradients in different orders, or not have some at all; what is sent must
 be the same sequence everywhere. So gradients are cut into units by a plan that all ranks share,
-and a unit that is complete waits until those before it were given to the reducer.
+and a unit that is complete waits until those before it were passed to the reducer.
 
 A parameter that no rank used has no gradient afterwards, as on one process: an optimizer must not
 move it by momentum or weight decay. Which ones those are is known on every rank when the last
@@ -64,7 +64,7 @@ def one_by_one(params: Sequence[Variable]) -> list[Unit]:
 
 
 def flat_buckets(
-    params: Sequence[Variable], limit: int, group: ProcessGroup | None, room: int = 0
+    params: Sequence[Variable], limit: int, group: ProcessGroup | None, extra: int = 0
 ) -> tuple[list[Unit], Array]:
     """Make all gradients views into flat buckets of at most ``limit`` bytes. Collective, blocking.
 
@@ -72,7 +72,7 @@ def flat_buckets(
     bucket holds one dtype on one device.
 
     Returns:
-        The buckets, and a view of ``room`` more elements at the end of the last one.
+        The buckets, and a view of ``extra`` more elements at the end of the last one.
     """
     planned = [
         [params[index] for index in bucket]
@@ -82,7 +82,7 @@ def flat_buckets(
     ]
     sizes = [sum(param.size for param in bucket) for bucket in planned]
     flats = [
-        _new_flat(size + (room if bucket is planned[-1] else 0), bucket[0].data, group)
+        _new_flat(size + (extra if bucket is planned[-1] else 0), bucket[0].data, group)
         for size, bucket in zip(sizes, planned, strict=True)
     ]
     units = [_flat_bucket(bucket, flat) for bucket, flat in zip(planned, flats, strict=True)]
@@ -139,9 +139,9 @@ def _owner_of(param: Variable) -> object:
 
 
 class GradientSync:
-    """Gives units to ``reducer`` in order, as hooks complete them, and finishes with the pass.
+    """Passes units to ``reducer`` in order, as hooks complete them, and finishes with the pass.
 
-    ``flags``: room for a number of each parameter in the array of the last unit; None: whether it
+    ``flags``: space for a number of each parameter in the array of the last unit; None: whether it
     was used travels in a message of its own. ``averages``: the reducer leaves the mean over the
     ranks. ``weigh(first)``, where it is set, says before each unit what to multiply it by;
     ``first``: it begins a pass. A weight of 0: nothing of this rank was used. ``ignored``: names of
@@ -163,8 +163,8 @@ class GradientSync:
         self._units = units
         self._params = [param for unit in units for param in unit.params]
         self._flags = flags
-        self._unused: list[Variable] = []  # of those that this pass has given; mostly none
-        self._given = 0  # units that this pass has given to the reducer
+        self._unused: list[Variable] = []  # of those that this pass has passed on; mostly none
+        self._given = 0  # units that this pass has passed to the reducer
         self._touched: list[Unit] | None = None  # with gradients in this pass; None between passes
         for unit in units:
             for param in unit.params:
@@ -193,7 +193,7 @@ class GradientSync:
             self._give_next()
 
     def _on_end(self, completed: bool) -> None:
-        """Autograd: the pass is over. Give what is left, and wait for everything."""
+        """Autograd: the pass is over. Pass on what is left, and wait for everything."""
         try:
             if completed:
                 while self._given < len(self._units):

@@ -2,8 +2,8 @@
 
 In every synchronised backward pass the ranks first add up two numbers: how many samples they have
 in this pass, and how many of them still train. A rank whose loop has ended answers with two zeros;
-as long as somebody trains, it gives zeros to the reductions of that pass too. So nobody waits for
-a rank without data, and it knows, without any further message, when all have ended.
+as long as somebody trains, it contributes zeros to the reductions of that pass too. So nobody
+waits for a rank without data, and it knows, without any further message, when all have ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Joined", "join"]
 
 
 class Joined:
-    """What :func:`flashlight_py.join` gives to the body of its ``with``."""
+    """What :func:`flashlight_py.join` yields to the body of its ``with``."""
 
     def __init__(self, sync: GradientSync, group: ProcessGroup) -> None:
         self._sync = sync
@@ -41,7 +41,7 @@ class Joined:
         self._all_passes = 0
 
     def count(self, samples: SupportsIndex) -> None:
-        """Tell how many samples the gradients of the next backward pass come from.
+        """Set how many samples the gradients of the next backward pass come from.
 
         They weigh so much in the average. It holds until the next call; without any, every pass
         counts 1. Between two synchronised passes (in ``no_sync``) the numbers add up. Sends
@@ -103,8 +103,8 @@ def join(module: Module, optimizer: FirstOrderOptimizer | None = None) -> Iterat
     """Within the context, ranks may run different numbers of backward passes, also none at all.
 
     ``with fl.join(module) as joined:`` goes around the loop over a rank's batches. A rank whose
-    loop has ended stays at the end of the ``with`` and gives zeros to the others' reductions,
-    until all have ended. Every gradient is the average weighted by the counts given to
+    loop has ended stays at the end of the ``with`` and contributes zeros to the others' reductions,
+    until all have ended. Every gradient is the average weighted by the counts passed to
     :meth:`Joined.count`: the sum of count * gradient over the ranks, divided by the sum of the
     counts. At the end all parameters and buffers (and the optimizer's state) become those of the
     lowest rank that trained to the last, but for what ``distribute_module_grads`` ignores.
@@ -122,7 +122,7 @@ def join(module: Module, optimizer: FirstOrderOptimizer | None = None) -> Iterat
     ``PeerLostError`` when it exits, or ``CollectiveTimeoutError``.
 
     Args:
-        module: given to ``distribute_module_grads`` before.
+        module: passed to ``distribute_module_grads`` before.
         optimizer: one whose state shall be the same on every rank afterwards.
 
     Raises:
@@ -156,10 +156,10 @@ _open: list[Joined] = []
 
 @contextlib.contextmanager
 def _the_only_one(joined: Joined) -> Iterator[None]:
-    """Refuse a second join: a rank without data could not tell whose passes the others run."""
+    """Refuse a second join: a rank without data could not know whose passes the others run."""
     if _open:
         raise ValueError(
-            "join: another join is open on this rank, and one without data could not tell whose "
+            "join: another join is open on this rank, and one without data could not know whose "
             "backward pass comes next. Make the modules parts of one module and join that"
         )
     _open.append(joined)

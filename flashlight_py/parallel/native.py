@@ -29,7 +29,7 @@ def native() -> ModuleType | None:
 
 
 def digest(data: bytes) -> int:
-    """Return 64 bits, as an int with sign, that tell ``data`` apart; the same on every machine."""
+    """Return 64 bits, as an int with sign, that identify ``data``; the same on every machine."""
     module = native()
     found: int = digest_in_python(data) if module is None else module.digest(data)
     return found

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def broadcast_parameters(module: Module, root: int = 0, group: ProcessGroup | None = None) -> None:
-    """Give every rank the parameters and buffers of rank ``root``, in place.
+    """Set every rank's parameters and buffers to those of rank ``root``, in place.
 
     Collective, blocking; one packed transfer. The start of data-parallel training, as PyTorch's
     DistributedDataParallel makes it: the model is what it was on ``root``, whatever the others have

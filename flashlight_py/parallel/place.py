@@ -1,4 +1,4 @@
-"""Which share of the data this process takes: that of its rank in the world, or a given one."""
+"""Which share of the data this process takes: that of its rank in the world, or one passed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Place:
     of_world: bool
 
     def require_world(self, what: str) -> None:
-        """Check that the world which gave the place is still the one that ``what`` is used in.
+        """Check that the world that the place is of is still the one that ``what`` is used in.
 
         A process that is alone now (after a shutdown, or forked by a rank to load data) may keep
         its share.
@@ -39,7 +39,7 @@ class Place:
 
 
 def find_place(what: str, rank: int | None, size: int | None) -> Place:
-    """Return the given place, or the world's where both are None.
+    """Return the place passed, or the world's where both are None.
 
     Raises:
         TypeError: ``rank`` or ``size`` is not an integer.
@@ -49,7 +49,7 @@ def find_place(what: str, rank: int | None, size: int | None) -> Place:
         return Place(get_world_rank(), get_world_size(), of_world=True)
     if rank is None or size is None:
         raise ValueError(
-            f"{what}: give both rank and size, or neither for those of the world; "
+            f"{what}: pass both rank and size, or neither for those of the world; "
             f"got rank={rank}, size={size}"
         )
     place = Place(whole_number(what, "rank", rank), whole_number(what, "size", size), False)

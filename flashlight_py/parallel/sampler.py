@@ -33,7 +33,7 @@ class DistributedSampler(InEpochs):
     the other ranks are taken to be as far as this one; for loaders that read ahead, such as one
     that is given ``list(sampler)``, ``set_consumed`` corrects the count.
 
-    ``state_dict`` tells the epoch and how many of its samples all ranks have consumed, and
+    ``state_dict`` returns the epoch and how many of its samples all ranks have consumed, and
     ``load_state_dict`` goes on from there, on any number of ranks: what is left of the epoch is
     dealt out again, so that each sample comes once.
 
@@ -44,7 +44,7 @@ class DistributedSampler(InEpochs):
             platform alike.
         drop_last: whether every rank gets n // size samples.
         rank: which share, in [0, size); default that of the world.
-        size: how many shares; default the size of the world. Give both or neither; given ones
+        size: how many shares; default the size of the world. Pass both or neither; those passed
             are not compared with other ranks.
 
     Raises:

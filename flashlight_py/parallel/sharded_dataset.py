@@ -37,7 +37,7 @@ class ShardedDataset(InEpochs, Dataset):
     Batches are new arrays, as ``take`` of ``dataset`` makes them: define it to pad samples of
     unequal shapes.
 
-    ``state_dict`` tells the epoch and how many of its samples are consumed. After
+    ``state_dict`` returns the epoch and how many of its samples are consumed. After
     ``load_state_dict``, on any number of ranks and with any batch size, the items are the
     batches of the samples that are left, counted from 0.
 
@@ -48,7 +48,7 @@ class ShardedDataset(InEpochs, Dataset):
         seed: at least 0, the same on every rank; decides the orders, on every platform alike.
         drop_last: whether a last batch of fewer samples is left out.
         rank: whose parts, in [0, size); default that of the world.
-        size: how many parts; default the size of the world. Give both or neither; given ones are
+        size: how many parts; default the size of the world. Pass both or neither; those are
             not compared with other ranks.
 
     Raises:

@@ -32,7 +32,7 @@ _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": Valu
 
 
 def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None) -> SomeTree:
-    """Give every rank the values of rank ``root``, of all arrays and numbers in ``tree``.
+    """Set every rank's values to those of rank ``root``, of all arrays and numbers in ``tree``.
 
     Collective, blocking. Arrays (NumPy, CuPy, tensors with DLPack, of any shape, memory layout and
     dtype but ``object``) are changed in place. So are dicts, lists and dataclasses, whose numbers
@@ -126,8 +126,8 @@ class _Synchronization:
     def _walk(self, tree: object, sort_keys: bool) -> tuple[Plan, Buffers | None, int]:
         """Return the plan and, on the root, packed buffers and the bytes of its numbers.
 
-        The root packs before it hears from the others, who may still be unpacking what came last.
-        An error is told to all ranks.
+        The root packs before it receives anything from the others, who may still be unpacking what
+        arrived last. An error is reported to all ranks.
         """
         try:
             plan = plan_of(tree, sort_keys)
@@ -150,29 +150,29 @@ class _Synchronization:
         return highest == ~inverse_of_lowest, of_root
 
     def _reduce(self, mine: int, number_bytes: int, failed: bool) -> list[int]:
-        """One maximum tells the highest and the lowest digest, and what any rank has to tell."""
+        """Find by one maximum the highest and the lowest digest, and what any rank reports."""
         together = np.array([mine, ~mine, failed, number_bytes], np.int64)
         found: list[int] = all_reduce(together, op="max", group=self._group).tolist()
         return found
 
     def _first_failure(self, error: Exception | None) -> Exception:
-        """Return what every rank raises: what the first rank that failed has to tell."""
+        """Return what every rank raises: what the first rank that failed reports."""
         mine = json.dumps([type(error).__name__, f"{self._where}: {error}"]) if error else ""
-        told = exchange_bytes(self._members.backend(), mine.encode())
-        name, text = json.loads(next(filter(None, told)))
+        of_ranks = exchange_bytes(self._members.backend(), mine.encode())
+        name, text = json.loads(next(filter(None, of_ranks)))
         return _KINDS.get(name, DistributedError)(text)
 
     def _mismatch(self, in_order: bytes, with_sorted_keys: bytes) -> MismatchError:
         texts = [text.decode("latin-1") for text in (in_order, with_sorted_keys)]
         mine = json.dumps([self._root, *texts]).encode()
-        told = [json.loads(each) for each in exchange_bytes(self._members.backend(), mine)]
-        roots = [str(root) for root, _, _ in told]
+        of_ranks = [json.loads(each) for each in exchange_bytes(self._members.backend(), mine)]
+        roots = [str(root) for root, _, _ in of_ranks]
         if len(set(roots)) > 1:
             return MismatchError(
                 f"{self._where}: the ranks pass different roots ({by_rank(roots)}). Nothing was "
                 "changed; pass the same root on every rank"
             )
-        natural, alike = ([each[n].encode("latin-1") for each in told] for n in (1, 2))
+        natural, alike = ([each[n].encode("latin-1") for each in of_ranks] for n in (1, 2))
         path, kinds = first_difference(alike, natural) or ("tree", ["changing meanwhile"])
         path = self._noun + path.removeprefix("tree")
         return MismatchError(

@@ -19,7 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m flashlight_py.trace", description=__doc__)
     commands = parser.add_subparsers(required=True)
     diff = commands.add_parser(
-        "diff", help="say where ranks parted; exits with 1 where they have, 2 where it cannot tell"
+        "diff",
+        help="say where ranks parted; exits with 1 where they have, 2 if no record can be read",
     )
     diff.add_argument("folder", type=Path, help="of the flight records, rank0.json and so on")
     diff.set_defaults(command=_diff)

@@ -52,7 +52,7 @@ class _Group:
         if different := self._first_different(_signature, "the ranks called different things"):
             return different
         behind = self._behind()
-        line = "the same call comes from different lines"
+        line = "the same call is made on different lines"
         return behind and self._first_different(lambda call: call.get("line"), line) + behind
 
     def _first_different(self, key: Callable[[dict[str, Any]], Any], what: str) -> list[str]:

@@ -63,7 +63,7 @@ def test_who_is_behind_and_where_it_stands() -> None:
 def test_equal_calls_from_different_lines_tell_who_made_one_more() -> None:
     extra = call(6, line="a/train.py:9")
     text = told(record(0, [call(5), call(6)]), record(1, [call(5), extra, call(7)]))
-    assert "call 6: the same call comes from different lines" in text
+    assert "call 6: the same call is made on different lines" in text
     assert "rank 0 behind rank 1" in text
 
 

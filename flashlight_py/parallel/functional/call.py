@@ -22,7 +22,7 @@ _calls: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary
 class Call:
     """A differentiable collective of ``group``, numbered as all its ranks number it.
 
-    ``rows`` are numbers that the ranks have told each other, those of a rank in a row.
+    ``rows`` are numbers that the ranks have exchanged, those of a rank in a row.
     """
 
     def __init__(self, verb: str, group: ProcessGroup) -> None:

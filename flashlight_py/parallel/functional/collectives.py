@@ -143,11 +143,11 @@ def all_to_all(
     Args:
         v: the dimensions but the first, and the dtype, are the same on every rank.
         rows: how many rows of ``v`` each rank gets; None: equal parts, of a first dimension that is
-            a multiple of the number of ranks and the same on every rank. All ranks give it or none.
+            a multiple of the number of ranks and the same on every rank. All ranks pass it or none.
         group: the process group, default the world.
 
     Returns:
-        A new variable of shape ``(number of rows that came, *v.shape[1:])``, with a gradient on
+        A new variable of shape ``(number of rows received, *v.shape[1:])``, with a gradient on
         every rank if ``v`` has one on any.
 
     Raises:
@@ -159,11 +159,11 @@ def all_to_all(
     call = Call("all_to_all", group_or_world(group))
 
     def take_back(grad: Array) -> Array:
-        came = None if rows is None else call.rows[:, call.group.rank].tolist()
-        return call.group.all_to_all(grad, came)
+        received = None if rows is None else call.rows[:, call.group.rank].tolist()
+        return call.group.all_to_all(grad, received)
 
-    told = () if rows is None else rows
-    return call.record(v, call.group.all_to_all(v.data, rows), vjp=take_back, rows=told)
+    sent = () if rows is None else rows
+    return call.record(v, call.group.all_to_all(v.data, rows), vjp=take_back, rows=sent)
 
 
 def broadcast(v: Variable, root: int = 0, group: ProcessGroup | None = None) -> Variable:
@@ -207,7 +207,7 @@ def _require_linear(verb: str, op: str) -> None:
 
 
 def _reduced_rows(grad: Array, call: Call) -> Array:
-    """Return the sum over the ranks of those rows of their ``grad`` that this rank has given."""
+    """Return the sum over the ranks of those rows of their ``grad`` that this rank passed."""
     rows, rank = call.rows[:, 0].tolist(), call.group.rank
     if min(rows) == max(rows):
         return call.group.reduce_scatter(grad)

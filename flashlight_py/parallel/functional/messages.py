@@ -1,4 +1,4 @@
-"""Differentiable messages: the gradient of what was sent comes back from where it went."""
+"""Differentiable messages: the gradient of what was sent is sent back by its receiver."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _messages = weakref.WeakKeyDictionary()
 
 
 def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Variable:
-    """Give ``v`` to rank ``dst``, which must call :func:`recv`. Blocks until it has been received.
+    """Send ``v`` to rank ``dst``, which must call :func:`recv`. Blocks until it has been received.
 
     Gradient: rank dst's y = x, hence dJ/dx = g_dst, which ``dst`` sends back in its backward pass.
 
@@ -45,8 +45,8 @@ def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None)
 
     Returns:
         A token: a variable of no dimensions with the value 0. Its backward pass blocks until the
-        gradient comes, so ``backward()`` must reach it: call ``token.backward()``, or add it to
-        this rank's loss where there is one. The gradient comes as ``dst`` sends it, whatever the
+        gradient arrives, so ``backward()`` must reach it: call ``token.backward()``, or add it to
+        this rank's loss where there is one. The gradient is what ``dst`` sends, whatever the
         token is multiplied by. If ``v`` needs no gradient, the token has none either, and ``dst``
         must run no backward pass, or use :func:`flashlight_py.recv`.
 
@@ -95,7 +95,7 @@ def recv(like: Like, src: int, tag: int = 0, group: ProcessGroup | None = None) 
     """
     group = group_or_world(group)
     tag = _checked_tag("recv", tag)
-    array: Array = group.recv(_room_for(like), src, tag)
+    array: Array = group.recv(_buffer_for(like), src, tag)
     answer = _tag_of_gradient(group, "from", src, tag)
     if array.dtype.kind != "f":
         return Variable(array)
@@ -119,22 +119,22 @@ def _checked_tag(verb: str, tag: int) -> int:
 
 
 def _tag_of_gradient(group: ProcessGroup, direction: str, peer: int, tag: int) -> int:
-    """Return the tag for the gradient of the message that has just come or gone."""
+    """Return the tag for the gradient of the message that was just sent or received."""
     counts = _messages.setdefault(group, Counter())
     number = counts[direction, peer, tag]
     counts[direction, peer, tag] += 1
     return _GRADIENT + tag * _NUMBERS + number % _NUMBERS
 
 
-def _room_for(like: Any) -> Array:
+def _buffer_for(like: Any) -> Array:
     """Return a new array, not initialised."""
     if isinstance(like, tuple) and len(like) == 2:
         return np.empty(*like)
     array = like.data if isinstance(like, Variable) else like
     if not isinstance(array, np.ndarray) and not is_cupy(array):
         raise TypeError(
-            "functional.recv needs to know what comes: a variable or an array like it, or a tuple "
+            "functional.recv needs a variable or an array like what arrives, or a tuple "
             f"(shape, dtype); got {type(like).__name__}"
         )
-    room: Array = array_module(array).empty(array.shape, array.dtype)
-    return room
+    buffer: Array = array_module(array).empty(array.shape, array.dtype)
+    return buffer

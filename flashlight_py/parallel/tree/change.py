@@ -22,7 +22,7 @@ def put_numbers(plan: Plan, values: Iterable[Any]) -> Any:
     changes: dict[int, dict[Any, Any]] = {}
     for (node, key, _), value in zip(plan.numbers, values, strict=True):
         changes.setdefault(node, {})[key] = value
-    # A container comes after the one it stands in, so the inner ones are made before the outer.
+    # A container stands after the one it stands in, so the inner ones are made before the outer.
     for node in range(len(plan.nodes) - 1, -1, -1):
         if node not in changes:
             continue
@@ -45,7 +45,7 @@ def _put(container: Any, entries: Mapping[Any, Any]) -> None:
 
 
 def put_buffer(module: Module, name: str, value: Any) -> None:
-    """Set a buffer by its dotted name, as ``Module.buffers`` gives it."""
+    """Set a buffer by its dotted name, as in ``Module.buffers``."""
     *parents, own = name.split(".")
     for parent in parents:
         module = dict(module.children())[parent]

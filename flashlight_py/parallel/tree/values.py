@@ -36,9 +36,9 @@ def look(value: Any) -> Answer:
 
     Returns:
         None for what is left alone; ``(NUMBER, description)``; ``(ARRAY, array, identity)`` where
-        ``array`` is a plain array of the memory of ``identity``, which tells whether it was met
+        ``array`` is a plain array of the memory of ``identity``, an object that may have been met
         before; ``(GPU_ARRAY, description, array)``; or ``(PARTS, tag, class name, names, parts)``,
-        with a tag of the description and None as names of parts told by their positions.
+        with a tag of the description and None as names of parts known by their positions.
 
     Raises:
         TypeError: an array holds Python objects, or a class cannot be built again.
@@ -138,7 +138,7 @@ def _tuple(value: tuple[Any, ...]) -> Answer:
 
 
 def _try_making_anew(value: Any, make: Callable[[Any], Any]) -> None:
-    """Refuse early what would fail when the root's numbers have come."""
+    """Refuse early what would fail when the root's numbers have arrived."""
     try:
         make(value)
     except (TypeError, ValueError) as error:

@@ -78,7 +78,7 @@ class Walker:
         self._numbers: list[tuple[int, Any, Any]] = []
         self._nodes: list[tuple[int, Any, Any]] = []
         self._met: dict[int, int] = {}
-        self._kept: list[Any] = []  # objects are told by their addresses, so none may go
+        self._kept: list[Any] = []  # objects are identified by address, so none may be freed
 
     def walk(self, box: list[Any]) -> tuple[Any, ...]:
         """Walk through the tree that is the only entry of ``box``, which is node 0.
