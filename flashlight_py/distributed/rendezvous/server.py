@@ -327,11 +327,13 @@ class Server:
 
     def give_up(self, reason: str) -> None:
         """Send the reason to all that are connected, and stop listening."""
-        with suppress(RendezvousError):
-            # Take in who has joined since: a second failure is no news.
-            until = time.monotonic() + _SHORTLY
-            while time.monotonic() < until and self._serve_ready(0.0):
-                pass
+        until = time.monotonic() + _SHORTLY
+        with suppress(RendezvousError):  # a second failure is no news
+            # Take in who has joined since, and those that are just doing so.
+            while (left := until - time.monotonic()) > 0:
+                is_joining = any(not each.is_refused for each in self._candidates)
+                if not self._serve_ready(left if is_joining else 0.0):
+                    break
         self._publish_failure(reason, set())
 
     def _disagreement(self, reason: str, rank: int, culprit: Connection) -> RendezvousError:
