@@ -32,6 +32,7 @@ from flashlight_py.distributed.rendezvous.alone import (
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
+from flashlight_py.distributed.rendezvous.peers import check_member
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
@@ -182,7 +183,7 @@ def _choose(
             raise ValueError(
                 "DistributedInit.FILE_SYSTEM needs params={'FILE_PATH': a path that all ranks see}"
             )
-        given = _given(rank, size, "distributed_init(FILE_SYSTEM, 0, 1)")
+        given = _given(rank, size, settings.timeout, "distributed_init(FILE_SYSTEM, 0, 1)")
         return _by_environment(given, settings)
     found = None if method is None and is_alone() else detect()
     if method is DistributedInit.ENV:
@@ -208,7 +209,9 @@ def _by_address(
     if (rank, size) == (-1, -1):
         found = _require(detect())
     else:
-        found = _given(rank, size, f"distributed_init('tcp://{host}:{port}', 0, 1)")
+        found = _given(
+            rank, size, settings.timeout, f"distributed_init('tcp://{host}:{port}', 0, 1)"
+        )
     here = dataclasses.replace(found, file=None, master_address=host, master_port=port)
     return _by_environment(here, settings)
 
@@ -223,15 +226,12 @@ def _agreeing(found: LaunchEnvironment, rank: int, size: int) -> LaunchEnvironme
     return found
 
 
-def _given(rank: int, size: int, how: str) -> LaunchEnvironment:
+def _given(rank: int, size: int, timeout: float, how: str) -> LaunchEnvironment:
     """Check the rank and size that were passed; ``how`` is the call, were it for a world of one."""
     for name, value in (("world_rank", rank), ("world_size", size)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{name} must be an integer, got {value!r}")
-    if size < 1:
-        raise ValueError(f"world_size must be at least 1, got {size}")
-    if not 0 <= rank < size:
-        raise ValueError(f"world_rank must be from 0 to {size - 1} (world_size - 1), got {rank}")
+    check_member(rank, size, timeout)
     if size == 1:
         check_size_one(how)
     return LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))

@@ -6,6 +6,7 @@ shell; what ssh itself does (keys, known hosts, the network) is not tested.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -224,13 +225,22 @@ def wait_for(folder: Path, pattern: str) -> Path:
     raise AssertionError(f"no {pattern} in {list(folder.rglob('*'))}")
 
 
+def wait_for_connection(port: int) -> None:
+    """Wait until somebody has connected to the loopback at ``port``."""
+    ends = time.monotonic() + 20
+    while f" 0100007F:{port:04X} 0100007F:" not in Path("/proc/net/tcp").read_text():
+        assert time.monotonic() < ends, f"nobody has connected to port {port}"
+        time.sleep(0.01)
+
+
 def test_a_signal_before_all_launchers_are_there(tmp_path: Path) -> None:
     """The third node never comes. Who waits is told, and nothing is left in the folder."""
     meeting = tmp_path / "meeting"
     meeting.mkdir()
     nodes = [start_node(node, meeting, "program.py", nodes=3) for node in range(2)]
     wait_for(meeting, "job-*")
-    wait_for(meeting, "*.join-*")
+    announced = json.loads(wait_for(meeting, "*.run-*").read_text())
+    wait_for_connection(announced["addresses"][0][1])
     nodes[0].send_signal(signal.SIGINT)
     errors = [node.communicate(timeout=20)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [130, 1]

@@ -50,24 +50,30 @@ def greet(offer: Offer, greeting: Greeting, deadline: float) -> Connection:
     """
     problem = NobodyError("it has no address")
     for number, address in enumerate(offer.addresses):
-        left = (deadline - time.monotonic()) / (len(offer.addresses) - number)
-        until = time.monotonic() + left
+        now = time.monotonic()
+        until = now + (deadline - now) / (len(offer.addresses) - number)
         try:
-            wire = socket.create_connection(address, min(_LONGEST_CONNECT, max(0.001, left)))
-        except OSError as error:
-            problem = NobodyError(str(error))
-            continue
-        connection = Connection(wire, wire.getpeername())
-        try:
-            _shake_hands(connection, offer, greeting, until)
+            return _greet_at(address, offer, greeting, until)
         except NobodyError as error:
             problem = error
-        else:
-            return connection
-        finally:
-            if connection.rank is None:
-                connection.close()
     raise problem
+
+
+def _greet_at(
+    address: tuple[str, int], offer: Offer, greeting: Greeting, deadline: float
+) -> Connection:
+    left = max(0.001, deadline - time.monotonic())
+    try:
+        wire = socket.create_connection(address, min(_LONGEST_CONNECT, left))
+        connection = Connection(wire)
+    except OSError as error:
+        raise NobodyError(str(error)) from error
+    try:
+        _shake_hands(connection, offer, greeting, deadline)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _shake_hands(connection: Connection, offer: Offer, greeting: Greeting, deadline: float) -> None:
@@ -85,7 +91,6 @@ def _shake_hands(connection: Connection, offer: Offer, greeting: Greeting, deadl
             f"process, which {ours}; {REMEDY}"
         )
     connection.trust()
-    connection.rank = 0
 
 
 def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer: Offer) -> Message:

@@ -86,7 +86,10 @@ class FileStore(PlaceStore):
         """Say what was passed over; see ``Place``."""
         ignored = "; ".join(f"{name} {why}" for name, why in self._directory.ignored.items())
         passed_over = f" (files passed over: {ignored})" if ignored else ""
-        return f"start every rank with the same FILE_PATH and world size{passed_over}"
+        what = (
+            "start every rank with the same FILE_PATH and world size, within reach of rank 0's host"
+        )
+        return f"{what}{passed_over}"
 
     # Rank 0 ---------------------------------------------------------------------------------------
 

@@ -96,9 +96,9 @@ def check_member(rank: int, size: int, timeout: float) -> None:
         ValueError: ``size`` < 1, ``rank`` not in [0, size), or ``timeout`` <= 0 seconds.
     """
     if size < 1:
-        raise ValueError(f"the world size must be at least 1, got {size}")
+        raise ValueError(f"world_size must be at least 1, got {size}")
     if not 0 <= rank < size:
-        raise ValueError(f"the rank must be in [0, {size}) for a world of {size}, got {rank}")
+        raise ValueError(f"world_rank must be from 0 to {size - 1} (world_size - 1), got {rank}")
     if not timeout > 0:
         raise ValueError(f"the timeout must be more than 0 seconds, got {timeout}")
 

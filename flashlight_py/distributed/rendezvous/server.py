@@ -167,13 +167,12 @@ class Server:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            wire, address = listener.accept()
+            connection = Connection(listener.accept()[0])
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._candidates:
                 self._drop(self._candidates[0])
             return  # whoever it was has gone again, or is still there at the next look
-        connection = Connection(wire, address)
-        self._selector.register(wire, selectors.EVENT_READ, connection)
+        self._selector.register(connection.wire, selectors.EVENT_READ, connection)
         self._candidates.append(connection)
         if len(self._candidates) > self._size + _SPARE_CANDIDATES:
             self._drop(self._candidates[0])
@@ -292,17 +291,19 @@ class Server:
 
     def _turn_away(self, candidate: Connection, greeting: Greeting) -> None:
         """Answer who knows another secret, or none. Only a process of our own user is no enemy."""
+        if not self._place.is_common:  # it means another run, which once listened here
+            self._refuse(candidate, Kind.SECRET, "")
+            return
+        # Asked before the other side hangs up.
         host, user = candidate.address[0], user_of(candidate.address, candidate.here)
         self._refuse(candidate, Kind.SECRET, "")
         reason = (
             f"the secrets differ: a process on {host}, as rank {greeting.rank} ({greeting.peer}), "
             f"knows another secret than rank 0, whose is from {self._place.known.source}"
         )
-        is_ours = user == os.geteuid() and self._place.is_common
-        if is_ours and self._round == 0 and not self._verdict:
+        if user == os.geteuid() and self._round == 0 and not self._verdict:
             raise self._disagreement(f"{reason}; {REMEDY}", greeting.rank, candidate)
-        is_new = host not in self._turned_away and len(self._turned_away) < _MOST_NAMED
-        if is_new and self._place.is_common:
+        if host not in self._turned_away and len(self._turned_away) < _MOST_NAMED:
             self._turned_away.add(host)
             _log.warning("rendezvous at %s: %s, and was turned away", self._place.name, reason)
 
@@ -327,11 +328,13 @@ class Server:
 
     def give_up(self, reason: str) -> None:
         """Send the reason to all that are connected, and stop listening."""
-        with suppress(RendezvousError):
-            # Take in who has joined since: a second failure is no news.
-            until = time.monotonic() + _SHORTLY
-            while time.monotonic() < until and self._serve_ready(0.0):
-                pass
+        until = time.monotonic() + _SHORTLY
+        with suppress(RendezvousError):  # a second failure is no news
+            # Take in who has joined since, and those that are just doing so.
+            while (left := until - time.monotonic()) > 0:
+                is_joining = any(not each.is_refused for each in self._candidates)
+                if not self._serve_ready(left if is_joining else 0.0):
+                    break
         self._publish_failure(reason, set())
 
     def _disagreement(self, reason: str, rank: int, culprit: Connection) -> RendezvousError:

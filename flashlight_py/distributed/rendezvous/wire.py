@@ -16,7 +16,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flashlight_py.distributed.rendezvous.peers import Peer
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, proof
@@ -136,10 +136,19 @@ class Connection:
     ``inbox`` holds what has arrived, ``has_ended``: nothing more will. ``address`` is the other
     end's, ``here`` our own. On rank 0, ``rank`` is the client's once it is a member, and
     ``is_refused``: it has been sent its last message.
+
+    Raises:
+        OSError: the other end has hung up already; ``wire`` is closed.
     """
 
-    def __init__(self, wire: socket.socket, address: tuple[Any, ...]) -> None:
-        self.wire, self.address, self.here = wire, address, wire.getsockname()
+    def __init__(self, wire: socket.socket) -> None:
+        try:
+            address, here = wire.getpeername(), wire.getsockname()
+            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            wire.close()
+            raise
+        self.wire, self.address, self.here = wire, address, here
         self.handshake: Handshake | None = None
         self.rank: int | None = None
         self.is_refused = False
@@ -147,7 +156,6 @@ class Connection:
         self.has_ended = False
         self._buffer = bytearray()
         self._limit = _UNPROVEN_LIMIT
-        wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def trust(self) -> None:
         """Accept long messages from now on."""
