@@ -11,7 +11,9 @@ import pytest
 
 from flashlight_py import _native
 from flashlight_py.distributed.backends.gloo import GlooBackend
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.verbs import ALL_GATHER
 from flashlight_py.errors import BackendUnavailableError, PeerLostError
 
 __all__ = ["connected"]
@@ -62,7 +64,7 @@ def connected(keys: list[bytes], pause: float = 0.0) -> list[Any]:
             results[rank] = error
             return
         try:
-            results[rank] = group.all_gather(np.array([rank]), blocking=True).wait().tolist()
+            results[rank] = group.start(Call(ALL_GATHER, np.array([rank]))).wait().tolist()
             barrier.wait(10.0)
         finally:
             group.close()
