@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tests.distributed import fork_server
 from tests.distributed.world import Environment, Outcome, World, mpirun_command
 
 __all__ = [
@@ -67,8 +68,8 @@ def run_outcomes(
 
 
 def living_processes() -> set[int]:
-    """The processes that belong to pools which are open now."""
-    return {pid for pool in _living for pid in pool.pids()}
+    """The processes that belong to pools which are open now, and the one that forks them."""
+    return fork_server.server_pids() | {pid for pool in _living for pid in pool.pids()}
 
 
 class RankPool:
