@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 import flashlight_py as fl
@@ -33,6 +34,23 @@ BACKENDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "mpi": ((3,), {"init": "mpi", "params": {"BACKEND": "mpi"}}),
 }
 WORLDS = [(name, size) for name, (sizes, _) in BACKENDS.items() for size in sizes]
+
+
+def ranks_in(*worlds: tuple[str, int]) -> Any:
+    """Return a fixture: the ranks of each of ``worlds`` (backend, size) in turn.
+
+    All tests of a module run in one world before the next one is started.
+    """
+
+    @pytest.fixture(scope="module", params=worlds, ids=lambda world: f"{world[0]}-{world[1]}")
+    def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
+        name, size = request.param
+        if name == "mpi":
+            pytest.importorskip("mpi4py")
+        return pool(size, **BACKENDS[name][1])
+
+    return ranks
+
 
 DTYPES = [
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

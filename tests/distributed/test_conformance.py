@@ -7,13 +7,9 @@ from typing import Any
 import pytest
 
 from tests.distributed import conformance
-from tests.distributed.conformance import BACKENDS, DTYPES, LAYOUTS, WORLDS
+from tests.distributed.conformance import DTYPES, LAYOUTS, WORLDS, ranks_in
 
-
-@pytest.fixture(params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
-def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-    name, size = request.param
-    return pool(size, **BACKENDS[name][1])
+ranks = ranks_in(*WORLDS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,7 +9,7 @@ import pytest
 
 import flashlight_py as fl
 from tests.distributed import hook_steps
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import ranks_in
 from tests.distributed.hook_steps import (
     HOOKS,
     SHAPES,
@@ -27,10 +27,7 @@ WORLDS = [
 ]
 
 
-@pytest.fixture(params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
-def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-    name, size = request.param
-    return pool(size, **BACKENDS[name][1])
+ranks = ranks_in(*WORLDS)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

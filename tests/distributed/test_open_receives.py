@@ -14,16 +14,13 @@ import flashlight_py as fl
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 from flashlight_py.trace.records import call_text
 from tests.distributed import open_receives
-from tests.distributed.conformance import BACKENDS, WORLDS
+from tests.distributed.conformance import BACKENDS, WORLDS, ranks_in
 from tests.distributed.harness import run_outcomes, run_ranks
 
 SEVERAL = [(name, size) for name, size in WORLDS if size > 1]
 
 
-@pytest.fixture(params=SEVERAL, ids=lambda world: f"{world[0]}-{world[1]}")
-def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-    name, size = request.param
-    return pool(size, **BACKENDS[name][1])
+ranks = ranks_in(*SEVERAL)
 
 
 @pytest.mark.parametrize("width", [1, 30_000])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.distributed.conformance import BACKENDS, two_hosts
+from tests.distributed.conformance import ranks_in, two_hosts
 from tests.distributed.oracles import ORACLES, run_with_mpi
 from tests.distributed.programs import VERBS, Call, calls, run_program
 
@@ -27,10 +27,7 @@ repeatable = settings(
 )
 
 
-@pytest.fixture(params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
-def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-    name, size = request.param
-    return pool(size, **BACKENDS[name][1])
+ranks = ranks_in(*WORLDS)
 
 
 @repeatable
