@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from tests.distributed.conformance import ranks_in, two_hosts
 from tests.distributed.oracles import ORACLES, run_with_mpi
-from tests.distributed.programs import VERBS, Call, calls, run_program
+from tests.distributed.programs import ASYNCHRONOUS, ROOTED, VERBS, Call, programs, run_program
 
-CALLS = 12  # per program: the ranks are asked once for all of them
 WORLDS = [("single", 1), ("gloo", 2), ("gloo", 4), ("gloo", 5), ("shm", 2), ("shm", 3), ("shm", 5)]
 WORLDS += [("hierarchical", 3), ("hierarchical", 5), ("mpi", 2), ("mpi", 4), ("mpi", 5)]
 
@@ -33,20 +32,19 @@ ranks = ranks_in(*WORLDS)
 @repeatable
 @given(data=st.data())
 def test_programs_of_every_verb_give_what_numpy_gives(ranks: Any, data: st.DataObject) -> None:
-    program = data.draw(st.lists(calls(ranks.size), min_size=1, max_size=CALLS))
-    ranks.run(run_program, program)
+    ranks.run(run_program, data.draw(programs(ranks.size)))
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_each_verb_in_every_size(ranks: Any, verb: str) -> None:
+def test_each_verb_in_every_size(ranks: Any) -> None:
     """Rows of every width, whatever the random programs have left out."""
     everyone = tuple(range(ranks.size))
     program = [
         Call(verb, "float32", rows, width, "contiguous", root, "sum", 1.0, async_op, everyone)
+        for verb in VERBS
         for rows in (0, 1, 3)
         for width in (1, 1000, 100_000)
-        for root in {0, ranks.size - 1}
-        for async_op in (False, True)
+        for root in ({0, ranks.size - 1} if verb in ROOTED else {0})
+        for async_op in ((False, True) if verb in ASYNCHRONOUS else (False,))
     ]
     ranks.run(run_program, program)
 
@@ -59,5 +57,4 @@ def test_programs_give_what_mpi_gives(
 ) -> None:
     world = {"env": two_hosts} if backend == "hierarchical" else {"params": {"BACKEND": backend}}
     ranks = pool(size, init="mpi", **world)
-    program = data.draw(st.lists(calls(size, tuple(ORACLES)), min_size=1, max_size=CALLS))
-    ranks.run(run_with_mpi, program)
+    ranks.run(run_with_mpi, data.draw(programs(size, tuple(ORACLES))))
