@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import os
 import pickle
+import select
 import selectors
 import signal
 import socket
@@ -60,6 +61,8 @@ class Forked:
 
     def __init__(self, link: Connection) -> None:
         self._link = link
+        self._poller = select.poll()
+        self._poller.register(link, select.POLLIN)
         self.pid: int = link.recv()
         self.returncode: int | None = None
 
@@ -69,7 +72,7 @@ class Forked:
 
     def poll(self) -> int | None:
         """Return the exit code (minus the signal), or None while the process runs."""
-        if self.returncode is None and self._link.poll():
+        if self.returncode is None and self._poller.poll(0):  # whatever a test makes of the time
             self.returncode = self._link.recv()
         return self.returncode
 
