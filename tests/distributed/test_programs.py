@@ -46,7 +46,7 @@ def test_each_verb_in_every_size(ranks: Any) -> None:
         for root in ({0, ranks.size - 1} if verb in ROOTED else {0})
         for async_op in ((False, True) if verb in ASYNCHRONOUS else (False,))
     ]
-    ranks.run(run_program, program)
+    ranks.run(run_program, program, deadline=100.0)
 
 
 @repeatable
