@@ -35,6 +35,11 @@ def test_programs_of_every_verb_give_what_numpy_gives(ranks: Any, data: st.DataO
     ranks.run(run_program, data.draw(programs(ranks.size)))
 
 
+def ways(verb: str, size: int) -> set[tuple[int, bool]]:
+    """Roots and whether to wait at once: the first and the last root, and both kinds of call."""
+    return {(0, False), ((size - 1) * (verb in ROOTED), verb in ASYNCHRONOUS)}
+
+
 def test_each_verb_in_every_size(ranks: Any) -> None:
     """Rows of every width, whatever the random programs have left out."""
     everyone = tuple(range(ranks.size))
@@ -43,8 +48,7 @@ def test_each_verb_in_every_size(ranks: Any) -> None:
         for verb in VERBS
         for rows in (0, 1, 3)
         for width in (1, 1000, 100_000)
-        for root in ({0, ranks.size - 1} if verb in ROOTED else {0})
-        for async_op in ((False, True) if verb in ASYNCHRONOUS else (False,))
+        for root, async_op in ways(verb, ranks.size)
     ]
     ranks.run(run_program, program, deadline=100.0)
 
