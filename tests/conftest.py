@@ -22,8 +22,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("ranks")
 
-# Idle ranks cost memory, and starting two of them about half a second.
-MOST_POOLS = 6
+# Idle ranks cost memory, about 20 MB each. The conformance suite needs 7 worlds, the modules beside
+# it have worlds in common with it.
+MOST_WORLDS = 16
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,23 +62,22 @@ def _why_no_gpu() -> str:
 
 
 class Pools:
-    """The open pools of this session, by world; the longest unused one makes room for a new one."""
+    """The pools of this session, by world; the longest unused one makes room for a new one."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[str, RankPool] = OrderedDict()
+        self._pools: OrderedDict[str, RankPool] = OrderedDict()
 
     def __call__(self, size: int, **world: Any) -> RankPool:
         key = repr((size, sorted(world.items())))
-        if key not in self._open:
-            while len(self._open) >= MOST_POOLS:
-                self._open.popitem(last=False)[1].close()
-            self._open[key] = RankPool(size, **world)
-        self._open.move_to_end(key)
-        return self._open[key]
+        asked = self._pools.setdefault(key, RankPool(size, **world))
+        self._pools.move_to_end(key)
+        for unused in list(self._pools.values())[:-MOST_WORLDS]:
+            unused.close()  # it starts again if somebody still has it
+        return asked
 
     def close(self) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
+        while self._pools:
+            self._pools.popitem()[1].close()
 
 
 @pytest.fixture(scope="session")

@@ -114,7 +114,7 @@ def test_deadline_shows_where_a_rank_hangs_and_kills_it() -> None:
 
 def test_deadline_kills_the_children_of_a_rank(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError):
-        run_ranks(start_child_and_hang, 1, str(tmp_path / "pid"), init=None, deadline=2.0)
+        run_ranks(start_child_and_hang, 1, str(tmp_path / "pid"), init=None, deadline=1.0)
     assert not alive(int((tmp_path / "pid").read_text()))
 
 
@@ -197,14 +197,18 @@ def test_mpirun_starts_the_ranks_too() -> None:
     assert run_ranks(describe, 2, init="mpi") == [(0, 2), (1, 2)]
 
 
-def test_leftover_process_is_found_and_killed() -> None:
+def test_leftover_process_is_found_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that left the process group and lost its parent."""
+    monkeypatch.setattr(leftovers, "ENDING_SECONDS", 0.1)
     (pid,) = run_ranks(start_child, 1, True, init=None)
     assert list(leftovers.end_processes()) == [pid]
     assert not alive(pid)
 
 
-def test_leftover_segment_is_found_only_while_nobody_uses_it() -> None:
+def test_leftover_segment_is_found_only_while_nobody_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leftovers, "JOINING_SECONDS", 0.2)
     segment = Path("/dev/shm") / f"test-flashlight-{os.getpid()}"
     segment.write_bytes(b"x" * 4096)
     try:

@@ -61,6 +61,7 @@ VERBS += ["all_to_all", "send_recv", "sendrecv", "barrier", "all_gather, unequal
 VERBS += ["all_to_all, unequal", "batch_isend_irecv", "broadcast_object", "all_gather_object"]
 
 
+@pytest.mark.slow
 def test_training_step_without_peers(tmp_path: Path) -> None:
     output, result = run(tmp_path, "training_step.py")
     assert "- ABSENT torch gloo: not installed" in output
@@ -73,12 +74,14 @@ def test_training_step_without_peers(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_overlap_measures_all_kinds(tmp_path: Path) -> None:
     output, result = run(tmp_path, "overlap.py", "--width", "32")
     assert len(result["measurements"][0]["seconds"]) == 4
     assert "| 2 ranks, overlapped |" in output
 
 
+@pytest.mark.slow
 def test_synchronize_is_measured_beside_a_broadcast(tmp_path: Path) -> None:
     output, result = run(tmp_path, "synchronize.py", "--sizes", "1024000")
     assert len(result["measurements"][0]["seconds"]) == 4
@@ -86,6 +89,7 @@ def test_synchronize_is_measured_beside_a_broadcast(tmp_path: Path) -> None:
     assert result["verdicts"][0]["reached"] in (True, False)
 
 
+@pytest.mark.slow
 def test_compression_tells_bytes_times_and_losses(tmp_path: Path) -> None:
     options = ("--width", "32", "--samples", "20", "--epochs", "2")
     output, result = run(tmp_path, "compression.py", *options)
@@ -97,6 +101,7 @@ def test_compression_tells_bytes_times_and_losses(tmp_path: Path) -> None:
     assert re.search(r"\| no hook \| 4804 \| \d+(\.\d+)? \| 1.000x \|", output)
 
 
+@pytest.mark.slow
 def test_the_launcher_is_timed_beside_bare_processes(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [sys.executable, str(BENCHMARKS / "launch.py"), "--rounds", "1", "--json", str(file)]

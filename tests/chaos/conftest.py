@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chaos.rounds import start_ranks
-from tests.distributed import leftovers
 from tests.distributed.rendezvous_helpers import Ranks
 
 
@@ -23,9 +22,7 @@ def ranks() -> Iterator[Ranks]:
     It stays between tests, the ranks must not.
     """
     started = start_ranks()
-    leftovers.helpers.add(started.server)
     try:
         yield started
     finally:
-        leftovers.helpers.discard(started.server)
         started.close()

@@ -1,6 +1,7 @@
 """A rank dies, stops, raises or exits while a verb is called: the others are told, soon, and why.
 
-A sample of what ``python -m tests.chaos`` plays at length.
+A sample of what ``python -m tests.chaos`` plays at length. Every fate and every backend is in the
+ordinary run, every pair of them in the slow one.
 """
 
 from __future__ import annotations
@@ -26,8 +27,16 @@ def sample(backend: str, fate: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("fate", FATES)
-@pytest.mark.parametrize("backend", BACKENDS)
+ORDINARY = [("gloo", "kill"), ("shm", "stop"), ("hierarchical", "exception")]
+ORDINARY += [("gloo", "exit"), ("shm", "interrupt")]
+PAIRS = [
+    pytest.param(backend, fate, marks=[] if (backend, fate) in ORDINARY else pytest.mark.slow)
+    for backend in BACKENDS
+    for fate in FATES
+]
+
+
+@pytest.mark.parametrize(("backend", "fate"), PAIRS)
 def test_the_others_are_told_in_time_and_nothing_is_left(
     ranks: Ranks, backend: str, fate: str
 ) -> None:
@@ -36,7 +45,9 @@ def test_the_others_are_told_in_time_and_nothing_is_left(
         assert play(ranks, game).wrong == [], game.command
 
 
-@pytest.mark.parametrize("fate", FATES)
+@pytest.mark.parametrize(
+    "fate", [pytest.param(f, marks=[] if f == "kill" else pytest.mark.slow) for f in FATES]
+)
 def test_an_mpi_job_ends_in_time(fate: str) -> None:
     pytest.importorskip("mpi4py")
     game = Round("mpi", "all_reduce", fate, seed=1)

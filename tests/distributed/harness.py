@@ -14,9 +14,10 @@ from __future__ import annotations
 import os
 import pickle
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from tests.distributed import fork_server
 from tests.distributed.world import Environment, Outcome, World, mpirun_command
 
 __all__ = [
@@ -67,8 +68,8 @@ def run_outcomes(
 
 
 def living_processes() -> set[int]:
-    """The processes that belong to pools which are open now."""
-    return {pid for pool in _living for pid in pool.pids()}
+    """The processes that belong to pools which are open now, and the one that forks them."""
+    return fork_server.server_pids() | {pid for pool in _living for pid in pool.pids()}
 
 
 class RankPool:
@@ -112,6 +113,15 @@ class RankPool:
         if not all(outcome.ok for outcome in outcomes):
             raise RanksFailedError(fn.__qualname__, outcomes)
         return [outcome.value for outcome in outcomes]
+
+    def run_each(
+        self, fn: Callable[..., Any], cases: Iterable[tuple[Any, ...]], deadline: float = 60.0
+    ) -> None:
+        """Run ``fn(rank, size, *case)`` for each of ``cases`` on every rank, in one request.
+
+        Raises ``RanksFailedError``, which names the first case that failed or was not finished.
+        """
+        self.run(_each, fn, list(cases), deadline=deadline)
 
     def outcomes(self, fn: Callable[..., Any], *args: Any, deadline: float = 60.0) -> list[Outcome]:
         """Return what became of each rank; only a rank that is stuck is an error."""
@@ -160,3 +170,13 @@ class RankPool:
             if not all(outcome.ok for outcome in outcomes):
                 raise RanksFailedError("distributed_init", outcomes)
         return self._world
+
+
+def _each(rank: int, size: int, fn: Callable[..., Any], cases: list[tuple[Any, ...]]) -> None:
+    for case in cases:
+        name = f"{fn.__name__}{case!r} on rank {rank} of {size}"
+        print(name, flush=True)  # the end of a rank's output is shown when it is stuck
+        try:
+            fn(rank, size, *case)
+        except Exception as error:
+            raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error

@@ -147,7 +147,7 @@ def goes_on_in_the_background(rank: int, size: int) -> float:
     started = time.monotonic()
     work = fl.all_reduce(x, async_op=True)
     if rank == 0:
-        threading.Event().wait(3.0)
+        threading.Event().wait(2.0)
     work.wait()
     assert np.all(x == size)
     return time.monotonic() - started

@@ -1,8 +1,8 @@
-"""The program that one rank of a test runs: greet the harness, then execute what it sends.
+"""The program that one rank of a test runs: connect to the harness, then execute what it sends.
 
-``python rank_main.py SOCKET RANK``; a rank of -1 is read from the environment that the MPI
-launcher set. Every message is a pickle on one Unix socket, so a rank needs no inherited pipe and
-may be started by any launcher.
+It is forked by ``fork_server.py``, or a launcher runs ``python rank_main.py SOCKET -1``: the rank
+is then read from the environment that the MPI launcher set. Every message is a pickle on one Unix
+socket, so a rank needs no inherited pipe and may be started by any launcher.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
+def main(path: str, rank: int) -> None:
     _die_with_parent()
     # The harness ends a stuck rank by SIGABRT, which makes faulthandler show where it was.
     faulthandler.enable(all_threads=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    link = _connect(sys.argv[1], int(sys.argv[2]))
+    link = _connect(path, rank)
     setup = link.recv()
     sys.path[:] = setup["path"]
     rank, size = setup["rank"], setup["size"]
@@ -92,4 +92,4 @@ def _attempt(function: Any, *args: Any) -> tuple[Any, ...]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], int(sys.argv[2]))

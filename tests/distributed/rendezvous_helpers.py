@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import select
@@ -12,9 +14,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+
+from tests.distributed import leftovers
 
 __all__ = ["Rank", "Ranks", "ranks"]
 
@@ -26,8 +30,8 @@ DEADLINE = 30.0
 class Rank:
     """One rank: what it has reported so far."""
 
-    def __init__(self, owner: Ranks, plan: dict[str, Any]) -> None:
-        self._owner = owner
+    def __init__(self, server: _Server, plan: dict[str, Any]) -> None:
+        self._server = server
         self.plan = plan
         self.events: dict[str, dict[str, Any]] = {}
 
@@ -35,7 +39,7 @@ class Rank:
         """Return the first of ``events`` that this rank reports, within the deadline or later."""
         end = time.monotonic() + max(DEADLINE, seconds)
         while not self.events.keys() & set(events):
-            self._owner.read_reports(end, f"rank {self.plan} to report {events}: {self.events}")
+            self._server.read_reports(end, f"rank {self.plan} to report {events}: {self.events}")
         return next(self.events[event] for event in events if event in self.events)
 
     def outcome(self) -> str:
@@ -67,36 +71,22 @@ class Rank:
 
 
 class Ranks:
-    """Starts ranks in one process group, which ends with it; ``worker`` is who forks them."""
+    """Starts ranks, which end with it; the process of ``worker``, which forks them, stays."""
 
     def __init__(
         self, worker: str = "tests.distributed.rendezvous_worker", **defaults: Any
     ) -> None:
         self.defaults = {"store": "file", "timeout": 20.0, "lengths": [3, 0, 5], **defaults}
         self.all: list[Rank] = []
-        self._buffer = b""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", worker],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            start_new_session=True,
-        )
-
-    @property
-    def server(self) -> int:
-        """The process that forks the ranks."""
-        return self._process.pid
+        self._server = _Server.of(worker)
 
     def start(self, rank: int, size: int, **plan: Any) -> Rank:
         """Start ``rank`` of ``size``; ``plan`` adds to or replaces the defaults."""
-        plan = {**self.defaults, "rank": rank, "size": size, "id": len(self.all), **plan}
+        plan = {**self.defaults, "rank": rank, "size": size, **plan}
         plan["path"] = str(plan.get("path", ""))
-        handle = Rank(self, plan)
+        handle = Rank(self._server, plan)
         self.all.append(handle)
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(plan).encode() + b"\n")
-        self._process.stdin.flush()
+        self._server.start(handle)
         return handle
 
     def start_all(self, size: int, **plan: Any) -> list[Rank]:
@@ -116,6 +106,44 @@ class Ranks:
         outcomes = [rank.outcome() for rank in self.start_all(size, **plan)]
         assert outcomes == ["closed"] * size
 
+    def close(self) -> None:
+        for rank in self.all:
+            if not rank.events.keys() & {*FINAL, "ended"}:
+                with contextlib.suppress(ProcessLookupError):  # it has ended, its report is unread
+                    rank.kill()
+
+
+class _Server:
+    """A process that forks ranks: one for each kind of worker, and all tests of a session."""
+
+    _running: ClassVar[dict[str, _Server]] = {}
+
+    def __init__(self, worker: str) -> None:
+        self._ranks: list[Rank] = []
+        self._buffer = b""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", worker],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        leftovers.helpers.add(self._process.pid)
+        atexit.register(self._close)
+
+    @classmethod
+    def of(cls, worker: str) -> _Server:
+        if worker not in cls._running or cls._running[worker]._process.poll() is not None:
+            cls._running[worker] = cls(worker)
+        return cls._running[worker]
+
+    def start(self, rank: Rank) -> None:
+        rank.plan["id"] = len(self._ranks)
+        self._ranks.append(rank)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(rank.plan).encode() + b"\n")
+        self._process.stdin.flush()
+
     def read_reports(self, end: float, awaited: str) -> None:
         """Hand the next reports to their ranks; fail at ``end`` with what was ``awaited``."""
         pipe = self._process.stdout
@@ -128,9 +156,9 @@ class Ranks:
         *lines, self._buffer = (self._buffer + read).split(b"\n")
         for line in lines:
             event = json.loads(line)
-            self.all[event["id"]].events[event["event"]] = event
+            self._ranks[event["id"]].events[event["event"]] = event
 
-    def close(self) -> None:
+    def _close(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
 

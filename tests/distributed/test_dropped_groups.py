@@ -11,16 +11,10 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import run_ranks
 
-
-@pytest.fixture(
-    params=[("gloo", 2), ("shm", 2), ("hierarchical", 4), ("mpi", 2)], ids=lambda w: w[0]
-)
-def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-    name, size = request.param
-    return pool(size, **BACKENDS[name][1])
+ranks = ranks_in(("gloo", 2), ("shm", 2), ("hierarchical", 4), ("mpi", 2))
 
 
 def held() -> tuple[int, int]:

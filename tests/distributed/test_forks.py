@@ -18,16 +18,10 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.group import ProcessGroup
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import run_outcomes
 
-
-@pytest.fixture(
-    params=[("gloo", 3), ("shm", 3), ("hierarchical", 5), ("mpi", 3)], ids=lambda w: w[0]
-)
-def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-    name, size = request.param
-    return pool(size, **BACKENDS[name][1])
+ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 5), ("mpi", 3))
 
 
 VERBS: list[Callable[[ProcessGroup], Any]] = [

@@ -9,16 +9,12 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import ranks_in
 
 SHORT, MOST = 0.3, 60.0  # seconds: the group's, and far less than the world's
 
 
-@pytest.fixture(params=["gloo", "shm", "hierarchical", "mpi"])
-def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-    if request.param == "mpi":
-        pytest.importorskip("mpi4py")
-    return pool(3, **BACKENDS[request.param][1])
+ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 3), ("mpi", 3))
 
 
 def waits_in_vain(group: fl.ProcessGroup, verb: str) -> None:

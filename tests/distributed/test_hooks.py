@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
-import pytest
 
 import flashlight_py as fl
 from tests.distributed import hook_steps
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import ranks_in
 from tests.distributed.hook_steps import (
     HOOKS,
     SHAPES,
@@ -27,46 +27,41 @@ WORLDS = [
 ]
 
 
-@pytest.fixture(params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
-def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-    name, size = request.param
-    return pool(size, **BACKENDS[name][1])
+ranks = ranks_in(*WORLDS)
+DTYPES = ("float32", "float64")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", HOOKS)
-def test_every_rank_has_the_same_bits_in_every_step(ranks: Any, name: str, dtype: str) -> None:
-    told = ranks.run(hook_steps.steps, name, dtype, 4, {})
-    for step in range(4):
-        assert len({flat(results[step]).tobytes() for results, _, _ in told}) == 1
-    assert len({nbytes for _, _, nbytes in told}) == 1
+def test_every_rank_has_the_same_bits_in_every_step(ranks: Any) -> None:
+    for case in itertools.product(HOOKS, DTYPES):
+        told = ranks.run(hook_steps.steps, *case, 4, {})
+        for step in range(4):
+            assert len({flat(results[step]).tobytes() for results, _, _ in told}) == 1, case
+        assert len({nbytes for _, _, nbytes in told}) == 1, case
 
 
-@pytest.mark.parametrize(("name", "bits"), [("Float16Compression", 11), ("Bfloat16Compression", 8)])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_casting_rounds_each_value_once_and_the_sum_once(
-    ranks: Any, name: str, bits: int, dtype: str
-) -> None:
-    results, _, _ = ranks.run(hook_steps.steps, name, dtype, 1, {})[0]
-    magnitudes = flat([abs(a) for a in gradients(0, 0, dtype)]).astype(np.float64)
-    for rank in range(1, ranks.size):
-        magnitudes += flat([abs(a) for a in gradients(rank, 0, dtype)])
-    exact = flat(sums(ranks.size, 0, dtype))
-    # Half of the last place of each value and of the sum; and what float32 adds to that.
-    bound = (magnitudes + abs(exact)) * (1.001 * 2.0**-bits) + 2.0**-23
-    assert np.all(abs(flat(results[0]) - exact) <= bound)
-    assert np.any(flat(results[0]) != exact)
+def test_casting_rounds_each_value_once_and_the_sum_once(ranks: Any) -> None:
+    hooks = {"Float16Compression": 11, "Bfloat16Compression": 8}
+    for (name, bits), dtype in itertools.product(hooks.items(), DTYPES):
+        results, _, _ = ranks.run(hook_steps.steps, name, dtype, 1, {})[0]
+        magnitudes = flat([abs(a) for a in gradients(0, 0, dtype)]).astype(np.float64)
+        for rank in range(1, ranks.size):
+            magnitudes += flat([abs(a) for a in gradients(rank, 0, dtype)])
+        exact = flat(sums(ranks.size, 0, dtype))
+        # Half of the last place of each value and of the sum; and what float32 adds to that.
+        bound = (magnitudes + abs(exact)) * (1.001 * 2.0**-bits) + 2.0**-23
+        assert np.all(abs(flat(results[0]) - exact) <= bound), (name, dtype)
+        assert np.any(flat(results[0]) != exact), (name, dtype)
 
 
-@pytest.mark.parametrize("name", WITH_FEEDBACK)
-def test_what_was_sent_and_what_is_left_is_the_sum_of_the_gradients(ranks: Any, name: str) -> None:
+def test_what_was_sent_and_what_is_left_is_the_sum_of_the_gradients(ranks: Any) -> None:
     count = 12
-    told = ranks.run(hook_steps.steps, name, "float64", count, {})
-    sent = sum(flat(result) for result in told[0][0])
-    left = sum(residuals(state) for _, state, _ in told)
     total = sum(flat(sums(ranks.size, step, "float64")) for step in range(count))
-    assert np.linalg.norm(left) > 1  # there is something to lose
-    np.testing.assert_allclose(sent + left, total, rtol=0, atol=1e-10)
+    for name in WITH_FEEDBACK:
+        told = ranks.run(hook_steps.steps, name, "float64", count, {})
+        sent = sum(flat(result) for result in told[0][0])
+        left = sum(residuals(state) for _, state, _ in told)
+        assert np.linalg.norm(left) > 1, name  # there is something to lose
+        np.testing.assert_allclose(sent + left, total, rtol=0, atol=1e-10, err_msg=name)
 
 
 def largest(array: Any, k: int) -> Any:
@@ -97,13 +92,13 @@ def low_rank(rank: int, size: int, dtype: str) -> list[Any]:
     return reduce(fl.PowerSGDCompression(rank=size), results, scale=0.5)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("float64", 1e-13)])
-def test_power_sgd_is_exact_for_matrices_of_low_rank(ranks: Any, dtype: str, error: float) -> None:
-    results = ranks.run(low_rank, dtype)
+def test_power_sgd_is_exact_for_matrices_of_low_rank(ranks: Any) -> None:
     alone = [low_rank(rank, 1, "float64") for rank in range(ranks.size)]
-    for number, got in enumerate(results[-1]):
-        exact = np.sum([arrays[number] for arrays in alone], axis=0)
-        np.testing.assert_allclose(got, exact, rtol=0, atol=error * abs(exact).max())
+    for dtype, error in zip(DTYPES, (1e-5, 1e-13), strict=True):
+        for number, got in enumerate(ranks.run(low_rank, dtype)[-1]):
+            exact = np.sum([arrays[number] for arrays in alone], axis=0)
+            most = error * abs(exact).max()
+            np.testing.assert_allclose(got, exact, rtol=0, atol=most, err_msg=dtype)
 
 
 def constant(rank: int, size: int, name: str) -> tuple[float, float]:
@@ -116,11 +111,11 @@ def constant(rank: int, size: int, name: str) -> tuple[float, float]:
     return float(first), float(np.linalg.norm(np.mean(results, axis=0) - exact) / norm)
 
 
-@pytest.mark.parametrize("name", WITH_FEEDBACK)
-def test_feedback_makes_up_for_what_single_steps_lack(pool: Any, name: str) -> None:
-    first, mean = pool(2).run(constant, name)[0]
-    assert 0.3 < first < 1.0
-    assert mean < first / 3
+def test_feedback_makes_up_for_what_single_steps_lack(pool: Any) -> None:
+    for name in WITH_FEEDBACK:
+        first, mean = pool(2).run(constant, name)[0]
+        assert 0.3 < first < 1.0, name
+        assert mean < first / 3, name
 
 
 def resumed(rank: int, size: int, name: str, dtype: str) -> bool:
@@ -142,10 +137,9 @@ def resumed(rank: int, size: int, name: str, dtype: str) -> bool:
     return got.tobytes() == expected.tobytes() and same_state
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", HOOKS)
-def test_a_loaded_state_gives_the_same_next_step(pool: Any, name: str, dtype: str) -> None:
-    assert pool(2).run(resumed, name, dtype) == [True, True]
+def test_a_loaded_state_gives_the_same_next_step(pool: Any) -> None:
+    for case in itertools.product(HOOKS, DTYPES):
+        assert pool(2).run(resumed, *case) == [True, True], case
 
 
 def start_late(rank: int, size: int) -> list[bool]:
@@ -188,16 +182,12 @@ def not_finite(rank: int, size: int, name: str, value: float) -> tuple[list[floa
     return told, bool(np.isfinite(following).all()), all(np.isfinite(a).all() for a in state)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("name", HOOKS)
-def test_what_is_not_finite_is_seen_everywhere_and_forgotten(
-    pool: Any, name: str, value: float
-) -> None:
-    for (in_matrix, in_bias), following, remembered in pool(2).run(not_finite, name, value):
-        assert not np.isfinite(in_matrix)
-        assert not np.isfinite(in_bias)
-        assert following
-        assert remembered
+def test_what_is_not_finite_is_seen_everywhere_and_forgotten(pool: Any) -> None:
+    for case in itertools.product(HOOKS, (np.nan, np.inf)):
+        for values, following, remembered in pool(2).run(not_finite, *case):
+            assert not np.isfinite(values).any(), case
+            assert following, case
+            assert remembered, case
 
 
 def zeros_first(rank: int, size: int, name: str) -> float:
@@ -211,9 +201,9 @@ def zeros_first(rank: int, size: int, name: str) -> float:
     return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
 
 
-@pytest.mark.parametrize("name", WITH_FEEDBACK)
-def test_gradients_of_zeros_stop_nothing(pool: Any, name: str) -> None:
-    assert max(pool(2).run(zeros_first, name)) < 1.0
+def test_gradients_of_zeros_stop_nothing(pool: Any) -> None:
+    for name in WITH_FEEDBACK:
+        assert max(pool(2).run(zeros_first, name)) < 1.0, name
 
 
 def tiny(rank: int, size: int) -> float:

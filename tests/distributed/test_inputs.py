@@ -8,16 +8,10 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import BACKENDS, ranks_in
 from tests.distributed.harness import run_outcomes
 
-
-@pytest.fixture(
-    params=[("gloo", 4), ("shm", 4), ("hierarchical", 5), ("mpi", 4)], ids=lambda w: w[0]
-)
-def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-    name, size = request.param
-    return pool(size, **BACKENDS[name][1])
+ranks = ranks_in(("gloo", 4), ("shm", 4), ("hierarchical", 5), ("mpi", 4))
 
 
 def numbers(rank: int, rows: int) -> np.ndarray:

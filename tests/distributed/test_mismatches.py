@@ -289,10 +289,10 @@ def many_leave_one_waiting(rank: int, size: int) -> str:
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_verbs_of_different_groups_name_every_rank_that_is_missing(backend: str) -> None:
-    text = run_ranks(many_leave_one_waiting, 4, params={"BACKEND": backend, "TIMEOUT": 2})[0]
+    text = run_ranks(many_leave_one_waiting, 4, params={"BACKEND": backend, "TIMEOUT": 1})[0]
     call = "called all_reduce(float64 (3,), op=sum, scale=1) as rank"
     every = "; ".join(f"rank {r} {call} {r} of a group of 4" for r in (1, 2, 3))
-    assert f"this rank {call} 0 of a group of 4; {every}. They waited 2 seconds" in text
+    assert f"this rank {call} 0 of a group of 4; {every}. They waited 1 seconds" in text
 
 
 MANY = [(1,) * 8 + (2, 3), (1,) * 8 + (3, 2), (1,) * 7 + (2, 1, 3)]

@@ -74,8 +74,8 @@ def test_everything_at_once_in_any_order_of_waiting(ranks: Any, seed: int) -> No
 
 def test_an_operation_goes_on_while_its_rank_does_something_else(pool: Any) -> None:
     seconds = pool(2, **WORLD).run(mpi_ranks.goes_on_in_the_background)
-    assert seconds[0] >= 3.0
-    assert seconds[1] < 2.5
+    assert seconds[0] >= 2.0
+    assert seconds[1] < 1.5
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "longdouble"])
@@ -97,12 +97,12 @@ def test_the_world_can_be_made_again() -> None:
     assert max(run_ranks(mpi_ranks.world_again, 2, 10, **WORLD)) < 4
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_mismatch_raises_on_every_rank_and_names_both_calls(ranks: Any, name: str) -> None:
-    for rank, message in enumerate(ranks.run(mismatch_then_go_on, name)):
-        assert f"rank {rank} of {ranks.size}" in message
-        assert "called different things" in message
-        assert "rank 0 called" in message
+def test_a_mismatch_raises_on_every_rank_and_names_both_calls(ranks: Any) -> None:
+    for name in CALLS:
+        for rank, message in enumerate(ranks.run(mismatch_then_go_on, name)):
+            assert f"rank {rank} of {ranks.size}" in message, name
+            assert "called different things" in message, name
+            assert "rank 0 called" in message, name
 
 
 def test_a_mismatch_changes_nothing(pool: Any) -> None:
@@ -238,7 +238,7 @@ def test_the_job_is_ended_when_what_was_printed_has_been_read() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writing) as process:
         os.close(writing)
         with pytest.raises(subprocess.TimeoutExpired):  # nobody reads, so it does not end
-            process.wait(1.0)
+            process.wait(0.3)
         text = b""
         while not text.endswith(b"ValueError: no such file\n"):
             text += os.read(reading, 1 << 16)

@@ -155,12 +155,12 @@ if rank == 1:
 fl.barrier()
 """
     if whom == "rank":
-        script = "if rank == 0: threading.Timer(1, os.kill, (os.getpid(), 2)).start()\n" + script
+        script = "if rank == 0: threading.Timer(0.3, os.kill, (os.getpid(), 2)).start()\n" + script
     process = start_job(2, script)
     assert process.stdout is not None
     assert process.stdout.readline() == "joined\n"
     if whom == "job":
-        time.sleep(0.5)  # so that the ranks wait
+        time.sleep(0.2)  # so that the ranks wait
         os.killpg(process.pid, signal.SIGINT)
     code, output = ended(process)
     assert code != 0
@@ -168,10 +168,10 @@ fl.barrier()
 
 
 def test_a_rank_that_stays_away_is_named_after_the_timeout() -> None:
-    outcomes = run_outcomes(stay_away, 3, init="mpi", params={"BACKEND": "mpi", "TIMEOUT": 2})
+    outcomes = run_outcomes(stay_away, 3, init="mpi", params={"BACKEND": "mpi", "TIMEOUT": 1})
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank].report()
-        assert f"rank {rank} of 3: rank 1 did not join within 2 seconds" in outcomes[rank].value
+        assert f"rank {rank} of 3: rank 1 did not join within 1 seconds" in outcomes[rank].value
     assert outcomes[1].value == "stayed away"
 
 
@@ -193,12 +193,12 @@ def test_waiting_answers_ctrl_c() -> None:
     ],
 )
 def test_a_message_that_never_comes_names_both_tags(case: str, mine: str, other: str) -> None:
-    params = {"BACKEND": "mpi", "TIMEOUT": 2}
+    params = {"BACKEND": "mpi", "TIMEOUT": 1}
     outcomes = run_outcomes(mpi_ranks.wait_alone, 2, case, init="mpi", params=params)
     texts = [outcome.value for outcome in outcomes]
     assert any(text.startswith("CollectiveTimeoutError") for text in texts)
     for text in texts:
-        assert "did not join within 2 seconds" in text or "gave up waiting for this rank" in text
+        assert "did not join within 1 seconds" in text or "gave up waiting for this rank" in text
         assert mine in text
         assert other in text
 

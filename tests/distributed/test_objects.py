@@ -9,16 +9,9 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import ranks_in
 
-
-@pytest.fixture(
-    params=[("single", 1), ("gloo", 3), ("shm", 3), ("hierarchical", 3), ("mpi", 3)],
-    ids=lambda w: w[0],
-)
-def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-    name, size = request.param
-    return pool(size, **BACKENDS[name][1])
+ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 3), ("hierarchical", 3), ("mpi", 3))
 
 
 def some_object(rank: int) -> Any:

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.distributed.conformance import BACKENDS, two_hosts
+from tests.distributed.conformance import ranks_in, two_hosts
 from tests.distributed.oracles import ORACLES, run_with_mpi
-from tests.distributed.programs import VERBS, Call, calls, run_program
+from tests.distributed.programs import ASYNCHRONOUS, ROOTED, VERBS, Call, programs, run_program
 
-CALLS = 12  # per program: the ranks are asked once for all of them
 WORLDS = [("single", 1), ("gloo", 2), ("gloo", 4), ("gloo", 5), ("shm", 2), ("shm", 3), ("shm", 5)]
 WORLDS += [("hierarchical", 3), ("hierarchical", 5), ("mpi", 2), ("mpi", 4), ("mpi", 5)]
 
@@ -27,31 +26,31 @@ repeatable = settings(
 )
 
 
-@pytest.fixture(params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
-def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-    name, size = request.param
-    return pool(size, **BACKENDS[name][1])
+ranks = ranks_in(*WORLDS)
 
 
 @repeatable
 @given(data=st.data())
 def test_programs_of_every_verb_give_what_numpy_gives(ranks: Any, data: st.DataObject) -> None:
-    program = data.draw(st.lists(calls(ranks.size), min_size=1, max_size=CALLS))
-    ranks.run(run_program, program)
+    ranks.run(run_program, data.draw(programs(ranks.size)))
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_each_verb_in_every_size(ranks: Any, verb: str) -> None:
+def ways(verb: str, size: int) -> set[tuple[int, bool]]:
+    """Roots and whether to wait at once: the first and the last root, and both kinds of call."""
+    return {(0, False), ((size - 1) * (verb in ROOTED), verb in ASYNCHRONOUS)}
+
+
+def test_each_verb_in_every_size(ranks: Any) -> None:
     """Rows of every width, whatever the random programs have left out."""
     everyone = tuple(range(ranks.size))
     program = [
         Call(verb, "float32", rows, width, "contiguous", root, "sum", 1.0, async_op, everyone)
+        for verb in VERBS
         for rows in (0, 1, 3)
         for width in (1, 1000, 100_000)
-        for root in {0, ranks.size - 1}
-        for async_op in (False, True)
+        for root, async_op in ways(verb, ranks.size)
     ]
-    ranks.run(run_program, program)
+    ranks.run(run_program, program, deadline=100.0)
 
 
 @repeatable
@@ -62,5 +61,4 @@ def test_programs_give_what_mpi_gives(
 ) -> None:
     world = {"env": two_hosts} if backend == "hierarchical" else {"params": {"BACKEND": backend}}
     ranks = pool(size, init="mpi", **world)
-    program = data.draw(st.lists(calls(size, tuple(ORACLES)), min_size=1, max_size=CALLS))
-    ranks.run(run_with_mpi, program)
+    ranks.run(run_with_mpi, data.draw(programs(size, tuple(ORACLES))))

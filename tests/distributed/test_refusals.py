@@ -10,18 +10,14 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import BACKENDS, ranks_in
 from tests.distributed.harness import run_ranks
 
 SIZE, ODD = 3, 1
 AT_ONCE = 20.0  # seconds, on a machine that does much else
 
 
-@pytest.fixture(params=["gloo", "shm", "hierarchical", "mpi"])
-def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-    if request.param == "mpi":
-        pytest.importorskip("mpi4py")
-    return pool(SIZE, **BACKENDS[request.param][1])
+ranks = ranks_in(*((name, SIZE) for name in ("gloo", "shm", "hierarchical", "mpi")))
 
 
 def ones(n: int = 6) -> Any:

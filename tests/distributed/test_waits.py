@@ -6,22 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import pytest
 
 import flashlight_py as fl
-from tests.distributed.conformance import BACKENDS
+from tests.distributed.conformance import ranks_in
 
 # Large enough to be reduced and brought home while the threads wake up.
 SIDE = 300
 ROUNDS = 10
 
 
-@pytest.fixture(
-    params=[("gloo", 3), ("shm", 3), ("hierarchical", 5), ("mpi", 3)], ids=lambda w: w[0]
-)
-def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
-    name, size = request.param
-    return pool(size, **BACKENDS[name][1])
+ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 5), ("mpi", 3))
 
 
 def two_threads_wait(rank: int, size: int) -> None:

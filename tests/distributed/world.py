@@ -1,4 +1,4 @@
-"""The processes behind the harness: start them, hear their answers, end them."""
+"""The processes behind the harness: start them, receive their answers, end them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.distributed import processes
+from tests.distributed import fork_server, processes
 
 RANK_MAIN = Path(__file__).with_name("rank_main.py")
 STDERR_LINES = 60
 # From the moment a rank's socket closes, or it is sent SIGABRT, to the end of its process.
 DYING_SECONDS = 5.0
 
+# A rank, or the mpirun of all.
+Starter = subprocess.Popen[bytes] | fork_server.Forked
 Environment = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 
 
@@ -92,7 +94,7 @@ class World:
         self._size, self._init, self._params = size, init, params
         self._env = env
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        self._starters: list[subprocess.Popen[bytes]] = []
+        self._starters: list[Starter] = []
         self._links: dict[int, Connection] = {}
         self._rank_pids: dict[int, int] = {}
         self._groups: set[int] = set()
@@ -100,7 +102,8 @@ class World:
 
     def pids(self) -> set[int]:
         """Every process of the process groups of this world."""
-        return processes.members(self._groups | {starter.pid for starter in self._starters})
+        running = {starter.pid for starter in self._starters if starter.poll() is None}
+        return running | processes.members(self._groups | {s.pid for s in self._starters})
 
     def start(self, deadline: float) -> list[Outcome]:
         ends = time.monotonic() + deadline
@@ -152,38 +155,37 @@ class World:
 
     def _launch(self) -> None:
         door = str(self._folder / "door")
-        warnings = os.environ.get("FLASHLIGHT_TEST_WARNINGS", "error")
-        program = [sys.executable, "-W", warnings, str(RANK_MAIN), door]
         if self._init == "mpi":
-            self._spawn([*mpirun_command(self._size), *program, "-1"], 0)
+            warnings = os.environ.get("FLASHLIGHT_TEST_WARNINGS", "error")
+            program = [sys.executable, "-W", warnings, str(RANK_MAIN), door, "-1"]
+            with self._log(0).open("wb") as log:
+                self._starters.append(
+                    subprocess.Popen(
+                        [*mpirun_command(self._size), *program],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=self._environment(0),
+                        start_new_session=True,
+                    )
+                )
             return
         for rank in range(self._size):
-            self._spawn([*program, str(rank)], rank)
+            with self._log(rank).open("wb") as log:
+                env = self._environment(rank)
+                self._starters.append(fork_server.start(door, rank, env, log))
 
-    def _spawn(self, command: list[str], rank: int) -> None:
+    def _environment(self, rank: int) -> dict[str, str]:
         extra = self._env(rank) if callable(self._env) else self._env
-        # Two cores run four ranks: a BLAS with threads of its own would only add noise.
-        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        with self._log(rank).open("wb") as log:
-            self._starters.append(
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **threads, **(extra or {})},
-                    start_new_session=True,
-                )
-            )
+        return {**os.environ, **fork_server.ONE_THREAD, **(extra or {})}
 
     def _admit(self, door: socket.socket, ends: float) -> bool:
         """Let one rank in; False when a process ended instead, or time is up."""
-        watched = [door, *(os.pidfd_open(starter.pid) for starter in self._starters)]
-        try:
-            ready = wait(watched, max(0.0, ends - time.monotonic()))
-        finally:
-            for fd in watched[1:]:
-                os.close(fd)  # type: ignore[arg-type]
+        with contextlib.ExitStack() as stack:
+            ready = wait(
+                [door, *(_end_of(starter, stack) for starter in self._starters)],
+                max(0.0, ends - time.monotonic()),
+            )
         if door not in ready:
             return False
         channel, _ = door.accept()
@@ -253,7 +255,7 @@ class World:
     def _stuck(self, rank: int) -> Outcome:
         return Outcome(rank, "stuck", stderr=self._tail(rank))
 
-    def _starter(self, rank: int) -> subprocess.Popen[bytes]:
+    def _starter(self, rank: int) -> Starter:
         return self._starters[0 if self._init == "mpi" else rank]
 
     def _log(self, rank: int) -> Path:
@@ -264,6 +266,15 @@ class World:
         return "\n".join(output.decode(errors="replace").splitlines()[-STDERR_LINES:])
 
 
-def _wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> None:
+def _end_of(starter: Starter, stack: contextlib.ExitStack) -> Any:
+    """Return what ``wait`` finds ready once ``starter`` has ended."""
+    if isinstance(starter, fork_server.Forked):
+        return starter
+    descriptor = os.pidfd_open(starter.pid)
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _wait_for_end(process: Starter, seconds: float) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, seconds))

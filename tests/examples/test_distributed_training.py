@@ -71,8 +71,7 @@ def test_one_process_learns() -> None:
     assert found[-1] < 4.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_mpi_learns_and_only_rank_0_prints(size: int) -> None:
     (output,) = printed(start([*mpirun_command(size), *PYTHON], "--epochs", 2, "--samples", 3000))
     found = losses(output)
@@ -88,8 +87,7 @@ def test_shared_file_learns_without_mpi(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_number_of_processes_does_not_change_the_training(size: int, tmp_path: Path) -> None:
     """With the same global batches, the parameters differ by float32 rounding only."""
     job = ["--epochs", 2, "--samples", 400, "--batch-size"]

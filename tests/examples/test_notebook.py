@@ -65,6 +65,7 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_notebook_runs() -> None:
     cells: list[dict[str, Any]] = json.loads(run(EXECUTE, str(NOTEBOOK)))["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
@@ -82,5 +83,6 @@ def test_the_notebook_is_kept_without_outputs() -> None:
     assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
 
 
+@pytest.mark.slow
 def test_interrupting_a_cell_ends_the_ranks() -> None:
     assert run(INTERRUPT) == "KeyboardInterrupt\n"

@@ -45,7 +45,7 @@ def test_a_rank_without_a_backward_pass_is_named(
 ) -> None:
     fifo = tmp_path / "given up"
     os.mkfifo(fifo)
-    params = {"BACKEND": backend, "TIMEOUT": 3}
+    params = {"BACKEND": backend, "TIMEOUT": 1}
     first, second = run_outcomes(stay_away, 2, message, fifo, params=params)
     assert first.ok, first.report()
     assert second.ok, second.report()
@@ -124,6 +124,6 @@ def crossed_messages(rank: int, size: int) -> str:
 
 @by_backend
 def test_gradients_of_two_messages_are_not_mixed_up(backend: str) -> None:
-    params = {"BACKEND": backend, "TIMEOUT": 3}
+    params = {"BACKEND": backend, "TIMEOUT": 1}
     outcomes = run_outcomes(crossed_messages, 2, params=params)
     assert all(outcome.ok for outcome in outcomes), [each.report() for each in outcomes]

@@ -301,7 +301,7 @@ def fail_on_one(rank: int, size: int, error: type[BaseException]) -> str:
 
 @by_backend
 def test_a_rank_that_raises_does_not_join(backend: str) -> None:
-    world = {"params": {"BACKEND": backend, "TIMEOUT": 3}}
+    world = {"params": {"BACKEND": backend, "TIMEOUT": 1}}
     outcomes = run_outcomes(fail_on_one, 3, ZeroDivisionError, **world)
     assert outcomes[1].kind == "raised"
     assert "on purpose" in outcomes[1].report()
