@@ -21,9 +21,8 @@ from flashlight_py.doctor import mpi
 from flashlight_py.doctor.finding import Finding, State
 from flashlight_py.doctor.gpu import usable_gpus
 from flashlight_py.errors import BackendUnavailableError
-from flashlight_py.launch.failures import is_consequence
-from flashlight_py.launch.tails import Tail
-from flashlight_py.launch.variables import rank_variables
+from flashlight_py.launch.failures import Tail, is_consequence
+from flashlight_py.launch.ranks import rank_variables
 
 __all__ = ["LARGE_BYTES", "SMALL_BYTES", "Way", "look", "tried"]
 
