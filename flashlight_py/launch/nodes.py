@@ -16,8 +16,8 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ __all__ = ["team_of_nodes", "work_for_node_0"]
 
 # How long launchers wait for each other, in seconds: to meet, and then to connect.
 MEETING_SECONDS = 300.0
+# How long an address of node 0 may take to answer, in seconds, before the other one is tried.
+CONNECTING_SECONDS = 30.0
 # After so many seconds without an answer of the kernel of its host a launcher counts as lost.
 SILENT_SECONDS = 300
 PROOF_BYTES = 32
@@ -123,10 +125,11 @@ def team_of_nodes(loop: Loop, options: Options, stdin: int | None) -> Iterator[T
             address, _ = options.endpoint
         else:
             file = f"{ends.enter_context(_folder_at(Path(options.rdzv)))}/meeting"
-        listener = ends.enter_context(listener_at(address, _MOST_UNKNOWN))
-        place = {"address": address or os.uname().nodename, "port": listener.getsockname()[1]}
+        # Nobody knows yet by which of its addresses the others reach this host.
+        listener = listener_at(address if address in _LOOPBACK else "", _MOST_UNKNOWN)
+        port = ends.enter_context(listener).getsockname()[1]
         with interruptible():
-            key, (_, *found) = _meet(options, place)
+            key, (_, *found) = _meet(options, [(address, port), (os.uname().nodename, port)])
             others = [
                 NodeHost(loop, each["host"], each["ranks"], node)
                 for node, each in enumerate(found, start=1)
@@ -185,7 +188,7 @@ def work_for_node_0(loop: Loop, options: Options) -> int:
         Interrupted: by a signal, before all have arrived.
     """
     with interruptible():
-        key, found = _meet(options, {})
+        key, found = _meet(options, [])
         connection = _connect(found[0], key, options.node_rank)
     with connection:
         server = Server(loop, connection.fileno(), connection.fileno())
@@ -201,15 +204,17 @@ def work_for_node_0(loop: Loop, options: Options) -> int:
 
 
 def _connect(first: Mapping[str, Any], key: bytes, node: int) -> socket.socket:
-    where = first["address"], first["port"]
+    where, other = first["addresses"]
     try:
-        connection = socket.create_connection(where, MEETING_SECONDS)
+        connection = _connected_to(where) or socket.create_connection(other, CONNECTING_SECONDS)
+        connection.settimeout(MEETING_SECONDS)
         connection.sendall(_proof_of(key, node))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, PROOF_BYTES)
         answer = connection.recv(PROOF_BYTES)
     except OSError as error:
         raise RendezvousError(
-            f"cannot connect to the launcher of node 0 at {where[0]}:{where[1]}: {error}"
+            f"cannot connect to the launcher of node 0 at {where[0]}:{where[1]}, nor at "
+            f"{other[0]}: {error}"
         ) from error
     if not hmac.compare_digest(answer, _answer_to(key, node)):
         connection.close()
@@ -218,11 +223,22 @@ def _connect(first: Mapping[str, Any], key: bytes, node: int) -> socket.socket:
     return connection
 
 
+def _connected_to(address: tuple[str, int]) -> socket.socket | None:
+    with suppress(OSError):
+        return socket.create_connection(address, CONNECTING_SECONDS)
+    return None
+
+
 # All nodes -----------------------------------------------------------------------------------
 
 
-def _meet(options: Options, address: Mapping[str, Any]) -> tuple[bytes, list[dict[str, Any]]]:
-    """Return a key that all launchers of the job know now, and what each has said of itself."""
+def _meet(
+    options: Options, addresses: Sequence[tuple[str, int]]
+) -> tuple[bytes, list[dict[str, Any]]]:
+    """Return a key that all launchers of the job know now, and what each has said of itself.
+
+    This one listens at ``addresses``.
+    """
     node, size = options.node_rank, options.nnodes
     store: Store
     if options.endpoint:
@@ -230,9 +246,14 @@ def _meet(options: Options, address: Mapping[str, Any]) -> tuple[bytes, list[dic
         store = TcpStore(host, port, node, size, MEETING_SECONDS, host in _LOOPBACK)
     else:
         store = FileStore(Path(options.rdzv).absolute(), node, size, MEETING_SECONDS)
-    mine = {"host": os.uname().nodename, "ranks": options.ranks, "nonce": secrets.token_hex(32)}
+    mine = {
+        "host": os.uname().nodename,
+        "ranks": options.ranks,
+        "addresses": addresses,
+        "nonce": secrets.token_hex(32),
+    }
     try:
-        payloads = store.exchange(json.dumps({**mine, **address}).encode())
+        payloads = store.exchange(json.dumps(mine).encode())
         store.close()
     except BaseException as error:
         store.abort(str(error))

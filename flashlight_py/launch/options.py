@@ -13,7 +13,7 @@ from typing import NamedTuple
 from flashlight_py._version import __version__
 from flashlight_py.cores import usable_cores
 
-__all__ = ["HostSlots", "Options", "read_options"]
+__all__ = ["Options", "read_options"]
 
 _EXAMPLES = """examples:
   flrun -n 4 train.py --epochs 10
@@ -25,18 +25,11 @@ _EXAMPLES = """examples:
 """
 
 
-class HostSlots(NamedTuple):
-    """A host and how many ranks it takes."""
-
-    name: str
-    slots: int
-
-
 class Options(NamedTuple):
-    """What the command line says. Times are in seconds."""
+    """What the command line says. Times are in seconds; ``hosts`` are names and ranks there."""
 
     ranks: int
-    hosts: tuple[HostSlots, ...]
+    hosts: tuple[tuple[str, int], ...]
     ssh: tuple[str, ...]
     env: tuple[str, ...]
     nnodes: int
@@ -70,7 +63,7 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
             )
     hosts = _hosts(parser, given.hosts, given.n)
     ranks = given.n or usable_cores()
-    total = sum(host.slots for host in hosts) if hosts else ranks * given.nnodes
+    total = sum(slots for _, slots in hosts) if hosts else ranks * given.nnodes
     if given.standalone and (hosts or given.nnodes > 1):
         parser.error("--standalone is for this host alone; leave it out with --hosts or --nnodes")
     if hosts and given.nnodes > 1:
@@ -183,7 +176,7 @@ def _is_command(program: str) -> bool:
 
 def _hosts(
     parser: argparse.ArgumentParser, text: str | None, ranks: int | None
-) -> tuple[HostSlots, ...]:
+) -> tuple[tuple[str, int], ...]:
     if text is None:
         return ()
     hosts = []
@@ -193,8 +186,8 @@ def _hosts(
             parser.error(
                 f"--hosts: expected NAME or NAME:RANKS, separated by commas, got {entry!r}"
             )
-        hosts.append(HostSlots(name, int(slots or ranks or 1)))
-    if any(host.slots < 1 for host in hosts):
+        hosts.append((name, int(slots or ranks or 1)))
+    if any(slots < 1 for _, slots in hosts):
         parser.error("--hosts: a host takes at least one rank")
     return tuple(hosts)
 
