@@ -126,9 +126,11 @@ def team_of_nodes(loop: Loop, options: Options, stdin: int | None) -> Iterator[T
         else:
             file = f"{ends.enter_context(_folder_at(Path(options.rdzv)))}/meeting"
         # Nobody knows yet by which of its addresses the others reach this host.
-        listener = listener_at(address if address in _LOOPBACK else "", _MOST_UNKNOWN)
-        port = ends.enter_context(listener).getsockname()[1]
-        with interruptible():
+        with (
+            listener_at(address if address in _LOOPBACK else "", _MOST_UNKNOWN) as listener,
+            interruptible(),
+        ):
+            port = listener.getsockname()[1]
             key, (_, *found) = _meet(options, [(address, port), (os.uname().nodename, port)])
             others = [
                 NodeHost(loop, each["host"], each["ranks"], node)
