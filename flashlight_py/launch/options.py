@@ -74,7 +74,7 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
         parser.error(f"--node-rank: expected 0 to {given.nnodes - 1}, got {given.node_rank}")
     if given.min_n is not None and given.min_n > total:
         parser.error(f"--min-n: expected 1 to {total}, the number of ranks, got {given.min_n}")
-    return Options(
+    options = Options(
         ranks=ranks,
         hosts=hosts,
         ssh=tuple(shlex.split(given.ssh)),
@@ -88,6 +88,9 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
         grace=given.grace,
         program=_program(given, interpreter),
     )
+    if hosts and options.endpoint:
+        parser.error("--rdzv HOST:PORT is for --nnodes; with --hosts a free port is used by itself")
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
