@@ -136,6 +136,27 @@ def test_a_host_that_cannot_be_reached(tmp_path: Path, ssh: str) -> None:
     assert done.stderr.count("flrun: starting again") == 1  # all its ranks are lost at once
 
 
+def test_agents_stay_for_a_further_start(tmp_path: Path) -> None:
+    """Each start has a port and a secret of its own."""
+    log = tmp_path / "log"
+    stand_in = write(tmp_path, f'echo "$1" >> {log}\nexec sh -c "$2"\n', "ssh")
+    program = """
+    import os, sys
+    import flashlight_py as fl
+    fl.distributed_init()
+    fl.barrier()
+    print(os.environ["FLASHLIGHT_SECRET"])
+    fl.barrier()
+    sys.exit(int(os.environ["FLASHLIGHT_RESTART_COUNT"] == "0"))
+    """
+    ssh = ("--ssh", f"sh {stand_in}")
+    done = launch("--hosts", "a,b", *ssh, "--max-restarts", 1, write(tmp_path, program))
+    assert done.returncode == 0, done.stderr
+    secrets = [line.partition("] ")[2] for line in done.stdout.splitlines()]
+    assert secrets[0] == secrets[1] != secrets[2] == secrets[3]
+    assert sorted(log.read_text().split()) == ["a", "b"]
+
+
 WAITING = """
 import subprocess, signal
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
