@@ -22,7 +22,7 @@ from flashlight_py import distributed as fl
 from flashlight_py.device import to_device
 from flashlight_py.doctor import mpi
 from flashlight_py.doctor.finding import Finding, State
-from flashlight_py.launch.tails import Tail
+from flashlight_py.launch.failures import Tail
 
 __all__ = ["TITLE", "Way", "look", "tried"]
 

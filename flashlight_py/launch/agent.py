@@ -1,112 +1,215 @@
-"""``python -m flashlight_py.launch.agent``: start ranks on this host for a launcher elsewhere.
+"""What runs the ranks of one host for a job's launcher: in it, at the end of a pipe or of a socket.
 
-The launcher starts it over ssh and talks to it through standard input and output; see ``wire``.
+``python -m flashlight_py.launch.agent`` is the one that a launcher elsewhere starts over ssh; its
+standard input and output are the connection. See ``channel`` for the messages.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
+import subprocess
 import sys
-from contextlib import suppress
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from typing import Any
 
-from flashlight_py.launch.environs import LISTENER, environ_of
-from flashlight_py.launch.feeds import Feed
-from flashlight_py.launch.front import run_behind
+from flashlight_py.launch.channel import Outgoing, Reader, message, write_whole
+from flashlight_py.launch.front import die_with_parent, run_behind
 from flashlight_py.launch.loop import Loop
-from flashlight_py.launch.output import Source
-from flashlight_py.launch.plan import Place
-from flashlight_py.launch.ranks import Ranks
-from flashlight_py.launch.wire import Reader, message
-from flashlight_py.launch.writing import write_whole
+from flashlight_py.launch.output import Output, Source
+from flashlight_py.launch.ranks import LISTENER, Place, Ranks, end_leftovers, environ_of
 
-__all__ = ["Agent", "main"]
+__all__ = ["Agent", "Server", "address_of_host", "listener_at"]
 
 _IN, _OUT = 0, 1
-# How many ranks may knock before rank 0 answers; who finds no room is let in a second later.
+# How many ranks may wait to connect before rank 0 answers; who finds no room is let in later.
 _BACKLOG = 1024
 
 
 class Agent:
-    """Does what the launcher says, until it says leave or is gone."""
+    """Runs ranks in attempts, one after the other; ``report`` is called with what happens.
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-        self._reader = Reader(_IN)
-        self._ranks = Ranks(loop, self._hear_output, self._hear_end)
-        self._feed: Feed | None = None
-        self._grace = 0.0
-        self._is_leaving = False
-        loop.watch(_IN, self._read)
-        loop.hear_signal = lambda number: self._leave()
+    Its public methods are the messages of the launcher. ``stdin`` is the input of rank 0, if any;
+    ``output``, if any, shows what the ranks print, which is reported otherwise.
+    """
 
-    def run(self) -> None:
-        """Work until it is time to leave; then end what is left of the ranks."""
-        address = _address()
-        # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
-        with _listener_at(address) as self._listener:
+    output: Output | None = None
+
+    def __init__(self, loop: Loop, report: Callable[..., None], stdin: int | None = None) -> None:
+        self._loop, self._report, self._stdin = loop, report, stdin
+        self._ranks: Ranks | None = None
+        self._listener: socket.socket | None = None
+        self._input: Outgoing | None = None
+        self.grace, self._has_lost_output = 0.0, False
+
+    def prepare(self, needs_port: bool) -> None:
+        """Report where ranks could meet on this host: its address, "" if it has none, and port."""
+        address, port = "", 0
+        if needs_port:
+            address = address_of_host()
+            # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
+            self._listener = listener_at(address, _BACKLOG)
             port = self._listener.getsockname()[1]
-            self._tell("hello", os.uname().nodename, address, port)
-            while not self._is_leaving:
-                self._loop.once()
-            self._tell("stuck", self._ranks.finish(self._grace))
+        self._report("ready", address, port)
 
-    def _read(self) -> None:
-        for kind, values in self._reader.read():
-            getattr(self, f"_do_{kind}")(*values)
-        if self._reader.has_ended:
-            self._leave()
+    def start(self, task: Mapping[str, Any]) -> None:
+        """Start ranks: ``places`` of ``size``, where ``meeting`` says; see ``Team``."""
+        self._ranks, self.grace = Ranks(self._loop, self._on_output), task["grace"]
+        try:
+            for place in map(Place._make, task["places"]):
+                self._start(place, task)
+        except OSError as error:
+            self._report("cannot_run", f"{task['program'][0]}: {error}")
+        self._close_listener()  # it is rank 0's alone, and ends with it
 
-    def _do_start(self, task: dict[str, Any]) -> None:
-        self._grace = task["grace"]
+    def signal(self, number: int) -> None:
+        """Send ``number`` to the ranks and what they have started."""
+        if self._ranks is not None:
+            self._ranks.signal(number)
+
+    def input(self, data: bytes) -> None:
+        """Pass on the next input of rank 0; nothing: its end."""
+        if self._input is not None and data:
+            self._input.put(data)
+        elif self._input is not None:
+            self._input.close()
+
+    def finish(self, grace: float) -> None:
+        """End what the ranks have left, by SIGKILL after ``grace`` seconds; blocks until then."""
+        stuck = end_leftovers(self._loop, grace)
+        self._close_listener()
+        if self._input is not None:
+            self._input.close()
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks = self._input = None
+        if self.output is not None:
+            self.output.end()
+        self.flush()
+        self._report("finished", stuck)
+
+    def say(self, text: str) -> None:
+        """Write a line of the launcher's."""
+        assert self.output
+        self.output.say(text)
+
+    def flush(self) -> float:
+        """Show lines without an end that are due; returns when the next ones are."""
+        if self.output is None:
+            return math.inf
+        if time.monotonic() >= self.output.flush_at():
+            self.output.flush(time.monotonic())
+        if self.output.error and not self._has_lost_output:
+            self._has_lost_output = True
+            self._report("lost_output")
+            self.output.say(self.output.error)
+        return self.output.flush_at()
+
+    def _start(self, place: Place, task: Mapping[str, Any]) -> None:
+        assert self._ranks is not None
+        meeting, listener = task["meeting"], []
+        if self._listener is not None and place.rank == 0:
+            listener = [self._listener.fileno()]
+            meeting = {**meeting, LISTENER: str(listener[0])}
         environ = {**os.environ, **task["environ"]}
-        for place in map(Place._make, task["places"]):
-            is_first = place.rank == 0 and task["has_input"]
-            if is_first:
-                self._feed = Feed(self._loop, lambda: self._tell("more"))
-            listener, meeting = [], task["meeting"]
-            if place.rank == 0 and "MASTER_PORT" in meeting:
-                listener = [self._listener.fileno()]
-                meeting = {**meeting, LISTENER: str(listener[0])}
-            self._ranks.start(
+        with self._input_of(place, task["has_input"]) as stdin:
+            process = self._ranks.start(
                 place.rank,
                 task["program"],
                 environ_of(environ, place, task["size"], task["restarts"], meeting),
-                self._feed.theirs if is_first and self._feed else None,
+                stdin,
                 listener,
+                partial(die_with_parent, os.getpid()),
             )
-            if is_first and self._feed:
-                self._feed.begin()
-        self._listener.close()  # it is rank 0's alone, and ends with it
+        self._loop.child(process, partial(self._on_exit, self._ranks, place.rank))
 
-    def _do_signal(self, number: int) -> None:
-        self._ranks.signal(number)
+    @contextmanager
+    def _input_of(self, place: Place, is_sent: bool) -> Iterator[int]:
+        """Yield what a rank reads: our own input, what the launcher sends, or nothing."""
+        if place.rank != 0 or not (is_sent or self._stdin is not None):
+            yield subprocess.DEVNULL
+        elif self._stdin is not None:
+            yield self._stdin
+        else:
+            theirs, ours = os.pipe()
+            self._input = Outgoing(self._loop, ours, partial(self._report, "more"))
+            os.close(ours)
+            yield theirs
+            os.close(theirs)
+            self._report("more")
 
-    def _do_input(self, text: str) -> None:
-        if self._feed is not None:
-            self._feed.put(text.encode("latin-1"))
+    def _on_output(self, source: Source, data: bytes) -> None:
+        if self.output is None:
+            self._report("output", *source, data)
+        else:
+            self.output.take(source, data)
 
-    def _do_leave(self) -> None:
-        self._leave()
+    def _on_exit(self, ranks: Ranks, rank: int, code: int) -> None:
+        if ranks is not self._ranks:
+            return  # one of an earlier attempt, which the kernel has let go of at last
+        ranks.drain(rank)
+        errors = [] if self.output is None else self.output.last_errors(rank)
+        self._report("exited", rank, code, errors)
 
-    def _leave(self) -> None:
-        self._is_leaving = True
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
-    def _hear_output(self, source: Source, data: bytes) -> None:
-        self._tell("output", *source, data.decode("latin-1"))
 
-    def _hear_end(self, rank: int, code: int) -> None:
-        self._tell("end", rank, code)
+class Server:
+    """Our end of the connection of an agent to its launcher, two descriptors."""
 
-    def _tell(self, kind: str, *values: Any) -> None:
+    def __init__(self, loop: Loop, reading: int, writing: int) -> None:
+        self.has_ended = False
+        self._loop, self._reading, self._writing = loop, reading, writing
+        self._reader = Reader(reading)
+        self._inbox: deque[tuple[str, list[Any]]] = deque()
+        loop.watch(reading, self._read)
+
+    def report(self, kind: str, *values: Any) -> None:
+        """Send a message to the launcher; blocks until there is room for it."""
         try:
-            write_whole(_OUT, message(kind, *values))
-        except ConnectionError:
-            self._leave()
+            write_whole(self._writing, message(kind, *values))
+        except OSError:  # it is gone
+            self.end()
+
+    def end(self) -> None:
+        """Let ``run`` return."""
+        self.has_ended = True
+
+    def run(self, agent: Agent) -> int | None:
+        """Have ``agent`` do what the launcher says, then end all ranks that are left.
+
+        Returns the exit code with which to leave; None if the connection has ended before.
+        """
+        code: int | None = None
+        while not self.has_ended:
+            self._loop.once(agent.flush())
+            # Not in the callback: to finish an attempt waits for further ones.
+            while self._inbox and code is None:
+                kind, values = self._inbox.popleft()
+                if kind == "leave":
+                    (code,) = values
+                else:
+                    getattr(agent, kind)(*values)
+            if code is not None or self._reader.has_ended:
+                self.end()
+        agent.finish(agent.grace)
+        return code
+
+    def _read(self) -> None:
+        self._inbox.extend(self._reader.read())
+        if self._reader.has_ended:
+            self._loop.forget(self._reading)
 
 
-def _address() -> str:
+def address_of_host() -> str:
     """Return the address that others reach this host at; "" if there is no way out of it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737); nothing is sent
@@ -114,21 +217,23 @@ def _address() -> str:
     return ""
 
 
-def _listener_at(address: str) -> socket.socket:
+def listener_at(address: str, backlog: int) -> socket.socket:
     """Return a socket that listens at ``address``, or at all of this host's if it is empty."""
     both = not address and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
 def main() -> int:
-    """Run the agent; returns its exit code."""
+    """Run the agent of a launcher at the other end of ssh; returns its exit code."""
     return run_behind(_work, lambda: None)
 
 
 def _work() -> int:
-    with Loop() as loop:
-        Agent(loop).run()
+    with closing(Loop()) as loop:
+        server = Server(loop, _IN, _OUT)
+        loop.on_signal = lambda number: server.end()
+        server.run(Agent(loop, server.report))
     return 0
 
 

@@ -5,68 +5,54 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from flashlight_py.launch.failures import Failure, first_cause, is_consequence
-from flashlight_py.launch.loop import Loop
+from flashlight_py.launch.failures import Failure, first_cause
+from flashlight_py.launch.loop import Poll
 from flashlight_py.launch.output import Output, Source
-from flashlight_py.launch.processes import describe_exit
 
-__all__ = ["Attempt", "Team", "failure_of_exit"]
+__all__ = ["Attempt"]
 
-# How long to listen for the cause, in seconds, once a rank has ended by a mere consequence.
+# How long to wait for the cause, in seconds, once a rank has ended by a mere consequence.
 CAUSE_SECONDS = 3.0
-# After so many seconds in which no rank has ended, once one has, it is told who still runs.
+# After so many seconds in which no rank has ended, once one has, who still runs is reported.
 STAYING_SECONDS = 10.0
-# So much of a rank's last line is repeated, in characters.
-_LONGEST_CAUSE = 200
-# Between looks at a shared folder, which tells nobody when it changes.
-POLL_SECONDS = 0.25
-
-
-class Team(Protocol):
-    """The ranks of an attempt, wherever they are. They tell the attempt of output and ends."""
-
-    def signal(self, number: int) -> None:
-        """Send ``number`` to every rank and to what it has started."""
-
-    def finish(self, grace: float) -> list[int]:
-        """Once all ranks have ended, end what they have left: by SIGKILL after ``grace`` seconds.
-
-        Returns the processes that the kernel does not let go of.
-        """
 
 
 class Attempt:
     """Follows ``ranks``; ends all of them by SIGTERM when one fails, by SIGKILL ``grace`` s later.
 
-    ``failures`` are those from before it began to end the ranks. ``interrupted`` is the signal
-    that was sent to the launcher, SIGPIPE if their output could not be written, or 0. ``poll``, if
-    set, is called a few times a second.
+    ``send`` sends a signal to every rank, wherever it is, and to what it has started.
+    ``failures`` are those from before it began to end the ranks, ``undecided`` the ranks that have
+    neither failed nor returned. ``interrupted`` is the signal that was sent to the launcher,
+    SIGPIPE if the output of the ranks could not be written, or 0. ``say``, if any, is called once
+    where some ranks still run long after others: one may hang at its exit, where nobody notices.
     """
 
-    def __init__(self, loop: Loop, output: Output, ranks: Iterable[int], grace: float) -> None:
+    def __init__(
+        self,
+        loop: Poll,
+        send: Callable[[int], None],
+        output: Output,
+        ranks: Iterable[int],
+        grace: float,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self.failures: dict[int, Failure] = {}
         self.interrupted = 0
         self.is_ending = False
-        self.poll: Callable[[], None] | None = None
-        self._poll_at = 0.0
-        self._loop, self._output, self._grace = loop, output, grace
+        self._loop, self._send, self._output, self._grace = loop, send, output, grace
         self._running = set(ranks)
-        self._team: Team | None = None
-        self._cause_until = self._kill_at = self._tell_at = math.inf
-        self._has_told = False
-        loop.hear_signal = self.hear_signal
+        self.undecided = set(self._running)
+        self._cause_until = self._kill_at = self._report_at = math.inf
+        self._say = say
 
-    def run(self, team: Team) -> None:
-        """Block until all ranks have ended."""
-        self._team = team
-        while self._running:
-            poll_at = self._poll_at if self.poll else math.inf
-            times = (self._cause_until, self._kill_at, self._tell_at, self._output.flush_at())
-            self._loop.once(min(*times, poll_at))
-            self._look_at_the_clock()
+    def run(self, until: float = math.inf) -> None:
+        """Block until all ranks have ended, or the time ``until`` while some are undecided."""
+        while self._running and (not self.undecided or time.monotonic() < until):
+            times = (self._cause_until, self._kill_at, self._report_at, self._output.flush_at())
+            self._loop.once(min(*times, until if self.undecided else math.inf))
+            self._check_times()
 
     @property
     def cause(self) -> tuple[int, Failure] | None:
@@ -79,52 +65,66 @@ class Attempt:
         own = {rank for rank, failure in self.failures.items() if not failure.follows}
         return own or ({self.cause[0]} if self.cause else set())
 
-    def hear_output(self, source: Source, data: bytes) -> None:
+    def on_output(self, source: Source, data: bytes) -> None:
         """Show what a rank writes; end all if that cannot be done."""
         self._output.take(source, data)
-        self._heed_output()
+        self._check_output()
 
     def end_output(self) -> None:
         """Show what is left of the output, once nothing of the ranks is."""
-        self._team = None
         self._output.end()
-        self._heed_output()
+        self._check_output()
 
-    def hear_end(self, rank: int, code: int) -> None:
-        """Hear how a rank ended: its exit code, or minus the signal."""
-        if code == 0:
-            self._running.discard(rank)
-            self._tell_at = time.monotonic() + STAYING_SECONDS
-        else:
-            self.hear_failure(rank, failure_of_exit(code, self._output.last_errors(rank)))
-
-    def hear_failure(self, rank: int, failure: Failure) -> None:
-        """Hear that a rank failed, if it ran; end all, at once if it is no mere consequence."""
-        if rank not in self._running:
-            return
-        self._running.discard(rank)
-        if self.is_ending:
-            return  # by our signal, as far as anybody can tell
-        self.failures[rank] = failure
-        if failure.follows and self._running:
+    def on_failure(self, failures: Mapping[int, Failure]) -> None:
+        """Record how ranks failed that are undecided; end all, unless the cause may be another."""
+        new = {rank: failure for rank, failure in failures.items() if rank in self.undecided}
+        self.undecided.difference_update(new)
+        if self.is_ending or not new:
+            return  # by our signal, as far as anybody can know
+        self.failures.update(new)
+        if self.undecided and all(failure.follows for failure in new.values()):
             self._cause_until = min(self._cause_until, time.monotonic() + CAUSE_SECONDS)
         else:
             self.end(signal.SIGTERM)
 
-    def hear_signal(self, number: signal.Signals) -> None:
+    def on_return(self, rank: int) -> None:
+        """Record that ``rank`` has done its work; end all if it was waited for in vain."""
+        self.undecided.discard(rank)
+        if self.failures and not self.undecided:
+            self.end(signal.SIGTERM)
+
+    def on_exit(self, rank: int, code: int, errors: Sequence[str]) -> None:
+        """Record the exit code of ``rank``, or minus the signal, and the ``errors`` it has written.
+
+        Without any, those are taken that its output has here.
+        """
+        if code == 0:
+            self.on_return(rank)
+        else:
+            errors = errors or self._output.last_errors(rank)
+            self.on_failure({rank: Failure.of_exit(code, errors)})
+        self.on_end([rank])
+
+    def on_end(self, ranks: Iterable[int]) -> None:
+        """Record that ``ranks`` do not run, or not any more."""
+        self._running.difference_update(ranks)
+        self._report_at = time.monotonic() + STAYING_SECONDS
+
+    def on_lost_output(self) -> None:
+        """End all, as nobody can see what they write."""
+        if not self.is_ending:
+            self.interrupted = signal.SIGPIPE
+            self.end(signal.SIGTERM)
+
+    def on_signal(self, number: signal.Signals) -> None:
         """Hand on a signal to the ranks; all but SIGUSR1 and 2 also end them, a second one now."""
         if number in (signal.SIGUSR1, signal.SIGUSR2):
-            if self._team is not None:
-                self._team.signal(number)
+            self._send(number)
             return
         if self.interrupted:
             self._kill_at = 0.0
         self.interrupted = self.interrupted or number
         self.end(number)
-
-    def say(self, text: str) -> None:
-        """Write a line of the launcher's own."""
-        self._output.say(text)
 
     def end(self, number: int) -> None:
         """Begin to end all ranks by ``number``."""
@@ -132,41 +132,36 @@ class Attempt:
             return
         self.is_ending = True
         self._cause_until, self._kill_at = math.inf, time.monotonic() + self._grace
-        if self._team is not None:
-            self._team.signal(number)
-            self._team.signal(signal.SIGCONT)  # one that is stopped would not hear it
+        self._send(number)
+        self._send(signal.SIGCONT)  # one that is stopped would not notice it
 
-    def _look_at_the_clock(self) -> None:
+    def _check_times(self) -> None:
         now = time.monotonic()
         if now >= self._cause_until:
             self.end(signal.SIGTERM)
-        if now >= self._kill_at and self._team is not None:
+        if now >= self._kill_at:
             self._kill_at = math.inf
-            self._team.signal(signal.SIGKILL)
-        if now >= self._tell_at:
-            self._tell_who_stays()
+            self._send(signal.SIGKILL)
+        if now >= self._report_at:
+            self._report_at = math.inf
+            self._report_who_stays()
         if now >= self._output.flush_at():
             self._output.flush(now)
-            self._heed_output()
-        if self.poll is not None and now >= self._poll_at:
-            self._poll_at = now + POLL_SECONDS
-            self.poll()
+            self._check_output()
 
-    def _tell_who_stays(self) -> None:
-        """Say once that some ranks still run: one may hang at its exit, where nobody notices."""
-        self._tell_at = math.inf
-        if self._has_told or self.is_ending:
+    def _report_who_stays(self) -> None:
+        if self._say is None or self.is_ending or not self._running:
             return
-        self._has_told = True
-        self._output.say(
-            f"{_still_run(sorted(self._running))}, {STAYING_SECONDS:g} s after the last of the "
-            "others has ended with exit code 0; Ctrl-C ends the job"
+        say, self._say = self._say, None
+        ranks = sorted(self._running)
+        say(
+            f"{_still_run(ranks)}, {STAYING_SECONDS:g} s after the last of the others has ended "
+            "with exit code 0; Ctrl-C ends the job"
         )
 
-    def _heed_output(self) -> None:
-        if self._output.error and not self.is_ending:
-            self.interrupted = signal.SIGPIPE
-            self.end(signal.SIGTERM)
+    def _check_output(self) -> None:
+        if self._output.error:
+            self.on_lost_output()
 
 
 def _still_run(ranks: list[int]) -> str:
@@ -174,18 +169,3 @@ def _still_run(ranks: list[int]) -> str:
         return f"rank {ranks[0]} still runs"
     named = ", ".join(map(str, ranks[:8]))
     return f"ranks {named} still run" if len(ranks) <= 8 else f"{len(ranks)} ranks still run"
-
-
-def failure_of_exit(code: int, errors: Sequence[str]) -> Failure:
-    """Describe an exit by ``code``, or by a signal if negative; ``errors``: its last, chained."""
-    error = errors[-1] if errors else ""
-    now = time.time()  # comparable between hosts
-    if code == 1 and error:
-        return Failure(f"raised {_beginning(error)}", now, is_consequence(errors), exit_code=code)
-    before = f"; its last traceback ended with {_beginning(error)}" if error else ""
-    return Failure(f"{describe_exit(code)}{before}", now, exit_code=code)
-
-
-def _beginning(error: str) -> str:
-    """Return the beginning of a line; the rank's own output has all of it."""
-    return error if len(error) <= _LONGEST_CAUSE else f"{error[:_LONGEST_CAUSE]} [...]"

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 
 from flashlight_py.errors import DistributedError
-from flashlight_py.launch.environs import input_for_rank_0
 from flashlight_py.launch.front import run_behind
-from flashlight_py.launch.interruption import Interrupted
-from flashlight_py.launch.job import Site, StartError, run_job
-from flashlight_py.launch.local_site import LocalSite
-from flashlight_py.launch.loop import Loop
+from flashlight_py.launch.hosts import Host, LocalHost, SshHost, Team
+from flashlight_py.launch.job import run_job
+from flashlight_py.launch.loop import Interrupted, Loop
 from flashlight_py.launch.options import Options, read_options
 
 __all__ = ["main"]
 
-_CANNOT_RUN = 127  # as shells say
+# What ranks elsewhere inherit from here; ssh itself hands on nothing.
+_INHERITED = ("FLASHLIGHT_", "PYTHON", "OMP_", "OPENBLAS_", "MKL_", "NCCL_", "GLOO_", "CUDA_")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments, sys.executable)
     if options.output_dir is not None:
         options.output_dir.mkdir(parents=True, exist_ok=True)
-    stdin, front = input_for_rank_0(), os.getpid()
+    stdin, front = _input_for_rank_0(), os.getpid()
     folder = tempfile.mkdtemp(prefix="flashlight-")
 
     def remove_folder() -> None:
@@ -47,27 +47,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: Options, folder: str, stdin: int | None) -> int:
     try:
         # The loop is first: from here on no signal ends this process by itself.
-        with Loop() as loop, closing(_site(options, folder, stdin)) as site:
-            return run_job(loop, site, options)
+        with closing(Loop()) as loop:
+            if options.node_rank:
+                from flashlight_py.launch.nodes import work_for_node_0
+
+                return work_for_node_0(loop, options)
+            code = 1
+            with _team(loop, options, folder, stdin) as team:
+                try:
+                    code = run_job(loop, team, options)
+                finally:
+                    team.close(code)
+            return code
     except Interrupted as interruption:
         print(f"flrun: {interruption}; no rank was started", file=sys.stderr)
         return 128 + interruption.number
-    except StartError as error:
-        print(f"flrun: cannot run {options.program[0]}: {error.__cause__}", file=sys.stderr)
-        return _CANNOT_RUN
     except (DistributedError, OSError) as error:
         print(f"flrun: {error}", file=sys.stderr)
         return 1
 
 
-def _site(options: Options, folder: str, stdin: int | None) -> Site:
-    """Return where the ranks are; blocks until the launchers of all hosts are here."""
-    if options.hosts:
-        from flashlight_py.launch.ssh_site import SshSite
-
-        return SshSite(options, stdin)
+def _team(
+    loop: Loop, options: Options, folder: str, stdin: int | None
+) -> AbstractContextManager[Team]:
+    """Return where the ranks are; blocks until the launchers of all nodes are here."""
     if options.nnodes > 1:
-        from flashlight_py.launch.nodes_site import NodesSite
+        from flashlight_py.launch.nodes import team_of_nodes
 
-        return NodesSite(options, stdin)
-    return LocalSite(options.program, options.ranks, folder, stdin)
+        return team_of_nodes(loop, options, stdin)
+    hosts: list[Host] = [LocalHost(loop, options.ranks, stdin)]
+    file = os.path.join(folder, "meeting")
+    if options.hosts:
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(_INHERITED) or name in options.env
+        }
+        hosts = [SshHost(loop, *host, options.ssh, inherited) for host in options.hosts]
+        file = f"{options.rdzv}.{secrets.token_hex(8)}" if options.rdzv else ""
+    return nullcontext(Team(loop, hosts, options, stdin, file))
+
+
+def _input_for_rank_0() -> int | None:
+    """Return our standard input; None if it is closed, or a terminal that others have in front.
+
+    A rank is in a session of its own, so the kernel would not stop it from taking what is typed
+    for somebody else.
+    """
+    with suppress(OSError, ValueError, AttributeError):
+        descriptor = sys.stdin.fileno()
+        if not os.isatty(descriptor) or os.tcgetpgrp(descriptor) == os.getpgrp():
+            return descriptor
+    return None

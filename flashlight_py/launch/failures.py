@@ -1,9 +1,11 @@
-"""A rank that did not return: what it tells of its end, and whose end was the first cause."""
+"""How ranks failed, by their reports, exits and last lines; and which was the first cause."""
 
 from __future__ import annotations
 
+import signal
+import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from flashlight_py.errors import (
@@ -13,10 +15,15 @@ from flashlight_py.errors import (
     RankFailedError,
     RendezvousError,
 )
-from flashlight_py.launch.processes import describe_exit
 from flashlight_py.tracebacks import folded
 
-__all__ = ["CONSEQUENCES", "Failure", "first_cause", "is_consequence"]
+__all__ = ["CONSEQUENCES", "Failure", "Tail", "describe_exit", "first_cause", "is_consequence"]
+
+# So much of a rank's last line is repeated, in characters.
+_LONGEST_CAUSE = 200
+# Between tracebacks of one chain.
+_LINKS = (b"During handling of the above exception", b"The above exception was the direct cause")
+_HEADS = (b"Traceback (most recent call last)", b'  File "')  # the second: of a SyntaxError
 
 # How far from a cause is what a rank raises because of another one. Who has waited in vain may be
 # the first to fail, where ranks wait for each other; who has lost another rank is never the first.
@@ -33,12 +40,10 @@ _BY_NAME = {error.__name__: distance for error, distance in CONSEQUENCES.items()
 class Failure(NamedTuple):
     """How one rank ended.
 
-    ``what`` completes the sentence "rank 1 of 4 ...". ``follows`` is 0 where it is no consequence
-    of another rank's failure, and the larger, the farther it is from the cause. ``exit_code`` is
-    that of a process which ended
-    without raising, or minus the signal. ``at`` is when it was noticed, in seconds, compared only
-    within one job: of ``time.monotonic`` in ``spawn``, whose ranks are on one machine; of
-    ``time.time`` in ``flrun``, where each host's launcher may notice with a clock of its own.
+    ``what`` completes the sentence "rank 1 of 4 ...". ``at`` is when it was noticed, in seconds of
+    ``time.monotonic`` of the launcher's host. ``follows`` is 0 where it is no consequence of
+    another rank's failure, and the larger, the farther it is from the cause. ``exit_code`` is that
+    of a process which ended without raising, or minus the signal.
     """
 
     what: str
@@ -57,17 +62,57 @@ class Failure(NamedTuple):
         return cls(f"raised {_in_one_line(error)}", at, _follows(error), text)
 
     @classmethod
-    def of_exit(cls, code: int, at: float) -> Failure:
-        """Describe a process that ended without a report: its exit code, or minus the signal."""
-        return cls(f"{describe_exit(code)} before it had returned", at, exit_code=code)
+    def of_exit(cls, code: int, errors: Sequence[str] = ()) -> Failure:
+        """Describe an exit by ``code``, a signal if negative; ``errors``: its last, chained."""
+        error = errors[-1] if errors else ""
+        if len(error) > _LONGEST_CAUSE:  # the rank's own output has all of it
+            error = f"{error[:_LONGEST_CAUSE]} [...]"
+        if code == 1 and error:
+            follows = is_consequence(errors)
+            return cls(f"raised {error}", time.monotonic(), follows, exit_code=code)
+        before = f"; its last traceback ended with {error}" if error else ""
+        return cls(f"{describe_exit(code)}{before}", time.monotonic(), exit_code=code)
 
     def as_error(self, what_was_done: str, rank: int, size: int) -> RankFailedError:
-        """Return the exception that tells of this failure."""
+        """Return the exception that reports this failure."""
         others = "; the other ranks were ended" if size > 1 else ""
         message = f"{what_was_done}: rank {rank} of {size} {self.what}{others}"
         if self.traceback:
             message = f"{message}\n\n{self.traceback}"
         return RankFailedError(message, rank, self.exit_code)
+
+
+class Tail:
+    """Reads the lines of a standard error and keeps what the last tracebacks have ended with.
+
+    ``errors`` are those of one chain; the last one is the exception itself.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self._is_inside = self._is_linked = False
+
+    def read(self, line: bytes) -> None:
+        """Read one line; its end does not matter."""
+        if line.startswith(_HEADS):
+            self._is_inside = True
+        elif line.startswith(_LINKS):
+            self._is_linked = True
+        elif self._is_inside and line.strip() and not line.startswith((b" ", b"\t")):
+            before = self.errors if self._is_linked else []
+            self.errors = [*before, line.decode(errors="replace").strip()]
+            self._is_inside = self._is_linked = False
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, in words, from its exit code or minus its signal."""
+    if code >= 0:
+        return f"exited with code {code}"
+    number = -code
+    known = number in set(signal.Signals)
+    name = signal.Signals(number).name if known else f"signal {number}"
+    hint = " (out of memory? the kernel's log tells)" if number == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
 
 
 def is_consequence(last_lines: Iterable[str]) -> int:

@@ -2,22 +2,26 @@
 
 The one that the user has started stays in front: it hands signals on and waits. The work is done
 by a copy of it in a session of its own. If the copy is killed, the front ends what it has left; if
-the front is killed, the copy is told by the kernel and ends the job.
+the front is killed, the kernel signals the copy, which ends the job.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from flashlight_py.launch import kernel
+from flashlight_py.launch.failures import describe_exit
 from flashlight_py.launch.loop import FORWARDED
-from flashlight_py.launch.processes import describe_exit
 
-__all__ = ["run_behind"]
+__all__ = ["children", "die_with_parent", "run_behind"]
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
+
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded here: a process just forked must not load
 
 
 def run_behind(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
@@ -26,23 +30,23 @@ def run_behind(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
     ``clean_up`` is called here when that has ended, however it did. Descendants that it left are
     killed. The copy does not return: it exits.
     """
-    kernel.adopt_orphans()
+    adopt_orphans()
     front = os.getpid()
     # A shell that started others and then became this process has left them to us.
-    strangers = kernel.children() if kernel.has_children() else []
-    # No signal may come between the copy's birth and our readiness to hand it on.
+    strangers = children() if has_children() else []
+    # No signal may arrive between the copy's birth and our readiness to hand it on.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     pid = os.fork()
     if pid == 0:
         _be_the_copy(front, work)
     for number in FORWARDED:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda given, frame: os.kill(pid, given))
+            signal.signal(number, lambda number, frame: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     try:
         return _await(pid)
     finally:
-        kernel.end_children(strangers)
+        end_children(strangers)
         clean_up()
 
 
@@ -61,8 +65,8 @@ def _be_the_copy(front: int, work: Callable[[], int]) -> None:
     code = 1
     try:
         os.setsid()  # Ctrl-C on the terminal reaches the front alone, which hands it on
-        kernel.die_with_parent(front, signal.SIGTERM)
-        kernel.adopt_orphans()
+        die_with_parent(front, signal.SIGTERM)
+        adopt_orphans()
         for number in FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)  # until work() wishes otherwise
@@ -82,3 +86,56 @@ def _leave(code: int) -> None:
                 stream.flush()
     finally:
         os._exit(code)
+
+
+# What the kernel does: bind lives together, hand orphans over, list children -----------------
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send us ``number`` when the thread of ``parent`` that started us ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it ended before we asked
+        os.kill(os.getpid(), number)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below us whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> list[int]:
+    """Return the processes whose parent is this one, also those that have ended just now."""
+    me = os.getpid()
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent(pid) == me]
+
+
+def has_children() -> bool:
+    """Return whether this process has any child."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def end_children(spare: Collection[int] = ()) -> None:
+    """Kill all children but ``spare``, then those that they leave to us. Blocks until none is."""
+    while has_children() and (pids := set(children()).difference(spare)):
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}, {value}): {os.strerror(error)}")
+
+
+def _parent(pid: int) -> int | None:
+    with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat", "rb") as file:
+        # The name, in brackets, may itself have brackets and spaces; state and parent follow it.
+        return int(file.read().rpartition(b")")[2].split()[1])
+    return None

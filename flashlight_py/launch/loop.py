@@ -6,12 +6,20 @@ import math
 import os
 import selectors
 import signal
+import subprocess
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
 
-__all__ = ["FORWARDED", "Loop"]
+__all__ = [
+    "FORWARDED",
+    "Interrupted",
+    "Loop",
+    "Poll",
+    "code_of",
+    "interruptible",
+]
 
 # What users and schedulers send to a job. Those that were ignored when we started stay ignored.
 FORWARDED = (
@@ -24,39 +32,15 @@ FORWARDED = (
 )
 
 
-class Loop:
-    """Calls back when a descriptor is readable, a signal has come or a child has ended.
-
-    One exists in a process: it takes the signals and reaps every child. ``hear_signal`` may be
-    replaced at any time. Times are those of ``time.monotonic``.
-    """
+class Poll:
+    """Calls back when a descriptor can be read or written. Times are of ``time.monotonic``."""
 
     def __init__(self) -> None:
-        self.hear_signal: Callable[[signal.Signals], None] = lambda number: None
         self._selector = selectors.DefaultSelector()
-        self._ends_of: dict[int, Callable[[int], None]] = {}
-        self._signals, self._woken = os.pipe()
-        for end in (self._signals, self._woken):
-            os.set_blocking(end, False)
-        self.watch(self._signals, self._on_signals)
-        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, *FORWARDED):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, _do_nothing)
 
-    def __enter__(self) -> Loop:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        signal.set_wakeup_fd(-1)
+    def close(self) -> None:
+        """Watch nothing any more."""
         self._selector.close()
-        os.close(self._signals)
-        os.close(self._woken)
 
     def watch(self, descriptor: int, callback: Callable[[], object], writing: bool = False) -> None:
         """Call ``callback`` whenever ``descriptor`` can be read, or is at its end; or written.
@@ -72,19 +56,47 @@ class Loop:
         with suppress(KeyError):
             self._selector.unregister(descriptor)
 
-    def child(self, pid: int, callback: Callable[[int], None]) -> None:
-        """Call ``callback`` when child ``pid`` has ended, with its exit code or minus the signal.
-
-        It is reaped before.
-        """
-        self._ends_of[pid] = callback
-
     def once(self, until: float = math.inf) -> None:
         """Wait until something has happened, or the time ``until``, and call back."""
         seconds = None if until == math.inf else max(0.0, until - time.monotonic())
         for key, _ in self._selector.select(seconds):
             if key.fd in self._selector.get_map():  # not forgotten by an earlier callback
                 key.data()
+
+
+class Loop(Poll):
+    """A poll that also calls back when a signal has arrived or a child has ended.
+
+    One exists in a process: it takes the signals and reaps every child. ``on_signal`` may be
+    replaced at any time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_signal: Callable[[signal.Signals], None] = lambda number: None
+        self._children: dict[int, tuple[subprocess.Popen[bytes], Callable[[int], None]]] = {}
+        self._signals, self._woken = os.pipe()
+        for end in (self._signals, self._woken):
+            os.set_blocking(end, False)
+        self.watch(self._signals, self._on_signals)
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, *FORWARDED):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _do_nothing)
+
+    def close(self) -> None:
+        """Watch nothing any more, and take no more signals."""
+        signal.set_wakeup_fd(-1)
+        super().close()
+        os.close(self._signals)
+        os.close(self._woken)
+
+    def child(self, process: subprocess.Popen[bytes], callback: Callable[[int], None]) -> None:
+        """Call ``callback`` when ``process`` has ended, with its exit code or minus the signal.
+
+        It is reaped before.
+        """
+        self._children[process.pid] = process, callback
 
     def reap(self) -> bool:
         """Take the ends of all children that have ended; True if there are others."""
@@ -95,18 +107,51 @@ class Loop:
                 return False
             if end is None:
                 return True
-            code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-            hear_end = self._ends_of.pop(end.si_pid, None)
-            if hear_end is not None:  # else an orphan, which we have adopted
-                hear_end(code)
+            if end.si_pid in self._children:  # else an orphan, which we have adopted
+                process, callback = self._children.pop(end.si_pid)
+                process.returncode = code_of(end)
+                callback(process.returncode)
 
     def _on_signals(self) -> None:
         for number in set(os.read(self._signals, 4096)):
             if number == signal.SIGCHLD:
                 self.reap()
             else:
-                self.hear_signal(signal.Signals(number))
+                self.on_signal(signal.Signals(number))
+
+
+def code_of(end: os.waitid_result) -> int:
+    """Return the exit code of a process that has ended, or minus the signal."""
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def _do_nothing(number: int, frame: object) -> None:
     """Stand where a handler must be for the signal to wake the loop."""
+
+
+class Interrupted(BaseException):
+    """Signal ``number`` has arrived before there are ranks to hand it on to; no error."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.number = number
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise ``Interrupted`` inside when a signal arrives that would end the job."""
+    ending = set(FORWARDED) - {signal.SIGUSR1, signal.SIGUSR2}
+    before = {
+        number: signal.signal(number, _raise)
+        for number in ending
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _raise(number: int, frame: object) -> NoReturn:
+    raise Interrupted(number)

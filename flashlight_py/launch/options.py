@@ -13,7 +13,7 @@ from typing import NamedTuple
 from flashlight_py._version import __version__
 from flashlight_py.cores import usable_cores
 
-__all__ = ["HostSlots", "Options", "read_options"]
+__all__ = ["Options", "read_options"]
 
 _EXAMPLES = """examples:
   flrun -n 4 train.py --epochs 10
@@ -25,18 +25,11 @@ _EXAMPLES = """examples:
 """
 
 
-class HostSlots(NamedTuple):
-    """A host and how many ranks it takes."""
-
-    name: str
-    slots: int
-
-
 class Options(NamedTuple):
-    """What the command line says. Times are in seconds."""
+    """What the command line says. Times are in seconds; ``hosts`` are names and ranks there."""
 
     ranks: int
-    hosts: tuple[HostSlots, ...]
+    hosts: tuple[tuple[str, int], ...]
     ssh: tuple[str, ...]
     env: tuple[str, ...]
     nnodes: int
@@ -48,25 +41,40 @@ class Options(NamedTuple):
     grace: float
     program: tuple[str, ...]
 
+    @property
+    def endpoint(self) -> tuple[str, int] | None:
+        """The host and the port that ``rdzv`` names; None if it is a path."""
+        host, _, port = self.rdzv.rpartition(":")
+        if not host or "/" in host or not port.isdecimal():
+            return None
+        return host.strip("[]"), int(port)
+
 
 def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
     """Read ``arguments``, by default those of this process; ends it where they make no sense."""
     parser = _parser()
     given = parser.parse_args(arguments)
+    for name in _TORCHRUNS:
+        if getattr(given, name.replace("-", "_")) is not None:
+            parser.error(
+                f"--{name}: the launchers of several hosts meet at a path that all of them see, "
+                "or at a port of node 0: --nnodes N --node-rank I --rdzv PATH or HOST:PORT; or use "
+                "--hosts A:4,B:4. One host needs neither"
+            )
     hosts = _hosts(parser, given.hosts, given.n)
     ranks = given.n or usable_cores()
-    total = sum(host.slots for host in hosts) if hosts else ranks * given.nnodes
+    total = sum(slots for _, slots in hosts) if hosts else ranks * given.nnodes
     if given.standalone and (hosts or given.nnodes > 1):
         parser.error("--standalone is for this host alone; leave it out with --hosts or --nnodes")
     if hosts and given.nnodes > 1:
         parser.error("--hosts starts ranks on other hosts; --nnodes is for a launcher on each host")
     if given.nnodes > 1 and given.rdzv is None:
-        parser.error("--nnodes needs --rdzv: a path that all hosts see")
+        parser.error("--nnodes needs --rdzv: a path that all hosts see, or HOST:PORT of node 0")
     if not 0 <= given.node_rank < given.nnodes:
         parser.error(f"--node-rank: expected 0 to {given.nnodes - 1}, got {given.node_rank}")
     if given.min_n is not None and given.min_n > total:
         parser.error(f"--min-n: expected 1 to {total}, the number of ranks, got {given.min_n}")
-    return Options(
+    options = Options(
         ranks=ranks,
         hosts=hosts,
         ssh=tuple(shlex.split(given.ssh)),
@@ -80,6 +88,9 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
         grace=given.grace,
         program=_program(given, interpreter),
     )
+    if hosts and options.endpoint:
+        parser.error("--rdzv HOST:PORT is for --nnodes; with --hosts a free port is used by itself")
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,25 +126,25 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="hand NAME on to --hosts too",
     )
-    add("--nnodes", type=_whole, default=1, metavar="N", help="hosts that run a launcher each")
+    add("--nnodes", type=_positive, default=1, metavar="N", help="hosts that run a launcher each")
     add(
         *("--node-rank", "--node_rank"),
-        type=_count,
+        type=_integer,
         default=0,
         metavar="I",
         help="which of them this is, from 0",
     )
     add("--standalone", action="store_true", help="on this host alone, as without --nnodes")
-    add("--rdzv", metavar="PATH", help="a path that all hosts see, where the ranks meet")
+    add("--rdzv", metavar="PLACE", help="a path that all hosts see, or HOST:PORT of node 0")
     for name in _TORCHRUNS:
-        add(f"--{name}", f"--{name.replace('-', '_')}", action=_Refused)
+        add(f"--{name}", f"--{name.replace('-', '_')}", help=argparse.SUPPRESS)
     add(
         *("--max-restarts", "--max_restarts"),
-        type=_count,
+        type=_integer,
         metavar="N",
         help="start again at most N times on failure",
     )
-    add("--min-n", type=_whole, metavar="M", help="start again with the ranks that remain, if M")
+    add("--min-n", type=_positive, metavar="M", help="start again with the ranks that remain, if M")
     add("--output-dir", type=Path, metavar="DIR", help="write rank-R.out and rank-R.err there")
     add("--grace", type=_seconds, default=5.0, help="seconds from SIGTERM to SIGKILL (default 5)")
     add(
@@ -149,26 +160,6 @@ def _parser() -> argparse.ArgumentParser:
 
 # Where torchrun's hosts meet; ours meet elsewhere.
 _TORCHRUNS = ("rdzv-endpoint", "rdzv-backend", "rdzv-id", "master-addr", "master-port")
-
-
-class _Refused(argparse.Action):
-    """An option of torchrun that has no counterpart here."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
-        super().__init__(option_strings, dest, help=argparse.SUPPRESS)
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        """End the program with what to use instead."""
-        parser.error(
-            f"{option_string}: the launchers of several hosts meet at a path that all of them see: "
-            "--nnodes N --node-rank I --rdzv PATH; or use --hosts A:4,B:4. One host needs neither"
-        )
 
 
 def _program(given: argparse.Namespace, interpreter: str) -> tuple[str, ...]:
@@ -188,7 +179,7 @@ def _is_command(program: str) -> bool:
 
 def _hosts(
     parser: argparse.ArgumentParser, text: str | None, ranks: int | None
-) -> tuple[HostSlots, ...]:
+) -> tuple[tuple[str, int], ...]:
     if text is None:
         return ()
     hosts = []
@@ -198,26 +189,22 @@ def _hosts(
             parser.error(
                 f"--hosts: expected NAME or NAME:RANKS, separated by commas, got {entry!r}"
             )
-        hosts.append(HostSlots(name, int(slots or ranks or 1)))
-    if any(host.slots < 1 for host in hosts):
+        hosts.append((name, int(slots or ranks or 1)))
+    if any(slots < 1 for _, slots in hosts):
         parser.error("--hosts: a host takes at least one rank")
     return tuple(hosts)
 
 
 def _ranks(text: str) -> int | None:
     """Return a number of ranks; None: the cores, which torchrun calls "auto" and "cpu"."""
-    return None if text in ("auto", "cpu") else _whole(text)
+    return None if text in ("auto", "cpu") else _positive(text)
 
 
-def _whole(text: str) -> int:
+def _positive(text: str) -> int:
     return _integer(text, 1)
 
 
-def _count(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _integer(text: str, least: int) -> int:
+def _integer(text: str, least: int = 0) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got {text!r}")
     return int(text)

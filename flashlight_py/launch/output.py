@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TextIO
 
-from flashlight_py.launch.tails import Tail
-from flashlight_py.launch.writing import write_whole
+from flashlight_py.launch.channel import write_whole
+from flashlight_py.launch.failures import Tail
 
-__all__ = ["Output", "Source"]
+__all__ = ["STREAMS", "Output", "Source"]
 
 STREAMS = ("out", "err")
 _WORDS = {"out": "standard output", "err": "standard error"}
@@ -31,27 +31,33 @@ class Source(NamedTuple):
 
 
 class Output:
-    """Takes what ``size`` ranks write, as it comes, and writes lines.
+    """Takes what ``size`` ranks write, as it arrives, and writes lines.
 
-    Each line goes to the descriptor of its stream, behind ``[rank]``, or, where ``folder`` is
-    given, as it is into ``rank-R.out`` and ``rank-R.err`` there, after what they hold.
+    Each line goes to the descriptor of its stream, or an object like ``sys.stdout``, behind
+    ``[rank]``, or, where ``folder`` is given, as it is into ``rank-R.out`` and ``rank-R.err``
+    there, after what they hold.
 
     Where something cannot be written, because nobody reads it, the disk is full or the terminal
     gone, all that follows is dropped, and ``error`` says so; nothing is raised.
     """
 
     def __init__(
-        self, size: int, folder: Path | None = None, descriptors: tuple[int, int] = (1, 2)
+        self,
+        size: int,
+        folder: Path | None = None,
+        descriptors: tuple[int | TextIO, int | TextIO] = (1, 2),
     ) -> None:
         self._tails = [Tail() for _ in range(size)]
-        self._descriptors = dict(zip(STREAMS, descriptors, strict=True))
+        self._sinks = dict(zip(STREAMS, descriptors, strict=True))
         self._folder = folder
         self._files: dict[Source, BinaryIO] = {}
         self._failed: dict[str, OSError] = {}
         self._width = len(str(size - 1))
-        self._is_terminal = {name: os.isatty(end) for name, end in self._descriptors.items()}
+        self._is_terminal = {
+            name: isinstance(sink, int) and os.isatty(sink) for name, sink in self._sinks.items()
+        }
         self._rests: dict[Source, bytes] = {}
-        self._heard_at: dict[Source, float] = {}
+        self._read_at: dict[Source, float] = {}
         self._open: Source | None = None  # whose line the cursor stands in
 
     def take(self, source: Source, data: bytes) -> None:
@@ -60,7 +66,7 @@ class Output:
             self._store(source, data)
         lines, rest = _cut(self._rests.get(source, b"") + data)
         self._rests[source] = rest
-        self._heard_at[source] = time.monotonic()
+        self._read_at[source] = time.monotonic()
         if source.stream == "err":
             for line in lines.splitlines():
                 self._tails[source.rank].read(line)
@@ -120,7 +126,7 @@ class Output:
         return [source for source in begun if self._is_terminal[source.stream]]
 
     def _due_at(self, source: Source) -> float:
-        return self._heard_at[source] + PARTIAL_SECONDS
+        return self._read_at[source] + PARTIAL_SECONDS
 
     def _store(self, source: Source, data: bytes) -> None:
         """Write to the file of ``source``."""
@@ -135,9 +141,14 @@ class Output:
 
     def _put(self, stream: str, data: bytes) -> None:
         """Write to a stream of our own."""
+        sink = self._sinks[stream]
         if _WORDS[stream] not in self._failed:
             with self._noting(_WORDS[stream]):
-                write_whole(self._descriptors[stream], data)
+                if isinstance(sink, int):
+                    write_whole(sink, data)
+                else:
+                    sink.write(data.decode(errors="replace"))
+                    sink.flush()
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:

@@ -1,9 +1,9 @@
 """The program of one rank of ``spawn``: ``python rank_main.py FOLDER TASK LINK PARENT``.
 
 The ranks meet in FOLDER. TASK and LINK are inherited descriptors: of memory that holds two pickles,
-and of a connection to the parent, whose process number is PARENT. The key of multiprocessing comes
-through the link and one report goes back. A rank that has returned then waits for the parent to
-close the link, so that nobody leaves the world while others compute.
+and of a connection to the parent, whose process number is PARENT. Through the link the parent sends
+the key of multiprocessing, the rank one report, and the parent, when all have returned, that it may
+leave: nobody leaves the world while others compute.
 
 Run by its path, it imports nothing of ours before the parent's ``sys.path`` is in place.
 """
@@ -34,6 +34,7 @@ def main() -> None:
     """Do the task, report, and stay until all ranks have returned."""
     folder, task, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[4])
     link = Connection(int(sys.argv[3]))
+    os.set_inheritable(link.fileno(), False)  # its end must mean the end of this process
     die_with_parent(parent)
     signal.signal(signal.SIGTERM, _leave_in_order)
     os.register_at_fork(after_in_child=lambda: _be_no_rank(link))
@@ -74,21 +75,21 @@ def _prepare_output() -> None:
 
 
 def _report(link: Connection, folder: Path, task: int) -> bool:
-    """Do the task and tell the parent how it went; True if it could be done."""
+    """Do the task and report to the parent how it went; True if it could be done."""
     try:
         result = _do(folder, task)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
         from flashlight_py.launch.failures import Failure
 
         link.send(Failure.of_exception(error, time.monotonic()))
-        _tell_the_others(error)
+        _notify_the_others(error)
         return False
     link.send(None)
     link.send_bytes(result)
     return True
 
 
-def _tell_the_others(error: BaseException) -> None:
+def _notify_the_others(error: BaseException) -> None:
     import flashlight_py as fl
 
     fl.distributed.last_words.tell(error)
@@ -142,4 +143,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit(130)  # the parent tells of it
+        sys.exit(130)  # the parent reports it

@@ -1,4 +1,4 @@
-"""The ranks of this host: processes that are started together, heard, signalled and ended."""
+"""Ranks: where each is, the environment it learns that from, and the processes on this host."""
 
 from __future__ import annotations
 
@@ -6,35 +6,110 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
-from flashlight_py.launch import kernel
-from flashlight_py.launch.loop import Loop
+from flashlight_py.cores import thread_variables, usable_cores
+from flashlight_py.launch.front import children
+from flashlight_py.launch.loop import Loop, Poll, code_of
 from flashlight_py.launch.output import STREAMS, Source
 
-__all__ = ["Ranks", "end_leftovers"]
+__all__ = [
+    "LISTENER",
+    "SECRET",
+    "Place",
+    "Ranks",
+    "counts_of_remaining",
+    "end_leftovers",
+    "environ_of",
+    "places",
+    "rank_variables",
+]
 
 _CHUNK = 1 << 16
 # How long to wait for killed processes to be gone, in seconds: one may hang in the kernel.
 _KILLED_SECONDS = 5.0
 
 
-class Ranks:
-    """Processes by rank. ``hear_output`` is called with what they write, ``hear_end`` at the end.
+LISTENER, SECRET = "FLASHLIGHT_LISTENER", "FLASHLIGHT_SECRET"
+"""Environment variables: the descriptor at which rank 0 listens, and what ranks prove to know."""
 
-    Whatever a rank has written is heard before its end. Each leads a session, so that a signal
-    reaches what it has started as well; and dies with this process.
+# Where ranks meet; what an outer launch says of it must not reach a rank.
+_MEETINGS = ("FLASHLIGHT_FILE", "MASTER_ADDR", "MASTER_PORT", LISTENER, SECRET)
+
+
+class Place(NamedTuple):
+    """A rank, its number on its host, how many are there, and which host it is."""
+
+    rank: int
+    local_rank: int
+    local_size: int
+    host: int
+
+
+def places(counts: Sequence[int]) -> list[Place]:
+    """Return the places of all ranks, where host h has ``counts[h]`` of them; maybe none."""
+    found: list[Place] = []
+    for host, count in enumerate(counts):
+        found += [Place(len(found) + local, local, count, host) for local in range(count)]
+    return [each._replace(rank=rank) for rank, each in enumerate(found)]
+
+
+def counts_of_remaining(counts: Sequence[int], lost: Collection[int]) -> list[int]:
+    """Return how many ranks each host has without those that are ``lost``."""
+    remaining = [place.host for place in places(counts) if place.rank not in lost]
+    return [remaining.count(host) for host in range(len(counts))]
+
+
+def rank_variables(rank: int, size: int, file: str) -> dict[str, str]:
+    """Return the variables of ``rank`` of ``size`` on one host, which meet at the path ``file``."""
+    return {**_numbers(Place(rank, rank, size, 0), size), "FLASHLIGHT_FILE": file}
+
+
+def environ_of(
+    environ: Mapping[str, str], place: Place, size: int, restarts: int, meeting: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment of a rank, made from ``environ`` of the launcher on its host.
+
+    ``meeting`` says where the ranks find each other. Output is unbuffered, so that it is shown as
+    it is printed, and a crash in native code shows where it was, unless ``environ`` says otherwise.
+    """
+    inherited = {name: value for name, value in environ.items() if name not in _MEETINGS}
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        **inherited,
+        **thread_variables(environ, place.local_size, usable_cores()),
+        **_numbers(place, size),
+        "FLASHLIGHT_RESTART_COUNT": str(restarts),
+        **meeting,
+    }
+
+
+def _numbers(place: Place, size: int) -> dict[str, str]:
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+    }
+
+
+class Ranks:
+    """Processes by rank; ``on_output`` is called with what they write to ``streams``.
+
+    Other streams they have in common with this process. Each leads a session: a signal reaches what
+    it has started as well, and Ctrl-C on a terminal reaches this process alone.
     """
 
     def __init__(
         self,
-        loop: Loop,
-        hear_output: Callable[[Source, bytes], None],
-        hear_end: Callable[[int, int], None],
+        loop: Poll,
+        on_output: Callable[[Source, bytes], None],
+        streams: Collection[str] = STREAMS,
     ) -> None:
-        self._loop = loop
-        self._hear_output, self._hear_end = hear_output, hear_end
+        self._loop, self._on_output, self._streams = loop, on_output, streams
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._pipes: dict[Source, int] = {}
 
@@ -43,56 +118,74 @@ class Ranks:
         rank: int,
         command: Sequence[str],
         environ: Mapping[str, str],
-        stdin: int | None,
+        stdin: int = subprocess.DEVNULL,
         descriptors: Sequence[int] = (),
-    ) -> None:
-        """Start ``rank``; ``stdin`` is a descriptor, None: nothing to read; it inherits the others.
+        before: Callable[[], None] | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start ``rank`` with the input ``stdin``; it inherits ``descriptors``.
+
+        ``before`` runs in the new process, which is safe where this one has a single thread.
 
         Raises:
             OSError: the program cannot be started.
         """
-        me = os.getpid()
-        ours, theirs = zip(*(os.pipe() for _ in STREAMS), strict=True)
+        theirs: dict[str, int] = {}
         try:
+            for stream in self._streams:
+                ours, theirs[stream] = os.pipe()
+                self._watch(Source(rank, stream), ours)
             process = subprocess.Popen(
                 command,
                 env=environ,
-                stdin=subprocess.DEVNULL if stdin is None else stdin,
-                stdout=theirs[0],
-                stderr=theirs[1],
+                stdin=stdin,
+                stdout=theirs.get("out"),
+                stderr=theirs.get("err"),
                 start_new_session=True,
                 pass_fds=descriptors,
-                # Nothing is unsafe about it: the launcher has one thread.
-                preexec_fn=lambda: kernel.die_with_parent(me),  # noqa: PLW1509
+                preexec_fn=before,  # noqa: PLW1509 - see above
             )
         finally:
-            for end in theirs:
+            for end in theirs.values():
                 os.close(end)
-            self._listen(rank, ours)
         self._processes[rank] = process
-        self._loop.child(process.pid, lambda code: self._on_end(rank, code))
+        return process
 
     def signal(self, number: int) -> None:
-        """Send ``number`` to every rank that has not ended, and to what is in its group."""
+        """Send ``number`` to every rank that is not reaped yet, and to what is in its group."""
         for process in self._processes.values():
             if process.returncode is None:  # its number cannot be another's before it is reaped
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
 
-    def finish(self, grace: float) -> list[int]:
-        """End what the ranks have left, and close the pipes; as ``end_leftovers``, in seconds."""
-        stuck = end_leftovers(self._loop, grace)
+    def drain(self, rank: int) -> None:
+        """Read what ``rank`` has written before now: call it when the rank has ended."""
+        for stream in self._streams:
+            self._drain(Source(rank, stream))
+
+    def exit_code(self, rank: int) -> int:
+        """Wait for the end of ``rank`` and return its exit code, or minus the signal.
+
+        It is not reaped, so that ``signal`` still reaches what it has left in its group.
+        """
+        end = os.waitid(os.P_PID, self._processes[rank].pid, os.WEXITED | os.WNOWAIT)
+        if end is None:
+            raise AssertionError("waitid returns None only with WNOHANG")
+        return code_of(end)
+
+    def wait(self) -> list[int]:
+        """Wait for the end of each rank and return their exit codes, or minus the signals."""
+        return [process.wait() for process in self._processes.values()]
+
+    def close(self) -> None:
+        """Read what can be read now, and close the pipes, also where others hold their ends."""
         for source in list(self._pipes):
             self._drain(source)
             self._close(source)
-        return stuck
 
-    def _listen(self, rank: int, descriptors: Sequence[int]) -> None:
-        for stream, descriptor in zip(STREAMS, descriptors, strict=True):
-            source = Source(rank, stream)
-            os.set_blocking(descriptor, False)
-            self._pipes[source] = descriptor
-            self._loop.watch(descriptor, lambda source=source: self._read(source))  # type: ignore[misc]
+    def _watch(self, source: Source, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        self._pipes[source] = descriptor
+        self._loop.watch(descriptor, lambda: self._read(source))
 
     def _read(self, source: Source) -> bool:
         """Pass on what can be read at once; False if nothing can."""
@@ -103,7 +196,7 @@ class Ranks:
         if not data:
             self._close(source)
             return False
-        self._hear_output(source, data)
+        self._on_output(source, data)
         return True
 
     def _drain(self, source: Source) -> None:
@@ -118,12 +211,6 @@ class Ranks:
             self._loop.forget(descriptor)
             os.close(descriptor)
 
-    def _on_end(self, rank: int, code: int) -> None:
-        self._processes[rank].returncode = code
-        for stream in STREAMS:
-            self._drain(Source(rank, stream))
-        self._hear_end(rank, code)
-
 
 def end_leftovers(loop: Loop, grace: float) -> list[int]:
     """End what ranks have started and left behind: SIGTERM, and SIGKILL after ``grace`` seconds.
@@ -133,14 +220,14 @@ def end_leftovers(loop: Loop, grace: float) -> list[int]:
     asked: set[int] = set()
     ends = time.monotonic() + grace
     while loop.reap() and time.monotonic() < ends:
-        for pid in set(kernel.children()) - asked:
+        for pid in set(children()) - asked:
             asked.add(pid)
             os.kill(pid, signal.SIGTERM)
-            os.kill(pid, signal.SIGCONT)  # one that is stopped would not hear it
+            os.kill(pid, signal.SIGCONT)  # one that is stopped would not notice it
         loop.once(ends)
     ends = time.monotonic() + _KILLED_SECONDS
     while loop.reap() and time.monotonic() < ends:
-        for pid in kernel.children():  # again and again: killed ones leave theirs to us
+        for pid in children():  # again and again: killed ones leave theirs to us
             os.kill(pid, signal.SIGKILL)
         loop.once(ends)
-    return kernel.children()
+    return children()

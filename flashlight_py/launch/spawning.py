@@ -1,16 +1,46 @@
-"""``spawn``: a world of new processes for one call of a function."""
+"""``spawn``: a world of new processes for one call of a function.
+
+Each rank reports a result, or how it failed, through a link to this process.
+"""
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import operator
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from functools import partial
+from multiprocessing import spawn as mp_spawn
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any, SupportsIndex, TypeVar
 
-from flashlight_py.cores import usable_cores
+from flashlight_py.cores import thread_variables, usable_cores
+from flashlight_py.errors import RankFailedError
+from flashlight_py.launch.attempt import Attempt
+from flashlight_py.launch.failures import Failure, describe_exit
+from flashlight_py.launch.loop import Poll
+from flashlight_py.launch.output import STREAMS, Output
+from flashlight_py.launch.pickling import dumps
+from flashlight_py.launch.ranks import Ranks, rank_variables
 
 __all__ = ["spawn"]
 
 T = TypeVar("T")
+
+RANK_MAIN = Path(__file__).with_name("rank_main.py")
+
+# How long ranks have to clean up, in seconds, before they are killed.
+ENDING_SECONDS = 5.0
+_CHUNK = 1 << 16
 
 
 def spawn(
@@ -26,7 +56,7 @@ def spawn(
     program's script, as under another name, without running what stands under
     ``if __name__ == "__main__":``; there the call of ``spawn`` belongs. What the ranks print goes
     to this process's standard output and error; where ``sys.stdout`` or ``sys.stderr`` is replaced,
-    as in a notebook, it is written there, line by line behind ``[rank]``, as it comes.
+    as in a notebook, it is written there, line by line behind ``[rank]``, as it arrives.
     No process is left behind, also when a rank or this process is killed: the ranks end with this
     process. It may itself be a rank of another world.
 
@@ -50,9 +80,11 @@ def spawn(
             was started.
         ValueError: ``nprocs``, ``timeout`` or ``params`` make no sense. No process was started.
         RankFailedError: a rank raised (the message holds its traceback), exited or was killed.
-            The first cause is told, not the PeerLostErrors that follow from it; the other ranks
+            The first cause is named, not the PeerLostErrors that follow from it; the other ranks
             have been ended, by SIGTERM (it raises SystemExit there) and after 5 seconds by SIGKILL.
         TimeoutError: ``timeout`` has passed; the ranks have been ended.
+        OSError: the system starts no more processes, or what the ranks print cannot be written to
+            a replaced ``sys.stdout`` or ``sys.stderr``; the ranks have been ended.
         RuntimeError: called while a rank imports the script: the call is not under
             ``if __name__ == "__main__":``.
         KeyboardInterrupt: Ctrl-C; the ranks were interrupted too, and have ended.
@@ -65,9 +97,32 @@ def spawn(
         ...     print(fl.spawn(total, args=(10,), nprocs=2))  # [21, 21]
     """
     size = _checked_size(fn, args, nprocs, params, timeout)
-    from flashlight_py.launch.local_world import run  # multiprocessing is not needed before
-
-    return run(fn, tuple(args), size, dict(params or {}), timeout)
+    name = f"spawn of {getattr(fn, '__qualname__', repr(fn))}"
+    task = _task(name, fn, tuple(args), dict(params or {}))
+    ends = math.inf if timeout is None else time.monotonic() + timeout
+    with (
+        tempfile.TemporaryDirectory(prefix="flashlight-", ignore_cleanup_errors=True) as folder,
+        open(
+            os.memfd_create("flashlight task"), "wb"
+        ) as memory,  # no file: nobody else may write it
+        closing(Poll()) as poll,
+    ):
+        memory.write(task)
+        memory.flush()
+        world = SpawnedWorld(poll, name, size)
+        try:
+            world.start(folder, memory.fileno())
+            world.run(ends)
+        except BaseException as error:
+            is_interrupt = isinstance(error, KeyboardInterrupt)
+            world.end(signal.SIGINT if is_interrupt else signal.SIGTERM)
+            raise
+        finally:
+            codes = world.close()
+    if world.output.error:
+        raise OSError(f"{name}: {world.output.error}; all ranks were ended")
+    _warn_of(name, codes)
+    return [_result(name, rank, size, world.results[rank]) for rank in range(size)]
 
 
 def _checked_size(
@@ -100,3 +155,175 @@ def _whole(number: SupportsIndex) -> int:
         return operator.index(number)
     except TypeError:
         return 0
+
+
+def _task(name: str, fn: object, args: object, params: object) -> bytes:
+    """Return two pickles: how to become this program's script, and what to call there."""
+    try:
+        preparation = mp_spawn.get_preparation_data("rank")
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{name}: called while a rank imports the script; put what starts the ranks under "
+            "if __name__ == '__main__':"
+        ) from error
+    del preparation["authkey"]  # a secret: it goes through the links and never lies in a file
+    has_script = _has_script(preparation)
+    if not has_script:
+        preparation.pop("init_main_from_path", None)
+    try:
+        return pickle.dumps(preparation) + dumps((fn, args, params), has_script)
+    except TypeError as error:
+        raise TypeError(f"{name}: the function or its arguments {error}") from error
+
+
+def _has_script(preparation: Mapping[str, Any]) -> bool:
+    """Return whether other processes can import this one's ``__main__`` (no notebook, no shell)."""
+    module = preparation.get("init_main_from_name", "__main__")
+    path = preparation.get("init_main_from_path")
+    # multiprocessing does not import a package's __main__, which is seldom guarded.
+    return not f".{module}".endswith(".__main__") or (path is not None and os.path.isfile(path))
+
+
+def _result(name: str, rank: int, size: int, pickled: bytes) -> Any:
+    try:
+        return pickle.loads(pickled)
+    except Exception as error:
+        raise RankFailedError(
+            f"{name}: what rank {rank} of {size} returned cannot be unpickled here: {error}", rank
+        ) from error
+
+
+def _warn_of(name: str, codes: list[int]) -> None:
+    for rank, code in enumerate(codes):
+        if code != 0:
+            warnings.warn(
+                f"{name}: rank {rank} of {len(codes)} {describe_exit(code)} after it had returned "
+                "its result",
+                RuntimeWarning,
+                stacklevel=3,  # at who called spawn
+            )
+
+
+class SpawnedWorld:
+    """The ranks of one run, and our ends of the links to them; ``results`` are pickles, by rank."""
+
+    def __init__(self, poll: Poll, name: str, size: int) -> None:
+        self.results: dict[int, bytes] = {}
+        self._poll, self._name, self._size = poll, name, size
+        self._links: dict[int, Connection] = {}
+        # A notebook, a test or redirect_stdout has put an object in the place of sys.stdout; what
+        # a process inherits would go past it.
+        replaced = [
+            stream
+            for stream in STREAMS
+            if getattr(sys, f"std{stream}") not in (None, getattr(sys, f"__std{stream}__"))
+        ]
+        self.output = Output(size, descriptors=(sys.stdout, sys.stderr))
+        self._attempt = Attempt(poll, self.signal, self.output, range(size), ENDING_SECONDS)
+        self._ranks = Ranks(poll, self._attempt.on_output, replaced)
+
+    def start(self, folder: str, task: int) -> None:
+        """Start all ranks; they inherit the descriptor ``task`` and meet in ``folder``."""
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()  # what was printed before stands before what the ranks print
+        threads = thread_variables(os.environ, self._size, usable_cores())
+        meeting = os.path.join(folder, "meeting")
+        for rank in range(self._size):
+            environ = {**os.environ, **threads, **rank_variables(rank, self._size, meeting)}
+            ours, theirs = Pipe()
+            with theirs:
+                place = [folder, str(task), str(theirs.fileno()), str(os.getpid())]
+                command = [*_interpreter(), str(RANK_MAIN), *place]
+                self._ranks.start(rank, command, environ, descriptors=[theirs.fileno(), task])
+            self._links[rank] = ours
+            self._poll.watch(ours.fileno(), partial(self._on_report, rank))
+            with suppress(ConnectionError):  # a rank that has died already is noticed later
+                ours.send_bytes(multiprocessing.current_process().authkey)
+
+    def run(self, ends: float) -> None:
+        """Wait for every rank's result, until the time ``ends`` (of ``time.monotonic``), and end.
+
+        Raises:
+            RankFailedError: a rank failed; the first cause.
+            TimeoutError: time is up.
+        """
+        self._attempt.run(ends)
+        if self._attempt.cause is not None:
+            rank, failure = self._attempt.cause
+            raise failure.as_error(self._name, rank, self._size)
+        late = self._attempt.undecided
+        if late and not self._attempt.is_ending:
+            names = ", ".join(map(str, sorted(late)))
+            raise TimeoutError(
+                f"{self._name}: rank(s) {names} of {self._size} had not returned when the timeout "
+                "was over; all ranks were ended"
+            )
+
+    def end(self, number: int) -> None:
+        """Send ``number`` to the ranks and what they started; kill what is left of them later."""
+        try:
+            self._attempt.on_end(set(range(self._size)) - self._links.keys())  # were not started
+            self._attempt.end(number)
+            self._attempt.run()
+        finally:
+            self.signal(signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        """Send ``number`` to the ranks and what they started."""
+        self._ranks.signal(number)
+        if number == signal.SIGKILL:
+            self._attempt.on_end(range(self._size))
+
+    def close(self) -> list[int]:
+        """Wait for the end of all ranks, show what they have printed, return their exit codes."""
+        codes = self._ranks.wait()
+        for rank in list(self._links):
+            self._close_link(rank)
+        self._ranks.close()
+        self.output.end()
+        return codes
+
+    def _on_report(self, rank: int) -> None:
+        """Read a report of ``rank``, or its end."""
+        link = self._links[rank]
+        try:
+            if self._attempt.is_ending:  # nobody needs it any more, but it must not wait for us
+                if not os.read(link.fileno(), _CHUNK):
+                    self._on_end(rank)
+                return
+            failure: Failure | None = link.recv()
+            if failure is not None:
+                self._attempt.on_failure({rank: failure})
+                return
+            self.results[rank] = link.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            self._on_end(rank)
+            return
+        self._attempt.on_return(rank)
+        if len(self.results) == self._size:
+            self._let_all_go()
+
+    def _let_all_go(self) -> None:
+        for link in self._links.values():
+            with suppress(ConnectionError):  # it has ended since
+                link.send_bytes(b"")
+
+    def _on_end(self, rank: int) -> None:
+        """The link has ended, and with it the process."""
+        self._close_link(rank)
+        code = self._ranks.exit_code(rank)
+        self._ranks.drain(rank)
+        what = f"{describe_exit(code)} before it had returned"
+        self._attempt.on_failure({rank: Failure(what, time.monotonic(), exit_code=code)})
+        self._attempt.on_end([rank])
+
+    def _close_link(self, rank: int) -> None:
+        link = self._links.pop(rank)
+        self._poll.forget(link.fileno())
+        link.close()
+
+
+def _interpreter() -> list[str]:
+    """Return how this Python was called: the program and its own options, such as -O and -W."""
+    command = [os.fsdecode(word) for word in mp_spawn.get_command_line()]
+    return command[: command.index("-c")]

@@ -12,7 +12,7 @@ import pytest
 
 from flashlight_py.cores import usable_cores
 from flashlight_py.distributed import blas
-from flashlight_py.launch.variables import rank_variables
+from flashlight_py.launch.ranks import rank_variables
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

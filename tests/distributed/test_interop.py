@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.launch.variables import rank_variables
+from flashlight_py.launch.ranks import rank_variables
 
 HAS_ML_DTYPES = importlib.util.find_spec("ml_dtypes") is not None
 

@@ -8,10 +8,8 @@ import signal
 import pytest
 
 from flashlight_py.errors import CollectiveTimeoutError, PeerLostError, RankFailedError
-from flashlight_py.launch.attempt import failure_of_exit
-from flashlight_py.launch.failures import Failure, first_cause
-from flashlight_py.launch.processes import describe_exit
-from flashlight_py.launch.variables import rank_variables
+from flashlight_py.launch.failures import Failure, describe_exit, first_cause
+from flashlight_py.launch.ranks import rank_variables
 
 
 def test_variables_of_a_rank() -> None:
@@ -52,19 +50,19 @@ def test_of_ranks_that_waited_for_each_other_the_one_that_waited_to_the_end_is_f
     assert first_cause([(0, lost), (1, late)]) == (1, late)
     line = "flashlight_py.errors.{}: [send] rank 1 of 2: ..."
     names = ("PeerLostError", "CollectiveTimeoutError")
-    seen = [failure_of_exit(1, [line.format(name)]) for name in names]
+    seen = [Failure.of_exit(1, [line.format(name)]) for name in names]
     assert 0 < seen[1].follows < seen[0].follows
     assert first_cause([(0, seen[0]), (1, seen[1])])[0] == 1
 
 
 def test_what_a_rank_prints_while_it_handles_a_consequence_is_one() -> None:
-    failure = failure_of_exit(1, ["flashlight_py.errors.PeerLostError: lost", "KeyError: 'x'"])
+    failure = Failure.of_exit(1, ["flashlight_py.errors.PeerLostError: lost", "KeyError: 'x'"])
     assert failure.what == "raised KeyError: 'x'"
     assert failure.follows
 
 
 def test_a_long_cause_is_not_told_twice() -> None:
-    what = failure_of_exit(1, ["ValueError: " + "x" * 1000]).what
+    what = Failure.of_exit(1, ["ValueError: " + "x" * 1000]).what
     assert what.startswith("raised ValueError: xxx")
     assert len(what) < 300
     assert what.endswith("x [...]")

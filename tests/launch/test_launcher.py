@@ -364,6 +364,7 @@ def test_files_instead_of_the_terminal(tmp_path: Path) -> None:
         (["--hosts=-oX,b", "x"], "--hosts: expected NAME or NAME:RANKS"),
         (["--nnodes", "2", "x"], "--nnodes needs --rdzv"),
         (["--nnodes", "2", "--rdzv", "/x", "--hosts", "a", "x"], "--hosts starts ranks on other"),
+        (["--hosts", "a,b", "--rdzv", "a:29500", "x"], "--rdzv HOST:PORT is for --nnodes"),
         (["--node-rank", "1", "x"], "--node-rank: expected 0 to 0, got 1"),
         (["-n", "2", "--min-n", "3", "x"], "--min-n: expected 1 to 2"),
         (["--grace", "-1", "x"], "--grace: expected a number of seconds, got '-1'"),

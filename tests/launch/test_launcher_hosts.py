@@ -131,9 +131,31 @@ def test_a_host_that_cannot_be_reached(tmp_path: Path, ssh: str) -> None:
     done = launch("--hosts", "a,down", "--ssh", ssh, program)
     assert done.returncode == 1
     assert "rank 1 of 2 on down is lost: ssh to down exited with code 255" in done.stderr
-    done = launch("--hosts", "a,down,b", "--ssh", ssh, "--min-n", 2, program)
+    done = launch("--hosts", "a,down:3,b", "--ssh", ssh, "--min-n", 2, program)
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == ["[0] of 2", "[1] of 2"]
+    assert done.stderr.count("flrun: starting again") == 1  # all its ranks are lost at once
+
+
+def test_agents_stay_for_a_further_start(tmp_path: Path) -> None:
+    """Each start has a port and a secret of its own."""
+    log = tmp_path / "log"
+    stand_in = write(tmp_path, f'echo "$1" >> {log}\nexec sh -c "$2"\n', "ssh")
+    program = """
+    import os, sys
+    import flashlight_py as fl
+    fl.distributed_init()
+    fl.barrier()
+    print(os.environ["FLASHLIGHT_SECRET"])
+    fl.barrier()
+    sys.exit(int(os.environ["FLASHLIGHT_RESTART_COUNT"] == "0"))
+    """
+    ssh = ("--ssh", f"sh {stand_in}")
+    done = launch("--hosts", "a,b", *ssh, "--max-restarts", 1, write(tmp_path, program))
+    assert done.returncode == 0, done.stderr
+    secrets = [line.partition("] ")[2] for line in done.stdout.splitlines()]
+    assert secrets[0] == secrets[1] != secrets[2] == secrets[3]
+    assert sorted(log.read_text().split()) == ["a", "b"]
 
 
 WAITING = """
@@ -161,19 +183,21 @@ def test_signals_reach_other_hosts(tmp_path: Path, ssh: str, number: signal.Sign
         assert "KeyboardInterrupt" in errors
 
 
-def start_node(node: int, rdzv: Path, *arguments: object, nodes: int = 2) -> Any:
+def start_node(
+    node: int, rdzv: Path | str, *arguments: object, nodes: int = 2, stdout: Any = subprocess.PIPE
+) -> Any:
     """Start the launcher of one node, which has a rank more than its number."""
     return subprocess.Popen(
         [*LAUNCH, f"-n{node + 1}", f"--nnodes={nodes}", f"--node-rank={node}", f"--rdzv={rdzv}"]
         + [str(argument) for argument in arguments],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def on_each_node(rdzv: Path, *arguments: object) -> list[Any]:
+def on_each_node(rdzv: Path | str, *arguments: object) -> list[Any]:
     """Run one launcher for each of two nodes."""
     launchers = [start_node(node, rdzv, *arguments) for node in range(2)]
     outputs = [launcher.communicate(timeout=30) for launcher in launchers]
@@ -250,17 +274,28 @@ def test_a_signal_before_all_launchers_are_there(tmp_path: Path) -> None:
 
 
 FIRST_ENDS = """
-import os, signal
+import os, pathlib, signal, sys
+pathlib.Path(sys.argv[1], f"pid-{os.environ['RANK']}").write_text(f"{os.getpid()}\\n")
 if os.environ["RANK"] != "0":
     signal.pause()
 """
 
 
+def wait_until_rank_0_has_ended(folder: Path) -> None:
+    """And the others run: each has written its number to ``folder``."""
+    for rank in range(3):
+        wait_for(folder, f"pid-{rank}")
+    ends = time.monotonic() + 20
+    while Path(f"/proc/{(folder / 'pid-0').read_text().strip() or os.getpid()}").exists():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
 def test_a_signal_to_a_launcher_whose_ranks_have_ended(tmp_path: Path) -> None:
     meeting, program = tmp_path / "meeting", write(tmp_path, FIRST_ENDS)
     meeting.mkdir()
-    nodes = [start_node(node, meeting, program) for node in range(2)]
-    wait_for(meeting, "ended-0-0")
+    nodes = [start_node(node, meeting, program, tmp_path) for node in range(2)]
+    wait_until_rank_0_has_ended(tmp_path)
     nodes[0].send_signal(signal.SIGINT)
     for node in nodes:
         assert node.communicate(timeout=20)[1].endswith(
@@ -271,21 +306,20 @@ def test_a_signal_to_a_launcher_whose_ranks_have_ended(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_is_dead_is_not_waited_for(tmp_path: Path) -> None:
-    """Its last sign of life is made an old one, since nobody wants to wait."""
     meeting, program = tmp_path / "meeting", write(tmp_path, FIRST_ENDS)
     meeting.mkdir()
-    first, second = (start_node(node, meeting, "--min-n", 1, program) for node in range(2))
-    job = wait_for(meeting, "ended-0-0").parent
-    wait_for(meeting, "alive-1")
+    first, second = (
+        start_node(node, meeting, "--min-n", 1, program, tmp_path) for node in range(2)
+    )
+    wait_until_rank_0_has_ended(tmp_path)
     children = Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text()
     os.kill(int(children), signal.SIGKILL)
     second.communicate(timeout=20)
-    os.utime(job / "alive-1", (0, 0))
     _, errors = first.communicate(timeout=20)
     assert first.returncode == 0
     lost, again = errors.splitlines()
     assert lost.startswith("flrun: rank 1 of 3 ")
-    assert "is lost: its launcher (node 1) says nothing any more" in lost
+    assert "is lost: the connection to its launcher (node 1) has ended" in lost
     assert again == "flrun: starting again with 1 rank(s), for the 1st time"
     assert list(meeting.iterdir()) == []
 

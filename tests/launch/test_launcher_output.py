@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from flashlight_py.launch.failures import Tail
 from flashlight_py.launch.output import LONGEST_LINE, PARTIAL_SECONDS, Output, Source
-from flashlight_py.launch.tails import Tail
 
 
 def written(ours: int, theirs: int, steps: Callable[[Output], None], size: int = 2) -> str:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashlight_py.launch.plan import Place, counts_of_remaining, may_restart, places
+from flashlight_py.launch.job import may_restart
+from flashlight_py.launch.ranks import Place, counts_of_remaining, places
 from tests.launch.launcher import launch, write
 
 

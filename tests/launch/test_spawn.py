@@ -17,7 +17,6 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.launch import spawning
-from flashlight_py.launch.local_world import LocalWorld
 
 HAS_CLOUDPICKLE = importlib.util.find_spec("cloudpickle") is not None
 NEEDS_CLOUDPICKLE = pytest.mark.skipif(
@@ -205,7 +204,7 @@ def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(LocalWorld, "start", fail)
+    monkeypatch.setattr(spawning.SpawnedWorld, "start", fail)
 
 
 @pytest.mark.usefixtures("_no_process")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import errno
+import io
 import os
 import signal
 import sys
 import time
+from contextlib import redirect_stdout
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.launch import local_world
+from flashlight_py.launch import attempt, spawning
 
 
 def fail_on_one(rank: int, how: str) -> Any:
@@ -87,7 +90,7 @@ FAILURES = {
 def test_the_first_cause_is_raised(
     monkeypatch: pytest.MonkeyPatch, how: str, code: int | None, told: list[str]
 ) -> None:
-    monkeypatch.setattr(local_world, "CAUSE_SECONDS", 30.0)  # however busy the machine is
+    monkeypatch.setattr(attempt, "CAUSE_SECONDS", 30.0)  # however busy the machine is
     with pytest.raises(fl.errors.RankFailedError) as caught:
         fl.spawn(fail_on_one, (how,), nprocs=3)
     message = str(caught.value)
@@ -179,8 +182,26 @@ def wait(rank: int) -> None:
         signal.pause()
 
 
+class Full(io.StringIO):
+    """Stands in the place of sys.stdout, and cannot be written to."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_output_that_cannot_be_shown_ends_the_ranks() -> None:
+    match = "spawn of print_and_wait: standard output cannot be written: No space left on device"
+    with redirect_stdout(Full()), pytest.raises(OSError, match=match):
+        fl.spawn(print_and_wait, nprocs=2)
+
+
+def print_and_wait(rank: int) -> None:
+    print("hi")
+    wait(rank)
+
+
 def test_a_rank_that_will_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_world, "ENDING_SECONDS", 0.5)
+    monkeypatch.setattr(spawning, "ENDING_SECONDS", 0.5)
     with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 raised ValueError"):
         fl.spawn(fail_beside_a_deaf_rank, nprocs=2)
 

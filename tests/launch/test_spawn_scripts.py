@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flashlight_py.launch.local_world import ENDING_SECONDS
+from flashlight_py.launch.spawning import ENDING_SECONDS
 from tests.distributed import processes
 from tests.launch.test_spawn import NEEDS_CLOUDPICKLE
 

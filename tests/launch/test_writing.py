@@ -6,8 +6,7 @@ import os
 import socket
 import threading
 
-from flashlight_py.launch.wire import Reader, message
-from flashlight_py.launch.writing import write_whole
+from flashlight_py.launch.channel import Reader, message, write_whole
 
 
 def test_an_agent_says_all_through_a_socket_that_it_also_reads() -> None:

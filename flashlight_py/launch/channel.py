@@ -1,0 +1,152 @@
+"""Messages between the launcher and its agents, one line of JSON each, and what descriptors need.
+
+To an agent: ``prepare`` for ranks, ``start`` them, send them a ``signal``, ``input`` for rank 0,
+``say`` a line to the user, ``finish`` what the ranks have left, ``leave`` with an exit code. The
+end of the connection means leave, too: a launcher that was killed leaves no ranks behind.
+From an agent: it is ``ready``, or ``cannot_run`` the program; ``output`` of a rank, a rank has
+``exited``, ``more`` input can be taken; it has ``lost_output``, a signal is to ``interrupt`` the
+job; all is ``finished``, but for some processes.
+
+An agent waits until the launcher has taken its message; meanwhile its ranks wait to print. The
+launcher waits for no agent, or each of the two might wait for the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+from collections.abc import Callable
+from typing import Any
+
+from flashlight_py.launch.loop import Poll
+
+__all__ = ["Outgoing", "Reader", "Supply", "message", "write_whole"]
+
+_CHUNK = 1 << 16
+_WITH_BYTES = ("output", "input")  # their last value; it travels as text of Latin-1
+
+
+def message(kind: str, *values: Any) -> bytes:
+    """Return the line for a message."""
+    return json.dumps([kind, *values], default=lambda data: data.decode("latin-1")).encode() + b"\n"
+
+
+class Reader:
+    """Reads messages from ``descriptor``, which is made not to block."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        self._descriptor = descriptor
+        self._rest = b""
+        self.has_ended = False
+
+    def read(self) -> list[tuple[str, list[Any]]]:
+        """Return (kind, values) of the messages that are here; sets ``has_ended`` at the end."""
+        try:
+            data = os.read(self._descriptor, _CHUNK)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""  # a socket whose other end was killed, or cannot be reached any more
+        self.has_ended = not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        messages = [(kind, values) for kind, *values in map(json.loads, lines)]
+        for kind, values in messages:
+            if kind in _WITH_BYTES:
+                values[-1] = values[-1].encode("latin-1")
+        return messages
+
+
+def write_whole(descriptor: int, data: bytes) -> None:
+    """Write ``data``; blocks until it is written, also where the descriptor itself would not.
+
+    Whoever shares it, a rank on our terminal for one, may have made it non-blocking for all.
+
+    Raises:
+        OSError: the system says so; ``BrokenPipeError`` if nobody is at the other end.
+    """
+    while data:
+        data = data[_write_some(descriptor, data) :]
+
+
+def _write_some(descriptor: int, data: bytes) -> int:
+    """Return how much could be written; if nothing, wait until there is room."""
+    try:
+        return os.write(descriptor, data)
+    except BlockingIOError:
+        select.select([], [descriptor], [])
+        return 0
+
+
+class Outgoing:
+    """Writes what is put to a copy of ``descriptor``, without blocking, as the other end reads.
+
+    ``emptied`` is called whenever all of it has been written. Once nobody is at the other end,
+    what is put is dropped.
+    """
+
+    def __init__(
+        self, loop: Poll, descriptor: int, emptied: Callable[[], object] = lambda: None
+    ) -> None:
+        self._loop, self._emptied, self._rest = loop, emptied, b""
+        # A copy, as a socket that is read from as well is watched for that already.
+        self._descriptor = os.dup(descriptor)
+        os.set_blocking(self._descriptor, False)
+        self._is_open, self._is_watched = True, False
+
+    def put(self, data: bytes) -> None:
+        """Write ``data`` behind what was put before; does not block."""
+        if self._is_open:
+            self._rest += data
+            self._write()
+
+    def close(self) -> None:
+        """Drop what is not written yet, and close the copy."""
+        if self._is_open:
+            self._is_open = False
+            self._loop.forget(self._descriptor)
+            os.close(self._descriptor)
+
+    def _write(self) -> None:
+        try:
+            self._rest = self._rest[os.write(self._descriptor, self._rest) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # nobody reads it any more
+            self.close()
+            return
+        if bool(self._rest) != self._is_watched:
+            self._is_watched = bool(self._rest)
+            if self._is_watched:
+                self._loop.watch(self._descriptor, self._write, writing=True)
+            else:
+                self._loop.forget(self._descriptor)
+        if not self._rest:
+            self._emptied()
+
+
+class Supply:
+    """Reads ``descriptor`` in chunks, one for each call of ``ask``, and hands them to ``deliver``.
+
+    So standard input on its way to another host is never more than there is room for. The last
+    chunk, at the end of the input, is empty.
+    """
+
+    def __init__(self, loop: Poll, descriptor: int, deliver: Callable[[bytes], None]) -> None:
+        self._loop, self._descriptor, self._deliver = loop, descriptor, deliver
+
+    def ask(self) -> None:
+        """Deliver the next chunk as soon as there is one; at once from a file."""
+        try:
+            self._loop.watch(self._descriptor, self._read)
+        except PermissionError:  # a file: it can be read at any time, and cannot be waited for
+            self._read()
+
+    def stop(self) -> None:
+        """Deliver nothing any more."""
+        self._loop.forget(self._descriptor)
+
+    def _read(self) -> None:
+        self._loop.forget(self._descriptor)
+        self._deliver(os.read(self._descriptor, _CHUNK))

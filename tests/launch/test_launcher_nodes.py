@@ -1,0 +1,157 @@
+"""A launcher on each node: how those of other nodes connect to that of node 0, and lose it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from flashlight_py.launch.loop import Poll
+from flashlight_py.launch.nodes import NodeHost, _admit, _answer_to, _proof_of
+from tests.launch.launcher import write
+from tests.launch.test_launcher_hosts import ALL_REDUCE, on_each_node, start_node, wait_for
+
+KEY = b"the key"
+
+
+def test_whoever_does_not_know_the_key_is_dropped_and_delays_nobody() -> None:
+    """One that is silent, one that leaves, one that says what is wrong, and node 1 in the end."""
+    with closing(Poll()) as poll, socket.create_server(("127.0.0.1", 0)) as listener:
+        host = NodeHost(poll, "b", 1, node=1)
+        strangers = [socket.create_connection(listener.getsockname()) for _ in range(4)]
+        strangers.pop(1).close()
+        strangers[1].sendall(_proof_of(KEY, 2))
+        strangers[2].sendall(b"x" * 5)
+        with socket.create_connection(listener.getsockname()) as node:
+            node.sendall(_proof_of(KEY, 1))
+            _admit(listener, KEY, [host])
+            assert node.recv(1 << 10) == _answer_to(KEY, 1)
+            assert host.is_open
+            host.close()
+            assert node.recv(1) == b""
+    for stranger in strangers:
+        with stranger, suppress(ConnectionResetError):  # as not all of its bytes were read
+            assert stranger.recv(1) == b""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_launchers_may_meet_at_a_port_of_node_0(tmp_path: Path) -> None:
+    place = f"localhost:{free_port()}"
+    first, second = on_each_node(place, write(tmp_path, ALL_REDUCE))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout == "[0] 0 3 0 \n"
+    assert sorted(second.stdout.splitlines()) == ["[1] 1 3 0 ", "[2] 2 3 1 "]
+
+
+def test_at_a_port_that_other_hosts_reach_a_secret_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = write(tmp_path, "print('hi')")
+    for done in on_each_node(f"127.0.0.2:{free_port()}", program):
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith("flrun: --rdzv 127.0.0.2:")
+        assert "MASTER_SECRET" in done.stderr
+    monkeypatch.setenv("MASTER_SECRET", "of the job")
+    for done in on_each_node(f"127.0.0.2:{free_port()}", program):
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+WAITING = """
+import os, pathlib, signal, subprocess, sys
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+pathlib.Path(sys.argv[1], "ready-" + os.environ["RANK"]).touch()
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_to_one_launcher_ends_all(
+    tmp_path: Path, node: int, number: signal.Signals
+) -> None:
+    """The fixture of this folder looks for processes and files that are left."""
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    program = write(tmp_path, WAITING)
+    nodes = [start_node(each, meeting, "--grace", 1, program, tmp_path) for each in range(2)]
+    for rank in range(3):
+        wait_for(tmp_path, f"ready-{rank}")
+    nodes[node].send_signal(number)
+    errors = [each.communicate(timeout=20)[1] for each in nodes]
+    name = "SIGTERM" if number == signal.SIGKILL else number.name
+    for each in errors:
+        assert each.endswith(f"flrun: interrupted by {name}; all ranks were ended\n")
+    codes = [128 + signal.Signals[name]] * 2
+    if number == signal.SIGKILL:
+        codes[node] = -number
+    assert [each.returncode for each in nodes] == codes
+    assert list(meeting.iterdir()) == []
+
+
+def test_node_0_is_killed(tmp_path: Path) -> None:
+    """The process that has the ranks, at once and for good."""
+    program = write(tmp_path, WAITING)
+    nodes = [start_node(each, tmp_path / "run", program, tmp_path) for each in range(2)]
+    for rank in range(3):
+        wait_for(tmp_path, f"ready-{rank}")
+    children = Path(f"/proc/{nodes[0].pid}/task/{nodes[0].pid}/children").read_text()
+    os.kill(int(children), signal.SIGKILL)
+    errors = [each.communicate(timeout=20)[1] for each in nodes]
+    assert [each.returncode for each in nodes] == [137, 1]
+    last = "flrun: the connection to the launcher of node 0 has ended; its ranks here were ended"
+    assert errors[1].splitlines()[-1] == last
+
+
+def test_a_program_that_cannot_be_run_on_one_node(tmp_path: Path) -> None:
+    there, absent = ["--no-python", "sleep", "60"], ["--no-python", "/no/such/program"]
+    nodes = [start_node(0, tmp_path / "run", *there), start_node(1, tmp_path / "run", *absent)]
+    errors = [each.communicate(timeout=20)[1] for each in nodes]
+    assert [each.returncode for each in nodes] == [127, 127]
+    for each in errors:
+        assert "flrun: cannot run /no/such/program: " in each
+
+
+def test_output_that_cannot_be_written_on_one_node_ends_all(tmp_path: Path) -> None:
+    program = write(tmp_path, "import signal\nprint('hi')\nsignal.pause()\n")
+    node = start_node(0, tmp_path / "run", program)
+    with open("/dev/full", "w") as full:
+        other = start_node(1, tmp_path / "run", program, stdout=full)
+    errors = [each.communicate(timeout=20)[1] for each in (node, other)]
+    assert [node.returncode, other.returncode] == [141, 141]
+    assert "flrun: standard output cannot be written: No space left on device" in errors[1]
+    for each in errors:
+        assert "flrun: the output of the ranks is lost; all ranks were ended" in each
+
+
+NOTIFIED = """
+import os, pathlib, signal, sys
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+def end(*_):
+    sys.exit(0 if (folder / f"expects-{rank}").exists() else 3)
+signal.signal(signal.SIGUSR1, end)
+(folder / f"ready-{rank}").touch()
+while True:
+    signal.pause()
+"""
+
+
+def test_a_signal_that_ends_nothing_reaches_the_ranks_of_its_launcher(tmp_path: Path) -> None:
+    program = write(tmp_path, NOTIFIED)
+    nodes = [start_node(each, tmp_path / "run", program, tmp_path) for each in range(2)]
+    for rank in range(3):
+        wait_for(tmp_path, f"ready-{rank}")
+    for node, ranks in ((0, [0]), (1, [1, 2])):
+        for rank in ranks:
+            (tmp_path / f"expects-{rank}").touch()
+        nodes[node].send_signal(signal.SIGUSR1)
+    errors = [each.communicate(timeout=20)[1] for each in nodes]
+    assert ([each.returncode for each in nodes], errors) == ([0, 0], ["", ""])
