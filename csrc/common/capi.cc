@@ -25,6 +25,13 @@ double fl_op_ended(fl_op* op) {
   return std::chrono::duration<double>(operation.ended.time_since_epoch()).count();
 }
 
+void fl_op_stamp(fl_op* op, int64_t* ended, int64_t running) {
+  fl::Operation& operation = *op->operation;
+  const std::lock_guard<std::mutex> lock(operation.queue->mutex);
+  operation.stamp = {ended, running};
+  if (operation.status != FL_PENDING) operation.stamp.write();
+}
+
 const char* fl_op_message(fl_op* op) { return op->operation->message.c_str(); }
 
 int fl_op_missing(fl_op* op, int* ranks, int capacity) {

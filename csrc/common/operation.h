@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "failure.h"
+#include "ticks.h"
 
 namespace fl {
 
@@ -67,6 +68,16 @@ struct Queue {
   Transport* transport = nullptr;  // null once the group is closed
 };
 
+// Where the end of an operation is recorded; see fl_op_stamp.
+struct Stamp {
+  int64_t* ended = nullptr;
+  int64_t running = 0;
+
+  void write() const {
+    if (ended != nullptr) fl_stamp(ended, running);
+  }
+};
+
 struct Operation {
   std::shared_ptr<Queue> queue;
   double seconds = 0;
@@ -79,6 +90,7 @@ struct Operation {
   std::vector<int> missing;
   Seen seen;
   Bytes output;
+  Stamp stamp;
 };
 
 // `seconds` from now, or the end of time where that is nearer.

@@ -146,26 +146,23 @@ bool ShmGroup::begin(const fl_signature& signature, const void* data, double sec
   if (queued_.load(std::memory_order_acquire) != 0 || peers_.has_ended()) return false;
   if (!turn_.try_take()) return false;
   collectives_.begin(seconds, interrupt_);
-  collectives_.call_all_reduce(signature, data);
+  collectives_.call(signature, data);
   return true;
 }
 
-bool ShmGroup::ready(int spins) const {
+Progress ShmGroup::ready(int spins) const {
   if (!peers_.may_spin()) spins = 0;
-  while (!collectives_.called()) {
-    if (spins-- <= 0) return false;
+  for (;;) {
+    const Progress progress = collectives_.progress();
+    if (progress != Progress::kAwaited || spins-- <= 0) return progress;
     pause_briefly();
   }
-  return true;
 }
 
-ShmGroup::Result ShmGroup::finish(const fl_signature& signature, void* data) {
+ShmGroup::Result ShmGroup::finish(const fl_signature& signature, void* data, void* output) {
   const Running running(*this);
-  return guarded([&](Seen&) {
-    return telling(nullptr, [&] {
-      collectives_.complete_all_reduce(signature, data);
-      return Bytes();
-    });
+  return guarded([&](Seen& seen) {
+    return telling(nullptr, [&] { return complete(signature, data, output, seen); });
   });
 }
 
@@ -186,13 +183,14 @@ ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void*
 Bytes ShmGroup::dispatch(const fl_signature& s, void* data, void* output, double seconds,
                          InterruptCheck interrupt, const fl_site* site, Seen& seen) {
   collectives_.begin(seconds, interrupt);
-  return telling(site, [&] { return call(s, data, output, seen); });
+  collectives_.call(s, data);
+  return telling(site, [&] { return complete(s, data, output, seen); });
 }
 
-Bytes ShmGroup::call(const fl_signature& s, void* data, void* output, Seen& seen) {
+Bytes ShmGroup::complete(const fl_signature& s, void* data, void* output, Seen& seen) {
   const auto* room = static_cast<const fl_room*>(output);  // of the gathers
   const auto with_shapes = [&](Bytes received) {
-    seen.calls = collectives_.calls();
+    if (received.data != nullptr) seen.calls = collectives_.calls();
     return received;
   };
   switch (s.verb) {

@@ -47,13 +47,13 @@ class ShmGroup {
   // The same without waiting: threads go on with those that do not end within a moment.
   std::vector<Result> start_exchange(const fl_message* messages, int count, double seconds);
 
-  // all_reduce on the caller's thread in two steps, so that a caller who holds a lock can let it
+  // A collective on the caller's thread in two steps, so that a caller who holds a lock can let it
   // go when the others are late. begin() never waits: it is false, and nothing has happened, where a
   // thread runs a collective, some are queued, or the group has ended; else finish() must follow, on
-  // the same thread.
+  // the same thread. It does not wait once ready() is kComplete.
   bool begin(const fl_signature& signature, const void* data, double seconds);
-  bool ready(int spins) const;
-  Result finish(const fl_signature& signature, void* data);
+  Progress ready(int spins) const;
+  Result finish(const fl_signature& signature, void* data, void* output);
 
   void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
   // False while a thread runs a collective.
@@ -77,7 +77,7 @@ class ShmGroup {
   fl_site asked(const fl_site* site) const;
   Bytes dispatch(const fl_signature& signature, void* data, void* output, double seconds,
                  InterruptCheck interrupt, const fl_site* site, Seen& seen);
-  Bytes call(const fl_signature& signature, void* data, void* output, Seen& seen);
+  Bytes complete(const fl_signature& signature, void* data, void* output, Seen& seen);
   template <typename Body>
   auto telling(const fl_site* site, Body body);
   Result start_collective(const fl_signature& signature, void* data, void* output, double seconds,

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
-from flashlight_py.distributed.recorder.fast_calls import FastCalls
 from flashlight_py.distributed.work import AllOf, Work
 from flashlight_py.errors import DistributedError
 
-__all__ = ["COMPOSED", "Backend", "Matched", "Message"]
+if TYPE_CHECKING:
+    from flashlight_py.distributed.recorder.journal import Journal
+
+__all__ = ["COMPOSED", "Backend", "Matched", "Message", "left_to_python"]
 
 # Calls that several collectives make up. Ranks know them by their places in this list.
 COMPOSED = (
@@ -34,6 +36,11 @@ COMPOSED = (
         "load(collective, to be called on every rank)",
     ),
 )
+
+
+def left_to_python(*arguments: object) -> Any:
+    """Return NotImplemented: there is no short way here."""
+    return NotImplemented
 
 
 class Message(NamedTuple):
@@ -67,7 +74,6 @@ class Backend(abc.ABC):
     people: Sequence[str] = ()  # which process each rank is, for messages
     team: object = None  # the same for the backends that one group is made of
     count: Sequence[int] = (0,)  # how many calls users have made in its group, where that is known
-    fast_calls: FastCalls | None = None  # where ``fast_all_reduce`` notes what it did
 
     @abc.abstractmethod
     def all_reduce(self, array: Array, op: ReduceOp, scale: float, blocking: bool = False) -> Work:
@@ -85,13 +91,15 @@ class Backend(abc.ABC):
             self.barrier().wait()
         return np.empty(shape, dtype)
 
-    def fast_all_reduce(self, array: object, scale: float, op: str) -> object:
-        """Do a blocking all_reduce of whatever a user gave, where there is a short way for it.
+    def bind(self, journal: Journal) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return the short ways of the group whose record is ``journal``: native, native_sendrecv.
 
-        Returns ``array`` where that has been done; NotImplemented, and nothing has happened,
-        where not.
+        ``native(verb, x, out, op, scale, root or peer, tag, async_op)`` does whatever a user has
+        called with plain arrays; ``verb`` is a place in the journal's ``VERBS``. It returns the
+        result, or a Work where ``async_op``; NotImplemented, and nothing has happened, where that
+        is left to the methods below. ``native_sendrecv(x, dst, out, src, tag, recv_tag)`` likewise.
         """
-        return NotImplemented
+        return left_to_python, left_to_python
 
     @abc.abstractmethod
     def reduce_scatter(

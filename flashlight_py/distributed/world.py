@@ -81,8 +81,8 @@ def _warn_of_forgotten_init() -> None:
 _BEFORE_INIT = _GroupBeforeInit(SingleBackend())
 _ALONE = World(_BEFORE_INIT)
 _world: World | None = None
-# The world's own, here because all_reduce has no time to look for it.
-fast_all_reduce = _ALONE.group.fast_all_reduce
+# The world's own, here because small calls have no time to look for them.
+native, native_sendrecv = _ALONE.group.native, _ALONE.group.native_sendrecv
 
 
 def current_world() -> World:
@@ -92,10 +92,11 @@ def current_world() -> World:
 
 def set_world(world: World | None) -> None:
     """Make ``world`` the current one; None: this process alone."""
-    global _world, fast_all_reduce  # noqa: PLW0603  (the one piece of process-wide state)
+    global _world, native, native_sendrecv  # noqa: PLW0603  (the one piece of process-wide state)
     _world = world
     _BEFORE_INIT.is_unlooked = False  # whoever uses the process alone after this knows
-    fast_all_reduce = current_world().group.fast_all_reduce
+    group = current_world().group
+    native, native_sendrecv = group.native, group.native_sendrecv
 
 
 # Worlds of a parent process. Their threads and sockets are the parent's: a child must neither use

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from flashlight_py.distributed.recorder import incidents
-from flashlight_py.distributed.recorder.fast_calls import leave_to_python
+from flashlight_py.distributed.recorder.journal import leave_to_python
 from flashlight_py.distributed.recorder.record import Record
 from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import DistributedError

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, overload
 
 from flashlight_py.device import Array
+from flashlight_py.distributed import world
 from flashlight_py.distributed.api._world import of
 from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.work import Work
@@ -45,6 +46,9 @@ def broadcast(
         ValueError: ``root`` is no rank of the group, or ``x`` is read-only.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    native = world.native if group is None else of(group).native
+    if (y := native(3, x, None, "sum", 1.0, root, 0, async_op)) is not NotImplemented:
+        return y
     return of(group).broadcast(x, root, async_op)
 
 
@@ -92,6 +96,9 @@ def all_gather(
             this is known when all have called, and the other ranks have their result.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    native = world.native if group is None else of(group).native
+    if (y := native(4, x, out, "sum", 1.0, 0, 0, async_op)) is not NotImplemented:
+        return y
     return of(group).all_gather(x, out, async_op)
 
 
@@ -146,6 +153,9 @@ def gather(
         ValueError: ``root`` is no rank of the group, or ``out`` does not fit.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    native = world.native if group is None else of(group).native
+    if (y := native(9, x, out, "sum", 1.0, root, 0, async_op)) is not NotImplemented:
+        return y
     return of(group).gather(x, root, out, async_op)
 
 
@@ -213,6 +223,12 @@ def scatter(
             passed different ``rows``; raised on every rank.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    native = world.native if group is None else of(group).native
+    if (
+        rows is None
+        and (y := native(10, xs, out, "sum", 1.0, root, 0, async_op)) is not NotImplemented
+    ):
+        return y
     return of(group).scatter(xs, root, out, async_op, rows)
 
 
@@ -278,4 +294,11 @@ def all_to_all(
         >>> fl.all_to_all(np.arange(3))  # one process: its own part
         array([0, 1, 2])
     """
+    native = world.native if group is None else of(group).native
+    if (
+        rows is None
+        and not return_rows
+        and (y := native(11, x, out, "sum", 1.0, 0, 0, async_op)) is not NotImplemented
+    ):
+        return y
     return of(group).all_to_all(x, rows, out, async_op, return_rows)

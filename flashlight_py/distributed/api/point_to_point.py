@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from flashlight_py.distributed import world
 from flashlight_py.distributed.api._world import of
 from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.verbs.point_to_point import P2POp
@@ -27,6 +28,9 @@ def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> N
         MismatchError: ``dst`` receives another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    native = world.native if group is None else of(group).native
+    if native(6, x, None, None, None, dst, tag, False) is not NotImplemented:
+        return
     of(group).send(x, dst, tag)
 
 
@@ -64,6 +68,9 @@ def recv(
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    native = world.native if group is None else of(group).native
+    if not partial and (y := native(7, x, None, None, None, src, tag, False)) is not NotImplemented:
+        return y  # type: ignore[no-any-return]
     return of(group).recv(x, src, tag, partial)
 
 
@@ -78,6 +85,9 @@ def isend(x: X, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Wo
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send`.
     """
+    native = world.native if group is None else of(group).native
+    if (y := native(6, x, None, None, None, dst, tag, True)) is not NotImplemented:
+        return y  # type: ignore[no-any-return]
     return of(group).isend(x, dst, tag)
 
 
@@ -97,6 +107,9 @@ def irecv(
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
+    native = world.native if group is None else of(group).native
+    if not partial and (y := native(7, x, None, None, None, src, tag, True)) is not NotImplemented:
+        return y  # type: ignore[no-any-return]
     return of(group).irecv(x, src, tag, partial)
 
 
@@ -135,6 +148,11 @@ def sendrecv(
         >>> fl.sendrecv(x, (rank + 1) % size, out, (rank - 1) % size)  # a ring of one
         array([0, 1, 2])
     """
+    native_sendrecv = world.native_sendrecv if group is None else of(group).native_sendrecv
+    if (
+        y := native_sendrecv(x, dst, out, src, tag, tag if recv_tag is None else recv_tag)
+    ) is not NotImplemented:
+        return y  # type: ignore[no-any-return]
     return of(group).sendrecv(x, dst, out, src, tag, recv_tag)
 
 

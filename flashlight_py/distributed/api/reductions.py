@@ -102,8 +102,9 @@ def all_reduce(
         >>> fl.all_reduce(3.5, op="max")
         3.5
     """
-    if group is None and not async_op and world.fast_all_reduce(x, scale, op) is x:
-        return x
+    native = world.native if group is None else of(group).native
+    if (y := native(1, x, None, op, scale, 0, 0, async_op)) is not NotImplemented:
+        return y
     return of(group).all_reduce(x, scale, op, async_op)
 
 
@@ -222,6 +223,9 @@ def reduce(
         ValueError: ``root`` is no rank of the group, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    native = world.native if group is None else of(group).native
+    if (y := native(8, x, None, op, scale, root, 0, async_op)) is not NotImplemented:
+        return y
     return of(group).reduce(x, root, op, scale, async_op)
 
 
@@ -301,6 +305,9 @@ def reduce_scatter(
         MismatchError: ranks passed different ``rows``, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    native = world.native if group is None else of(group).native
+    if rows is None and (y := native(2, x, out, op, scale, 0, 0, async_op)) is not NotImplemented:
+        return y
     return of(group).reduce_scatter(x, scale, op, out, async_op, rows)
 
 
