@@ -12,6 +12,11 @@ fl_status fl_op_wait(fl_op* op, double seconds) {
   fl::Queue& queue = *operation.queue;
   const auto ended = [&] { return operation.status != FL_PENDING; };
   std::unique_lock<std::mutex> lock(queue.mutex);
+  if (operation.helper != nullptr && !ended()) {
+    lock.unlock();
+    operation.helper->help(operation, seconds > 0);
+    lock.lock();
+  }
   if (queue.done.wait_for(lock, std::chrono::duration<double>(seconds), ended)) {
     return operation.status;
   }

@@ -78,8 +78,21 @@ struct Stamp {
   }
 };
 
+struct Operation;
+
+// Who can end an operation on the thread of whoever asks for it.
+class Helper {
+ public:
+  // Do so if nothing has to be waited for; `waits`: the thread is about to.
+  virtual void help(const Operation& operation, bool waits) = 0;
+
+ protected:
+  ~Helper() = default;
+};
+
 struct Operation {
   std::shared_ptr<Queue> queue;
+  Helper* helper = nullptr;  // of one that no thread has; lives while it is pending and waited for
   double seconds = 0;
   Clock::time_point deadline = Clock::time_point::max();  // of its waits, from when it begins to run
   std::function<void(Operation&)> run;

@@ -28,6 +28,10 @@ typedef struct {
   fl_run run;
   fl_exchange exchange;
   void (*stamp)(fl_op *, int64_t *, int64_t);
+  fl_status (*wait)(fl_op *, double);
+  const fl_signature *(*signatures)(fl_op *);
+  void *(*output)(fl_op *, size_t *);
+  void (*free)(fl_op *);
   /* The two steps of a collective in shared memory; NULL elsewhere. */
   int (*begin)(void *, const fl_signature *, const void *, double);
   int (*ready)(void *, int);

@@ -34,10 +34,11 @@ static int check(Binding *binding) {
 }
 
 static int parse(PyObject *args, Binding *binding) {
-  unsigned long long group, run, exchange, stamp, begin, ready, finish;
+  unsigned long long group, run, exchange, stamp, wait, signatures, output, free_op, begin, ready, finish;
   PyObject *owner;
-  if (!PyArg_ParseTuple(args, "KOiid(KKKKKK)(OOO)O!O!UO!O!", &group, &owner, &binding->rank,
-                        &binding->size, &binding->seconds, &run, &exchange, &stamp, &begin, &ready,
+  if (!PyArg_ParseTuple(args, "KOiid(KKKKKKKKKK)(OOO)O!O!UO!O!", &group, &owner, &binding->rank,
+                        &binding->size, &binding->seconds, &run, &exchange, &stamp,
+                        &wait, &signatures, &output, &free_op, &begin, &ready,
                         &finish, &binding->ended, &binding->started, &binding->here, &PyArray_Type,
                         &binding->memory, &PyList_Type, &binding->notes, &binding->package, &PySet_Type,
                         &binding->inside, &PyTuple_Type, &binding->first)) {
@@ -47,13 +48,18 @@ static int parse(PyObject *args, Binding *binding) {
   binding->run = (fl_run)(uintptr_t)run;
   binding->exchange = (fl_exchange)(uintptr_t)exchange;
   binding->stamp = (void (*)(fl_op *, int64_t *, int64_t))(uintptr_t)stamp;
+  binding->wait = (fl_status (*)(fl_op *, double))(uintptr_t)wait;
+  binding->signatures = (const fl_signature *(*)(fl_op *))(uintptr_t)signatures;
+  binding->output = (void *(*)(fl_op *, size_t *))(uintptr_t)output;
+  binding->free = (void (*)(fl_op *))(uintptr_t)free_op;
   binding->begin = (int (*)(void *, const fl_signature *, const void *, double))(uintptr_t)begin;
   binding->ready = (int (*)(void *, int))(uintptr_t)ready;
   binding->finish = (fl_op * (*)(void *, const fl_signature *, void *, void *))(uintptr_t)finish;
   return check(binding);
 }
 
-/* bind(group, owner, rank, size, seconds, (run, exchange, stamp, begin, ready, finish),
+/* bind(group, owner, rank, size, seconds,
+   (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish),
    (ended, started, here), memory, notes, package, inside, first): (native, native_sendrecv). The group
    and the library's functions are addresses; `owner` keeps the group. */
 static PyObject *bind(PyObject *module, PyObject *args) {

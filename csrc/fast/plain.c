@@ -122,6 +122,22 @@ static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, f
   return 1;
 }
 
+PyObject *plain_received(const fl_signature *told, const void *data) {
+  static const int types[] = {
+      NPY_BOOL,  NPY_INT8, NPY_INT16,   NPY_INT32,  NPY_INT64,      NPY_UINT8,  NPY_UINT16,  NPY_UINT32,
+      NPY_UINT64, NPY_HALF, -1, NPY_FLOAT, NPY_DOUBLE, NPY_LONGDOUBLE, NPY_CFLOAT, NPY_CDOUBLE, NPY_CLONGDOUBLE,
+  };
+  npy_intp dims[SHAPE];
+  const int type = types[told->dtype];
+  if (type < 0 || told->ndim < 0 || told->ndim > SHAPE) return NULL;
+  for (int d = 0; d < told->ndim; ++d) dims[d] = (npy_intp)told->shape[d];
+  PyObject *array = PyArray_SimpleNew(told->ndim, dims, type);
+  if (array != NULL) {
+    memcpy(PyArray_DATA((PyArrayObject *)array), data, (size_t)(told->count * told->itemsize));
+  }
+  return array;
+}
+
 static int overlap(const void *one, int64_t bytes, const void *other, int64_t other_bytes) {
   const char *a = one, *b = other;
   return a < b + other_bytes && b < a + bytes;

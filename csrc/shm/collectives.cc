@@ -60,6 +60,16 @@ void Collectives::begin(double seconds, InterruptCheck interrupt) {
   watch_ = Watch(peers_, Concern{-1, calls_ + 1}, seconds, interrupt);
 }
 
+void Collectives::go_on(double seconds, InterruptCheck interrupt) {
+  watch_ = Watch(peers_, Concern{-1, calls_}, seconds, interrupt);
+}
+
+bool Collectives::travels_whole(const fl_signature& mine) const {
+  if (mine.verb == FL_ALL_TO_ALL_UNEVEN || mine.verb == FL_REDUCE_SCATTER_UNEVEN) return false;
+  const size_t parts = mine.verb == FL_SCATTER ? size_ : 1;
+  return mine.ndim >= 0 && mine.count * mine.itemsize * parts <= kInlineBytes;
+}
+
 // How much of a verb's data travels with the call: nothing, or all that this rank has for others.
 size_t Collectives::bytes_with_call(const fl_signature& mine) const {
   size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;

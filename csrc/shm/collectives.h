@@ -37,6 +37,10 @@ class Collectives {
   // The first step of every verb: show the others what this rank calls, without waiting. The verb's
   // own function does the rest; in between, progress() says how far the others are.
   void call(const fl_signature& mine, const void* data);
+  // Whether all that this rank has for the others goes with that.
+  bool travels_whole(const fl_signature& mine) const;
+  // Later, and maybe on another thread, before the rest: as begin() for the call that was made.
+  void go_on(double seconds, InterruptCheck interrupt);
   Progress progress() const;
 
   void barrier(const fl_signature& mine) { hear(mine); }

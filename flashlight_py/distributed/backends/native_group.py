@@ -47,7 +47,7 @@ class NativeGroup(Backend):
     kind = DistributedBackend.GLOO
     symbols = ""  # what the names of the library's functions begin with
     steps: tuple[str, ...] = ()  # its functions for a collective in steps, if it has them
-    journal: Journal
+    journal: Journal | None = None  # of the group that has this backend
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
         self.ffi, self.lib = native.ffi, native.lib
@@ -67,28 +67,38 @@ class NativeGroup(Backend):
         self._running: dict[NativeWork, None] = {}  # in order; threads change it at the same time
         self._first: list[Any] = []  # what is to be done before the next call
         self._free = _Free(getattr(self.lib, f"{self.symbols}_free"))
-        self.journal = Journal("", (), "")  # until a group has this backend
 
     def bind(self, journal: Journal) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Let native code read plain arrays by itself; see ``Backend``."""
-        self.journal = journal
         try:
             fast = _native.load("fast")
         except BackendUnavailableError as error:
             _log.warning("small calls take some microseconds longer: %s", error)
             return super().bind(journal)
+        self.journal = journal
+        journal.open_to_native(fast.clocks)
         self._callers.of_native = journal.header
         self._free.kept.append(journal.memory)
-        names = [f"{self.symbols}_run", f"{self.symbols}_exchange", "fl_op_stamp"]
-        functions = [self._address_of(self.ffi.addressof(self.lib, n)) for n in names]
-        steps = [self._address_of(self.ffi.addressof(self.lib, n)) for n in self.steps]
+        own = [f"{self.symbols}_{name}" for name in ("run", "exchange")]
+        of_op = [f"fl_op_{name}" for name in ("stamp", "wait", "signatures", "output", "free")]
+        names = (*own, *of_op, *self.steps)
+        functions = [self._address_of(self.ffi.addressof(self.lib, name)) for name in names]
         return fast.bind(  # type: ignore[no-any-return]
             *(self._address_of(self._group), self._group, self.rank, self.size, self.timeout),
-            (*functions, *(steps or (0, 0, 0))),
+            (*functions, *((0, 0, 0) if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_here),
             *(journal.memory, journal.notes, PACKAGE, self._callers.threads),
             (self._first, open_groups.dropped),
         )
+
+    def _in_python(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose calls go through Python, which says what they are steps of."""
+        return contextlib.nullcontext() if self.journal is None else self.journal.in_python()
+
+    @property
+    def group(self) -> Any:
+        """The library's handle; None once the group is closed."""
+        return self._group
 
     def _address_of(self, pointer: Any) -> int:
         return int(self.ffi.cast("uintptr_t", pointer))
@@ -110,7 +120,8 @@ class NativeGroup(Backend):
             raise_interruption(self.lib, self.ffi.cast("fl_op *", handle))
             return self._wrapped(handle, verb, x, out, made, root).wait()
         except BaseException as error:
-            self.journal.failed(call, error)
+            if self.journal is not None:
+                self.journal.failed(call, error)
             raise
 
     def _native_started(
@@ -198,7 +209,7 @@ class NativeGroup(Backend):
         """Bound what is started within by ``seconds``; see ``Backend``."""
         before, self._next.seconds = self._next.seconds, seconds
         try:
-            with self.journal.in_python():
+            with self._in_python():
                 yield
         finally:
             self._next.seconds = before
@@ -209,7 +220,7 @@ class NativeGroup(Backend):
         signature = self._next.signature
         before, signature.part_of = signature.part_of, 1 + COMPOSED.index(call)
         try:
-            with self.journal.in_python():
+            with self._in_python():
                 yield
         finally:
             signature.part_of = before

@@ -113,6 +113,7 @@ class NativeWork(Work):
         if self._forks != journal.forks():
             raise journal.forked(self._name)
         wait, pending = self._lib.fl_op_wait, self._lib.FL_PENDING
+        group = self._backend.group  # noqa: F841  (it lives as long: a wait may do the operation)
         if timeout is None:
             while (status := wait(self._handle, _SLICE_SECONDS)) == pending:
                 pass
@@ -135,9 +136,10 @@ class NativeWork(Work):
 
     def is_completed(self) -> bool:
         """Return whether it has ended; in a forked child it has, as it is not this process's."""
-        return self._forks != journal.forks() or bool(
-            self._lib.fl_op_wait(self._handle, 0.0) != self._lib.FL_PENDING
-        )
+        if self._forks != journal.forks():
+            return True
+        group = self._backend.group  # noqa: F841  (as above)
+        return bool(self._lib.fl_op_wait(self._handle, 0.0) != self._lib.FL_PENDING)
 
     def end_time(self) -> float | None:
         """Return when it ended, if it has; see ``Work``."""
@@ -163,7 +165,7 @@ class StartedWork(NativeWork):
 
     def _failure(self, status: int) -> Exception:
         error = super()._failure(status)
-        if self.id:
+        if self.id and self._backend.journal is not None:
             self._backend.journal.failed(self.id, error)
             self.id = 0  # noted once, whoever waits
         return error

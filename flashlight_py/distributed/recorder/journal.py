@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.arrays import DTYPES
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.recorder import incidents
 from flashlight_py.distributed.recorder.record import Record, What, place_of_caller
 from flashlight_py.distributed.work import Done, Work
-from flashlight_py.errors import BackendUnavailableError, GroupClosedError
+from flashlight_py.errors import GroupClosedError
 
 __all__ = ["CALLER", "SENDRECV", "VERBS", "Journal", "groups", "name_of_group", "recent"]
 
@@ -95,8 +94,8 @@ class Journal:
         self.count: Sequence[int] = self.header[_NUMBER : _NUMBER + 1]
         self._calls = self.memory[_HEADER_BYTES:].view(_CALL)
         self._errors: dict[int, str] = {}
-        self._clocks = _clocks()
-        self._zero: tuple[int, int] = self._clocks()
+        self._clocks: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._zero = 0, 0
         self.header[_OFF] = _profiles
         _journals[:] = [known for known in _journals if known() is not None]
         _journals.append(weakref.ref(self))
@@ -179,6 +178,10 @@ class Journal:
         setattr(error, _NOTED, True)
         incidents.report(error)
 
+    def open_to_native(self, clocks: Callable[[], tuple[int, int]]) -> None:
+        """Have native code write as well; ``clocks`` reads its clock, and ``time.monotonic_ns``."""
+        self._clocks, self._zero = clocks, clocks()
+
     @contextmanager
     def in_python(self) -> Iterator[None]:
         """Have calls within, of any thread, go through Python."""
@@ -187,10 +190,6 @@ class Journal:
             yield
         finally:
             self.header[_OFF] = self.header[_OFF] - 1
-
-    def leave_to_python(self, profiles: int) -> None:
-        """Have one more profile, or one less (-1), take every call."""
-        self.header[_OFF] = self.header[_OFF] + profiles
 
     def records(self) -> list[Record]:
         """Return the calls of the ring, the oldest first."""
@@ -253,15 +252,6 @@ class Journal:
         if flags & _FAILED:
             record.error = self._errors.get(record.id, "failed")
         return record
-
-
-def _clocks() -> Callable[[], tuple[int, int]]:
-    """Return what reads the clock of the ring and ``time.monotonic_ns``."""
-    try:
-        clocks: Callable[[], tuple[int, int]] = _native.load("fast").clocks
-    except BackendUnavailableError:  # then all rows are Python's
-        return lambda: (0, monotonic_ns())
-    return clocks
 
 
 class _Recorded(Work):
@@ -330,7 +320,7 @@ def leave_to_python(off: bool) -> None:
     change = int(off) - _profiles
     _profiles = int(off)
     for journal in _living():
-        journal.leave_to_python(change)
+        journal.header[_OFF] = journal.header[_OFF] + change
 
 
 def recent() -> list[Record]:
