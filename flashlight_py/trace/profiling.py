@@ -128,7 +128,7 @@ def profile(path: str | os.PathLike[str] = "trace.json") -> Profile:
     each call the verb, bytes, dtype, shape, line of user code, how long the rank waited for others,
     and what ran beside the program. ``span(name)`` marks a part of the program.
 
-    Meanwhile small reductions take the way through Python: some 10 us each, in place of one. What
+    Meanwhile every call takes the way through Python: some 10 us each, in place of one. What
     ran on a GPU is timed by the host, to within half a millisecond.
 
     Args:
