@@ -54,7 +54,7 @@ def native(rounds: int) -> list[float]:
 
 def through_python(rounds: int) -> list[float]:
     """Return nanoseconds for each round: a recorded call less the same one by itself."""
-    journal, array = Journal("benchmark", (0,), "", None), np.zeros(1, np.float32)
+    journal, array = Journal("benchmark", (0,), ""), np.zeros(1, np.float32)
     done = Done(array)
 
     def start() -> Work:

@@ -12,6 +12,11 @@ fl_status fl_op_wait(fl_op* op, double seconds) {
   fl::Queue& queue = *operation.queue;
   const auto ended = [&] { return operation.status != FL_PENDING; };
   std::unique_lock<std::mutex> lock(queue.mutex);
+  if (operation.helper != nullptr && !ended()) {
+    lock.unlock();
+    operation.helper->help(operation, seconds > 0);
+    lock.lock();
+  }
   if (queue.done.wait_for(lock, std::chrono::duration<double>(seconds), ended)) {
     return operation.status;
   }
@@ -23,6 +28,13 @@ double fl_op_ended(fl_op* op) {
   const fl::Operation& operation = *op->operation;
   const std::lock_guard<std::mutex> lock(operation.queue->mutex);
   return std::chrono::duration<double>(operation.ended.time_since_epoch()).count();
+}
+
+void fl_op_stamp(fl_op* op, int64_t* ended, int64_t running) {
+  fl::Operation& operation = *op->operation;
+  const std::lock_guard<std::mutex> lock(operation.queue->mutex);
+  operation.stamp = {ended, running};
+  if (operation.status != FL_PENDING) operation.stamp.write();
 }
 
 const char* fl_op_message(fl_op* op) { return op->operation->message.c_str(); }

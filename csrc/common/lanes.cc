@@ -37,17 +37,21 @@ bool Lanes::is_idle() {
 std::shared_ptr<Operation> Lanes::submit(const Lane& lane, double seconds,
                                          std::function<void(Operation&)> run) {
   auto operation = make(seconds, std::move(run));
+  submit(lane, operation);
+  return operation;
+}
+
+void Lanes::submit(const Lane& lane, std::shared_ptr<Operation> operation) {
   {
     const std::lock_guard<std::mutex> lock(queue_->mutex);
     const auto busy = find(lane);
     if (busy != busy_.end()) {
-      busy->waiting.push_back(operation);
-      return operation;
+      busy->waiting.push_back(std::move(operation));
+      return;
     }
     busy_.push_back({lane, {}});
   }
-  begin(lane, operation);
-  return operation;
+  begin(lane, std::move(operation));
 }
 
 bool Lanes::enter(const Lane& lane) {

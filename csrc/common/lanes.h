@@ -62,6 +62,9 @@ class Lanes {
   // which no thread can be had has failed.
   std::shared_ptr<Operation> submit(const Lane& lane, double seconds,
                                     std::function<void(Operation&)> run);
+  // The same in two steps.
+  std::shared_ptr<Operation> make(double seconds, std::function<void(Operation&)> run) const;
+  void submit(const Lane& lane, std::shared_ptr<Operation> operation);
 
   // True where nothing runs or waits in this lane: it is the caller's then, until leave(), or until
   // it lets a thread go on with what it has begun.
@@ -77,7 +80,6 @@ class Lanes {
     std::list<Pending> waiting;  // behind what runs, or is about to
   };
 
-  Pending make(double seconds, std::function<void(Operation&)> run) const;
   std::vector<Busy>::iterator find(const Lane& lane);
   Pending next(const Lane& lane);
   void begin(const Lane& lane, Pending operation) noexcept;

@@ -57,6 +57,7 @@ void finish(Operation& operation, fl_status status, const std::string& message,
     operation.run = nullptr;
     operation.ended = Clock::now();
     operation.status = status;
+    operation.stamp.write();
   }
   operation.queue->done.notify_all();
 }

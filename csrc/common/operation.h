@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "failure.h"
+#include "ticks.h"
 
 namespace fl {
 
@@ -67,8 +68,31 @@ struct Queue {
   Transport* transport = nullptr;  // null once the group is closed
 };
 
+// Where the end of an operation is recorded; see fl_op_stamp.
+struct Stamp {
+  int64_t* ended = nullptr;
+  int64_t running = 0;
+
+  void write() const {
+    if (ended != nullptr) fl_stamp(ended, running);
+  }
+};
+
+struct Operation;
+
+// Who can end an operation on the thread of whoever asks for it.
+class Helper {
+ public:
+  // Do so if nothing has to be waited for; `waits`: the thread is about to.
+  virtual void help(const Operation& operation, bool waits) = 0;
+
+ protected:
+  ~Helper() = default;
+};
+
 struct Operation {
   std::shared_ptr<Queue> queue;
+  Helper* helper = nullptr;  // of one that no thread has; lives while it is pending and waited for
   double seconds = 0;
   Clock::time_point deadline = Clock::time_point::max();  // of its waits, from when it begins to run
   std::function<void(Operation&)> run;
@@ -79,6 +103,7 @@ struct Operation {
   std::vector<int> missing;
   Seen seen;
   Bytes output;
+  Stamp stamp;
 };
 
 // `seconds` from now, or the end of time where that is nearer.

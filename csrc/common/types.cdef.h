@@ -96,6 +96,9 @@ typedef struct fl_op fl_op;
 fl_status fl_op_wait(fl_op *op, double seconds);
 /* When it ended, in seconds of CLOCK_MONOTONIC; 0 while it runs. */
 double fl_op_ended(fl_op *op);
+/* Have whoever ends the operation write when, in ticks (ticks.h), into *ended, which must live as long
+   as the group; unless something else than `running` stands there by then. */
+void fl_op_stamp(fl_op *op, int64_t *ended, int64_t running);
 const char *fl_op_message(fl_op *op);
 /* Write which ranks the failure is about; returns how many. */
 int fl_op_missing(fl_op *op, int *ranks, int capacity);

@@ -15,6 +15,7 @@ SOURCES = (
     "shm/capi.cc",
     "shm/group.cc",
     "shm/group_messages.cc",
+    "shm/starting.cc",
     "shm/collectives.cc",
     "shm/reductions.cc",
     "shm/movement.cc",

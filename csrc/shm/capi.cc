@@ -98,10 +98,13 @@ int fl_shm_begin(fl_shm_group* group, const fl_signature* signature, const void*
   return group->group.begin(*signature, data, seconds) ? 1 : 0;
 }
 
-int fl_shm_ready(fl_shm_group* group, int spins) { return group->group.ready(spins) ? 1 : 0; }
+int fl_shm_ready(fl_shm_group* group, int spins) {
+  return static_cast<int>(group->group.ready(spins));
+}
 
-fl_op* fl_shm_finish(fl_shm_group* group, const fl_signature* signature, void* data) {
-  return handle([&] { return group->group.finish(*signature, data); });
+fl_op* fl_shm_finish(fl_shm_group* group, const fl_signature* signature, void* data,
+                     void* output) {
+  return handle([&] { return group->group.finish(*signature, data, output); });
 }
 
 fl_shm_region* fl_shm_add_region(fl_shm_group* group, const char* path, int create, size_t bytes,

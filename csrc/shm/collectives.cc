@@ -60,10 +60,33 @@ void Collectives::begin(double seconds, InterruptCheck interrupt) {
   watch_ = Watch(peers_, Concern{-1, calls_ + 1}, seconds, interrupt);
 }
 
-// Tell the others what this rank calls, with `inline_bytes` of data, and hear the same of them.
-void Collectives::enter(const fl_signature& mine, const void* data, size_t inline_bytes) {
-  tell(mine, data, inline_bytes);
-  hear(mine);
+void Collectives::go_on(double seconds, InterruptCheck interrupt) {
+  watch_ = Watch(peers_, Concern{-1, calls_}, seconds, interrupt);
+}
+
+bool Collectives::travels_whole(const fl_signature& mine) const {
+  if (mine.verb == FL_ALL_TO_ALL_UNEVEN || mine.verb == FL_REDUCE_SCATTER_UNEVEN) return false;
+  const size_t parts = mine.verb == FL_SCATTER ? size_ : 1;
+  return mine.ndim >= 0 && mine.count * mine.itemsize * parts <= kInlineBytes;
+}
+
+// How much of a verb's data travels with the call: nothing, or all that this rank has for others.
+size_t Collectives::bytes_with_call(const fl_signature& mine) const {
+  size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
+  const bool only_root = mine.verb == FL_BROADCAST || mine.verb == FL_SCATTER;
+  if (mine.verb == FL_BARRIER || (only_root && rank_ != mine.root)) return 0;
+  if (mine.verb == FL_SCATTER) bytes *= size_;
+  return bytes <= kInlineBytes ? bytes : 0;
+}
+
+Progress Collectives::progress() const {
+  bool complete = true;
+  for (int r = 0; r < size_; ++r) {
+    const Call& call = call_of(r);
+    if (!call.number.reached(calls_)) return Progress::kAwaited;
+    complete = complete && (call.kind & kIsLarge) == 0;
+  }
+  return complete ? Progress::kComplete : Progress::kCalled;
 }
 
 // Two sets of calls are enough: who is in call k has read everything of call k-2.
@@ -257,8 +280,6 @@ void Collectives::end_reading() {
     watch_.wait_and(segment_.block(r).drained, done, r, [this] { return serve(); });
   }
 }
-
-void Collectives::barrier(const fl_signature& mine) { enter(mine, nullptr, 0); }
 
 // Arrays in shared memory ---------------------------------------------------------------------
 

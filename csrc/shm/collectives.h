@@ -22,6 +22,9 @@ struct Region {
   size_t stride;                     // bytes from one rank's array to the next
 };
 
+// Of the other ranks' calls: not all are there yet; all are; and so is all that they bring.
+enum class Progress { kAwaited, kCalled, kComplete };
+
 // All throw Failure, or Mismatch before anything has changed. One thread at a time may call, and
 // says how long with begin() first.
 class Collectives {
@@ -31,13 +34,17 @@ class Collectives {
   // The next call: each of its waits may take `seconds`, and be interrupted on the caller's thread.
   void begin(double seconds, InterruptCheck interrupt);
 
-  void barrier(const fl_signature& mine);
+  // The first step of every verb: show the others what this rank calls, without waiting. The verb's
+  // own function does the rest; in between, progress() says how far the others are.
+  void call(const fl_signature& mine, const void* data);
+  // Whether all that this rank has for the others goes with that.
+  bool travels_whole(const fl_signature& mine) const;
+  // Later, and maybe on another thread, before the rest: as begin() for the call that was made.
+  void go_on(double seconds, InterruptCheck interrupt);
+  Progress progress() const;
+
+  void barrier(const fl_signature& mine) { hear(mine); }
   void all_reduce(const fl_signature& mine, void* data);
-  // all_reduce in two steps: tell the others, without waiting; then do the rest. Between them,
-  // called() tells whether all others have called as well.
-  void call_all_reduce(const fl_signature& mine, const void* data);
-  bool called() const;
-  void complete_all_reduce(const fl_signature& mine, void* data);
   void reduce(const fl_signature& mine, void* data);
   void reduce_scatter(const fl_signature& mine, const void* data, void* output);
   void reduce_scatter_uneven(const fl_signature& mine, const fl_sections& sections, void* output);
@@ -73,7 +80,7 @@ class Collectives {
   struct Routes;
   const Call& call_of(int rank) const { return segment_.block(rank).calls[calls_ % 2]; }
   const char* inline_data(int rank, size_t bytes) const;
-  void enter(const fl_signature& mine, const void* data, size_t inline_bytes);
+  size_t bytes_with_call(const fl_signature& mine) const;
   void tell(const fl_signature& mine, const void* data, size_t inline_bytes);
   void tell_of_large(const fl_signature& mine, const void* data, Call& call);
   static int key_of(const fl_signature& mine, const Call& call);

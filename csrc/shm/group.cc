@@ -12,9 +12,6 @@ bool is_match(const fl_signature& s, const void* output) {
   return s.verb == FL_RECV && output != nullptr;
 }
 
-// Which no message has.
-constexpr Lane kCollectives{-1, false, 0};
-
 // So long a group that is closed waits for a collective of another thread, which ends sooner.
 constexpr long kLeavingMilliseconds = 500;
 
@@ -35,34 +32,19 @@ ShmGroup::~ShmGroup() { close(); }
 // Who leaves in the middle of a collective has not done its part of it, and says so.
 void ShmGroup::close() {
   if (closed_.exchange(true)) return;
+  ticker_.stop();
+  Result begun;
+  if (starting_.try_take_for(kLeavingMilliseconds)) {
+    const Turn::Held held(starting_);
+    begun = std::exchange(begun_, nullptr);
+  }
+  if (begun != nullptr) fl::finish(*begun, FL_CLOSED, "the group was closed");
   lanes_->close();
   const bool nothing_runs = turn_.try_take_for(kLeavingMilliseconds);
   if (nothing_runs) peers_.give_up(Failure(FL_OK, {}, "left"));
   peers_.fail(Failure(FL_CLOSED, {}, "the group was closed"));
   if (nothing_runs) turn_.give();
 }
-
-// The turn, from here to the end of the block. Waiting for it throws Failure where the group ends
-// meanwhile, or a signal handler raises.
-class ShmGroup::Running {
- public:
-  Running(ShmGroup& group, InterruptCheck interrupt) : turn_(group.turn_) {
-    while (!turn_.try_take_for(kSliceMilliseconds)) {
-      if (group.peers_.has_ended()) throw group.peers_.why_ended();
-      if (interrupt != nullptr && interrupt() != 0) throw interrupted();
-    }
-    if (!group.peers_.has_ended()) return;
-    turn_.give();
-    throw group.peers_.why_ended();
-  }
-  // One that begin() has taken.
-  explicit Running(ShmGroup& group) : turn_(group.turn_) {}
-  ~Running() { turn_.give(); }
-  Running(const Running&) = delete;
-
- private:
-  Turn& turn_;
-};
 
 // On the caller's own thread, unless operations are queued: they come first.
 ShmGroup::Result ShmGroup::run(const fl_signature& signature, void* data, void* output, int peer,
@@ -71,16 +53,19 @@ ShmGroup::Result ShmGroup::run(const fl_signature& signature, void* data, void* 
     return run_match({signature, data, peer, asked(site)}, *static_cast<fl_match*>(output), seconds);
   }
   if (is_message(signature)) return run_message({signature, data, peer, asked(site)}, seconds);
-  if (queued_.load(std::memory_order_acquire) != 0) {
+  if (queued_.load(std::memory_order_acquire) != 0 && !has_caught_up()) {
     return start_collective(signature, data, output, seconds, asked(site));
   }
-  if (turn_.is_mine()) {
-    return ended(FL_FAILED, "this thread is in the middle of another call of the group", {}, {});
-  }
-  return guarded([&](Seen& seen) {
+  if (turn_.is_mine()) return ended(FL_FAILED, kInTheMiddle, {}, {});
+  bool was_late = false;  // another thread has begun one meanwhile, or it has been queued
+  Result result = guarded([&](Seen& seen) {
     const Running running(*this, interrupt_);
+    was_late = is_begun_;
+    if (was_late) return Bytes();
     return dispatch(signature, data, output, seconds, interrupt_, site, seen);
   });
+  if (!was_late) return result;
+  return start_collective(signature, data, output, seconds, asked(site));
 }
 
 ShmGroup::Result ShmGroup::start(const fl_signature& signature, void* data, void* output, int peer,
@@ -129,70 +114,45 @@ ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message,
   return operation;
 }
 
-// Run `body`, a collective that was called at `site`; what it throws tells what ranks have called.
-template <typename Body>
-auto ShmGroup::telling(const fl_site* site, Body body) {
-  try {
-    return body();
-  } catch (const Mismatch&) {
-    throw Mismatch(collectives_.compare(asked(site)));
-  } catch (Failure& failure) {
-    if (failure.status == FL_TIMEOUT) failure.seen = collectives_.last_calls();
-    throw;
-  }
-}
-
 bool ShmGroup::begin(const fl_signature& signature, const void* data, double seconds) {
-  if (queued_.load(std::memory_order_acquire) != 0 || peers_.has_ended()) return false;
-  if (!turn_.try_take()) return false;
+  if (queued_.load(std::memory_order_acquire) != 0 && !has_caught_up()) return false;
+  if (peers_.has_ended() || !turn_.try_take()) return false;
+  if (is_begun_) {
+    turn_.give();
+    return false;
+  }
   collectives_.begin(seconds, interrupt_);
-  collectives_.call_all_reduce(signature, data);
+  collectives_.call(signature, data);
   return true;
 }
 
-bool ShmGroup::ready(int spins) const {
+Progress ShmGroup::ready(int spins) const {
   if (!peers_.may_spin()) spins = 0;
-  while (!collectives_.called()) {
-    if (spins-- <= 0) return false;
+  for (;;) {
+    const Progress progress = collectives_.progress();
+    if (progress != Progress::kAwaited || spins-- <= 0) return progress;
     pause_briefly();
   }
-  return true;
 }
 
-ShmGroup::Result ShmGroup::finish(const fl_signature& signature, void* data) {
+ShmGroup::Result ShmGroup::finish(const fl_signature& signature, void* data, void* output) {
   const Running running(*this);
-  return guarded([&](Seen&) {
-    return telling(nullptr, [&] {
-      collectives_.complete_all_reduce(signature, data);
-      return Bytes();
-    });
-  });
-}
-
-ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void* data,
-                                            void* output, double seconds, const fl_site& site) {
-  queued_.fetch_add(1, std::memory_order_acq_rel);
-  return lanes_->submit(kCollectives, seconds, [=](Operation& operation) {
-    const struct Leave {
-      std::atomic<int>& queued;
-      ~Leave() { queued.fetch_sub(1, std::memory_order_acq_rel); }
-    } leave{queued_};
-    const Running running(*this, nullptr);
-    operation.output =
-        dispatch(signature, data, output, operation.seconds, nullptr, &site, operation.seen);
+  return guarded([&](Seen& seen) {
+    return telling(nullptr, [&] { return complete(signature, data, output, seen); });
   });
 }
 
 Bytes ShmGroup::dispatch(const fl_signature& s, void* data, void* output, double seconds,
                          InterruptCheck interrupt, const fl_site* site, Seen& seen) {
   collectives_.begin(seconds, interrupt);
-  return telling(site, [&] { return call(s, data, output, seen); });
+  collectives_.call(s, data);
+  return telling(site, [&] { return complete(s, data, output, seen); });
 }
 
-Bytes ShmGroup::call(const fl_signature& s, void* data, void* output, Seen& seen) {
+Bytes ShmGroup::complete(const fl_signature& s, void* data, void* output, Seen& seen) {
   const auto* room = static_cast<const fl_room*>(output);  // of the gathers
   const auto with_shapes = [&](Bytes received) {
-    seen.calls = collectives_.calls();
+    if (received.data != nullptr) seen.calls = collectives_.calls();
     return received;
   };
   switch (s.verb) {

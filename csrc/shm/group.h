@@ -17,6 +17,7 @@
 #include "peers.h"
 #include "search.h"
 #include "segment.h"
+#include "ticker.h"
 #include "turn.h"
 
 namespace fl {
@@ -24,7 +25,10 @@ namespace fl {
 // Writes where the program is that has called; asked on the caller's thread, where that matters.
 using WhereAmI = void (*)(fl_site* site);
 
-class ShmGroup {
+// Which no message has.
+constexpr Lane kCollectives{-1, false, 0};
+
+class ShmGroup : private Helper {
  public:
   // What became of a call: null where all went well and there is nothing to fetch.
   using Result = std::shared_ptr<Operation>;
@@ -47,13 +51,13 @@ class ShmGroup {
   // The same without waiting: threads go on with those that do not end within a moment.
   std::vector<Result> start_exchange(const fl_message* messages, int count, double seconds);
 
-  // all_reduce on the caller's thread in two steps, so that a caller who holds a lock can let it
+  // A collective on the caller's thread in two steps, so that a caller who holds a lock can let it
   // go when the others are late. begin() never waits: it is false, and nothing has happened, where a
   // thread runs a collective, some are queued, or the group has ended; else finish() must follow, on
-  // the same thread.
+  // the same thread. It does not wait once ready() is kComplete.
   bool begin(const fl_signature& signature, const void* data, double seconds);
-  bool ready(int spins) const;
-  Result finish(const fl_signature& signature, void* data);
+  Progress ready(int spins) const;
+  Result finish(const fl_signature& signature, void* data, void* output);
 
   void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
   // False while a thread runs a collective.
@@ -77,17 +81,29 @@ class ShmGroup {
   fl_site asked(const fl_site* site) const;
   Bytes dispatch(const fl_signature& signature, void* data, void* output, double seconds,
                  InterruptCheck interrupt, const fl_site* site, Seen& seen);
-  Bytes call(const fl_signature& signature, void* data, void* output, Seen& seen);
+  Bytes complete(const fl_signature& signature, void* data, void* output, Seen& seen);
   template <typename Body>
   auto telling(const fl_site* site, Body body);
   Result start_collective(const fl_signature& signature, void* data, void* output, double seconds,
                           const fl_site& site);
+  Result make_collective(const fl_signature& signature, void* data, void* output, double seconds,
+                         const fl_site& site, bool is_begun);
+  bool begin_small(const fl_signature& signature, void* data, void* output, double seconds,
+                   const fl_site& site, Result& result);
+  void end_begun(Patience patience, bool or_hand_over);
+  void hand_over();
+  bool has_caught_up();
+  void help(const Operation& operation, bool waits) override;
+  void tick();
   Result run_message(const fl_message& message, double seconds);
   Result run_match(const fl_message& asked, fl_match& match, double seconds);
   Result start_match(const fl_message& asked, fl_match& match, double seconds);
   void receive_match(fl_message asked, fl_match& match, const Waiting& waiting);
   Result start_message(const fl_message& message, double seconds);
   std::function<void(Operation&)> rest_of(std::shared_ptr<Message> message);
+
+  static constexpr const char* kInTheMiddle =
+      "this thread is in the middle of another call of the group";
 
   const int rank_, size_;
   Segment segment_;
@@ -101,7 +117,48 @@ class ShmGroup {
   std::atomic<bool> closed_{false};
   std::atomic<int> queued_{0};  // collectives that were started and have not ended
   std::unique_ptr<Lanes> lanes_;
+  // See starting.cc.
+  Turn starting_;             // whoever has it may use the next one
+  Result begun_;              // a collective that others know of, and that is not complete here
+  bool is_begun_ = false;     // whether there is one, for whoever has turn_
+  const void* seen_by_tick_ = nullptr;
+  Ticker ticker_{[this] { tick(); }};
 };
+
+// The turn, from here to the end of the block. Waiting for it throws Failure where the group ends
+// meanwhile, or a signal handler raises.
+class ShmGroup::Running {
+ public:
+  Running(ShmGroup& group, InterruptCheck interrupt) : turn_(group.turn_) {
+    while (!turn_.try_take_for(kSliceMilliseconds)) {
+      if (group.peers_.has_ended()) throw group.peers_.why_ended();
+      if (interrupt != nullptr && interrupt() != 0) throw interrupted();
+    }
+    if (!group.peers_.has_ended()) return;
+    turn_.give();
+    throw group.peers_.why_ended();
+  }
+  // One that begin() has taken.
+  explicit Running(ShmGroup& group) : turn_(group.turn_) {}
+  ~Running() { turn_.give(); }
+  Running(const Running&) = delete;
+
+ private:
+  Turn& turn_;
+};
+
+// Run `body`, a collective that was called at `site`; what it throws tells what ranks have called.
+template <typename Body>
+auto ShmGroup::telling(const fl_site* site, Body body) {
+  try {
+    return body();
+  } catch (const Mismatch&) {
+    throw Mismatch(collectives_.compare(asked(site)));
+  } catch (Failure& failure) {
+    if (failure.status == FL_TIMEOUT) failure.seen = collectives_.last_calls();
+    throw;
+  }
+}
 
 // Run `body` on the caller's thread; what it throws becomes an operation that has failed. `seen` is
 // what ranks have called, that goes with what it returns.

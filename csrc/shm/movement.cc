@@ -66,13 +66,11 @@ void Collectives::broadcast(const fl_signature& mine, void* data) {
   const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
   const int root = mine.root;
   char* array = static_cast<char*>(data);
+  hear(mine);
   if (bytes <= kInlineBytes) {
-    // The others' data must not travel, but their calls must look the same.
-    enter(mine, data, rank_ == root ? bytes : 0);
     if (rank_ != root) copy(data, inline_data(root, bytes), bytes);
     return;
   }
-  enter(mine, data, 0);
   if (choose(mine, bytes) == kDirectly) {
     if (rank_ != root) read(root, 0, data, bytes);
     end_reading();
@@ -109,8 +107,8 @@ Bytes Collectives::gather(const fl_signature& mine, const void* data, const fl_r
 
 Bytes Collectives::gather_to(const fl_signature& mine, const void* data, const fl_room* room,
                              bool wanted) {
-  const size_t item = mine.itemsize, bytes = static_cast<size_t>(mine.count) * item;
-  enter(mine, data, bytes <= kInlineBytes ? bytes : 0);
+  const size_t item = mine.itemsize;
+  hear(mine);
   Rows rows{{0}, 0, wanted};
   for (int r = 0; r < size_; ++r) {
     rows.begin.push_back(rows.total() + static_cast<size_t>(call_of(r).count) * item);

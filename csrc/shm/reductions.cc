@@ -40,23 +40,6 @@ struct Collectives::Chunks {
 };
 
 void Collectives::all_reduce(const fl_signature& mine, void* data) {
-  call_all_reduce(mine, data);
-  complete_all_reduce(mine, data);
-}
-
-void Collectives::call_all_reduce(const fl_signature& mine, const void* data) {
-  const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
-  tell(mine, data, bytes <= kInlineBytes ? bytes : 0);
-}
-
-bool Collectives::called() const {
-  for (int r = 0; r < size_; ++r) {
-    if (!call_of(r).number.reached(calls_)) return false;
-  }
-  return true;
-}
-
-void Collectives::complete_all_reduce(const fl_signature& mine, void* data) {
   hear(mine);
   const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
   if (bytes <= kInlineBytes) {
@@ -76,12 +59,11 @@ void Collectives::reduce_large(const fl_signature& mine, void* data) {
 
 void Collectives::reduce(const fl_signature& mine, void* data) {
   const size_t count = static_cast<size_t>(mine.count), bytes = count * mine.itemsize;
+  hear(mine);
   if (bytes <= kInlineBytes) {
-    enter(mine, data, bytes);
     if (rank_ == mine.root) reduce_inline(mine, data, 0, count, data);
     return;
   }
-  enter(mine, data, 0);
   char* array = static_cast<char*>(data);
   if (choose(mine, bytes) == kDirectly) {
     if (rank_ == mine.root) reduce_read(mine, 0, array, count, array);

@@ -45,13 +45,15 @@ fl_op *fl_shm_run(fl_shm_group *group, const fl_signature *signature, void *data
 void fl_shm_exchange(fl_shm_group *group, const fl_message *messages, int count, double seconds,
                      int async, fl_op **results);
 
-/* all_reduce on the caller's thread in two steps: begin, which never waits, tells the others (0:
-   nothing has happened, use fl_shm_run); ready says after up to `spins` looks whether all have called; finish waits for
-   them and does the work: NULL, or the handle of a failure. */
+/* A collective on the caller's thread in two steps: begin, which never waits, shows the others what
+   this rank calls (0: nothing has happened, use fl_shm_run); ready says after up to `spins` looks how
+   far they are: FL_AWAITED, FL_CALLED, or FL_COMPLETE, after which nothing is waited for; finish waits
+   for them and does the work, with the result of fl_shm_run. */
+enum { FL_AWAITED = 0, FL_CALLED = 1, FL_COMPLETE = 2 };
 int fl_shm_begin(fl_shm_group *group, const fl_signature *signature, const void *data,
                  double seconds);
 int fl_shm_ready(fl_shm_group *group, int spins);
-fl_op *fl_shm_finish(fl_shm_group *group, const fl_signature *signature, void *data);
+fl_op *fl_shm_finish(fl_shm_group *group, const fl_signature *signature, void *data, void *output);
 
 /* Memory for an array of `bytes` on each rank; operations on it skip the copies. Collective: every
    rank maps the same file, in the same order. NULL with a message on failure. The memory lives

@@ -1,4 +1,4 @@
-// Whose turn it is to run a collective: one thread's at a time.
+// Whose turn it is, such as to run a collective: one thread's at a time.
 #pragma once
 
 #include <atomic>
@@ -36,6 +36,17 @@ class Turn {
     const std::lock_guard<std::mutex> lock(mutex_);
     given_.notify_one();
   }
+
+  // Taken, until the end of the block.
+  class Held {
+   public:
+    explicit Held(Turn& turn) : turn_(turn) {}
+    ~Held() { turn_.give(); }
+    Held(const Held&) = delete;
+
+   private:
+    Turn& turn_;
+  };
 
   bool is_mine() const { return owner_.load() == std::this_thread::get_id(); }
 

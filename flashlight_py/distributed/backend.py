@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +16,10 @@ from flashlight_py.distributed.verbs import BARRIER
 from flashlight_py.distributed.work import AllOf, Work
 from flashlight_py.errors import DistributedError
 
-__all__ = ["Backend"]
+if TYPE_CHECKING:
+    from flashlight_py.distributed.recorder.journal import Journal
+
+__all__ = ["Backend", "left_to_python"]
 
 
 class Backend(abc.ABC):
@@ -33,7 +36,6 @@ class Backend(abc.ABC):
     size: int
     people: Sequence[str] = ()  # which process each rank is, for messages
     team: object = None  # the same for the backends that one group is made of
-    fast_calls: Any = None  # where ``fast_all_reduce`` records what it did
     count: Sequence[int] = (0,)  # how many calls users have made in its group, where that is known
 
     @abc.abstractmethod
@@ -87,10 +89,17 @@ class Backend(abc.ABC):
         """Return whether this thread is in the middle of a call here: it runs a signal handler."""
         return False
 
-    def fast_all_reduce(self, array: object, scale: float, op: str) -> object:
-        """Do a blocking all_reduce of whatever a user gave, where there is a short way for it.
+    def bind(self, journal: Journal) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return the short ways of the group whose record is ``journal``: native, native_sendrecv.
 
-        Returns ``array`` where that has been done; NotImplemented, and nothing has happened,
-        where not.
+        ``native(code, x, out, op, scale, root or peer, tag, async_op)`` does the verb of that code,
+        which a user has called, where arrays are plain. It returns the result, or a Work where
+        ``async_op``; NotImplemented, and nothing has happened, where ``start`` is to do it.
+        ``native_sendrecv(x, dst, out, src, tag, recv_tag)`` likewise.
         """
-        return NotImplemented
+        return left_to_python, left_to_python
+
+
+def left_to_python(*arguments: object) -> Any:
+    """Return NotImplemented: there is no short way here."""
+    return NotImplemented

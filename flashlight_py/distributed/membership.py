@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed import open_groups
-from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backend import Backend, left_to_python
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.recorder.journal import Journal, name_of_group
 from flashlight_py.distributed.rendezvous.store import Store
@@ -65,7 +65,10 @@ class Membership:
         if backend is not None and (joiner is not None or backend.size > 1):
             self._dropping = open_groups.watch(self, self._joined)
         self._children: weakref.WeakSet[Membership] = weakref.WeakSet()
-        self.fast_all_reduce = _nothing_fast if backend is None else backend.fast_all_reduce
+        self.native: Callable[..., Any] = left_to_python
+        self.native_sendrecv: Callable[..., Any] = left_to_python
+        if backend is not None:
+            self.native, self.native_sendrecv = backend.bind(self.journal)
         self.rank = -1 if backend is None else backend.rank
 
     @property
@@ -203,7 +206,7 @@ class Membership:
         """Make the group unusable, and return what is to be closed."""
         backends, self._joined = self._joined, []
         self._gpus = self._backend = None
-        self.fast_all_reduce = _nothing_fast
+        self.native = self.native_sendrecv = left_to_python
         if self._dropping is not None:
             self._dropping.detach()
         return backends
@@ -237,18 +240,15 @@ class Membership:
 def _journal(backend: Backend | None, given: Sequence[int] | None, ranks: Sequence[int]) -> Journal:
     """Return the journal of a new group; the world is the one that is given no ranks."""
     if backend is None:
-        return Journal("none of this process", (), "", None)
+        return Journal("none of this process", (), "")
     name = "world" if given is None else name_of_group(ranks)
-    return Journal(name, ranks, backend.path, backend.fast_calls)
-
-
-def _nothing_fast(array: object, scale: float, op: str) -> object:
-    """Leave everything to the ordinary way, which says that the group is closed."""
-    return NotImplemented
+    return Journal(name, ranks, backend.path)
 
 
 _world: Membership | None = None
-fast_all_reduce: Callable[..., object] = _nothing_fast  # the world's: there is no time to look
+# The world's, here because small calls have no time to look for them.
+native: Callable[..., Any] = left_to_python
+native_sendrecv: Callable[..., Any] = left_to_python
 
 
 def current() -> Membership:
@@ -259,5 +259,5 @@ def current() -> Membership:
 
 def use_as_world(group: Membership) -> None:
     """Make ``group`` what ``current`` returns."""
-    global _world, fast_all_reduce
-    _world, fast_all_reduce = group, group.fast_all_reduce
+    global _world, native, native_sendrecv
+    _world, native, native_sendrecv = group, group.native, group.native_sendrecv

@@ -19,7 +19,7 @@ from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import exchange_bytes
 from flashlight_py.distributed.hosts import host_identity
 from flashlight_py.distributed.recorder import incidents
-from flashlight_py.distributed.recorder.fast_calls import leave_to_python
+from flashlight_py.distributed.recorder.journal import leave_to_python
 from flashlight_py.distributed.recorder.record import Record
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.world import current_world
@@ -132,7 +132,7 @@ def profile(path: str | os.PathLike[str] = "trace.json") -> Profile:
     each call the verb, bytes, dtype, shape, line of user code, how long the rank waited for others,
     and what ran beside the program. ``span(name)`` marks a part of the program.
 
-    Meanwhile small reductions take the way through Python: some 10 us each, in place of one. What
+    Meanwhile every call takes the way through Python: some 10 us each, in place of one. What
     ran on a GPU is timed by the host, to within half a millisecond.
 
     Args:

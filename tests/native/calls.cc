@@ -163,7 +163,7 @@ Step Author::step(const fl_signature& signature, Block data) {
   if (random_.one_in(4)) {
     step.how = How::kStart;
     step.wait = random_.one_in(2);
-  } else if (signature.verb == FL_ALL_REDUCE && random_.one_in(2)) {
+  } else if (signature.verb != FL_SEND && signature.verb != FL_RECV && random_.one_in(2)) {
     step.how = How::kInTwoSteps;
   }
   return step;

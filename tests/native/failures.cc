@@ -125,7 +125,7 @@ void test_stopping_half_way(Random& random) {
     if (rank == stopper) {
       check(me.group->begin(me.signature, me.data.data(), kForever), "cannot begin");
       gave_up.wait();
-      const Outcome outcome = outcome_of(me.group->finish(me.signature, me.data.data()));
+      const Outcome outcome = outcome_of(me.group->finish(me.signature, me.data.data(), nullptr));
       check(outcome.status == FL_PEER_LOST || outcome.status == FL_TIMEOUT, "it goes on");
     } else {
       const Outcome outcome = me.call(0.2);

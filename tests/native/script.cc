@@ -50,9 +50,9 @@ class Running {
         handle_.operation = run();
         break;
       case How::kInTwoSteps:
-        if (group_.begin(s, data_, kForever)) {
+        if (group_.begin(s, data(), kForever)) {
           group_.ready(static_cast<int>(number_ % 3) * 50);
-          handle_.operation = group_.finish(s, data_);
+          handle_.operation = group_.finish(s, data(), output());
         } else {
           handle_.operation = run();
         }

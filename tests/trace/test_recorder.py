@@ -157,7 +157,7 @@ class Flight:
 
 
 def test_a_call_on_a_device_runs_until_the_device_is_done() -> None:
-    own = journal.Journal("devices", (0,), "", None)
+    own = journal.Journal("devices", (0,), "")
     work, flight = Done(None), Flight()
     work.flight = flight
     own.run("broadcast", None, lambda: work)

@@ -117,8 +117,9 @@ def all_reduce(
         >>> fl.all_reduce(3.5, op="max")
         3.5
     """
-    if group is None and not async_op and membership.fast_all_reduce(x, scale, op) is x:
-        return x
+    native = membership.native if group is None else of(group).native
+    if (y := native(ALL_REDUCE.code, x, None, op, scale, 0, 0, async_op)) is not NotImplemented:
+        return y
     return collective(group, ALL_REDUCE, x, scale=scale, op=op, async_op=async_op)
 
 
@@ -179,6 +180,9 @@ def reduce(
         ValueError: ``root`` is no rank of the group, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    native = membership.native if group is None else of(group).native
+    if (y := native(REDUCE.code, x, None, op, scale, root, 0, async_op)) is not NotImplemented:
+        return y
     return collective(group, REDUCE, x, root=root, op=op, scale=scale, async_op=async_op)
 
 
@@ -258,6 +262,13 @@ def reduce_scatter(
         MismatchError: ranks passed different ``rows``, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    native = membership.native if group is None else of(group).native
+    if (
+        rows is None
+        and (y := native(REDUCE_SCATTER.code, x, out, op, scale, 0, 0, async_op))
+        is not NotImplemented
+    ):
+        return y
     how: dict[str, Any] = {"scale": scale, "op": op, "rows": rows, "out": out}
     return collective(group, REDUCE_SCATTER, x, **how, async_op=async_op)
 

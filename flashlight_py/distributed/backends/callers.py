@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flashlight_py.distributed.recorder.fast_calls import CALLER
+from flashlight_py.distributed.recorder.journal import CALLER
 from flashlight_py.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Callers:
     def __init__(self, who: str, parts: Sequence[Backend] = ()) -> None:
         self._who, self._parts = who, parts  # of a backend that is made of others
         self.threads: set[int] = set()
-        self.of_native: Sequence[int] | None = None  # the header of the native all_reduce's ring
+        self.of_native: Sequence[int] | None = None  # the header of the group's ring
 
     def has_this(self) -> bool:
         """Return whether this thread is in the middle of a call."""

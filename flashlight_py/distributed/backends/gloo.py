@@ -46,6 +46,7 @@ class GlooBackend(NativeBackend):
 
     kind = DistributedBackend.GLOO
     path = "Gloo over TCP"
+    symbols = "fl_gloo"
 
     def __init__(
         self, store: Store, host: str, interface: str, timeout: float, joining: float, key: bytes
@@ -80,7 +81,7 @@ class GlooBackend(NativeBackend):
                 f"{f'address {host!r}' if host else f'interface {interface!r}'}: "
                 f"{self.message(room)}. Choose another with params={{'INTERFACE': ...}}"
             )
-        return self.ffi.gc(group, self.lib.fl_gloo_free)
+        return self.ffi.gc(group, self._free)
 
     def _connect(self, store: Store, key: bytes) -> None:
         """Give each peer the address that is meant for it, and connect to what they gave."""

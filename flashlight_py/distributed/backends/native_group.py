@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 import abc
+import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed import last_words
+from flashlight_py.distributed import last_words, open_groups
 from flashlight_py.distributed.arrays import dtype_code
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.describing import Describer
-from flashlight_py.distributed.backends.interrupts import SITE_BYTES
+from flashlight_py.distributed.backends.interrupts import SITE_BYTES, raise_interruption
 from flashlight_py.distributed.backends.native_errors import words_of, words_of_traceback
-from flashlight_py.distributed.backends.native_work import GATHERED, NativeWork, Received
+from flashlight_py.distributed.backends.native_work import (
+    GATHERED,
+    SCATTERED,
+    NativeWork,
+    Received,
+    StartedWork,
+)
 from flashlight_py.distributed.call import COMPOSED, Call
-from flashlight_py.distributed.call_site import Place, caller, site_of, text_at_site
+from flashlight_py.distributed.call_site import PACKAGE, Place, caller, site_of, text_at_site
+from flashlight_py.distributed.recorder.journal import NATIVE, SENDRECV, Journal
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import BARRIER, SCATTER
-from flashlight_py.distributed.work import Done, Work
-from flashlight_py.errors import DistributedError, GroupClosedError
+from flashlight_py.distributed.work import AllOf, Done, Work
+from flashlight_py.errors import BackendUnavailableError, DistributedError, GroupClosedError
 
 __all__ = ["MESSAGE_BYTES", "NativeGroup"]
 
 MESSAGE_BYTES = 1024
 _ARRAY = object()
+
+_log = logging.getLogger("flashlight_py")
+
 # The numbers of the calls that others are steps of; 0: a call by itself.
 _STEPS = {"": 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
 
 
 class NativeGroup(Backend):
     """A backend whose operations run in a library with the C ABI of ``csrc/common``."""
+
+    symbols = ""  # what the names of the library's functions begin with
+    steps: tuple[str, ...] = ()  # its functions for a collective in steps, if it has them
+    journal: Journal | None = None  # of the group that has this backend
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
         self.ffi, self.lib = native.ffi, native.lib
@@ -49,6 +66,97 @@ class NativeGroup(Backend):
         self._pointer = self._next.pointer
         self._callers = Callers(self.name)
         self._running: dict[NativeWork, None] = {}  # in order; threads change it at the same time
+        self._first: list[Any] = []  # what is to be done before the next call
+        self._free = _Free(getattr(self.lib, f"{self.symbols}_free"))
+
+    def bind(self, journal: Journal) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Let native code read plain arrays by itself; see ``Backend``."""
+        try:
+            fast = _native.load("fast")
+        except BackendUnavailableError as error:
+            _log.warning("small calls take some microseconds longer: %s", error)
+            return super().bind(journal)
+        self.journal = journal
+        journal.open_to_native(fast.clocks)
+        self._callers.of_native = journal.header
+        self._free.kept.append(journal.memory)
+        own = [f"{self.symbols}_{name}" for name in ("run", "exchange")]
+        of_op = [f"fl_op_{name}" for name in ("stamp", "wait", "signatures", "output", "free")]
+        names = (*own, *of_op, *self.steps)
+        functions = [self._address_of(self.ffi.addressof(self.lib, name)) for name in names]
+        return fast.bind(  # type: ignore[no-any-return]
+            *(self._address_of(self._group), self._group, self.rank, self.size, self.timeout),
+            (*functions, *((0, 0, 0) if not self.steps else ())),
+            (self._native_ended, self._native_started, self._native_here),
+            *(journal.memory, journal.notes, PACKAGE, self._callers.threads),
+            (self._first, open_groups.dropped),
+        )
+
+    @property
+    def group(self) -> Any:
+        """The library's handle; None once the group is closed."""
+        return self._group
+
+    def _address_of(self, pointer: Any) -> int:
+        return int(self.ffi.cast("uintptr_t", pointer))
+
+    def _native_here(self) -> int:
+        """Return the address of the site of user code."""
+        return self._address_of(self._here(1))
+
+    def _native_ended(
+        self, handle: Any, verb: int, x: Any, out: Any, made: Any, root: int, call: int
+    ) -> Any:
+        """Return the result of a blocking native call that was not simply done, or raise."""
+        try:
+            if verb == SENDRECV.code:
+                works = [self._wrapped(one, verb, x, out, out, 0) for one in handle if one]
+                raise_interruption(self.lib, self.ffi.NULL)
+                AllOf(works).wait()
+                return out
+            raise_interruption(self.lib, self.ffi.cast("fl_op *", handle))
+            return self._wrapped(handle, verb, x, out, made, root).wait()
+        except BaseException as error:
+            if self.journal is not None:
+                self.journal.failed(call, error)
+            raise
+
+    def _native_started(
+        self,
+        handle: int,
+        verb: int,
+        x: Any,
+        out: Any,
+        made: Any,
+        room: Any,
+        root: int,
+        peer: int,
+        call: int,
+    ) -> Work:
+        """Return the Work of an asynchronous native call; ``room`` must live as long."""
+        work: Work = Done(made)
+        if handle:
+            work = self._wrapped(handle, verb, x, out, made, root, room)
+            work.id = call
+        if verb == self.lib.FL_RECV:
+            work.source = peer
+        return work
+
+    def _wrapped(
+        self, handle: int, verb: int, x: Any, out: Any, made: Any, root: int, room: Any = None
+    ) -> StartedWork:
+        """Return the Work of the operation ``handle``, an address."""
+        result = made
+        if made is None and verb == self.lib.FL_SCATTER:
+            result = SCATTERED
+        elif made is not None and verb in (self.lib.FL_ALL_GATHER, self.lib.FL_GATHER):
+            result = GATHERED
+        name = NATIVE[verb].name
+        received = Received(name, result, x, out, root, made)
+        kept, op = (x, out, made, room), self.ffi.cast("fl_op *", handle)
+        work = StartedWork(self, name, op, kept, received, self.timeout)
+        self._track(work)
+        return work
 
     @abc.abstractmethod
     def _run(
@@ -123,13 +231,19 @@ class NativeGroup(Backend):
             return Done(output if result is GATHERED else result)
         received = Received(call.name, result, array, output, root)
         work = NativeWork(self, call.name, handle, (array, output, room, keep), received, seconds)
-        # The library writes into the array whether or not anybody keeps the Work, also after Ctrl-C
-        # has ended a blocking wait for it.
+        self._track(work)
+        return work
+
+    def _track(self, work: NativeWork) -> None:
+        """Keep the arrays of ``work``.
+
+        The library writes into them whether or not anybody keeps the Work, also after Ctrl-C has
+        ended a blocking wait for it.
+        """
         for other in list(self._running):
             if other.is_completed():
                 self.forget(other)
         self._running[work] = None
-        return work
 
     def _seconds(self, call: Call) -> float:
         return self.timeout if call.seconds is None else call.seconds
@@ -158,9 +272,9 @@ class NativeGroup(Backend):
             signature.ndim = self.lib.FL_ANY if call.verb is SCATTER else 0
         signature.part_of = _STEPS[call.part_of]
 
-    def _here(self) -> Any:
+    def _here(self, depth: int = 3) -> Any:
         """Return where user code has called, as the library takes it."""
-        place = caller(3)
+        place = caller(depth)
         site = self._sites.get(place)
         if site is None:
             text = site_of(place).encode()[-SITE_BYTES:]
@@ -219,3 +333,14 @@ class NativeGroup(Backend):
     @abc.abstractmethod
     def _close(self, group: Any) -> None:
         """Close the library's ``group``."""
+
+
+class _Free:
+    """Frees the library's group, and then what it may have written to until then."""
+
+    def __init__(self, free: Callable[[Any], None]) -> None:
+        self._free = free
+        self.kept: list[Any] = []
+
+    def __call__(self, group: Any) -> None:
+        self._free(group)

@@ -10,13 +10,14 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.arrays import dtype_of_code, require_length
 from flashlight_py.distributed.backends.native_errors import failure
+from flashlight_py.distributed.recorder import journal
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.native_group import NativeGroup
 
-__all__ = ["GATHERED", "NOTHING", "SCATTERED", "NativeWork", "Received"]
+__all__ = ["GATHERED", "NOTHING", "SCATTERED", "NativeWork", "Received", "StartedWork"]
 
 # How long a wait stays inside the library: signal handlers (Ctrl-C) run in between.
 _SLICE_SECONDS = 0.1
@@ -29,10 +30,17 @@ class Received:
     """What an operation gives: a result that is there already, or is made of what came."""
 
     def __init__(
-        self, name: str, result: Any, like: Array | None, out: Array | None, root: int
+        self,
+        name: str,
+        result: Any,
+        like: Array | None,
+        out: Array | None,
+        root: int,
+        made: Array | None = None,
     ) -> None:
         self._name, self._result, self._like = name, result, like
         self._out, self._root = out, root
+        self._made = made  # a gather's result where all have the same number of rows
 
     def get(self, backend: NativeGroup, handle: Any) -> Any:
         """Return the result of the operation, which has ended well."""
@@ -45,11 +53,13 @@ class Received:
     def _gathered(self, backend: NativeGroup, handle: Any) -> Array:
         """Return the rows of all ranks: ``out``, if the library has filled it, or a new array."""
         assert self._like is not None
+        room = self._made if self._out is None else self._out
+        if room is not None and not _fetched(backend, handle)[0]:
+            return room
         signatures = backend.lib.fl_op_signatures(handle)
         rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
         if self._out is not None:
             require_length(self._name, self._out, rows, backend.rank, backend.size)
-            return self._out
         return _wrap(backend, handle, self._like.dtype, (rows, *self._like.shape[1:]))
 
     def _scattered(self, backend: NativeGroup, handle: Any) -> Array:
@@ -64,11 +74,16 @@ NOTHING = Received("", None, None, None, 0)
 
 def _wrap(backend: NativeGroup, handle: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """Return what the library received, without a copy; the array keeps the handle alive."""
-    ffi, count = backend.ffi, backend.ffi.new("size_t *")
-    pointer = backend.lib.fl_op_output(handle, count)
+    ffi, (pointer, count) = backend.ffi, _fetched(backend, handle)
     owner = ffi.gc(ffi.cast("char *", pointer), _Keep(handle))
-    array: Array = np.frombuffer(ffi.buffer(owner, count[0]), np.uint8).view(dtype).reshape(shape)
+    array: Array = np.frombuffer(ffi.buffer(owner, count), np.uint8).view(dtype).reshape(shape)
     return array
+
+
+def _fetched(backend: NativeGroup, handle: Any) -> tuple[Any, int]:
+    """Return where the library has put what it received, and its bytes; NULL: into the room."""
+    count = backend.ffi.new("size_t *")
+    return backend.lib.fl_op_output(handle, count), count[0]
 
 
 class NativeWork(Work):
@@ -91,10 +106,14 @@ class NativeWork(Work):
         self._received = received
         self._seconds = seconds
         self._number = backend.count[0]  # by now
+        self._forks = journal.forks()
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``."""
+        if self._forks != journal.forks():
+            raise journal.forked(self._name)
         wait, pending = self._lib.fl_op_wait, self._lib.FL_PENDING
+        group = self._backend.group  # noqa: F841  (it lives as long: a wait may do the operation)
         if timeout is None:
             while (status := wait(self._handle, _SLICE_SECONDS)) == pending:
                 pass
@@ -116,18 +135,40 @@ class NativeWork(Work):
         )
 
     def is_completed(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether it has ended; in a forked child it has, as it is not this process's."""
+        if self._forks != journal.forks():
+            return True
+        group = self._backend.group  # noqa: F841  (as above)
         return bool(self._lib.fl_op_wait(self._handle, 0.0) != self._lib.FL_PENDING)
 
     def end_time(self) -> float | None:
         """Return when it ended, if it has; see ``Work``."""
+        if self._forks != journal.forks():
+            return None
         return self._lib.fl_op_ended(self._handle) or None
 
     def _finish(self, status: int) -> Any:
         backend = self._backend
         if status != self._lib.FL_OK:
-            raise failure(backend, self._handle, status, self._name, self._seconds, self._number)
+            raise self._failure(status)
         return self._received.get(backend, self._handle)
+
+    def _failure(self, status: int) -> Exception:
+        how = self._handle, status, self._name, self._seconds, self._number
+        return failure(self._backend, *how)
+
+
+class StartedWork(NativeWork):
+    """One that native code has started, and recorded as call ``id`` of the backend's journal."""
+
+    id = 0
+
+    def _failure(self, status: int) -> Exception:
+        error = super()._failure(status)
+        if self.id and self._backend.journal is not None:
+            self._backend.journal.failed(self.id, error)
+            self.id = 0  # noted once, whoever waits
+        return error
 
 
 class _Keep:

@@ -24,11 +24,9 @@ from flashlight_py.distributed.backends.interrupts import (
 )
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
 from flashlight_py.distributed.backends.native_calls import call_in_words
-from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.exchange import BackendStore, Steps
 from flashlight_py.distributed.memory_file import DIRECTORY, MemoryFile, needs_names
-from flashlight_py.distributed.recorder.fast_calls import FastCalls
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
@@ -51,12 +49,14 @@ class ShmBackend(NativeBackend):
 
     kind = DistributedBackend.SHM
     path = "shared memory"
+    symbols = "fl_shm"
+    steps = ("fl_shm_begin", "fl_shm_ready", "fl_shm_finish")
 
     def __init__(self, store: Store, timeout: float) -> None:
         native = _native.load("shm")
         super().__init__(native, store, timeout)
         self._room = self.ffi.new("char[]", MESSAGE_BYTES)
-        self._dropped: list[Any] = []
+        self._dropped = self._first
         self._named = needs_names(store.spaces)
         self._group = map_together(store, self._map, self._named)
         self.lib.fl_shm_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
@@ -64,36 +64,6 @@ class ShmBackend(NativeBackend):
             self._group, answer_to_interrupts(native, "fl_shm_interrupted")
         )
         self.lib.fl_shm_on_mismatch(self._group, answer_where(native, "fl_shm_where"))
-        self._bind_fast()
-
-    def _bind_fast(self) -> None:
-        """Let plain arrays be reduced by a native function that reads them by itself."""
-        try:
-            fast = _native.load("fast")
-        except BackendUnavailableError as error:
-            _log.warning("small reductions take some microseconds longer: %s", error)
-            return
-        steps = ("fl_shm_begin", "fl_shm_ready", "fl_shm_finish")
-        addresses = [self._address_of(self.ffi.addressof(self.lib, step)) for step in steps]
-        group = self._address_of(self._group)
-        calls = FastCalls(fast, self._callers.threads)
-        ring = (calls.memory, calls.places, calls.package, calls.inside)
-        function = fast.bind(
-            group, self._group, self.size, self.timeout, *addresses, self._fast_failed, *ring
-        )
-        self.fast_calls, self.fast_all_reduce = calls, function  # type: ignore[method-assign]
-        self._callers.of_native = calls.header
-
-    def _address_of(self, pointer: Any) -> int:
-        return int(self.ffi.cast("uintptr_t", pointer))
-
-    def _fast_failed(self, address: int) -> None:
-        """Raise what became of an operation of the native function."""
-        handle = self.ffi.cast("fl_op *", address)
-        assert self.fast_calls is not None
-        with self.fast_calls.failing():
-            raise_interruption(self.lib, handle)
-            NativeWork(self, "all_reduce", handle, None, NOTHING, self.timeout).wait()
 
     def _map(self, path: str, create: bool) -> Any:
         group = self.lib.fl_shm_open(
@@ -101,7 +71,7 @@ class ShmBackend(NativeBackend):
         )
         if group == self.ffi.NULL:
             raise OSError(self.message(self._room))
-        return self.ffi.gc(group, self.lib.fl_shm_free)
+        return self.ffi.gc(group, self._free)
 
     def _run(
         self,
@@ -177,7 +147,6 @@ class ShmBackend(NativeBackend):
 
     def _close(self, group: Any) -> None:
         self._dropped.clear()
-        self.__dict__.pop("fast_all_reduce", None)  # it has the group
         self.lib.fl_shm_close(group)
 
 

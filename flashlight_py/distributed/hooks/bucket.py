@@ -53,7 +53,7 @@ class Bucket:
         """Sum an array of any shape and dtype over the ranks, times ``scale``, in place."""
         if not (blocking or self._pays_inline(array)):
             return self.group.all_reduce(array, self.scale, async_op=True)
-        if self.group.fast_all_reduce(array, self.scale, "sum") is not array:
+        if self.group.native(1, array, None, "sum", self.scale, 0, 0, False) is not array:
             self.group.all_reduce(array, self.scale)
         return Done(array)
 

@@ -1,4 +1,8 @@
-"""The calls of one group, counted and recorded; and the calls of all groups of this process."""
+"""The flight record of each group: its calls are counted, and the last ones kept in a ring.
+
+csrc/fast/ring.h is the layout of what native code writes. A call that goes through Python takes a
+place in the same ring, and its ``Record`` stands beside it.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,51 @@ from contextlib import contextmanager
 from time import monotonic_ns
 from typing import Any
 
+import numpy as np
+
+from flashlight_py.distributed.arrays import DTYPES
 from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.recorder import incidents
-from flashlight_py.distributed.recorder.fast_calls import NUMBER, FastCalls
 from flashlight_py.distributed.recorder.record import Record, What, place_of_caller
+from flashlight_py.distributed.verbs import BARRIER, VERBS, Verb
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import GroupClosedError
 
-__all__ = ["Journal", "groups", "name_of_group", "recent"]
+__all__ = ["CALLER", "NATIVE", "SENDRECV", "Journal", "groups", "name_of_group", "recent"]
 
-# Calls that went through Python; those of the native all_reduce have rings of their own.
-_KEPT = 512
+SENDRECV = Verb("sendrecv", 32, ("tag",), "result")  # its code is that of csrc/fast/ring.h
+NATIVE = {verb.code: verb for verb in (*VERBS, SENDRECV)}
+"""The verbs of native code by their codes."""
+
+# The ring of csrc/fast/ring.h.
+_CALLS = 512
+_HEADER_BYTES = 64
+_CALL = np.dtype(
+    {
+        "names": [
+            *("number", "started", "ended", "bytes", "shape", "verb", "dtype", "op", "ndim"),
+            *("flags", "peer", "tag", "id"),
+        ],
+        "formats": [
+            *("u8", "i8", "i8", "i8", ("i8", 3), "i1", "i1", "i1", "i1", "i4", "i4", "i4", "u8"),
+        ],
+        "offsets": [0, 8, 16, 24, 32, 56, 57, 58, 59, 60, 64, 68, 72],
+        "itemsize": 80,
+    }
+)
+# Places in its header, in eights of bytes.
+_NUMBER, _WRITTEN, _OFF, CALLER = 0, 1, 2, 3
+_FAILED, _PLACED, _ASYNC = 1, 2, 4
 
 _NOTED = "flashlight_py_noted"  # an attribute of errors
 
-_recent: deque[Record] = deque(maxlen=_KEPT)
 _journals: list[weakref.ref[Journal]] = []  # a list can be read while another thread adds to it
+# Those of the latest groups are kept: what was called in a closed one may explain a failure.
+_latest: deque[Journal] = deque(maxlen=16)
 _made: Counter[tuple[int, ...]] = Counter()
 _forks = 0  # between the first process and this one
+_profiles = 0
 
 
 def name_of_group(ranks: Sequence[int]) -> str:
@@ -45,24 +76,31 @@ def name_of_group(ranks: Sequence[int]) -> str:
 class Journal:
     """Counts the calls of the group ``name`` and records them.
 
-    ``ranks`` are its ranks in the world, ``path`` says in words what carries the data.
+    ``ranks`` are its ranks in the world, ``path`` says in words what carries the data. ``memory``
+    is the ring, ``notes`` has for each of its places a line of user code, or the record of a call
+    that went through Python. ``header[CALLER]`` is the thread that is in a native collective, or 0.
     """
 
-    def __init__(
-        self, name: str, ranks: Sequence[int], path: str, fast_calls: FastCalls | None
-    ) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], path: str) -> None:
         self.name, self.ranks, self.path = name, tuple(ranks), path
-        self.fast_calls = fast_calls
-        own = memoryview(bytearray(8)).cast("Q")
-        self._header = own if fast_calls is None else fast_calls.header
-        self.count: Sequence[int] = self._header[NUMBER : NUMBER + 1]
+        self.memory = np.zeros(_HEADER_BYTES + _CALLS * _CALL.itemsize, np.uint8)
+        self.notes: list[Any] = [None] * _CALLS
+        self.header = memoryview(self.memory.data)[:_HEADER_BYTES].cast("Q")
+        self.count: Sequence[int] = self.header[_NUMBER : _NUMBER + 1]
+        self._calls = self.memory[_HEADER_BYTES:].view(_CALL)
+        self._errors: dict[int, str] = {}
+        self._clocks: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._zero = 0, 0
+        self.header[_OFF] = _profiles
         _journals[:] = [known for known in _journals if known() is not None]
         _journals.append(weakref.ref(self))
+        if self.ranks:
+            _latest.append(self)
 
     @property
     def calls(self) -> int:
         """How many collectives this rank has called."""
-        return self._header[NUMBER]
+        return self.header[_NUMBER]
 
     def run(self, calls: Sequence[Call], name: str, start: Callable[[], Work]) -> Work:
         """Record ``calls``, which users know as one call of ``name`` and ``start`` starts.
@@ -77,7 +115,7 @@ class Journal:
         peer, tag = (call.peer, call.tag) if verb.is_message else (None, None)
         op, root = call.op if verb.reduces else None, call.root if verb.rooted else None
         what = (self.name, number, name, dtype, shape, op, root, peer, tag, size)
-        record = _begin(what, 3)
+        record = self._begin(what, 3)
         try:
             work = start()
             if not call.blocking and not isinstance(work, Done):
@@ -96,7 +134,7 @@ class Journal:
         self, verb: str, root: int | None = None, like: tuple[Any, Any] = (None, None)
     ) -> Iterator[Record]:
         """Record what the body does, which blocks, as one call; ``like`` are dtype and shape."""
-        record = _begin((self.name, self._count(), verb, *like, None, root), 4)  # and contextlib's
+        record = self._begin((self.name, self._count(), verb, *like, None, root), 4)
         try:
             yield record
         except BaseException as error:
@@ -108,15 +146,86 @@ class Journal:
         """Count and record a call that this rank refused to make, because of ``error``."""
         number = self._count() if peer is None else 0
         what = (self.name, number, verb, None, None, None, None, peer)
-        _fail(_begin(what, 4), error)
+        _fail(self._begin(what, 4), error)
 
     def has_noted(self, error: BaseException) -> bool:
         """Return whether ``error`` ended a call that had begun, or one that was refused."""
         return hasattr(error, _NOTED)
 
+    def failed(self, call: int, error: BaseException) -> None:
+        """Note that the native call with this id has ended by ``error``."""
+        slot = (call - 1) % _CALLS
+        row = self._calls[slot : slot + 1]
+        if row["id"][0] == call:
+            if not row["flags"][0] & _PLACED:
+                self.notes[slot] = place_of_caller(2)
+            row["flags"] |= _FAILED | _PLACED
+        oldest = self.header[_WRITTEN] - _CALLS
+        known = {other: text for other, text in self._errors.items() if other > oldest}
+        self._errors = {**known, call: f"{type(error).__name__}: {error}"}
+        setattr(error, _NOTED, True)
+        incidents.report(error)
+
+    def open_to_native(self, clocks: Callable[[], tuple[int, int]]) -> None:
+        """Have native code write as well; ``clocks`` reads its clock, and ``time.monotonic_ns``."""
+        self._clocks, self._zero = clocks, clocks()
+
+    def records(self) -> list[Record]:
+        """Return the calls of the ring, the oldest first."""
+        written = self.header[_WRITTEN]
+        calls, notes = self._calls.copy(), list(self.notes)
+        rate = self._nanoseconds_per_tick()
+        found = []
+        for call in range(max(1, written - _CALLS + 1), written + 1):
+            slot = (call - 1) % _CALLS
+            if isinstance(note := notes[slot], Record) and note.id == call:
+                found.append(note)
+            elif calls[slot]["id"] == call:  # else it has just been overwritten
+                found.append(self._record(calls[slot], note, rate))
+        return found
+
     def _count(self) -> int:
-        self._header[NUMBER] = number = self._header[NUMBER] + 1
+        self.header[_NUMBER] = number = self.header[_NUMBER] + 1
         return number
+
+    def _begin(self, what: tuple[Any, ...], depth: int) -> Record:
+        record = Record(what, monotonic_ns(), place_of_caller(depth))
+        self.header[_WRITTEN] = record.id = self.header[_WRITTEN] + 1
+        self.notes[(record.id - 1) % _CALLS] = record
+        if incidents.listener is not None:
+            incidents.listener(record)
+        return record
+
+    def _nanoseconds_per_tick(self) -> float:
+        ticks, nanoseconds = self._clocks()
+        return float((nanoseconds - self._zero[1]) / max(1, ticks - self._zero[0]))
+
+    def _record(self, row: Any, note: Any, rate: float) -> Record:
+        """Return what native code has written as a record."""
+        verb, flags = NATIVE[int(row["verb"])], row["flags"]
+        ndim, peer, size = int(row["ndim"]), int(row["peer"]), int(row["bytes"])
+        dtype = shape = None
+        if verb is not BARRIER and ndim >= 0:
+            dtype = np.dtype(DTYPES[row["dtype"]])
+            fits = ndim <= len(row["shape"])
+            shape = tuple(int(extent) for extent in row["shape"][:ndim]) if fits else None
+        what = What(
+            *(self.name, int(row["number"]), verb.name, dtype, shape),
+            op=ReduceOp(int(row["op"])) if verb.reduces else None,
+            root=peer if verb.rooted else None,
+            peer=peer if verb.is_message else None,
+            tag=int(row["tag"]) if verb.is_message else None,
+            bytes=size,
+        )
+        ticks, nanoseconds = self._zero
+        started = nanoseconds + int((int(row["started"]) - ticks) * rate)
+        record = Record(what, started, note if flags & _PLACED else None)
+        record.id, record.is_async = int(row["id"]), bool(flags & _ASYNC)
+        if row["ended"] > 0:
+            record.ended = nanoseconds + int((int(row["ended"]) - ticks) * rate)
+        if flags & _FAILED:
+            record.error = self._errors.get(record.id, "failed")
+        return record
 
 
 def _kind(call: Call) -> tuple[Any, Any]:
@@ -126,14 +235,6 @@ def _kind(call: Call) -> tuple[Any, Any]:
 
 def _bytes(call: Call) -> int:
     return 0 if call.array is None else call.array.nbytes
-
-
-def _begin(what: tuple[Any, ...], depth: int) -> Record:
-    record = Record(what, monotonic_ns(), place_of_caller(depth))
-    _recent.append(record)
-    if incidents.listener is not None:
-        incidents.listener(record)
-    return record
 
 
 class _Recorded(Work):
@@ -149,11 +250,7 @@ class _Recorded(Work):
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``."""
         if self._forks != _forks:
-            verb = What(*self._record.what).verb
-            raise GroupClosedError(
-                f"[{verb}] this process was forked from the rank that has started the operation, "
-                "and cannot wait for it; wait in the parent"
-            )
+            raise forked(What(*self._record.what).verb)
         record, began = self._record, monotonic_ns()
         try:
             value = self._work.wait(timeout)
@@ -180,6 +277,19 @@ class _Recorded(Work):
         return None if self._forks != _forks else self._work.end_time()
 
 
+def forks() -> int:
+    """Return how many forks there are between the first process and this one."""
+    return _forks
+
+
+def forked(verb: str) -> GroupClosedError:
+    """Return the error of a wait for a parent's operation, an instance of ``verb``."""
+    return GroupClosedError(
+        f"[{verb}] this process was forked from the rank that has started the operation, "
+        "and cannot wait for it; wait in the parent"
+    )
+
+
 def _fail(record: Record, error: BaseException) -> None:
     record.ended = monotonic_ns()
     record.error = f"{type(error).__name__}: {error}"
@@ -187,12 +297,18 @@ def _fail(record: Record, error: BaseException) -> None:
     incidents.report(error)
 
 
+def leave_to_python(off: bool) -> None:
+    """Have every call take the way through Python, which notes more; or no longer."""
+    global _profiles  # noqa: PLW0603  (rings that are made meanwhile must know)
+    change = int(off) - _profiles
+    _profiles = int(off)
+    for journal in _living():
+        journal.header[_OFF] = journal.header[_OFF] + change
+
+
 def recent() -> list[Record]:
     """Return the last calls of this process in all groups, in the order in which they began."""
-    records = list(_recent)
-    for journal in _living():
-        if journal.fast_calls is not None:
-            records += journal.fast_calls.records(journal.name)
+    records = [record for journal in _living() for record in journal.records()]
     return sorted(records, key=lambda record: record.started)
 
 
@@ -214,7 +330,7 @@ def _forget_in_child() -> None:
     """After a fork: what the parent has called is not the child's."""
     global _forks  # noqa: PLW0603  (a process is forked once)
     _forks += 1
-    _recent.clear()
+    _latest.clear()
     _journals.clear()
     _made.clear()
 

@@ -62,6 +62,7 @@ class Record:
 
     ended = 0
     error = ""
+    id = 0  # of the group's calls in this process
     is_async = False
     size: int | None = None  # bytes that were not known when it began
     waits: tuple[tuple[int, int], ...] = ()

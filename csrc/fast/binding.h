@@ -1,0 +1,59 @@
+/* What the native entry of one group has. */
+#pragma once
+
+#include "fast.h"
+#include "ring.h"
+
+typedef fl_op *(*fl_run)(void *group, const fl_signature *, void *data, void *output, int peer,
+                         double seconds, int async, const fl_site *);
+typedef void (*fl_exchange)(void *group, const fl_message *, int count, double seconds, int async,
+                            fl_op **results);
+
+enum { SITES = 64 };
+
+/* Where a program calls, by its code and instruction: looked up once, as it takes microseconds. */
+typedef struct {
+  PyObject *place; /* as the flight record keeps it; or NULL */
+  PyObject *code;  /* of that place */
+  long instruction;
+  const fl_site *site;
+} known_site;
+
+/* What it refers to is kept by the function's `self`, a tuple that begins with the capsule of this:
+   the collector of cycles sees into that. */
+typedef struct {
+  void *group;
+  int rank, size;
+  double seconds;
+  fl_run run;
+  fl_exchange exchange;
+  void (*stamp)(fl_op *, int64_t *, int64_t);
+  fl_status (*wait)(fl_op *, double);
+  const fl_signature *(*signatures)(fl_op *);
+  void *(*output)(fl_op *, size_t *);
+  void (*free)(fl_op *);
+  /* The two steps of a collective in shared memory; NULL elsewhere. */
+  int (*begin)(void *, const fl_signature *, const void *, double);
+  int (*ready)(void *, int);
+  fl_op *(*finish)(void *, const fl_signature *, void *, void *);
+  PyObject *ended;   /* called with what is to be raised, or fetched */
+  PyObject *started; /* called with an operation that runs; returns the Work */
+  PyObject *here;    /* returns the address of the fl_site of user code */
+  PyObject *memory;  /* an array: the ring */
+  ring *calls;
+  PyObject *notes;   /* a list: the line of user code of each call of the ring, or None */
+  PyObject *package; /* the folder whose code is not the user's */
+  PyObject *inside;  /* a set: the threads that are in another call of the group */
+  PyObject *first;   /* a list of containers: while one has anything in it, calls are left to Python */
+  known_site sites[SITES];
+} Binding;
+
+PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count);
+
+/* Python names of attributes. */
+int place_names(void);
+/* (code, instruction, name of our function that it called), or NULL with an exception. */
+PyObject *place_of_caller(PyObject *package);
+/* The same and its site, of which `place` is borrowed; 0 with an exception. */
+int place_and_site(Binding *binding, PyObject **place, const fl_site **site);

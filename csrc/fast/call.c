@@ -1,0 +1,291 @@
+/* Every verb of plain NumPy arrays, without a detour through Python.
+
+   In shared memory a small collective takes some 200 ns; to look at an array from Python, to
+   describe it and to call a library takes 5 us. This reads the array itself (NumPy's C API) and calls
+   the library. Whatever is not plain is left to Python, which also words the errors. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
+#define NO_IMPORT_ARRAY
+#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
+#include <numpy/arrayobject.h>
+#include <string.h>
+
+#include "binding.h"
+#include "plain.h"
+
+#include "../shm/shm.cdef.h"
+
+/* How many looks at the other ranks' calls it takes (about 2 us) until the GIL is let go. */
+enum { SPINS_WITH_GIL = 100 };
+enum { SMALL_BYTES = 4096, LARGE_BYTES = 64 << 10 };
+
+/* A call that was recorded, and its line if known. */
+typedef struct {
+  ring_call *row;
+  uint64_t id;
+} recorded;
+
+static recorded record(const Binding *binding, const fl_signature *signature, int peer, int flags,
+                       PyObject *place) {
+  ring_call *row = ring_begin(binding->calls, signature, peer, flags);
+  if (place != NULL) {
+    Py_INCREF(place);
+    if (PyList_SetItem(binding->notes, row - binding->calls->calls, place) == 0) {
+      row->flags |= RING_PLACED;
+    } else {
+      PyErr_Clear();
+    }
+  }
+  return (recorded){row, row->id};
+}
+
+/* Note which line this call is on; takes some 200 ns, and nothing is raised. */
+static void note_place(const Binding *binding, ring_call *row) {
+  PyObject *place = place_of_caller(binding->package);
+  if (place != NULL && PyList_SetItem(binding->notes, row - binding->calls->calls, place) == 0) {
+    row->flags |= RING_PLACED;
+  } else {
+    PyErr_Clear();
+  }
+}
+
+/* Whether something must be done first that only Python does, or it wants every call. */
+static int is_left_to_python(const Binding *binding) {
+  if (binding->calls->off) return 1;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(binding->first); ++i) {
+    if (PyObject_Size(PyTuple_GetItem(binding->first, i)) != 0) return 1;
+  }
+  return 0;
+}
+
+/* Whether this thread is in the middle of a call: it runs a signal handler, which Python answers. */
+static int is_inside(const Binding *binding) {
+  const unsigned long thread = PyThread_get_thread_ident();
+  if (binding->calls->caller == thread) return 1;
+  if (PySet_Size(binding->inside) == 0) return 0;
+  PyObject *self = PyLong_FromUnsignedLong(thread);
+  if (self == NULL) return -1;
+  const int found = PySet_Contains(binding->inside, self);
+  Py_DECREF(self);
+  return found;
+}
+
+/* Fetch or raise what became of an operation that has not simply ended well. */
+static PyObject *fetch(const Binding *binding, fl_op *op, PyObject *x, PyObject *out,
+                       const plain_call *call, recorded made) {
+  const fl_signature *s = &call->signature;
+  return PyObject_CallFunction(binding->ended, "KiOOOiK", (unsigned long long)(uintptr_t)op,
+                               (int)s->verb, x, out, call->result == NULL ? Py_None : call->result,
+                               (int)s->root, (unsigned long long)made.id);
+}
+
+/* What a rank receives that has called scatter without a place for it: a copy, where it is small. */
+static PyObject *received_part(const Binding *binding, fl_op *op, int root) {
+  size_t bytes;
+  if (binding->wait(op, 0) != FL_OK) return NULL;
+  const void *data = binding->output(op, &bytes);
+  if (data == NULL || bytes > LARGE_BYTES) return NULL;
+  PyObject *array = plain_received(&binding->signatures(op)[root], data);
+  if (array != NULL) binding->free(op);
+  return array;
+}
+
+/* The result of a call that has ended, or of which `op` tells more; takes over call->result. */
+static PyObject *end(const Binding *binding, fl_op *op, PyObject *x, PyObject *out, plain_call *call,
+                     recorded made) {
+  PyObject *result = call->result;
+  if (op != NULL) {
+    const fl_signature *s = &call->signature;
+    result = s->ndim == FL_ANY ? received_part(binding, op, s->root) : NULL;
+    if (result == NULL && !PyErr_Occurred()) result = fetch(binding, op, x, out, call, made);
+    Py_XDECREF(call->result);
+  }
+  ring_end(made.row, made.id, result == NULL);
+  return result;
+}
+
+/* Wait for the other ranks and do the rest of a collective that has begun. A call notes its line if it
+   has to wait anyway, or if it takes so long that nobody will notice. */
+static fl_op *finish(const Binding *binding, const plain_call *call, ring_call *row) {
+  const int64_t bytes = call->signature.count * call->signature.itemsize;
+  const int is_small = bytes <= SMALL_BYTES;
+  const int ready = binding->ready(binding->group, is_small ? SPINS_WITH_GIL : 0);
+  if (is_small && ready == FL_COMPLETE) {
+    return binding->finish(binding->group, &call->signature, call->data, call->output);
+  }
+  if (ready == FL_AWAITED || bytes >= LARGE_BYTES) note_place(binding, row);
+  fl_op *op;
+  Py_BEGIN_ALLOW_THREADS;
+  op = binding->finish(binding->group, &call->signature, call->data, call->output);
+  Py_END_ALLOW_THREADS;
+  return op;
+}
+
+/* A collective on this thread, in two steps. */
+static PyObject *run_collective(const Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
+  if (!binding->begin(binding->group, &call->signature, call->data, binding->seconds)) {
+    Py_XDECREF(call->result);
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  const recorded made = record(binding, &call->signature, -1, 0, NULL);
+  binding->calls->caller = PyThread_get_thread_ident();
+  fl_op *op = finish(binding, call, made.row);
+  binding->calls->caller = 0;
+  return end(binding, op, x, out, call, made);
+}
+
+/* Let `inside` have this thread, or no longer; 0 with an exception. */
+static int enter(const Binding *binding, PyObject *thread) {
+  return thread != NULL && PySet_Add(binding->inside, thread) == 0;
+}
+
+static void leave(const Binding *binding, PyObject *thread) {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  if (PySet_Discard(binding->inside, thread) < 0) PyErr_Clear();
+  PyErr_Restore(type, value, trace);
+  Py_DECREF(thread);
+}
+
+/* Through the library's `run`, on this thread. */
+static PyObject *run(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
+  PyObject *place, *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+  const fl_site *site;
+  if (!place_and_site(binding, &place, &site) || !enter(binding, thread)) {
+    Py_XDECREF(thread);
+    Py_XDECREF(call->result);
+    return NULL;
+  }
+  const recorded made = record(binding, &call->signature, call->peer, 0, place);
+  fl_op *op;
+  Py_BEGIN_ALLOW_THREADS;
+  op = binding->run(binding->group, &call->signature, call->data, call->output, call->peer,
+                    binding->seconds, 0, site);
+  Py_END_ALLOW_THREADS;
+  leave(binding, thread);
+  return end(binding, op, x, out, call, made);
+}
+
+/* Through `run` without waiting: a Work, in which everything lives that the operation uses. */
+static PyObject *start(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
+  const fl_signature *s = &call->signature;
+  PyObject *place, *room = Py_None;
+  const fl_site *site;
+  if (call->output == &call->room) { /* which the library reads later */
+    room = PyBytes_FromStringAndSize((const char *)&call->room, sizeof call->room);
+    if (room != NULL) call->output = PyBytes_AsString(room);
+  }
+  if (room == NULL || !place_and_site(binding, &place, &site)) {
+    Py_XDECREF(call->result);
+    if (room != Py_None) Py_XDECREF(room);
+    return NULL;
+  }
+  const recorded made = record(binding, s, call->peer, RING_ASYNC, place);
+  fl_op *op;
+  Py_BEGIN_ALLOW_THREADS;
+  op = binding->run(binding->group, s, call->data, call->output, call->peer, binding->seconds, 1, site);
+  Py_END_ALLOW_THREADS;
+  if (op == NULL) {
+    ring_end(made.row, made.id, 0);
+  } else {
+    binding->stamp(op, &made.row->ended, -(int64_t)made.id);
+  }
+  PyObject *work = PyObject_CallFunction(
+      binding->started, "KiOOOOiiK", (unsigned long long)(uintptr_t)op, (int)s->verb, x, out,
+      call->result == NULL ? Py_None : call->result, room, (int)s->root, call->peer,
+      (unsigned long long)made.id);
+  Py_XDECREF(call->result);
+  if (room != Py_None) Py_DECREF(room);
+  return work;
+}
+
+static Binding *binding_of(PyObject *self) {
+  return PyCapsule_GetPointer(PyTuple_GetItem(self, 0), NULL);
+}
+
+/* native(verb, x, out, op, scale, root or peer, tag, async_op): the result, or a Work; NotImplemented,
+   and nothing has happened, where Python must do it. */
+PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  Binding *binding = binding_of(self);
+  plain_call call;
+  if (binding == NULL) return NULL;
+  if (count != 8) {
+    PyErr_SetString(PyExc_TypeError, "expected (verb, x, out, op, scale, root or peer, tag, async_op)");
+    return NULL;
+  }
+  if (is_left_to_python(binding)) Py_RETURN_NOTIMPLEMENTED;
+  const int is_async = PyObject_IsTrue(args[7]);
+  const int inside = is_inside(binding);
+  if (is_async < 0 || inside < 0) return NULL;
+  const int plain = inside ? 0 : plain_read(args, binding->rank, binding->size, &call);
+  if (plain < 0) return NULL;
+  if (!plain) Py_RETURN_NOTIMPLEMENTED;
+  PyObject *x = args[1], *out = args[2];
+  if (call.peer >= 0) { /* a blocking send has no result */
+    call.result = call.signature.verb == FL_SEND && !is_async ? Py_None : x;
+    Py_INCREF(call.result);
+  }
+  if (is_async) return start(binding, x, out, &call);
+  if (call.peer >= 0 || binding->begin == NULL) return run(binding, x, out, &call);
+  return run_collective(binding, x, out, &call);
+}
+
+static void fill(fl_message *message, const plain_call *call, const fl_site *site) {
+  message->signature = call->signature;
+  message->data = call->data;
+  message->peer = call->peer;
+  message->site = *site;
+}
+
+/* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented. */
+PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  Binding *binding = binding_of(self);
+  plain_call sent, received;
+  if (binding == NULL) return NULL;
+  if (count != 6) {
+    PyErr_SetString(PyExc_TypeError, "expected (x, dst, out, src, tag, recv_tag)");
+    return NULL;
+  }
+  if (is_left_to_python(binding)) Py_RETURN_NOTIMPLEMENTED;
+  const int inside = is_inside(binding);
+  if (inside < 0) return NULL;
+  const int rank = binding->rank, size = binding->size;
+  if (inside || !plain_message(FL_SEND, args[0], args[1], args[4], rank, size, &sent) ||
+      !plain_message(FL_RECV, args[2], args[3], args[5], rank, size, &received) ||
+      plain_overlap(&sent, &received)) {
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  PyObject *place, *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+  const fl_site *site;
+  if (!place_and_site(binding, &place, &site) || !enter(binding, thread)) {
+    Py_XDECREF(thread);
+    return NULL;
+  }
+  fl_signature shown = sent.signature;
+  shown.verb = RING_SENDRECV;
+  const recorded made = record(binding, &shown, sent.peer, 0, place);
+  fl_op *ops[2];
+  Py_BEGIN_ALLOW_THREADS;
+  fl_message messages[2];
+  fill(&messages[0], &received, site);
+  fill(&messages[1], &sent, site);
+  binding->exchange(binding->group, messages, 2, binding->seconds, 0, ops);
+  Py_END_ALLOW_THREADS;
+  leave(binding, thread);
+  PyObject *result = args[2];
+  if (ops[0] == NULL && ops[1] == NULL) {
+    Py_INCREF(result);
+  } else {
+    PyObject *handles = Py_BuildValue("(KK)", (unsigned long long)(uintptr_t)ops[0],
+                                      (unsigned long long)(uintptr_t)ops[1]);
+    result = handles == NULL ? NULL
+                             : PyObject_CallFunction(binding->ended, "OiOOOiK", handles, RING_SENDRECV,
+                                                     args[0], args[2], args[2], 0,
+                                                     (unsigned long long)made.id);
+    Py_XDECREF(handles);
+  }
+  ring_end(made.row, made.id, result == NULL);
+  return result;
+}

@@ -1,0 +1,111 @@
+/* The line of user code that called: the innermost frame outside this package.
+
+   Runs no Python code, so that no signal handler can raise in the middle of a collective; but to put a
+   new line into words, before one begins. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
+#define NO_IMPORT_ARRAY
+#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
+#include <numpy/arrayobject.h>
+
+#include "binding.h"
+
+static PyObject *name_back, *name_file, *name_function, *name_instruction;
+
+int place_names(void) {
+  name_back = PyUnicode_InternFromString("f_back");
+  name_file = PyUnicode_InternFromString("co_filename");
+  name_function = PyUnicode_InternFromString("co_name");
+  name_instruction = PyUnicode_InternFromString("f_lasti");
+  return name_back && name_file && name_function && name_instruction;
+}
+
+/* Whether `code` lies in the folder `package`. */
+static int is_ours(PyObject *code, PyObject *package) {
+  PyObject *file = PyObject_GetAttr(code, name_file);
+  const int ours = file == NULL ? 0 : (int)PyUnicode_Tailmatch(file, package, 0, PY_SSIZE_T_MAX, -1);
+  Py_XDECREF(file);
+  return ours > 0;
+}
+
+/* The frame of the caller and its code, new references; and the code that it called. */
+static PyObject *frame_of_caller(PyObject *package, PyObject **code, PyObject **via) {
+  PyObject *frame = (PyObject *)PyEval_GetFrame();
+  *code = *via = NULL;
+  Py_XINCREF(frame);
+  while (frame != NULL && frame != Py_None) {
+    *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
+    if (!is_ours(*code, package)) return frame;
+    Py_XDECREF(*via);
+    *via = *code;
+    *code = NULL;
+    PyObject *back = PyObject_GetAttr(frame, name_back);
+    Py_DECREF(frame);
+    frame = back;
+  }
+  Py_XDECREF(frame);
+  Py_CLEAR(*via);
+  if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "nobody has called");
+  return NULL;
+}
+
+static PyObject *make_place(PyObject *code, PyObject *instruction, PyObject *via) {
+  PyObject *name = via == NULL ? NULL : PyObject_GetAttr(via, name_function);
+  if (via != NULL && name == NULL) return NULL;
+  PyObject *place = PyTuple_Pack(3, code, instruction, name == NULL ? Py_None : name);
+  Py_XDECREF(name);
+  return place;
+}
+
+PyObject *place_of_caller(PyObject *package) {
+  PyObject *code, *via, *place = NULL;
+  PyObject *frame = frame_of_caller(package, &code, &via);
+  if (frame == NULL) return NULL;
+  PyObject *instruction = PyObject_GetAttr(frame, name_instruction);
+  if (instruction != NULL) place = make_place(code, instruction, via);
+  Py_XDECREF(instruction);
+  Py_XDECREF(via);
+  Py_DECREF(code);
+  Py_DECREF(frame);
+  return place;
+}
+
+static int look_up(Binding *binding, known_site *known, PyObject *code, PyObject *instruction,
+                   PyObject *via) {
+  PyObject *place = make_place(code, instruction, via);
+  PyObject *address = place == NULL ? NULL : PyObject_CallFunction(binding->here, NULL);
+  if (address == NULL) {
+    Py_XDECREF(place);
+    return 0;
+  }
+  known->site = PyLong_AsVoidPtr(address);
+  Py_DECREF(address);
+  PyObject *before = known->place;
+  known->place = place;
+  known->code = code; /* which the place keeps */
+  known->instruction = PyLong_AsLong(instruction);
+  Py_XDECREF(before);
+  return known->site != NULL;
+}
+
+int place_and_site(Binding *binding, PyObject **place, const fl_site **site) {
+  PyObject *code, *via;
+  PyObject *frame = frame_of_caller(binding->package, &code, &via);
+  if (frame == NULL) return 0;
+  PyObject *instruction = PyObject_GetAttr(frame, name_instruction);
+  const long number = instruction == NULL ? 0 : PyLong_AsLong(instruction);
+  known_site *known = &binding->sites[((uintptr_t)code / 64 + (uintptr_t)number / 2) % SITES];
+  const int is_known = known->place != NULL && known->code == code && known->instruction == number;
+  const int found = instruction != NULL && (is_known || look_up(binding, known, code, instruction, via));
+  if (found) {
+    *place = known->place;
+    *site = known->site;
+  }
+  Py_XDECREF(instruction);
+  Py_XDECREF(via);
+  Py_DECREF(code);
+  Py_DECREF(frame);
+  return found;
+}

@@ -1,0 +1,278 @@
+/* Which calls are plain: exact NumPy arrays in one piece, and arguments that need no conversion. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
+#define NO_IMPORT_ARRAY
+#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
+#include <numpy/arrayobject.h>
+#include <limits.h>
+#include <string.h>
+
+#include "plain.h"
+
+/* Codes of csrc/reduce/reduce.h. */
+enum { OP_SUM, OP_PROD, OP_MIN, OP_MAX, OP_AVG, OP_AND, OP_OR, OP_XOR, OPS };
+enum { CODE_BOOL = 0, CODE_FLOAT = 9, CODE_COMPLEX = 14 };
+
+/* As arrays.py says, by kind of dtype: a bit for each operation. */
+enum {
+  BITS = 1 << OP_AND | 1 << OP_OR | 1 << OP_XOR,
+  EXTREMES = 1 << OP_MIN | 1 << OP_MAX,
+  OF_BOOL = EXTREMES | BITS,
+  OF_INTEGERS = 1 << OP_SUM | 1 << OP_PROD | EXTREMES | BITS,
+  OF_FLOATS = 1 << OP_SUM | 1 << OP_PROD | 1 << OP_AVG | EXTREMES,
+  OF_COMPLEX = 1 << OP_SUM | 1 << OP_PROD | 1 << OP_AVG,
+};
+
+static PyObject *names[OPS];
+
+int plain_names(void) {
+  static const char *const text[OPS] = {"sum", "prod", "min", "max", "avg", "and", "or", "xor"};
+  for (int op = 0; op < OPS; ++op) {
+    names[op] = PyUnicode_InternFromString(text[op]);
+    if (names[op] == NULL) return 0;
+  }
+  return 1;
+}
+
+/* The codes of csrc/reduce/reduce.h, or -1 for what is left to Python. */
+static int dtype_code(int type) {
+  enum { LONG = sizeof(long) == 8 ? 4 : 3 };
+  switch (type) {
+    case NPY_BOOL: return CODE_BOOL;
+    case NPY_BYTE: return 1;
+    case NPY_SHORT: return 2;
+    case NPY_INT: return 3;
+    case NPY_LONG: return LONG;
+    case NPY_LONGLONG: return 4;
+    case NPY_UBYTE: return 5;
+    case NPY_USHORT: return 6;
+    case NPY_UINT: return 7;
+    case NPY_ULONG: return LONG + 4;
+    case NPY_ULONGLONG: return 8;
+    case NPY_HALF: return CODE_FLOAT;
+    case NPY_FLOAT: return 11;
+    case NPY_DOUBLE: return 12;
+    case NPY_LONGDOUBLE: return 13;
+    case NPY_CFLOAT: return CODE_COMPLEX;
+    case NPY_CDOUBLE: return 15;
+    case NPY_CLONGDOUBLE: return 16;
+    default: return -1;
+  }
+}
+
+static int read_array(PyObject *x, int writes, fl_signature *out) {
+  if (!PyArray_CheckExact(x)) return 0;
+  PyArrayObject *array = (PyArrayObject *)x;
+  if (!(writes ? PyArray_ISCARRAY(array) : PyArray_ISCARRAY_RO(array))) return 0;
+  out->dtype = dtype_code(PyArray_TYPE(array));
+  if (out->dtype < 0 || PyArray_NDIM(array) > SHAPE) return 0;
+  describe_array(array, out);
+  return 1;
+}
+
+/* A number of `limit`: 0 where it is another, or none. */
+static int read_int(PyObject *given, int limit, int32_t *out) {
+  if (!PyLong_CheckExact(given)) return 0;
+  int overflow = 0;
+  const long number = PyLong_AsLongAndOverflow(given, &overflow);
+  if (overflow != 0 || number < 0 || number > limit) return 0;
+  *out = (int32_t)number;
+  return 1;
+}
+
+/* Names of operations are literals, so that their identity tells them apart; members of ReduceOp are
+   numbers. */
+static int read_op(PyObject *given) {
+  for (int op = 0; op < OPS; ++op) {
+    if (given == names[op]) return op;
+  }
+  if (!PyLong_Check(given)) return -1;
+  int overflow = 0;
+  const long op = PyLong_AsLongAndOverflow(given, &overflow);
+  return overflow == 0 && op >= 0 && op < OPS ? (int)op : -1;
+}
+
+static int read_scale(PyObject *given, double *out) {
+  if (PyFloat_CheckExact(given)) {
+    *out = PyFloat_AsDouble(given);
+    return *out - *out == 0; /* finite */
+  }
+  int32_t small;
+  if (!read_int(given, INT_MAX, &small)) return 0;
+  *out = small;
+  return 1;
+}
+
+static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, fl_signature *out) {
+  const int code = out->dtype, op = read_op(given_op);
+  if (op < 0 || !read_scale(given_scale, &out->scale)) return 0;
+  const int is_whole = code < CODE_FLOAT;
+  const int allowed = code == CODE_BOOL     ? OF_BOOL
+                      : is_whole            ? OF_INTEGERS
+                      : code < CODE_COMPLEX ? OF_FLOATS
+                                            : OF_COMPLEX;
+  if ((allowed >> op & 1) == 0 || (is_whole && out->scale != 1.0)) return 0;
+  out->op = op;
+  if (op == OP_AVG) {
+    out->op = OP_SUM;
+    out->scale /= size;
+  }
+  return 1;
+}
+
+PyObject *plain_received(const fl_signature *told, const void *data) {
+  static const int types[] = {
+      NPY_BOOL,  NPY_INT8, NPY_INT16,   NPY_INT32,  NPY_INT64,      NPY_UINT8,  NPY_UINT16,  NPY_UINT32,
+      NPY_UINT64, NPY_HALF, -1, NPY_FLOAT, NPY_DOUBLE, NPY_LONGDOUBLE, NPY_CFLOAT, NPY_CDOUBLE, NPY_CLONGDOUBLE,
+  };
+  npy_intp dims[SHAPE];
+  const int type = types[told->dtype];
+  if (type < 0 || told->ndim < 0 || told->ndim > SHAPE) return NULL;
+  for (int d = 0; d < told->ndim; ++d) dims[d] = (npy_intp)told->shape[d];
+  PyObject *array = PyArray_SimpleNew(told->ndim, dims, type);
+  if (array != NULL) {
+    memcpy(PyArray_DATA((PyArrayObject *)array), data, (size_t)(told->count * told->itemsize));
+  }
+  return array;
+}
+
+static int overlap(const void *one, int64_t bytes, const void *other, int64_t other_bytes) {
+  const char *a = one, *b = other;
+  return a < b + other_bytes && b < a + bytes;
+}
+
+int plain_overlap(const plain_call *one, const plain_call *other) {
+  const fl_signature *a = &one->signature, *b = &other->signature;
+  return overlap(one->data, a->count * a->itemsize, other->data, b->count * b->itemsize);
+}
+
+/* `out` as the result, which has these dimensions, the first one times `over` as the array that `like`
+   is; or a new array. Gathers leave the first dimension of `out` to the library. */
+static int make_result(PyObject *like, PyObject *out, int ndim, npy_intp *dims, plain_call *call) {
+  PyArrayObject *x = (PyArrayObject *)like;
+  if (out == Py_None) {
+    PyArray_Descr *descr = PyArray_DESCR(x);
+    Py_INCREF(descr);
+    call->result = PyArray_NewFromDescr(&PyArray_Type, descr, ndim, dims, NULL, NULL, 0, NULL);
+    if (call->result == NULL) return -1;
+  } else {
+    fl_signature room;
+    if (!read_array(out, 1, &room) || room.dtype != call->signature.dtype || room.ndim != ndim) return 0;
+    const int verb = call->signature.verb, gathers = verb == FL_ALL_GATHER || verb == FL_GATHER;
+    for (int d = 0; d < ndim; ++d) {
+      if (room.shape[d] != dims[d] && !(gathers && d == 0)) return 0;
+    }
+    if (overlap(PyArray_DATA(x), PyArray_NBYTES(x), PyArray_DATA((PyArrayObject *)out),
+                room.count * room.itemsize)) {
+      return 0;
+    }
+    Py_INCREF(out);
+    call->result = out;
+  }
+  PyArrayObject *result = (PyArrayObject *)call->result;
+  call->output = PyArray_DATA(result);
+  call->room.data = call->output;
+  call->room.bytes = (size_t)PyArray_NBYTES(result);
+  return 1;
+}
+
+/* The verbs whose result is an array of its own. */
+static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call *call) {
+  fl_signature *s = &call->signature;
+  const int is_root = rank == s->root;
+  if (s->verb == FL_SCATTER && !is_root) {
+    if (out == Py_None) {
+      s->ndim = FL_ANY;
+      return 1;
+    }
+    if (!read_array(out, 1, s)) return 0;
+    call->output = PyArray_DATA((PyArrayObject *)out);
+    Py_INCREF(out);
+    call->result = out;
+    return 1;
+  }
+  if (!read_array(x, 0, s)) return 0;
+  call->data = PyArray_DATA((PyArrayObject *)x);
+  npy_intp dims[SHAPE] = {0};
+  for (int d = 0; d < s->ndim; ++d) dims[d] = PyArray_DIM((PyArrayObject *)x, d);
+  int ndim = s->ndim;
+  if (s->verb == FL_ALL_GATHER || s->verb == FL_GATHER) {
+    if (ndim == 0) { /* one row */
+      ndim = s->ndim = 1;
+      dims[0] = s->shape[0] = 1;
+    }
+    if (s->verb == FL_GATHER && !is_root) {
+      Py_INCREF(Py_None);
+      call->result = Py_None;
+      return 1;
+    }
+    dims[0] *= size;
+  } else {
+    if (ndim == 0 || dims[0] % size != 0) return 0;
+    if (s->verb != FL_ALL_TO_ALL) dims[0] /= size;
+    if (s->verb == FL_SCATTER) {
+      s->shape[0] = dims[0];
+      s->count /= size;
+    }
+  }
+  const int made = make_result(x, out, ndim, dims, call);
+  if (s->verb == FL_ALL_GATHER || s->verb == FL_GATHER) call->output = &call->room;
+  return made;
+}
+
+int plain_message(int verb, PyObject *array, PyObject *peer, PyObject *tag, int rank, int size,
+                  plain_call *call) {
+  fl_signature *s = &call->signature;
+  memset(call, 0, sizeof *call);
+  s->verb = verb;
+  s->scale = 1.0;
+  int32_t other;
+  if (!read_int(peer, size - 1, &other) || other == rank || !read_int(tag, INT_MAX, &s->root)) return 0;
+  if (!read_array(array, verb == FL_RECV, s)) return 0;
+  call->data = PyArray_DATA((PyArrayObject *)array);
+  call->peer = other;
+  return 1;
+}
+
+int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
+  PyObject *x = args[1], *out = args[2];
+  fl_signature *s = &call->signature;
+  int32_t verb;
+  if (!read_int(args[0], FL_ALL_TO_ALL, &verb)) return 0;
+  if (verb == FL_SEND || verb == FL_RECV) {
+    return plain_message(verb, x, args[5], args[6], rank, size, call);
+  }
+  memset(call, 0, sizeof *call);
+  s->verb = verb;
+  s->scale = 1.0;
+  call->peer = -1;
+  const int is_rooted = verb == FL_BROADCAST || verb == FL_REDUCE || verb == FL_GATHER || verb == FL_SCATTER;
+  if (is_rooted && !read_int(args[5], size - 1, &s->root)) return 0;
+  switch (verb) {
+    case FL_BARRIER:
+      x = Py_None;
+      break;
+    case FL_ALL_REDUCE:
+    case FL_REDUCE:
+    case FL_BROADCAST:
+      if (!read_array(x, 1, s)) return 0;
+      call->data = PyArray_DATA((PyArrayObject *)x);
+      break;
+    default: {
+      const int read = read_apart(x, out, rank, size, call);
+      if (read <= 0) return read;
+    }
+  }
+  const int reduces = verb == FL_ALL_REDUCE || verb == FL_REDUCE || verb == FL_REDUCE_SCATTER;
+  if (reduces && !read_reduction(args[3], args[4], size, s)) {
+    Py_CLEAR(call->result);
+    return 0;
+  }
+  if (call->result == NULL && s->ndim != FL_ANY) {
+    Py_INCREF(x);
+    call->result = x;
+  }
+  return 1;
+}

@@ -1,0 +1,28 @@
+/* A call of a verb with plain NumPy arrays, as a native library takes it. */
+#pragma once
+
+#include "fast.h"
+
+typedef struct {
+  fl_signature signature;
+  void *data, *output; /* as fl_..._run takes them */
+  fl_room room;        /* of the gathers */
+  int peer;            /* of a message; else -1 */
+  PyObject *result;    /* what the call returns where all goes well; a reference of its own, or NULL */
+} plain_call;
+
+/* Read (verb, x, out, op, scale, root or peer, tag) of rank `rank` of `size`: 1, or 0 for what is not
+   plain, of which Python says what is wrong with it if anything is; -1: an exception. */
+int plain_read(PyObject *const *args, int rank, int size, plain_call *call);
+
+/* One end of a message: `array` of which `verb` is FL_SEND or FL_RECV; 1 or 0. */
+int plain_message(int verb, PyObject *array, PyObject *peer, PyObject *tag, int rank, int size,
+                  plain_call *call);
+
+/* A new array of what a rank has received that did not know its shape: `told` describes it; NULL with an
+   exception, or without one where Python must do it. */
+PyObject *plain_received(const fl_signature *told, const void *data);
+
+int plain_overlap(const plain_call *one, const plain_call *other);
+
+int plain_names(void);

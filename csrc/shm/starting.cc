@@ -1,0 +1,139 @@
+// Collectives that are started and do not block.
+//
+// One whose data travels with its call is begun at once, on the caller's thread: then no other rank
+// waits for this one any more, and no thread has to wake up. What is left is done by whoever comes
+// first: who waits for it, who calls the next, or after a millisecond a thread of the group. All others
+// run in their lane.
+#include <sched.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "group.h"
+
+namespace fl {
+namespace {
+
+// Looks at the others' calls: of who calls the next, and of who waits.
+constexpr Patience kNoTime{0, 0}, kLittleTime{100, 0};
+constexpr int kSpins = 1000;
+
+}  // namespace
+
+std::shared_ptr<Operation> ShmGroup::make_collective(const fl_signature& signature, void* data,
+                                                     void* output, double seconds,
+                                                     const fl_site& site, bool is_begun) {
+  return lanes_->make(seconds, [=](Operation& operation) {
+    const struct Leave {
+      std::atomic<int>& queued;
+      ~Leave() { queued.fetch_sub(1, std::memory_order_acq_rel); }
+    } leave{queued_};
+    const Running running(*this, nullptr);
+    if (is_begun) {
+      is_begun_ = false;
+      collectives_.go_on(operation.seconds, nullptr);
+      operation.output =
+          telling(&site, [&] { return complete(signature, data, output, operation.seen); });
+    } else {
+      operation.output =
+          dispatch(signature, data, output, operation.seconds, nullptr, &site, operation.seen);
+    }
+  });
+}
+
+ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void* data, void* output,
+                                            double seconds, const fl_site& site) {
+  if (starting_.is_mine()) return ended(FL_FAILED, kInTheMiddle, {}, {});
+  while (!starting_.try_take_for(kSliceMilliseconds)) {
+    if (peers_.has_ended()) return ended(FL_CLOSED, peers_.why_ended().what(), {}, {});
+  }
+  const Turn::Held held(starting_);
+  end_begun(kLittleTime, true);
+  Result result;
+  if (begin_small(signature, data, output, seconds, site, result)) return result;
+  result = make_collective(signature, data, output, seconds, site, false);
+  queued_.fetch_add(1, std::memory_order_acq_rel);
+  lanes_->submit(kCollectives, result);
+  return result;
+}
+
+// Where that can be: `result` is what became of it. `starting_` is held.
+bool ShmGroup::begin_small(const fl_signature& s, void* data, void* output, double seconds,
+                           const fl_site& site, Result& result) {
+  if (!collectives_.travels_whole(s) || queued_.load(std::memory_order_acquire) != 0) return false;
+  if (peers_.has_ended() || !turn_.try_take()) return false;
+  {
+    const Running running(*this);
+    collectives_.begin(seconds, nullptr);
+    collectives_.call(s, data);
+    if (collectives_.progress() == Progress::kComplete) {
+      result = guarded([&](Seen& seen) {
+        return telling(&site, [&] { return complete(s, data, output, seen); });
+      });
+      // A handle all the same: what was started can be waited for where it was started, and only there.
+      if (result == nullptr) result = ended(FL_OK, "", {}, {});
+      result->ended = Clock::now();
+      return true;
+    }
+    is_begun_ = true;
+    queued_.fetch_add(1, std::memory_order_acq_rel);
+  }
+  begun_ = result = make_collective(s, data, output, seconds, site, true);
+  begun_->helper = this;
+  try {
+    ticker_.wind();
+  } catch (const std::exception&) {  // no thread: the lane says so
+    hand_over();
+  }
+  return true;
+}
+
+// End what is begun, if the others have done their part within `patience`; else hand it over to a
+// thread, or leave it. `starting_` is held.
+void ShmGroup::end_begun(Patience patience, bool or_hand_over) {
+  if (begun_ == nullptr) return;
+  Progress progress = collectives_.progress();
+  for (int i = 0; progress == Progress::kAwaited && i < patience.spins + patience.yields; ++i) {
+    if (peers_.has_ended()) break;
+    i < patience.spins ? pause_briefly() : static_cast<void>(sched_yield());
+    progress = collectives_.progress();
+  }
+  if (progress == Progress::kComplete || peers_.has_ended()) {
+    const auto operation = std::exchange(begun_, nullptr);
+    execute(peers_, *operation);
+  } else if (or_hand_over) {
+    hand_over();
+  }
+}
+
+void ShmGroup::hand_over() {
+  lanes_->submit(kCollectives, std::exchange(begun_, nullptr));
+}
+
+// Whether nothing is queued any more, without waiting.
+bool ShmGroup::has_caught_up() {
+  if (!starting_.try_take()) return false;
+  const Turn::Held held(starting_);
+  end_begun(kLittleTime, false);
+  return queued_.load(std::memory_order_acquire) == 0;
+}
+
+// Whoever has it does not have it for long.
+void ShmGroup::help(const Operation& operation, bool waits) {
+  if (!starting_.try_take()) return;
+  const Turn::Held held(starting_);
+  if (begun_.get() != &operation) return;
+  const Patience all = peers_.patience();
+  const Patience some{std::min(all.spins, kSpins), peers_.may_spin() ? 0 : all.yields};
+  end_begun(waits ? some : kNoTime, waits);
+}
+
+// Every millisecond: what was begun before the last tick gets a thread.
+void ShmGroup::tick() {
+  if (!starting_.try_take()) return;
+  const Turn::Held held(starting_);
+  if (begun_ != nullptr && begun_.get() == seen_by_tick_) hand_over();
+  seen_by_tick_ = begun_.get();
+}
+
+}  // namespace fl

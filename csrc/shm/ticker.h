@@ -1,0 +1,69 @@
+// A thread that looks after something every millisecond, while there is anything to look after.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace fl {
+
+class Ticker {
+ public:
+  explicit Ticker(std::function<void()> tick) : tick_(std::move(tick)) {}
+  ~Ticker() { stop(); }
+  Ticker(const Ticker&) = delete;
+
+  // Tick from now on, for a while: between two that are near each other nobody has to be woken. Not
+  // called by two threads at once; throws where no thread can be had.
+  void wind() {
+    left_.store(kTicks);
+    if (is_awake_.load()) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!thread_.joinable() && !stopping_) thread_ = std::thread(&Ticker::work, this);
+    wound_.notify_one();
+  }
+
+  // When it returns no tick runs, nor will.
+  void stop() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+      wound_.notify_one();
+    }
+    if (thread_.joinable()) thread_.join();
+  }
+
+ private:
+  static constexpr int kTicks = 50;
+
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!stopping_) {
+      // Whoever winds meanwhile sees this thread asleep, or is seen here (seq_cst).
+      is_awake_.store(false);
+      wound_.wait(lock, [this] { return stopping_ || left_.load() > 0; });
+      is_awake_.store(true);
+      while (!stopping_ && left_.fetch_sub(1) > 0) {
+        wound_.wait_for(lock, std::chrono::milliseconds(1), [this] { return stopping_; });
+        if (stopping_) break;
+        lock.unlock();
+        tick_();
+        lock.lock();
+      }
+    }
+  }
+
+  const std::function<void()> tick_;
+  std::atomic<int> left_{0};
+  std::atomic<bool> is_awake_{false};
+  std::mutex mutex_;
+  std::condition_variable wound_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace fl

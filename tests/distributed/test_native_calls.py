@@ -1,0 +1,232 @@
+"""The native entry: the calls it takes, what it returns and records, who ends what it starts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py.distributed.arrays import DTYPES
+from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.group import ProcessGroup
+from flashlight_py.distributed.recorder import journal
+from flashlight_py.distributed.recorder.record import Record
+from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.world import current_world
+from flashlight_py.errors import GroupClosedError, MismatchError
+
+BACKENDS = ["shm", "gloo"]
+CODES = {verb: code for code, verb in enumerate(journal.VERBS)}
+
+
+def native(group: ProcessGroup, verb: str, x: Any = None, **given: Any) -> Any:
+    """Call the native entry; the result of what is asynchronous is waited for."""
+    names = ("out", "op", "scale", "peer", "tag", "async_op")
+    defaults = {"out": None, "op": "sum", "scale": 1.0, "peer": 0, "tag": 0, "async_op": False}
+    arguments = {**defaults, **given}
+    got = group.native(CODES[verb], x, *(arguments[name] for name in names))
+    return got.wait() if isinstance(got, Work) else got
+
+
+def every_verb(rank: int, size: int, async_op: bool) -> None:
+    group = current_world().group
+    how: dict[str, Any] = {"async_op": async_op}
+    numbers = np.arange(size)
+    for shape in ((3,), (2, 30_000)):
+        x = np.full(shape, rank + 1.0, np.float32)
+        assert native(group, "all_reduce", x, op="avg", **how) is x
+        assert np.all(x == (size + 1) / 2)
+        x = np.full(shape, rank, np.int16)
+        assert native(group, "broadcast", x, peer=1, **how) is x
+        assert np.all(x == 1)
+        x = np.full(shape, rank, np.uint8)
+        assert native(group, "reduce", x, peer=1, op=ReduceOp.MAX, **how) is x
+        assert np.all(x == (size - 1 if rank == 1 else rank))
+        rows = np.full(shape, rank)
+        for own in (rows, rows[: 1 + rank % 2]):  # equal, and unequal where there are two rows
+            whole = np.concatenate([np.full(shape, r)[: 1 + r % 2] for r in range(size)])
+            wanted = (
+                whole if own is not rows else np.concatenate([np.full(shape, r) for r in numbers])
+            )
+            assert np.array_equal(native(group, "all_gather", own, **how), wanted)
+            got = native(group, "gather", own, peer=1, **how)
+            assert np.array_equal(got, wanted) if rank == 1 else got is None
+        out = np.zeros((size * shape[0], *shape[1:]), int)
+        assert native(group, "all_gather", rows, out=out, **how) is out
+        assert np.array_equal(
+            out, np.repeat(numbers, shape[0]).reshape(-1, *[1] * (rows.ndim - 1)) + 0 * out
+        )
+        parts = np.broadcast_to(numbers.reshape(-1, *[1] * rows.ndim), (size, *shape)).copy()
+        part = native(group, "scatter", parts if rank == 0 else None, **how)
+        assert np.array_equal(part, parts[rank : rank + 1])
+        room = np.zeros((1, *shape), int)
+        assert native(group, "scatter", parts if rank == 0 else None, out=room, **how) is room
+        assert np.array_equal(room, part)
+        assert np.array_equal(native(group, "reduce_scatter", parts, **how), size * part)
+        assert np.all(native(group, "all_to_all", parts * 0 + rank, **how) == parts)
+    if not async_op:
+        assert native(group, "barrier") is None
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for shape in ((3,), (50_000,)):
+        x, out = np.full(shape, float(rank)), np.zeros(shape)
+        assert group.native_sendrecv(x, after, out, before, 4, 4) is out
+        assert np.all(out == before)
+        receive = group.native(CODES["recv"], out, None, None, None, before, 5, True)
+        send = group.native(CODES["send"], 2 * x, None, None, None, after, 5, True)
+        assert receive.wait() is out
+        assert receive.source == before
+        send.wait()
+        assert np.all(out == 2 * before)
+        if rank == 0:
+            assert native(group, "send", x, peer=1) is None
+        elif rank == 1:
+            assert native(group, "recv", out) is out
+            assert np.all(out == 0)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_verb_of_plain_arrays_is_native(pool: Any, backend: str, async_op: bool) -> None:
+    pool(2, params={"BACKEND": backend}).run(every_verb, async_op)
+
+
+def what_is_not_plain(rank: int, size: int) -> None:
+    group = current_world().group
+    x, ints = np.zeros(4), np.zeros(4, int)
+    locked, shared = np.zeros(4), np.zeros(8)
+    locked.flags.writeable = False
+    for verb, given in [
+        ("all_reduce", {"x": [1.0]}),
+        ("all_reduce", {"x": x[::2]}),
+        ("all_reduce", {"x": x.astype(">f8")}),
+        ("all_reduce", {"x": locked}),
+        ("all_reduce", {"x": x, "op": "land"}),
+        ("all_reduce", {"x": x, "op": "and"}),
+        ("all_reduce", {"x": x, "scale": float("nan")}),
+        ("all_reduce", {"x": ints, "op": "avg"}),
+        ("all_reduce", {"x": ints, "scale": 0.5}),
+        ("all_reduce", {"x": x.astype(bool)}),
+        ("all_reduce", {"x": x.astype(complex), "op": "max"}),
+        ("all_reduce", {"x": np.zeros(3, "M8[s]")}),
+        ("broadcast", {"x": x, "peer": size}),
+        ("broadcast", {"x": x, "peer": -1}),
+        ("broadcast", {"x": x, "peer": True}),
+        ("reduce_scatter", {"x": np.zeros(2 * size + 1)}),
+        ("all_to_all", {"x": np.zeros(())}),
+        ("all_to_all", {"x": shared, "out": shared}),
+        ("all_to_all", {"x": shared, "out": np.zeros(8, int)}),
+        ("all_gather", {"x": shared[:4], "out": shared}),
+        ("send", {"x": x, "peer": rank}),
+        ("recv", {"x": locked, "peer": 1 - rank}),
+        ("recv", {"x": x, "peer": None}),
+        ("send", {"x": x, "peer": 1 - rank, "tag": -1}),
+    ]:
+        assert native(group, verb, **given) is NotImplemented, (verb, given)
+    assert (
+        group.native_sendrecv(shared[:4], 1 - rank, shared[2:6], 1 - rank, 0, 0) is NotImplemented
+    )
+    for dtype in DTYPES:
+        if dtype != "bfloat16":
+            assert native(group, "broadcast", np.zeros(3, dtype)) is not NotImplemented
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_not_plain_is_left_to_python(pool: Any, backend: str) -> None:
+    pool(2, params={"BACKEND": backend}).run(what_is_not_plain)
+
+
+def record_of(group: ProcessGroup) -> Record:
+    return group._journal.records()[-1]
+
+
+def ended_by_nobody(rank: int, size: int, count: int) -> bool:
+    """What nobody waits for ends all the same, and its end is recorded."""
+    group = current_world().group
+    x = np.full(count, 1.0)
+    group.native(CODES["all_reduce"], x, None, "sum", 1.0, 0, 0, True)
+    until = time.monotonic() + 10
+    while not record_of(group).ended:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    group.synchronize()
+    return bool(np.all(x == size))
+
+
+@pytest.mark.parametrize("count", [1, 100_000])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_end_is_recorded_where_nobody_waits(pool: Any, backend: str, count: int) -> None:
+    assert pool(2, params={"BACKEND": backend}).run(ended_by_nobody, count) == [True, True]
+
+
+def many_at_once(rank: int, size: int) -> None:
+    """Small ones that were started, large ones and blocking ones keep their order."""
+    group = current_world().group
+    for start in range(200):
+        arrays = [np.full(1 + (start * 7 + i) % 5000, float(i + rank)) for i in range(5)]
+        works = [
+            group.native(CODES["all_reduce"], x, None, "sum", 1.0, 0, 0, True) for x in arrays[:3]
+        ]
+        group.all_reduce(arrays[3])
+        if start % 2:
+            for work in works:
+                work.wait()
+        works.append(group.all_reduce(arrays[4], async_op=True))
+        group.barrier()
+        assert all(work.is_completed() for work in works)
+        for i, x in enumerate(arrays):
+            assert np.all(x == size * i + size * (size - 1) / 2)
+        assert works[0].wait() is arrays[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_started_and_blocking_calls_keep_their_order(pool: Any, backend: str) -> None:
+    pool(2, params={"BACKEND": backend}).run(many_at_once)
+
+
+def closed_meanwhile(rank: int, size: int) -> list[str]:
+    """One that waits for the others ends when its group is closed, by whatever thread."""
+    world = current_world().group
+    group = world.new_group(range(size))
+    ends: list[str] = []
+    if rank == 0:
+        work = group.native(CODES["all_reduce"], np.zeros(3), None, "sum", 1.0, 0, 0, True)
+
+        def wait() -> None:
+            with pytest.raises(GroupClosedError):
+                work.wait()
+            ends.append("closed")
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        group.close()
+        thread.join()
+        assert group.native(CODES["barrier"], *[None] * 4, 0, 0, False) is NotImplemented
+    world.barrier()
+    group.close()
+    return ends
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_closing_ends_what_was_started(pool: Any, backend: str) -> None:
+    assert pool(2, params={"BACKEND": backend}).run(closed_meanwhile) == [["closed"], []]
+
+
+def differ(rank: int, size: int) -> list[str]:
+    group = current_world().group
+    errors = []
+    for async_op in (False, True):
+        with pytest.raises(MismatchError, match="different things") as caught:
+            native(group, "broadcast", np.zeros(3 + rank), async_op=async_op)
+        errors.append(record_of(group).error)
+        assert str(caught.value) in errors[-1]
+    native(group, "barrier")
+    return errors
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mismatch_is_raised_and_recorded(pool: Any, backend: str) -> None:
+    for errors in pool(2, params={"BACKEND": backend}).run(differ):
+        assert all(error.startswith("MismatchError: [broadcast]") for error in errors)
