@@ -34,7 +34,8 @@ static int check(Binding *binding) {
 }
 
 static int parse(PyObject *args, Binding *binding) {
-  unsigned long long group, run, exchange, stamp, wait, signatures, output, free_op, begin, ready, finish;
+  unsigned long long group, run, exchange, stamp, wait, signatures, output, free_op;
+  unsigned long long begin, ready, finish;
   PyObject *owner;
   if (!PyArg_ParseTuple(args, "KOiid(KKKKKKKKKK)(OOO)O!O!UO!O!", &group, &owner, &binding->rank,
                         &binding->size, &binding->seconds, &run, &exchange, &stamp,

@@ -124,8 +124,9 @@ static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, f
 
 PyObject *plain_received(const fl_signature *told, const void *data) {
   static const int types[] = {
-      NPY_BOOL,  NPY_INT8, NPY_INT16,   NPY_INT32,  NPY_INT64,      NPY_UINT8,  NPY_UINT16,  NPY_UINT32,
-      NPY_UINT64, NPY_HALF, -1, NPY_FLOAT, NPY_DOUBLE, NPY_LONGDOUBLE, NPY_CFLOAT, NPY_CDOUBLE, NPY_CLONGDOUBLE,
+      NPY_BOOL,   NPY_INT8,      NPY_INT16,      NPY_INT32,  NPY_INT64,   NPY_UINT8,
+      NPY_UINT16, NPY_UINT32,    NPY_UINT64,     NPY_HALF,   -1,          NPY_FLOAT,
+      NPY_DOUBLE, NPY_LONGDOUBLE, NPY_CFLOAT,    NPY_CDOUBLE, NPY_CLONGDOUBLE,
   };
   npy_intp dims[SHAPE];
   const int type = types[told->dtype];
@@ -148,8 +149,8 @@ int plain_overlap(const plain_call *one, const plain_call *other) {
   return overlap(one->data, a->count * a->itemsize, other->data, b->count * b->itemsize);
 }
 
-/* `out` as the result, which has these dimensions, the first one times `over` as the array that `like`
-   is; or a new array. Gathers leave the first dimension of `out` to the library. */
+/* `out` as the result, of these dimensions and the dtype of `like`; or a new array. The first dimension
+   of a gather's `out` is for the library to compare. */
 static int make_result(PyObject *like, PyObject *out, int ndim, npy_intp *dims, plain_call *call) {
   PyArrayObject *x = (PyArrayObject *)like;
   if (out == Py_None) {
@@ -248,7 +249,8 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   s->verb = verb;
   s->scale = 1.0;
   call->peer = -1;
-  const int is_rooted = verb == FL_BROADCAST || verb == FL_REDUCE || verb == FL_GATHER || verb == FL_SCATTER;
+  const int is_rooted =
+      verb == FL_BROADCAST || verb == FL_REDUCE || verb == FL_GATHER || verb == FL_SCATTER;
   if (is_rooted && !read_int(args[5], size - 1, &s->root)) return 0;
   switch (verb) {
     case FL_BARRIER:

@@ -8,7 +8,7 @@
 #include "../common/ticks.h"
 
 enum { RING_CALLS = 512 };
-enum { RING_FAILED = 1, RING_PLACED = 2, RING_ASYNC = 4, RING_BY_PYTHON = 8 };
+enum { RING_FAILED = 1, RING_PLACED = 2, RING_ASYNC = 4 };
 enum { RING_SENDRECV = 32 }; /* beside the verbs of fl_verb */
 
 /* Times are those of fl_ticks(). */
