@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,13 +37,17 @@ BACKENDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 WORLDS = [(name, size) for name, (sizes, _) in BACKENDS.items() for size in sizes]
 
 
-def ranks_in(*worlds: tuple[str, int]) -> Any:
+def ranks_in(*worlds: tuple[str, int], slow: Sequence[tuple[str, int]] = ()) -> Any:
     """Return a fixture: the ranks of each of ``worlds`` (backend, size) in turn.
 
-    All tests of a module run in one world before the next one is started.
+    All tests of a module run in one world before the next one is started. Those in the worlds
+    ``slow`` are marked so.
     """
+    marked = [pytest.param(world, marks=pytest.mark.slow) for world in slow]
 
-    @pytest.fixture(scope="module", params=worlds, ids=lambda world: f"{world[0]}-{world[1]}")
+    @pytest.fixture(
+        scope="module", params=[*worlds, *marked], ids=lambda world: f"{world[0]}-{world[1]}"
+    )
     def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
         name, size = request.param
         if name == "mpi":

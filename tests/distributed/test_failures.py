@@ -151,10 +151,10 @@ def test_a_killed_rank_ends_the_others_and_is_named(params: Any, count: int, vic
         assert ", which is process " in outcomes[rank].value
 
 
-def stay_away(rank: int, size: int) -> str:
+def stay_away(rank: int, size: int, seconds: float) -> str:
     fl.barrier()  # all begin to count now, whoever has started late
     if rank == 1:
-        time.sleep(2.5)  # what a stuck rank does: nothing
+        time.sleep(seconds)  # what a stuck rank does: nothing
         with pytest.raises(fl.errors.PeerLostError, match="gave up waiting for this rank"):
             fl.all_reduce(np.zeros(3))
         return "stayed away"
@@ -165,7 +165,7 @@ def stay_away(rank: int, size: int) -> str:
 
 
 def test_a_rank_that_stays_away_is_named_after_the_timeout(params: Any) -> None:
-    outcomes = run_outcomes(stay_away, 3, params={**params, "TIMEOUT": 1})
+    outcomes = run_outcomes(stay_away, 3, 2.5, params={**params, "TIMEOUT": 1})
     for rank in (0, 2):
         message = outcomes[rank].value
         assert f"rank {rank} of 3: rank 1 did not join within 1 seconds" in message
@@ -204,10 +204,10 @@ def test_a_stopped_rank_is_named_with_what_it_joined_last(backend: str) -> None:
     assert re.search(r", [12]\.\d s ago", late[0])
 
 
-def barrier_with_timeout(rank: int, size: int) -> str:
+def barrier_with_timeout(rank: int, size: int, seconds: float) -> str:
     fl.barrier()  # all begin to count now, whoever has started late
     if rank == 1:
-        time.sleep(1.5)
+        time.sleep(seconds)
         with pytest.raises(fl.errors.PeerLostError):
             fl.barrier()
         return ""
@@ -217,7 +217,7 @@ def barrier_with_timeout(rank: int, size: int) -> str:
 
 
 def test_a_barrier_has_a_timeout_of_its_own(params: Any) -> None:
-    outcomes = run_outcomes(barrier_with_timeout, 2, params=params)
+    outcomes = run_outcomes(barrier_with_timeout, 2, 1.5, params=params)
     assert "rank 1 did not join within 0.5 seconds" in outcomes[0].value
 
 

@@ -66,6 +66,7 @@ threading.Event().wait()
     assert "ValueError: no such file" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "abandon", ["group.barrier(timeout=0.2)", "group.all_reduce(np.full(9, 7.0), async_op=True)"]
 )
@@ -128,6 +129,7 @@ else:
     assert (code, output.strip()) == (0, "joined")
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_raises_does_not_end_the_job() -> None:
     script = """
 child = os.fork()
@@ -147,7 +149,7 @@ assert os.waitstatus_to_exitcode(status) == 5 and x == 2
     assert output.count("of the child") == 2
 
 
-@pytest.mark.parametrize("whom", ["job", "rank"])
+@pytest.mark.parametrize("whom", ["job", pytest.param("rank", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_the_job(whom: str) -> None:
     script = """
 if rank == 1:
@@ -168,7 +170,7 @@ fl.barrier()
 
 
 def test_a_rank_that_stays_away_is_named_after_the_timeout() -> None:
-    outcomes = run_outcomes(stay_away, 3, init="mpi", params={"BACKEND": "mpi", "TIMEOUT": 1})
+    outcomes = run_outcomes(stay_away, 3, 4.0, init="mpi", params={"BACKEND": "mpi", "TIMEOUT": 1})
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank].report()
         assert f"rank {rank} of 3: rank 1 did not join within 1 seconds" in outcomes[rank].value
@@ -176,7 +178,8 @@ def test_a_rank_that_stays_away_is_named_after_the_timeout() -> None:
 
 
 def test_a_barrier_has_a_timeout_of_its_own() -> None:
-    outcomes = run_outcomes(barrier_with_timeout, 2, **WORLD)
+    outcomes = run_outcomes(barrier_with_timeout, 2, 3.0, **WORLD)
+    assert outcomes[0].ok, outcomes[0].report()
     assert "rank 1 did not join within 0.5 seconds" in outcomes[0].value
 
 
@@ -189,7 +192,9 @@ def test_waiting_answers_ctrl_c() -> None:
     ("case", "mine", "other"),
     [
         ("recv", "recv(float64 (3,), tag=5)", "send(int8 (3,), tag=7)"),
-        ("send", "send(float64 (3,), tag=5)", "recv(int8 (3,), tag=7)"),
+        pytest.param(
+            *("send", "send(float64 (3,), tag=5)", "recv(int8 (3,), tag=7)"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_message_that_never_comes_names_both_tags(case: str, mine: str, other: str) -> None:
