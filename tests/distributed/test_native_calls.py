@@ -19,7 +19,7 @@ from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import GroupClosedError, MismatchError
 
 BACKENDS = ["shm", "gloo"]
-CODES = {verb: code for code, verb in enumerate(journal.VERBS)}
+CODES = {verb.name: code for code, verb in journal.NATIVE.items()}
 
 
 def native(group: ProcessGroup, verb: str, x: Any = None, **given: Any) -> Any:
@@ -139,7 +139,7 @@ def test_what_is_not_plain_is_left_to_python(pool: Any, backend: str) -> None:
 
 
 def record_of(group: ProcessGroup) -> Record:
-    return group._journal.records()[-1]
+    return group.journal.records()[-1]
 
 
 def ended_by_nobody(rank: int, size: int, count: int) -> bool:

@@ -1,7 +1,7 @@
 """The native side of Gloo under stress: at random, at full speed and under the sanitizers.
 
-A short form of ``make sanitize``: a few worlds without a sanitizer, and among the slow tests some
-with one; more can be read in tests/native/gloo/Makefile.
+A short form of ``make sanitize``, which also builds it plainly and for the other sanitizer; more
+can be read in tests/native/gloo/Makefile.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tests.native.stress import stress
 HEADER = Path("/usr/include/gloo/context.h")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         not (shutil.which("make") and shutil.which("g++") and HEADER.exists()),
@@ -24,10 +25,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("configuration", "worlds"),
-    [("quick", 10), pytest.param("address", 20, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("configuration", "worlds"), [("address", 20)])
 def test_random_worlds_give_what_they_promise(configuration: str, worlds: int) -> None:
     """Every verb, messages in any order, mismatches, ranks that leave or are late."""
     stress("gloo", configuration, WORLDS=worlds)

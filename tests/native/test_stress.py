@@ -1,7 +1,7 @@
 """The native code under stress: at random, at full speed and under the sanitizers.
 
-A short form of ``make sanitize``: a few rounds without a sanitizer, and among the slow tests some
-with one. Where more can be read about what is tried and how to try it again: tests/native/Makefile.
+A short form of ``make sanitize``, which also builds it plainly and for the other sanitizer. Where
+more can be read about what is tried and how to try it again: tests/native/Makefile.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 from tests.native.stress import stress
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         not (shutil.which("make") and shutil.which("g++")), reason="needs make, g++"
@@ -21,10 +22,7 @@ pytestmark = [
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-@pytest.mark.parametrize(
-    ("configuration", "rounds"),
-    [("quick", 300), pytest.param("thread", 300, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("configuration", "rounds"), [("thread", 300)])
 def test_random_calls_give_what_they_promise(configuration: str, rounds: int) -> None:
     """Every verb, dtype and size class, mismatches, ranks that leave or die; then every kernel."""
     stress(".", configuration, ROUNDS=rounds)

@@ -41,7 +41,7 @@ def profiled(rank: int, size: int, path: str) -> int:
 
 
 def calls_through_python() -> int:
-    notes = current_world().group._journal.notes
+    notes = current_world().group.journal.notes
     return sum(isinstance(note, Record) for note in notes)
 
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.recorder import journal
+from flashlight_py.distributed.verbs import BROADCAST
 from flashlight_py.distributed.work import Done
 from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import CollectiveTimeoutError, MismatchError
@@ -160,7 +162,7 @@ def test_a_call_on_a_device_runs_until_the_device_is_done() -> None:
     own = journal.Journal("devices", (0,), "")
     work, flight = Done(None), Flight()
     work.flight = flight
-    own.run("broadcast", None, lambda: work)
+    own.run([Call(BROADCAST)], "broadcast", lambda: work)
     assert "ended" not in calls_since(0, "devices")[0]
     flight.ended = time.monotonic()
     assert calls_since(0, "devices")[0]["ended"] == int(flight.ended * 1e9)

@@ -112,18 +112,22 @@ class NativeWork(Work):
         """Wait up to ``timeout`` seconds; see ``Work``."""
         if self._forks != journal.forks():
             raise journal.forked(self._name)
-        wait, pending = self._lib.fl_op_wait, self._lib.FL_PENDING
-        group = self._backend.group  # noqa: F841  (it lives as long: a wait may do the operation)
+        pending = self._lib.FL_PENDING
         if timeout is None:
-            while (status := wait(self._handle, _SLICE_SECONDS)) == pending:
+            while (status := self._status(_SLICE_SECONDS)) == pending:
                 pass
         else:
             end = time.monotonic() + timeout
-            while (status := wait(self._handle, self._slice(end))) == pending:
+            while (status := self._status(self._slice(end))) == pending:
                 if time.monotonic() >= end:
                     raise CollectiveTimeoutError(self._still_running(timeout))
         self._backend.forget(self)
         return self._finish(status)
+
+    def _status(self, seconds: float) -> int:
+        """Wait up to ``seconds``, and return how the operation stands."""
+        group = self._backend.group  # noqa: F841  (it lives as long: a wait may do the operation)
+        return int(self._lib.fl_op_wait(self._handle, seconds))
 
     def _slice(self, end: float) -> float:
         return min(_SLICE_SECONDS, max(0.0, end - time.monotonic()))
@@ -138,8 +142,7 @@ class NativeWork(Work):
         """Return whether it has ended; in a forked child it has, as it is not this process's."""
         if self._forks != journal.forks():
             return True
-        group = self._backend.group  # noqa: F841  (as above)
-        return bool(self._lib.fl_op_wait(self._handle, 0.0) != self._lib.FL_PENDING)
+        return self._status(0.0) != int(self._lib.FL_PENDING)
 
     def end_time(self) -> float | None:
         """Return when it ended, if it has; see ``Work``."""
