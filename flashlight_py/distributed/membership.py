@@ -22,7 +22,7 @@ from flashlight_py.errors import BackendUnavailableError, GroupClosedError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Joiner", "Membership", "current", "use_as_world"]
+__all__ = ["Joiner", "Membership", "native", "native_sendrecv", "of", "use_as_world"]
 
 
 @dataclass(frozen=True)
@@ -247,17 +247,42 @@ def _journal(backend: Backend | None, given: Sequence[int] | None, ranks: Sequen
 
 _world: Membership | None = None
 # The world's, here because small calls have no time to look for them.
-native: Callable[..., Any] = left_to_python
-native_sendrecv: Callable[..., Any] = left_to_python
-
-
-def current() -> Membership:
-    """Return the group that holds every rank of the world as it is now."""
-    assert _world is not None  # world.py begins with a world of this process alone
-    return _world
+_native: Callable[..., Any] = left_to_python
+_native_sendrecv: Callable[..., Any] = left_to_python
 
 
 def use_as_world(group: Membership) -> None:
-    """Make ``group`` what ``current`` returns."""
-    global _world, native, native_sendrecv
-    _world, native, native_sendrecv = group, group.native, group.native_sendrecv
+    """Make ``group`` what stands for the world: all ranks as they are now."""
+    global _world, _native, _native_sendrecv
+    _world, _native, _native_sendrecv = group, group.native, group.native_sendrecv
+
+
+def of(group: Membership | None) -> Membership:
+    """Return ``group``, or the world in place of None.
+
+    Raises:
+        TypeError: it is no group, such as a list of ranks.
+    """
+    if group is None:
+        assert _world is not None  # world.py begins with a world of this process alone
+        return _world
+    if not isinstance(group, Membership):
+        raise TypeError(
+            "group must be a ProcessGroup, as new_group(ranks) and split(color) make it; got "
+            f"{type(group).__name__}"
+        )
+    return group
+
+
+def native(group: Membership | None) -> Callable[..., Any]:
+    """Return the short way of ``group``, or of the world; see ``Backend.bind``.
+
+    To be called at once and not kept: whoever has it, as a frame of a traceback does, keeps the
+    library's group from being freed.
+    """
+    return _native if group is None else of(group).native
+
+
+def native_sendrecv(group: Membership | None) -> Callable[..., Any]:
+    """Return the short way of a sendrecv; see ``native``."""
+    return _native_sendrecv if group is None else of(group).native_sendrecv

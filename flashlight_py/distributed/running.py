@@ -25,7 +25,7 @@ from flashlight_py.distributed.arrays import (
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.integers import check_rank, check_rows, require_equal_parts
-from flashlight_py.distributed.membership import Membership, current
+from flashlight_py.distributed.membership import Membership, of
 from flashlight_py.distributed.numbers import NUMBERS, as_number, require_bits
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -38,28 +38,11 @@ __all__ = [
     "collective",
     "finish",
     "finish_into",
-    "of",
     "output",
     "reduction",
     "refusing",
     "unpack_into",
 ]
-
-
-def of(group: Membership | None) -> Membership:
-    """Return ``group``, or the world in place of None.
-
-    Raises:
-        TypeError: it is no group, such as a list of ranks.
-    """
-    if group is None:
-        return current()
-    if not isinstance(group, Membership):
-        raise TypeError(
-            "group must be a ProcessGroup, as new_group(ranks) and split(color) make it; got "
-            f"{type(group).__name__}"
-        )
-    return group
 
 
 def collective(

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.integers import check_seconds
-from flashlight_py.distributed.running import of, refusing
+from flashlight_py.distributed.membership import of
+from flashlight_py.distributed.running import refusing
 from flashlight_py.distributed.verbs import BARRIER
 
 if TYPE_CHECKING:

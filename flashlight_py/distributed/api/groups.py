@@ -12,9 +12,9 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.integers import check_rank, check_seconds, whole
-from flashlight_py.distributed.membership import Membership
+from flashlight_py.distributed.membership import Membership, of
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.running import of, refusing
+from flashlight_py.distributed.running import refusing
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.errors import MismatchError
 

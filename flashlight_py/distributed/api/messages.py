@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flashlight_py.distributed import membership
 from flashlight_py.distributed.integers import check_rank
+from flashlight_py.distributed.membership import native, native_sendrecv, of
 from flashlight_py.distributed.messaging import P2POp, begin_all, ends_of, exchange, run
-from flashlight_py.distributed.running import of, refusing
+from flashlight_py.distributed.running import refusing
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Work
 
@@ -32,8 +32,7 @@ def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> N
         MismatchError: ``dst`` receives another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    native = membership.native if group is None else of(group).native
-    if native(SEND.code, x, None, None, None, dst, tag, False) is not NotImplemented:
+    if native(group)(SEND.code, x, None, None, None, dst, tag, False) is not NotImplemented:
         return
     members, op = of(group), P2POp("send", x, dst, tag)
     with refusing(members, "send", [op.end], [x]):
@@ -74,12 +73,10 @@ def recv(
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    native = membership.native if group is None else of(group).native
-    if (
-        not partial
-        and (y := native(RECV.code, x, None, None, None, src, tag, False)) is not NotImplemented
-    ):
-        return y  # type: ignore[no-any-return]
+    if not partial:
+        y = native(group)(RECV.code, x, None, None, None, src, tag, False)
+        if y is not NotImplemented:
+            return y  # type: ignore[no-any-return]
     members, op = of(group), P2POp("recv", x, src, tag, partial)
     with refusing(members, "recv", [op.end], [x]):
         filled: X = run(members, op)
@@ -97,8 +94,8 @@ def isend(x: X, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Wo
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send`.
     """
-    native = membership.native if group is None else of(group).native
-    if (y := native(SEND.code, x, None, None, None, dst, tag, True)) is not NotImplemented:
+    y = native(group)(SEND.code, x, None, None, None, dst, tag, True)
+    if y is not NotImplemented:
         return y  # type: ignore[no-any-return]
     members, op = of(group), P2POp("send", x, dst, tag)
     with refusing(members, "isend", [op.end], [x]):
@@ -121,12 +118,10 @@ def irecv(
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
-    native = membership.native if group is None else of(group).native
-    if (
-        not partial
-        and (y := native(RECV.code, x, None, None, None, src, tag, True)) is not NotImplemented
-    ):
-        return y  # type: ignore[no-any-return]
+    if not partial:
+        y = native(group)(RECV.code, x, None, None, None, src, tag, True)
+        if y is not NotImplemented:
+            return y  # type: ignore[no-any-return]
     members, op = of(group), P2POp("recv", x, src, tag, partial)
     with refusing(members, "irecv", [op.end], [x]):
         work = begin_all(members, [op])[0]
@@ -169,9 +164,9 @@ def sendrecv(
         >>> fl.sendrecv(x, (rank + 1) % size, out, (rank - 1) % size)  # a ring of one
         array([0, 1, 2])
     """
-    both = membership.native_sendrecv if group is None else of(group).native_sendrecv
     other = tag if recv_tag is None else recv_tag
-    if (y := both(x, dst, out, src, tag, other)) is not NotImplemented:
+    y = native_sendrecv(group)(x, dst, out, src, tag, other)
+    if y is not NotImplemented:
         return y  # type: ignore[no-any-return]
     members, sending = of(group), P2POp("send", x, dst, tag)
     receiving = P2POp("recv", out, src, other)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from flashlight_py.device import Array
-from flashlight_py.distributed import membership
 from flashlight_py.distributed.integers import check_rank
-from flashlight_py.distributed.running import collective, of, refusing
+from flashlight_py.distributed.membership import native, of
+from flashlight_py.distributed.running import collective, refusing
 from flashlight_py.distributed.scattering import Scatter
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER
 from flashlight_py.distributed.work import Then, Work
@@ -51,8 +51,8 @@ def broadcast(
         ValueError: ``root`` is no rank of the group, or ``x`` is read-only.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    native = membership.native if group is None else of(group).native
-    if (y := native(BROADCAST.code, x, None, "sum", 1.0, root, 0, async_op)) is not NotImplemented:
+    y = native(group)(BROADCAST.code, x, None, "sum", 1.0, root, 0, async_op)
+    if y is not NotImplemented:
         return y
     return collective(group, BROADCAST, x, root=root, async_op=async_op)
 
@@ -101,8 +101,8 @@ def all_gather(
             this is known when all have called, and the other ranks have their result.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    native = membership.native if group is None else of(group).native
-    if (y := native(ALL_GATHER.code, x, out, "sum", 1.0, 0, 0, async_op)) is not NotImplemented:
+    y = native(group)(ALL_GATHER.code, x, out, "sum", 1.0, 0, 0, async_op)
+    if y is not NotImplemented:
         return y
     return collective(group, ALL_GATHER, x, out=out, async_op=async_op)
 
@@ -158,8 +158,8 @@ def gather(
         ValueError: ``root`` is no rank of the group, or ``out`` does not fit.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    native = membership.native if group is None else of(group).native
-    if (y := native(GATHER.code, x, out, "sum", 1.0, root, 0, async_op)) is not NotImplemented:
+    y = native(group)(GATHER.code, x, out, "sum", 1.0, root, 0, async_op)
+    if y is not NotImplemented:
         return y
     return collective(group, GATHER, x, root=root, out=out, async_op=async_op)
 
@@ -228,13 +228,10 @@ def scatter(
             passed different ``rows``; raised on every rank.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    native = membership.native if group is None else of(group).native
-    if (
-        rows is None
-        and (y := native(SCATTER.code, xs, out, "sum", 1.0, root, 0, async_op))
-        is not NotImplemented
-    ):
-        return y
+    if rows is None:
+        y = native(group)(SCATTER.code, xs, out, "sum", 1.0, root, 0, async_op)
+        if y is not NotImplemented:
+            return y
     members = of(group)
     with refusing(members, SCATTER, given=[xs, out]):
         root = check_rank(members, "scatter", "root", root)
@@ -304,12 +301,10 @@ def all_to_all(
         >>> fl.all_to_all(np.arange(3))  # one process: its own part
         array([0, 1, 2])
     """
-    native = membership.native if group is None else of(group).native
-    equal = rows is None and not return_rows
-    if equal and (y := native(ALL_TO_ALL.code, x, out, "sum", 1.0, 0, 0, async_op)) is not (
-        NotImplemented
-    ):
-        return y
+    if rows is None and not return_rows:
+        y = native(group)(ALL_TO_ALL.code, x, out, "sum", 1.0, 0, 0, async_op)
+        if y is not NotImplemented:
+            return y
     received: list[int] = []
     how: dict[str, Any] = {"rows": rows, "out": out, "async_op": async_op}
     result = collective(group, ALL_TO_ALL, x, **how, received=received)

@@ -11,11 +11,10 @@ from flashlight_py.distributed.apart import Apart
 from flashlight_py.distributed.arrays import as_array, pack_terms
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import Op
-from flashlight_py.distributed.membership import Membership
+from flashlight_py.distributed.membership import Membership, of
 from flashlight_py.distributed.running import (
     COLLECTIVE,
     collective,
-    of,
     reduction,
     refusing,
     unpack_into,

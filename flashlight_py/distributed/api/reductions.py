@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed import membership
 from flashlight_py.distributed.arrays import (
     as_array,
     check_reduction,
@@ -20,9 +19,9 @@ from flashlight_py.distributed.arrays import (
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import Op
 from flashlight_py.distributed.integers import whole
+from flashlight_py.distributed.membership import native, of
 from flashlight_py.distributed.running import (
     collective,
-    of,
     refusing,
 )
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER
@@ -117,8 +116,8 @@ def all_reduce(
         >>> fl.all_reduce(3.5, op="max")
         3.5
     """
-    native = membership.native if group is None else of(group).native
-    if (y := native(ALL_REDUCE.code, x, None, op, scale, 0, 0, async_op)) is not NotImplemented:
+    y = native(group)(ALL_REDUCE.code, x, None, op, scale, 0, 0, async_op)
+    if y is not NotImplemented:
         return y
     return collective(group, ALL_REDUCE, x, scale=scale, op=op, async_op=async_op)
 
@@ -180,8 +179,8 @@ def reduce(
         ValueError: ``root`` is no rank of the group, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    native = membership.native if group is None else of(group).native
-    if (y := native(REDUCE.code, x, None, op, scale, root, 0, async_op)) is not NotImplemented:
+    y = native(group)(REDUCE.code, x, None, op, scale, root, 0, async_op)
+    if y is not NotImplemented:
         return y
     return collective(group, REDUCE, x, root=root, op=op, scale=scale, async_op=async_op)
 
@@ -262,13 +261,10 @@ def reduce_scatter(
         MismatchError: ranks passed different ``rows``, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    native = membership.native if group is None else of(group).native
-    if (
-        rows is None
-        and (y := native(REDUCE_SCATTER.code, x, out, op, scale, 0, 0, async_op))
-        is not NotImplemented
-    ):
-        return y
+    if rows is None:
+        y = native(group)(REDUCE_SCATTER.code, x, out, op, scale, 0, 0, async_op)
+        if y is not NotImplemented:
+            return y
     how: dict[str, Any] = {"scale": scale, "op": op, "rows": rows, "out": out}
     return collective(group, REDUCE_SCATTER, x, **how, async_op=async_op)
 
