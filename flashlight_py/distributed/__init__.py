@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from flashlight_py.distributed.abort import abort_on_exception
 from flashlight_py.distributed.api import (
     P2POp,
     all_gather,
@@ -36,6 +35,7 @@ from flashlight_py.distributed.constants import (
     DistributedConstants,
     DistributedInit,
 )
+from flashlight_py.distributed.control.abort import abort_on_exception
 from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.hooks import (
     Bfloat16Compression,

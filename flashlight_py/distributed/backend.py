@@ -34,7 +34,7 @@ class Backend(abc.ABC):
     path: str  # what carries the data, in words
     rank: int
     size: int
-    people: Sequence[str] = ()  # which process each rank is, for messages
+    processes: Sequence[str] = ()  # which process each rank is, for messages
     team: object = None  # the same for the backends that one group is made of
     count: Sequence[int] = (0,)  # how many calls users have made in its group, where that is known
 

@@ -14,7 +14,7 @@ from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.devices import DeviceRule
 from flashlight_py.distributed.hosts import address_to_bind, host_identity
-from flashlight_py.distributed.people import introduce
+from flashlight_py.distributed.process_info import exchange_process_info
 from flashlight_py.distributed.rendezvous.store import Store, SubStore
 from flashlight_py.distributed.settings import Settings
 from flashlight_py.distributed.topology import ranks_by_memory
@@ -45,7 +45,7 @@ def connect(store: Store, settings: Settings) -> Connection:
     """
     if store.size == 1:
         return Connection(SingleBackend(), "the world is this process alone")
-    introduce(store, settings.checks)
+    exchange_process_info(store, settings.checks)
     if settings.backend == "gloo":
         return Connection(_gloo(store, settings), "BACKEND is gloo")
     if settings.backend == "mpi":

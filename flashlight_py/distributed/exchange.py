@@ -30,7 +30,7 @@ class Steps(Backend):
 
     def __init__(self, backend: Backend, part_of: str = "", seconds: float | None = None) -> None:
         self.kind, self.path = backend.kind, backend.path
-        self.rank, self.size, self.people = backend.rank, backend.size, backend.people
+        self.rank, self.size, self.processes = backend.rank, backend.size, backend.processes
         self.team, self.count = backend.team, backend.count
         self._backend, self._part_of, self._seconds = backend, part_of, seconds
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from flashlight_py import _native
 from flashlight_py.cores import fair_share
-from flashlight_py.distributed import blas, last_words, open_groups
+from flashlight_py.distributed import blas, open_groups
 from flashlight_py.distributed.connect import connect, gpu_joiner
 from flashlight_py.distributed.constants import DistributedInit
+from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.devices import DeviceRule
 from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.hosts import host_identity, local_place
@@ -111,14 +112,14 @@ def distributed_init(
         create = _by_address(*asked.address, world_rank, world_size, settings)
     if create is None:
         world = alone()
-        last_words.install()
+        abort.install()
     else:
         world = _meet(create, settings)
     try:
         _watch(world, settings)
     except BaseException as error:
-        last_words.tell(error)
-        last_words.uninstall()
+        abort.report(error)
+        abort.uninstall()
         world.group.close()
         raise
     set_world(world)
@@ -158,7 +159,7 @@ def distributed_shutdown() -> None:
         blas.restore()
         group.close()
         open_groups.close_all()
-        last_words.uninstall()
+        abort.uninstall()
         atexit.unregister(_close_at_exit)
 
 
@@ -167,7 +168,7 @@ def _close_at_exit() -> None:
     group = current_world().group
     watchdog.stop()
     set_world(None)
-    last_words.tell_of_threads()
+    abort.report_of_threads()
     group.close()
     open_groups.close_all()
 
@@ -271,7 +272,7 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
     if settings.backend not in ("auto", "mpi"):
         _native.load(settings.backend)  # absent, it says so before anything is created
     store = create()
-    last_words.install()  # before MPI adds to it
+    abort.install()  # before MPI adds to it
     try:
         world = _connect(store, settings)
         try:
@@ -280,11 +281,11 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
             world.group.close()
             raise
     except UnavailableEverywhereError:
-        last_words.uninstall()
+        abort.uninstall()
         store.close()
         raise
     except BaseException as error:
-        last_words.uninstall()
+        abort.uninstall()
         reason = f"{type(error).__name__}: {error}"
         store.abort(reason.encode(errors="backslashreplace").decode())  # a path may be no text
         raise

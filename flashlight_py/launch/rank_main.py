@@ -92,7 +92,7 @@ def _report(link: Connection, folder: Path, task: int) -> bool:
 def _notify_the_others(error: BaseException) -> None:
     import flashlight_py as fl
 
-    fl.distributed.last_words.tell(error)
+    fl.distributed.control.abort.report(error)
 
 
 def _do(folder: Path, task: int) -> bytes:

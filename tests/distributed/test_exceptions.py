@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed import last_words
+from flashlight_py.distributed.control import abort
 from tests.distributed import conformance
 from tests.distributed.harness import mpirun_command
 from tests.distributed.jobs import ended, start
@@ -148,7 +148,7 @@ def test_a_long_traceback_is_told_by_its_end() -> None:
     try:
         deep(300)
     except ValueError as error:
-        words = last_words._in_words(error)
+        words = abort._in_words(error)
     summary, _, rest = words.partition("\n")
     assert summary == "ValueError: first line"
     assert len(words.encode()) < 4000
@@ -167,10 +167,10 @@ def test_hooks_of_others_stay_and_are_put_back(monkeypatch: pytest.MonkeyPatch) 
     printed: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
     before = sys.excepthook
-    last_words.install()
+    abort.install()
     hook, error = sys.excepthook, ValueError("uncaught")
     hook(ValueError, error, None)
-    last_words.uninstall()
+    abort.uninstall()
     assert printed == [error]
     assert sys.excepthook is before
 
@@ -178,5 +178,5 @@ def test_hooks_of_others_stay_and_are_put_back(monkeypatch: pytest.MonkeyPatch) 
 def test_a_prompt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before = sys.excepthook
-    last_words.install()
+    abort.install()
     assert sys.excepthook is before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flashlight_py.distributed import last_words
+from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.control.wording import names
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ def waits_elsewhere(backend: NativeGroup, missing: Sequence[int]) -> str:
 
 
 def _call_elsewhere(backend: NativeGroup, rank: int) -> str:
-    for other in last_words.open_backends():
+    for other in abort.open_backends():
         call_ahead = getattr(other, "call_ahead", None)
-        if other is backend or call_ahead is None or rank >= len(backend.people):
+        if other is backend or call_ahead is None or rank >= len(backend.processes):
             continue
         if other.team is not None and other.team is backend.team:
             continue  # parts of one group, in which a rank goes from one to the other
-        there = [r for r, who in enumerate(other.people) if who == backend.people[rank]]
+        there = [r for r, who in enumerate(other.processes) if who == backend.processes[rank]]
         call = call_ahead(there[0]) if there else ""
         if call:
             return f"{call} as rank {there[0]} of a group of {other.size}"

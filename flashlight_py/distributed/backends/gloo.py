@@ -93,7 +93,7 @@ class GlooBackend(NativeBackend):
         }
         texts = store.exchange(json.dumps(card).encode())
         cards = [json.loads(text) for text in texts]
-        people = {rank: Peer.from_record(card["peer"]) for rank, card in enumerate(cards)}
+        processes = {rank: Peer.from_record(card["peer"]) for rank, card in enumerate(cards)}
         addresses = b"".join(bytes.fromhex(card["addresses"][self.rank]) for card in cards)
         op = self.lib.fl_gloo_connect(
             self._group,
@@ -105,7 +105,7 @@ class GlooBackend(NativeBackend):
         work = NativeWork(self, "connect", op, addresses, NOTHING, self._joining)
         waiting = Waiting(self.rank, "connecting through Gloo")
         while not _has_ended(work, _LOOK_SECONDS):
-            self._fail_if_dead(people)
+            self._fail_if_dead(processes)
             awaited = self.lib.fl_gloo_awaited(self._group)
             waiting.look([self.numbers[awaited]] if awaited >= 0 else [])
         work.wait()
@@ -121,9 +121,9 @@ class GlooBackend(NativeBackend):
         ]
         return b"".join(mine + theirs for mine, theirs in pairs)
 
-    def _fail_if_dead(self, people: Mapping[int, Peer]) -> None:
+    def _fail_if_dead(self, processes: Mapping[int, Peer]) -> None:
         """Raise for a rank of this machine that has ended: Gloo would wait until the timeout."""
-        dead = {rank: peer for rank, peer in people.items() if peer.is_gone()}
+        dead = {rank: peer for rank, peer in processes.items() if peer.is_gone()}
         if dead:
             who = ", ".join(f"rank {rank} ({peer})" for rank, peer in dead.items())
             raise PeerLostError(

@@ -54,8 +54,8 @@ def failure(
         return _as_told(where, text)
     if status == lib.FL_PEER_LOST:
         return PeerLostError(
-            f"{where}: lost {who} ({text}){who_that_was(missing, backend.people)}. It died, exited "
-            f"or closed its connection: look at its own output. {UNUSABLE}"
+            f"{where}: lost {who} ({text}){who_that_was(missing, backend.processes)}. It died, "
+            f"exited or closed its connection: look at its own output. {UNUSABLE}"
         )
     if status == lib.FL_TIMEOUT:
         return _late(where, backend, handle, missing, f"{seconds:g} seconds", text, number)
@@ -70,7 +70,7 @@ def words_of_traceback(backend: NativeGroup, traceback: str) -> str:
     Its first line is the exception.
     """
     who = f"rank {backend.numbers[backend.rank]}"
-    return _LOST + raised(who, who_that_was([backend.rank], backend.people), traceback)
+    return _LOST + raised(who, who_that_was([backend.rank], backend.processes), traceback)
 
 
 def words_of(error: DistributedError) -> str:
@@ -129,9 +129,9 @@ def _late(
         )
     who = _names(backend, missing) if missing else "another rank"
     last = _last_calls(backend, handle, missing, number)
-    people = who_that_was(missing, backend.people)
+    processes = who_that_was(missing, backend.processes)
     return CollectiveTimeoutError(
-        did_not_join(where, f"{who} did not join", limit, text, people, last)
+        did_not_join(where, f"{who} did not join", limit, text, processes, last)
     )
 
 

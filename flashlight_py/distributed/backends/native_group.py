@@ -10,7 +10,7 @@ from typing import Any
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed import last_words, open_groups
+from flashlight_py.distributed import open_groups
 from flashlight_py.distributed.arrays import dtype_code
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
@@ -26,6 +26,7 @@ from flashlight_py.distributed.backends.native_work import (
 )
 from flashlight_py.distributed.call import COMPOSED, Call
 from flashlight_py.distributed.call_site import PACKAGE, Place, caller, site_of, text_at_site
+from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.recorder.journal import NATIVE, SENDRECV, Journal
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import BARRIER, SCATTER
@@ -53,11 +54,11 @@ class NativeGroup(Backend):
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
         self.ffi, self.lib = native.ffi, native.lib
         self.rank, self.size, self.timeout = store.rank, store.size, timeout
-        self.people = store.people
+        self.processes = store.processes
         # What users know the ranks as.
         self.numbers = list(store.numbers) or list(range(self.size))
         self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
-        last_words.listen(self)
+        abort.watch(self)
         # The library's handle, which is freed when the last call that has it is done; None once the
         # group is closed.
         self._group: Any = None

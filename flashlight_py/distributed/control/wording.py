@@ -25,14 +25,14 @@ def names(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(texts) > 1 else ''} {', '.join(texts)}"
 
 
-def who_that_was(ranks: Sequence[int], people: Sequence[str]) -> str:
+def who_that_was(ranks: Sequence[int], processes: Sequence[str]) -> str:
     """Complete a sentence about ``ranks``: which processes they were, if that is known.
 
     Example:
         >>> who_that_was([1], ["process 7 on a", "process 8 on a"])
         ', which is process 8 on a'
     """
-    known = [people[rank] for rank in ranks if rank < len(people)]
+    known = [processes[rank] for rank in ranks if rank < len(processes)]
     return f", which {'are' if len(known) > 1 else 'is'} {', '.join(known)}" if known else ""
 
 
@@ -62,21 +62,19 @@ def different_calls(
     )
 
 
-def did_not_join(where: str, who: str, limit: str, detail: str, people: str, last: str = "") -> str:
-    """Say that ``who`` did not join within ``limit``; ``people``: which processes those are."""
+def did_not_join(where: str, who: str, limit: str, detail: str, those: str, last: str = "") -> str:
+    """Say that ``who`` did not join within ``limit``; ``those``: which processes they are."""
     return (
-        f"{where}: {who} within {limit} ({detail}){people}. {last}It is stuck, slow, or called "
+        f"{where}: {who} within {limit} ({detail}){those}. {last}It is stuck, slow, or called "
         "something else; a longer limit is params={'TIMEOUT': seconds} of distributed_init, or "
         f"timeout=seconds of new_group. {UNUSABLE}"
     )
 
 
-def raised(who: str, people: str, traceback: str) -> str:
+def raised(who: str, those: str, traceback: str) -> str:
     """Say that the program of ``who`` has raised: the first line of ``traceback`` is what."""
     summary, _, lines = traceback.partition("\n")
-    return (
-        f"lost {who}{people}: it raised {summary}. {UNUSABLE}\n\nThe traceback of {who}:\n{lines}"
-    )
+    return f"lost {who}{those}: it raised {summary}. {UNUSABLE}\n\nThe traceback of {who}:\n{lines}"
 
 
 def indented_traceback(words: str) -> str:

@@ -13,7 +13,7 @@ class Store(abc.ABC):
 
     A backend needs one thing of it: to pass some bytes and get everybody's. Addresses, host
     identities and NCCL's unique id all travel so; after that the backend's own wires are used.
-    ``people`` says which process each rank is, for messages; empty where that is not known yet.
+    ``processes`` says which process each rank is, for messages; empty where that is not known yet.
     ``numbers`` are the ranks' among ``total``, where these are part of a larger whole. ``spaces``
     are equal for those that see each other's processes; an empty text: not known.
     ``secret`` is what all ranks knew beforehand and no exchange shows; empty where there is none.
@@ -21,7 +21,7 @@ class Store(abc.ABC):
 
     rank: int
     size: int
-    people: Sequence[str] = ()
+    processes: Sequence[str] = ()
     numbers: Sequence[int] = ()
     total: int = 0
     spaces: Sequence[str] = ("",)
@@ -55,7 +55,7 @@ class SubStore(Store):
         self._store = store
         self._ranks = list(ranks)
         self.rank, self.size = self._ranks.index(store.rank), len(self._ranks)
-        self.people = [store.people[rank] for rank in self._ranks] if store.people else ()
+        self.processes = [store.processes[rank] for rank in self._ranks] if store.processes else ()
         self.numbers, self.total = self._ranks, store.size
         if len(store.spaces) == store.size:
             self.spaces = [store.spaces[rank] for rank in self._ranks]

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed import last_words
 from flashlight_py.distributed.arrays import require_length
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.mpi import exits
@@ -22,6 +21,7 @@ from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
 from flashlight_py.distributed.backends.mpi.reduction import Reduction
 from flashlight_py.distributed.call import ANY_RANK, Call
 from flashlight_py.distributed.constants import DistributedBackend
+from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -48,8 +48,8 @@ class MpiBackend(Backend):
     """The ranks of ``comms``, three communicators that hold the same ones.
 
     ``seconds`` bounds each operation; with ``checked`` ranks compare what they call; ``gpu_aware``
-    says that the library takes pointers to a GPU's memory. ``path`` names the library, ``people``
-    the ranks' processes.
+    says that the library takes pointers to a GPU's memory. ``path`` names the library,
+    ``processes`` the ranks' processes.
     """
 
     kind = DistributedBackend.MPI
@@ -63,11 +63,13 @@ class MpiBackend(Backend):
         seconds: float,
         checked: bool,
         gpu_aware: bool,
-        people: Sequence[str] = (),
+        processes: Sequence[str] = (),
     ) -> None:
         self._mpi, self._progress = mpi, progress
-        self._group = Group(mpi, progress, comms, seconds, checked, people, lambda: self.count[0])
-        self.people = people
+        self._group = Group(
+            mpi, progress, comms, seconds, checked, processes, lambda: self.count[0]
+        )
+        self.processes = processes
         self.rank, self.size = self._group.rank, self._group.size
         self.path, self.gpu_aware = path, gpu_aware
         self._movement = Movement(mpi, comms[0], progress)
@@ -85,7 +87,7 @@ class MpiBackend(Backend):
         }
         self._guarded = True
         exits.install(mpi, progress.linger)
-        last_words.listen(self)
+        abort.watch(self)
 
     def start(self, call: Call) -> Work:
         """Start ``call``; see ``Backend``. The order of a reduction's terms is the library's."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from flashlight_py.distributed.last_words import is_interactive
+from flashlight_py.distributed.control.abort import is_interactive
 
 __all__ = ["install", "uninstall"]
 

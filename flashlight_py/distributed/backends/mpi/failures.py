@@ -51,15 +51,15 @@ def late(
     """Say that ``ranks`` did not come within ``seconds``; none: they came, and did not finish."""
     missing = list(ranks)
     who = f"{names(missing)} did not join" if missing else "all ranks joined and did not finish"
-    limit, people = f"{seconds:g} seconds", who_that_was(missing, processes)
-    return CollectiveTimeoutError(did_not_join(where, who, limit, detail, people))
+    limit, processes = f"{seconds:g} seconds", who_that_was(missing, processes)
+    return CollectiveTimeoutError(did_not_join(where, who, limit, detail, processes))
 
 
 def lost(
-    where: str, rank: int, sender: int, farewell: Farewell, people: Sequence[str] = ()
+    where: str, rank: int, sender: int, farewell: Farewell, processes: Sequence[str] = ()
 ) -> DistributedError:
     """Say what ``farewell`` of ``sender`` means to ``rank``, which waits for it."""
-    who, process = names(farewell.culprits), who_that_was(farewell.culprits, people)
+    who, process = names(farewell.culprits), who_that_was(farewell.culprits, processes)
     if farewell.raised:
         words = indented_traceback(raised(who, process, farewell.reason))
         return PeerLostError(f"{where}: {words}")
@@ -73,4 +73,4 @@ def lost(
             f"{farewell.seconds:g} seconds: {farewell.reason}). {UNUSABLE}"
         )
     detail = f"rank {sender} found out: {farewell.reason}"
-    return late(where, farewell.culprits, farewell.seconds, detail, people)
+    return late(where, farewell.culprits, farewell.seconds, detail, processes)

@@ -32,7 +32,7 @@ class Group:
     """The ranks of three communicators that hold the same ones: ``calls``, ``wire``, ``notes``.
 
     ``seconds`` is how long each operation may take; with ``checked`` ranks compare their calls.
-    ``people`` says which process each rank is, ``count`` how many calls users have made.
+    ``processes`` says which process each rank is, ``count`` how many calls users have made.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Group:
         comms: tuple[Any, Any, Any],
         seconds: float,
         checked: bool,
-        people: Sequence[str] = (),
+        processes: Sequence[str] = (),
         count: Callable[[], int] = int,
     ) -> None:
-        self.people = people
+        self.processes = processes
         self._mpi, self._comms, self.progress = mpi, comms, progress
         self.calls, wire, notes = comms
         self.rank, self.size = int(self.calls.Get_rank()), int(self.calls.Get_size())
@@ -187,7 +187,7 @@ class Group:
         leaver = self._leaver(operation)
         if leaver is not None:
             farewell = self._presence.farewells[leaver]
-            error = lost(operation.where, self.rank, leaver, farewell, self.people)
+            error = lost(operation.where, self.rank, leaver, farewell, self.processes)
             self._break(operation, error, replace(farewell, completed=self._completed))
         elif operation.grace is None and time.monotonic() >= operation.deadline:
             self._call_the_roll(operation)
@@ -208,7 +208,7 @@ class Group:
             operation.roll_call = self._presence.ask(self._peers(operation))
         elif operation.roll_call.is_over():
             missing, detail = self._absent(operation)
-            error = late(operation.where, missing, operation.seconds, detail, self.people)
+            error = late(operation.where, missing, operation.seconds, detail, self.processes)
             farewell = Farewell(self._completed, missing, detail, operation.seconds)
             self._break(operation, error, farewell)
 

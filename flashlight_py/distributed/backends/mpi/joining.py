@@ -49,8 +49,8 @@ def join(store: Store, seconds: float, gpu_aware: bool) -> MpiBackend:
     comms = _communicators(mpi, [other.world_rank for other in cards])
     progress = progress_of(mpi, library.has_threads(mpi))
     path = library.describe(mpi)
-    checked, people = card.checked, store.people
-    return MpiBackend(mpi, progress, comms, path, seconds, checked, gpu_aware, people)
+    checked, processes = card.checked, store.processes
+    return MpiBackend(mpi, progress, comms, path, seconds, checked, gpu_aware, processes)
 
 
 def _look(gpu_aware: bool) -> tuple[Any, _Card]:

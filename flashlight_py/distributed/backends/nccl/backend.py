@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashlight_py.device import Array
-from flashlight_py.distributed import last_words
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl import collect
 from flashlight_py.distributed.backends.nccl.checks import Checks, asks
@@ -26,6 +25,7 @@ from flashlight_py.distributed.backends.nccl.watchdog import Watchdog
 from flashlight_py.distributed.backends.nccl.work import Led, StreamWork
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -88,7 +88,7 @@ class NcclBackend(Backend):
         self._checks = checks
         self._watchdog = Watchdog(cupy, device, communicator, self._flights, cpu, checks)
         self._cpu = CpuSide(cpu, communicator, self._watchdog.look)
-        last_words.listen(self)
+        abort.watch(self)
         communicator.who_is_missing = self._cpu.who_is_missing
         communicator.look = functools.partial(self._watchdog.look, needs_all=True)
 

@@ -28,7 +28,7 @@ from flashlight_py.distributed.control.wording import (
 )
 from flashlight_py.distributed.exchange import BackendStore
 from flashlight_py.distributed.memory_file import needs_names
-from flashlight_py.distributed.people import introduce
+from flashlight_py.distributed.process_info import exchange_process_info
 from flashlight_py.distributed.rendezvous.store import Store, SubStore
 from flashlight_py.distributed.topology import ranks_by_memory
 from flashlight_py.errors import (
@@ -108,10 +108,10 @@ class Checks:
         gone = [rank for rank, end in self._ends.items() if end in ended]
         if not gone:
             return None
-        people = who_that_was(gone, self._cpu.people)
+        processes = who_that_was(gone, self._cpu.processes)
         return PeerLostError(
-            f"{self._where()}: lost {names(gone)} (its process has ended){people}. Look at its own "
-            "output. This group cannot be used again"
+            f"{self._where()}: lost {names(gone)} (its process has ended){processes}. Look at its "
+            "own output. This group cannot be used again"
         )
 
     def _as_error(self, word: Word) -> DistributedError:
@@ -123,7 +123,7 @@ class Checks:
                 group_lives=False,
             )
         number, _, traceback = word.text.partition("\n")
-        process = who_that_was([int(number)], self._cpu.people)
+        process = who_that_was([int(number)], self._cpu.processes)
         words = indented_traceback(raised(f"rank {number}", process, traceback))
         return PeerLostError(f"{self._where()}: {words}")
 
@@ -171,7 +171,7 @@ def begin_checks(cpu: Backend, connect: Callable[[Store], Backend]) -> Checks | 
     share, nobody checks: the result is None on all ranks, with a warning on rank 0.
     """
     store = BackendStore(cpu)
-    introduce(store, checks=True)
+    exchange_process_info(store, checks=True)
     hosts, _ = ranks_by_memory(store)
     mates = next(host for host in hosts if cpu.rank in host)
     near = SubStore(store, mates)

@@ -1,4 +1,4 @@
-"""Who the ranks of a group are to a person who looks for them: a process on a host."""
+"""Which process each rank of a group is, and of which host: for messages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flashlight_py.distributed.memory_file import process_space
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import UnavailableEverywhereError
 
-__all__ = ["introduce"]
+__all__ = ["exchange_process_info"]
 
 
-def introduce(store: Store, checks: bool) -> None:
-    """Let the ranks of ``store`` know each other's host and process. Collective, blocking.
+def exchange_process_info(store: Store, checks: bool) -> None:
+    """Have the ranks of ``store`` know each other's host and process. Collective, blocking.
 
     Raises:
         UnavailableEverywhereError: ranks differ in ``checks``, whether to compare their calls.
@@ -28,5 +28,5 @@ def introduce(store: Store, checks: bool) -> None:
             f"rank {store.rank} of {store.size}: FLASHLIGHT_CHECKS is 0 on {names(without)}, and "
             "not on the others; set it on all ranks, or on none"
         )
-    store.people = [str(who) for who, _, _ in cards]
+    store.processes = [str(who) for who, _, _ in cards]
     store.spaces = [str(space) for _, space, _ in cards]
