@@ -68,7 +68,7 @@ def test_frames_of_the_user_below_ours_are_shown() -> None:
 
     text = folded(raised(called))
     assert 'raise OSError("by the user")' in text
-    assert "1 frame inside flashlight_py, to control/abort.py" in text
+    assert "1 frame inside flashlight_py, to distributed/control/abort.py" in text
     assert "contextlib.py" not in text
 
 
