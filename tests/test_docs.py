@@ -70,7 +70,7 @@ def members(class_name: str, cls: type) -> Iterator[tuple[str, Any, str]]:
             own = inspect.getdoc(getattr(cls, name)) or ""
             yield f"{class_name}.{name}", function, own + referred(own)
         if name == "__init__" and inspect.isfunction(member):
-            # How to construct an object is told by its class.
+            # How to construct an object is documented by its class.
             yield class_name + "()", member, inspect.getdoc(cls) or ""
 
 
@@ -109,14 +109,16 @@ def test_summaries_are_sentences() -> None:
     assert not wrong, "begin with a capital letter and end with a full stop"
 
 
-def test_what_a_function_raises_is_told() -> None:
+def test_what_a_function_raises_is_documented() -> None:
     raised = {name: raised_by(function) for name, function, _ in FUNCTIONS}
-    told = {name: doc.partition("Raises:")[2] for name, _, doc in FUNCTIONS}
-    wrong = [(name, each) for name in raised for each in raised[name] if each not in told[name]]
+    documented = {name: doc.partition("Raises:")[2] for name, _, doc in FUNCTIONS}
+    wrong = [
+        (name, each) for name in raised for each in raised[name] if each not in documented[name]
+    ]
     assert not wrong, "these raise what their docstrings do not say under 'Raises:'"
 
 
-def test_units_are_told() -> None:
+def test_units_are_documented() -> None:
     wrong = [
         (name, parameter, unit)
         for name, function, doc in FUNCTIONS
@@ -246,8 +248,8 @@ THRESHOLDS = re.findall(
 
 def test_thresholds_of_the_algorithms_are_those_of_the_code() -> None:
     for constant, file, number, unit in THRESHOLDS:
-        told = int(number) * {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20}[unit]
-        assert number_in((ROOT / file).read_text(), constant) == told, constant
+        stated = int(number) * {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20}[unit]
+        assert number_in((ROOT / file).read_text(), constant) == stated, constant
 
 
 def test_thresholds_are_found_at_all() -> None:

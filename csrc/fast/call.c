@@ -92,7 +92,7 @@ static PyObject *received_part(const Binding *binding, fl_op *op, int root) {
   return array;
 }
 
-/* The result of a call that has ended, or of which `op` tells more; takes over call->result. */
+/* The result of a call that has ended, or that `op` describes; takes over call->result. */
 static PyObject *end(const Binding *binding, fl_op *op, PyObject *x, PyObject *out, plain_call *call,
                      recorded made) {
   PyObject *result = call->result;

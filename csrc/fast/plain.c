@@ -82,7 +82,7 @@ static int read_int(PyObject *given, int limit, int32_t *out) {
   return 1;
 }
 
-/* Names of operations are literals, so that their identity tells them apart; members of ReduceOp are
+/* Names of operations are literals, so that they differ by identity; members of ReduceOp are
    numbers. */
 static int read_op(PyObject *given) {
   for (int op = 0; op < OPS; ++op) {
@@ -122,19 +122,19 @@ static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, f
   return 1;
 }
 
-PyObject *plain_received(const fl_signature *told, const void *data) {
+PyObject *plain_received(const fl_signature *described, const void *data) {
   static const int types[] = {
       NPY_BOOL,   NPY_INT8,      NPY_INT16,      NPY_INT32,  NPY_INT64,   NPY_UINT8,
       NPY_UINT16, NPY_UINT32,    NPY_UINT64,     NPY_HALF,   -1,          NPY_FLOAT,
       NPY_DOUBLE, NPY_LONGDOUBLE, NPY_CFLOAT,    NPY_CDOUBLE, NPY_CLONGDOUBLE,
   };
   npy_intp dims[SHAPE];
-  const int type = types[told->dtype];
-  if (type < 0 || told->ndim < 0 || told->ndim > SHAPE) return NULL;
-  for (int d = 0; d < told->ndim; ++d) dims[d] = (npy_intp)told->shape[d];
-  PyObject *array = PyArray_SimpleNew(told->ndim, dims, type);
+  const int type = types[described->dtype];
+  if (type < 0 || described->ndim < 0 || described->ndim > SHAPE) return NULL;
+  for (int d = 0; d < described->ndim; ++d) dims[d] = (npy_intp)described->shape[d];
+  PyObject *array = PyArray_SimpleNew(described->ndim, dims, type);
   if (array != NULL) {
-    memcpy(PyArray_DATA((PyArrayObject *)array), data, (size_t)(told->count * told->itemsize));
+    memcpy(PyArray_DATA((PyArrayObject *)array), data, (size_t)(described->count * described->itemsize));
   }
   return array;
 }

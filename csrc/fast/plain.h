@@ -19,9 +19,9 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call);
 int plain_message(int verb, PyObject *array, PyObject *peer, PyObject *tag, int rank, int size,
                   plain_call *call);
 
-/* A new array of what a rank has received that did not know its shape: `told` describes it; NULL with an
+/* A new array of what a rank has received that did not know its shape: `described` describes it; NULL with an
    exception, or without one where Python must do it. */
-PyObject *plain_received(const fl_signature *told, const void *data);
+PyObject *plain_received(const fl_signature *described, const void *data);
 
 int plain_overlap(const plain_call *one, const plain_call *other);
 

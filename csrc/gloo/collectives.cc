@@ -49,8 +49,8 @@ void Collectives::post_headers() {
 // it. After this all ranks hold the same headers and so come to the same verdict. Payloads lie in
 // incoming_ until post_headers().
 void Collectives::meet(Call& call, const void* data, const Parts& give) {
-  tell(call, data, give);
-  hear(call);
+  announce(call, data, give);
+  receive_calls(call);
   const auto& calls = call.seen.calls;
   const bool same = all_same(calls.data(), size_);
   const bool told = call.mine.verb != FL_SCATTER || calls[call.mine.root].ndim != FL_ANY;
@@ -59,7 +59,7 @@ void Collectives::meet(Call& call, const void* data, const Parts& give) {
   throw Mismatch(call.seen);
 }
 
-void Collectives::tell(const Call& call, const void* data, const Parts& give) {
+void Collectives::announce(const Call& call, const void* data, const Parts& give) {
   const char* const source = static_cast<const char*>(data);
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
@@ -72,7 +72,7 @@ void Collectives::tell(const Call& call, const void* data, const Parts& give) {
   }
 }
 
-void Collectives::hear(Call& call) {
+void Collectives::receive_calls(Call& call) {
   try {
     for (int r = 0; r < size_; ++r) {
       if (r != rank_) call.waiter.received(*incoming_buffers_[r], r);
@@ -88,7 +88,7 @@ void Collectives::hear(Call& call) {
 }
 
 void Collectives::remember(Call& call) {
-  heard_at_ = Clock::now();
+  received_at_ = Clock::now();
   for (int r = 0; r < size_; ++r) {
     last_.calls[r] = r == rank_ ? call.mine : incoming_[r].signature;
     last_.sites[r] = r == rank_ ? call.site : incoming_[r].site;
@@ -99,7 +99,7 @@ void Collectives::remember(Call& call) {
 
 Seen Collectives::last_calls() const {
   Seen seen = last_;
-  const double age = std::chrono::duration<double>(Clock::now() - heard_at_).count();
+  const double age = std::chrono::duration<double>(Clock::now() - received_at_).count();
   for (int r = 0; r < size_; ++r) seen.ages[r] = seen.calls[r].sequence == 0 ? -1 : age;
   return seen;
 }

@@ -71,8 +71,8 @@ class Collectives {
   class ReductionInParts;
 
   void meet(Call& call, const void* data, const Parts& give);
-  void tell(const Call& call, const void* data, const Parts& give);
-  void hear(Call& call);
+  void announce(const Call& call, const void* data, const Parts& give);
+  void receive_calls(Call& call);
   void post_headers();
   std::vector<int> not_arrived() const;
   void remember(Call& call);
@@ -105,7 +105,7 @@ class Collectives {
   std::vector<Buffer> incoming_buffers_;
   // The last call that all have made, and when it was heard of.
   Seen last_;
-  Clock::time_point heard_at_;
+  Clock::time_point received_at_;
   // Of large reductions: what came from each peer, kept from one to the next.
   std::unique_ptr<char[]> scratch_;
   std::vector<Buffer> slots_;

@@ -60,7 +60,7 @@ void Message::begin() {
 }
 
 void Message::end(Waiter& waiter) {
-  NoticePtr told = hear(waiter);
+  NoticePtr told = receive(waiter);
   theirs_ = told->call;
   there_ = told->site;
   waiter.sent(*notice_->buffer, peer_);
@@ -95,9 +95,9 @@ Seen Message::seen() const {
   return seen;
 }
 
-NoticePtr Message::hear(Waiter& waiter) {
+NoticePtr Message::receive(Waiter& waiter) {
   try {
-    return notices_.hear(peer_, sends() ? FL_RECV : FL_SEND, mine_.root, waiter);
+    return notices_.receive(peer_, sends() ? FL_RECV : FL_SEND, mine_.root, waiter);
   } catch (const TimedOut&) {
     throw Failure(FL_TIMEOUT, {peer_}, instead());
   }

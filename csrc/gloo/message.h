@@ -31,7 +31,7 @@ class Message {
   Seen seen() const;
 
  private:
-  NoticePtr hear(Waiter& waiter);
+  NoticePtr receive(Waiter& waiter);
   std::string instead();
   void send_rest(Waiter& waiter);
   void take(Waiter& waiter, const Notice& told);

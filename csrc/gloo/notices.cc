@@ -78,7 +78,7 @@ void Notices::give(const Notice& notice, int peer) {
   notice.buffer->send(peer, kNoticeSlot, 0, bytes);
 }
 
-NoticePtr Notices::hear(int peer, int verb, int32_t tag, Waiter& waiter) {
+NoticePtr Notices::receive(int peer, int verb, int32_t tag, Waiter& waiter) {
   Line& line = *lines_[peer];
   std::unique_lock<std::mutex> lock(line.mutex);
   for (;;) {

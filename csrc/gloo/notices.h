@@ -50,7 +50,7 @@ class Notices {
   void give(const Notice& notice, int peer);
 
   // Wait for the next notice of `peer` with this verb and tag; throws Failure.
-  NoticePtr hear(int peer, int verb, int32_t tag, Waiter& waiter);
+  NoticePtr receive(int peer, int verb, int32_t tag, Waiter& waiter);
 
   // Read what `peer` has given notice of; waits no longer than for a notice that is arriving.
   // Throws Failure.

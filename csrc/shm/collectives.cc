@@ -16,7 +16,7 @@ constexpr uint32_t kIsLarge = 1u << 30;  // its data does not come with it, but 
 constexpr uint32_t kCanRead = 1u << 31;  // it can read the memory of all others
 
 // How long ranks that differ wait for each other's places.
-constexpr double kTellingSeconds = 5;
+constexpr double kAnnouncingSeconds = 5;
 
 uint32_t kind_of(const fl_signature& s) {
   const uint32_t call = static_cast<uint32_t>(s.part_of) << 24 | static_cast<uint32_t>(s.verb) << 16;
@@ -90,7 +90,7 @@ Progress Collectives::progress() const {
 }
 
 // Two sets of calls are enough: who is in call k has read everything of call k-2.
-void Collectives::tell(const fl_signature& mine, const void* data, size_t inline_bytes) {
+void Collectives::announce(const fl_signature& mine, const void* data, size_t inline_bytes) {
   const uint32_t number = ++calls_;
   Call& call = segment_.block(rank_).calls[number % 2];
   call.kind = kind_of(mine);
@@ -105,14 +105,14 @@ void Collectives::tell(const fl_signature& mine, const void* data, size_t inline
   if (inline_bytes > 0) {
     stream_copy(inline_bytes <= kTinyBytes ? call.tiny : call.payload, data, inline_bytes);
   } else {
-    tell_of_large(mine, data, call);
+    announce_large(mine, data, call);
   }
   call.number.raise(number);
 }
 
 // Where the data is that does not come with a call, and what all need to choose its way. A rank that
 // does not know the size of the whole tells it in any case.
-void Collectives::tell_of_large(const fl_signature& mine, const void* data, Call& call) {
+void Collectives::announce_large(const fl_signature& mine, const void* data, Call& call) {
   const bool knows = mine.ndim != FL_ANY && mine.verb != FL_ALL_TO_ALL_UNEVEN;
   size_t bytes = mine.ndim == FL_ANY ? 0 : static_cast<size_t>(mine.count) * mine.itemsize;
   if (mine.verb == FL_SCATTER) bytes *= size_;
@@ -126,7 +126,7 @@ int Collectives::key_of(const fl_signature& mine, const Call& call) {
   return mine.verb == FL_ALL_REDUCE && call.place != 0 ? 0 : mine.verb;
 }
 
-void Collectives::hear(const fl_signature& mine) {
+void Collectives::receive_calls(const fl_signature& mine) {
   const Call& call = call_of(rank_);
   bool same = mine.ndim != FL_ANY;
   const bool free = first_dimension_is_free(mine.verb);
@@ -181,7 +181,7 @@ Seen Collectives::compare(const fl_site& site) {
 // A rank that has died since, or was stopped, leaves its place unknown: the mismatch is one anyway.
 bool Collectives::has_told(Counter& told, int rank) {
   if (calls_ == 0) return false;  // the counter has wrapped: whoever never told looks as if it had
-  Watch watch = watch_.at_most(kTellingSeconds);
+  Watch watch = watch_.at_most(kAnnouncingSeconds);
   try {
     watch.wait(told, calls_, rank);
   } catch (const Failure&) {

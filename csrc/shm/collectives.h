@@ -43,7 +43,7 @@ class Collectives {
   void go_on(double seconds, InterruptCheck interrupt);
   Progress progress() const;
 
-  void barrier(const fl_signature& mine) { hear(mine); }
+  void barrier(const fl_signature& mine) { receive_calls(mine); }
   void all_reduce(const fl_signature& mine, void* data);
   void reduce(const fl_signature& mine, void* data);
   void reduce_scatter(const fl_signature& mine, const void* data, void* output);
@@ -81,10 +81,10 @@ class Collectives {
   const Call& call_of(int rank) const { return segment_.block(rank).calls[calls_ % 2]; }
   const char* inline_data(int rank, size_t bytes) const;
   size_t bytes_with_call(const fl_signature& mine) const;
-  void tell(const fl_signature& mine, const void* data, size_t inline_bytes);
-  void tell_of_large(const fl_signature& mine, const void* data, Call& call);
+  void announce(const fl_signature& mine, const void* data, size_t inline_bytes);
+  void announce_large(const fl_signature& mine, const void* data, Call& call);
   static int key_of(const fl_signature& mine, const Call& call);
-  void hear(const fl_signature& mine);
+  void receive_calls(const fl_signature& mine);
   bool has_told(Counter& told, int rank);
   bool all_call_the_same() const;
   uint64_t place_of(const void* data) const;

@@ -138,7 +138,7 @@ Progress ShmGroup::ready(int spins) const {
 ShmGroup::Result ShmGroup::finish(const fl_signature& signature, void* data, void* output) {
   const Running running(*this);
   return guarded([&](Seen& seen) {
-    return telling(nullptr, [&] { return complete(signature, data, output, seen); });
+    return reporting(nullptr, [&] { return complete(signature, data, output, seen); });
   });
 }
 
@@ -146,7 +146,7 @@ Bytes ShmGroup::dispatch(const fl_signature& s, void* data, void* output, double
                          InterruptCheck interrupt, const fl_site* site, Seen& seen) {
   collectives_.begin(seconds, interrupt);
   collectives_.call(s, data);
-  return telling(site, [&] { return complete(s, data, output, seen); });
+  return reporting(site, [&] { return complete(s, data, output, seen); });
 }
 
 Bytes ShmGroup::complete(const fl_signature& s, void* data, void* output, Seen& seen) {

@@ -83,7 +83,7 @@ class ShmGroup : private Helper {
                  InterruptCheck interrupt, const fl_site* site, Seen& seen);
   Bytes complete(const fl_signature& signature, void* data, void* output, Seen& seen);
   template <typename Body>
-  auto telling(const fl_site* site, Body body);
+  auto reporting(const fl_site* site, Body body);
   Result start_collective(const fl_signature& signature, void* data, void* output, double seconds,
                           const fl_site& site);
   Result make_collective(const fl_signature& signature, void* data, void* output, double seconds,
@@ -147,9 +147,9 @@ class ShmGroup::Running {
   Turn& turn_;
 };
 
-// Run `body`, a collective that was called at `site`; what it throws tells what ranks have called.
+// Run `body`, a collective that was called at `site`; what it throws has what ranks have called.
 template <typename Body>
-auto ShmGroup::telling(const fl_site* site, Body body) {
+auto ShmGroup::reporting(const fl_site* site, Body body) {
   try {
     return body();
   } catch (const Mismatch&) {

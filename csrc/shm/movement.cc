@@ -66,7 +66,7 @@ void Collectives::broadcast(const fl_signature& mine, void* data) {
   const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
   const int root = mine.root;
   char* array = static_cast<char*>(data);
-  hear(mine);
+  receive_calls(mine);
   if (bytes <= kInlineBytes) {
     if (rank_ != root) copy(data, inline_data(root, bytes), bytes);
     return;
@@ -108,7 +108,7 @@ Bytes Collectives::gather(const fl_signature& mine, const void* data, const fl_r
 Bytes Collectives::gather_to(const fl_signature& mine, const void* data, const fl_room* room,
                              bool wanted) {
   const size_t item = mine.itemsize;
-  hear(mine);
+  receive_calls(mine);
   Rows rows{{0}, 0, wanted};
   for (int r = 0; r < size_; ++r) {
     rows.begin.push_back(rows.total() + static_cast<size_t>(call_of(r).count) * item);

@@ -40,7 +40,7 @@ struct Collectives::Chunks {
 };
 
 void Collectives::all_reduce(const fl_signature& mine, void* data) {
-  hear(mine);
+  receive_calls(mine);
   const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
   if (bytes <= kInlineBytes) {
     reduce_inline(mine, data, 0, static_cast<size_t>(mine.count), data);
@@ -59,7 +59,7 @@ void Collectives::reduce_large(const fl_signature& mine, void* data) {
 
 void Collectives::reduce(const fl_signature& mine, void* data) {
   const size_t count = static_cast<size_t>(mine.count), bytes = count * mine.itemsize;
-  hear(mine);
+  receive_calls(mine);
   if (bytes <= kInlineBytes) {
     if (rank_ == mine.root) reduce_inline(mine, data, 0, count, data);
     return;

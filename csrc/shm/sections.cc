@@ -88,12 +88,12 @@ struct Collectives::Routes {
 
 void Collectives::call(const fl_signature& mine, const void* data) {
   if (mine.verb != FL_ALL_TO_ALL_UNEVEN && mine.verb != FL_REDUCE_SCATTER_UNEVEN) {
-    return tell(mine, data, bytes_with_call(mine));
+    return announce(mine, data, bytes_with_call(mine));
   }
   const auto& given = *static_cast<const fl_sections*>(data);
   const Sections sections{size_, 0, given.bytes};
   const bool fits = sections.most_bytes() <= kInlineBytes;
-  tell(mine, given.data, fits ? sections.bytes_of(rank_) : 0);
+  announce(mine, given.data, fits ? sections.bytes_of(rank_) : 0);
 }
 
 Collectives::Routes Collectives::routes_of(const Sections& sections) const {
@@ -172,7 +172,7 @@ void Collectives::reduce_sections(const fl_signature& mine, const Sections& sect
                                   const void* data, void* output) {
   const size_t item = mine.itemsize, part = sections.bytes(rank_, rank_) / item;
   const size_t bytes = sections.bytes_of(rank_), own = sections.begin(rank_, rank_);
-  hear(mine);
+  receive_calls(mine);
   if (bytes <= kInlineBytes) {
     reduce_inline(mine, data, own, part, output);
     return;
@@ -204,7 +204,7 @@ void Collectives::all_to_all_uneven(const fl_signature& mine, const fl_sections&
 
 void Collectives::exchange_sections(const fl_signature& mine, const Sections& sections,
                                     const void* data, void* output) {
-  hear(mine);
+  receive_calls(mine);
   if (sections.most_bytes() > kInlineBytes) return move_sections(mine, sections, data, output);
   char* into = static_cast<char*>(output);
   for (int r = 0; r < size_; ++r) {
@@ -221,7 +221,7 @@ void Collectives::exchange_sections(const fl_signature& mine, const Sections& se
 Bytes Collectives::scatter(const fl_signature& mine, const void* data, void* output) {
   const int root = mine.root;
   const bool is_root = rank_ == root;
-  hear(mine);
+  receive_calls(mine);
   const fl_signature& told = call_of(root).signature;
   const size_t part = static_cast<size_t>(told.count) * told.itemsize;
   Bytes made;

@@ -19,7 +19,7 @@ class Sending final : public Message {
   bool step() override {
     switch (state_) {
       case kWaitsForPlace: return post();
-      case kOffered: return hear();
+      case kOffered: return receive();
       case kWaitsForTurn: return begin_to_flow();
       case kFlows: return fill();
       case kIsTaken: return end();
@@ -90,7 +90,7 @@ class Sending final : public Message {
     return tags;
   }
 
-  bool hear() {
+  bool receive() {
     const Offer& offer = this->offer();
     if (look(offer.answers) != use_) return false;
     const Answer answer = offer.answer;

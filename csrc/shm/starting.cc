@@ -33,7 +33,7 @@ std::shared_ptr<Operation> ShmGroup::make_collective(const fl_signature& signatu
       is_begun_ = false;
       collectives_.go_on(operation.seconds, nullptr);
       operation.output =
-          telling(&site, [&] { return complete(signature, data, output, operation.seen); });
+          reporting(&site, [&] { return complete(signature, data, output, operation.seen); });
     } else {
       operation.output =
           dispatch(signature, data, output, operation.seconds, nullptr, &site, operation.seen);
@@ -68,7 +68,7 @@ bool ShmGroup::begin_small(const fl_signature& s, void* data, void* output, doub
     collectives_.call(s, data);
     if (collectives_.progress() == Progress::kComplete) {
       result = guarded([&](Seen& seen) {
-        return telling(&site, [&] { return complete(s, data, output, seen); });
+        return reporting(&site, [&] { return complete(s, data, output, seen); });
       });
       // A handle all the same: what was started can be waited for where it was started, and only there.
       if (result == nullptr) result = ended(FL_OK, "", {}, {});

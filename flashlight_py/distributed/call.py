@@ -106,36 +106,47 @@ class Call:
         return self.part_of.partition("(")[0] or self.verb.name
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether the first dimensions of the ranks' arrays may differ."""
+        return self.verb.ragged or (self.rows is not None and not self.verb.reduces)
+
+    @property
     def is_open(self) -> bool:
         """Whether it is a receive that does not know who sends, or how much."""
         return self.verb is RECV and (self.peer == ANY_RANK or self.partial)
 
     def __str__(self) -> str:
         """Return the call as users know it, such as ``"broadcast(float32 (3,), root=0)"``."""
-        like = self.like
-        about = "" if like is None else array_in_words(self.kind, like.shape)
-        return self.refusal or self.part_of or self._in_words(about)
+        return self.refusal or self.part_of or self._in_words(self.like, False)
 
     @property
     def key(self) -> str:
         """Text that is the same on all ranks where their calls go together."""
         like = None if self.verb is SCATTER else self.like  # who receives may not know more
-        uneven = self.rows is not None and not self.verb.reduces
-        about = ""
-        if like is not None and (self.verb.ragged or uneven):
-            about = f"{self.kind} rows of {like.shape[1:]}"
-        elif like is not None:
-            about = array_in_words(self.kind, like.shape)
-        return self.refusal or f"{self.part_of}\n{self._in_words(about)}"
+        return self.refusal or f"{self.part_of}\n{self._in_words(like, self.is_ragged)}"
 
     @property
     def steps(self) -> str:
         """The call in words, and of which verb it is a step."""
         return self.key.strip("\n").replace("\n", ": ")
 
-    def _in_words(self, about: str) -> str:
+    def _in_words(self, like: Array | None, is_ragged: bool) -> str:
         rows = "" if self.rows is None else str(list(self.rows)) if self.verb.reduces else "..."
-        return in_words(self.verb, about, self.op, self.scale, self.root, self.tag, rows)
+        what = None if like is None else (kind_of(like), like.shape)
+        how = self.op, self.scale + 0.0, self.root, self.tag, rows  # -0.0 and 0.0 are one scale
+        return _in_words(self.verb, what, is_ragged, *how)
+
+
+@functools.lru_cache(maxsize=1024)  # a program calls the same again and again, and waits for this
+def _in_words(
+    verb: Verb, what: tuple[str, tuple[int, ...]] | None, is_ragged: bool, *how: Any
+) -> str:
+    """Return a call of an array of ``what`` kind and shape as it is written."""
+    about = ""
+    if what is not None:
+        kind, shape = what
+        about = f"{kind} rows of {shape[1:]}" if is_ragged else array_in_words(kind, shape)
+    return in_words(verb, about, *how)
 
 
 def in_words(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from flashlight_py.distributed import blas, devices, membership
 from flashlight_py.distributed.backends.single import SingleBackend
@@ -76,8 +76,8 @@ def current_world() -> World:
 
 
 def group_or_world(group: ProcessGroup | None) -> ProcessGroup:
-    """Return ``group``, else the group of the world as it is now."""
-    return current_world().group if group is None else group
+    """Return ``group``, else the group of the world as it is now; see ``membership.of``."""
+    return cast("ProcessGroup", membership.of(group))
 
 
 def set_world(world: World | None) -> None:

@@ -33,10 +33,10 @@ DTYPES = ("float32", "float64")
 
 def test_every_rank_has_the_same_bits_in_every_step(ranks: Any) -> None:
     for case in itertools.product(HOOKS, DTYPES):
-        told = ranks.run(hook_steps.steps, *case, 4, {})
+        reports = ranks.run(hook_steps.steps, *case, 4, {})
         for step in range(4):
-            assert len({flat(results[step]).tobytes() for results, _, _ in told}) == 1, case
-        assert len({nbytes for _, _, nbytes in told}) == 1, case
+            assert len({flat(results[step]).tobytes() for results, _, _ in reports}) == 1, case
+        assert len({nbytes for _, _, nbytes in reports}) == 1, case
 
 
 def test_casting_rounds_each_value_once_and_the_sum_once(ranks: Any) -> None:
@@ -57,9 +57,9 @@ def test_what_was_sent_and_what_is_left_is_the_sum_of_the_gradients(ranks: Any) 
     count = 12
     total = sum(flat(sums(ranks.size, step, "float64")) for step in range(count))
     for name in WITH_FEEDBACK:
-        told = ranks.run(hook_steps.steps, name, "float64", count, {})
-        sent = sum(flat(result) for result in told[0][0])
-        left = sum(residuals(state) for _, state, _ in told)
+        reports = ranks.run(hook_steps.steps, name, "float64", count, {})
+        sent = sum(flat(result) for result in reports[0][0])
+        left = sum(residuals(state) for _, state, _ in reports)
         assert np.linalg.norm(left) > 1, name  # there is something to lose
         np.testing.assert_allclose(sent + left, total, rtol=0, atol=1e-10, err_msg=name)
 
@@ -158,14 +158,14 @@ def test_power_sgd_begins_with_its_start_step(pool: Any) -> None:
 
 def test_bytes_per_step(pool: Any) -> None:
     elements = sum(int(np.prod(shape)) for shape in SHAPES)
-    told = {n: pool(2).run(hook_steps.steps, n, "float32", 2, {})[0][2] for n in HOOKS}
-    assert told["Float16Compression"] == told["Bfloat16Compression"] == 2 * elements
+    reports = {n: pool(2).run(hook_steps.steps, n, "float32", 2, {})[0][2] for n in HOOKS}
+    assert reports["Float16Compression"] == reports["Bfloat16Compression"] == 2 * elements
     kept = sum(-(-int(np.prod(shape)) // 10) for shape in SHAPES)
-    assert told["TopKCompression"] == 8 * kept
+    assert reports["TopKCompression"] == 8 * kept
     matrices = {(60, 40), (16, 75), (30, 50)}
     thin = 2 * sum(rows + columns for rows, columns in matrices)
     rest = elements - sum(rows * columns for rows, columns in matrices)
-    assert told["PowerSGDCompression"] == 4 * (thin + rest)
+    assert reports["PowerSGDCompression"] == 4 * (thin + rest)
 
 
 def not_finite(rank: int, size: int, name: str, value: float) -> tuple[list[float], bool, bool]:
@@ -176,10 +176,10 @@ def not_finite(rank: int, size: int, name: str, value: float) -> tuple[list[floa
         arrays[0][3, 4] = value
         arrays[1][5] = value
     reduce(hook, arrays)
-    told = [float(arrays[0][3, 4]), float(arrays[1][5])]
+    reports = [float(arrays[0][3, 4]), float(arrays[1][5])]
     following = flat(reduce(hook, gradients(rank, 1, "float32")))
     state = [array for array in hook.state_dict().values() if array.dtype.kind == "f"]
-    return told, bool(np.isfinite(following).all()), all(np.isfinite(a).all() for a in state)
+    return reports, bool(np.isfinite(following).all()), all(np.isfinite(a).all() for a in state)
 
 
 def test_what_is_not_finite_is_seen_everywhere_and_forgotten(pool: Any) -> None:

@@ -50,7 +50,8 @@ def test_a_verb_is_a_method_of_groups_too(name: str) -> None:
 
 def test_a_method_knows_its_group_by_itself() -> None:
     group = fl.new_group([0])
-    assert group.scatter([X], 0, None, False, None) is not X  # rows, which stand after the group
+    part = group.scatter([X + 1], 0, None, False, [4])  # rows, which stand after the group
+    assert (part == X + 1).all()
     with pytest.raises(TypeError, match=r"multiple values for .*'group'"):
         group.all_reduce(X, group=group)
 
@@ -90,6 +91,11 @@ def test_ranks_may_differ_in_what_the_table_says() -> None:
     assert same(Call(SCATTER, X[None], root=1), array=None)
     assert same(Call(ALL_TO_ALL, X, rows=[1, 3]), rows=[2, 1], array=X[:3])
     assert not same(Call(REDUCE_SCATTER, X, rows=[1, 3]), rows=[2, 2])
+
+
+def test_a_scale_of_minus_zero_is_zero() -> None:
+    assert same(Call(ALL_REDUCE, X, scale=0.0), scale=-0.0)
+    assert str(Call(REDUCE_SCATTER, X, scale=-0.0)).endswith("scale=0)")
 
 
 def test_a_step_says_of_what() -> None:

@@ -142,7 +142,7 @@ def test_the_mpi_that_is_here() -> None:
 
 @NEEDS_MPI
 @pytest.mark.parametrize(
-    ("cuda", "told"),
+    ("cuda", "words"),
     [
         (None, "it does not say whether it takes CuPy arrays"),
         (True, "takes pointers to it: params={'BACKEND': 'mpi', 'MPI_CUDA_AWARE': 1}"),
@@ -150,14 +150,14 @@ def test_the_mpi_that_is_here() -> None:
     ],
 )
 def test_an_mpi_and_the_memory_of_gpus(
-    monkeypatch: pytest.MonkeyPatch, cuda: bool | None, told: str
+    monkeypatch: pytest.MonkeyPatch, cuda: bool | None, words: str
 ) -> None:
     """Libraries of each kind are not here, so what the other process reports is a constant."""
     answer = dict.fromkeys(("library", "mpi4py", "abi", "standard", "path", "vendor"), "x")
     output = json.dumps({**answer, "threads": False, "cuda": cuda})
     monkeypatch.setattr(mpi, "_output", lambda *command: (output, ""))
     found = {each.what: each for each in mpi.look()}
-    assert found["GPU memory"].detail.startswith(told)
+    assert found["GPU memory"].detail.startswith(words)
     assert found["threads"].state is State.WARNING
 
 
@@ -178,7 +178,7 @@ SPEED = '{"seconds": [1e-6, 1e-3], "ranks": 2, "path": "shm"}'
 
 
 @pytest.mark.parametrize(
-    ("script", "state", "told"),
+    ("script", "state", "words"),
     [
         (f"echo '{SPEED}'; echo '{{a leak}}'", State.OK, "1 us and 1 ms (4.2 GB/s); 2 ranks, shm"),
         (f"echo '{SPEED}' | sed s/2,/1,/", State.FAILED, "1 of 2 ranks have met"),
@@ -186,11 +186,11 @@ SPEED = '{"seconds": [1e-6, 1e-3], "ranks": 2, "path": "shm"}'
         ("true", State.FAILED, "exit code 0: it wrote nothing"),
     ],
 )
-def test_what_the_ranks_of_a_way_wrote(script: str, state: State, told: str) -> None:
+def test_what_the_ranks_of_a_way_wrote(script: str, state: State, words: str) -> None:
     """Of whatever is written, by libraries too, the line of rank 0 is found, or its absence."""
     found = running.tried(running.Way("mpi", 2, starter=("sh", "-c", script)), 10.0)
     assert found.state is state
-    assert found.detail.startswith(told)
+    assert found.detail.startswith(words)
 
 
 FAILS = """
@@ -202,17 +202,19 @@ exit 3
 
 
 @pytest.mark.parametrize(
-    ("way", "timeout", "told"),
+    ("way", "timeout", "words"),
     [
         (running.Way("mpi", 2, starter=("sh", "-c", FAILS)), 10, "exit code 3: OSError: no such"),
         (running.Way("mpi", 2, starter=("sh", "-c", "sleep 99")), 0.1, "has not ended within 0.1"),
         (running.Way("shm", 2, "no"), 30, "exit code 1: flrun: rank"),
     ],
 )
-def test_a_way_that_fails_is_told_by_its_cause(way: running.Way, timeout: float, told: str) -> None:
+def test_a_way_that_fails_is_reported_by_its_cause(
+    way: running.Way, timeout: float, words: str
+) -> None:
     found = running.tried(way, timeout)
     assert (found.what, found.state) == (way.name, State.FAILED)
-    assert found.detail.startswith(told)
+    assert found.detail.startswith(words)
 
 
 def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

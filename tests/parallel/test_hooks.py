@@ -71,9 +71,9 @@ def test_training_ends_near_where_it_ends_without(
     exact, _ = train(0, 1, None, dtype)
     assert exact < 0.03  # of 0.65 at the beginning
     for name in HOOKS:
-        told = ranks.run(train, name, dtype)
-        assert len({bits for _, bits in told}) == 1, name
-        assert told[0][0] < WORSE[name] * exact, name
+        reports = ranks.run(train, name, dtype)
+        assert len({bits for _, bits in reports}) == 1, name
+        assert reports[0][0] < WORSE[name] * exact, name
 
 
 def a_function(rank: int, size: int) -> bool:
@@ -93,10 +93,10 @@ def test_a_function_is_a_hook(pool: Any) -> None:
 
 def when_called(rank: int, size: int, inline_bytes: int) -> list[tuple[int, list[bool]]]:
     """Return, for each bucket, its number and which gradients were there when the hook came."""
-    told = []
+    reports = []
 
     def hook(bucket: Any) -> Any:
-        told.append((bucket.index, [param.grad is not None for param in model.params()]))
+        reports.append((bucket.index, [param.grad is not None for param in model.params()]))
         bucket.inline_bytes = min(bucket.inline_bytes, inline_bytes)
         return bucket.all_reduce(bucket.flat)
 
@@ -116,15 +116,15 @@ def when_called(rank: int, size: int, inline_bytes: int) -> list[tuple[int, list
     backward(expected, rank, size)
     for param, other in zip(model.params(), expected.params(), strict=True):
         assert param.grad.tobytes() == other.grad.tobytes()
-    return told
+    return reports
 
 
 @pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
 def test_a_full_bucket_starts_while_the_pass_goes_on(pool: Any, inline_bytes: int) -> None:
-    for told in pool(2).run(when_called, inline_bytes):
-        assert told[:3] == told[3:]
-        assert [index for index, _ in told[:3]] == [0, 1, 2]
-        first, second, third = (there for _, there in told[:3])
+    for reports in pool(2).run(when_called, inline_bytes):
+        assert reports[:3] == reports[3:]
+        assert [index for index, _ in reports[:3]] == [0, 1, 2]
+        first, second, third = (there for _, there in reports[:3])
         assert first[:2] == [False, False]  # the first layer, which comes last
         assert first[3:] == [True, True, True]
         assert not second[0]
@@ -195,8 +195,8 @@ def unequal(rank: int, size: int, name: str) -> tuple[int, bytes]:
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_ranks_may_run_out_of_batches(pool: Any, name: str) -> None:
-    told = pool(2).run(unequal, name)
-    assert told[0] == told[1]
+    reports = pool(2).run(unequal, name)
+    assert reports[0] == reports[1]
 
 
 def test_arguments() -> None:

@@ -90,10 +90,10 @@ def test_ranks_that_differ_are_told_on_every_rank(pool: Any, changed: dict[str, 
     messages = pool(3).run(differ, changed)
     before = {"n": 10, "seed": 0, "shuffle": True, "drop_last": False}
     (name,) = changed
-    told = f"{name} (rank(s) 0, 2: {before[name]}; rank(s) 1: {changed[name]})"
+    differences = f"{name} (rank(s) 0, 2: {before[name]}; rank(s) 1: {changed[name]})"
     for rank, message in enumerate(messages):
         assert message.startswith(f"rank {rank} of 3: the ranks pass a DistributedSampler ")
-        assert f"arguments: {told}. Pass the same" in message
+        assert f"arguments: {differences}. Pass the same" in message
 
 
 def seed_by_rank(rank: int, size: int) -> str:

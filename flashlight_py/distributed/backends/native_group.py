@@ -300,8 +300,8 @@ class NativeGroup(Backend):
         """End the group, and have the others raise; see ``Backend``."""
         group = self._group
         if group is not None:
-            told = words_of_traceback(self, cause) if isinstance(cause, str) else words_of(cause)
-            self._abort(group, told.encode(errors="replace"))
+            words = words_of_traceback(self, cause) if isinstance(cause, str) else words_of(cause)
+            self._abort(group, words.encode(errors="replace"))
 
     @abc.abstractmethod
     def _abort(self, group: Any, why: bytes) -> None:

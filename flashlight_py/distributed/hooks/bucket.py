@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.group import ProcessGroup
+from flashlight_py.distributed.verbs import ALL_REDUCE
 from flashlight_py.distributed.work import Done, Work
 
 __all__ = ["Bucket", "CommunicationHook", "call_hook", "views"]
@@ -53,7 +54,8 @@ class Bucket:
         """Sum an array of any shape and dtype over the ranks, times ``scale``, in place."""
         if not (blocking or self._pays_inline(array)):
             return self.group.all_reduce(array, self.scale, async_op=True)
-        if self.group.native(1, array, None, "sum", self.scale, 0, 0, False) is not array:
+        done = self.group.native(ALL_REDUCE.code, array, None, "sum", self.scale, 0, 0, False)
+        if done is not array:
             self.group.all_reduce(array, self.scale)
         return Done(array)
 

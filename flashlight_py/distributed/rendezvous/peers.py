@@ -39,10 +39,6 @@ class Peer:
         """Return whether this process is known to be dead; False where that cannot be known."""
         return self._is_of_this_machine() and not self._runs()
 
-    def is_known_alive(self) -> bool:
-        """Return whether this process is known to live; False where that cannot be known."""
-        return self._is_of_this_machine() and self._runs()
-
     def _is_of_this_machine(self) -> bool:
         return bool(self.machine) and self.machine == _machine()
 

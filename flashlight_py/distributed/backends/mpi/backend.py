@@ -22,19 +22,7 @@ from flashlight_py.distributed.backends.mpi.reduction import Reduction
 from flashlight_py.distributed.call import ANY_RANK, Call
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.control import abort
-from flashlight_py.distributed.verbs import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCATTER,
-    SEND,
-    Verb,
-)
+from flashlight_py.distributed.verbs import GATHER, SEND, VERBS, Verb
 from flashlight_py.distributed.work import Done, Then, Work
 from flashlight_py.errors import DistributedError
 
@@ -75,15 +63,7 @@ class MpiBackend(Backend):
         self._movement = Movement(mpi, comms[0], progress)
         self._reduction = Reduction(mpi, comms[0], progress, self._movement)
         self._bodies: dict[Verb, Callable[[Call, list[int]], Steps]] = {
-            ALL_REDUCE: self._all_reduce,
-            REDUCE: self._reduce,
-            REDUCE_SCATTER: self._reduce_scatter,
-            BROADCAST: self._broadcast,
-            ALL_GATHER: self._all_gather,
-            GATHER: self._gather,
-            SCATTER: self._scatter,
-            ALL_TO_ALL: self._all_to_all,
-            BARRIER: self._barrier,
+            verb: getattr(self, f"_{verb.name}") for verb in VERBS if not verb.is_message
         }
         self._guarded = True
         exits.install(mpi, progress.linger)
@@ -102,8 +82,8 @@ class MpiBackend(Backend):
 
     def _checked(self, call: Call, work: Work) -> Work:
         """Return ``work``, which fails at its end if ``out`` has another length than what came."""
-        free = call.verb.ragged or (call.rows is not None and not call.verb.reduces)
-        if call.out is None or not free or (call.verb is GATHER and self.rank != call.root):
+        elsewhere = call.verb is GATHER and self.rank != call.root
+        if call.out is None or not call.is_ragged or elsewhere:
             return work
         room = call.out
 

@@ -38,9 +38,7 @@ class Header:
     @property
     def is_needed(self) -> bool:
         """Whether the verb cannot do without it, also where calls are not compared."""
-        verb = self.call.verb
-        uneven = self.call.rows is not None and not verb.reduces
-        return verb.ragged or uneven or verb in (SCATTER, BARRIER)
+        return self.call.is_ragged or self.call.verb in (SCATTER, BARRIER)
 
     @property
     def digest(self) -> int:

@@ -26,19 +26,7 @@ from flashlight_py.distributed.backends.nccl.work import Led, StreamWork
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.control import abort
-from flashlight_py.distributed.verbs import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCATTER,
-    SEND,
-    Verb,
-)
+from flashlight_py.distributed.verbs import SEND, VERBS, Verb
 from flashlight_py.distributed.work import Done, Then, Work
 from flashlight_py.errors import DistributedError
 
@@ -75,15 +63,7 @@ class NcclBackend(Backend):
         self._stream_handle = self._ffi.cast("cudaStream_t", self._stream.pointer)
         self._flights = Flights()
         self._steps: dict[Verb, Callable[[Call], Work]] = {
-            ALL_REDUCE: self._all_reduce,
-            REDUCE: self._reduce,
-            REDUCE_SCATTER: self._reduce_scatter,
-            BROADCAST: self._broadcast,
-            ALL_GATHER: self._all_gather,
-            GATHER: self._gather,
-            SCATTER: self._scatter,
-            ALL_TO_ALL: self._all_to_all,
-            BARRIER: self._barrier,
+            verb: getattr(self, f"_{verb.name}") for verb in VERBS if not verb.is_message
         }
         self._checks = checks
         self._watchdog = Watchdog(cupy, device, communicator, self._flights, cpu, checks)
