@@ -15,6 +15,12 @@ inline bool first_dimension_is_free(int verb) {
   return verb == FL_ALL_GATHER || verb == FL_GATHER || verb == FL_ALL_TO_ALL_UNEVEN;
 }
 
+// Nothing moves: see FL_COMPARED.
+inline bool is_compared(const fl_signature& call) { return (call.dtype & FL_COMPARED) != 0; }
+
+// Whether those who have called want to know of each other's shapes.
+inline bool shapes_are_wanted(int verb) { return first_dimension_is_free(verb) || verb == FL_SCATTER; }
+
 inline bool same_call(const fl_signature& a, const fl_signature& b) {
   if (a.verb != b.verb || a.root != b.root || a.part_of != b.part_of) return false;
   if (a.ndim == FL_ANY || b.ndim == FL_ANY) return true;

@@ -37,10 +37,15 @@ typedef enum {
    equals no other rank's call, and its site says why. */
 #define FL_ANY -1
 #define FL_REFUSED -2
+/* Added to the dtype of a call that ranks only compare: it has no data, and its itemsize is 0. The
+   handle of a collective in which shapes may differ has every rank's signature. What moves then, another
+   library moves, that of a GPU for example: arrays in its memory are of another kind. */
+#define FL_ON_GPU 32
+#define FL_COMPARED 64
 typedef struct {
   uint64_t sequence; /* calls of this group so far, this one included; filled in by the library */
   int32_t verb;      /* fl_verb */
-  int32_t dtype;     /* fl_dtype */
+  int32_t dtype;     /* fl_dtype, and FL_ON_GPU, FL_COMPARED */
   int32_t op;        /* fl_reduce_op */
   int32_t root;      /* root rank; the tag of send and recv; a digest of the parts of an uneven
                         reduce_scatter */

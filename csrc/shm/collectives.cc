@@ -65,6 +65,7 @@ void Collectives::go_on(double seconds, InterruptCheck interrupt) {
 }
 
 bool Collectives::travels_whole(const fl_signature& mine) const {
+  if (is_compared(mine)) return true;
   if (mine.verb == FL_ALL_TO_ALL_UNEVEN || mine.verb == FL_REDUCE_SCATTER_UNEVEN) return false;
   const size_t parts = mine.verb == FL_SCATTER ? size_ : 1;
   return mine.ndim >= 0 && mine.count * mine.itemsize * parts <= kInlineBytes;
@@ -113,6 +114,7 @@ void Collectives::announce(const fl_signature& mine, const void* data, size_t in
 // Where the data is that does not come with a call, and what all need to choose its way. A rank that
 // does not know the size of the whole tells it in any case.
 void Collectives::announce_large(const fl_signature& mine, const void* data, Call& call) {
+  if (is_compared(mine)) return;
   const bool knows = mine.ndim != FL_ANY && mine.verb != FL_ALL_TO_ALL_UNEVEN;
   size_t bytes = mine.ndim == FL_ANY ? 0 : static_cast<size_t>(mine.count) * mine.itemsize;
   if (mine.verb == FL_SCATTER) bytes *= size_;

@@ -18,16 +18,27 @@ namespace {
 constexpr Patience kNoTime{0, 0}, kLittleTime{100, 0};
 constexpr int kSpins = 1000;
 
+// One of those that are counted, from here to its end.
+class Queued {
+ public:
+  explicit Queued(std::atomic<int>& count) : count_(count) {
+    count_.fetch_add(1, std::memory_order_acq_rel);
+  }
+  ~Queued() { count_.fetch_sub(1, std::memory_order_acq_rel); }
+  Queued(const Queued&) = delete;
+
+ private:
+  std::atomic<int>& count_;
+};
+
 }  // namespace
 
 std::shared_ptr<Operation> ShmGroup::make_collective(const fl_signature& signature, void* data,
                                                      void* output, double seconds,
                                                      const fl_site& site, bool is_begun) {
-  return lanes_->make(seconds, [=](Operation& operation) {
-    const struct Leave {
-      std::atomic<int>& queued;
-      ~Leave() { queued.fetch_sub(1, std::memory_order_acq_rel); }
-    } leave{queued_};
+  // It counts until it has ended for those who look as well: finish() lets go of what it runs.
+  const auto queued = std::make_shared<Queued>(queued_);
+  return lanes_->make(seconds, [=, queued = queued](Operation& operation) {
     const Running running(*this, nullptr);
     if (is_begun) {
       is_begun_ = false;
@@ -52,7 +63,6 @@ ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void*
   Result result;
   if (begin_small(signature, data, output, seconds, site, result)) return result;
   result = make_collective(signature, data, output, seconds, site, false);
-  queued_.fetch_add(1, std::memory_order_acq_rel);
   lanes_->submit(kCollectives, result);
   return result;
 }
@@ -76,9 +86,8 @@ bool ShmGroup::begin_small(const fl_signature& s, void* data, void* output, doub
       return true;
     }
     is_begun_ = true;
-    queued_.fetch_add(1, std::memory_order_acq_rel);
+    begun_ = result = make_collective(s, data, output, seconds, site, true);
   }
-  begun_ = result = make_collective(s, data, output, seconds, site, true);
   begun_->helper = this;
   try {
     ticker_.wind();

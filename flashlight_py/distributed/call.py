@@ -66,6 +66,10 @@ class Call:
         patience: of a receive, in seconds: it ends without a message after them, with None;
             negative: no limit.
         received: where the rows go that each rank has sent here, at the end at the latest.
+        compared: nothing moves: the ranks only compare what they call, for a library that does not
+            do so itself, and that may be given arrays of a GPU. The result of a verb in which
+            shapes may differ is every rank's first dimension, of a scatter the dtype and shape of a
+            part, as the root has it, else None.
         refusal: why this rank does not make the call, in words: it takes part all the same, so that
             the others raise ``MismatchError``. Nothing moves then, and nothing is to be waited for.
     """
@@ -85,6 +89,7 @@ class Call:
     partial: bool = False
     patience: float = -1.0
     received: list[int] | None = None
+    compared: bool = False
     refusal: str = ""
 
     @property

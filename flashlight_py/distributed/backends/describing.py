@@ -38,11 +38,24 @@ class Describer(threading.local):
         """Write the call of ``verb`` with ``array`` into the signature."""
         if self._native is not None:
             self._native.describe(self._place, array, verb, dtype, op, scale, root)
-            return
-        signature, shape = self.signature, array.shape
+        else:
+            self.outline(array.shape, array.itemsize, verb, dtype, op, scale, root)
+
+    def outline(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        verb: int,
+        dtype: int,
+        op: int,
+        scale: float,
+        root: int,
+    ) -> None:
+        """Write the call of ``verb`` with an array of ``shape`` into the signature."""
+        signature = self.signature
         signature.verb, signature.dtype, signature.op = verb, dtype, op
         signature.scale, signature.root = scale, root
-        signature.itemsize, signature.count = array.itemsize, math.prod(shape)
+        signature.itemsize, signature.count = itemsize, math.prod(shape)
         signature.ndim = len(shape)
         for d, extent in enumerate(_folded(shape)):
             signature.shape[d] = extent

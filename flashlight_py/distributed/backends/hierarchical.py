@@ -26,7 +26,7 @@ from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.call_site import Place, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.control.wording import names
-from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, BROADCAST, REDUCE
+from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, BROADCAST, REDUCE, SCATTER
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import (
     CollectiveTimeoutError,
@@ -99,11 +99,6 @@ class HierarchicalBackend(HierarchicalMessages):
             BROADCAST: self._broadcast,
             REDUCE: self._reduce,
         }
-        self._steps = {
-            ALL_REDUCE: self._all_reduce,
-            BROADCAST: self._broadcast,
-            REDUCE: self._reduce,
-        }
         self._thread: ThreadPoolExecutor | None = None
         self._searches = Searches()
         self._running: list[FutureWork] = []
@@ -117,7 +112,14 @@ class HierarchicalBackend(HierarchicalMessages):
         run: Callable[[Call], Any] = self._steps.get(call.verb, self._flatly)
         if call.verb is BARRIER and self._agreement is not None:
             run = _nothing  # to agree on it is to have arrived
+        if call.compared:
+            run = self._compare
         return self._start(call, lambda: run(call))
+
+    def _compare(self, call: Call) -> Any:
+        """Find out what else is asked for: that all call the same is agreed upon before."""
+        wanted = call.is_ragged or call.verb is SCATTER
+        return self._flatly(call) if wanted or self._agreement is None else None
 
     def _all_reduce(self, call: Call) -> Array:
         """Reduce inside the hosts, between them, and share."""

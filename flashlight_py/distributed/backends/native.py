@@ -15,7 +15,13 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.arrays import require_length
 from flashlight_py.distributed.backends.interrupts import raise_interruption
 from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES, NativeGroup
-from flashlight_py.distributed.backends.native_work import GATHERED, SCATTERED, NativeWork, Received
+from flashlight_py.distributed.backends.native_work import (
+    COMPARED,
+    GATHERED,
+    SCATTERED,
+    NativeWork,
+    Received,
+)
 from flashlight_py.distributed.call import Call, Matched
 from flashlight_py.distributed.verbs import ALL_GATHER, GATHER, SCATTER
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -33,11 +39,23 @@ class NativeBackend(NativeGroup):
             return Done()
         if call.is_open:
             return self._receive_open(call)
+        if call.compared:
+            return self._compare(call)
         form = self._reduce_sections if call.verb.reduces else self._swap_sections
         if call.rows is None:
             forms = {ALL_GATHER: self._gather, GATHER: self._gather, SCATTER: self._scatter}
             form = forms.get(call.verb, self._plain)
         return form(call)
+
+    def _compare(self, call: Call) -> Work:
+        """Start comparing what ranks call; see ``Call.compared``."""
+        rows = call.rows if call.verb.reduces else None
+        root = None if rows is None else _digest(self._table(rows))
+        return self._launch(call, like=call.like, root=root, result=COMPARED)
+
+    def _table(self, rows: Sequence[int]) -> Array:
+        """Return ``rows`` as what each rank (first index) has for each."""
+        return np.tile(np.array(rows, np.int64), (self.size, 1))
 
     def _plain(self, call: Call) -> Work:
         """Start a verb that works in place, or whose result has a size that is known here."""
@@ -68,7 +86,7 @@ class NativeBackend(NativeGroup):
     def _reduce_sections(self, call: Call) -> Work:
         """Start a reduce_scatter of unequal parts; ranks compare a digest of them."""
         assert call.rows is not None
-        table = np.tile(np.array(call.rows, np.int64), (self.size, 1))
+        table = self._table(call.rows)
         part = self._result(call, (call.rows[self.rank], *call.array.shape[1:]))
         sections = self._sections(call.array, table)
         return self._launch(call, root=_digest(table), output=part, result=part, **sections)
@@ -124,7 +142,8 @@ class NativeBackend(NativeGroup):
             for room, call in zip(together, calls, strict=True):
                 self._describe(call, call.array, call.verb.code, call.tag)
                 room.signature = self._next.signature[0]
-                room.data, room.peer = self._pointer(call.array), call.peer
+                room.data = self._pointer(None if call.compared else call.array)
+                room.peer = call.peer
                 room.site = self._here()[0]
             seconds, blocking = self._seconds(calls[0]), calls[0].blocking
             self._exchange(group, together, results, seconds, blocking)

@@ -39,14 +39,16 @@ def call_in_words(lib: Any, signature: Any) -> str:
     if signature.verb == verb.uneven:  # of a reduction a number that is equal where the rows are
         rows = f"#{root:x}" if verb.reduces else "..."
     known = verb is not BARRIER and signature.ndim != lib.FL_ANY
-    about = _array(signature) if known else ""
+    about = _array(lib, signature) if known else ""
     return in_words(verb, about, ReduceOp(signature.op), signature.scale, root, root, rows)
 
 
-def _array(signature: Any) -> str:
+def _array(lib: Any, signature: Any) -> str:
     extents = [str(signature.shape[d]) for d in range(min(signature.ndim, _SHAPE))]
     if signature.ndim > _SHAPE:
         # In its place is a hash of what follows: it shows that shapes differ there.
         folded = signature.shape[_SHAPE - 1] & 0xFFFFFFFF
         extents[-1] = f"... #{folded:x}, {signature.ndim} dimensions"
-    return array_in_words(DTYPES[signature.dtype], extents)
+    code = signature.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
+    where = "cupy " if signature.dtype & lib.FL_ON_GPU else ""
+    return array_in_words(f"{where}{DTYPES[code]}", extents)

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from flashlight_py import _native
-from flashlight_py.device import Array
+from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed import open_groups
 from flashlight_py.distributed.arrays import dtype_code
 from flashlight_py.distributed.backend import Backend
@@ -18,6 +18,7 @@ from flashlight_py.distributed.backends.describing import Describer
 from flashlight_py.distributed.backends.interrupts import SITE_BYTES, raise_interruption
 from flashlight_py.distributed.backends.native_errors import words_of, words_of_traceback
 from flashlight_py.distributed.backends.native_work import (
+    COMPARED,
     GATHERED,
     SCATTERED,
     NativeWork,
@@ -219,6 +220,8 @@ class NativeGroup(Backend):
         if root is None:
             root = call.tag if verb.is_message else call.root
         result = array if result is _ARRAY else result
+        if call.compared:
+            data = self.ffi.NULL
         source = self._pointer(array) if data is None else data
         target = self._pointer(output) if room is None else room
         code = verb.code if call.rows is None else verb.uneven
@@ -229,7 +232,7 @@ class NativeGroup(Backend):
         finally:
             self._callers.threads.discard(thread)
         if handle == self.ffi.NULL:
-            return Done(output if result is GATHERED else result)
+            return Done(output if result is GATHERED else None if result is COMPARED else result)
         received = Received(call.name, result, array, output, root)
         work = NativeWork(self, call.name, handle, (array, output, room, keep), received, seconds)
         self._track(work)
@@ -263,13 +266,18 @@ class NativeGroup(Backend):
     def _describe(self, call: Call, like: Array | None, code: int, root: int) -> None:
         """Write the call into this thread's signature."""
         signature = self._next.signature
-        if like is not None:
+        if like is not None and call.compared:
+            dtype = dtype_code(call.name, like.dtype) | self.lib.FL_COMPARED
+            dtype |= is_cupy(like) * self.lib.FL_ON_GPU
+            self._next.outline(like.shape, 0, code, dtype, call.op, call.scale, root)
+        elif like is not None:
             dtype = dtype_code(call.name, like.dtype)
             self._next.describe(like, code, dtype, call.op, call.scale, root)
         else:
             signature.verb, signature.op, signature.scale = code, call.op, call.scale
             signature.root = root
-            signature.dtype = signature.itemsize = signature.count = 0
+            signature.dtype = call.compared * self.lib.FL_COMPARED
+            signature.itemsize = signature.count = 0
             signature.ndim = self.lib.FL_ANY if call.verb is SCATTER else 0
         signature.part_of = _STEPS[call.part_of]
 

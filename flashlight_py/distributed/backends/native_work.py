@@ -11,19 +11,28 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.arrays import dtype_of_code, require_length
 from flashlight_py.distributed.backends.native_errors import failure
 from flashlight_py.distributed.recorder import journal
+from flashlight_py.distributed.verbs import SCATTER, VERBS
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.native_group import NativeGroup
 
-__all__ = ["GATHERED", "NOTHING", "SCATTERED", "NativeWork", "Received", "StartedWork"]
+__all__ = ["COMPARED", "GATHERED", "NOTHING", "SCATTERED", "NativeWork", "Received", "StartedWork"]
 
 # How long a wait stays inside the library: signal handlers (Ctrl-C) run in between.
 _SLICE_SECONDS = 0.1
 
 # In the place of a result: it is what the library received, the rows of all ranks or one part.
 GATHERED, SCATTERED = object(), object()
+# It is what the ranks have found when they compared their calls; of these verbs they want to know.
+COMPARED = object()
+_WITH_SHAPES = {
+    code
+    for verb in VERBS
+    for code, wanted in ((verb.code, verb.ragged or verb is SCATTER), (verb.uneven, verb.cuts))
+    if wanted and not verb.reduces
+}
 
 
 class Received:
@@ -48,7 +57,20 @@ class Received:
             self._result = self._gathered(backend, handle)
         elif self._result is SCATTERED:
             self._result = self._scattered(backend, handle)
+        elif self._result is COMPARED:
+            self._result = self._compared(backend, handle)
         return self._result
+
+    def _compared(self, backend: NativeGroup, handle: Any) -> Any:
+        """Return what ``Call.compared`` asks for."""
+        lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
+        if signatures == backend.ffi.NULL or signatures[backend.rank].verb not in _WITH_SHAPES:
+            return None
+        if signatures[backend.rank].verb != SCATTER.code:
+            return [signatures[rank].shape[0] for rank in range(backend.size)]
+        told = signatures[self._root]
+        code = told.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
+        return dtype_of_code(code), tuple(told.shape[d] for d in range(told.ndim))
 
     def _gathered(self, backend: NativeGroup, handle: Any) -> Array:
         """Return the rows of all ranks: ``out``, if the library has filled it, or a new array."""

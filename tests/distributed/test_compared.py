@@ -1,0 +1,126 @@
+"""Calls that ranks only compare (``Call.compared``), for a library that does not do so itself."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from flashlight_py.distributed.call import Call, Matched
+from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.verbs import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    RECV,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    SEND,
+)
+from flashlight_py.distributed.world import current_world
+from flashlight_py.errors import MismatchError
+from tests.distributed.conformance import ranks_in
+
+ranks = ranks_in(("shm", 4), ("gloo", 3), ("hierarchical", 4))
+
+
+class OfGpu(SimpleNamespace):
+    """Stands for a CuPy array: there is nothing of it but its dtype and shape."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    def __getitem__(self, rows: slice) -> OfGpu:
+        return of_gpu(rows.stop, *self.shape[1:], dtype=self.dtype)
+
+
+def of_gpu(*shape: int, dtype: Any = np.float32) -> Any:
+    return OfGpu(dtype=np.dtype(dtype), shape=shape, ndim=len(shape))
+
+
+def compare(call: Call, blocking: bool) -> Any:
+    backend = current_world().group.backend()
+    return backend.start(replace(call, compared=True, blocking=blocking)).wait()
+
+
+@contextlib.contextmanager
+def stand_in() -> Iterator[None]:
+    """Let ``OfGpu`` be what ``cupy.ndarray`` is."""
+    with mock.patch.dict(sys.modules, cupy=SimpleNamespace(ndarray=OfGpu)):
+        yield
+
+
+@stand_in()
+def every_verb(rank: int, size: int, blocking: bool) -> None:
+    x = of_gpu(2 * size, 3)
+    rows = [1] * (size - 1) + [size + 1]
+    for call in (
+        Call(ALL_REDUCE, x, ReduceOp.MAX),
+        Call(REDUCE, x, root=1),
+        Call(BROADCAST, x),
+        Call(REDUCE_SCATTER, x, scale=0.5),
+        Call(REDUCE_SCATTER, x, rows=rows),
+        Call(ALL_TO_ALL, x),
+        Call(BARRIER),
+    ):
+        assert compare(call, blocking) is None, call
+    lengths = [r + 1 for r in range(size)]
+    for call in (
+        Call(ALL_GATHER, of_gpu(rank + 1, 3)),
+        Call(GATHER, of_gpu(rank + 1, 3), root=1),
+        Call(ALL_TO_ALL, of_gpu(rank + 1, 3), rows=[rank + 1] + [0] * (size - 1)),
+    ):
+        assert compare(call, blocking) == lengths, call
+    parts = [of_gpu(5, dtype=np.int16)] * size if rank == 1 else None
+    assert compare(Call(SCATTER, parts, root=1), blocking) == (np.dtype(np.int16), (5,))
+    after, before = (rank + 1) % size, (rank - 1) % size
+    backend = current_world().group.backend()
+    calls = [Call(SEND, x, peer=after, tag=3), Call(RECV, x, peer=before, tag=3)]
+    backend.start_many([replace(c, compared=True, blocking=blocking) for c in calls]).wait()
+    send = Call(SEND, x[: rank + 1], peer=after, compared=True, blocking=False)
+    sent = backend.start(send)
+    got = compare(Call(RECV, x, peer=before, partial=True), blocking=True)
+    assert got == Matched(before, before + 1)
+    sent.wait()
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_nothing_moves_and_shapes_are_known(ranks: Any, blocking: bool) -> None:
+    ranks.run(every_verb, blocking)
+
+
+@stand_in()
+def differ(rank: int, size: int) -> list[str]:
+    x, messages = of_gpu(4, 3), []
+    for theirs in (
+        Call(ALL_REDUCE, of_gpu(4, 2)),
+        Call(ALL_REDUCE, np.zeros((4, 3), np.float32)),
+        Call(ALL_REDUCE, x, ReduceOp.MAX),
+        Call(BROADCAST, x),
+    ):
+        with pytest.raises(MismatchError) as caught:
+            compare(Call(ALL_REDUCE, x) if rank == 0 else theirs, blocking=True)
+        messages.append(str(caught.value))
+        compare(Call(ALL_REDUCE, x), blocking=True)  # the group lives on
+    return messages
+
+
+def test_every_rank_raises_what_was_called(ranks: Any) -> None:
+    for messages in ranks.run(differ):
+        for message in messages:
+            assert "rank 0 called all_reduce(cupy float32 (4, 3)" in message
+        assert "all_reduce(cupy float32 (4, 2)" in messages[0]
+        assert "called all_reduce(float32 (4, 3)" in messages[1]
+        assert "op=max" in messages[2]
+        assert "broadcast(cupy float32 (4, 3), root=0)" in messages[3]
