@@ -64,7 +64,9 @@ class Outcome:
         if self.kind == "exited":
             how = self.signal.name if self.signal else f"exit code {self.exit_code}"
             return f"its process ended ({how})"
-        return "returned" if self.ok else "did not answer before the deadline and was killed"
+        if self.ok:
+            return "returned"
+        return " ".join(["did not answer before the deadline and was killed", self.message])
 
     def report(self) -> str:
         parts = [f"--- rank {self.rank}: {self.describe()}", self.traceback.rstrip()]
@@ -191,6 +193,9 @@ class World:
         channel, _ = door.accept()
         link = Connection(channel.detach())
         rank, pid, groups = link.recv()
+        if rank in self._links:
+            known = self._rank_pids[rank]
+            raise RuntimeError(f"processes {known} and {pid} both say that they are rank {rank}")
         self._links[rank], self._rank_pids[rank] = link, pid
         self._groups |= groups
         return True
@@ -253,7 +258,8 @@ class World:
         return Outcome(rank, "exited", exit_code=code, stderr=self._tail(rank))
 
     def _stuck(self, rank: int) -> Outcome:
-        return Outcome(rank, "stuck", stderr=self._tail(rank))
+        connected = "" if rank in self._links else "it never connected to the harness"
+        return Outcome(rank, "stuck", message=connected, stderr=self._tail(rank))
 
     def _starter(self, rank: int) -> Starter:
         return self._starters[0 if self._init == "mpi" else rank]
