@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 
 from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.agreement import between_hosts
 from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.backends.single import SingleBackend
+from flashlight_py.distributed.control.agreement import between_hosts
 from flashlight_py.distributed.devices import DeviceRule
 from flashlight_py.distributed.hosts import address_to_bind, host_identity
-from flashlight_py.distributed.process_info import exchange_process_info
 from flashlight_py.distributed.rendezvous.store import Store, SubStore
 from flashlight_py.distributed.settings import Settings
-from flashlight_py.distributed.topology import ranks_by_memory
+from flashlight_py.distributed.topology import exchange_process_info, ranks_by_memory
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
 __all__ = ["Connection", "connect", "gpu_joiner"]

@@ -1,19 +1,47 @@
-"""Which ranks share memory: found by trying, since names lie about it in containers."""
+"""Which process each rank is, and which ranks share memory.
+
+That is found by trying, since names lie about it in containers.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
+import socket
 from collections.abc import Sequence
 
 from flashlight_py import _native
+from flashlight_py.distributed.control.wording import names
 from flashlight_py.distributed.hosts import host_identity
-from flashlight_py.distributed.memory_file import MemoryFile, needs_names, open_memory
+from flashlight_py.distributed.memory_file import (
+    MemoryFile,
+    needs_names,
+    open_memory,
+    process_space,
+)
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.errors import BackendUnavailableError
+from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
-__all__ = ["groups_of", "ranks_by_memory"]
+__all__ = ["exchange_process_info", "groups_of", "ranks_by_memory"]
+
+
+def exchange_process_info(store: Store, checks: bool) -> None:
+    """Have the ranks of ``store`` know each other's host and process. Collective, blocking.
+
+    Raises:
+        UnavailableEverywhereError: ranks differ in ``checks``, whether to compare their calls.
+    """
+    mine = [f"process {os.getpid()} on {socket.gethostname()}", process_space(), checks]
+    cards = [json.loads(card) for card in store.exchange(json.dumps(mine).encode())]
+    without = [rank for rank, (_, _, checked) in enumerate(cards) if not checked]
+    if 0 < len(without) < store.size:
+        raise UnavailableEverywhereError(
+            f"rank {store.rank} of {store.size}: FLASHLIGHT_CHECKS is 0 on {names(without)}, and "
+            "not on the others; set it on all ranks, or on none"
+        )
+    store.processes = [str(who) for who, _, _ in cards]
+    store.spaces = [str(space) for _, space, _ in cards]
 
 
 def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:

@@ -17,14 +17,16 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.agreement import Agreement, between_hosts
 from flashlight_py.distributed.backends.callers import Callers
-from flashlight_py.distributed.backends.hierarchical_messages import HierarchicalMessages
-from flashlight_py.distributed.backends.hierarchical_search import Searches
-from flashlight_py.distributed.backends.hierarchical_work import FutureWork
+from flashlight_py.distributed.backends.hierarchical_messages import (
+    FutureWork,
+    HierarchicalMessages,
+    Searches,
+)
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.call_site import Place, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
+from flashlight_py.distributed.control.agreement import Agreement, between_hosts
 from flashlight_py.distributed.control.wording import names
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, BROADCAST, REDUCE, SCATTER
 from flashlight_py.distributed.work import Done, Work

@@ -1,20 +1,33 @@
-"""Messages between the ranks of several hosts: through memory inside a host, else between hosts."""
+"""What a hierarchical backend runs beside its collectives: messages, and Works of its threads.
+
+A message travels through memory inside a host, else between hosts; a receive from any rank looks at
+both ways in turn.
+"""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
+from typing import Any
 
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
-from flashlight_py.distributed.backends.hierarchical_search import AnyRank, Searches
-from flashlight_py.distributed.backends.hierarchical_work import GuardedWork
-from flashlight_py.distributed.call import ANY_RANK, Call
+from flashlight_py.distributed.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.work import Done, Then, Work
-from flashlight_py.errors import DistributedError
+from flashlight_py.errors import CollectiveTimeoutError, DistributedError, MismatchError
 
-__all__ = ["HierarchicalMessages"]
+__all__ = ["FutureWork", "HierarchicalMessages", "Searches"]
+
+# How long one way is waited on before the other is looked at: nothing waits for both.
+_SLICE_SECONDS = 0.001
+
+# How long a group that is closed waits for its receives, which end sooner.
+_LEAVING_SECONDS = 0.5
 
 
 class HierarchicalMessages(Backend):
@@ -36,7 +49,7 @@ class HierarchicalMessages(Backend):
         """Start a message: through memory inside the host, else between hosts; see ``Backend``."""
         self._callers.check("refuse" if call.refusal else call.name)
         if call.peer == ANY_RANK:
-            search = AnyRank(self, self._ways(), call)
+            search = _AnyRank(self, self._ways(), call)
             patience = call.patience
             return (
                 Done(search.run(patience))
@@ -44,7 +57,7 @@ class HierarchicalMessages(Backend):
                 else self._searches.start(call.tag, search.run)
             )
         backend, peer = self._way_to(call.peer)
-        work = GuardedWork(backend.start(replace(call, peer=peer)), self)
+        work = _GuardedWork(backend.start(replace(call, peer=peer)), self)
         if not call.is_open:
             return work
         return Then(work, lambda found: found and found._replace(source=call.peer))
@@ -58,3 +71,154 @@ class HierarchicalMessages(Backend):
     def _way_to(self, rank: int) -> tuple[Backend, int]:
         host = self._hosts[self._host_of[self.rank]]
         return (self._inside, host.index(rank)) if rank in host else (self._flat, rank)
+
+
+class FutureWork(Work):
+    """An operation on the thread of a hierarchical backend."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+        self.failure_told = False
+        self._end_time: float | None = None
+        future.add_done_callback(self._note_end)
+
+    def _note_end(self, _: Future[Any]) -> None:
+        self._end_time = time.monotonic()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait up to ``timeout`` seconds; see ``Work``."""
+        try:
+            return self._future.result(timeout)
+        except FutureTimeout as error:
+            if self._future.done():
+                self.failure_told = True
+                raise  # the operation's own timeout
+            raise CollectiveTimeoutError(
+                f"still running after wait(timeout={timeout}) seconds; it goes on"
+            ) from error
+        except DistributedError:
+            self.failure_told = True
+            raise
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended."""
+        return self._future.done()
+
+    def end_time(self) -> float | None:
+        """Return when it ended, if it has; see ``Work``."""
+        return self._end_time
+
+
+class _GuardedWork(Work):
+    """A message; what breaks the backend that carries it ends the others as well."""
+
+    def __init__(self, work: Work, owner: HierarchicalMessages) -> None:
+        self._work, self._owner = work, owner
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait up to ``timeout`` seconds; see ``Work``."""
+        try:
+            return self._work.wait(timeout)
+        except DistributedError as error:
+            group_lives = isinstance(error, MismatchError) and error.group_lives
+            if self._work.is_completed() and not group_lives:
+                self._owner.end(error)
+            raise
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended."""
+        return self._work.is_completed()
+
+    def end_time(self) -> float | None:
+        """Return when it ended, if it has; see ``Work``."""
+        return self._work.end_time()
+
+
+class _AnyRank:
+    """``call``, a receive of what any rank sends by one of ``ways``.
+
+    Each of these is a backend and the ranks that its ranks are to ``owner``.
+    """
+
+    def __init__(
+        self,
+        owner: HierarchicalMessages,
+        ways: Sequence[tuple[Backend, Sequence[int]]],
+        call: Call,
+    ) -> None:
+        self._owner, self._ways, self._call = owner, ways, call
+
+    def run(self, patience: float = -1.0) -> Matched | None:
+        """Receive; None where nothing has arrived within ``patience`` seconds, if not negative."""
+        began = time.monotonic()
+        while True:
+            for backend, ranks in self._ways:
+                found = self._look(backend, patience=_SLICE_SECONDS)
+                if found is not None:
+                    return found._replace(source=ranks[found.source])
+            waited = time.monotonic() - began
+            if 0 <= patience <= waited:
+                return None
+            if waited >= self._owner.timeout:
+                backend, ranks = self._ways[-1]  # which knows what is sent instead, and raises it
+                found = self._look(backend, seconds=_SLICE_SECONDS)
+                if found is not None:
+                    return found._replace(source=ranks[found.source])
+
+    def _look(self, backend: Backend, **how: Any) -> Matched | None:
+        work = backend.start(replace(self._call, blocking=True, **how))
+        found: Matched | None = _GuardedWork(work, self._owner).wait()
+        return found
+
+
+class Searches:
+    """Receives that run on threads of their own, those of one tag one after the other."""
+
+    def __init__(self) -> None:
+        self._all: list[tuple[int, threading.Thread, FutureWork]] = []  # by tag, as they began
+        self._starting = threading.RLock()  # signal handlers run on the thread that holds it
+
+    def start(self, tag: int, run: Callable[[], Matched | None]) -> FutureWork:
+        """Begin ``run`` when those before it under ``tag`` have ended."""
+        future: Future[Matched | None] = Future()
+        work = FutureWork(future)
+        with self._starting:
+            self._all = [one for one in self._all if one[1].is_alive()]
+            before = next((one[1] for one in reversed(self._all) if one[0] == tag), None)
+            thread = threading.Thread(
+                target=_run_after,
+                args=(before, run, future),
+                name="flashlight_py receive",
+                daemon=True,
+            )
+            thread.start()
+            self._all.append((tag, thread, work))
+        return work
+
+    def running(self) -> list[FutureWork]:
+        """Return those that have not ended."""
+        return [work for _, _, work in list(self._all) if not work.is_completed()]
+
+    def join(self) -> None:
+        """Wait until none runs: whatever they wait for has been closed.
+
+        For half a second at most: in a signal handler they may need what the thread holds that it
+        has interrupted, and end when that goes on.
+        """
+        end = time.monotonic() + _LEAVING_SECONDS
+        for _, thread, _ in list(self._all):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, end - time.monotonic()))
+
+
+def _run_after(
+    before: threading.Thread | None,
+    run: Callable[[], Matched | None],
+    future: Future[Matched | None],
+) -> None:
+    if before is not None:
+        before.join()
+    try:
+        future.set_result(run())
+    except BaseException as error:  # noqa: BLE001  (whoever waits raises it)
+        future.set_exception(error)

@@ -6,8 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flashlight_py.distributed.backends.elsewhere import waits_elsewhere
-from flashlight_py.distributed.backends.native_calls import call_in_words, number_in_words
+from flashlight_py.distributed.arrays import DTYPES
+from flashlight_py.distributed.call import COMPOSED, array_in_words, in_words
+from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.control.wording import (
     UNUSABLE,
     did_not_join,
@@ -17,6 +19,7 @@ from flashlight_py.distributed.control.wording import (
     raised,
     who_that_was,
 )
+from flashlight_py.distributed.verbs import BARRIER, VERBS
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -28,11 +31,13 @@ from flashlight_py.errors import (
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.native_group import NativeGroup
 
-__all__ = ["failure", "words_of", "words_of_traceback"]
+__all__ = ["call_in_words", "failure", "words_of", "words_of_traceback"]
 
 _MAX_MISSING = 64
 # What words for others begin with: the class of error that they are.
 _LOST, _LATE = "P", "T"
+_VERBS = {code: verb for verb in VERBS for code in (verb.code, verb.uneven) if code}
+_SHAPE = 8  # dimensions that a signature has room for
 
 
 def failure(
@@ -163,3 +168,68 @@ def _last_calls(backend: NativeGroup, handle: Any, missing: Sequence[int], numbe
             last = _call_and_site(backend, handle, theirs, rank)
             told.append(f"{who} last joined call {theirs.sequence - extra}, {last}, {ago}")
     return f"{'; '.join(told)}. "
+
+
+def waits_elsewhere(backend: NativeGroup, missing: Sequence[int]) -> str:
+    """Say what ranks that are ``missing`` here have called in other groups, for this rank too.
+
+    Empty where none has. Ranks of two groups are the same where their processes are.
+    """
+    found = [(rank, _call_elsewhere(backend, rank)) for rank in missing]
+    called = [f"rank {backend.numbers[rank]} called {call}" for rank, call in found if call]
+    silent = [backend.numbers[rank] for rank, call in found if not call]
+    if called and silent:
+        called.append(f"{names(silent)} called neither")
+    return "; ".join(called)
+
+
+def _call_elsewhere(backend: NativeGroup, rank: int) -> str:
+    for other in abort.open_backends():
+        call_ahead = getattr(other, "call_ahead", None)
+        if other is backend or call_ahead is None or rank >= len(backend.processes):
+            continue
+        if other.team is not None and other.team is backend.team:
+            continue  # parts of one group, in which a rank goes from one to the other
+        there = [r for r, who in enumerate(other.processes) if who == backend.processes[rank]]
+        call = call_ahead(there[0]) if there else ""
+        if call:
+            return f"{call} as rank {there[0]} of a group of {other.size}"
+    return ""
+
+
+def number_in_words(
+    lib: Any, signatures: Any, known: Sequence[int], numbers: Sequence[int], call: int
+) -> str:
+    """Say which message it was, or which call: ``call``, if that is not 0."""
+    number = max(signatures[rank].sequence for rank in known)
+    for sender in known:
+        if signatures[sender].verb == lib.FL_SEND:
+            receiver = next(rank for rank in known if rank != sender)
+            return f"message {number} from rank {numbers[sender]} to rank {numbers[receiver]}"
+    return f"call {call or number} of this group"
+
+
+def call_in_words(lib: Any, signature: Any) -> str:
+    """Write a signature as the call that it stands for."""
+    if signature.ndim == lib.FL_REFUSED:
+        return "something, and refused its arguments"
+    if signature.part_of:
+        return COMPOSED[signature.part_of - 1]
+    verb, root = _VERBS[signature.verb], signature.root
+    rows = ""
+    if signature.verb == verb.uneven:  # of a reduction a number that is equal where the rows are
+        rows = f"#{root:x}" if verb.reduces else "..."
+    known = verb is not BARRIER and signature.ndim != lib.FL_ANY
+    about = _array(lib, signature) if known else ""
+    return in_words(verb, about, ReduceOp(signature.op), signature.scale, root, root, rows)
+
+
+def _array(lib: Any, signature: Any) -> str:
+    extents = [str(signature.shape[d]) for d in range(min(signature.ndim, _SHAPE))]
+    if signature.ndim > _SHAPE:
+        # In its place is a hash of what follows: it shows that shapes differ there.
+        folded = signature.shape[_SHAPE - 1] & 0xFFFFFFFF
+        extents[-1] = f"... #{folded:x}, {signature.ndim} dimensions"
+    code = signature.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
+    where = "cupy " if signature.dtype & lib.FL_ON_GPU else ""
+    return array_in_words(f"{where}{DTYPES[code]}", extents)

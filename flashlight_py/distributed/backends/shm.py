@@ -23,7 +23,7 @@ from flashlight_py.distributed.backends.interrupts import (
     raise_interruption,
 )
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
-from flashlight_py.distributed.backends.native_calls import call_in_words
+from flashlight_py.distributed.backends.native_errors import call_in_words
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.exchange import BackendStore, Steps
 from flashlight_py.distributed.memory_file import DIRECTORY, MemoryFile, needs_names

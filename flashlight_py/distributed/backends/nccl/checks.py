@@ -28,9 +28,8 @@ from flashlight_py.distributed.control.wording import (
 )
 from flashlight_py.distributed.exchange import BackendStore
 from flashlight_py.distributed.memory_file import needs_names
-from flashlight_py.distributed.process_info import exchange_process_info
 from flashlight_py.distributed.rendezvous.store import Store, SubStore
-from flashlight_py.distributed.topology import ranks_by_memory
+from flashlight_py.distributed.topology import exchange_process_info, ranks_by_memory
 from flashlight_py.errors import (
     BackendUnavailableError,
     DistributedError,
