@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,8 @@ from flashlight_py.distributed.work import Work
 
 __all__ = ["BackendStore", "Frame", "Steps", "broadcast_frame", "exchange_bytes", "exchange_frames"]
 
-_HEAD_BYTES = 16
+_HEAD = struct.Struct("=q?7x")  # the length of what is framed, and whether it is a problem
+_HEAD_BYTES = _HEAD.size
 # What is not longer travels with its head, in one collective instead of two.
 _SHORT_BYTES = 1024 - _HEAD_BYTES
 
@@ -25,7 +26,7 @@ _SHORT_BYTES = 1024 - _HEAD_BYTES
 class Steps(Backend):
     """``backend`` for calls that are steps of ``part_of``, or may take ``seconds`` each.
 
-    What a call itself says counts.
+    What a call itself says counts; what it does not say is written into it.
     """
 
     def __init__(self, backend: Backend, part_of: str = "", seconds: float | None = None) -> None:
@@ -43,8 +44,10 @@ class Steps(Backend):
         return self._backend.start_many([self._limited(call) for call in calls])
 
     def _limited(self, call: Call) -> Call:
-        seconds = self._seconds if call.seconds is None else call.seconds
-        return replace(call, seconds=seconds, part_of=call.part_of or self._part_of)
+        if call.seconds is None:
+            call.seconds = self._seconds
+        call.part_of = call.part_of or self._part_of
+        return call
 
     def synchronize(self) -> None:
         """Block until all that was started has ended; see ``Backend``."""
@@ -86,9 +89,10 @@ def exchange_frames(backend: Backend, mine: Frame, root: int | None = None) -> l
     Raises:
         DistributedError: as ``Work.wait``.
     """
-    heads = backend.start(Call(ALL_GATHER, _head(mine))).wait().reshape(backend.size, -1)
-    frames = [_open(head) for head in heads]
-    lengths = [_length(head) for head in heads]
+    heads = np.empty((backend.size, _HEAD_BYTES + _SHORT_BYTES), np.uint8)
+    # With an output of the right size a native backend has nothing to keep for Python.
+    backend.start(Call(ALL_GATHER, _head(mine), out=heads.reshape(-1))).wait()
+    frames, lengths = [_open(head) for head in heads], [_length(head) for head in heads]
     if max(lengths) <= _SHORT_BYTES or any(frame.is_problem for frame in frames):
         return frames
     given = np.frombuffer(mine.content, np.uint8)
@@ -116,22 +120,22 @@ def broadcast_frame(backend: Backend, mine: Frame | None, root: int) -> Frame:
 def _head(frame: Frame) -> Array:
     """Return what has the same size for every frame: its length, and its content if short."""
     length = len(frame.content)
-    head = np.zeros(_HEAD_BYTES + _SHORT_BYTES, np.uint8)
-    head[:_HEAD_BYTES].view(np.int64)[:] = length, frame.is_problem
+    head = bytearray(_HEAD_BYTES + _SHORT_BYTES)
+    _HEAD.pack_into(head, 0, length, frame.is_problem)
     if length <= _SHORT_BYTES:
-        head[_HEAD_BYTES : _HEAD_BYTES + length] = np.frombuffer(frame.content, np.uint8)
-    return head
+        head[_HEAD_BYTES : _HEAD_BYTES + length] = frame.content
+    return np.frombuffer(head, np.uint8)
 
 
 def _length(head: Array) -> int:
-    return int(head[:8].view(np.int64)[0])
+    return int(_HEAD.unpack_from(head.data)[0])
 
 
 def _open(head: Array) -> Frame:
     """Return the frame that is in its head; an empty one if it is too long for that."""
-    length = _length(head)
+    length, is_problem = _HEAD.unpack_from(head.data)
     end = _HEAD_BYTES + (length if length <= _SHORT_BYTES else 0)
-    return Frame(head.data[_HEAD_BYTES:end], bool(head[8]))
+    return Frame(head.data[_HEAD_BYTES:end], is_problem)
 
 
 def _cut(joined: Array, lengths: Sequence[int]) -> list[Frame]:

@@ -6,7 +6,6 @@ processes of one job and one user. Objects travel as bytes through the group's N
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -183,15 +182,12 @@ def _raise_problems(members: Membership, verb: str, frames: Mapping[int, Frame])
 
 def _pickled(objs: Sequence[Any]) -> tuple[Frame, list[int]]:
     """Return the pickles of ``objs``, one after the other, and the length of each."""
-    buffer = io.BytesIO()
-    ends = [0]
     try:
-        for obj in objs:
-            pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
-            ends.append(buffer.tell())
+        pickles = [pickle.dumps(obj, pickle.HIGHEST_PROTOCOL) for obj in objs]
     except Exception as error:  # noqa: BLE001  (__reduce__ may raise anything; every rank raises it)
         return Frame.of_problem(f"{type(error).__name__}: {error}"), []
-    return Frame(buffer.getbuffer()), np.diff(ends).tolist()
+    whole = pickles[0] if len(pickles) == 1 else b"".join(pickles)
+    return Frame(whole), [len(each) for each in pickles]
 
 
 # All pickles of a scatter together are broadcast up to here: less than a second collective costs.
