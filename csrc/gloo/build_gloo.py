@@ -19,7 +19,7 @@ SOURCES = (
     "gloo/movement.cc",
     "gloo/point_to_point.cc",
     "gloo/message.cc",
-    "gloo/notices.cc",
+    "gloo/envelopes.cc",
     "gloo/search.cc",
     "gloo/waiter.cc",
     "gloo/mesh.cc",

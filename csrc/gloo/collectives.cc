@@ -1,4 +1,4 @@
-// How a collective begins: every rank tells every other what it calls.
+// How a collective begins: every rank announces to every other what it calls.
 #include "collectives.h"
 
 #include <cstddef>
@@ -45,7 +45,7 @@ void Collectives::post_headers() {
   }
 }
 
-// Every rank tells every other what it calls and, where it is small, what `give` has of `data` for
+// Every rank announces to every other what it calls and, where it is small, what `give` has of `data` for
 // it. After this all ranks hold the same headers and so come to the same verdict. Payloads lie in
 // incoming_ until post_headers().
 void Collectives::meet(Call& call, const void* data, const Parts& give) {
@@ -53,8 +53,8 @@ void Collectives::meet(Call& call, const void* data, const Parts& give) {
   receive_calls(call);
   const auto& calls = call.seen.calls;
   const bool same = all_same(calls.data(), size_);
-  const bool told = call.mine.verb != FL_SCATTER || calls[call.mine.root].ndim != FL_ANY;
-  if (same && told) return;
+  const bool root_knows = call.mine.verb != FL_SCATTER || calls[call.mine.root].ndim != FL_ANY;
+  if (same && root_knows) return;
   post_headers();
   throw Mismatch(call.seen);
 }

@@ -38,11 +38,11 @@ class Collectives {
   // Post the receives of the first headers; once, when every peer is connected.
   void open();
 
-  // Whether `rank` has told of a call that this rank has not made yet, and of which. No other call
+  // Whether `rank` has announced a call that this rank has not made yet, and which. No other call
   // may run meanwhile.
   bool is_ahead(int rank, fl_signature& call) const;
 
-  // What the other ranks have called last, as far as they have told, and how long ago.
+  // What the other ranks have called last, as far as is known here, and how long ago.
   Seen last_calls() const;
 
   void barrier(Call& call);
@@ -103,7 +103,7 @@ class Collectives {
   std::unique_ptr<Frame[]> incoming_;
   std::vector<Buffer> outgoing_buffers_;
   std::vector<Buffer> incoming_buffers_;
-  // The last call that all have made, and when it was heard of.
+  // The last call that all have made, and when it arrived.
   Seen last_;
   Clock::time_point received_at_;
   // Of large reductions: what came from each peer, kept from one to the next.

@@ -46,7 +46,7 @@ std::string bytes(const void* data, size_t size) {
   return std::string(static_cast<const char*>(data), size);
 }
 
-// What tells sockets' addresses apart; empty: none that Gloo uses.
+// What distinguishes sockets' addresses; empty: none that Gloo uses.
 std::string key(const sockaddr_storage& address) {
   if (address.ss_family == AF_INET) {
     const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);

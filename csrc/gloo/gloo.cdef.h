@@ -57,7 +57,7 @@ void fl_gloo_call_ranks(fl_group *group, const int *numbers);
    change at any moment. */
 int fl_gloo_is_ahead(fl_group *group, int rank, fl_signature *call);
 
-/* End the group, and tell the others why, in words that end their operations too (FL_RAISED). */
+/* End the group, and report to the others why, in words that end their operations too (FL_RAISED). */
 void fl_gloo_give_up(fl_group *group, const char *why);
 
 /* Run several messages at once, on the caller's thread; `async`: start them. results[i] is NULL where

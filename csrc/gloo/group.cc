@@ -197,8 +197,8 @@ std::vector<std::shared_ptr<Operation>> Group::exchange(const fl_message* messag
     if (i >= begun.size() || !begun[i]->has_ended()) {
       results[here[i]] = failed;
     } else if (begun[i]->is_mismatched()) {
-      const auto tell = [&](Operation&) { require_match(*begun[i]); };
-      results[here[i]] = run_here(seconds, tell);
+      const auto report = [&](Operation&) { require_match(*begun[i]); };
+      results[here[i]] = run_here(seconds, report);
     }
   }
   return results;

@@ -30,7 +30,7 @@ class Group {
   int awaited() const { return mesh_->awaited(); }
   // Whether `rank` has begun a collective that nobody has called here, and which.
   bool is_ahead(int rank, fl_signature& call);
-  // End, and tell the others why.
+  // End, and report to the others why.
   void give_up(const std::string& why);
   // End what runs and what is queued; the destructor closes the sockets. What runs on the calling
   // thread itself (a signal handler has interrupted it) ends when that goes on.

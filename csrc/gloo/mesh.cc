@@ -163,7 +163,7 @@ void Mesh::post_control() {
   }
 }
 
-// Gloo tells those who wait to receive that a connection broke, and so the receive of the control
+// Gloo notifies those who wait to receive that a connection broke, and so the receive of the control
 // message knows. A wait that has been ended before it began only looks.
 bool Mesh::is_lost(int peer) {
   const std::lock_guard<std::mutex> lock(asking_);
@@ -187,7 +187,7 @@ void Mesh::stop() {
 }
 
 // A connection broke. A peer that gave up has said why before it closed, and that reason is the
-// true one; otherwise the pairs that are broken by now tell who is gone.
+// true one; otherwise the pairs that are broken by now show who is gone.
 Failure Mesh::explain(int peer, const std::string& what) {
   if (const auto reason = watch_.reason()) return *reason;
   for (int r = 0; r < size; ++r) {
@@ -228,11 +228,11 @@ std::vector<int> Mesh::broken_pairs() {
 
 std::vector<int> Mesh::cause_of(const Failure& timeout) noexcept {
   try {
-    tell_others(timeout);
-    told_ = true;
+    report_to_others(timeout);
+    has_reported_ = true;
     return await_cause(timeout.missing);
   } catch (const std::exception&) {
-    return timeout.missing;  // who cannot be told has gone, which the connections say
+    return timeout.missing;  // who cannot be notified has gone, which the connections say
   }
 }
 
@@ -256,15 +256,15 @@ std::vector<int> Mesh::await_cause(std::vector<int> missing) {
 // Before the other operations end: what they have begun to send must not stand in the way.
 void Mesh::give_up(const Failure& failure) noexcept {
   try {
-    if (!told_) tell_others(failure);
+    if (!has_reported_) report_to_others(failure);
   } catch (const std::exception&) {
-    // A peer that takes nothing more hears of it when the connection closes.
+    // A peer that takes nothing more learns it when the connection closes.
   }
   watch_.end(failure);
   closeConnections();
 }
 
-void Mesh::tell_others(const Failure& failure) {
+void Mesh::report_to_others(const Failure& failure) {
   Control control{};
   control.present = 1;
   control.status = failure.status;

@@ -26,7 +26,7 @@ enum Slot : uint64_t {
   kControlSlot,
   kReduceSlot,
   kPartSlot,
-  kNoticeSlot,
+  kEnvelopeSlot,
   kProbeSlot,
   kProofSlot,
   kFirstFreeSlot,
@@ -81,7 +81,7 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   void show(const char* mine, int peer, Proof& proof);
   void require_proof(const char* theirs, int peer, Proof& proof, Waiter& waiter);
   void post_control();
-  void tell_others(const Failure& failure);
+  void report_to_others(const Failure& failure);
   std::vector<int> await_cause(std::vector<int> missing);
 
   Descriptors descriptors_;
@@ -89,7 +89,7 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   std::mutex mutex_;
   bool stopped_ = false;
   bool connecting_ = false;
-  std::atomic<bool> told_{false};  // the others know why this rank gives up
+  std::atomic<bool> has_reported_{false};  // the others know why this rank gives up
   std::atomic<int> awaited_{-1};
 
   std::mutex asking_;             // of is_lost

@@ -13,8 +13,8 @@ namespace {
 // gets its turn on the connection.
 constexpr size_t kPieceBytes = 4 << 20;
 
-// How many messages that nobody takes are told of.
-constexpr size_t kMostTold = 4;
+// How many messages that nobody takes are named.
+constexpr size_t kMostNamed = 4;
 
 int pieces_of(const fl_signature& call) {
   return is_large(call) ? static_cast<int>((bytes_of(call) + kPieceBytes - 1) / kPieceBytes) : 0;
@@ -27,21 +27,21 @@ std::string in_words(const fl_signature& call, const char* sending, const char* 
 
 }  // namespace
 
-Message::Message(Mesh& mesh, Notices& notices, const fl_message& mine)
+Message::Message(Mesh& mesh, Envelopes& envelopes, const fl_message& mine)
     : mesh_(mesh),
-      notices_(notices),
+      envelopes_(envelopes),
       mine_(mine.signature),
       here_(mine.site),
       data_(static_cast<char*>(mine.data)),
       peer_(mine.peer),
       slot_(slot_of(mine_)),
-      notice_(notices.blank()) {
-  notice_->call = mine_;
-  notice_->site = here_;
+      envelope_(envelopes.blank()) {
+  envelope_->call = mine_;
+  envelope_->site = here_;
   if (is_large(mine_)) {
     payload_ = mesh.buffer(data_, bytes_of(mine_));
   } else if (sends() && mine_.count > 0) {
-    std::memcpy(notice_->payload, data_, bytes_of(mine_));
+    std::memcpy(envelope_->payload, data_, bytes_of(mine_));
   }
 }
 
@@ -53,26 +53,26 @@ void Message::begin() {
     const size_t at = i * kPieceBytes;
     payload_->recv(peer_, slot_, at, std::min(kPieceBytes, bytes - at));
   }
-  notices_.give(*notice_, peer_);
+  envelopes_.give(*envelope_, peer_);
   if (!sends() || payload_ == nullptr) return;
   payload_->send(peer_, slot_, 0, std::min(kPieceBytes, bytes));
   unsettled_ = 1;
 }
 
 void Message::end(Waiter& waiter) {
-  NoticePtr told = receive(waiter);
-  theirs_ = told->call;
-  there_ = told->site;
-  waiter.sent(*notice_->buffer, peer_);
+  EnvelopePtr theirs = receive(waiter);
+  theirs_ = theirs->call;
+  there_ = theirs->site;
+  waiter.sent(*envelope_->buffer, peer_);
   if (is_mismatched()) {
     call_off(waiter);
   } else if (sends()) {
     send_rest(waiter);
   } else {
-    take(waiter, *told);
+    take(waiter, *theirs);
   }
-  notices_.take_back(std::move(told));
-  notices_.take_back(std::move(notice_));
+  envelopes_.take_back(std::move(theirs));
+  envelopes_.take_back(std::move(envelope_));
 }
 
 void Message::settle(Waiter& waiter) {
@@ -95,9 +95,9 @@ Seen Message::seen() const {
   return seen;
 }
 
-NoticePtr Message::receive(Waiter& waiter) {
+EnvelopePtr Message::receive(Waiter& waiter) {
   try {
-    return notices_.receive(peer_, sends() ? FL_RECV : FL_SEND, mine_.root, waiter);
+    return envelopes_.receive(peer_, sends() ? FL_RECV : FL_SEND, mine_.root, waiter);
   } catch (const TimedOut&) {
     throw Failure(FL_TIMEOUT, {peer_}, instead());
   }
@@ -105,17 +105,17 @@ NoticePtr Message::receive(Waiter& waiter) {
 
 // What the peer does while this rank has waited for it in vain.
 std::string Message::instead() {
-  const auto unheard = notices_.unheard(peer_);
-  if (unheard.empty()) return "timed out";
+  const auto not_taken = envelopes_.not_taken(peer_);
+  if (not_taken.empty()) return "timed out";
   const std::string name = mesh_.name(peer_);
-  std::string told;
-  for (size_t i = 0; i < std::min(unheard.size(), kMostTold); ++i) {
-    told += name + in_words(unheard[i], " is sending", " is receiving") + ", ";
+  std::string text;
+  for (size_t i = 0; i < std::min(not_taken.size(), kMostNamed); ++i) {
+    text += name + in_words(not_taken[i], " is sending", " is receiving") + ", ";
   }
-  if (unheard.size() > kMostTold) {
-    told += "and " + std::to_string(unheard.size() - kMostTold) + " more, ";
+  if (not_taken.size() > kMostNamed) {
+    text += "and " + std::to_string(not_taken.size() - kMostNamed) + " more, ";
   }
-  return told + "this rank" + in_words(mine_, " sends", " receives");
+  return text + "this rank" + in_words(mine_, " sends", " receives");
 }
 
 void Message::send_rest(Waiter& waiter) {
@@ -128,9 +128,9 @@ void Message::send_rest(Waiter& waiter) {
   }
 }
 
-void Message::take(Waiter& waiter, const Notice& told) {
+void Message::take(Waiter& waiter, const Envelope& theirs) {
   for (int i = 0; i < pieces_of(mine_); ++i) waiter.received(*payload_, peer_);
-  if (payload_ == nullptr && mine_.count > 0) std::memcpy(data_, told.payload, bytes_of(mine_));
+  if (payload_ == nullptr && mine_.count > 0) std::memcpy(data_, theirs.payload, bytes_of(mine_));
 }
 
 // What one end has begun cannot be taken back: the other takes a piece that is of no use to it, and

@@ -5,16 +5,16 @@
 #include <string>
 #include <vector>
 
-#include "notices.h"
+#include "envelopes.h"
 
 namespace fl {
 
-// Both ends give notice of what they call, and hear the other's, so that both see a mismatch. A
-// small payload is in the sender's notice. A large one moves at the same time, but only between
+// Each end sends the other an envelope with its call, so that both see a mismatch. A small payload is
+// in the sender's envelope. A large one moves at the same time, but only between
 // ends that agree: what they call says through which slot.
 class Message {
  public:
-  Message(Mesh& mesh, Notices& notices, const fl_message& mine);
+  Message(Mesh& mesh, Envelopes& envelopes, const fl_message& mine);
 
   // What needs no waiting. Throws what Gloo throws where the connection is broken already.
   void begin();
@@ -31,14 +31,14 @@ class Message {
   Seen seen() const;
 
  private:
-  NoticePtr receive(Waiter& waiter);
+  EnvelopePtr receive(Waiter& waiter);
   std::string instead();
   void send_rest(Waiter& waiter);
-  void take(Waiter& waiter, const Notice& told);
+  void take(Waiter& waiter, const Envelope& theirs);
   void call_off(Waiter& waiter);
 
   Mesh& mesh_;
-  Notices& notices_;
+  Envelopes& envelopes_;
   const fl_signature mine_;
   fl_signature theirs_{};
   fl_site here_, there_{};
@@ -46,7 +46,7 @@ class Message {
   char* const data_;
   const int peer_;
   const uint64_t slot_;
-  NoticePtr notice_;
+  EnvelopePtr envelope_;
   Buffer payload_;  // a large one
   Buffer nothing_;  // what ends the other end's receives, when the message is called off
   int unsettled_ = 0, nothings_ = 0;

@@ -166,8 +166,8 @@ Bytes Collectives::scatter(Call& call, const void* data, void* output) {
   Parts give(size_), take(size_);
   if (rank_ == root) give = equal_sections(call.bytes());
   meet(call, data, give);
-  const fl_signature& told = call.seen.calls[root];
-  take[root] = {0, static_cast<size_t>(told.count) * told.itemsize};
+  const fl_signature& given = call.seen.calls[root];
+  take[root] = {0, static_cast<size_t>(given.count) * given.itemsize};
   Bytes part;
   if (output == nullptr) part = make_bytes(take[root].bytes);
   deliver(call, data, give, output != nullptr ? output : part.data.get(), take);

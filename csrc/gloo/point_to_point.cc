@@ -11,14 +11,14 @@ std::shared_ptr<Message> PointToPoint::begin(const fl_message& message) {
   fl_message mine = message;
   fl_signature& call = mine.signature;
   call.sequence = call.verb == FL_SEND ? sequence_of(++sends_[peer]) : 1;
-  auto begun = std::make_shared<Message>(mesh_, notices_, mine);
+  auto begun = std::make_shared<Message>(mesh_, envelopes_, mine);
   begun->begin();
   return begun;
 }
 
 std::shared_ptr<Message> PointToPoint::begin_match(fl_message asked, fl_match& match, Lanes& lanes,
                                                    Waiter& waiter) {
-  Search search(mesh_, notices_, lanes, asked.peer, asked.signature.root);
+  Search search(mesh_, envelopes_, lanes, asked.peer, asked.signature.root);
   match.source = asked.peer = search.run(waiter, match.patience);
   if (match.source < 0) return nullptr;
   if (match.partial != 0) asked.signature = fitted(asked.signature, search.offered());

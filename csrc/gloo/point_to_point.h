@@ -13,10 +13,10 @@ namespace fl {
 
 class PointToPoint {
  public:
-  explicit PointToPoint(Mesh& mesh) : mesh_(mesh), notices_(mesh), sends_(mesh.size) {}
+  explicit PointToPoint(Mesh& mesh) : mesh_(mesh), envelopes_(mesh), sends_(mesh.size) {}
 
   // Once, when every peer is connected.
-  void open() { notices_.open(); }
+  void open() { envelopes_.open(); }
 
   // Make a message, and do what needs no waiting. Throws what Gloo throws where the connection is
   // broken already.
@@ -29,7 +29,7 @@ class PointToPoint {
 
  private:
   Mesh& mesh_;
-  Notices notices_;
+  Envelopes envelopes_;
   std::vector<std::atomic<uint32_t>> sends_;  // to each peer so far
 };
 

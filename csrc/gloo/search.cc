@@ -13,14 +13,14 @@ constexpr int kYields = 100;
 
 }  // namespace
 
-Search::Search(Mesh& mesh, Notices& notices, Lanes& lanes, int peer, int32_t tag)
-    : mesh_(mesh), notices_(notices), lanes_(lanes), any_(peer < 0), tag_(tag) {
+Search::Search(Mesh& mesh, Envelopes& envelopes, Lanes& lanes, int peer, int32_t tag)
+    : mesh_(mesh), envelopes_(envelopes), lanes_(lanes), any_(peer < 0), tag_(tag) {
   for (int r = 0; r < mesh.size; ++r) {
     if (r == peer || (any_ && r != mesh.rank)) ranks_.push_back(r);
   }
   // From another one each time, so that nobody who sends again and again keeps the others from it.
   if (any_ && !ranks_.empty()) {
-    std::rotate(ranks_.begin(), ranks_.begin() + notices.searches++ % ranks_.size(), ranks_.end());
+    std::rotate(ranks_.begin(), ranks_.begin() + envelopes.searches++ % ranks_.size(), ranks_.end());
   }
 }
 
@@ -52,11 +52,11 @@ int Search::run(Waiter& waiter, double patience) {
 
 bool Search::look(Waiter& waiter) {
   for (int from : ranks_) {
-    notices_.read_arriving(from, waiter);
-    if (!notices_.is_told(from, tag_, offered_)) continue;
+    envelopes_.read_arriving(from, waiter);
+    if (!envelopes_.has_arrived(from, tag_, offered_)) continue;
     const Lane lane{from, false, tag_};
     if (any_ && !lanes_.enter(lane)) continue;  // another receive takes it
-    if (notices_.is_told(from, tag_, offered_)) {
+    if (envelopes_.has_arrived(from, tag_, offered_)) {
       found_ = from;
       return true;
     }
@@ -78,7 +78,7 @@ void Search::look_around(Waiter& waiter) {
 std::string Search::what_is_sent() {
   std::string text;
   for (int from : ranks_) {
-    for (const fl_signature& call : notices_.unheard(from)) {
+    for (const fl_signature& call : envelopes_.not_taken(from)) {
       if (call.verb != FL_SEND) continue;
       text += mesh_.name(from) + " is sending with tag " + std::to_string(call.root) + ", ";
     }

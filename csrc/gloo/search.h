@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "../common/lanes.h"
-#include "notices.h"
+#include "envelopes.h"
 
 namespace fl {
 
@@ -12,7 +12,7 @@ class Search {
  public:
   // For sends with `tag` of `peer`, whose lane the caller is in, or where that is -1 of any rank:
   // then the lane of the one that is found is entered, so that no other receive takes its message.
-  Search(Mesh& mesh, Notices& notices, Lanes& lanes, int peer, int32_t tag);
+  Search(Mesh& mesh, Envelopes& envelopes, Lanes& lanes, int peer, int32_t tag);
 
   // The rank that sends; -1: none did within `patience` seconds, which may be negative: no limit.
   // Throws Failure, also where one of several ranks has gone: it may have been the one.
@@ -26,7 +26,7 @@ class Search {
   std::string what_is_sent();
 
   Mesh& mesh_;
-  Notices& notices_;
+  Envelopes& envelopes_;
   Lanes& lanes_;
   const bool any_;
   const int32_t tag_;

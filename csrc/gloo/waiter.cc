@@ -135,7 +135,7 @@ void Waiter::look_around(int peer) {
   }
   if (Clock::now() >= deadline_) throw TimedOut(peer);
   if (!watch_.connections_.is_lost(peer)) return;
-  // Gloo tells only some of those who wait on a broken connection.
+  // Gloo notifies only some of those who wait on a broken connection.
   if (doomed_) throw watch_.connections_.explain(peer, "the connection broke");
   doomed_ = true;
 }

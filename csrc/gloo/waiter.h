@@ -34,7 +34,7 @@ class Connections {
 class Waiter;
 
 // Looks after all waits of a group, on a thread of its own. Gloo's own limit on a wait is no help:
-// when it fires, it closes the connections before this rank could tell the others why.
+// when it fires, it closes the connections before this rank could report why to the others.
 class Watch {
  public:
   explicit Watch(Connections& connections);
