@@ -201,6 +201,8 @@ def preempt(rank: int, size: int, verb: str, handler: str, folder: str) -> None:
             time.sleep(0.2)  # it is handled by now
         BLOCKING[verb]()
     assert fl.all_reduce(np.ones(3))[0] == size
+    journal = fl.distributed.world.current_world().group.journal
+    assert len(set(fl.all_gather_object(journal.calls))) == 1  # what was refused does not count
 
 
 def preempted_and_carries_on(rank: int, size: int, folder: str) -> None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flashlight_py.distributed.recorder.journal import CALLER
+from flashlight_py.distributed.recorder.journal import CALLER, not_begun
 from flashlight_py.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -52,10 +52,11 @@ class Callers:
             DistributedError: it is in the middle of a call.
         """
         if self.has_this():
-            raise DistributedError(
+            error = DistributedError(
                 f"[{verb}] {self._who}: called in a signal handler that has interrupted another "
                 "call of this group, which would have to end first. Nothing was sent. Let the "
                 "handler set a flag and act on it between two calls, or leave by "
                 "distributed_shutdown()"
             )
+            raise not_begun(error)
         return threading.get_ident()

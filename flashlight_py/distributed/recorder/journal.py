@@ -23,9 +23,18 @@ from flashlight_py.distributed.recorder import incidents
 from flashlight_py.distributed.recorder.record import Record, What, place_of_caller
 from flashlight_py.distributed.verbs import BARRIER, VERBS, Verb
 from flashlight_py.distributed.work import Done, Work
-from flashlight_py.errors import GroupClosedError
+from flashlight_py.errors import DistributedError, GroupClosedError
 
-__all__ = ["CALLER", "NATIVE", "SENDRECV", "Journal", "groups", "name_of_group", "recent"]
+__all__ = [
+    "CALLER",
+    "NATIVE",
+    "SENDRECV",
+    "Journal",
+    "groups",
+    "name_of_group",
+    "not_begun",
+    "recent",
+]
 
 SENDRECV = Verb("sendrecv", 32, ("tag",), "result")  # its code is that of csrc/fast/ring.h
 NATIVE = {verb.code: verb for verb in (*VERBS, SENDRECV)}
@@ -51,7 +60,8 @@ _CALL = np.dtype(
 _NUMBER, _WRITTEN, _OFF, CALLER = 0, 1, 2, 3
 _FAILED, _PLACED, _ASYNC = 1, 2, 4
 
-_NOTED = "flashlight_py_noted"  # an attribute of errors
+# Attributes of errors.
+_NOTED, _NOT_BEGUN = "flashlight_py_noted", "flashlight_py_not_begun"
 
 _journals: list[weakref.ref[Journal]] = []  # a list can be read while another thread adds to it
 # Those of the latest groups are kept: what was called in a closed one may explain a failure.
@@ -122,7 +132,7 @@ class Journal:
                 return _Recorded(work, record)
             value = work.wait()
         except BaseException as error:
-            _fail(record, error)
+            self._failed(record, number, error)
             raise
         record.flight = work.flight
         if record.flight is None:
@@ -134,11 +144,12 @@ class Journal:
         self, verb: str, root: int | None = None, like: tuple[Any, Any] = (None, None)
     ) -> Iterator[Record]:
         """Record what the body does, which blocks, as one call; ``like`` are dtype and shape."""
-        record = self._begin((self.name, self._count(), verb, *like, None, root), 4)
+        number = self._count()
+        record = self._begin((self.name, number, verb, *like, None, root), 4)
         try:
             yield record
         except BaseException as error:
-            _fail(record, error)
+            self._failed(record, number, error)
             raise
         record.ended = monotonic_ns()
 
@@ -187,6 +198,12 @@ class Journal:
     def _count(self) -> int:
         self.header[_NUMBER] = number = self.header[_NUMBER] + 1
         return number
+
+    def _failed(self, record: Record, number: int, error: BaseException) -> None:
+        """Note how call ``number`` has ended; 0: a message, which is not counted."""
+        if number and hasattr(error, _NOT_BEGUN):
+            self.header[_NUMBER] -= 1
+        _fail(record, error)
 
     def _begin(self, what: tuple[Any, ...], depth: int) -> Record:
         record = Record(what, monotonic_ns(), place_of_caller(depth))
@@ -275,6 +292,12 @@ class _Recorded(Work):
     def end_time(self) -> float | None:
         """Return when it ended, in seconds; see ``Work``."""
         return None if self._forks != _forks else self._work.end_time()
+
+
+def not_begun(error: DistributedError) -> DistributedError:
+    """Mark ``error``, of a call of which no rank was notified: it does not count."""
+    setattr(error, _NOT_BEGUN, True)
+    return error
 
 
 def forks() -> int:
