@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from flashlight_py.autograd import Variable
 from flashlight_py.distributed import DistributedConstants, ProcessGroup
-from flashlight_py.distributed.hook_reducer import HookReducer
 from flashlight_py.distributed.hooks import CommunicationHook
-from flashlight_py.distributed.reducer import EagerReducer, Reducer, reduce_all
+from flashlight_py.distributed.reducer import EagerReducer, HookReducer, Reducer, reduce_all
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import (
