@@ -31,15 +31,6 @@ if TYPE_CHECKING:
 
     from flashlight_py.autograd.variable import Variable
 
-__all__ = [
-    "Node",
-    "OrderedNode",
-    "Vjp",
-    "backward_from_leaf",
-    "backward_from_node",
-    "on_backward_end",
-]
-
 Vjp: TypeAlias = Callable[[Array], Array]
 Target: TypeAlias = Union["Node", "Variable"]
 EndCallback: TypeAlias = Callable[[bool], None]

@@ -9,8 +9,6 @@ from flashlight_py.autograd.functions.reduction import sum as total
 from flashlight_py.autograd.variable import Variable, param
 from flashlight_py.device import Array, array_module
 
-__all__ = ["gradcheck"]
-
 
 def gradcheck(
     function: Callable[..., Variable],

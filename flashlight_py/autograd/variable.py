@@ -16,18 +16,6 @@ from flashlight_py.autograd.engine import (
 )
 from flashlight_py.device import Array, array_module, is_cupy, to_device
 
-__all__ = [
-    "GradHook",
-    "Input",
-    "Operand",
-    "Variable",
-    "input",
-    "no_grad",
-    "param",
-    "record",
-    "record_in_order",
-]
-
 GradHook: TypeAlias = "Callable[[Variable], None]"
 Input: TypeAlias = "Variable | Array"
 Operand: TypeAlias = "Variable | Array | float"

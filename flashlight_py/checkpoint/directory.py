@@ -20,8 +20,6 @@ from flashlight_py.checkpoint.files import read_durable, sync_directory, write_d
 from flashlight_py.checkpoint.manifest import Manifest
 from flashlight_py.device import Array
 
-__all__ = ["clear", "is_checkpoint", "newest_first", "publish", "read"]
-
 MANIFEST, STATE = "manifest.json", "state.safetensors"
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)", re.ASCII)

@@ -19,8 +19,6 @@ import numpy as np
 
 from flashlight_py.device import Array
 
-__all__ = ["Content", "read_durable", "sync_directory", "write_durable"]
-
 PIECE_BYTES = 8 << 20
 # What may wait for its digest: enough to compute and write at once, and little to hold in memory.
 WAITING_BYTES = 2 * PIECE_BYTES

@@ -8,8 +8,6 @@ from typing import Any
 from flashlight_py import random
 from flashlight_py.random import set_state_of, state_of
 
-__all__ = ["check_generators", "generator_states", "set_generator_states"]
-
 
 def check_generators(what: str, rng: object) -> None:
     """Refuse what is no ``rng`` argument.

@@ -29,8 +29,6 @@ from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.errors import CheckpointError
 
-__all__ = ["Checkpoint", "load"]
-
 _log = logging.getLogger("flashlight_py")
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from flashlight_py.checkpoint.files import Content
 
-__all__ = ["Manifest"]
-
 FORMAT = 1
 
 

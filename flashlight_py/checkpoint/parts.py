@@ -17,16 +17,6 @@ from flashlight_py.errors import (
 )
 from flashlight_py.parallel.agreement import by_rank
 
-__all__ = [
-    "Attempt",
-    "Stateful",
-    "check_agreement",
-    "check_parts",
-    "everyone",
-    "given_parts",
-    "where",
-]
-
 # What a rank raises that another rank's failure is told to; whatever else becomes the last one.
 _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 

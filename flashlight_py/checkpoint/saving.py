@@ -27,8 +27,6 @@ from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.world import group_or_world
 
-__all__ = ["save"]
-
 
 def save(
     path: str | os.PathLike[str],

@@ -19,8 +19,6 @@ from flashlight_py.checkpoint.tree import Arrays, pack, unpack
 from flashlight_py.device import Array, to_device
 from flashlight_py.errors import BackendUnavailableError
 
-__all__ = ["from_bytes", "pieces", "to_bytes"]
-
 _NAMES = {
     **{"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"},
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},

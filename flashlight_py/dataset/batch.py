@@ -11,8 +11,6 @@ from flashlight_py.dataset.dataset import Dataset, Sample, stack
 from flashlight_py.dataset.tensor import TensorDataset
 from flashlight_py.device import Array
 
-__all__ = ["BatchDataset", "BatchFunction", "BatchPolicy"]
-
 BatchPolicy: TypeAlias = Literal["include_last", "skip_last", "divisible_only"]
 # Makes one array of the samples' values of one field.
 BatchFunction: TypeAlias = Callable[[Sequence[Any]], Array]

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from flashlight_py.device import Array, array_module
 
-__all__ = ["Dataset", "Indices", "Sample", "stack"]
-
 # One array or scalar per field, such as (input, target).
 Sample: TypeAlias = tuple[Any, ...]
 Indices: TypeAlias = NDArray[np.int64]

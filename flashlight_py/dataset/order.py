@@ -6,8 +6,6 @@ import numpy as np
 
 from flashlight_py.dataset.dataset import Indices
 
-__all__ = ["epoch_order"]
-
 
 def epoch_order(n: int, seed: int, epoch: int) -> Indices:
     """Return a permutation of ``n`` samples that ``seed`` and ``epoch`` alone decide.

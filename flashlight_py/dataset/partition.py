@@ -6,8 +6,6 @@ import numpy as np
 
 from flashlight_py.dataset.dataset import Indices
 
-__all__ = ["partition_by_round_robin"]
-
 
 def partition_by_round_robin(
     n: int, partition: int, partitions: int, batch_size: int = 1, allow_empty: bool = False

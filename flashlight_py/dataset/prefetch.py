@@ -9,8 +9,6 @@ from itertools import count, islice
 
 from flashlight_py.dataset.dataset import Dataset, Sample
 
-__all__ = ["PrefetchDataset"]
-
 
 class PrefetchDataset(Dataset):
     """The samples of ``dataset``, of which iteration makes ``prefetch_size`` ahead in ``threads``.

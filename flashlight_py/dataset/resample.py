@@ -8,8 +8,6 @@ import numpy as np
 
 from flashlight_py.dataset.dataset import Dataset, Indices, Sample
 
-__all__ = ["ResampleDataset"]
-
 
 class ResampleDataset(Dataset):
     """The samples of ``dataset`` at ``indices``, in that order; an index may come repeatedly.

@@ -5,14 +5,6 @@ A share is a ``range`` of positions. All arguments are checked by those who call
 
 from __future__ import annotations
 
-__all__ = [
-    "batch_positions",
-    "contiguous_share",
-    "count_batches",
-    "strided_share",
-    "weight_of_part",
-]
-
 
 def contiguous_share(n: int, share: int, shares: int) -> range:
     """Return the positions, of ``n``, of one of ``shares`` neighbouring parts.

@@ -7,8 +7,6 @@ import numpy as np
 from flashlight_py.dataset.dataset import Dataset
 from flashlight_py.dataset.resample import ResampleDataset
 
-__all__ = ["ShuffleDataset"]
-
 
 class ShuffleDataset(ResampleDataset):
     """All samples of ``dataset`` once each, in an order that ``seed`` decides.

@@ -11,20 +11,6 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.foreign import shared_view
 
-__all__ = [
-    "DTYPES",
-    "as_array",
-    "check_reduction",
-    "dtype_code",
-    "dtype_of_code",
-    "may_overlap",
-    "pack",
-    "pack_terms",
-    "parse_op",
-    "require_length",
-    "scale_in_place",
-]
-
 ACCEPTED = (
     "numpy.ndarray, cupy.ndarray, torch.Tensor, flashlight_py.Variable or an array with DLPack "
     "or the buffer protocol, of dtype bool, int8 to int64, uint8 to uint64, float16, bfloat16, "

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-__all__ = ["Filling", "plan_buckets"]
-
 T = TypeVar("T")
 
 

@@ -20,8 +20,6 @@ from flashlight_py.distributed.settings import Settings
 from flashlight_py.distributed.topology import ranks_by_memory
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
-__all__ = ["Connection", "connect", "gpu_joiner"]
-
 
 @dataclass(frozen=True)
 class Connection:

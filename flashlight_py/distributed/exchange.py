@@ -15,8 +15,6 @@ from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import ALL_GATHER, BROADCAST, GATHER
 from flashlight_py.distributed.work import Work
 
-__all__ = ["BackendStore", "Frame", "Steps", "broadcast_frame", "exchange_bytes", "exchange_frames"]
-
 _HEAD_BYTES = 16
 # What is not longer travels with its head, in one collective instead of two.
 _SHORT_BYTES = 1024 - _HEAD_BYTES

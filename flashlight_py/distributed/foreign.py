@@ -13,8 +13,6 @@ import numpy as np
 
 from flashlight_py.device import Array
 
-__all__ = ["is_of", "shared_view"]
-
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from flashlight_py.errors import RendezvousError
 
-__all__ = ["address_to_bind", "host_identity", "local_place"]
-
 LOOPBACK = "127.0.0.1"
 
 

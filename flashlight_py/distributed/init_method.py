@@ -9,8 +9,6 @@ from urllib.parse import urlsplit
 from flashlight_py.distributed.constants import DistributedBackend, DistributedInit
 from flashlight_py.distributed.constants import DistributedConstants as Keys
 
-__all__ = ["Asked", "read_init_method"]
-
 _BACKENDS = ("nccl", "gloo", "mpi", "shm")
 
 

@@ -47,8 +47,6 @@ from flashlight_py.distributed.world import (
 )
 from flashlight_py.errors import GroupClosedError, RendezvousError, UnavailableEverywhereError
 
-__all__ = ["distributed_init", "distributed_shutdown"]
-
 _log = logging.getLogger("flashlight_py")
 
 StoreFactory = Callable[[], Store]

@@ -11,15 +11,6 @@ from flashlight_py.device import Array
 if TYPE_CHECKING:
     from flashlight_py.distributed.membership import Membership
 
-__all__ = [
-    "check_rank",
-    "check_rows",
-    "check_seconds",
-    "each_rank",
-    "require_equal_parts",
-    "whole",
-]
-
 
 def whole(value: object) -> int | None:
     """Return an integer of any kind, also NumPy's, as an int; None for anything else."""

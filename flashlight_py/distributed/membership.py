@@ -22,8 +22,6 @@ from flashlight_py.errors import BackendUnavailableError, GroupClosedError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Joiner", "Membership", "native", "native_sendrecv", "of", "use_as_world"]
-
 
 @dataclass(frozen=True)
 class Joiner:

@@ -15,8 +15,6 @@ from flashlight_py.distributed.running import End, finish, unpack_into
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Then, Work
 
-__all__ = ["P2POp", "begin_all", "ends_of", "exchange", "run"]
-
 
 class P2POp:
     """One message of :func:`flashlight_py.batch_isend_irecv`.

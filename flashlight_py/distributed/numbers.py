@@ -10,8 +10,6 @@ import numpy as np
 
 from flashlight_py.device import Array
 
-__all__ = ["NUMBERS", "as_number", "require_bits"]
-
 NUMBERS = (bool, int, float, complex, np.generic)
 """Python's numbers, and NumPy's scalars."""
 

@@ -11,8 +11,6 @@ from flashlight_py.distributed.memory_file import process_space
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import UnavailableEverywhereError
 
-__all__ = ["exchange_process_info"]
-
 
 def exchange_process_info(store: Store, checks: bool) -> None:
     """Have the ranks of ``store`` know each other's host and process. Collective, blocking.

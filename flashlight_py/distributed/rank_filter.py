@@ -6,8 +6,6 @@ import logging
 
 from flashlight_py.distributed.world import get_local_rank, get_world_rank, get_world_size
 
-__all__ = ["RankFilter"]
-
 
 class RankFilter(logging.Filter):
     """Lets one rank's records pass, or those of one rank on each host, and says whose they are.

@@ -23,16 +23,6 @@ from flashlight_py.distributed.hooks.compression import check_hook
 from flashlight_py.distributed.work import Then, Work
 from flashlight_py.distributed.world import group_or_world
 
-__all__ = [
-    "CoalescingReducer",
-    "EagerReducer",
-    "HookReducer",
-    "InlineReducer",
-    "Reducer",
-    "reduce_all",
-]
-
-
 # Handing an operation to a thread and notifying of its end takes some 100 us while Python computes;
 # in shared memory 1 MB takes less.
 INLINE_BYTES = 1 << 20

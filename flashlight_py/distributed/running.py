@@ -31,19 +31,6 @@ from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import DistributedError
 
-__all__ = [
-    "COLLECTIVE",
-    "NO_OUTPUT",
-    "Output",
-    "collective",
-    "finish",
-    "finish_into",
-    "output",
-    "reduction",
-    "refusing",
-    "unpack_into",
-]
-
 
 def collective(
     group: Membership | None,

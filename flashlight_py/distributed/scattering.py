@@ -18,8 +18,6 @@ from flashlight_py.distributed.verbs import ALL_TO_ALL, SCATTER
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import MismatchError
 
-__all__ = ["Scatter"]
-
 _DIMENSIONS = 8  # that travel with the call, so that ranks need not know the shape
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from flashlight_py.distributed.constants import DistributedConstants as Keys
 
-__all__ = ["CHECKS", "Settings"]
-
 CHECKS = "FLASHLIGHT_CHECKS"
 """The environment variable that, if it is "0", spares hosts the comparison of calls."""
 

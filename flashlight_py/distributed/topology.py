@@ -13,8 +13,6 @@ from flashlight_py.distributed.memory_file import MemoryFile, needs_names, open_
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError
 
-__all__ = ["groups_of", "ranks_by_memory"]
-
 
 def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
     """Return the groups of ranks that share memory with each other, and why no more. Collective.

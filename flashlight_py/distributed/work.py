@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError, GroupClosedError
 
-__all__ = ["AllOf", "Done", "Then", "Work"]
-
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # Python's own has defaults from 3.13 on
 

@@ -19,8 +19,6 @@ from flashlight_py.distributed.rendezvous.secret import REMEDY, Secret
 from flashlight_py.doctor.finding import Finding, State
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 
-__all__ = ["built", "gpus", "host", "host_name", "interface", "job_secret", "shared_memory"]
-
 # What each is for, and what its absence means.
 _EXTENSIONS = {
     "shm": (

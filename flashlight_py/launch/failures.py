@@ -17,8 +17,6 @@ from flashlight_py.errors import (
 )
 from flashlight_py.tracebacks import folded
 
-__all__ = ["CONSEQUENCES", "Failure", "Tail", "describe_exit", "first_cause", "is_consequence"]
-
 # So much of a rank's last line is repeated, in characters.
 _LONGEST_CAUSE = 200
 # Between tracebacks of one chain.

@@ -34,8 +34,6 @@ from flashlight_py.launch.options import Options
 from flashlight_py.launch.output import Output
 from flashlight_py.launch.ranks import SECRET
 
-__all__ = ["team_of_nodes", "work_for_node_0"]
-
 # How long launchers wait for each other, in seconds: to meet, and then to connect.
 MEETING_SECONDS = 300.0
 # How long an address of node 0 may take to answer, in seconds, before the other one is tried.

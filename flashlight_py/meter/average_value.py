@@ -7,8 +7,6 @@ import numpy as np
 from flashlight_py.device import Array, array_module
 from flashlight_py.meter.meter import Meter, State, ratio
 
-__all__ = ["AverageValueMeter"]
-
 
 class AverageValueMeter(Meter):
     """The weighted mean, the unbiased variance and the total weight of all values added.

@@ -6,8 +6,6 @@ import numpy as np
 
 from flashlight_py.meter.meter import Meter, State
 
-__all__ = ["CountMeter"]
-
 
 class CountMeter(Meter):
     """One count for each of ``num`` categories.

@@ -8,8 +8,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Meter", "State"]
-
 # Sums of float64, with shape (number of sums,).
 State: TypeAlias = NDArray[np.float64]
 

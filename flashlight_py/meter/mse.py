@@ -7,8 +7,6 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.meter.meter import Meter, State, ratio
 
-__all__ = ["MSEMeter"]
-
 
 class MSEMeter(Meter):
     """The squared error of a call of ``add``, summed over its elements, averaged over the calls.

@@ -8,8 +8,6 @@ import numpy as np
 
 from flashlight_py.meter.meter import Meter, State, ratio
 
-__all__ = ["TimeMeter"]
-
 
 class TimeMeter(Meter):
     """A stopwatch in seconds, which starts stopped; with ``unit`` the seconds per unit counted.

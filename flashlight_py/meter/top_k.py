@@ -7,8 +7,6 @@ import numpy as np
 from flashlight_py.device import Array, array_module
 from flashlight_py.meter.meter import Meter, State, ratio
 
-__all__ = ["TopKMeter"]
-
 
 class TopKMeter(Meter):
     """The share, in percent, of samples whose target is among the ``k`` highest scores.

@@ -6,8 +6,6 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd import functions as F
 from flashlight_py.nn.module import Module
 
-__all__ = ["ReLU", "Tanh", "Sigmoid", "LogSoftmax"]
-
 
 class ReLU(Module):
     """``max(x, 0)``, elementwise."""

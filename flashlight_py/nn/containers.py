@@ -12,8 +12,6 @@ from flashlight_py.nn.activations import ReLU
 from flashlight_py.nn.linear import Linear
 from flashlight_py.nn.module import Module
 
-__all__ = ["Container", "Sequential"]
-
 
 class Container(Module):
     """A module that holds others in a list, named by position; a subclass writes ``forward``.

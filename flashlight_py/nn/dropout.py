@@ -7,8 +7,6 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.dropout import check_ratio
 from flashlight_py.nn.module import Module
 
-__all__ = ["Dropout"]
-
 
 class Dropout(Module):
     """Zeroes elements at random while training and scales the others up; else the identity.

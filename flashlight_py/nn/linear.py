@@ -10,8 +10,6 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.nn import init
 from flashlight_py.nn.module import Module
 
-__all__ = ["Linear"]
-
 
 class Linear(Module):
     """``y = x @ weight.T + bias``: ``[..., in_features]`` to ``[..., out_features]``.

@@ -7,8 +7,6 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.losses import check_reduction
 from flashlight_py.nn.module import Module
 
-__all__ = ["MeanSquaredError", "CategoricalCrossEntropy"]
-
 
 class MeanSquaredError(Module):
     """The mean of the squared differences over all elements."""

@@ -8,8 +8,6 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd import functions as F
 from flashlight_py.nn.module import Module
 
-__all__ = ["View"]
-
 
 class View(Module):
     """Gives its input another shape, the batch dimension included.

@@ -10,8 +10,6 @@ from flashlight_py.dataset.dataset import Indices, Sample
 from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.parallel.place import find_place
 
-__all__ = ["DistributedDataContainer"]
-
 
 class Indexed(Protocol):
     """Has a length, and an element for each index."""

@@ -32,18 +32,7 @@ from flashlight_py.parallel.gradient_sync import (
     one_by_one,
     used_on_any_rank,
 )
-from flashlight_py.parallel.parameters import (
-    give_state,
-    require_module,
-)
-
-__all__ = [
-    "all_reduce_gradients",
-    "distribute_module_grads",
-    "gradient_sync_of",
-    "no_sync",
-]
-
+from flashlight_py.parallel.parameters import give_state, require_module
 
 # Which modules are distributed; a module that is gone takes its entry along.
 _synchronizers: weakref.WeakKeyDictionary[Module, GradientSync] = weakref.WeakKeyDictionary()

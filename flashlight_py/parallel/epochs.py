@@ -12,8 +12,6 @@ from flashlight_py.dataset.order import epoch_order
 from flashlight_py.parallel.agreement import check_settings_agree
 from flashlight_py.parallel.place import Place, whole_number
 
-__all__ = ["Epochs", "InEpochs"]
-
 
 class Epochs:
     """The indices of ``n`` samples in the order of the current epoch, which is 0 at first.

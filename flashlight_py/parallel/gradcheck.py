@@ -12,8 +12,6 @@ from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.exchange import exchange_bytes
 from flashlight_py.distributed.world import group_or_world
 
-__all__ = ["gradcheck_over_ranks"]
-
 
 def gradcheck_over_ranks(
     function: Callable[..., Variable],

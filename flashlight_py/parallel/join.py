@@ -25,8 +25,6 @@ from flashlight_py.parallel.parameters import give_state
 from flashlight_py.parallel.place import whole_number
 from flashlight_py.parallel.synchronize import synchronize
 
-__all__ = ["Joined", "join"]
-
 
 class Joined:
     """What :func:`flashlight_py.join` yields to the body of its ``with``."""

@@ -7,8 +7,6 @@ from typing import Any
 from flashlight_py.distributed import all_reduce
 from flashlight_py.meter import Meter
 
-__all__ = ["sync_meter"]
-
 
 def sync_meter(meter: Meter) -> Any:
     """Return the value that ``meter`` would have if it had seen what all ranks' meters saw.

@@ -8,8 +8,6 @@ from flashlight_py.dataset.shares import strided_share
 from flashlight_py.parallel.epochs import Epochs, InEpochs
 from flashlight_py.parallel.place import find_place
 
-__all__ = ["DistributedSampler"]
-
 
 class DistributedSampler(InEpochs):
     """This rank's indices of ``n`` samples, in a new order for each epoch.

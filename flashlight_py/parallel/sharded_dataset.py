@@ -16,8 +16,6 @@ from flashlight_py.dataset.shares import (
 from flashlight_py.parallel.epochs import Epochs, InEpochs
 from flashlight_py.parallel.place import find_place, whole_number
 
-__all__ = ["ShardedDataset"]
-
 
 class ShardedDataset(InEpochs, Dataset):
     """Item t is this rank's part of global batch t; every rank has as many items.

@@ -24,8 +24,6 @@ from flashlight_py.parallel.tree import (
     put_numbers,
 )
 
-__all__ = ["synchronize", "synchronize_for"]
-
 SomeTree = TypeVar("SomeTree")
 
 _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}

@@ -12,8 +12,6 @@ from flashlight_py.autograd.functions.operands import as_pair, as_variable
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
 from flashlight_py.device import Array, array_module
 
-__all__ = ["negative", "add", "sub", "mul", "div", "pow", "maximum", "minimum"]
-
 
 def negative(x: Input) -> Variable:
     """Return ``-x``, elementwise."""

@@ -9,8 +9,6 @@ from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import array_module
 from flashlight_py.random import generator
 
-__all__ = ["check_ratio", "dropout"]
-
 
 def dropout(x: Input, ratio: float) -> Variable:
     """Return ``x`` with each element zeroed with probability ``ratio``, the rest scaled up.

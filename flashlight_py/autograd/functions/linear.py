@@ -12,8 +12,6 @@ from flashlight_py.autograd.narrow import total
 from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, is_cupy
 
-__all__ = ["linear", "linear_relu"]
-
 
 def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
     """Return ``x @ weight.T + bias``, a new variable of shape ``[..., out]``.

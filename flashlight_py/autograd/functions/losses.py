@@ -8,8 +8,6 @@ from flashlight_py.autograd.narrow import total, widened
 from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module, is_cupy
 
-__all__ = ["mean_squared_error", "categorical_cross_entropy", "check_reduction"]
-
 
 def mean_squared_error(prediction: Input, target: Input) -> Variable:
     """Return the mean over all elements of ``(prediction - target) ** 2``; no dimensions.

@@ -7,8 +7,6 @@ from flashlight_py.autograd.functions.shape import reshape
 from flashlight_py.autograd.variable import Operand, Variable, record
 from flashlight_py.device import Array
 
-__all__ = ["matmul"]
-
 
 def matmul(a: Operand, b: Operand) -> Variable:
     """Return ``a @ b`` with NumPy's rules, as a new array.

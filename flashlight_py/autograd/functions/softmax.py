@@ -7,8 +7,6 @@ from flashlight_py.autograd.narrow import narrowed, widened
 from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module
 
-__all__ = ["softmax", "log_softmax"]
-
 
 def softmax(x: Input, axis: int = -1) -> Variable:
     """Return ``exp(x) / sum(exp(x))`` along ``axis``, a new array of the same shape."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from flashlight_py.distributed.api.control import barrier, sync_distributed
 from flashlight_py.distributed.api.groups import new_group, split
 from flashlight_py.distributed.api.messages import (
-    P2POp,
     batch_isend_irecv,
     irecv,
     isend,
@@ -39,6 +38,7 @@ from flashlight_py.distributed.api.reductions import (
     reduce_scatter,
     shared_empty,
 )
+from flashlight_py.distributed.messaging import P2POp
 
 __all__ = [
     "barrier",

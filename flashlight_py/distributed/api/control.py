@@ -13,8 +13,6 @@ from flashlight_py.distributed.verbs import BARRIER
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
 
-__all__ = ["barrier", "sync_distributed"]
-
 
 def barrier(timeout: float | None = None, group: ProcessGroup | None = None) -> None:
     """Block until every rank of the group has called it, up to ``timeout`` seconds.

@@ -21,8 +21,6 @@ from flashlight_py.errors import MismatchError
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
 
-__all__ = ["MemberStore", "new_group", "split"]
-
 # Users' tags begin at 0: this one is for members that are about to become a group.
 _TAG = -1
 

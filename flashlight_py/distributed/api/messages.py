@@ -15,8 +15,6 @@ from flashlight_py.distributed.work import AllOf, Work
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
 
-__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "sendrecv"]
-
 X = TypeVar("X")
 
 

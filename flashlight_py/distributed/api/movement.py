@@ -16,8 +16,6 @@ from flashlight_py.distributed.work import Then, Work
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
 
-__all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
-
 X = TypeVar("X")
 
 

@@ -23,8 +23,6 @@ from flashlight_py.distributed.verbs import ALL_TO_ALL
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
 
-__all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
-
 T = TypeVar("T")
 
 

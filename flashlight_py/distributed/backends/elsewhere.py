@@ -11,8 +11,6 @@ from flashlight_py.distributed.control.wording import names
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.native_group import NativeGroup
 
-__all__ = ["waits_elsewhere"]
-
 
 def waits_elsewhere(backend: NativeGroup, missing: Sequence[int]) -> str:
     """Say what ranks that are ``missing`` here have called in other groups, for this rank too.

@@ -12,20 +12,16 @@ from contextlib import suppress
 from typing import Any
 
 from flashlight_py import _native
-from flashlight_py.distributed.backends.interrupts import (
-    answer_to_interrupts,
-    raise_interruption,
-)
-from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
+from flashlight_py.distributed.backends.interrupts import answer_to_interrupts, raise_interruption
+from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_calls import call_in_words
+from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.rendezvous.peers import Peer, Waiting, this_process
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError, CollectiveTimeoutError, PeerLostError
-
-__all__ = ["GlooBackend"]
 
 # While ranks connect, a look at the others' processes every so many seconds.
 _LOOK_SECONDS = 0.1

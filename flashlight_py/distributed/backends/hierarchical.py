@@ -35,8 +35,6 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-__all__ = ["HierarchicalBackend", "part_of"]
-
 # Below this a part per local rank would only multiply messages: one rank carries everything.
 _SMALL_BYTES = 64 << 10
 

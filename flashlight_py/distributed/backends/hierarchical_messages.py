@@ -14,8 +14,6 @@ from flashlight_py.distributed.call import ANY_RANK, Call
 from flashlight_py.distributed.work import Done, Then, Work
 from flashlight_py.errors import DistributedError
 
-__all__ = ["HierarchicalMessages"]
-
 
 class HierarchicalMessages(Backend):
     """The messages of a backend over several hosts."""

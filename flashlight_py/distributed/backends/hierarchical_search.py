@@ -16,8 +16,6 @@ from flashlight_py.distributed.call import Call, Matched
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.hierarchical_messages import HierarchicalMessages
 
-__all__ = ["AnyRank", "Searches"]
-
 # How long one way is waited on before the other is looked at: nothing waits for both.
 _SLICE_SECONDS = 0.001
 

@@ -13,8 +13,6 @@ from flashlight_py.errors import CollectiveTimeoutError, DistributedError, Misma
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.hierarchical_messages import HierarchicalMessages
 
-__all__ = ["FutureWork", "GuardedWork"]
-
 
 class FutureWork(Work):
     """An operation on the thread of a hierarchical backend."""

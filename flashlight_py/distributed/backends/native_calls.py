@@ -10,8 +10,6 @@ from flashlight_py.distributed.call import COMPOSED, array_in_words, in_words
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import BARRIER, VERBS
 
-__all__ = ["call_in_words", "number_in_words"]
-
 _VERBS = {code: verb for verb in VERBS for code in (verb.code, verb.uneven) if code}
 _SHAPE = 8  # dimensions that a signature has room for
 

@@ -28,8 +28,6 @@ from flashlight_py.errors import (
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.native_group import NativeGroup
 
-__all__ = ["failure", "words_of", "words_of_traceback"]
-
 _MAX_MISSING = 64
 # What words for others begin with: the class of error that they are.
 _LOST, _LATE = "P", "T"

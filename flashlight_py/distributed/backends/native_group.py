@@ -34,8 +34,6 @@ from flashlight_py.distributed.verbs import BARRIER, SCATTER
 from flashlight_py.distributed.work import AllOf, Done, Work
 from flashlight_py.errors import BackendUnavailableError, DistributedError, GroupClosedError
 
-__all__ = ["MESSAGE_BYTES", "NativeGroup"]
-
 MESSAGE_BYTES = 1024
 _ARRAY = object()
 

@@ -18,8 +18,6 @@ from flashlight_py.errors import CollectiveTimeoutError
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.native_group import NativeGroup
 
-__all__ = ["COMPARED", "GATHERED", "NOTHING", "SCATTERED", "NativeWork", "Received", "StartedWork"]
-
 # How long a wait stays inside the library: signal handlers (Ctrl-C) run in between.
 _SLICE_SECONDS = 0.1
 

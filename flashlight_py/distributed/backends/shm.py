@@ -22,15 +22,14 @@ from flashlight_py.distributed.backends.interrupts import (
     answer_where,
     raise_interruption,
 )
-from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
+from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_calls import call_in_words
+from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.exchange import BackendStore, Steps
 from flashlight_py.distributed.memory_file import DIRECTORY, MemoryFile, needs_names
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
-
-__all__ = ["ShmBackend", "map_together"]
 
 _PAGE = 4096
 

@@ -12,8 +12,6 @@ from flashlight_py.device import Array, array_module, device_of, is_cupy, to_dev
 from flashlight_py.distributed.hooks.bucket import Bucket
 from flashlight_py.distributed.work import Work
 
-__all__ = ["Compression", "check_hook"]
-
 
 class Compression(abc.ABC):
     """A communication hook that sends less than it is given: float32 or float64 arrays.

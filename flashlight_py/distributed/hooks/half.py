@@ -18,8 +18,6 @@ from flashlight_py.distributed.hooks.bucket import Bucket
 from flashlight_py.distributed.hooks.compression import Compression
 from flashlight_py.distributed.work import Then, Work
 
-__all__ = ["LARGEST", "Bfloat16Compression", "Float16Compression", "from_half", "to_half"]
-
 LARGEST = 65504.0
 # Elements of a block that stays in a cache while it is worked on.
 _BLOCK = 1 << 14

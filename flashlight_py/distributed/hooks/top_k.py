@@ -12,8 +12,6 @@ from flashlight_py.distributed.hooks.bucket import Bucket
 from flashlight_py.distributed.hooks.compression import Compression
 from flashlight_py.distributed.work import Done, Then, Work
 
-__all__ = ["TopKCompression"]
-
 # Looking for candidates among more values than these is faster than sorting all of them partly.
 _SAMPLED_FROM = 1 << 16
 _SAMPLES = 1 << 13

@@ -23,20 +23,6 @@ from flashlight_py.distributed.call_site import PACKAGE
 from flashlight_py.distributed.recorder import journal
 from flashlight_py.distributed.recorder.record import line_of
 
-__all__ = [
-    "FORMAT",
-    "Flight",
-    "KEPT_JOBS",
-    "default_folder",
-    "new_job",
-    "read_fields",
-    "record_text",
-    "stacks",
-    "stands_at",
-    "write_record",
-]
-
-
 FORMAT = "flashlight_py flight record 1"
 # Jobs of this user whose records stay among the temporary files: the newest.
 KEPT_JOBS = 16

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flashlight_py.distributed.recorder.record import Record
 
-__all__ = ["listener", "on_failure", "report"]
-
 # Called with each call as it begins, while a profile is taken.
 listener: Callable[[Record], None] | None = None
 # Called with the exception of each call that failed.

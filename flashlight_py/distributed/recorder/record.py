@@ -11,8 +11,6 @@ from flashlight_py.distributed.call_site import frame_of_caller, site_of
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.work import Work
 
-__all__ = ["Place", "Record", "What", "line_of", "place_of_caller"]
-
 # A line of user code, to be worked out when somebody reads it (which takes longer than a call): its
 # code, the instruction in it (a frame's ``f_lasti``), and the name of our function that it called.
 Place = tuple[CodeType, int, str]

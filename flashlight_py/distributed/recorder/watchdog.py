@@ -31,9 +31,6 @@ from flashlight_py.distributed.recorder.flight_record import (
 )
 from flashlight_py.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 
-__all__ = ["ANSWER", "OtherRecords", "Watchdog", "current", "dump", "start", "stop"]
-
-
 ANSWER = "another rank has written its own"
 """The reason of a record that answers another; it is not answered again, or there were no end."""
 

@@ -17,15 +17,6 @@ from typing import NamedTuple
 from flashlight_py.distributed.rendezvous.environment import ALONE, detect
 from flashlight_py.errors import RendezvousError
 
-__all__ = [
-    "ALONE",
-    "check_no_launcher",
-    "check_schedulers",
-    "check_size_one",
-    "is_alone",
-    "started_as",
-]
-
 _log = logging.getLogger("flashlight_py")
 
 

@@ -19,8 +19,6 @@ from flashlight_py.distributed.rendezvous.wire import (
 )
 from flashlight_py.errors import RendezvousError
 
-__all__ = ["LONGEST_PAUSE", "Client", "NobodyError", "SilentError", "WrongServerError", "greet"]
-
 # Between two looks for rank 0, in seconds: ranks that start together meet at once, and a long wait
 # costs a file server ten requests a second.
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1

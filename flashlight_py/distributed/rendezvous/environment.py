@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["ALONE", "LaunchEnvironment", "detect"]
-
 ALONE = "FLASHLIGHT_ALONE"
 """The environment variable that, if it is "1", makes each process a world of its own."""
 

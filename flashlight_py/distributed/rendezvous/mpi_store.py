@@ -16,8 +16,6 @@ from flashlight_py.distributed.rendezvous.peers import Waiting, not_arrived
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 
-__all__ = ["MpiStore", "check_world", "load_mpi"]
-
 _PAYLOAD, _NOTICE = 1, 2
 _PAUSE = 0.0005
 

@@ -32,8 +32,6 @@ from flashlight_py.distributed.rendezvous.wire import (
 )
 from flashlight_py.errors import RendezvousError
 
-__all__ = ["Server"]
-
 # How long a short message may take, and a reason for failing is kept readable, in seconds.
 _SHORTLY = 2.0
 # Connections that have proven nothing yet, beyond one per rank; more are a flood.

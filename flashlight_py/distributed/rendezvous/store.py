@@ -5,8 +5,6 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
-__all__ = ["Store", "SubStore"]
-
 
 class Store(abc.ABC):
     """A meeting place of ``size`` processes, of which this one is ``rank``.

@@ -19,8 +19,6 @@ from flashlight_py.distributed.rendezvous.server import Server
 from flashlight_py.distributed.rendezvous.sockets import listen
 from flashlight_py.errors import RendezvousError
 
-__all__ = ["PlaceStore", "TcpStore"]
-
 
 class PlaceStore(Place):
     """A store of ranks that connect to rank 0 at a place."""

@@ -21,17 +21,6 @@ from typing import NamedTuple
 from flashlight_py.distributed.rendezvous.peers import Peer
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, proof
 
-__all__ = [
-    "Connection",
-    "Greeting",
-    "Handshake",
-    "Kind",
-    "Message",
-    "WireError",
-    "join_payloads",
-    "split_payloads",
-]
-
 _MAGIC = b"FLrv"
 _VERSION = 2
 _HEADER = struct.Struct("!4sHHQ")

@@ -18,8 +18,6 @@ from flashlight_py.distributed.integers import whole
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.parallel.functional.call import require_variable
 
-__all__ = ["recv", "send"]
-
 Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
 
 # Tags of gradients: this bit, the tag of the message, and its number among those of its tag. So a
