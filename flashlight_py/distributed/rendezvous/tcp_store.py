@@ -58,6 +58,18 @@ class PlaceStore(Place):
             self._has_ended = True
             self._role.leave()
 
+    def hand_over(self) -> dict[int, socket.socket]:
+        """Leave as ``close`` does, and return the connections that are proven; collective.
+
+        Those of rank 0 to every other rank, by rank, and of these to rank 0. They block, and are
+        the caller's to close.
+
+        Raises:
+            RendezvousError: a rank has not left within the timeout or has died (named).
+        """
+        self._has_ended = True
+        return self._role.hand_over()
+
     def abort(self, reason: str) -> None:
         """Notify the connected ranks that this one gives up; waits up to 2 s until they know."""
         if not self._has_ended:
