@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashlight_py.checkpoint.directory import is_checkpoint, newest_first, read
-from flashlight_py.checkpoint.generators import check_generators, set_generator_states
-from flashlight_py.checkpoint.manifest import Manifest
+from flashlight_py.checkpoint.directory import Manifest, is_checkpoint, newest_first, read
 from flashlight_py.checkpoint.parts import (
     Attempt,
     Stateful,
     check_agreement,
+    check_generators,
     check_parts,
     everyone,
     given_parts,
+    set_generator_states,
     where,
 )
 from flashlight_py.checkpoint.tensors import from_bytes

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.checkpoint.directory import clear, publish
-from flashlight_py.checkpoint.generators import check_generators, generator_states
 from flashlight_py.checkpoint.parts import (
     Attempt,
     Stateful,
     check_agreement,
+    check_generators,
     check_parts,
     everyone,
+    generator_states,
     given_parts,
 )
 from flashlight_py.checkpoint.tensors import from_bytes, pieces, to_bytes

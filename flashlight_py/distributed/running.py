@@ -24,9 +24,15 @@ from flashlight_py.distributed.arrays import (
 )
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.integers import check_rank, check_rows, require_equal_parts
 from flashlight_py.distributed.membership import Membership, of
-from flashlight_py.distributed.numbers import NUMBERS, as_number, require_bits
+from flashlight_py.distributed.numbers import (
+    NUMBERS,
+    as_number,
+    check_rank,
+    check_rows,
+    require_bits,
+    require_equal_parts,
+)
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import DistributedError

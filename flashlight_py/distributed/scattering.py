@@ -11,8 +11,8 @@ from flashlight_py.distributed.arrays import as_array, dtype_code, dtype_of_code
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.control.wording import different_calls
 from flashlight_py.distributed.exchange import Steps, exchange_bytes
-from flashlight_py.distributed.integers import check_rows, each_rank, require_equal_parts
 from flashlight_py.distributed.membership import Membership
+from flashlight_py.distributed.numbers import check_rows, each_rank, require_equal_parts
 from flashlight_py.distributed.running import NO_OUTPUT, Output, finish_into, output, pack_apart
 from flashlight_py.distributed.verbs import ALL_TO_ALL, SCATTER
 from flashlight_py.distributed.work import Work

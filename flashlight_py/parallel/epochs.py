@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.dataset.dataset import Indices
-from flashlight_py.dataset.order import epoch_order
+from flashlight_py.dataset.shares import epoch_order
 from flashlight_py.parallel.agreement import check_settings_agree
 from flashlight_py.parallel.place import Place, whole_number
 

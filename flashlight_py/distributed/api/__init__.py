@@ -7,8 +7,7 @@ of 1, and every verb is the identity, times the scale.
 
 from __future__ import annotations
 
-from flashlight_py.distributed.api.control import barrier, sync_distributed
-from flashlight_py.distributed.api.groups import new_group, split
+from flashlight_py.distributed.api.groups import barrier, new_group, split, sync_distributed
 from flashlight_py.distributed.api.messages import (
     batch_isend_irecv,
     irecv,

@@ -1,4 +1,4 @@
-"""Groups of some ranks."""
+"""Groups of some ranks, and what ranks wait for together."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import Steps, exchange_bytes
-from flashlight_py.distributed.integers import check_rank, check_seconds, whole
 from flashlight_py.distributed.membership import Membership, of
+from flashlight_py.distributed.numbers import check_rank, check_seconds, whole
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.running import refusing
-from flashlight_py.distributed.verbs import RECV, SEND
+from flashlight_py.distributed.verbs import BARRIER, RECV, SEND
 from flashlight_py.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -193,3 +193,28 @@ def _unpack(packed: bytes, count: int) -> list[bytes]:
     lengths = np.frombuffer(packed[: 8 * count], np.int64)
     ends = np.cumsum(lengths) + 8 * count
     return [packed[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+
+
+def barrier(timeout: float | None = None, group: ProcessGroup | None = None) -> None:
+    """Block until every rank of the group has called it, up to ``timeout`` seconds.
+
+    Raises:
+        ValueError: ``timeout`` is not positive.
+        CollectiveTimeoutError: a rank (named) did not come in time.
+        DistributedError: as for :func:`all_reduce`.
+    """
+    members = of(group)
+    plain = timeout is None and members.gpus is None
+    if plain and members.native(BARRIER.code, None, None, None, None, 0, 0, False) is None:
+        return
+    with refusing(members, BARRIER):
+        members.run(Call(BARRIER, seconds=check_seconds("barrier", timeout)))
+
+
+def sync_distributed(group: ProcessGroup | None = None) -> None:
+    """Block until every operation that this rank has started has ended, as flashlight names it.
+
+    Raises:
+        DistributedError: one of them failed; as for :func:`all_reduce`.
+    """
+    of(group).synchronize()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flashlight_py.distributed.integers import check_rank
 from flashlight_py.distributed.membership import native, native_sendrecv, of
 from flashlight_py.distributed.messaging import P2POp, begin_all, ends_of, exchange, run
+from flashlight_py.distributed.numbers import check_rank
 from flashlight_py.distributed.running import refusing
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Work

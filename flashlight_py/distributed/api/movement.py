@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.integers import check_rank
 from flashlight_py.distributed.membership import native, of
+from flashlight_py.distributed.numbers import check_rank
 from flashlight_py.distributed.running import collective, refusing
 from flashlight_py.distributed.scattering import Scatter
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER

@@ -15,8 +15,8 @@ import numpy as np
 
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import Frame, Steps, broadcast_frame, exchange_frames
-from flashlight_py.distributed.integers import check_rank
 from flashlight_py.distributed.membership import Membership, of
+from flashlight_py.distributed.numbers import check_rank
 from flashlight_py.distributed.running import refusing
 from flashlight_py.distributed.verbs import ALL_TO_ALL
 

@@ -12,8 +12,8 @@ from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import as_array, check_reduction, dtype_code, pack, parse_op
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import Op
-from flashlight_py.distributed.integers import whole
 from flashlight_py.distributed.membership import native, of
+from flashlight_py.distributed.numbers import whole
 from flashlight_py.distributed.running import collective, refusing
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from flashlight_py.distributed.work import Then, Work

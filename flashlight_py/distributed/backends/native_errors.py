@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flashlight_py.distributed.backends.elsewhere import waits_elsewhere
 from flashlight_py.distributed.backends.native_calls import call_in_words, number_in_words
+from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.control.wording import (
     UNUSABLE,
     did_not_join,
@@ -161,3 +161,30 @@ def _last_calls(backend: NativeGroup, handle: Any, missing: Sequence[int], numbe
             last = _call_and_site(backend, handle, theirs, rank)
             told.append(f"{who} last joined call {theirs.sequence - extra}, {last}, {ago}")
     return f"{'; '.join(told)}. "
+
+
+def waits_elsewhere(backend: NativeGroup, missing: Sequence[int]) -> str:
+    """Say what ranks that are ``missing`` here have called in other groups, for this rank too.
+
+    Empty where none has. Ranks of two groups are the same where their processes are.
+    """
+    found = [(rank, _call_elsewhere(backend, rank)) for rank in missing]
+    called = [f"rank {backend.numbers[rank]} called {call}" for rank, call in found if call]
+    silent = [backend.numbers[rank] for rank, call in found if not call]
+    if called and silent:
+        called.append(f"{names(silent)} called neither")
+    return "; ".join(called)
+
+
+def _call_elsewhere(backend: NativeGroup, rank: int) -> str:
+    for other in abort.open_backends():
+        call_ahead = getattr(other, "call_ahead", None)
+        if other is backend or call_ahead is None or rank >= len(backend.processes):
+            continue
+        if other.team is not None and other.team is backend.team:
+            continue  # parts of one group, in which a rank goes from one to the other
+        there = [r for r, who in enumerate(other.processes) if who == backend.processes[rank]]
+        call = call_ahead(there[0]) if there else ""
+        if call:
+            return f"{call} as rank {there[0]} of a group of {other.size}"
+    return ""
