@@ -234,7 +234,7 @@ class Variable:
         if self.node is not None:
             raise ValueError(f"{what} belongs to a leaf; this variable is an operation's result")
 
-    if TYPE_CHECKING:  # operators.py gives the class these, one function each
+    if TYPE_CHECKING:  # operators.py adds these to the class, one function each
 
         def __neg__(self) -> Variable: ...
         def __abs__(self) -> Variable: ...

@@ -52,9 +52,9 @@ class Manifest:
             ValueError: the file is not what was written, or of a version to come; says which.
         """
         try:
-            told = json.loads(file)
-            content = dict(told["manifest"])
-            whole = told["sha256"] == _digest(content) and file == _text(told)
+            found = json.loads(file)
+            content = dict(found["manifest"])
+            whole = found["sha256"] == _digest(content) and file == _text(found)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"its manifest is truncated or damaged ({error})") from error
         if not whole:

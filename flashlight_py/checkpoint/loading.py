@@ -35,7 +35,7 @@ _log = logging.getLogger("flashlight_py")
 class Checkpoint(NamedTuple):
     """What was loaded: its step, its path on rank 0, and ``extra`` as it was saved.
 
-    ``ranks`` tells how many saved it; ``skipped`` why newer ones were not used, one text each.
+    ``ranks`` is how many saved it; ``skipped`` why newer ones were not used, one text each.
     """
 
     step: int

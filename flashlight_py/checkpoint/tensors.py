@@ -1,7 +1,7 @@
 """The file format safetensors: a length, a JSON header, then the bytes of the arrays.
 
 Written here and not by the library of that name, so that one pass writes, digests and flushes
-without a second copy of the arrays, and bfloat16 comes back too. The tests read our files with
+without a second copy of the arrays, and bfloat16 can be read, too. The tests read our files with
 that library, and its files with ours. https://huggingface.co/docs/safetensors
 """
 

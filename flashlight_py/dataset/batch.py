@@ -71,7 +71,7 @@ class BatchDataset(Dataset):
         if len(functions) != len(fields):
             raise ValueError(
                 f"batch_functions has {len(functions)} entries, the samples have {len(fields)} "
-                "fields; give one per field, None to stack"
+                "fields; pass one per field, None to stack"
             )
         return tuple(
             stack([(value,) for value in values])[0] if function is None else function(values)

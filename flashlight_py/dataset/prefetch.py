@@ -41,7 +41,7 @@ class PrefetchDataset(Dataset):
         return self._dataset.get(index)
 
     def handed_out(self, index: int) -> None:
-        """Tell ``dataset``."""
+        """Notify ``dataset``."""
         self._dataset.handed_out(index)
 
     def __iter__(self) -> Iterator[Sample]:

@@ -10,13 +10,13 @@ from flashlight_py.dataset.dataset import Dataset, Indices, Sample
 
 
 class ResampleDataset(Dataset):
-    """The samples of ``dataset`` at ``indices``, in that order; an index may come repeatedly.
+    """The samples of ``dataset`` at ``indices``, in that order; an index may be repeated.
 
     ``indices`` is a sequence of integers, or a function from [0, n) to an index of ``dataset``,
     asked once for each; ``n`` goes with a function and defaults to the length of ``dataset``.
 
     Raises:
-        ValueError: an index is not in [0, len(dataset)), or ``n`` comes with a sequence.
+        ValueError: an index is not in [0, len(dataset)), or ``n`` is passed with a sequence.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ def strided_share(n: int, share: int, shares: int, drop_last: bool = False) -> r
 
 
 def count_batches(n: int, batch_size: int, drop_last: bool) -> int:
-    """Return how many batches ``n`` samples give; without ``drop_last`` the last may be short."""
+    """Return how many batches ``n`` samples make; without ``drop_last`` the last may be short."""
     return n // batch_size if drop_last else -(-n // batch_size)
 
 

@@ -73,7 +73,7 @@ def limit(threads: int) -> None:
 
 
 def restore() -> None:
-    """Give each OpenBLAS the threads back that it had before ``limit``."""
+    """Restore the number of threads that each OpenBLAS had before ``limit``."""
     global _said  # noqa: PLW0603  (see above)
     _said = ""
     while _limited:

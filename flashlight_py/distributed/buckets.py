@@ -1,4 +1,4 @@
-"""Which arrays travel together: the one rule, for plans and for what is collected as it comes."""
+"""Which arrays travel together: the one rule, for plans and for what is collected as it arrives."""
 
 from __future__ import annotations
 

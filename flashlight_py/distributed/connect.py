@@ -34,7 +34,7 @@ class Connection:
 
 
 def connect(store: Store, settings: Settings) -> Connection:
-    """Join the ranks of ``store``. Collective; every rank comes to the same choice.
+    """Join the ranks of ``store``. Collective; every rank makes the same choice.
 
     Raises:
         BackendUnavailableError: the backend that was asked for, or every one, is unavailable, or

@@ -145,7 +145,7 @@ class BackendStore(Store):
         self._backend = backend
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Give ``payload`` and return every rank's; collective, blocking.
+        """Pass ``payload`` and return every rank's; collective, blocking.
 
         Raises:
             DistributedError: as ``Work.wait``.

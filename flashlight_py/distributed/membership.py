@@ -119,7 +119,7 @@ class Membership:
 
         Raises:
             BackendUnavailableError: NCCL, CuPy or a GPU is missing on a rank; raised on all.
-            DistributedError: NCCL failed, or a rank (named) did not come.
+            DistributedError: NCCL failed, or a rank (named) did not arrive.
         """
         if self._gpus is None:
             if self._joiner is None:

@@ -1,7 +1,7 @@
 """Reducers: arrays in, one after the other, reduced arrays out.
 
 A reducer decides when arrays travel and which travel together. It knows nothing of modules or
-gradients; ranks must give it the same arrays in the same order.
+gradients; ranks must pass it the same arrays in the same order.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class CoalescingReducer(_Pending):
             than this (default 20 MiB, flashlight's); a larger array travels at once and alone.
         group: the process group, default the world.
         hook: reduces the buckets in a way of its own, such as ``Float16Compression()``. They then
-            hold one dtype on one device each, and are told apart by their order since
+            hold one dtype on one device each, and are known by their order since
             ``finalize``: add the same arrays in the same order in every step.
 
     Raises:
@@ -241,7 +241,7 @@ def _reduce_packed(
     group: ProcessGroup,
     inline_bytes: float,
 ) -> Work:
-    """Give arrays of one dtype on one device to ``hook`` as one bucket.
+    """Pass arrays of one dtype on one device to ``hook`` as one bucket.
 
     They are copied together, and the results back when the Work is waited for; a single array that
     is contiguous is used as it is.

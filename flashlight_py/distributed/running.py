@@ -153,7 +153,7 @@ def _run_into(group: Membership, call: Call, array: Array, space: Output) -> Any
 
 
 class Output(NamedTuple):
-    """Where a result goes: what the user gave, its array, and a form that backends can fill."""
+    """Where a result goes: what the user passed, its array, and a form that backends can fill."""
 
     given: Any
     array: Array | None
@@ -228,7 +228,7 @@ def finish(
 
 
 def finish_into(group: Membership, call: Call, work: Work, space: Output) -> Any:
-    """Return what has arrived: a new array, or the ``out`` that the user gave; or a Work for it."""
+    """Return what has arrived: a new array, or the ``out`` of the user; or a Work for it."""
     if space.array is None or space.packed is None:
         return work.wait() if call.blocking else work
     return finish(group, call, work, space.given, unpack_into(space.array, space.packed))

@@ -30,7 +30,7 @@ class Scatter:
         self._xs = xs
         if self._here and xs is None:
             raise ValueError(
-                f"scatter: rank {members.rank} is the root and must give the arrays, got None"
+                f"scatter: rank {members.rank} is the root and must pass the arrays, got None"
             )
 
     def equal(self) -> Any:
@@ -100,10 +100,10 @@ class Scatter:
         return self._members.backend(sent).start(call)
 
     def _agree(self, like: Array | None, counts: list[int]) -> tuple[int, list[int]]:
-        """Return the dtype's code and the dimensions after the first of what the root gives.
+        """Return the dtype's code and the dimensions after the first of what the root passes.
 
         Raises:
-            MismatchError: a rank gave other ``rows``, or an ``out`` of another kind; on every rank.
+            MismatchError: a rank passed other ``rows``, or another kind of ``out``; on every rank.
         """
         kind = None if like is None else [dtype_code("scatter", like.dtype), list(like.shape[1:])]
         members, root = self._members, self._root

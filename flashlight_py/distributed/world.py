@@ -87,7 +87,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_distributed_init() -> bool:
-    """Return whether ``distributed_init`` has succeeded and no shutdown came after it."""
+    """Return whether ``distributed_init`` has succeeded and no shutdown followed."""
     return _world is not None
 
 

@@ -37,7 +37,7 @@ _PACKAGES = {
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Containers have 64 MB by default. The channels of some ranks fit, gradients do not.
 ENOUGH_BYTES = 256 << 20
-# Whoever overhears a start can try out shorter secrets at home.
+# Whoever records a start can try out shorter secrets at home.
 _SHORTEST = 16
 
 

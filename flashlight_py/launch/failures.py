@@ -109,7 +109,7 @@ def describe_exit(code: int) -> str:
     number = -code
     known = number in set(signal.Signals)
     name = signal.Signals(number).name if known else f"signal {number}"
-    hint = " (out of memory? the kernel's log tells)" if number == signal.SIGKILL else ""
+    hint = " (out of memory? see the kernel's log)" if number == signal.SIGKILL else ""
     return f"was killed by {name}{hint}"
 
 

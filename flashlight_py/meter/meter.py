@@ -50,7 +50,7 @@ class AverageValueMeter(Meter):
     """The weighted mean, the unbiased variance and the total weight of all values added.
 
     The variance takes weights as reliabilities: with V1 and V2 the sums of weights and of their
-    squares, sum(w (x - mean)^2) / (V1 - V2 / V1). Equal weights give the usual n - 1.
+    squares, sum(w (x - mean)^2) / (V1 - V2 / V1). With equal weights it is the usual n - 1.
 
     ``value_of`` works on sums of x and x^2, so the variance of synchronised meters loses digits
     where the mean is many times the standard deviation; ``value`` does not, since mean and

@@ -131,7 +131,7 @@ class Dropout(Module):
 
 
 class View(Module):
-    """Gives its input another shape, the batch dimension included.
+    """Reshapes its input, the batch dimension included.
 
     Args:
         shape: the new shape; one entry may be -1 and is then computed, so that ``(-1, 784)``

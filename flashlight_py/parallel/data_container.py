@@ -86,7 +86,7 @@ class DistributedDataContainer(Dataset):
             return data[_slice_of(self._positions[index])]
         except TypeError as error:
             raise TypeError(
-                f"DistributedDataContainer: its data, of type {type(data).__name__}, gives no "
+                f"DistributedDataContainer: its data, of type {type(data).__name__}, has no "
                 f"slices ({error}); take single elements"
             ) from error
 
@@ -101,7 +101,7 @@ def _length(data: Indexed) -> int:
     if isinstance(data, Mapping):
         raise TypeError(
             f"DistributedDataContainer: the keys of a {kind} are no positions to be shared out; "
-            "give a sequence, an array or a Dataset, such as TensorDataset(list(data.values()))"
+            "pass a sequence, an array or a Dataset, such as TensorDataset(list(data.values()))"
         )
     if not hasattr(data, "__getitem__"):
         raise TypeError(f"DistributedDataContainer: data of type {kind} cannot be indexed by []")

@@ -49,7 +49,7 @@ def pow(a: Operand, b: Operand) -> Variable:
     """Return ``a ** b``, elementwise.
 
     Where the base is 0, the gradient of the exponent is 0. Where it is negative, that gradient
-    does not exist and comes out as nan.
+    does not exist and is nan.
     """
     x, y = as_pair(a, b)
     base, exponent = x.data, y.data

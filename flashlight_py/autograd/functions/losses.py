@@ -93,7 +93,7 @@ def categorical_cross_entropy(
     """Return the negative log probability of the right classes.
 
     Args:
-        log_probabilities: shape ``[..., classes]``, as ``log_softmax`` gives it.
+        log_probabilities: shape ``[..., classes]``, as ``log_softmax`` returns it.
         target: integers of shape ``[...]``: the right class of each sample.
         reduction: ``"mean"`` over the samples that count, ``"sum"``, or ``"none"`` for the shape
             of ``target``. The mean over no sample is 0.

@@ -124,7 +124,7 @@ def _as_index(where: Any, array: Array) -> Any:
 
 
 def astype(x: Input, dtype: Any) -> Variable:
-    """Return ``x`` cast to ``dtype``, as a new array; its gradient comes back in ``x``'s dtype.
+    """Return ``x`` cast to ``dtype``, as a new array; its gradient has ``x``'s dtype.
 
     A cast to a dtype that is not floating ends the graph: the result has no gradient.
     """

@@ -68,7 +68,7 @@ def split(
     group: ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> ProcessGroup:
-    """Make one group of all ranks that give the same ``color``, for each color.
+    """Make one group of all ranks that pass the same ``color``, for each color.
 
     Collective over the world (or ``group``), blocking, as MPI_Comm_split. Ranks of a new group are
     in the order of ``key``, then of their old ranks.
@@ -154,7 +154,7 @@ class MemberStore(Store):
         self.rank, self.size = self._members.index(backend.rank), len(self._members)
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Give ``payload`` and return every member's; collective among them, blocking.
+        """Pass ``payload`` and return every member's; collective among them, blocking.
 
         Raises:
             DistributedError: as ``Work.wait``.
@@ -200,7 +200,7 @@ def barrier(timeout: float | None = None, group: ProcessGroup | None = None) -> 
 
     Raises:
         ValueError: ``timeout`` is not positive.
-        CollectiveTimeoutError: a rank (named) did not come in time.
+        CollectiveTimeoutError: a rank (named) did not arrive in time.
         DistributedError: as for :func:`all_reduce`.
     """
     members = of(group)

@@ -58,7 +58,7 @@ def all_reduce(
 ) -> Any:
     """Combine ``x`` of all ranks; afterwards every rank holds ``scale`` times the result.
 
-    In place, for any shape and memory layout; every rank must give the same shape and dtype.
+    In place, for any shape and memory layout; every rank must pass the same shape and dtype.
     Values are combined in rank order, so the result has the same bits on every rank and in every
     run; float16 and bfloat16 are summed in float32 and rounded once. Small arrays take one
     message to each rank, large ones a direct reduce-scatter and all-gather (docs/algorithms.md).

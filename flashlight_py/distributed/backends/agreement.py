@@ -20,7 +20,7 @@ from flashlight_py.distributed.verbs import ALL_GATHER, BROADCAST
 from flashlight_py.errors import MismatchError
 
 _KEY_BYTES = 16
-# Room for a call and its place as text, told only where calls differ.
+# Bytes for a call and its place as text, exchanged only where calls differ.
 _TEXT_BYTES = 320
 
 

@@ -80,7 +80,7 @@ class GlooBackend(NativeBackend):
         return self.ffi.gc(group, self._free)
 
     def _connect(self, store: Store, key: bytes) -> None:
-        """Give each peer the address that is meant for it, and connect to what they gave."""
+        """Send each peer the address that is meant for it, and connect to theirs."""
         mine = [self._address(peer) for peer in range(self.size)]
         card = {
             "peer": this_process().as_record(),
@@ -131,7 +131,7 @@ class GlooBackend(NativeBackend):
         room = self.ffi.new("char[]", MESSAGE_BYTES)
         count = self.lib.fl_gloo_address(self._group, peer, room, MESSAGE_BYTES)
         if count < 0:
-            raise BackendUnavailableError(f"Gloo gave no address for rank {peer}")
+            raise BackendUnavailableError(f"Gloo has no address for rank {peer}")
         return bytes(self.ffi.buffer(room, count))
 
     def _run(

@@ -294,7 +294,7 @@ class NativeGroup(Backend):
         return text
 
     def forget(self, work: NativeWork) -> None:
-        """Let go of an operation that has ended, and of whose end the caller hears now."""
+        """Let go of an operation that has ended, and of whose end the caller learns now."""
         self._running.pop(work, None)
 
     def synchronize(self) -> None:

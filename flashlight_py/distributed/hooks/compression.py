@@ -61,7 +61,7 @@ class Compression(abc.ABC):
 
     @property
     def bytes_per_step(self) -> int:
-        """How many bytes this rank gave to collectives in the last step.
+        """How many bytes this rank passed to collectives in the last step.
 
         A collective of two ranks sends as many; what it sends on n ranks stands in
         docs/compression.md. Within a step: of its buckets so far.

@@ -113,7 +113,7 @@ def indices_of_largest(values: Array, k: int) -> Array:
 
 
 def _candidates(magnitudes: Array, k: int) -> Array:
-    """Return some indices that hold the ``k`` largest, few if a sample tells the truth.
+    """Return some indices that hold the ``k`` largest, few if a sample is representative.
 
     The idea of Lin et al., section 3 ("hierarchically select the threshold"); exact here, for the
     sample decides how many are looked at again and not which are sent.

@@ -61,7 +61,7 @@ def default_folder(job: str) -> Path:
 def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = None) -> Path:
     """Write this rank's file and return its path; one that is there already is replaced.
 
-    ``threads`` are the lines that tell where the threads stand, default those of this moment.
+    ``threads`` are the lines that say where the threads stand, default those of this moment.
 
     Raises:
         OSError: it cannot be written, or somebody else has put the folder there.

@@ -32,7 +32,7 @@ class What(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank gives or takes."""
+        """Bytes that this rank sends or receives."""
         if self.bytes is not None:
             return self.bytes
         if self.dtype is None or self.shape is None:

@@ -1,4 +1,4 @@
-"""Writes the flight record: when a call fails, when SIGUSR1 comes, when another rank wrote its own.
+"""Writes the flight record: after a failed call, at SIGUSR1, when another rank wrote its own.
 
 A thread of its own waits for the signal, so that it is answered while the main thread hangs in a
 library: faulthandler writes the stacks into a pipe from within the signal's handler, and the thread
@@ -56,13 +56,13 @@ class OtherRecords:
         """Return whether another rank has written for a reason of its own since the last question.
 
         Only what was written later than ``after`` counts, an ``st_mtime``: the clock of whoever
-        keeps the folder, as NFS may tell of a file long after it was written.
+        keeps the folder, as NFS may list a file long after it was written.
         """
         new = self._new()
         return any(when > after * 1e9 and self._has_own_reason(path) for path, (_, when) in new)
 
     def _new(self) -> list[tuple[str, _Version]]:
-        """Return the others' files that have come or changed since the last look."""
+        """Return the others' files that are new or have changed since the last look."""
         assert self._flight.folder is not None
         try:
             changed = self._changed[1], os.stat(self._flight.folder).st_mtime_ns
@@ -102,14 +102,14 @@ _log = logging.getLogger("flashlight_py")
 # Failures come in cascades, and programs may provoke mismatches: the first of them is written, and
 # not answered by ranks that have just written as well.
 _QUIET_SECONDS = 10.0
-# How often a rank looks for others' records; on a network's file system nothing would tell.
+# How often a rank looks for others' records; a network's file system notifies nobody.
 _LOOK_SECONDS = 0.5
 # More than the stacks of a hundred threads.
 _PIPE_BYTES = 1 << 20
 # So long a thread lets another write first. One that holds the lock for longer has been interrupted
 # by a signal handler, which may wait for the thread that wants it.
 _LOCK_SECONDS = 1.0
-# Until all stacks have come through the pipe, once the first has.
+# Until all stacks have arrived through the pipe, once the first has.
 _WRITING_SECONDS = 0.05
 
 
@@ -149,7 +149,7 @@ class Watchdog:
             os.close(end)
 
     def release_signal(self) -> None:
-        """Give SIGUSR1 back, unless somebody else has taken it meanwhile."""
+        """Release SIGUSR1, unless somebody else has taken it meanwhile."""
         if self._answers_signal and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
             faulthandler.unregister(signal.SIGUSR1)
 
@@ -201,7 +201,9 @@ class Watchdog:
         if time.monotonic() - self._explained < _QUIET_SECONDS:
             return
         self._explained = time.monotonic()
-        path = self.write(f"{type(error).__name__}: {error}", level=logging.INFO)  # the error tells
+        path = self.write(
+            f"{type(error).__name__}: {error}", level=logging.INFO
+        )  # the error says so
         if path is not None and error.args:
             compare = f"python -m flashlight_py.trace diff {path.parent}"
             where = f"The last calls of this rank are in {path}; to compare the ranks: {compare}"
@@ -242,9 +244,9 @@ def _pipe(flags: int, undo: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def _take(number: signal.Signals, file: int) -> bool:
-    """Have the stacks written to ``file`` when the signal comes, unless somebody else handles it.
+    """Have the stacks written to ``file`` when the signal arrives, unless somebody else handles it.
 
-    MPICH does, to hear of processes that have ended: it hears of the signal afterwards.
+    MPICH does, to be notified of processes that have ended: its handler is called afterwards.
     """
     caught, ignored = _is_in("SigCgt", number), _is_in("SigIgn", number)
     by_mpi = "mpi4py" in sys.modules and signal.getsignal(number) is signal.SIG_DFL

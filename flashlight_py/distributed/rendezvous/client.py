@@ -213,7 +213,7 @@ class Client:
         """Take leave of rank 0."""
         self._send_last(Kind.GOODBYE, b"")
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Report the reason to rank 0, which notifies everybody."""
         self._send_last(Kind.FAILURE, reason.encode())
 

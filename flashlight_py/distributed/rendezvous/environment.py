@@ -43,7 +43,7 @@ class LaunchEnvironment:
 
     @property
     def said_by(self) -> str:
-        """Name the variables with which a message explains where rank and size come from."""
+        """Name the variables with which a message explains the rank and the size."""
         return ", ".join(self.variables)
 
 

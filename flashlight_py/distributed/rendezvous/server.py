@@ -159,7 +159,7 @@ class Server:
             if key.data is None:
                 assert isinstance(key.fileobj, socket.socket)
                 self._accept(key.fileobj)
-            elif not key.data.is_closed():  # by what came from another one
+            elif not key.data.is_closed():  # by a message of another one
                 self._receive(key.data)
         return bool(ready)
 
@@ -337,7 +337,7 @@ class Server:
                 names = name_ranks(lingering)
                 raise self._place.error(f"{names} joined and did not take leave: died or stuck")
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Send the reason to all that are connected, and stop listening."""
         until = time.monotonic() + _SHORTLY
         with suppress(RendezvousError):  # a second failure is no news

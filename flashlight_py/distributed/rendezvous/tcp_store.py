@@ -71,10 +71,10 @@ class PlaceStore(Place):
         return self._role.hand_over()
 
     def abort(self, reason: str) -> None:
-        """Notify the connected ranks that this one gives up; waits up to 2 s until they know."""
+        """Notify the connected ranks that this one aborts; waits up to 2 s until they know."""
         if not self._has_ended:
             self._has_ended = True
-            self._role.give_up(f"rank {self.rank} gave up: {reason}")
+            self._role.abort(f"rank {self.rank} aborted: {reason}")
 
 
 class TcpStore(PlaceStore):

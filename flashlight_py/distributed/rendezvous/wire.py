@@ -28,7 +28,7 @@ _LENGTH = struct.Struct("!Q")
 EMPTY_BYTES = _HEADER.size  # of a message without a body
 CHUNK_BYTES = 1 << 20  # that are read at a time
 _PROOF_BYTES = 32
-# Who has proven nothing yet may send at most this many bytes; only a handshake comes before.
+# Who has proven nothing yet may send at most this many bytes; only a handshake precedes it.
 _UNPROVEN_LIMIT = 4096
 _MEMBER_LIMIT = 1 << 40
 
