@@ -37,7 +37,7 @@ def device_of(array: Array) -> str:
 def to_device(array: Array, device: str) -> Array:
     """Return ``array`` on ``device`` (``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``).
 
-    The same object comes back where it already lives there, a copy otherwise. Blocks until a
+    It is the same object where it already lives there, a copy otherwise. Blocks until a
     copy to the CPU has arrived.
 
     Raises:

@@ -64,11 +64,11 @@ class CollectiveTimeoutError(DistributedError, TimeoutError):
 
 
 class BackendUnavailableError(DistributedError):
-    """A backend was asked for that this machine or installation cannot give; says the remedy."""
+    """A backend was asked for that this machine or installation lacks; says the remedy."""
 
 
 class UnavailableEverywhereError(BackendUnavailableError):
-    """The same, found out together: every rank raises it, so nobody needs to be told."""
+    """The same, found out together: every rank raises it, so nobody needs to be notified."""
 
 
 class GroupClosedError(DistributedError):

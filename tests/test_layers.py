@@ -46,7 +46,7 @@ OPTIONAL = {"mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax",
 
 
 def name_of(module: Path) -> str:
-    """``flashlight_py/nn/linear.py`` -> ``nn.linear``; a package's ``__init__`` is the package."""
+    """``flashlight_py/nn/layers.py`` -> ``nn.layers``; a package's ``__init__`` is the package."""
     parts = module.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 

@@ -5,7 +5,7 @@ input that was itself computed, or to a leaf ``Variable``. Each edge carries the
 vector-Jacobian product ("vjp"): a function from the gradient of the result to that of the input.
 
 A vjp returns a new array, its argument, or a view of its argument, and never changes its
-argument. So the engine can tell who owns what, and copies only where two gradients would share
+argument. So the engine knows who owns what, and copies only where two gradients would share
 memory. It also sums broadcast dimensions away and casts, so that no vjp has to.
 
 Operations that do more than compute, such as exchanging messages, can be recorded as ordered: a
@@ -30,15 +30,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from flashlight_py.autograd.variable import Variable
-
-__all__ = [
-    "Node",
-    "OrderedNode",
-    "Vjp",
-    "backward_from_leaf",
-    "backward_from_node",
-    "on_backward_end",
-]
 
 Vjp: TypeAlias = Callable[[Array], Array]
 Target: TypeAlias = Union["Node", "Variable"]

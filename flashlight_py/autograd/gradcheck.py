@@ -9,8 +9,6 @@ from flashlight_py.autograd.functions.reduction import sum as total
 from flashlight_py.autograd.variable import Variable, param
 from flashlight_py.device import Array, array_module
 
-__all__ = ["gradcheck"]
-
 
 def gradcheck(
     function: Callable[..., Variable],
@@ -25,7 +23,7 @@ def gradcheck(
     are copied, not changed.
 
     Args:
-        function: takes one variable per array; must give the same result for the same input and
+        function: takes one variable per array; must return the same result for the same input and
             be smooth within ``step``.
         arrays: float64 arrays at which to check.
         step: how far to move an element.
@@ -65,7 +63,7 @@ def _check_one(
         found = float(analytic[element])
         if not abs(found - numeric) <= tolerance * max(1.0, abs(numeric), abs(found)):
             raise AssertionError(
-                f"gradcheck: input {position}, element {element}: backward gave {found!r}, "
+                f"gradcheck: input {position}, element {element}: backward returned {found!r}, "
                 f"central differences {numeric!r}"
             )
 

@@ -9,8 +9,6 @@ import numpy as np
 
 from flashlight_py.device import Array
 
-__all__ = ["narrowed", "total", "widened"]
-
 _FLOAT16 = "e"  # NumPy's letter; comparing dtypes takes longer, and steps are short
 
 

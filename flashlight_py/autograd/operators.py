@@ -14,8 +14,6 @@ from flashlight_py.autograd.functions import arithmetic, elementwise, matrix, re
 from flashlight_py.autograd.variable import Operand, Variable
 from flashlight_py.device import Array
 
-__all__: list[str] = []
-
 
 def _radd(self: Variable, other: Operand) -> Variable:
     return arithmetic.add(other, self)

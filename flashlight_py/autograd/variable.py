@@ -16,18 +16,6 @@ from flashlight_py.autograd.engine import (
 )
 from flashlight_py.device import Array, array_module, is_cupy, to_device
 
-__all__ = [
-    "GradHook",
-    "Input",
-    "Operand",
-    "Variable",
-    "input",
-    "no_grad",
-    "param",
-    "record",
-    "record_in_order",
-]
-
 GradHook: TypeAlias = "Callable[[Variable], None]"
 Input: TypeAlias = "Variable | Array"
 Operand: TypeAlias = "Variable | Array | float"
@@ -246,7 +234,7 @@ class Variable:
         if self.node is not None:
             raise ValueError(f"{what} belongs to a leaf; this variable is an operation's result")
 
-    if TYPE_CHECKING:  # operators.py gives the class these, one function each
+    if TYPE_CHECKING:  # operators.py adds these to the class, one function each
 
         def __neg__(self) -> Variable: ...
         def __abs__(self) -> Variable: ...

@@ -7,20 +7,75 @@ a name that begins with a full stop; if we are killed then, the next ``save`` re
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import secrets
 import shutil
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from flashlight_py._version import __version__
-from flashlight_py.checkpoint.files import read_durable, sync_directory, write_durable
-from flashlight_py.checkpoint.manifest import Manifest
+from flashlight_py.checkpoint.files import Content, read_durable, sync_directory, write_durable
 from flashlight_py.device import Array
 
-__all__ = ["clear", "is_checkpoint", "newest_first", "publish", "read"]
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is written beside the state: the step, who saved what, and the file's content.
+
+    ``parts`` are the arguments of ``save`` that were given; ``ranks`` how many saved.
+    """
+
+    step: int
+    ranks: int
+    parts: tuple[str, ...]
+    state: Content
+    version: str
+
+    def encode(self) -> bytes:
+        """Return the file: JSON with a digest of itself, for a bit may flip here too."""
+        content = {"format": FORMAT, **asdict(self), "state": self.state._asdict()}
+        return _text({"manifest": content, "sha256": _digest(content)})
+
+    @classmethod
+    def decode(cls, file: bytes) -> Manifest:
+        """Return what ``encode`` was given.
+
+        Raises:
+            ValueError: the file is not what was written, or of a version to come; says which.
+        """
+        try:
+            found = json.loads(file)
+            content = dict(found["manifest"])
+            whole = found["sha256"] == _digest(content) and file == _text(found)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"its manifest is truncated or damaged ({error})") from error
+        if not whole:
+            raise ValueError("its manifest holds other bytes than were written (by its SHA-256)")
+        if content.pop("format") != FORMAT:
+            raise ValueError(f"flashlight_py {content['version']} wrote it, in a format to come")
+        parts, state = tuple(content.pop("parts")), Content(**content.pop("state"))
+        return cls(parts=parts, state=state, **content)
+
+    def lacking(self, wanted: Iterable[str]) -> list[str]:
+        """Return which of the ``wanted`` parts were not saved."""
+        return [part for part in wanted if part not in self.parts]
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(_text(content)).hexdigest()
+
 
 MANIFEST, STATE = "manifest.json", "state.safetensors"
 

@@ -1,6 +1,6 @@
 """Files that are on the disk when we say so, and of which we know what was written.
 
-What a file must hold is told by its length and its SHA-256. Computing the digest takes as long as
+What a file must hold is known by its length and its SHA-256. Computing the digest takes as long as
 writing to a fast disk, so it happens meanwhile, in a thread: hashlib releases the GIL.
 """
 
@@ -19,15 +19,13 @@ import numpy as np
 
 from flashlight_py.device import Array
 
-__all__ = ["Content", "read_durable", "sync_directory", "write_durable"]
-
 PIECE_BYTES = 8 << 20
 # What may wait for its digest: enough to compute and write at once, and little to hold in memory.
 WAITING_BYTES = 2 * PIECE_BYTES
 
 
 class Content(NamedTuple):
-    """What tells a file's content: its length in bytes, and the SHA-256 of it, in hexadecimal."""
+    """What identifies a file's content: its length in bytes, and its SHA-256 in hexadecimal."""
 
     nbytes: int
     sha256: str

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashlight_py.checkpoint.directory import is_checkpoint, newest_first, read
-from flashlight_py.checkpoint.generators import check_generators, set_generator_states
-from flashlight_py.checkpoint.manifest import Manifest
+from flashlight_py.checkpoint.directory import Manifest, is_checkpoint, newest_first, read
 from flashlight_py.checkpoint.parts import (
     Attempt,
     Stateful,
     check_agreement,
+    check_generators,
     check_parts,
     everyone,
     given_parts,
+    set_generator_states,
     where,
 )
 from flashlight_py.checkpoint.tensors import from_bytes
@@ -29,15 +29,13 @@ from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.errors import CheckpointError
 
-__all__ = ["Checkpoint", "load"]
-
 _log = logging.getLogger("flashlight_py")
 
 
 class Checkpoint(NamedTuple):
     """What was loaded: its step, its path on rank 0, and ``extra`` as it was saved.
 
-    ``ranks`` tells how many saved it; ``skipped`` why newer ones were not used, one text each.
+    ``ranks`` is how many saved it; ``skipped`` why newer ones were not used, one text each.
     """
 
     step: int

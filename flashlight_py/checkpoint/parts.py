@@ -1,4 +1,4 @@
-"""What of a run is saved, by the name of the argument, and how all ranks hear of a failure."""
+"""What of a run is saved, by the name of the argument, and how all ranks learn of a failure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from flashlight_py import random
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.call import COMPOSED
 from flashlight_py.distributed.exchange import Steps, exchange_bytes
@@ -16,18 +17,9 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 from flashlight_py.parallel.agreement import by_rank
+from flashlight_py.random import set_state_of, state_of
 
-__all__ = [
-    "Attempt",
-    "Stateful",
-    "check_agreement",
-    "check_parts",
-    "everyone",
-    "given_parts",
-    "where",
-]
-
-# What a rank raises that another rank's failure is told to; whatever else becomes the last one.
+# What a rank raises for another rank's failure of that kind; any other is a CheckpointError.
 _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
@@ -58,19 +50,19 @@ def check_parts(what: str, parts: Mapping[str, Stateful]) -> None:
                 raise TypeError(f"{what}: {name}, a {type(part).__name__}, has no {method}()")
 
 
-def check_agreement(what: str, group: ProcessGroup, told: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what every rank ``told`` of its arguments, by name, where it is not the same.
+def check_agreement(what: str, group: ProcessGroup, of_ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse the ranks' arguments, by name, where they are not the same.
 
     Raises:
         MismatchError: names the arguments that differ, with values and ranks.
     """
-    given = {name: [str(each[name]) for each in told] for name in told[0]}
+    given = {name: [str(each[name]) for each in of_ranks] for name in of_ranks[0]}
     differing = {name: by_rank(values) for name, values in given.items() if len(set(values)) > 1}
     if differing:
         raise MismatchError(
-            f"{where(what, group)}: the ranks give different arguments: "
+            f"{where(what, group)}: the ranks pass different arguments: "
             f"{', '.join(f'{name} ({values})' for name, values in differing.items())}. "
-            "Nothing was done; give the same on every rank"
+            "Nothing was done; pass the same on every rank"
         )
 
 
@@ -79,18 +71,18 @@ def where(what: str, group: ProcessGroup) -> str:
     return f"[{what}] rank {group.rank} of {group.size}"
 
 
-def everyone(what: str, group: ProcessGroup, told: object) -> list[Any]:
-    """Give ``told``, which JSON can hold, and return every rank's, for ``what``, "save" or "load".
+def everyone(what: str, group: ProcessGroup, mine: object) -> list[Any]:
+    """Exchange ``mine``, which JSON can hold: return every rank's, for ``what``, "save" or "load".
 
     Collective, blocking.
 
     Raises:
-        DistributedError: as ``Work.wait``; where a rank did not come, it says that all must.
+        DistributedError: as ``Work.wait``; where a rank did not arrive, it says that all must.
     """
     backend = group.backend()
     call = next(call for call in COMPOSED if call.startswith(f"{what}("))
     try:
-        texts = exchange_bytes(Steps(backend, call), json.dumps(told).encode())
+        texts = exchange_bytes(Steps(backend, call), json.dumps(mine).encode())
     except (PeerLostError, CollectiveTimeoutError) as error:
         error.args = (f"{where(what, group)}: in {call}: {error}",)
         raise
@@ -98,7 +90,7 @@ def everyone(what: str, group: ProcessGroup, told: object) -> list[Any]:
 
 
 class Attempt:
-    """A ``with`` block that keeps its exception until the other ranks have been told of it."""
+    """A ``with`` block that keeps its exception until the other ranks have been notified."""
 
     def __init__(self, what: str, group: ProcessGroup) -> None:
         self._what = what
@@ -115,15 +107,15 @@ class Attempt:
 
     @property
     def failure(self) -> list[str] | None:
-        """What the others are told: the kind of the exception and its text; None: there is none."""
+        """What the others receive: the kind of the exception and its text; None: there is none."""
         return None if self._error is None else [type(self._error).__name__, str(self._error)]
 
     def end(self, failures: Sequence[Any]) -> None:
-        """Raise if one of ``failures``, which the ranks have told in rank order, is not None.
+        """Raise if one of ``failures``, those of the ranks in order, is not None.
 
         Raises:
             TypeError, ValueError, CheckpointError: this rank's own; or of the same kind, what the
-                first rank that failed has told. A failure of another kind is a CheckpointError.
+                first rank that failed has reported. A failure of another kind is a CheckpointError.
         """
         if isinstance(self._error, TypeError | ValueError | CheckpointError):
             raise self._error
@@ -133,3 +125,49 @@ class Attempt:
                 error = _KINDS.get(kind, CheckpointError)
                 place = where(self._what, self._group)
                 raise error(f"{place}: rank {rank} failed: {kind}: {text}") from self._error
+
+
+def check_generators(what: str, rng: object) -> None:
+    """Refuse what is no ``rng`` argument.
+
+    Raises:
+        TypeError: it is not None, True, a generator, or a list, tuple or dict of generators.
+    """
+    if rng is None:
+        return
+    try:
+        generator_states(rng)
+    except TypeError as error:
+        raise TypeError(f"{what}: rng: {error}") from error
+
+
+def generator_states(rng: object) -> dict[str, Any]:
+    """Return the states of the package's own generators, and of those in ``rng``."""
+    own = {name: state_of(each) for name, each in _named(rng).items()}
+    return {"package": random.state_dict(), "given": own}
+
+
+def set_generator_states(rng: object, states: Mapping[str, Any]) -> None:
+    """Let the package's generators, and those in ``rng``, go on from ``states``; in place.
+
+    Raises:
+        ValueError: other generators were saved than are given.
+    """
+    named, saved = _named(rng), states["given"]
+    if named.keys() != saved.keys():
+        raise ValueError(
+            f"load: the rng that was saved has the generators {sorted(saved)}, the one given has "
+            f"{sorted(named)}; pass the same"
+        )
+    for name, generator in named.items():
+        set_state_of(generator, saved[name])
+    random.load_state_dict(states["package"])
+
+
+def _named(rng: object) -> dict[str, Any]:
+    if rng is True:
+        return {}
+    if isinstance(rng, Mapping):
+        return {str(name): each for name, each in rng.items()}
+    several = list(rng) if isinstance(rng, list | tuple) else [rng]
+    return {str(number): each for number, each in enumerate(several)}

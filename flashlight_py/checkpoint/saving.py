@@ -1,4 +1,4 @@
-"""Save: every rank gives what is its own, rank 0 writes."""
+"""Save: every rank sends what is its own, rank 0 writes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.checkpoint.directory import clear, publish
-from flashlight_py.checkpoint.generators import check_generators, generator_states
 from flashlight_py.checkpoint.parts import (
     Attempt,
     Stateful,
     check_agreement,
+    check_generators,
     check_parts,
     everyone,
+    generator_states,
     given_parts,
 )
 from flashlight_py.checkpoint.tensors import from_bytes, pieces, to_bytes
@@ -26,8 +27,6 @@ from flashlight_py.checkpoint.tree import pack
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.world import group_or_world
-
-__all__ = ["save"]
 
 
 def save(
@@ -74,7 +73,7 @@ def save(
     Raises:
         TypeError: an argument is of the wrong kind, or holds what cannot be saved.
         ValueError: ``step`` or ``keep`` is too small.
-        MismatchError: the ranks give different steps, other arguments, or samplers that are not
+        MismatchError: the ranks pass different steps, other arguments, or samplers that are not
             equally far; on every rank, and nothing is written.
         CheckpointError: rank 0 cannot write, such as where the disk is full; on every rank.
         DistributedError: as :func:`flashlight_py.all_reduce`.
@@ -124,9 +123,9 @@ def _collected(
         numbers = to_bytes(generator_states(rng)) if rng else numbers
         settings["sampler"] = json.dumps(pack(states.get("sampler"))[0], sort_keys=True)
         pack({"extra": extra})  # names what cannot be saved
-    told = everyone("save", members, [attempt.failure, settings])
-    attempt.end([failure for failure, _ in told])
-    check_agreement("save", members, [given for _, given in told])
+    of_ranks = everyone("save", members, [attempt.failure, settings])
+    attempt.end([failure for failure, _ in of_ranks])
+    check_agreement("save", members, [given for _, given in of_ranks])
     return states, numbers
 
 
@@ -149,6 +148,6 @@ def _written(
         if members.rank == 0:
             written = str(publish(path, step, members.size, parts, pieces(tree)))
             clear(path, keep)
-    told = everyone("save", members, [attempt.failure, written])
-    attempt.end([failure for failure, _ in told])
-    return Path(told[0][1])
+    of_ranks = everyone("save", members, [attempt.failure, written])
+    attempt.end([failure for failure, _ in of_ranks])
+    return Path(of_ranks[0][1])

@@ -1,7 +1,7 @@
 """The file format safetensors: a length, a JSON header, then the bytes of the arrays.
 
 Written here and not by the library of that name, so that one pass writes, digests and flushes
-without a second copy of the arrays, and bfloat16 comes back too. The tests read our files with
+without a second copy of the arrays, and bfloat16 can be read, too. The tests read our files with
 that library, and its files with ours. https://huggingface.co/docs/safetensors
 """
 
@@ -18,8 +18,6 @@ import numpy as np
 from flashlight_py.checkpoint.tree import Arrays, pack, unpack
 from flashlight_py.device import Array, to_device
 from flashlight_py.errors import BackendUnavailableError
-
-__all__ = ["from_bytes", "pieces", "to_bytes"]
 
 _NAMES = {
     **{"bool": "BOOL", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"},

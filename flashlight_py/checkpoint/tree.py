@@ -14,8 +14,6 @@ import numpy as np
 
 from flashlight_py.device import Array, is_cupy
 
-__all__ = ["Arrays", "pack", "unpack"]
-
 Arrays = dict[str, Array]
 
 _PLAIN = (type(None), bool, int, float, str)

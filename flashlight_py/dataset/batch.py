@@ -11,8 +11,6 @@ from flashlight_py.dataset.dataset import Dataset, Sample, stack
 from flashlight_py.dataset.tensor import TensorDataset
 from flashlight_py.device import Array
 
-__all__ = ["BatchDataset", "BatchFunction", "BatchPolicy"]
-
 BatchPolicy: TypeAlias = Literal["include_last", "skip_last", "divisible_only"]
 # Makes one array of the samples' values of one field.
 BatchFunction: TypeAlias = Callable[[Sequence[Any]], Array]
@@ -73,7 +71,7 @@ class BatchDataset(Dataset):
         if len(functions) != len(fields):
             raise ValueError(
                 f"batch_functions has {len(functions)} entries, the samples have {len(fields)} "
-                "fields; give one per field, None to stack"
+                "fields; pass one per field, None to stack"
             )
         return tuple(
             stack([(value,) for value in values])[0] if function is None else function(values)

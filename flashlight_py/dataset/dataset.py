@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from flashlight_py.device import Array, array_module
 
-__all__ = ["Dataset", "Indices", "Sample", "stack"]
-
 # One array or scalar per field, such as (input, target).
 Sample: TypeAlias = tuple[Any, ...]
 Indices: TypeAlias = NDArray[np.int64]
@@ -61,7 +59,7 @@ class Dataset(abc.ABC):
         return map(self.get, range(len(self)))
 
     def handed_out(self, index: int) -> None:  # noqa: B027 - most datasets need not know
-        """Hear that an iteration, also one of a PrefetchDataset, hands out sample ``index`` now.
+        """Be notified that an iteration, or a PrefetchDataset's, hands out sample ``index`` now.
 
         A dataset that counts what was used overrides it; by itself it does nothing.
         """

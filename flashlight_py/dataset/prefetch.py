@@ -9,8 +9,6 @@ from itertools import count, islice
 
 from flashlight_py.dataset.dataset import Dataset, Sample
 
-__all__ = ["PrefetchDataset"]
-
 
 class PrefetchDataset(Dataset):
     """The samples of ``dataset``, of which iteration makes ``prefetch_size`` ahead in ``threads``.
@@ -43,7 +41,7 @@ class PrefetchDataset(Dataset):
         return self._dataset.get(index)
 
     def handed_out(self, index: int) -> None:
-        """Tell ``dataset``."""
+        """Notify ``dataset``."""
         self._dataset.handed_out(index)
 
     def __iter__(self) -> Iterator[Sample]:

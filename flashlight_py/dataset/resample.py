@@ -8,17 +8,15 @@ import numpy as np
 
 from flashlight_py.dataset.dataset import Dataset, Indices, Sample
 
-__all__ = ["ResampleDataset"]
-
 
 class ResampleDataset(Dataset):
-    """The samples of ``dataset`` at ``indices``, in that order; an index may come repeatedly.
+    """The samples of ``dataset`` at ``indices``, in that order; an index may be repeated.
 
     ``indices`` is a sequence of integers, or a function from [0, n) to an index of ``dataset``,
     asked once for each; ``n`` goes with a function and defaults to the length of ``dataset``.
 
     Raises:
-        ValueError: an index is not in [0, len(dataset)), or ``n`` comes with a sequence.
+        ValueError: an index is not in [0, len(dataset)), or ``n`` is passed with a sequence.
     """
 
     def __init__(
@@ -63,3 +61,23 @@ def _checked(indices: Sequence[int] | Indices, size: int) -> Indices:
     if wrong.size:
         raise ValueError(f"indices must be in [0, {size}), the dataset's length; got {wrong[0]}")
     return checked.astype(np.int64)
+
+
+class ShuffleDataset(ResampleDataset):
+    """All samples of ``dataset`` once each, in an order that ``seed`` decides.
+
+    The same seed gives the same order in every process; ``resample`` draws the next one.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int = 0) -> None:
+        super().__init__(dataset, [])
+        self._random = np.random.default_rng(seed)
+        self.resample()
+
+    def resample(self) -> None:
+        """Draw a new order, such as before each epoch; the n-th one is the same for equal seeds."""
+        self._replace_indices(self._random.permutation(len(self._dataset)))
+
+    def set_seed(self, seed: int) -> None:
+        """Let the next ``resample`` start anew from ``seed``."""
+        self._random = np.random.default_rng(seed)

@@ -1,17 +1,10 @@
-"""Who gets which positions of an order of samples: pure arithmetic, the same in every process.
-
-A share is a ``range`` of positions. All arguments are checked by those who call.
-"""
+"""Which samples belong to which process, and in which order: computed by each for itself."""
 
 from __future__ import annotations
 
-__all__ = [
-    "batch_positions",
-    "contiguous_share",
-    "count_batches",
-    "strided_share",
-    "weight_of_part",
-]
+import numpy as np
+
+from flashlight_py.dataset.dataset import Indices
 
 
 def contiguous_share(n: int, share: int, shares: int) -> range:
@@ -45,7 +38,7 @@ def strided_share(n: int, share: int, shares: int, drop_last: bool = False) -> r
 
 
 def count_batches(n: int, batch_size: int, drop_last: bool) -> int:
-    """Return how many batches ``n`` samples give; without ``drop_last`` the last may be short."""
+    """Return how many batches ``n`` samples make; without ``drop_last`` the last may be short."""
     return n // batch_size if drop_last else -(-n // batch_size)
 
 
@@ -61,3 +54,59 @@ def weight_of_part(part: int, whole: int, parts: int) -> float:
     1 / parts * sum(c * parts / C * mean), is the sum over all samples divided by C.
     """
     return part * parts / whole
+
+
+def partition_by_round_robin(
+    n: int, partition: int, partitions: int, batch_size: int = 1, allow_empty: bool = False
+) -> Indices:
+    """Return the indices, of ``n`` samples, that belong to ``partition`` of ``partitions``.
+
+    Batches of ``batch_size`` successive samples are dealt in turn. What does not fill a last
+    round is shared out evenly if it suffices for one sample each, and dropped otherwise: so
+    every partition has the same number of batches, and processes that reduce something per
+    batch stay together. With ``allow_empty`` nothing is dropped, and some partitions may have
+    one batch less. The rule is that of flashlight's ``partitionByRoundRobin``.
+
+    Returns:
+        A new int64 array with shape (samples of the partition,), ascending.
+
+    Raises:
+        ValueError: ``n`` < 0, ``batch_size`` < 1, or ``partition`` not in [0, partitions).
+    """
+    if n < 0 or batch_size < 1 or not 0 <= partition < partitions:
+        raise ValueError(
+            "expected n >= 0, batch_size >= 1 and partition in [0, partitions); got "
+            f"n={n}, partition={partition}, partitions={partitions}, batch_size={batch_size}"
+        )
+    rounds, rest = divmod(n, partitions * batch_size)
+    dealt = np.arange(n - rest).reshape(rounds, partitions, batch_size)[:, partition].ravel()
+    if rest < partitions and not allow_empty:
+        return dealt
+    share, extra = divmod(rest, partitions)
+    start = n - rest + share * partition + min(partition, extra)
+    last = np.arange(start, start + share + (partition < extra))
+    return np.concatenate([dealt, last])
+
+
+def epoch_order(n: int, seed: int, epoch: int) -> Indices:
+    """Return a permutation of ``n`` samples that ``seed`` and ``epoch`` alone decide.
+
+    Each sample draws a key of 64 bits, and the keys are sorted; equal ones stay in the order of
+    the samples. Only integers take part: those of PCG64 (O'Neill 2014, "PCG: A Family of Simple
+    Fast Space-Efficient Statistically Good Algorithms for Random Number Generation"), whose
+    stream NumPy guarantees for a fixed seed. So the permutation is the same on every platform
+    and with every NumPy, which ``Generator.permutation`` does not promise.
+
+    Returns:
+        A new int64 array of shape (n,).
+
+    Example:
+        >>> epoch_order(5, seed=0, epoch=0).tolist()
+        [3, 1, 4, 2, 0]
+    """
+    # An epoch as spawn key gives a stream of its own; [seed, epoch] as entropy would not always:
+    # the words of a large seed run into those of the epoch.
+    seeds = np.random.SeedSequence(seed, spawn_key=(epoch,))
+    keys = np.random.PCG64(seeds).random_raw(n)
+    order: Indices = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    return order

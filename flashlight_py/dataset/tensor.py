@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from flashlight_py.dataset.dataset import Dataset, Indices, Sample
 from flashlight_py.device import Array
 
-__all__ = ["TensorDataset"]
-
 
 class TensorDataset(Dataset):
     """The rows of some arrays: sample ``i`` is ``(arrays[0][i], arrays[1][i], ...)``.

@@ -13,8 +13,6 @@ from flashlight_py import _native
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.errors import BackendUnavailableError
 
-__all__ = ["Apart"]
-
 # Solutions that NumPy tries, of what is as hard as any puzzle for some strides: some milliseconds.
 # Arrays that indexing makes need few.
 _MOST_WORK = 100_000

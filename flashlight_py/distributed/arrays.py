@@ -1,4 +1,4 @@
-"""From what a user gives to what a backend takes: checks, dtypes, packing and unpacking."""
+"""From what a user passes to what a backend takes: checks, dtypes, packing and unpacking."""
 
 from __future__ import annotations
 
@@ -11,27 +11,13 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.foreign import shared_view
 
-__all__ = [
-    "DTYPES",
-    "as_array",
-    "check_reduction",
-    "dtype_code",
-    "dtype_of_code",
-    "may_overlap",
-    "pack",
-    "pack_terms",
-    "parse_op",
-    "require_length",
-    "scale_in_place",
-]
-
 ACCEPTED = (
     "numpy.ndarray, cupy.ndarray, torch.Tensor, flashlight_py.Variable or an array with DLPack "
     "or the buffer protocol, of dtype bool, int8 to int64, uint8 to uint64, float16, bfloat16, "
     "float32, float64, longdouble or complex"
 )
 
-# In the order of csrc/reduce/reduce.h. bfloat16 is told by its name: NumPy knows it only once
+# In the order of csrc/reduce/reduce.h. bfloat16 is recognised by its name: NumPy knows it only once
 # ml_dtypes has been imported, by whoever made the array.
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -225,10 +211,10 @@ def may_overlap(one: Array, other: Array) -> bool:
 
 
 def require_length(verb: str, out: Array, rows: int, rank: int, size: int) -> None:
-    """Raise ValueError where ``out`` has another first dimension than the ``rows`` that came."""
+    """Raise ValueError where ``out`` has another first dimension than the ``rows`` that arrived."""
     if out.shape[0] != rows:
         raise ValueError(
-            f"[{verb}] rank {rank} of {size}: out has {out.shape[0]} rows, and {rows} came from "
+            f"[{verb}] rank {rank} of {size}: out has {out.shape[0]} rows, and {rows} arrived from "
             "all ranks together; out was not changed, and the other ranks have their result"
         )
 

@@ -19,8 +19,6 @@ from flashlight_py.errors import DistributedError
 if TYPE_CHECKING:
     from flashlight_py.distributed.recorder.journal import Journal
 
-__all__ = ["Backend", "left_to_python"]
-
 
 class Backend(abc.ABC):
     """Moves arrays between the ``size`` ranks of one group, of which this one is ``rank``.

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["describe", "limit", "restore"]
-
 # What OpenBLAS reads when it is loaded: whoever has set one has chosen.
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 # Names of its functions: those of NumPy's and SciPy's wheels first; 64_ is for 64-bit integers.
@@ -75,7 +73,7 @@ def limit(threads: int) -> None:
 
 
 def restore() -> None:
-    """Give each OpenBLAS the threads back that it had before ``limit``."""
+    """Restore the number of threads that each OpenBLAS had before ``limit``."""
     global _said  # noqa: PLW0603  (see above)
     _said = ""
     while _limited:

@@ -1,11 +1,9 @@
-"""Which arrays travel together: the one rule, for plans and for what is collected as it comes."""
+"""Which arrays travel together: the one rule, for plans and for what is collected as it arrives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar
-
-__all__ = ["Filling", "plan_buckets"]
 
 T = TypeVar("T")
 

@@ -16,8 +16,6 @@ from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import RECV, SCATTER, Verb
 
-__all__ = ["ANY_RANK", "COMPOSED", "Call", "Matched", "array_in_words", "in_words", "kind_of"]
-
 ANY_RANK = -1
 """The peer of a receive that takes what any rank sends."""
 

@@ -9,17 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 
-__all__ = [
-    "PACKAGE",
-    "Place",
-    "call_site",
-    "called_at",
-    "caller",
-    "frame_of_caller",
-    "site_of",
-    "text_at_site",
-]
-
 PACKAGE = f"{Path(__file__).parents[1]}/"
 
 Place = tuple[str, int]

@@ -19,8 +19,6 @@ from flashlight_py.distributed.settings import Settings
 from flashlight_py.distributed.topology import exchange_process_info, ranks_by_memory
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
-__all__ = ["Connection", "connect", "gpu_joiner"]
-
 
 @dataclass(frozen=True)
 class Connection:
@@ -35,7 +33,7 @@ class Connection:
 
 
 def connect(store: Store, settings: Settings) -> Connection:
-    """Join the ranks of ``store``. Collective; every rank comes to the same choice.
+    """Join the ranks of ``store``. Collective; every rank makes the same choice.
 
     Raises:
         BackendUnavailableError: the backend that was asked for, or every one, is unavailable, or

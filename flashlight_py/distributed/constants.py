@@ -5,15 +5,6 @@ from __future__ import annotations
 import enum
 from typing import Literal, TypeAlias
 
-__all__ = [
-    "DistributedBackend",
-    "DistributedConstants",
-    "DistributedInit",
-    "LinearOp",
-    "Op",
-    "ReduceOp",
-]
-
 
 class DistributedInit(enum.IntEnum):
     """How processes find each other."""

@@ -9,8 +9,6 @@ from typing import Any
 from flashlight_py.distributed.hosts import host_identity
 from flashlight_py.errors import BackendUnavailableError
 
-__all__ = ["DeviceRule", "cuda", "gpu_identity"]
-
 
 @dataclass(frozen=True)
 class DeviceRule:

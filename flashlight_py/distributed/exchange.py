@@ -15,8 +15,6 @@ from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import ALL_GATHER, BROADCAST, GATHER
 from flashlight_py.distributed.work import Work
 
-__all__ = ["BackendStore", "Frame", "Steps", "broadcast_frame", "exchange_bytes", "exchange_frames"]
-
 _HEAD = struct.Struct("=q?7x")  # the length of what is framed, and whether it is a problem
 _HEAD_BYTES = _HEAD.size
 # What is not longer travels with its head, in one collective instead of two.
@@ -151,7 +149,7 @@ class BackendStore(Store):
         self._backend = backend
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Give ``payload`` and return every rank's; collective, blocking.
+        """Pass ``payload`` and return every rank's; collective, blocking.
 
         Raises:
             DistributedError: as ``Work.wait``.

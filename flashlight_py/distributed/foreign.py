@@ -13,8 +13,6 @@ import numpy as np
 
 from flashlight_py.device import Array
 
-__all__ = ["is_of", "shared_view"]
-
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
 
 
@@ -69,7 +67,7 @@ def _view(value: Any) -> Array | None:
 def _of_torch(tensor: Any) -> Array:
     """Return a NumPy array of a tensor that is not on a GPU.
 
-    ``numpy()`` serves every version of NumPy, while from_dlpack gives read-only arrays before
+    ``numpy()`` serves every version of NumPy, while from_dlpack returns read-only arrays before
     2.1. Neither knows bfloat16, so that travels as int16 of the same memory.
     """
     torch = sys.modules["torch"]

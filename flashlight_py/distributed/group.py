@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from flashlight_py.distributed import api
 from flashlight_py.distributed.membership import Membership
 
-__all__ = ["ProcessGroup"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

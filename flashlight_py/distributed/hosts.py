@@ -9,8 +9,6 @@ from pathlib import Path
 
 from flashlight_py.errors import RendezvousError
 
-__all__ = ["address_to_bind", "host_identity", "local_place"]
-
 LOOPBACK = "127.0.0.1"
 
 
@@ -18,7 +16,7 @@ def host_identity() -> bytes:
     """Return bytes that are equal for two processes exactly if loopback joins them.
 
     Host names lie (containers share them, or have several on one machine). The kernel's boot id
-    tells machines apart, the network namespace tells containers apart.
+    distinguishes machines, the network namespace containers.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/net")

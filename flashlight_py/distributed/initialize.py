@@ -20,7 +20,6 @@ from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.devices import DeviceRule
 from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.hosts import host_identity, local_place
-from flashlight_py.distributed.init_method import read_init_method
 from flashlight_py.distributed.membership import Joiner
 from flashlight_py.distributed.recorder import watchdog
 from flashlight_py.distributed.recorder.flight_record import Flight, default_folder, new_job
@@ -37,7 +36,7 @@ from flashlight_py.distributed.rendezvous.peers import check_member
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
-from flashlight_py.distributed.settings import Settings
+from flashlight_py.distributed.settings import Settings, read_init_method
 from flashlight_py.distributed.world import (
     World,
     alone,
@@ -46,8 +45,6 @@ from flashlight_py.distributed.world import (
     set_world,
 )
 from flashlight_py.errors import GroupClosedError, RendezvousError, UnavailableEverywhereError
-
-__all__ = ["distributed_init", "distributed_shutdown"]
 
 _log = logging.getLogger("flashlight_py")
 

@@ -22,8 +22,6 @@ from flashlight_py.errors import BackendUnavailableError, GroupClosedError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Joiner", "Membership", "native", "native_sendrecv", "of", "use_as_world"]
-
 
 @dataclass(frozen=True)
 class Joiner:
@@ -121,7 +119,7 @@ class Membership:
 
         Raises:
             BackendUnavailableError: NCCL, CuPy or a GPU is missing on a rank; raised on all.
-            DistributedError: NCCL failed, or a rank (named) did not come.
+            DistributedError: NCCL failed, or a rank (named) did not arrive.
         """
         if self._gpus is None:
             if self._joiner is None:

@@ -17,8 +17,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["DIRECTORY", "MemoryFile", "needs_names", "open_memory", "process_space"]
-
 DIRECTORY = Path("/dev/shm")
 _PREFIX = "flashlight-"
 # A file this young, in seconds, may belong to somebody who is about to lock it.

@@ -9,13 +9,11 @@ from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.apart import Apart
 from flashlight_py.distributed.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.call import ANY_RANK, Call, Matched
-from flashlight_py.distributed.integers import check_rank, whole
 from flashlight_py.distributed.membership import Membership
+from flashlight_py.distributed.numbers import check_rank, whole
 from flashlight_py.distributed.running import End, finish, unpack_into
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Then, Work
-
-__all__ = ["P2POp", "begin_all", "ends_of", "exchange", "run"]
 
 
 class P2POp:

@@ -17,8 +17,6 @@ from flashlight_py.distributed.backend import Backend
 if TYPE_CHECKING:
     from flashlight_py.distributed.membership import Membership
 
-__all__ = ["close_all", "close_dropped", "dropped", "watch"]
-
 # A dictionary, as threads add to it while others read it.
 _watched: dict[weakref.finalize[[list[Backend]], Any], None] = {}
 dropped: deque[list[Backend]] = deque()

@@ -1,12 +1,10 @@
-"""Logging with many processes: who logs, and which rank a record comes from."""
+"""Logging with many processes: who logs, and which rank a record is of."""
 
 from __future__ import annotations
 
 import logging
 
 from flashlight_py.distributed.world import get_local_rank, get_world_rank, get_world_size
-
-__all__ = ["RankFilter"]
 
 
 class RankFilter(logging.Filter):
@@ -15,7 +13,7 @@ class RankFilter(logging.Filter):
     Every record gets ``rank``, ``local_rank`` and ``world_size``, for formats such as
     ``"%(rank)s of %(world_size)s: %(message)s"``. Ranks are looked up for each record, so it can
     be made before ``distributed_init``, when every process is rank 0 of 1. Add it to handlers: a
-    logger's filter does not see what comes from the loggers below it.
+    logger's filter does not see records of the loggers below it.
 
     Args:
         rank: the only rank of the world that logs, such as 0; None: every rank.
@@ -45,7 +43,7 @@ class RankFilter(logging.Filter):
         self._pass_level = _checked("pass_level", pass_level)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether ``record`` passes; give it the ranks."""
+        """Return whether ``record`` passes; add the ranks to it."""
         rank, local_rank = get_world_rank(), get_local_rank()
         record.rank, record.local_rank, record.world_size = rank, local_rank, get_world_size()
         if self._pass_level is not None and record.levelno >= self._pass_level:

@@ -1,7 +1,7 @@
 """Reducers: arrays in, one after the other, reduced arrays out.
 
 A reducer decides when arrays travel and which travel together. It knows nothing of modules or
-gradients; ranks must give it the same arrays in the same order.
+gradients; ranks must pass it the same arrays in the same order.
 """
 
 from __future__ import annotations
@@ -11,23 +11,19 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flashlight_py.device import Array, device_of, is_cupy
+from flashlight_py.device import Array, array_module, device_of, is_cupy
 from flashlight_py.distributed.apart import Apart
 from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
-from flashlight_py.distributed.arrays import as_array
+from flashlight_py.distributed.arrays import as_array, pack
 from flashlight_py.distributed.buckets import Filling
 from flashlight_py.distributed.constants import DistributedConstants
 from flashlight_py.distributed.group import ProcessGroup
-from flashlight_py.distributed.hooks.bucket import CommunicationHook
+from flashlight_py.distributed.hooks.bucket import Bucket, CommunicationHook, call_hook, views
 from flashlight_py.distributed.hooks.compression import check_hook
-from flashlight_py.distributed.hooks.packing import reduce_packed
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.work import Then, Work
 from flashlight_py.distributed.world import group_or_world
 
-__all__ = ["CoalescingReducer", "EagerReducer", "InlineReducer", "Reducer", "reduce_all"]
-
-
-# Handing an operation to a thread and hearing of its end takes some 100 us while Python computes;
+# Handing an operation to a thread and notifying of its end takes some 100 us while Python computes;
 # in shared memory 1 MB takes less.
 INLINE_BYTES = 1 << 20
 
@@ -71,7 +67,30 @@ class InlineReducer(Reducer):
         """Return at once: nothing is ever pending."""
 
 
-class EagerReducer(Reducer):
+class _Pending(Reducer):
+    """A reducer whose operations go on until :meth:`finalize`."""
+
+    def __init__(self, scale: float, group: ProcessGroup | None) -> None:
+        super().__init__(scale, group)
+        self._works: list[Work] = []
+
+    def finalize(self) -> None:
+        """Block until everything that was added has been reduced.
+
+        Raises:
+            DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        works = self._works
+        self.abandon()
+        for work in works:
+            work.wait()
+
+    def abandon(self) -> None:
+        """Forget what was added; what is on its way cannot be called back."""
+        self._works = []
+
+
+class EagerReducer(_Pending):
     """Starts each array when it is added, without waiting, and waits in ``finalize``.
 
     Small NumPy arrays are reduced at once, blocking, unless others are on their way before them:
@@ -92,7 +111,6 @@ class EagerReducer(Reducer):
     ) -> None:
         super().__init__(scale, group)
         self._inline_bytes = inline_bytes
-        self._works: list[Work] = []
         self._apart = Apart("EagerReducer.add")
 
     def add(self, array: Any) -> None:
@@ -108,23 +126,13 @@ class EagerReducer(Reducer):
         else:
             self._works.append(all_reduce(array, self.scale, async_op=True, group=self.group))
 
-    def finalize(self) -> None:
-        """Block until everything has been reduced.
-
-        Raises:
-            DistributedError: as :func:`flashlight_py.all_reduce`.
-        """
-        works = self._works
-        self.abandon()
-        for work in works:
-            work.wait()
-
     def abandon(self) -> None:
         """Forget what is on its way; it cannot be called back."""
-        self._works, self._apart = [], Apart("EagerReducer.add")
+        super().abandon()
+        self._apart = Apart("EagerReducer.add")
 
 
-class CoalescingReducer(Reducer):
+class CoalescingReducer(_Pending):
     """Collects arrays and reduces them together, in buckets, while the caller goes on.
 
     Args:
@@ -135,7 +143,7 @@ class CoalescingReducer(Reducer):
             than this (default 20 MiB, flashlight's); a larger array travels at once and alone.
         group: the process group, default the world.
         hook: reduces the buckets in a way of its own, such as ``Float16Compression()``. They then
-            hold one dtype on one device each, and are told apart by their order since
+            hold one dtype on one device each, and are known by their order since
             ``finalize``: add the same arrays in the same order in every step.
 
     Raises:
@@ -164,7 +172,6 @@ class CoalescingReducer(Reducer):
         self._async = async_op
         self._contiguous = contiguous
         self._filling = Filling[Array](bucket_bytes)
-        self._works: list[Work] = []
         self._apart = Apart("CoalescingReducer.add")
 
     def add(self, array: Any) -> None:
@@ -193,15 +200,13 @@ class CoalescingReducer(Reducer):
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
         self._send(self._filling.take())
-        works = self._works
-        self.abandon()
-        for work in works:
-            work.wait()
+        super().finalize()
 
     def abandon(self) -> None:
         """Forget what was collected. What is on its way cannot be called back."""
         self._filling.take()
-        self._works, self._hooked = [], 0
+        super().abandon()
+        self._hooked = 0
         self._apart = Apart("CoalescingReducer.add")
 
     def _send(self, bucket: list[Array]) -> None:
@@ -221,11 +226,88 @@ class CoalescingReducer(Reducer):
         number, self._hooked = self._hooked, self._hooked + 1
         group = group_or_world(self.group)
         inline_bytes = 0 if self._async else math.inf
-        work = reduce_packed(hook, bucket, number, self.scale, group, inline_bytes)
+        work = _reduce_packed(hook, bucket, number, self.scale, group, inline_bytes)
         if self._async:
             self._works.append(work)
         else:
             work.wait()
+
+
+def _reduce_packed(
+    hook: CommunicationHook,
+    arrays: Sequence[Array],
+    index: int,
+    scale: float,
+    group: ProcessGroup,
+    inline_bytes: float,
+) -> Work:
+    """Pass arrays of one dtype on one device to ``hook`` as one bucket.
+
+    They are copied together, and the results back when the Work is waited for; a single array that
+    is contiguous is used as it is.
+    """
+    first = arrays[0]
+    if len(arrays) == 1 and pack(first) is first:
+        flat = first.reshape(-1)
+        return call_hook(hook, Bucket(index, flat, [first], scale, group, inline_bytes))
+    flat = array_module(first).concatenate([pack(array).reshape(-1) for array in arrays])
+    parts = views(flat, [array.shape for array in arrays])
+
+    def bring_home(_: Any) -> None:
+        for array, part in zip(arrays, parts, strict=True):
+            array[...] = part
+
+    return Then(call_hook(hook, Bucket(index, flat, parts, scale, group, inline_bytes)), bring_home)
+
+
+class HookReducer(_Pending):
+    """Lets ``hook`` start each flat array when it is added, and waits in ``finalize``.
+
+    Args:
+        scale: factor of every sum, such as 1 / world size for the mean.
+        hook: what reduces them.
+        parts: for each array, in the order in which they will be added, the views into it.
+        inline_bytes: messages of at most so many bytes block, as in ``EagerReducer``.
+        group: the process group, default the world.
+
+    Raises:
+        TypeError: ``hook`` is not callable, or does not compress arrays of this dtype.
+    """
+
+    def __init__(
+        self,
+        scale: float,
+        hook: CommunicationHook,
+        parts: Sequence[Sequence[Array]],
+        inline_bytes: int = INLINE_BYTES,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(scale, group)
+        check_hook(hook, parts)
+        self._hook = hook
+        self._parts = parts
+        self._inline_bytes = inline_bytes
+        self._in_background = False
+
+    def add(self, array: Any) -> None:
+        """Start reducing the next flat array, in place; it must not be used until ``finalize``.
+
+        Its shape and dtype are those of its parts, one after the other.
+
+        Raises:
+            TypeError, ValueError, DistributedError: as the hook does.
+        """
+        index = len(self._works)
+        group = group_or_world(self.group)
+        inline = 0 if self._in_background else self._inline_bytes
+        bucket = Bucket(index, array, self._parts[index], self.scale, group, inline)
+        self._works.append(call_hook(self._hook, bucket))
+        self._in_background |= bucket.in_background
+
+    def abandon(self) -> None:
+        """Forget what is on its way; it cannot be called back."""
+        super().abandon()
+        self._in_background = False
 
 
 def reduce_all(arrays: Sequence[Array], scale: float, group: ProcessGroup | None) -> None:

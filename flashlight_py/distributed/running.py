@@ -24,25 +24,18 @@ from flashlight_py.distributed.arrays import (
 )
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.integers import check_rank, check_rows, require_equal_parts
 from flashlight_py.distributed.membership import Membership, of
-from flashlight_py.distributed.numbers import NUMBERS, as_number, require_bits
+from flashlight_py.distributed.numbers import (
+    NUMBERS,
+    as_number,
+    check_rank,
+    check_rows,
+    require_bits,
+    require_equal_parts,
+)
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import DistributedError
-
-__all__ = [
-    "COLLECTIVE",
-    "NO_OUTPUT",
-    "Output",
-    "collective",
-    "finish",
-    "finish_into",
-    "output",
-    "reduction",
-    "refusing",
-    "unpack_into",
-]
 
 
 def collective(
@@ -160,7 +153,7 @@ def _run_into(group: Membership, call: Call, array: Array, space: Output) -> Any
 
 
 class Output(NamedTuple):
-    """Where a result goes: what the user gave, its array, and a form that backends can fill."""
+    """Where a result goes: what the user passed, its array, and a form that backends can fill."""
 
     given: Any
     array: Array | None
@@ -235,7 +228,7 @@ def finish(
 
 
 def finish_into(group: Membership, call: Call, work: Work, space: Output) -> Any:
-    """Return what has arrived: a new array, or the ``out`` that the user gave; or a Work for it."""
+    """Return what has arrived: a new array, or the ``out`` of the user; or a Work for it."""
     if space.array is None or space.packed is None:
         return work.wait() if call.blocking else work
     return finish(group, call, work, space.given, unpack_into(space.array, space.packed))

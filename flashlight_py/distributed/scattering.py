@@ -11,14 +11,12 @@ from flashlight_py.distributed.arrays import as_array, dtype_code, dtype_of_code
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.control.wording import different_calls
 from flashlight_py.distributed.exchange import Steps, exchange_bytes
-from flashlight_py.distributed.integers import check_rows, each_rank, require_equal_parts
 from flashlight_py.distributed.membership import Membership
+from flashlight_py.distributed.numbers import check_rows, each_rank, require_equal_parts
 from flashlight_py.distributed.running import NO_OUTPUT, Output, finish_into, output, pack_apart
 from flashlight_py.distributed.verbs import ALL_TO_ALL, SCATTER
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import MismatchError
-
-__all__ = ["Scatter"]
 
 _DIMENSIONS = 8  # that travel with the call, so that ranks need not know the shape
 
@@ -32,7 +30,7 @@ class Scatter:
         self._xs = xs
         if self._here and xs is None:
             raise ValueError(
-                f"scatter: rank {members.rank} is the root and must give the arrays, got None"
+                f"scatter: rank {members.rank} is the root and must pass the arrays, got None"
             )
 
     def equal(self) -> Any:
@@ -102,10 +100,10 @@ class Scatter:
         return self._members.backend(sent).start(call)
 
     def _agree(self, like: Array | None, counts: list[int]) -> tuple[int, list[int]]:
-        """Return the dtype's code and the dimensions after the first of what the root gives.
+        """Return the dtype's code and the dimensions after the first of what the root passes.
 
         Raises:
-            MismatchError: a rank gave other ``rows``, or an ``out`` of another kind; on every rank.
+            MismatchError: a rank passed other ``rows``, or another kind of ``out``; on every rank.
         """
         kind = None if like is None else [dtype_code("scatter", like.dtype), list(like.shape[1:])]
         members, root = self._members, self._root

@@ -9,8 +9,6 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import MismatchError
 
-__all__ = ["SelfMessages"]
-
 
 class SelfMessages:
     """What was sent and not yet received, and what waits to be filled, by tag and in order."""

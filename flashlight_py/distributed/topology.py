@@ -23,8 +23,6 @@ from flashlight_py.distributed.memory_file import (
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
-__all__ = ["exchange_process_info", "groups_of", "ranks_by_memory"]
-
 
 def exchange_process_info(store: Store, checks: bool) -> None:
     """Have the ranks of ``store`` know each other's host and process. Collective, blocking.

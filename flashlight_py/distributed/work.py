@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError, GroupClosedError
 
-__all__ = ["AllOf", "Done", "Then", "Work"]
-
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # Python's own has defaults from 3.13 on
 
@@ -31,7 +29,7 @@ class Work(abc.ABC, Generic[Result_co]):
     source: int | None = None
     """Of a receive: the rank in the group that has sent, once :meth:`wait` has returned."""
 
-    flight: Any = None  # of a collective that a device does: tells when that has ``ended``
+    flight: Any = None  # of a collective that a device does: has when it ``ended``
 
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> Result_co:
@@ -50,7 +48,7 @@ class Work(abc.ABC, Generic[Result_co]):
 
     @abc.abstractmethod
     def is_completed(self) -> bool:
-        """Tell, without blocking, whether the operation has ended, well or not."""
+        """Return, without blocking, whether the operation has ended, well or not."""
 
     def end_time(self) -> float | None:
         """Return when the operation ended, in seconds of ``time.monotonic``; None: not known."""
@@ -93,7 +91,7 @@ class Then(Work):
         self._finish: Callable[[Any], Any] | None = finish
         self._value: Any = None
         self._failure: BaseException | None = None  # of making it: every wait raises the same
-        self._failure_told = False
+        self._failure_reported = False
         self._making = threading.RLock()  # signal handlers run on the thread that holds it
         self._is_made_now = False
 
@@ -142,7 +140,7 @@ class Then(Work):
         except DistributedError as failure:
             # One by the limit of this wait is not: the operation goes on.
             by_limit = timeout is not None and isinstance(failure, CollectiveTimeoutError)
-            self._failure_told = not by_limit
+            self._failure_reported = not by_limit
             raise
 
     def is_completed(self) -> bool:
@@ -155,7 +153,7 @@ class Then(Work):
 
     def is_finished(self) -> bool:
         """Return whether the result has been made, or whoever waited knows that it cannot be."""
-        return self._finish is None or self._failure_told
+        return self._finish is None or self._failure_reported
 
 
 class AllOf(Work[list[Any]]):
@@ -180,13 +178,13 @@ class AllOf(Work[list[Any]]):
         return all(work.is_completed() for work in self._works)
 
     def end_time(self) -> float | None:
-        """Return when the last of them ended, where all tell; see ``Work``."""
+        """Return when the last of them ended, where all know; see ``Work``."""
         times = [time for work in self._works if (time := work.end_time()) is not None]
         return max(times) if times and len(times) == len(self._works) else None
 
 
 def _outcome(work: Work, timeout: float | None) -> tuple[Any, DistributedError | None]:
-    """Return what ``work`` gives or raises: others beside it still use their arrays."""
+    """Return what ``work`` returns or raises: others beside it still use their arrays."""
     try:
         return work.wait(timeout), None
     except DistributedError as failure:

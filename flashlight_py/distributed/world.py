@@ -13,24 +13,8 @@ from flashlight_py.distributed.call_site import caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.devices import DeviceRule
 from flashlight_py.distributed.group import ProcessGroup
-from flashlight_py.distributed.rendezvous.alone import ALONE, started_as
-
-__all__ = [
-    "alone",
-    "World",
-    "current_world",
-    "describe",
-    "distributed_backend",
-    "get_local_rank",
-    "get_local_size",
-    "get_world_rank",
-    "get_world_size",
-    "group_or_world",
-    "is_distributed_init",
-    "is_main_process",
-    "set_world",
-    "use_local_device",
-]
+from flashlight_py.distributed.rendezvous.alone import started_as
+from flashlight_py.distributed.rendezvous.environment import ALONE
 
 
 @dataclass(frozen=True)
@@ -103,7 +87,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_distributed_init() -> bool:
-    """Return whether ``distributed_init`` has succeeded and no shutdown came after it."""
+    """Return whether ``distributed_init`` has succeeded and no shutdown followed."""
     return _world is not None
 
 

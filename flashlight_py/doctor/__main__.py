@@ -17,8 +17,6 @@ from flashlight_py._version import __version__
 from flashlight_py.doctor import folder, machine, mpi, running
 from flashlight_py.doctor.finding import Finding, State, table
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Look at everything, print it as it is found, and return the exit code."""

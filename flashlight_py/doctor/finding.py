@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["Finding", "State", "table"]
-
 
 class State(Enum):
     """How it is with something; only ``FAILED`` makes the exit code 1."""

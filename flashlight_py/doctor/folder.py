@@ -16,8 +16,6 @@ from pathlib import Path
 
 from flashlight_py.doctor.finding import Finding, State
 
-__all__ = ["PROMISES", "file_system_of", "look"]
-
 RIVALS, ROUNDS = 4, 8
 _REMEDY = "choose for FILE_PATH a folder on another file system, such as a home directory on NFS"
 _NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse", "9p", "afs", "panfs")

@@ -19,8 +19,6 @@ from flashlight_py.distributed.rendezvous.secret import REMEDY, Secret
 from flashlight_py.doctor.finding import Finding, State
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 
-__all__ = ["built", "gpus", "host", "host_name", "interface", "job_secret", "shared_memory"]
-
 # What each is for, and what its absence means.
 _EXTENSIONS = {
     "shm": (
@@ -39,7 +37,7 @@ _PACKAGES = {
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Containers have 64 MB by default. The channels of some ranks fit, gradients do not.
 ENOUGH_BYTES = 256 << 20
-# Whoever overhears a start can try out shorter secrets at home.
+# Whoever records a start can try out shorter secrets at home.
 _SHORTEST = 16
 
 

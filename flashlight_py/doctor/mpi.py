@@ -19,8 +19,6 @@ from typing import Any
 
 from flashlight_py.doctor.finding import Finding, State
 
-__all__ = ["look", "mpirun", "mpirun_command"]
-
 SECONDS = 60.0
 _REMEDY = "pip install 'flashlight-py[mpi]' (MPICH), or an MPI of your system and mpi4py"
 _ABIS = {"mpich": "MPICH's ABI", "openmpi": "Open MPI's ABI", "mpiabi": "the MPI standard's ABI"}

@@ -24,8 +24,6 @@ from flashlight_py.doctor import mpi
 from flashlight_py.doctor.finding import Finding, State
 from flashlight_py.launch.failures import Tail
 
-__all__ = ["TITLE", "Way", "look", "tried"]
-
 SMALL_BYTES, LARGE_BYTES = 4, 4 << 20
 TITLE = f"all_reduce of {SMALL_BYTES} B and {LARGE_BYTES >> 20} MB, float32"
 

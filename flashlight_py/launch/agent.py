@@ -24,8 +24,6 @@ from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.output import Output, Source
 from flashlight_py.launch.ranks import LISTENER, Place, Ranks, end_leftovers, environ_of
 
-__all__ = ["Agent", "Server", "address_of_host", "listener_at"]
-
 _IN, _OUT = 0, 1
 # How many ranks may wait to connect before rank 0 answers; who finds no room is let in later.
 _BACKLOG = 1024

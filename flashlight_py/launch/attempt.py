@@ -11,8 +11,6 @@ from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.loop import Poll
 from flashlight_py.launch.output import Output, Source
 
-__all__ = ["Attempt"]
-
 # How long to wait for the cause, in seconds, once a rank has ended by a mere consequence.
 CAUSE_SECONDS = 3.0
 # After so many seconds in which no rank has ended, once one has, who still runs is reported.

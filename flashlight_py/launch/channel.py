@@ -21,8 +21,6 @@ from typing import Any
 
 from flashlight_py.launch.loop import Poll
 
-__all__ = ["Outgoing", "Reader", "Supply", "message", "write_whole"]
-
 _CHUNK = 1 << 16
 _WITH_BYTES = ("output", "input")  # their last value; it travels as text of Latin-1
 

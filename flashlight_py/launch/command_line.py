@@ -17,8 +17,6 @@ from flashlight_py.launch.job import run_job
 from flashlight_py.launch.loop import Interrupted, Loop
 from flashlight_py.launch.options import Options, read_options
 
-__all__ = ["main"]
-
 # What ranks elsewhere inherit from here; ssh itself hands on nothing.
 _INHERITED = ("FLASHLIGHT_", "PYTHON", "OMP_", "OPENBLAS_", "MKL_", "NCCL_", "GLOO_", "CUDA_")
 

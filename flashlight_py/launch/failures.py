@@ -17,8 +17,6 @@ from flashlight_py.errors import (
 )
 from flashlight_py.tracebacks import folded
 
-__all__ = ["CONSEQUENCES", "Failure", "Tail", "describe_exit", "first_cause", "is_consequence"]
-
 # So much of a rank's last line is repeated, in characters.
 _LONGEST_CAUSE = 200
 # Between tracebacks of one chain.
@@ -111,7 +109,7 @@ def describe_exit(code: int) -> str:
     number = -code
     known = number in set(signal.Signals)
     name = signal.Signals(number).name if known else f"signal {number}"
-    hint = " (out of memory? the kernel's log tells)" if number == signal.SIGKILL else ""
+    hint = " (out of memory? see the kernel's log)" if number == signal.SIGKILL else ""
     return f"was killed by {name}{hint}"
 
 

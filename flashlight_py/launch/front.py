@@ -17,8 +17,6 @@ from contextlib import suppress
 from flashlight_py.launch.failures import describe_exit
 from flashlight_py.launch.loop import FORWARDED
 
-__all__ = ["children", "die_with_parent", "run_behind"]
-
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here: a process just forked must not load

@@ -25,9 +25,6 @@ from flashlight_py.launch.options import Options
 from flashlight_py.launch.output import Source
 from flashlight_py.launch.ranks import SECRET, Place, places
 
-__all__ = ["ConnectedHost", "Host", "LocalHost", "SshHost", "StartError", "Team"]
-
-
 # How much longer than the ranks' grace agents may take, in seconds, to end what is left there.
 _FINISHING_SECONDS = 10.0
 

@@ -12,8 +12,6 @@ from flashlight_py.launch.options import Options
 from flashlight_py.launch.output import Output
 from flashlight_py.launch.ranks import counts_of_remaining, places
 
-__all__ = ["may_restart", "run_job"]
-
 _CANNOT_RUN = 127  # as shells say
 
 

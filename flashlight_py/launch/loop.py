@@ -12,15 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-__all__ = [
-    "FORWARDED",
-    "Interrupted",
-    "Loop",
-    "Poll",
-    "code_of",
-    "interruptible",
-]
-
 # What users and schedulers send to a job. Those that were ignored when we started stay ignored.
 FORWARDED = (
     signal.SIGINT,

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from flashlight_py._version import __version__
 from flashlight_py.cores import usable_cores
 
-__all__ = ["Options", "read_options"]
-
 _EXAMPLES = """examples:
   flrun -n 4 train.py --epochs 10
   flrun -n 4 -m package.train

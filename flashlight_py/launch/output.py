@@ -13,8 +13,6 @@ from typing import BinaryIO, NamedTuple, TextIO
 from flashlight_py.launch.channel import write_whole
 from flashlight_py.launch.failures import Tail
 
-__all__ = ["STREAMS", "Output", "Source"]
-
 STREAMS = ("out", "err")
 _WORDS = {"out": "standard output", "err": "standard error"}
 # After so many seconds of silence the beginning of a line is shown on a terminal: a question.

@@ -8,8 +8,6 @@ import pickle
 import types
 from typing import Any
 
-__all__ = ["dumps"]
-
 _MAIN = ("__main__", "__mp_main__")  # multiprocessing's name for the script that a child imports
 
 

@@ -15,18 +15,6 @@ from flashlight_py.launch.front import children
 from flashlight_py.launch.loop import Loop, Poll, code_of
 from flashlight_py.launch.output import STREAMS, Source
 
-__all__ = [
-    "LISTENER",
-    "SECRET",
-    "Place",
-    "Ranks",
-    "counts_of_remaining",
-    "end_leftovers",
-    "environ_of",
-    "places",
-    "rank_variables",
-]
-
 _CHUNK = 1 << 16
 # How long to wait for killed processes to be gone, in seconds: one may hang in the kernel.
 _KILLED_SECONDS = 5.0

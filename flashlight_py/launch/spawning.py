@@ -32,8 +32,6 @@ from flashlight_py.launch.output import STREAMS, Output
 from flashlight_py.launch.pickling import dumps
 from flashlight_py.launch.ranks import Ranks, rank_variables
 
-__all__ = ["spawn"]
-
 T = TypeVar("T")
 
 RANK_MAIN = Path(__file__).with_name("rank_main.py")

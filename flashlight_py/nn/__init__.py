@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from flashlight_py.nn import init
-from flashlight_py.nn.activations import LogSoftmax, ReLU, Sigmoid, Tanh
 from flashlight_py.nn.containers import Container, Sequential
-from flashlight_py.nn.dropout import Dropout
-from flashlight_py.nn.linear import Linear
-from flashlight_py.nn.losses import CategoricalCrossEntropy, MeanSquaredError
+from flashlight_py.nn.layers import (
+    CategoricalCrossEntropy,
+    Dropout,
+    Linear,
+    LogSoftmax,
+    MeanSquaredError,
+    ReLU,
+    Sigmoid,
+    Tanh,
+    View,
+)
 from flashlight_py.nn.module import Module
-from flashlight_py.nn.view import View
 
 __all__ = [
     "Module",

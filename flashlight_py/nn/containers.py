@@ -8,11 +8,8 @@ from typing import Any
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd import functions as F
 from flashlight_py.device import is_cupy
-from flashlight_py.nn.activations import ReLU
-from flashlight_py.nn.linear import Linear
+from flashlight_py.nn.layers import Linear, ReLU
 from flashlight_py.nn.module import Module
-
-__all__ = ["Container", "Sequential"]
 
 
 class Container(Module):

@@ -11,8 +11,6 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, device_of, to_device
 
-__all__ = ["Module"]
-
 SomeModule = TypeVar("SomeModule", bound="Module")
 Result_co = TypeVar("Result_co", covariant=True)
 

@@ -16,8 +16,6 @@ from flashlight_py.optim.optimizer import (
     zeros_like,
 )
 
-__all__ = ["AdamOptimizer"]
-
 
 class AdamOptimizer(FirstOrderOptimizer):
     """Adam: steps scaled by running means of the gradient and of its square.

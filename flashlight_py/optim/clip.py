@@ -12,8 +12,6 @@ from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
 from flashlight_py.optim.optimizer import as_param_list, check_at_least_zero
 
-__all__ = ["clip_grad_norm"]
-
 
 class Summing(Protocol):
     """What a sum over ranks is asked of, such as a ``fl.ProcessGroup``."""

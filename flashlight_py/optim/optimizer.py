@@ -9,15 +9,6 @@ from typing import Any
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module, device_of, to_device
 
-__all__ = [
-    "FirstOrderOptimizer",
-    "as_param_list",
-    "check_at_least_zero",
-    "check_below_one",
-    "constants_like",
-    "zeros_like",
-]
-
 
 class FirstOrderOptimizer(ABC):
     """Changes parameters in place by their gradients; one without a gradient is skipped.

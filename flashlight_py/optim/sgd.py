@@ -15,8 +15,6 @@ from flashlight_py.optim.optimizer import (
     zeros_like,
 )
 
-__all__ = ["SGDOptimizer"]
-
 
 class SGDOptimizer(FirstOrderOptimizer):
     """Stochastic gradient descent with momentum, weight decay and Nesterov's variant.

@@ -11,7 +11,6 @@ from flashlight_py.parallel.data_parallel import (
 )
 from flashlight_py.parallel.gradcheck import gradcheck_over_ranks
 from flashlight_py.parallel.join import Joined, join
-from flashlight_py.parallel.meters import sync_meter
 from flashlight_py.parallel.optimizer import DistributedOptimizer
 from flashlight_py.parallel.parameters import (
     PeriodicAveraging,
@@ -20,7 +19,7 @@ from flashlight_py.parallel.parameters import (
 )
 from flashlight_py.parallel.sampler import DistributedSampler
 from flashlight_py.parallel.sharded_dataset import ShardedDataset
-from flashlight_py.parallel.synchronize import synchronize
+from flashlight_py.parallel.synchronize import sync_meter, synchronize
 
 __all__ = [
     "functional",

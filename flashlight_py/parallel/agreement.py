@@ -18,17 +18,6 @@ from flashlight_py.distributed.world import group_or_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.parallel.native import digest
 
-__all__ = [
-    "agree",
-    "by_rank",
-    "check_arrays_agree",
-    "check_modules_agree",
-    "check_settings_agree",
-    "digest_of_values",
-    "digests_of_ranks",
-    "warn_of_differing",
-]
-
 
 def check_modules_agree(
     params: Mapping[str, Variable], group: ProcessGroup, values: int = 0

@@ -10,8 +10,6 @@ from flashlight_py.dataset.dataset import Indices, Sample
 from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.parallel.place import find_place
 
-__all__ = ["DistributedDataContainer"]
-
 
 class Indexed(Protocol):
     """Has a length, and an element for each index."""
@@ -88,7 +86,7 @@ class DistributedDataContainer(Dataset):
             return data[_slice_of(self._positions[index])]
         except TypeError as error:
             raise TypeError(
-                f"DistributedDataContainer: its data, of type {type(data).__name__}, gives no "
+                f"DistributedDataContainer: its data, of type {type(data).__name__}, has no "
                 f"slices ({error}); take single elements"
             ) from error
 
@@ -103,7 +101,7 @@ def _length(data: Indexed) -> int:
     if isinstance(data, Mapping):
         raise TypeError(
             f"DistributedDataContainer: the keys of a {kind} are no positions to be shared out; "
-            "give a sequence, an array or a Dataset, such as TensorDataset(list(data.values()))"
+            "pass a sequence, an array or a Dataset, such as TensorDataset(list(data.values()))"
         )
     if not hasattr(data, "__getitem__"):
         raise TypeError(f"DistributedDataContainer: data of type {kind} cannot be indexed by []")

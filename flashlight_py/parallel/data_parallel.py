@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from flashlight_py.autograd import Variable
 from flashlight_py.distributed import DistributedConstants, ProcessGroup
-from flashlight_py.distributed.hook_reducer import HookReducer
 from flashlight_py.distributed.hooks import CommunicationHook
-from flashlight_py.distributed.reducer import EagerReducer, Reducer, reduce_all
+from flashlight_py.distributed.reducer import EagerReducer, HookReducer, Reducer, reduce_all
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import (
@@ -33,18 +32,7 @@ from flashlight_py.parallel.gradient_sync import (
     one_by_one,
     used_on_any_rank,
 )
-from flashlight_py.parallel.parameters import (
-    give_state,
-    require_module,
-)
-
-__all__ = [
-    "all_reduce_gradients",
-    "distribute_module_grads",
-    "gradient_sync_of",
-    "no_sync",
-]
-
+from flashlight_py.parallel.parameters import give_state, require_module
 
 # Which modules are distributed; a module that is gone takes its entry along.
 _synchronizers: weakref.WeakKeyDictionary[Module, GradientSync] = weakref.WeakKeyDictionary()

@@ -8,31 +8,29 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.dataset.dataset import Indices
-from flashlight_py.dataset.order import epoch_order
+from flashlight_py.dataset.shares import epoch_order
 from flashlight_py.parallel.agreement import check_settings_agree
 from flashlight_py.parallel.place import Place, whole_number
 
-__all__ = ["Epochs", "InEpochs"]
 
-
-class Epochs:
-    """The indices of ``n`` samples in the order of the current epoch, which is 0 at first.
+class InEpochs:
+    """``n`` samples in an order for each epoch, which is 0 at first, and how much of it is used.
 
     Ranks agree on everything that the order depends on when this is made, at each ``set_epoch``
     and ``load_state_dict``, and never later. So reading an order communicates nothing: it may
     happen in another thread, on some ranks only, or be left halfway.
 
     What all ranks together have used of an epoch is always a beginning of its order, so its
-    length, ``consumed``, describes it for any number of ranks. ``begin`` is where the epoch begins
-    here: 0, or what was consumed when its state was saved.
+    length, ``consumed``, describes it for any number of ranks. ``_begin`` is where the epoch begins
+    here: 0, or what was consumed when its state was saved; ``_left`` samples follow.
     """
 
     def __init__(
         self, what: str, place: Place, n: int, shuffle: bool, seed: int, **others: int
     ) -> None:
-        self.n = whole_number(what, "n", n)
-        self.epoch = self.begin = self.consumed = 0
-        self._is_told = False
+        self._n = whole_number(what, "n", n)
+        self._epoch = self._begin = self._consumed = 0
+        self._is_set = False  # by the user
         self._what = what
         self._place = place
         self._shuffle = bool(shuffle)
@@ -41,115 +39,10 @@ class Epochs:
         self._agree(0)
         self._order = self._draw(0)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to ``epoch``. Collective, unless rank and size were given; unchanged if it fails.
-
-        Raises:
-            TypeError: ``epoch`` is not an integer.
-            ValueError: ``epoch`` is negative.
-            DistributedError: ranks differ, or the world is another one.
-        """
-        epoch = whole_number(self._what, "epoch", epoch)
-        self._place.require_world(self._what)
-        self._agree(epoch)
-        if epoch != self.epoch:
-            self._go_to(epoch, 0)
-
-    @property
-    def left(self) -> int:
-        """The number of samples from where the epoch begins here."""
-        return self.n - self.begin
-
-    def count(self, used: int) -> None:
-        """Note that of the ``left`` samples all ranks together have used the first ``used``."""
-        if not self._is_told:
-            self.consumed = self.begin + used
-
-    def set_consumed(self, samples: int) -> None:
-        """Note what the user says: of this epoch, ``samples`` are used; counting ends with it.
-
-        Raises:
-            TypeError: ``samples`` is not an integer.
-            ValueError: it is not in [0, n].
-        """
-        samples = whole_number(self._what, "samples", samples)
-        if samples > self.n:
-            raise ValueError(
-                f"{self._what}: at most n={self.n} samples can be consumed, got {samples}"
-            )
-        self.consumed, self._is_told = samples, True
-
-    def state_dict(self) -> dict[str, int | bool]:
-        """Return the epoch, what is consumed of it, and what its order depends on."""
-        return {**self._order_settings(), "epoch": self.epoch, "consumed": self.consumed}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; see ``InEpochs.load_state_dict``."""
-        epoch, consumed = (self._number_in(state, name) for name in ("epoch", "consumed"))
-        for name, value in self._order_settings().items():
-            if self._number_in(state, name) != value:
-                raise ValueError(
-                    f"{self._what}: the state was taken with {name}={state[name]}, this one has "
-                    f"{value}, and another order; make it with the arguments of that run"
-                )
-        if consumed > self.n:
-            raise ValueError(f"{self._what}: a state with {consumed} of {self.n} samples consumed")
-        self._place.require_world(self._what)
-        self._agree(epoch, consumed)
-        self._go_to(epoch, consumed)
-
-    def at(self, positions: range) -> Indices:
-        """Return the indices of the ``left`` samples at ``positions``, as an int64 array.
-
-        Raises:
-            NotInitializedError: the world is another one.
-        """
-        self._place.require_world(self._what)
-        start, stop, step = (
-            self.begin + positions.start,
-            self.begin + positions.stop,
-            positions.step,
-        )
-        if self._order is None:
-            return np.arange(start, stop, step, dtype=np.int64)
-        return self._order[start:stop:step]
-
-    def _go_to(self, epoch: int, consumed: int) -> None:
-        if epoch != self.epoch:
-            self._order = self._draw(epoch)
-        self.epoch, self.begin, self.consumed = epoch, consumed, consumed
-        self._is_told = False
-
-    def _draw(self, epoch: int) -> Indices | None:
-        return epoch_order(self.n, self._seed, epoch) if self._shuffle else None
-
-    def _order_settings(self) -> dict[str, int | bool]:
-        return {"n": self.n, "shuffle": self._shuffle, "seed": self._seed}
-
-    def _number_in(self, state: Mapping[str, Any], name: str) -> int:
-        if name not in state:
-            raise ValueError(
-                f"{self._what}: expected a state with {name!r}, as state_dict() returns it; it "
-                f"has {sorted(state)}"
-            )
-        return whole_number(self._what, f"the state's {name}", state[name])
-
-    def _agree(self, epoch: int, consumed: int = 0) -> None:
-        if not self._place.of_world:
-            return
-        settings = {**self._order_settings(), **self._others, "epoch": epoch}
-        check_settings_agree(self._what, {**settings, "consumed": consumed})
-
-
-class InEpochs:
-    """What has an order of its samples for each epoch, and knows how much of it is used."""
-
-    _epochs: Epochs
-
     @property
     def epoch(self) -> int:
         """The current epoch, 0 at first."""
-        return self._epochs.epoch
+        return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the order of ``epoch``, before iterating; blocking.
@@ -165,12 +58,16 @@ class InEpochs:
             NotInitializedError: the world is another one than when this was made.
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
-        self._epochs.set_epoch(epoch)
+        epoch = whole_number(self._what, "epoch", epoch)
+        self._place.require_world(self._what)
+        self._agree(epoch)
+        if epoch != self._epoch:
+            self._go_to(epoch, 0)
 
     @property
     def consumed(self) -> int:
         """How many samples of the epoch all ranks have used together; iterating counts."""
-        return self._epochs.consumed
+        return self._consumed
 
     def set_consumed(self, samples: int) -> None:
         """Say how many samples of the epoch all ranks have used together. Not collective.
@@ -182,14 +79,19 @@ class InEpochs:
             TypeError: ``samples`` is not an integer.
             ValueError: ``samples`` is not in [0, number of samples].
         """
-        self._epochs.set_consumed(samples)
+        samples = whole_number(self._what, "samples", samples)
+        if samples > self._n:
+            raise ValueError(
+                f"{self._what}: at most n={self._n} samples can be consumed, got {samples}"
+            )
+        self._consumed, self._is_set = samples, True
 
     def state_dict(self) -> dict[str, int | bool]:
         """Return where this run is: n, shuffle, seed, epoch and consumed. Not collective.
 
         Equal on ranks that are equally far, so the state of one serves all. JSON can hold it.
         """
-        return self._epochs.state_dict()
+        return {**self._order_settings(), "epoch": self._epoch, "consumed": self._consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, on any number of ranks; blocking.
@@ -205,4 +107,62 @@ class InEpochs:
             NotInitializedError: the world is another one than when this was made.
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
-        self._epochs.load_state_dict(state)
+        epoch, consumed = (self._number_in(state, name) for name in ("epoch", "consumed"))
+        for name, value in self._order_settings().items():
+            if self._number_in(state, name) != value:
+                raise ValueError(
+                    f"{self._what}: the state was taken with {name}={state[name]}, this one has "
+                    f"{value}, and another order; make it with the arguments of that run"
+                )
+        if consumed > self._n:
+            raise ValueError(f"{self._what}: a state with {consumed} of {self._n} samples consumed")
+        self._place.require_world(self._what)
+        self._agree(epoch, consumed)
+        self._go_to(epoch, consumed)
+
+    @property
+    def _left(self) -> int:
+        return self._n - self._begin
+
+    def _count(self, used: int) -> None:
+        """Note that of the samples left all ranks together have used the first ``used``."""
+        if not self._is_set:
+            self._consumed = self._begin + used
+
+    def _at(self, positions: range) -> Indices:
+        """Return the indices of the samples left at ``positions``, as an int64 array.
+
+        Raises:
+            NotInitializedError: the world is another one.
+        """
+        self._place.require_world(self._what)
+        start, stop = self._begin + positions.start, self._begin + positions.stop
+        if self._order is None:
+            return np.arange(start, stop, positions.step, dtype=np.int64)
+        return self._order[start : stop : positions.step]
+
+    def _go_to(self, epoch: int, consumed: int) -> None:
+        if epoch != self._epoch:
+            self._order = self._draw(epoch)
+        self._epoch, self._begin, self._consumed = epoch, consumed, consumed
+        self._is_set = False
+
+    def _draw(self, epoch: int) -> Indices | None:
+        return epoch_order(self._n, self._seed, epoch) if self._shuffle else None
+
+    def _order_settings(self) -> dict[str, int | bool]:
+        return {"n": self._n, "shuffle": self._shuffle, "seed": self._seed}
+
+    def _number_in(self, state: Mapping[str, Any], name: str) -> int:
+        if name not in state:
+            raise ValueError(
+                f"{self._what}: expected a state with {name!r}, as state_dict() returns it; it "
+                f"has {sorted(state)}"
+            )
+        return whole_number(self._what, f"the state's {name}", state[name])
+
+    def _agree(self, epoch: int, consumed: int = 0) -> None:
+        if not self._place.of_world:
+            return
+        settings = {**self._order_settings(), **self._others, "epoch": epoch}
+        check_settings_agree(self._what, {**settings, "consumed": consumed})

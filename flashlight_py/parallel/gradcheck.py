@@ -12,8 +12,6 @@ from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.exchange import exchange_bytes
 from flashlight_py.distributed.world import group_or_world
 
-__all__ = ["gradcheck_over_ranks"]
-
 
 def gradcheck_over_ranks(
     function: Callable[..., Variable],
@@ -105,7 +103,7 @@ def _problem(variables: list[Variable], numeric: list[float], tolerance: float) 
             found, expected = float(grad[element]), next(slopes)
             if not abs(found - expected) <= tolerance * max(1.0, abs(found), abs(expected)):
                 return (
-                    f"input {position}, element {element}: backward gave {found!r}, "
+                    f"input {position}, element {element}: backward returned {found!r}, "
                     f"central differences {expected!r}"
                 )
     return ""

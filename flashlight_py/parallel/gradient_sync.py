@@ -24,16 +24,6 @@ from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.buckets import plan_buckets
 from flashlight_py.distributed.reducer import Reducer
 
-__all__ = [
-    "GradientSync",
-    "buffers_of",
-    "flat_buckets",
-    "gradient_of",
-    "is_synchronised",
-    "one_by_one",
-    "used_on_any_rank",
-]
-
 
 class Unit:
     """Gradients that travel as one array, which ``collect`` returns once they are complete."""

@@ -25,8 +25,6 @@ from flashlight_py.parallel.parameters import give_state
 from flashlight_py.parallel.place import whole_number
 from flashlight_py.parallel.synchronize import synchronize
 
-__all__ = ["Joined", "join"]
-
 
 class Joined:
     """What :func:`flashlight_py.join` yields to the body of its ``with``."""
@@ -41,7 +39,7 @@ class Joined:
         self._all_passes = 0
 
     def count(self, samples: SupportsIndex) -> None:
-        """Set how many samples the gradients of the next backward pass come from.
+        """Set how many samples the gradients of the next backward pass are of.
 
         They weigh so much in the average. It holds until the next call; without any, every pass
         counts 1. Between two synchronised passes (in ``no_sync``) the numbers add up. Sends

@@ -12,8 +12,6 @@ from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.errors import BackendUnavailableError
 
-__all__ = ["digest", "digest_in_python", "native"]
-
 _log = logging.getLogger("flashlight_py")
 _STEP = 0x9E3779B97F4A7C15
 

@@ -13,18 +13,8 @@ from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.reducer import reduce_all
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.optim import FirstOrderOptimizer
-from flashlight_py.parallel.agreement import (
-    check_arrays_agree,
-    digests_of_ranks,
-    warn_of_differing,
-)
-from flashlight_py.parallel.gradient_sync import (
-    gradient_of,
-    is_synchronised,
-    used_on_any_rank,
-)
-
-__all__ = ["DistributedOptimizer"]
+from flashlight_py.parallel.agreement import check_arrays_agree, digests_of_ranks, warn_of_differing
+from flashlight_py.parallel.gradient_sync import gradient_of, is_synchronised, used_on_any_rank
 
 
 class DistributedOptimizer:

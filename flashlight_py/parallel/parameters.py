@@ -14,14 +14,6 @@ from flashlight_py.parallel.place import whole_number
 from flashlight_py.parallel.synchronize import synchronize, synchronize_for
 from flashlight_py.parallel.tree import put_buffer
 
-__all__ = [
-    "PeriodicAveraging",
-    "all_reduce_parameters",
-    "broadcast_parameters",
-    "give_state",
-    "require_module",
-]
-
 
 def broadcast_parameters(module: Module, root: int = 0, group: ProcessGroup | None = None) -> None:
     """Set every rank's parameters and buffers to those of rank ``root``, in place.

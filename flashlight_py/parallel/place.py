@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from flashlight_py.distributed import get_world_rank, get_world_size
 from flashlight_py.errors import NotInitializedError
 
-__all__ = ["Place", "find_place", "whole_number"]
-
 
 @dataclass(frozen=True)
 class Place:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flashlight_py.dataset.shares import strided_share
-from flashlight_py.parallel.epochs import Epochs, InEpochs
+from flashlight_py.parallel.epochs import InEpochs
 from flashlight_py.parallel.place import find_place
-
-__all__ = ["DistributedSampler"]
 
 
 class DistributedSampler(InEpochs):
@@ -69,8 +67,8 @@ class DistributedSampler(InEpochs):
         size: int | None = None,
     ) -> None:
         what, self._drop_last = "DistributedSampler", bool(drop_last)
-        self._place = find_place(what, rank, size)
-        self._epochs = Epochs(what, self._place, n, shuffle, seed, drop_last=self._drop_last)
+        place = find_place(what, rank, size)
+        super().__init__(what, place, n, shuffle, seed, drop_last=self._drop_last)
 
     def __len__(self) -> int:
         """Return the number of this rank's samples that are left of the epoch."""
@@ -82,18 +80,18 @@ class DistributedSampler(InEpochs):
         Raises:
             NotInitializedError: the world is another one than when the sampler was made.
         """
-        return self._counting(self._epochs.at(self._positions()).tolist())
+        return self._counting(self._at(self._positions()).tolist())
 
     def _positions(self) -> range:
         place = self._place
-        return strided_share(self._epochs.left, place.rank, place.size, self._drop_last)
+        return strided_share(self._left, place.rank, place.size, self._drop_last)
 
     def _counting(self, indices: list[int]) -> Iterator[int]:
         """Hand out ``indices``; with each, every rank is taken to be one further."""
-        left, size = self._epochs.left, self._place.size
+        left, size = self._left, self._place.size
         end = left - left % size if self._drop_last else left
         for number, index in enumerate(indices, 1):
             used = number * size
-            self._epochs.count(used if used < end else left)
+            self._count(used if used < end else left)
             yield index
-        self._epochs.count(left)
+        self._count(left)

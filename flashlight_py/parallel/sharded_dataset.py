@@ -13,10 +13,8 @@ from flashlight_py.dataset.shares import (
     count_batches,
     weight_of_part,
 )
-from flashlight_py.parallel.epochs import Epochs, InEpochs
+from flashlight_py.parallel.epochs import InEpochs
 from flashlight_py.parallel.place import find_place, whole_number
-
-__all__ = ["ShardedDataset"]
 
 
 class ShardedDataset(InEpochs, Dataset):
@@ -82,23 +80,22 @@ class ShardedDataset(InEpochs, Dataset):
                 "arrays become one by TensorDataset([...])"
             )
         batch = whole_number(what, "global_batch_size", global_batch_size, least=1)
-        self._dataset = dataset
-        self._place = find_place(what, rank, size)
-        self._epochs = Epochs(
+        super().__init__(
             what,
-            self._place,
+            find_place(what, rank, size),
             len(dataset),
             shuffle,
             seed,
             global_batch_size=batch,
             drop_last=drop_last,
         )
+        self._dataset = dataset
         self._batch_size = batch
         self._drop_last = drop_last
 
     def __len__(self) -> int:
         """Return the number of global batches left of the epoch, the same on every rank."""
-        return count_batches(self._epochs.left, self._batch_size, self._drop_last)
+        return count_batches(self._left, self._batch_size, self._drop_last)
 
     def __iter__(self) -> Iterator[Sample]:
         """Go through the batches, counting the samples that are used."""
@@ -110,7 +107,7 @@ class ShardedDataset(InEpochs, Dataset):
     def handed_out(self, index: int) -> None:
         """Count batch ``index`` as used, and with it those before; the last one ends the epoch."""
         is_last = index + 1 >= len(self)
-        self._epochs.count(self._epochs.left if is_last else (index + 1) * self._batch_size)
+        self._count(self._left if is_last else (index + 1) * self._batch_size)
 
     def get(self, index: int) -> Sample:
         """Return this rank's part of global batch ``index``: arrays of shape (part, ...).
@@ -120,9 +117,9 @@ class ShardedDataset(InEpochs, Dataset):
         """
         part = self._part(index)
         if part:
-            return self._dataset.take(self._epochs.at(part))
+            return self._dataset.take(self._at(part))
         # A dataset of one's own can show what no rows look like by a row only.
-        one = self._dataset.take(self._epochs.at(self._batch(index)[:1]))
+        one = self._dataset.take(self._at(self._batch(index)[:1]))
         return tuple([field[:0] for field in one])
 
     def weight(self, index: SupportsIndex) -> float:
@@ -147,7 +144,7 @@ class ShardedDataset(InEpochs, Dataset):
         )
 
     def _batch(self, index: int) -> range:
-        return batch_positions(index, self._epochs.left, self._batch_size)
+        return batch_positions(index, self._left, self._batch_size)
 
     def _part(self, index: int) -> range:
         batch = self._batch(index)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
 from flashlight_py.distributed.exchange import exchange_bytes
-from flashlight_py.distributed.integers import whole
+from flashlight_py.distributed.numbers import whole
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.errors import DistributedError, MismatchError
+from flashlight_py.meter import Meter
 from flashlight_py.parallel.agreement import by_rank
 from flashlight_py.parallel.native import digest
 from flashlight_py.parallel.tree import (
@@ -23,8 +24,6 @@ from flashlight_py.parallel.tree import (
     plan_of,
     put_numbers,
 )
-
-__all__ = ["synchronize", "synchronize_for"]
 
 SomeTree = TypeVar("SomeTree")
 
@@ -179,3 +178,18 @@ class _Synchronization:
             f"{self._where}: the {self._noun}s differ at {path} ({by_rank(kinds)}). Nothing was "
             f"changed; pass a {self._noun} of the same structure on every rank"
         )
+
+
+def sync_meter(meter: Meter) -> Any:
+    """Return the value that ``meter`` would have if it had seen what all ranks' meters saw.
+
+    Collective, blocking. Every rank calls it with a meter made alike, and gets the same value.
+    The meters stay as they are, so it can be repeated at any time.
+
+    Raises:
+        TypeError: ``meter`` is no Meter.
+        DistributedError: as :func:`flashlight_py.all_reduce`.
+    """
+    if not isinstance(meter, Meter):
+        raise TypeError(f"sync_meter takes a flashlight_py.meter.Meter, got {type(meter).__name__}")
+    return meter.value_of(all_reduce(meter.state()))

@@ -7,8 +7,6 @@ from typing import Any
 
 from flashlight_py.trace.records import FlightRecord, call_text
 
-__all__ = ["compare"]
-
 # Verbs to which ranks may pass arrays of different first dimensions, or of no shape at all.
 _ROWS_DIFFER = ("all_gather", "gather", "all_to_all")
 _SHAPES_DIFFER = ("scatter",)

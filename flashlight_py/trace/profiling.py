@@ -27,8 +27,6 @@ from flashlight_py.errors import DistributedError
 from flashlight_py.trace.records import RankTimeline
 from flashlight_py.trace.timeline import chrome_trace
 
-__all__ = ["Profile", "profile"]
-
 # The quickest of so many exchanges counts: it had the least to wait for.
 _ROUNDS = 16
 # Users' tags begin at 0, and new groups use -1.

@@ -8,8 +8,6 @@ from typing import Any
 
 from flashlight_py.distributed.recorder.flight_record import read_fields
 
-__all__ = ["FlightRecord", "RankTimeline", "call_text", "read_records"]
-
 
 @dataclass
 class RankTimeline:

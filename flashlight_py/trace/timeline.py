@@ -16,8 +16,6 @@ from typing import Any
 
 from flashlight_py.trace.records import RankTimeline, call_text
 
-__all__ = ["FORMAT", "chrome_trace", "covered", "page", "read_trace"]
-
 FORMAT = "flashlight_py trace 1"
 # Less than this is no waiting that anybody could see, or could do something about.
 _LATE_NANOSECONDS = 1000

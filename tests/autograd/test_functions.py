@@ -250,7 +250,7 @@ class TestGradcheck:
         def wrong(x: Variable) -> Variable:
             return x * x.array  # the second factor counts as a constant: half the gradient
 
-        with pytest.raises(AssertionError, match="input 0, element 0: backward gave"):
+        with pytest.raises(AssertionError, match="input 0, element 0: backward returned"):
             gradcheck(wrong, [np.ones(2)])
 
     def test_finds_a_missing_gradient(self) -> None:

@@ -21,12 +21,7 @@ from flashlight_py.nn import (
     ReLU,
     Sequential,
 )
-from flashlight_py.optim import (
-    AdamOptimizer,
-    FirstOrderOptimizer,
-    SGDOptimizer,
-    clip_grad_norm,
-)
+from flashlight_py.optim import AdamOptimizer, FirstOrderOptimizer, SGDOptimizer, clip_grad_norm
 from flashlight_py.random import set_seed
 from tests.autograd.cases import CASES, Case
 from tests.autograd.strict_library import StrictArray, StrictLibrary

@@ -184,7 +184,7 @@ def test_what_was_not_saved_cannot_be_loaded(tmp_path: Path) -> None:
 
 def test_other_generators_than_those_saved_are_refused(tmp_path: Path) -> None:
     fl.save(tmp_path, rng=np.random.default_rng(0))
-    with pytest.raises(ValueError, match="give the same"):
+    with pytest.raises(ValueError, match="pass the same"):
         fl.load(tmp_path, rng=True)
     with pytest.raises(ValueError, match="is of a PCG64 generator, this one is a Philox"):
         fl.load(tmp_path, rng=np.random.Generator(np.random.Philox()))

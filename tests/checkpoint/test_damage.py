@@ -115,12 +115,12 @@ def test_a_named_checkpoint_must_be_whole(two: Path, tmp_path: Path) -> None:
 
 
 def test_a_format_to_come_is_told(two: Path, tmp_path: Path) -> None:
-    from flashlight_py.checkpoint import manifest
+    from flashlight_py.checkpoint import directory
 
     shutil.copytree(two / "000001-step-1", tmp_path / "000001-step-1")
     file = tmp_path / "000001-step-1" / "manifest.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest, "FORMAT", 2)
+        patch.setattr(directory, "FORMAT", 2)
         with pytest.raises(CheckpointError, match="in a format to come"):
             fl.load(tmp_path)
     assert file.exists()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashlight_py.dataset.order import epoch_order
+from flashlight_py.dataset.shares import epoch_order
 
 SEEDS = st.integers(0, 2**80)
 

@@ -160,7 +160,7 @@ def test_the_reason_of_an_abort_reaches_everybody(ranks: Ranks, tmp_path: Path, 
     started = [ranks.start(rank, 3, **plan) for rank, plan in enumerate(plans)]
     for rank in started:
         if rank is not started[who]:
-            assert f"rank {who} gave up: no network" in rank.refusal()
+            assert f"rank {who} aborted: no network" in rank.refusal()
     assert started[who].outcome() == "closed"
 
 

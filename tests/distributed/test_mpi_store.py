@@ -92,13 +92,13 @@ store.exchange(b"")
 if store.rank == 1:
     store.abort("no network")
 else:
-    say("rank 1 gave up: no network" in refusal())
+    say("rank 1 aborted: no network" in refusal())
 """
     assert mpirun(3, script) == ["0: True", "2: True"]
 
 
 def test_nobody_leaves_before_all_have_come_to_leave() -> None:
-    """What a rank sends that gives up must not be received in the communicators that follow."""
+    """What a rank sends that aborts must not be received in the communicators that follow."""
     script = """
 store.exchange(b"")
 if store.rank == 1:
@@ -107,7 +107,7 @@ else:
     try:
         store.close()
     except RendezvousError as error:
-        say("rank 1 gave up: no GPU" in str(error))
+        say("rank 1 aborted: no GPU" in str(error))
 """
     assert mpirun(3, script) == ["0: True", "2: True"]
 

@@ -51,7 +51,7 @@ def views_and_strangers(rank: int, size: int) -> None:
     assert fl.all_reduce(whole[1]).base is not None  # a view, in place
     assert np.all(whole[0] == rank)
     assert np.all(whole[1] == sum(range(size)))
-    # Ranks that give different places are reduced all the same.
+    # Ranks that pass different places are reduced all the same.
     other = fl.distributed.shared_empty((100_000,), np.float64)
     x = [other, whole[0], np.empty(100_000)][rank % 3]
     x[...] = rank
@@ -265,7 +265,7 @@ CONTAINER = "unshare --pid --fork --mount-proc"
     [
         ("64k", "", "shared memory", None),
         ("64k", CONTAINER, "Gloo over TCP", "using Gloo instead of shared memory"),
-        ("6m", CONTAINER, "shared memory", "shared_empty(1000000,) gives ordinary memory"),
+        ("6m", CONTAINER, "shared memory", "shared_empty(1000000,) returns ordinary memory"),
         ("64m", CONTAINER, "shared memory", None),
     ],
 )

@@ -27,7 +27,7 @@ def test_variables_of_a_rank() -> None:
     [
         (0, "exited with code 0"),
         (3, "exited with code 3"),
-        (-signal.SIGKILL, "was killed by SIGKILL (out of memory? the kernel's log tells)"),
+        (-signal.SIGKILL, "was killed by SIGKILL (out of memory? see the kernel's log)"),
         (-signal.SIGSEGV, "was killed by SIGSEGV"),
         (-50, "was killed by signal 50"),
     ],

@@ -269,7 +269,7 @@ def test_a_signal_before_all_launchers_are_there(tmp_path: Path) -> None:
     errors = [node.communicate(timeout=20)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [130, 1]
     assert errors[0] == "flrun: interrupted by SIGINT; no rank was started\n"
-    assert "gave up: interrupted by SIGINT" in errors[1]
+    assert "aborted: interrupted by SIGINT" in errors[1]
     assert list(meeting.iterdir()) == []
 
 

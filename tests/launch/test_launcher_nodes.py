@@ -5,37 +5,36 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from flashlight_py.launch.loop import Poll
-from flashlight_py.launch.nodes import NodeHost, _admit, _answer_to, _proof_of
+from flashlight_py.distributed.rendezvous.file_store import FileStore
 from tests.launch.launcher import write
 from tests.launch.test_launcher_hosts import ALL_REDUCE, on_each_node, start_node, wait_for
 
-KEY = b"the key"
 
+def test_the_connections_of_a_meeting_outlive_it(tmp_path: Path) -> None:
+    """Whatever node 0 sends at once is for the other end, and nothing of the meeting is left."""
 
-def test_whoever_does_not_know_the_key_is_dropped_and_delays_nobody() -> None:
-    """One that is silent, one that leaves, one that says what is wrong, and node 1 in the end."""
-    with closing(Poll()) as poll, socket.create_server(("127.0.0.1", 0)) as listener:
-        host = NodeHost(poll, "b", 1, node=1)
-        strangers = [socket.create_connection(listener.getsockname()) for _ in range(4)]
-        strangers.pop(1).close()
-        strangers[1].sendall(_proof_of(KEY, 2))
-        strangers[2].sendall(b"x" * 5)
-        with socket.create_connection(listener.getsockname()) as node:
-            node.sendall(_proof_of(KEY, 1))
-            _admit(listener, KEY, [host])
-            assert node.recv(1 << 10) == _answer_to(KEY, 1)
-            assert host.is_open
-            host.close()
-            assert node.recv(1) == b""
-    for stranger in strangers:
-        with stranger, suppress(ConnectionResetError):  # as not all of its bytes were read
-            assert stranger.recv(1) == b""
+    def meet(rank: int) -> dict[int, socket.socket]:
+        store = FileStore(tmp_path / "run", rank, 3, timeout=20.0)
+        store.exchange(b"")
+        found = store.hand_over()
+        for each in found.values() if rank == 0 else ():
+            each.sendall(b"first")
+        return found
+
+    with ThreadPoolExecutor(3) as threads:
+        of_node_0, *others = threads.map(meet, range(3))
+    assert sorted(of_node_0) == [1, 2]
+    for node, found in enumerate(others, start=1):
+        with of_node_0[node] as ours, found[0] as theirs:
+            assert theirs.recv(5) == b"first"
+            theirs.sendall(b"answer")
+            assert ours.recv(6) == b"answer"
+    assert not list(tmp_path.glob("run*"))
 
 
 def free_port() -> int:

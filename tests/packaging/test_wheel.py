@@ -10,13 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.building import (
-    Wheel,
-    copy_of_sources,
-    empty_environment,
-    environment,
-    run,
-)
+from tests.packaging.building import Wheel, copy_of_sources, empty_environment, environment, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -168,5 +168,5 @@ def test_wrong_indices_are_told() -> None:
         part[-2]
     with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
         part["a"]
-    with pytest.raises(TypeError, match=r"type OnlyGet, gives no slices.*single elements"):
+    with pytest.raises(TypeError, match=r"type OnlyGet, has no slices.*single elements"):
         fl.DistributedDataContainer(OnlyGet())[1:2]

@@ -254,7 +254,7 @@ def wrong_gradient(rank: int, size: int) -> str:
 def test_gradcheck_finds_a_wrong_gradient_and_tells_every_rank(pool: Any) -> None:
     first, second = pool(2).run(wrong_gradient)
     assert first == second
-    assert "rank 0: input 0, element 0: backward gave" in first
-    assert "rank 1: input 0, element 0: backward gave" in first
+    assert "rank 0: input 0, element 0: backward returned" in first
+    assert "rank 1: input 0, element 0: backward returned" in first
     with pytest.raises(TypeError, match="float64"):
         gradcheck_over_ranks(lambda x: x, [np.ones(1, np.float32)])

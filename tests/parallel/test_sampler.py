@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashlight_py as fl
-from flashlight_py.dataset.order import epoch_order
+from flashlight_py.dataset.shares import epoch_order
 
 SIZES = (1, 2, 3, 4, 6)
 ALL_RANKS = [{"n": 20}, {"seed": 4}, {"shuffle": False}, {"drop_last": True}]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import flashlight_py as fl
 from flashlight_py.dataset import PrefetchDataset, TensorDataset
-from flashlight_py.dataset.order import epoch_order
+from flashlight_py.dataset.shares import epoch_order
 
 SIZES = st.lists(st.integers(1, 5), min_size=2, max_size=4)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import flashlight_py as fl
 from flashlight_py.dataset import Dataset, PrefetchDataset, TensorDataset
-from flashlight_py.dataset.order import epoch_order
+from flashlight_py.dataset.shares import epoch_order
 
 X = np.random.default_rng(1).standard_normal((21, 4))
 Y = np.random.default_rng(2).standard_normal((21, 2))

@@ -20,7 +20,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.recorder import watchdog
 from flashlight_py.distributed.recorder.flight_record import Flight, write_record
-from flashlight_py.distributed.recorder.others import ANSWER, OtherRecords
+from flashlight_py.distributed.recorder.watchdog import ANSWER, OtherRecords
 from flashlight_py.errors import PeerLostError
 
 

@@ -25,9 +25,13 @@ from flashlight_py.autograd.functions.elementwise import (
     sqrt,
     tanh,
 )
-from flashlight_py.autograd.functions.linear import linear, linear_relu
-from flashlight_py.autograd.functions.losses import categorical_cross_entropy, mean_squared_error
-from flashlight_py.autograd.functions.matrix import matmul
+from flashlight_py.autograd.functions.losses import (
+    categorical_cross_entropy,
+    log_softmax,
+    mean_squared_error,
+    softmax,
+)
+from flashlight_py.autograd.functions.matrix import linear, linear_relu, matmul
 from flashlight_py.autograd.functions.reduction import max, mean, min, sum, var
 from flashlight_py.autograd.functions.shape import (
     astype,
@@ -38,7 +42,6 @@ from flashlight_py.autograd.functions.shape import (
     reshape,
     transpose,
 )
-from flashlight_py.autograd.functions.softmax import log_softmax, softmax
 
 __all__ = [
     "negative",

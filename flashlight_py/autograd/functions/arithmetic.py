@@ -12,8 +12,6 @@ from flashlight_py.autograd.functions.operands import as_pair, as_variable
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
 from flashlight_py.device import Array, array_module
 
-__all__ = ["negative", "add", "sub", "mul", "div", "pow", "maximum", "minimum"]
-
 
 def negative(x: Input) -> Variable:
     """Return ``-x``, elementwise."""
@@ -51,7 +49,7 @@ def pow(a: Operand, b: Operand) -> Variable:
     """Return ``a ** b``, elementwise.
 
     Where the base is 0, the gradient of the exponent is 0. Where it is negative, that gradient
-    does not exist and comes out as nan.
+    does not exist and is nan.
     """
     x, y = as_pair(a, b)
     base, exponent = x.data, y.data

@@ -9,13 +9,11 @@ from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import array_module
 from flashlight_py.random import generator
 
-__all__ = ["check_ratio", "dropout"]
-
 
 def dropout(x: Input, ratio: float) -> Variable:
     """Return ``x`` with each element zeroed with probability ``ratio``, the rest scaled up.
 
-    The scale ``1 / (1 - ratio)`` keeps the expectation. The draw comes from the generator that
+    The scale ``1 / (1 - ratio)`` keeps the expectation. The generator is the one that
     ``set_seed`` seeds. A ratio of 0 returns ``x`` itself.
 
     Raises:

@@ -9,8 +9,6 @@ from flashlight_py.autograd.functions.operands import as_variable
 from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import array_module, is_cupy
 
-__all__ = ["exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "relu", "abs", "clamp"]
-
 
 def exp(x: Input) -> Variable:
     """Return e to the power of ``x``."""

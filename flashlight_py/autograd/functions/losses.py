@@ -1,14 +1,43 @@
-"""Losses: one number, or one per sample, for how far a prediction is off."""
+"""The log of softmax, and losses."""
 
 from __future__ import annotations
 
 from flashlight_py import kernels
 from flashlight_py.autograd.functions.operands import as_variable
-from flashlight_py.autograd.narrow import total, widened
+from flashlight_py.autograd.narrow import narrowed, total, widened
 from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module, is_cupy
 
-__all__ = ["mean_squared_error", "categorical_cross_entropy", "check_reduction"]
+
+def softmax(x: Input, axis: int = -1) -> Variable:
+    """Return ``exp(x) / sum(exp(x))`` along ``axis``, a new array of the same shape."""
+    x = as_variable(x)
+    array = widened(x.data)
+    out = array_module(array).exp(array - array.max(axis=axis, keepdims=True))
+    out /= out.sum(axis=axis, keepdims=True)
+
+    def vjp(grad: Array) -> Array:
+        weighted = grad * out
+        result: Array = weighted - out * weighted.sum(axis=axis, keepdims=True)
+        return result
+
+    return record(narrowed(out, x.data), (x, vjp))
+
+
+def log_softmax(x: Input, axis: int = -1) -> Variable:
+    """Return ``log(softmax(x))`` along ``axis``, a new array of the same shape."""
+    x = as_variable(x)
+    array = widened(x.data)
+    xp = array_module(array)
+    shifted = array - array.max(axis=axis, keepdims=True)
+    out = shifted - xp.log(xp.exp(shifted).sum(axis=axis, keepdims=True))
+
+    def vjp(grad: Array) -> Array:
+        wide = widened(grad)
+        total = wide.sum(axis=axis, keepdims=True)
+        return wide - xp.exp(out) * total  # type: ignore[no-any-return]
+
+    return record(narrowed(out, x.data), (x, vjp))
 
 
 def mean_squared_error(prediction: Input, target: Input) -> Variable:
@@ -64,7 +93,7 @@ def categorical_cross_entropy(
     """Return the negative log probability of the right classes.
 
     Args:
-        log_probabilities: shape ``[..., classes]``, as ``log_softmax`` gives it.
+        log_probabilities: shape ``[..., classes]``, as ``log_softmax`` returns it.
         target: integers of shape ``[...]``: the right class of each sample.
         reduction: ``"mean"`` over the samples that count, ``"sum"``, or ``"none"`` for the shape
             of ``target``. The mean over no sample is 0.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from flashlight_py.autograd.variable import Input, Operand, Variable
 from flashlight_py.device import array_module
 
-__all__ = ["as_pair", "as_variable"]
-
 
 def as_variable(x: Input) -> Variable:
     """Return ``x``, or an array as a constant, as ``fl.input`` makes it.

@@ -16,8 +16,6 @@ from flashlight_py.autograd.narrow import narrowed, total, widened
 from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module
 
-__all__ = ["Axis", "sum", "mean", "var", "max", "min"]
-
 Axis: TypeAlias = int | Sequence[int] | None
 
 

@@ -9,8 +9,6 @@ from flashlight_py.autograd.functions.operands import as_variable
 from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module
 
-__all__ = ["reshape", "moddims", "flat", "transpose", "concatenate", "index", "astype"]
-
 
 def reshape(x: Input, shape: int | Sequence[int]) -> Variable:
     """Return ``x`` with another shape of as many elements; a view of its array where possible.
@@ -126,7 +124,7 @@ def _as_index(where: Any, array: Array) -> Any:
 
 
 def astype(x: Input, dtype: Any) -> Variable:
-    """Return ``x`` cast to ``dtype``, as a new array; its gradient comes back in ``x``'s dtype.
+    """Return ``x`` cast to ``dtype``, as a new array; its gradient has ``x``'s dtype.
 
     A cast to a dtype that is not floating ends the graph: the result has no gradient.
     """

@@ -7,10 +7,8 @@ of 1, and every verb is the identity, times the scale.
 
 from __future__ import annotations
 
-from flashlight_py.distributed.api.control import barrier, sync_distributed
-from flashlight_py.distributed.api.groups import new_group, split
+from flashlight_py.distributed.api.groups import barrier, new_group, split, sync_distributed
 from flashlight_py.distributed.api.messages import (
-    P2POp,
     batch_isend_irecv,
     irecv,
     isend,
@@ -39,6 +37,7 @@ from flashlight_py.distributed.api.reductions import (
     reduce_scatter,
     shared_empty,
 )
+from flashlight_py.distributed.messaging import P2POp
 
 __all__ = [
     "barrier",

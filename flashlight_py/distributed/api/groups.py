@@ -1,4 +1,4 @@
-"""Groups of some ranks."""
+"""Groups of some ranks, and what ranks wait for together."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import numpy as np
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import Steps, exchange_bytes
-from flashlight_py.distributed.integers import check_rank, check_seconds, whole
 from flashlight_py.distributed.membership import Membership, of
+from flashlight_py.distributed.numbers import check_rank, check_seconds, whole
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.running import refusing
-from flashlight_py.distributed.verbs import RECV, SEND
+from flashlight_py.distributed.verbs import BARRIER, RECV, SEND
 from flashlight_py.errors import MismatchError
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
-
-__all__ = ["MemberStore", "new_group", "split"]
 
 # Users' tags begin at 0: this one is for members that are about to become a group.
 _TAG = -1
@@ -70,7 +68,7 @@ def split(
     group: ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> ProcessGroup:
-    """Make one group of all ranks that give the same ``color``, for each color.
+    """Make one group of all ranks that pass the same ``color``, for each color.
 
     Collective over the world (or ``group``), blocking, as MPI_Comm_split. Ranks of a new group are
     in the order of ``key``, then of their old ranks.
@@ -156,7 +154,7 @@ class MemberStore(Store):
         self.rank, self.size = self._members.index(backend.rank), len(self._members)
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Give ``payload`` and return every member's; collective among them, blocking.
+        """Pass ``payload`` and return every member's; collective among them, blocking.
 
         Raises:
             DistributedError: as ``Work.wait``.
@@ -195,3 +193,28 @@ def _unpack(packed: bytes, count: int) -> list[bytes]:
     lengths = np.frombuffer(packed[: 8 * count], np.int64)
     ends = np.cumsum(lengths) + 8 * count
     return [packed[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+
+
+def barrier(timeout: float | None = None, group: ProcessGroup | None = None) -> None:
+    """Block until every rank of the group has called it, up to ``timeout`` seconds.
+
+    Raises:
+        ValueError: ``timeout`` is not positive.
+        CollectiveTimeoutError: a rank (named) did not arrive in time.
+        DistributedError: as for :func:`all_reduce`.
+    """
+    members = of(group)
+    plain = timeout is None and members.gpus is None
+    if plain and members.native(BARRIER.code, None, None, None, None, 0, 0, False) is None:
+        return
+    with refusing(members, BARRIER):
+        members.run(Call(BARRIER, seconds=check_seconds("barrier", timeout)))
+
+
+def sync_distributed(group: ProcessGroup | None = None) -> None:
+    """Block until every operation that this rank has started has ended, as flashlight names it.
+
+    Raises:
+        DistributedError: one of them failed; as for :func:`all_reduce`.
+    """
+    of(group).synchronize()

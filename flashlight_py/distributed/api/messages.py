@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flashlight_py.distributed.integers import check_rank
 from flashlight_py.distributed.membership import native, native_sendrecv, of
 from flashlight_py.distributed.messaging import P2POp, begin_all, ends_of, exchange, run
+from flashlight_py.distributed.numbers import check_rank
 from flashlight_py.distributed.running import refusing
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Work
@@ -15,13 +15,11 @@ from flashlight_py.distributed.work import AllOf, Work
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
 
-__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "sendrecv"]
-
 X = TypeVar("X")
 
 
 def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> None:
-    """Give array ``x`` (any shape and dtype) to rank ``dst``. Blocks until it has been received.
+    """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until it has been received.
 
     ``tag`` is a number from 0 to 2**31 - 1 that the receiver must ask for. Messages from one rank
     to another are matched by tag; those under one tag in the order in which they were sent.
@@ -84,7 +82,7 @@ def recv(
 
 
 def isend(x: X, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Work[X]:
-    """Begin to give array ``x`` to rank ``dst``, and return a ``Work`` at once.
+    """Begin to send array ``x`` to rank ``dst``, and return a ``Work`` at once.
 
     As :func:`send`, but it runs beside collectives and other messages. ``x`` must not change until
     ``wait()`` has returned, which is when it has been received; the result is ``x``. A message to
@@ -138,7 +136,7 @@ def sendrecv(
     recv_tag: int | None = None,
     group: ProcessGroup | None = None,
 ) -> X:
-    """Give ``x`` to rank ``dst`` and fill ``out``, in place, with what rank ``src`` sends.
+    """Send ``x`` to rank ``dst`` and fill ``out``, in place, with what rank ``src`` sends.
 
     Both at once, so that rings and exchanges need no order; blocks until both have ended. ``dst``
     and ``src`` may be this rank itself, and ``out`` may share memory with ``x``.
@@ -147,7 +145,7 @@ def sendrecv(
         x: array to send.
         dst: rank in the group that gets it.
         out: array to fill, of the shape and dtype that ``src`` sends.
-        src: rank in the group that it comes from.
+        src: rank in the group that sends it.
         tag: of what is sent.
         recv_tag: of what is received; default ``tag``.
         group: the process group, default the world.

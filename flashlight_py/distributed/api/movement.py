@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.integers import check_rank
 from flashlight_py.distributed.membership import native, of
+from flashlight_py.distributed.numbers import check_rank
 from flashlight_py.distributed.running import collective, refusing
 from flashlight_py.distributed.scattering import Scatter
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER
@@ -15,8 +15,6 @@ from flashlight_py.distributed.work import Then, Work
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
-
-__all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
 X = TypeVar("X")
 
@@ -36,7 +34,7 @@ def broadcast(
 def broadcast(
     x: Any, root: int = 0, async_op: bool = False, group: ProcessGroup | None = None
 ) -> Any:
-    """Give every rank the ``x`` of rank ``root``, in place.
+    """Send every rank the ``x`` of rank ``root``, in place.
 
     Args:
         x: array; the same shape and dtype on every rank. Or a number, as of :func:`all_reduce`.
@@ -200,9 +198,9 @@ def scatter(
     group: ProcessGroup | None = None,
     rows: Sequence[int] | None = None,
 ) -> Any:
-    """Give each rank its part of what rank ``root`` has.
+    """Send each rank its part of what rank ``root`` has.
 
-    The other ranks need not know what comes: dtype and shape travel along. CuPy arrays are the
+    The other ranks need not know what arrives: dtype and shape travel along. CuPy arrays are the
     exception: the other ranks pass ``out``, which shows that a GPU is meant.
 
     Args:
@@ -211,7 +209,7 @@ def scatter(
             ``rows`` first dimensions may differ. On the other ranks not looked at.
         root: rank in the group.
         out: array that is filled in place, in place of a new one. It may share memory with what
-            the root gives, which is copied then.
+            the root passes, which is copied then.
         async_op: return a ``Work`` at once; its ``wait()`` returns the part.
         group: the process group, default the world.
         rows: how many rows of the first dimension rank 0, 1, ... gets, where parts are unequal; the
@@ -222,7 +220,7 @@ def scatter(
         This rank's part, a new array, or ``out``; or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
-        ValueError: ``root`` is no rank of the group, or what it gives cannot be cut so, or does
+        ValueError: ``root`` is no rank of the group, or what it passes cannot be cut so, or does
             not fit its own ``out``.
         MismatchError: ``out`` of a rank is of another shape or dtype than the parts, or ranks
             passed different ``rows``; raised on every rank.
@@ -275,7 +273,7 @@ def all_to_all(
     group: ProcessGroup | None = None,
     return_rows: bool = False,
 ) -> Any:
-    """Give each rank a part of ``x`` and join what each sends, in rank order.
+    """Send each rank a part of ``x`` and join what each sends, in rank order.
 
     Args:
         x: array whose first dimension is cut into equal parts, one per rank; left as it is. Shape

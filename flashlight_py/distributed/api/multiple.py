@@ -25,8 +25,6 @@ from flashlight_py.distributed.work import AllOf, Then, Work
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
 
-__all__ = ["all_reduce_multiple"]
-
 X = TypeVar("X")
 
 

@@ -14,15 +14,13 @@ import numpy as np
 
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import Frame, Steps, broadcast_frame, exchange_frames
-from flashlight_py.distributed.integers import check_rank
 from flashlight_py.distributed.membership import Membership, of
+from flashlight_py.distributed.numbers import check_rank
 from flashlight_py.distributed.running import refusing
 from flashlight_py.distributed.verbs import ALL_TO_ALL
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
-
-__all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 
 T = TypeVar("T")
 
@@ -87,7 +85,7 @@ def gather_object(obj: T, root: int = 0, group: ProcessGroup | None = None) -> l
 def scatter_object(
     objs: Sequence[Any] | None = None, root: int = 0, group: ProcessGroup | None = None
 ) -> Any:
-    """Return this rank's one of the objects that rank ``root`` gives, one per rank.
+    """Return this rank's one of the objects that rank ``root`` passes, one per rank.
 
     Collective, blocking; as :func:`broadcast_object`.
 
@@ -144,7 +142,7 @@ def _one_each(members: Membership, objs: Sequence[Any] | None) -> list[Any]:
     if given is None or len(given) != members.size:
         got = "None" if given is None else f"{len(given)}"
         raise ValueError(
-            f"scatter_object: rank {members.rank} is the root and must give one object for each "
+            f"scatter_object: rank {members.rank} is the root and must pass one object for each "
             f"of the {members.size} ranks, got {got}"
         )
     return given
@@ -175,7 +173,7 @@ def _raise_problems(members: Membership, verb: str, frames: Mapping[int, Frame])
     if problems:
         raise TypeError(
             f"[{verb}] rank {members.rank} of {members.size}: an object cannot be pickled "
-            f"({problems}). Nobody was given anything; give what pickle takes, such as "
+            f"({problems}). Nobody has received anything; pass what pickle takes, such as "
             "functions of modules instead of lambdas"
         )
 

@@ -9,34 +9,17 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed.arrays import (
-    as_array,
-    check_reduction,
-    dtype_code,
-    pack,
-    parse_op,
-)
+from flashlight_py.distributed.arrays import as_array, check_reduction, dtype_code, pack, parse_op
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import Op
-from flashlight_py.distributed.integers import whole
 from flashlight_py.distributed.membership import native, of
-from flashlight_py.distributed.running import (
-    collective,
-    refusing,
-)
+from flashlight_py.distributed.numbers import whole
+from flashlight_py.distributed.running import collective, refusing
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from flashlight_py.distributed.work import Then, Work
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
-
-__all__ = [
-    "all_reduce",
-    "all_reduce_location",
-    "reduce",
-    "reduce_scatter",
-    "shared_empty",
-]
 
 X = TypeVar("X")
 
@@ -75,7 +58,7 @@ def all_reduce(
 ) -> Any:
     """Combine ``x`` of all ranks; afterwards every rank holds ``scale`` times the result.
 
-    In place, for any shape and memory layout; every rank must give the same shape and dtype.
+    In place, for any shape and memory layout; every rank must pass the same shape and dtype.
     Values are combined in rank order, so the result has the same bits on every rank and in every
     run; float16 and bfloat16 are summed in float32 and rounded once. Small arrays take one
     message to each rank, large ones a direct reduce-scatter and all-gather (docs/algorithms.md).

@@ -12,8 +12,6 @@ from flashlight_py.errors import DistributedError
 if TYPE_CHECKING:
     from flashlight_py.distributed.backend import Backend
 
-__all__ = ["Callers"]
-
 
 class Callers:
     """The threads that are in a blocking call of a backend, or about to begin one.

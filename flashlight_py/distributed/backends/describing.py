@@ -11,8 +11,6 @@ from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.errors import BackendUnavailableError
 
-__all__ = ["Describer"]
-
 _SHAPE = 8  # dimensions that a signature has room for
 
 

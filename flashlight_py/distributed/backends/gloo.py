@@ -16,16 +16,15 @@ from flashlight_py.distributed.backends.interrupts import (
     answer_to_interrupts,
     raise_interruption,
 )
-from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
+from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_errors import call_in_words
+from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.rendezvous.peers import Peer, Waiting, this_process
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError, CollectiveTimeoutError, PeerLostError
-
-__all__ = ["GlooBackend"]
 
 # While ranks connect, a look at the others' processes every so many seconds.
 _LOOK_SECONDS = 0.1
@@ -84,7 +83,7 @@ class GlooBackend(NativeBackend):
         return self.ffi.gc(group, self._free)
 
     def _connect(self, store: Store, key: bytes) -> None:
-        """Give each peer the address that is meant for it, and connect to what they gave."""
+        """Send each peer the address that is meant for it, and connect to theirs."""
         mine = [self._address(peer) for peer in range(self.size)]
         card = {
             "peer": this_process().as_record(),
@@ -135,7 +134,7 @@ class GlooBackend(NativeBackend):
         room = self.ffi.new("char[]", MESSAGE_BYTES)
         count = self.lib.fl_gloo_address(self._group, peer, room, MESSAGE_BYTES)
         if count < 0:
-            raise BackendUnavailableError(f"Gloo gave no address for rank {peer}")
+            raise BackendUnavailableError(f"Gloo has no address for rank {peer}")
         return bytes(self.ffi.buffer(room, count))
 
     def _run(

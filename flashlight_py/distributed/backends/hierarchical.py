@@ -37,8 +37,6 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-__all__ = ["HierarchicalBackend", "part_of"]
-
 # Below this a part per local rank would only multiply messages: one rank carries everything.
 _SMALL_BYTES = 64 << 10
 
@@ -62,7 +60,7 @@ class HierarchicalBackend(HierarchicalMessages):
         inside: joins this host's ranks, in the order of ``hosts``.
         between: joins local rank i of all hosts; None where some host has no such rank.
         flat: joins all ranks, for verbs that gain nothing from the hierarchy.
-        timeout: seconds that ``inside`` gives each operation; hosts wait a little longer.
+        timeout: seconds that ``inside`` allows each operation; hosts wait a little longer.
         checked: compare what ranks call before anything moves. Otherwise what differs between
             hosts breaks the group, at once or after the timeout.
     """
@@ -89,8 +87,8 @@ class HierarchicalBackend(HierarchicalMessages):
         self._parts = [part for part in (inside, between, flat) if part is not None]
         for part in self._parts:
             part.team = team
-        # What ranks do after they have agreed takes longer than agreeing, and a mate may wait for
-        # another host that does it: so whoever waits for the late rank itself is the first to tell.
+        # What ranks do after they have agreed takes longer than agreeing, and a local peer may wait
+        # for another host that does it: whoever waits for the late rank itself reports it first.
         self._far = between_hosts(timeout, 3 if checked else 1)
         self._patience = between_hosts(self._far)
         self._agreement = Agreement(inside, between, flat, timeout) if checked else None
@@ -192,7 +190,7 @@ class HierarchicalBackend(HierarchicalMessages):
             return Done()
         work = self._start(replace(call, blocking=False), lambda: None)
         assert isinstance(work, FutureWork)
-        work.failure_told = True  # this rank raises its own
+        work.failure_reported = True  # this rank raises its own
         return work
 
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
@@ -241,7 +239,7 @@ class HierarchicalBackend(HierarchicalMessages):
     def synchronize(self) -> None:
         """Block until all that was started has ended."""
         for work in [*self._running, *self._searches.running()]:
-            if not work.failure_told:
+            if not work.failure_reported:
                 work.wait()
 
     def _last(self, error: DistributedError) -> str:

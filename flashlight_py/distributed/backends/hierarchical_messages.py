@@ -21,8 +21,6 @@ from flashlight_py.distributed.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.work import Done, Then, Work
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError, MismatchError
 
-__all__ = ["FutureWork", "HierarchicalMessages", "Searches"]
-
 # How long one way is waited on before the other is looked at: nothing waits for both.
 _SLICE_SECONDS = 0.001
 
@@ -78,7 +76,7 @@ class FutureWork(Work):
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
-        self.failure_told = False
+        self.failure_reported = False
         self._end_time: float | None = None
         future.add_done_callback(self._note_end)
 
@@ -91,13 +89,13 @@ class FutureWork(Work):
             return self._future.result(timeout)
         except FutureTimeout as error:
             if self._future.done():
-                self.failure_told = True
+                self.failure_reported = True
                 raise  # the operation's own timeout
             raise CollectiveTimeoutError(
                 f"still running after wait(timeout={timeout}) seconds; it goes on"
             ) from error
         except DistributedError:
-            self.failure_told = True
+            self.failure_reported = True
             raise
 
     def is_completed(self) -> bool:

@@ -8,8 +8,6 @@ from typing import Any
 
 from flashlight_py.distributed.call_site import call_site
 
-__all__ = ["SITE_BYTES", "answer_to_interrupts", "answer_where", "raise_interruption"]
-
 SITE_BYTES = 255  # and a zero: the text of an fl_site
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.arrays import require_length
 from flashlight_py.distributed.backends.interrupts import raise_interruption
-from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES, NativeGroup
+from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.backends.native_work import (
     COMPARED,
     GATHERED,
@@ -25,8 +25,6 @@ from flashlight_py.distributed.backends.native_work import (
 from flashlight_py.distributed.call import Call, Matched
 from flashlight_py.distributed.verbs import ALL_GATHER, GATHER, SCATTER
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
-
-__all__ = ["MESSAGE_BYTES", "NativeBackend"]
 
 
 class NativeBackend(NativeGroup):

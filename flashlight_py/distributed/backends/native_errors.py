@@ -31,8 +31,6 @@ from flashlight_py.errors import (
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.native_group import NativeGroup
 
-__all__ = ["call_in_words", "failure", "words_of", "words_of_traceback"]
-
 _MAX_MISSING = 64
 # What words for others begin with: the class of error that they are.
 _LOST, _LATE = "P", "T"
@@ -153,21 +151,21 @@ def _last_calls(backend: NativeGroup, handle: Any, missing: Sequence[int], numbe
     """Say what this rank waits in, and what each that is missing has called last."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     if signatures == backend.ffi.NULL:
-        return ""  # a message: its tags were told
+        return ""  # a message: its tags were reported
     mine = signatures[backend.rank]
     extra = mine.sequence - number if number else 0  # steps, which users do not count
-    told = [f"Call {mine.sequence - extra} of this group is {call_in_words(lib, mine)}"]
+    found = [f"Call {mine.sequence - extra} of this group is {call_in_words(lib, mine)}"]
     for rank in missing:
         who = f"rank {backend.numbers[rank]}"
         theirs, ago = signatures[rank], f"{lib.fl_op_age(handle, rank):.1f} s ago"
         if theirs.sequence == 0:
-            told.append(f"{who} has called nothing in it yet")
+            found.append(f"{who} has called nothing in it yet")
         elif theirs.sequence == mine.sequence:
-            told.append(f"{who} began it {ago} and has not finished")
+            found.append(f"{who} began it {ago} and has not finished")
         else:
             last = _call_and_site(backend, handle, theirs, rank)
-            told.append(f"{who} last joined call {theirs.sequence - extra}, {last}, {ago}")
-    return f"{'; '.join(told)}. "
+            found.append(f"{who} last joined call {theirs.sequence - extra}, {last}, {ago}")
+    return f"{'; '.join(found)}. "
 
 
 def waits_elsewhere(backend: NativeGroup, missing: Sequence[int]) -> str:

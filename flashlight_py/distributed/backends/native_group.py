@@ -34,8 +34,6 @@ from flashlight_py.distributed.verbs import BARRIER, SCATTER
 from flashlight_py.distributed.work import AllOf, Done, Work
 from flashlight_py.errors import BackendUnavailableError, DistributedError, GroupClosedError
 
-__all__ = ["MESSAGE_BYTES", "NativeGroup"]
-
 MESSAGE_BYTES = 1024
 _ARRAY = object()
 
@@ -296,7 +294,7 @@ class NativeGroup(Backend):
         return text
 
     def forget(self, work: NativeWork) -> None:
-        """Let go of an operation that has ended, and of whose end the caller hears now."""
+        """Let go of an operation that has ended, and of whose end the caller learns now."""
         self._running.pop(work, None)
 
     def synchronize(self) -> None:

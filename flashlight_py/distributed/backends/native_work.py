@@ -18,8 +18,6 @@ from flashlight_py.errors import CollectiveTimeoutError
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.native_group import NativeGroup
 
-__all__ = ["COMPARED", "GATHERED", "NOTHING", "SCATTERED", "NativeWork", "Received", "StartedWork"]
-
 # How long a wait stays inside the library: signal handlers (Ctrl-C) run in between.
 _SLICE_SECONDS = 0.1
 
@@ -36,7 +34,7 @@ _WITH_SHAPES = {
 
 
 class Received:
-    """What an operation gives: a result that is there already, or is made of what came."""
+    """What an operation returns: a result that is there already, or is made of what arrived."""
 
     def __init__(
         self,
@@ -68,9 +66,9 @@ class Received:
             return None
         if signatures[backend.rank].verb != SCATTER.code:
             return [signatures[rank].shape[0] for rank in range(backend.size)]
-        told = signatures[self._root]
-        code = told.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
-        return dtype_of_code(code), tuple(told.shape[d] for d in range(told.ndim))
+        sent = signatures[self._root]
+        code = sent.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
+        return dtype_of_code(code), tuple(sent.shape[d] for d in range(sent.ndim))
 
     def _gathered(self, backend: NativeGroup, handle: Any) -> Array:
         """Return the rows of all ranks: ``out``, if the library has filled it, or a new array."""
@@ -85,10 +83,10 @@ class Received:
         return _wrap(backend, handle, self._like.dtype, (rows, *self._like.shape[1:]))
 
     def _scattered(self, backend: NativeGroup, handle: Any) -> Array:
-        """Wrap this rank's part, of the dtype and shape that the root has told."""
-        told = backend.lib.fl_op_signatures(handle)[self._root]
-        shape = tuple(told.shape[d] for d in range(told.ndim))
-        return _wrap(backend, handle, dtype_of_code(told.dtype), shape)
+        """Wrap this rank's part, of the dtype and shape that the root has sent."""
+        sent = backend.lib.fl_op_signatures(handle)[self._root]
+        shape = tuple(sent.shape[d] for d in range(sent.ndim))
+        return _wrap(backend, handle, dtype_of_code(sent.dtype), shape)
 
 
 NOTHING = Received("", None, None, None, 0)

@@ -22,15 +22,14 @@ from flashlight_py.distributed.backends.interrupts import (
     answer_where,
     raise_interruption,
 )
-from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
+from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_errors import call_in_words
+from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.exchange import BackendStore, Steps
 from flashlight_py.distributed.memory_file import DIRECTORY, MemoryFile, needs_names
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
-
-__all__ = ["ShmBackend", "map_together"]
 
 _PAGE = 4096
 
@@ -118,7 +117,7 @@ class ShmBackend(NativeBackend):
         try:
             region = map_together(BackendStore(Steps(self, "shared_empty")), add, self._named)
         except BackendUnavailableError as error:
-            _log.warning("shared_empty%s gives ordinary memory: %s", shape, error)
+            _log.warning("shared_empty%s returns ordinary memory: %s", shape, error)
             return np.empty(shape, dtype)
         pointer = self.ffi.cast("char *", self.lib.fl_shm_region_array(region))
         owner = self.ffi.gc(pointer, _Freer(self, region))
@@ -153,7 +152,7 @@ class ShmBackend(NativeBackend):
 class _Freer:
     """Frees a region when its array is collected, which may be in the middle of a wait.
 
-    So the group is not told here, where it may hold its lock, but before its next operation.
+    So the group is not notified here, where it may hold its lock, but before its next operation.
     """
 
     def __init__(self, backend: ShmBackend, region: Any) -> None:

@@ -10,8 +10,6 @@ from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import SCATTER
 from flashlight_py.distributed.work import Done, Work
 
-__all__ = ["SingleBackend"]
-
 
 class SingleBackend(Backend):
     """A group of one rank, for NumPy and CuPy arrays alike."""

@@ -24,17 +24,6 @@ from flashlight_py.tracebacks import folded, is_full
 if TYPE_CHECKING:
     from flashlight_py.distributed.backend import Backend
 
-__all__ = [
-    "abort_on_exception",
-    "install",
-    "is_interactive",
-    "watch",
-    "open_backends",
-    "report",
-    "report_of_threads",
-    "uninstall",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 # What fits into what csrc sends.

@@ -19,10 +19,8 @@ from flashlight_py.distributed.control.wording import different_calls
 from flashlight_py.distributed.verbs import ALL_GATHER, BROADCAST
 from flashlight_py.errors import MismatchError
 
-__all__ = ["Agreement", "between_hosts"]
-
 _KEY_BYTES = 16
-# Room for a call and its place as text, told only where calls differ.
+# Bytes for a call and its place as text, exchanged only where calls differ.
 _TEXT_BYTES = 320
 
 

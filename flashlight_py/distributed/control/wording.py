@@ -5,17 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "UNUSABLE",
-    "called",
-    "different_calls",
-    "did_not_join",
-    "indented_traceback",
-    "names",
-    "raised",
-    "who_that_was",
-]
-
 UNUSABLE = "This group cannot be used again"
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from flashlight_py.distributed.hooks.bfloat16 import Bfloat16Compression
 from flashlight_py.distributed.hooks.bucket import Bucket, CommunicationHook
 from flashlight_py.distributed.hooks.compression import Compression
-from flashlight_py.distributed.hooks.float16 import Float16Compression
+from flashlight_py.distributed.hooks.half import Bfloat16Compression, Float16Compression
 from flashlight_py.distributed.hooks.power_sgd import PowerSGDCompression
 from flashlight_py.distributed.hooks.top_k import TopKCompression
 

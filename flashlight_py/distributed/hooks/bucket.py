@@ -12,8 +12,6 @@ from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.verbs import ALL_REDUCE
 from flashlight_py.distributed.work import Done, Work
 
-__all__ = ["Bucket", "CommunicationHook", "call_hook", "views"]
-
 
 class Bucket:
     """Arrays that are reduced together, such as the gradients of several parameters.

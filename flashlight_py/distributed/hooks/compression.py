@@ -12,8 +12,6 @@ from flashlight_py.device import Array, array_module, device_of, is_cupy, to_dev
 from flashlight_py.distributed.hooks.bucket import Bucket
 from flashlight_py.distributed.work import Work
 
-__all__ = ["Compression", "check_hook"]
-
 
 class Compression(abc.ABC):
     """A communication hook that sends less than it is given: float32 or float64 arrays.
@@ -63,7 +61,7 @@ class Compression(abc.ABC):
 
     @property
     def bytes_per_step(self) -> int:
-        """How many bytes this rank gave to collectives in the last step.
+        """How many bytes this rank passed to collectives in the last step.
 
         A collective of two ranks sends as many; what it sends on n ranks stands in
         docs/compression.md. Within a step: of its buckets so far.

@@ -12,8 +12,6 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
 
-__all__ = ["orthonormal", "outer_sum", "uniform"]
-
 # What is left of a column after its projections were taken away, as a share of the column: less
 # than this is what rounding has left of nothing.
 _NOTHING = 1e-12

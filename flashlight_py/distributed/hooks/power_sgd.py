@@ -13,8 +13,6 @@ from flashlight_py.distributed.hooks.compression import Compression
 from flashlight_py.distributed.hooks.orthonormal import orthonormal, outer_sum, uniform
 from flashlight_py.distributed.work import Then, Work
 
-__all__ = ["PowerSGDCompression"]
-
 
 class PowerSGDCompression(Compression):
     """Sends each matrix as a product of rank ``rank``, found by one step of power iteration.

@@ -12,8 +12,6 @@ from flashlight_py.distributed.hooks.bucket import Bucket
 from flashlight_py.distributed.hooks.compression import Compression
 from flashlight_py.distributed.work import Done, Then, Work
 
-__all__ = ["TopKCompression"]
-
 # Looking for candidates among more values than these is faster than sorting all of them partly.
 _SAMPLED_FROM = 1 << 16
 _SAMPLES = 1 << 13
@@ -115,7 +113,7 @@ def indices_of_largest(values: Array, k: int) -> Array:
 
 
 def _candidates(magnitudes: Array, k: int) -> Array:
-    """Return some indices that hold the ``k`` largest, few if a sample tells the truth.
+    """Return some indices that hold the ``k`` largest, few if a sample is representative.
 
     The idea of Lin et al., section 3 ("hierarchically select the threshold"); exact here, for the
     sample decides how many are looked at again and not which are sent.

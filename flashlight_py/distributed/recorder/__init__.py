@@ -1,1 +1,1 @@
-"""What this process has called lately, always on: for errors that tell, and for traces."""
+"""What this process has called lately, always on: for what errors say, and for traces."""

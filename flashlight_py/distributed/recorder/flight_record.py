@@ -10,25 +10,18 @@ import socket
 import stat
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from flashlight_py.distributed.call_site import PACKAGE
 from flashlight_py.distributed.recorder import journal
-from flashlight_py.distributed.recorder.stacks import stacks, stands_at
-
-__all__ = [
-    "FORMAT",
-    "KEPT_JOBS",
-    "Flight",
-    "default_folder",
-    "new_job",
-    "read_fields",
-    "record_text",
-    "write_record",
-]
+from flashlight_py.distributed.recorder.record import line_of
 
 FORMAT = "flashlight_py flight record 1"
 # Jobs of this user whose records stay among the temporary files: the newest.
@@ -68,7 +61,7 @@ def default_folder(job: str) -> Path:
 def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = None) -> Path:
     """Write this rank's file and return its path; one that is there already is replaced.
 
-    ``threads`` are the lines that tell where the threads stand, default those of this moment.
+    ``threads`` are the lines that say where the threads stand, default those of this moment.
 
     Raises:
         OSError: it cannot be written, or somebody else has put the folder there.
@@ -178,3 +171,39 @@ def _block(name: str, values: Sequence[Any]) -> str:
 def _mapping(name: str, values: Mapping[str, Any]) -> str:
     rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
     return f' "{name}": {{\n{rows}\n }}'
+
+
+_RECORDER = str(Path(__file__).parent)
+_LIBRARY = str(Path(threading.__file__).parent)
+
+
+def stacks() -> list[str]:
+    """Return where each thread stands, in lines, the innermost last; leaves out the recorder."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in sys._current_frames().items():
+        entries = [
+            line
+            for entry in traceback.extract_stack(frame)
+            if not entry.filename.startswith(_RECORDER)
+            for line in "".join(traceback.format_list([entry])).rstrip().splitlines()
+        ]
+        lines += [f"Thread {names.get(ident, ident)} (most recent call last):", *entries]
+    return lines
+
+
+def stands_at() -> str:
+    """Return the line of user code that the main thread is on, as "folder/file.py:12 in f"."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{line_of(frame.f_code, frame.f_lasti)} in {frame.f_code.co_name}"
+
+
+def _is_users(path: str) -> bool:
+    """Return whether code is neither ours nor the standard library's, nor the interpreter's own."""
+    if path.startswith((PACKAGE, "<frozen")):
+        return False
+    return not path.startswith(_LIBRARY) or "site-packages" in path

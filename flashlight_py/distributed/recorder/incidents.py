@@ -1,4 +1,4 @@
-"""Whoever wants to hear of calls, or of those that failed, listens here."""
+"""Who is notified of calls, and of those that failed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flashlight_py.distributed.recorder.record import Record
 
-__all__ = ["listener", "on_failure", "report"]
-
 # Called with each call as it begins, while a profile is taken.
 listener: Callable[[Record], None] | None = None
 # Called with the exception of each call that failed.
@@ -17,6 +15,6 @@ on_failure: Callable[[BaseException], None] | None = None
 
 
 def report(error: BaseException) -> None:
-    """Tell whoever listens that a call failed with ``error``."""
+    """Notify whoever asked for it that a call failed with ``error``."""
     if on_failure is not None:
         on_failure(error)

@@ -25,17 +25,6 @@ from flashlight_py.distributed.verbs import BARRIER, VERBS, Verb
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import DistributedError, GroupClosedError
 
-__all__ = [
-    "CALLER",
-    "NATIVE",
-    "SENDRECV",
-    "Journal",
-    "groups",
-    "name_of_group",
-    "not_begun",
-    "recent",
-]
-
 SENDRECV = Verb("sendrecv", 32, ("tag",), "result")  # its code is that of csrc/fast/ring.h
 NATIVE = {verb.code: verb for verb in (*VERBS, SENDRECV)}
 """The verbs of native code by their codes."""

@@ -11,8 +11,6 @@ from flashlight_py.distributed.call_site import frame_of_caller, site_of
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.work import Work
 
-__all__ = ["Place", "Record", "What", "line_of", "place_of_caller"]
-
 # A line of user code, to be worked out when somebody reads it (which takes longer than a call): its
 # code, the instruction in it (a frame's ``f_lasti``), and the name of our function that it called.
 Place = tuple[CodeType, int, str]
@@ -34,7 +32,7 @@ class What(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank gives or takes."""
+        """Bytes that this rank sends or receives."""
         if self.bytes is not None:
             return self.bytes
         if self.dtype is None or self.shape is None:

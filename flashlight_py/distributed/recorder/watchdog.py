@@ -1,4 +1,4 @@
-"""Writes the flight record: when a call fails, when SIGUSR1 comes, when another rank wrote its own.
+"""Writes the flight record: after a failed call, at SIGUSR1, when another rank wrote its own.
 
 A thread of its own waits for the signal, so that it is answered while the main thread hangs in a
 library: faulthandler writes the stacks into a pipe from within the signal's handler, and the thread
@@ -13,6 +13,7 @@ import fcntl
 import logging
 import math
 import os
+import re
 import select
 import signal
 import sys
@@ -22,25 +23,93 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flashlight_py.distributed.recorder import incidents
-from flashlight_py.distributed.recorder.flight_record import Flight, default_folder, write_record
-from flashlight_py.distributed.recorder.others import ANSWER, OtherRecords
+from flashlight_py.distributed.recorder.flight_record import (
+    Flight,
+    default_folder,
+    read_fields,
+    write_record,
+)
 from flashlight_py.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 
-__all__ = ["Watchdog", "current", "dump", "start", "stop"]
+ANSWER = "another rank has written its own"
+"""The reason of a record that answers another; it is not answered again, or there were no end."""
+
+_NAME = re.compile(r"rank\d+\.json")
+
+# Which file it is, and when it was written (``st_mtime_ns``): a later record is another file.
+_Version = tuple[int, int]
+
+
+class OtherRecords:
+    """Notices what the other ranks of ``flight``'s job write, from now on.
+
+    The folder may be the user's own, or shared with other jobs: other files in it do not count.
+    """
+
+    def __init__(self, flight: Flight) -> None:
+        self._flight = flight
+        self._changed = 0, 0  # when, as of the last two looks
+        self._seen: dict[str, _Version] = {}
+        self._new()
+
+    def have_written(self, after: float) -> bool:
+        """Return whether another rank has written for a reason of its own since the last question.
+
+        Only what was written later than ``after`` counts, an ``st_mtime``: the clock of whoever
+        keeps the folder, as NFS may list a file long after it was written.
+        """
+        new = self._new()
+        return any(when > after * 1e9 and self._has_own_reason(path) for path, (_, when) in new)
+
+    def _new(self) -> list[tuple[str, _Version]]:
+        """Return the others' files that are new or have changed since the last look."""
+        assert self._flight.folder is not None
+        try:
+            changed = self._changed[1], os.stat(self._flight.folder).st_mtime_ns
+            # Looked at once more: it may change again in the same tick of its clock.
+            if self._changed == changed == changed[::-1]:
+                return []
+            found = self._versions()
+        except OSError:  # not there yet, or out of reach for a while
+            return []
+        before, self._seen, self._changed = self._seen, found, changed
+        return [(path, version) for path, version in found.items() if before.get(path) != version]
+
+    def _versions(self) -> dict[str, _Version]:
+        assert self._flight.file is not None
+        assert self._flight.folder is not None
+        with os.scandir(self._flight.folder) as entries:
+            files = [
+                entry
+                for entry in entries
+                if _NAME.fullmatch(entry.name)
+                and entry.name != self._flight.file.name
+                and entry.is_file(follow_symlinks=False)
+            ]
+            found = [(file.path, file.stat(follow_symlinks=False)) for file in files]
+        return {path: (status.st_ino, status.st_mtime_ns) for path, status in found}
+
+    def _has_own_reason(self, path: str) -> bool:
+        try:
+            fields = read_fields(path)
+        except (OSError, ValueError):  # replaced meanwhile, or somebody else's
+            return False
+        return bool(fields.get("job") == self._flight.job and fields.get("reason") != ANSWER)
+
 
 _log = logging.getLogger("flashlight_py")
 
 # Failures come in cascades, and programs may provoke mismatches: the first of them is written, and
 # not answered by ranks that have just written as well.
 _QUIET_SECONDS = 10.0
-# How often a rank looks for others' records; on a network's file system nothing would tell.
+# How often a rank looks for others' records; a network's file system notifies nobody.
 _LOOK_SECONDS = 0.5
 # More than the stacks of a hundred threads.
 _PIPE_BYTES = 1 << 20
 # So long a thread lets another write first. One that holds the lock for longer has been interrupted
 # by a signal handler, which may wait for the thread that wants it.
 _LOCK_SECONDS = 1.0
-# Until all stacks have come through the pipe, once the first has.
+# Until all stacks have arrived through the pipe, once the first has.
 _WRITING_SECONDS = 0.05
 
 
@@ -80,7 +149,7 @@ class Watchdog:
             os.close(end)
 
     def release_signal(self) -> None:
-        """Give SIGUSR1 back, unless somebody else has taken it meanwhile."""
+        """Release SIGUSR1, unless somebody else has taken it meanwhile."""
         if self._answers_signal and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
             faulthandler.unregister(signal.SIGUSR1)
 
@@ -132,7 +201,9 @@ class Watchdog:
         if time.monotonic() - self._explained < _QUIET_SECONDS:
             return
         self._explained = time.monotonic()
-        path = self.write(f"{type(error).__name__}: {error}", level=logging.INFO)  # the error tells
+        path = self.write(
+            f"{type(error).__name__}: {error}", level=logging.INFO
+        )  # the error says so
         if path is not None and error.args:
             compare = f"python -m flashlight_py.trace diff {path.parent}"
             where = f"The last calls of this rank are in {path}; to compare the ranks: {compare}"
@@ -173,9 +244,9 @@ def _pipe(flags: int, undo: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def _take(number: signal.Signals, file: int) -> bool:
-    """Have the stacks written to ``file`` when the signal comes, unless somebody else handles it.
+    """Have the stacks written to ``file`` when the signal arrives, unless somebody else handles it.
 
-    MPICH does, to hear of processes that have ended: it hears of the signal afterwards.
+    MPICH does, to be notified of processes that have ended: its handler is called afterwards.
     """
     caught, ignored = _is_in("SigCgt", number), _is_in("SigIgn", number)
     by_mpi = "mpi4py" in sys.modules and signal.getsignal(number) is signal.SIG_DFL

@@ -17,15 +17,6 @@ from typing import NamedTuple
 from flashlight_py.distributed.rendezvous.environment import ALONE, detect
 from flashlight_py.errors import RendezvousError
 
-__all__ = [
-    "ALONE",
-    "check_no_launcher",
-    "check_schedulers",
-    "check_size_one",
-    "is_alone",
-    "started_as",
-]
-
 _log = logging.getLogger("flashlight_py")
 
 
@@ -102,7 +93,7 @@ def started_as(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def check_size_one(what: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse ``what``, which gives a world of one, to one of several ranks of a launcher.
+    """Refuse ``what``, which makes a world of one, to one of several ranks of a launcher.
 
     Raises:
         RendezvousError: the environment says that this process is one of several.
@@ -132,7 +123,7 @@ def check_schedulers(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def check_no_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a world of one, where no launcher gives a rank, to what was started with others.
+    """Refuse a world of one, where no launcher sets a rank, to what was started with others.
 
     A single process in a Slurm job of several tasks only gets a warning, as srun was perhaps
     forgotten: a shell or a batch script of a job is where single processes are tried out.

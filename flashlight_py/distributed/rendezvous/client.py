@@ -9,6 +9,8 @@ from flashlight_py.distributed.rendezvous.peers import not_arrived, this_process
 from flashlight_py.distributed.rendezvous.place import Offer, Place
 from flashlight_py.distributed.rendezvous.secret import REMEDY, nonce
 from flashlight_py.distributed.rendezvous.wire import (
+    CHUNK_BYTES,
+    EMPTY_BYTES,
     Connection,
     Greeting,
     Handshake,
@@ -18,8 +20,6 @@ from flashlight_py.distributed.rendezvous.wire import (
     split_payloads,
 )
 from flashlight_py.errors import RendezvousError
-
-__all__ = ["LONGEST_PAUSE", "Client", "NobodyError", "SilentError", "WrongServerError", "greet"]
 
 # Between two looks for rank 0, in seconds: ranks that start together meet at once, and a long wait
 # costs a file server ten requests a second.
@@ -148,10 +148,12 @@ class Client:
                 )
         return message
 
-    def _take(self, connection: Connection, deadline: float) -> Message | None:
+    def _take(
+        self, connection: Connection, deadline: float, most: int = CHUNK_BYTES
+    ) -> Message | None:
         """Return the next message; None at the deadline. Raises if rank 0 reports a failure."""
         try:
-            message = connection.take(deadline)
+            message = connection.take(deadline, most)
         except WireError as error:
             raise self._place.error(f"rank 0 has sent what is no message: {error}") from error
         if message is not None and message.kind is Kind.FAILURE:
@@ -192,11 +194,26 @@ class Client:
 
     # The end --------------------------------------------------------------------------------------
 
+    def hand_over(self) -> dict[int, socket.socket]:
+        """Take leave of rank 0, and return the connection to it."""
+        connection, self._connection = self._connection, None
+        assert connection
+        deadline = time.monotonic() + self._place.timeout
+        connection.send(Kind.GOODBYE, b"", deadline)
+        try:
+            if self._take(connection, deadline, EMPTY_BYTES) is None:
+                raise self._place.error(not_arrived([0], self._place.size, self._place.timeout))
+        except BaseException:
+            connection.close()
+            raise
+        connection.wire.setblocking(True)
+        return {0: connection.wire}
+
     def leave(self) -> None:
         """Take leave of rank 0."""
         self._send_last(Kind.GOODBYE, b"")
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Report the reason to rank 0, which notifies everybody."""
         self._send_last(Kind.FAILURE, reason.encode())
 

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["ALONE", "LaunchEnvironment", "detect"]
-
 ALONE = "FLASHLIGHT_ALONE"
 """The environment variable that, if it is "1", makes each process a world of its own."""
 
@@ -45,7 +43,7 @@ class LaunchEnvironment:
 
     @property
     def said_by(self) -> str:
-        """Name the variables with which a message explains where rank and size come from."""
+        """Name the variables with which a message explains the rank and the size."""
         return ", ".join(self.variables)
 
 

@@ -42,8 +42,6 @@ from flashlight_py.distributed.rendezvous.sockets import LOOPBACK, own_addresses
 from flashlight_py.distributed.rendezvous.tcp_store import PlaceStore
 from flashlight_py.distributed.rendezvous.wire import Greeting, Kind
 
-__all__ = ["FileStore"]
-
 # How long one announcement may keep us from the next, in seconds; and a rank 0 that was announced
 # at the same time as we were: both may be waiting for each other.
 _PATIENCE, _SHORT_PATIENCE = 2.0, 0.25

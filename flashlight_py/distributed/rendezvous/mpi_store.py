@@ -16,8 +16,6 @@ from flashlight_py.distributed.rendezvous.peers import Waiting, not_arrived
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 
-__all__ = ["MpiStore", "check_world", "load_mpi"]
-
 _PAYLOAD, _NOTICE = 1, 2
 _PAUSE = 0.0005
 
@@ -99,11 +97,11 @@ class MpiStore(Store):
         """Pass ``payload`` and return every rank's, in rank order. Collective, blocking.
 
         Every rank sends to every other one, rather than all in one collective: so the ranks
-        that have not arrived can be named, and the notice of one that gives up is received.
+        that have not arrived can be named, and the notice of one that aborts is received.
 
         Raises:
-            RendezvousError: a rank did not arrive within the timeout (named), another rank gave
-                up, or this store has ended.
+            RendezvousError: a rank did not arrive within the timeout (named), another rank
+                aborted, or this store has ended.
         """
         if self._wire is None or self._failed:
             raise self._error(self._failed or "this store was closed")
@@ -126,7 +124,7 @@ class MpiStore(Store):
         return [self._wire.Isend([buffer, self._mpi.BYTE], rank, tag) for rank in others]
 
     def _receive(self, got: dict[int, bytes]) -> bool:
-        """Take the next message of each rank that is still missing; return whether one came.
+        """Take the next message of each rank that is still missing; return whether one arrived.
 
         MPI keeps the order between two ranks, so a message of a rank that is ahead of us, for
         the next exchange, stays where it is.
@@ -148,7 +146,7 @@ class MpiStore(Store):
         if self._wire.Iprobe(self._mpi.ANY_SOURCE, _NOTICE, status):
             rank = status.Get_source()
             reason = self._take(rank, _NOTICE, status).decode(errors="replace")
-            self._failed = f"rank {rank} gave up: {reason}"
+            self._failed = f"rank {rank} aborted: {reason}"
             raise self._error(self._failed)
 
     def _check_deadline(self, deadline: float | None, got: dict[int, bytes]) -> None:
@@ -168,17 +166,19 @@ class MpiStore(Store):
         if self._wire is None or self._failed:
             return
         self._leaves = True
-        self.exchange(b"")  # a rank that gave up would be received in the next communicator
+        self.exchange(
+            b""
+        )  # the notice of a rank that aborted would be received in the next communicator
         self._wire.Free()
         self._wire = None
 
     def abort(self, reason: str) -> None:
-        """Notify the others that this rank gives up; they raise in their next or current exchange.
+        """Notify the others that this rank aborts; they raise in their next or current exchange.
 
         Does not wait. The communicator stays: all ranks would have to take part in freeing it.
         """
         if self._wire is not None and not self._failed and not self._leaves:
-            self._failed = f"rank {self.rank} gave up: {reason}"
+            self._failed = f"rank {self.rank} aborted: {reason}"
             # A message this short is sent at once; nobody may be there to complete a longer one.
             self._notices = self._send(reason.encode()[:1024], _NOTICE)
 

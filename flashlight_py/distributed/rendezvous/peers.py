@@ -11,8 +11,6 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-__all__ = ["Peer", "Waiting", "check_member", "name_ranks", "not_arrived", "this_process"]
-
 # When rank 0 first says who is missing, and how often after that, in seconds.
 FIRST_SECONDS, NEXT_SECONDS = 10.0, 30.0
 

@@ -12,8 +12,6 @@ from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import RendezvousError
 
-__all__ = ["Offer", "Place"]
-
 
 class Offer(NamedTuple):
     """Addresses where a rank 0 may listen, and the secret by which it is recognised.

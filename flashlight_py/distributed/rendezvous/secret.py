@@ -21,8 +21,6 @@ from typing import Any
 
 from flashlight_py.errors import RendezvousError
 
-__all__ = ["FILE_NAME", "NONCE_BYTES", "REMEDY", "Secret", "folder", "nonce", "proof"]
-
 VARIABLES = ("FLASHLIGHT_SECRET", "MASTER_SECRET")
 NONCE_BYTES = 32
 FILE_NAME = "flashlight-secret"

@@ -32,8 +32,6 @@ from flashlight_py.distributed.rendezvous.wire import (
 )
 from flashlight_py.errors import RendezvousError
 
-__all__ = ["Server"]
-
 # How long a short message may take, and a reason for failing is kept readable, in seconds.
 _SHORTLY = 2.0
 # Connections that have proven nothing yet, beyond one per rank; more are a flood.
@@ -161,7 +159,7 @@ class Server:
             if key.data is None:
                 assert isinstance(key.fileobj, socket.socket)
                 self._accept(key.fileobj)
-            elif not key.data.is_closed():  # by what came from another one
+            elif not key.data.is_closed():  # by a message of another one
                 self._receive(key.data)
         return bool(ready)
 
@@ -315,8 +313,22 @@ class Server:
 
     # The end --------------------------------------------------------------------------------------
 
+    def hand_over(self) -> dict[int, socket.socket]:
+        """Wait until every member has left, stop listening, and return their connections."""
+        self._await_leave()
+        members, self._members = self._members, {}
+        self._close()
+        for member in members.values():
+            member.send(Kind.GOODBYE, b"", time.monotonic() + _SHORTLY)
+            member.wire.setblocking(True)
+        return {rank: member.wire for rank, member in members.items()}
+
     def leave(self) -> None:
         """Wait until every member has left, then stop listening."""
+        self._await_leave()
+        self._close()
+
+    def _await_leave(self) -> None:
         deadline = time.monotonic() + self._place.timeout
         while lingering := self._members.keys() - self._departed:
             is_hopeless = all(self._members[rank].has_ended for rank in lingering)
@@ -324,9 +336,8 @@ class Server:
                 self._close()
                 names = name_ranks(lingering)
                 raise self._place.error(f"{names} joined and did not take leave: died or stuck")
-        self._close()
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Send the reason to all that are connected, and stop listening."""
         until = time.monotonic() + _SHORTLY
         with suppress(RendezvousError):  # a second failure is no news

@@ -21,8 +21,6 @@ from typing import NamedTuple, NoReturn
 from flashlight_py.distributed.rendezvous.peers import Peer
 from flashlight_py.errors import RendezvousError
 
-__all__ = ["Announcement", "Name", "SharedDirectory"]
-
 VERSION = 2
 
 _NONCE = "[0-9a-f]{16}"

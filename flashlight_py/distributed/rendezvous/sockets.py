@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LISTENER", "LOOPBACK", "listen", "own_addresses", "user_of"]
-
 LISTENER = "FLASHLIGHT_LISTENER"
 """The environment variable with the descriptor of a socket that listens at MASTER_PORT already."""
 LOOPBACK = "127.0.0.1"

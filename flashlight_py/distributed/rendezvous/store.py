@@ -5,8 +5,6 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
-__all__ = ["Store", "SubStore"]
-
 
 class Store(abc.ABC):
     """A meeting place of ``size`` processes, of which this one is ``rank``.
@@ -41,7 +39,7 @@ class Store(abc.ABC):
         """Leave; collective. When it has returned on every rank, nothing of it is left behind."""
 
     def abort(self, reason: str) -> None:  # noqa: B027  (optional: a store without waiters needs none)
-        """Notify ranks that still wait in this store that this one gives up, and clean up."""
+        """Notify ranks that still wait in this store that this one aborts, and clean up."""
 
 
 class SubStore(Store):

@@ -19,8 +19,6 @@ from flashlight_py.distributed.rendezvous.server import Server
 from flashlight_py.distributed.rendezvous.sockets import listen
 from flashlight_py.errors import RendezvousError
 
-__all__ = ["PlaceStore", "TcpStore"]
-
 
 class PlaceStore(Place):
     """A store of ranks that connect to rank 0 at a place."""
@@ -60,11 +58,23 @@ class PlaceStore(Place):
             self._has_ended = True
             self._role.leave()
 
+    def hand_over(self) -> dict[int, socket.socket]:
+        """Leave as ``close`` does, and return the connections that are proven; collective.
+
+        Those of rank 0 to every other rank, by rank, and of these to rank 0. They block, and are
+        the caller's to close.
+
+        Raises:
+            RendezvousError: a rank has not left within the timeout or has died (named).
+        """
+        self._has_ended = True
+        return self._role.hand_over()
+
     def abort(self, reason: str) -> None:
-        """Notify the connected ranks that this one gives up; waits up to 2 s until they know."""
+        """Notify the connected ranks that this one aborts; waits up to 2 s until they know."""
         if not self._has_ended:
             self._has_ended = True
-            self._role.give_up(f"rank {self.rank} gave up: {reason}")
+            self._role.abort(f"rank {self.rank} aborted: {reason}")
 
 
 class TcpStore(PlaceStore):

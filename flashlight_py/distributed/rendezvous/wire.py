@@ -21,23 +21,14 @@ from typing import NamedTuple
 from flashlight_py.distributed.rendezvous.peers import Peer
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, proof
 
-__all__ = [
-    "Connection",
-    "Greeting",
-    "Handshake",
-    "Kind",
-    "Message",
-    "WireError",
-    "join_payloads",
-    "split_payloads",
-]
-
 _MAGIC = b"FLrv"
 _VERSION = 2
 _HEADER = struct.Struct("!4sHHQ")
 _LENGTH = struct.Struct("!Q")
+EMPTY_BYTES = _HEADER.size  # of a message without a body
+CHUNK_BYTES = 1 << 20  # that are read at a time
 _PROOF_BYTES = 32
-# Who has proven nothing yet may send at most this many bytes; only a handshake comes before.
+# Who has proven nothing yet may send at most this many bytes; only a handshake precedes it.
 _UNPROVEN_LIMIT = 4096
 _MEMBER_LIMIT = 1 << 40
 
@@ -171,15 +162,15 @@ class Connection:
             return False
         return True
 
-    def receive(self, timeout: float) -> None:
-        """Take what arrives within ``timeout`` seconds, one read of it, into the inbox.
+    def receive(self, timeout: float, most: int = CHUNK_BYTES) -> None:
+        """Take what arrives within ``timeout`` seconds, one read of ``most`` bytes, into the inbox.
 
         Raises:
             WireError: it is no message of ours, or too long for who has proven nothing.
         """
         self.wire.settimeout(max(0.001, timeout))
         try:
-            data = self.wire.recv(1 << 20)
+            data = self.wire.recv(most)
         except TimeoutError:
             return
         except OSError:
@@ -189,8 +180,10 @@ class Connection:
         while self._take_message():
             pass
 
-    def take(self, deadline: float) -> Message | None:
+    def take(self, deadline: float, most: int = CHUNK_BYTES) -> Message | None:
         """Wait for a message and return it; None: the other side hung up, or time is up.
+
+        Of ``EMPTY_BYTES`` at a time, nothing is read that follows a message without a body.
 
         Raises:
             WireError: as ``receive``.
@@ -199,7 +192,7 @@ class Connection:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            self.receive(left)
+            self.receive(left, most)
         return self.inbox.popleft() if self.inbox else None
 
     def shut(self) -> None:

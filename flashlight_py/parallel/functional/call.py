@@ -13,8 +13,6 @@ from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.errors import MismatchError
 
-__all__ = ["Call", "copy_of", "require_variable"]
-
 # How many differentiable collectives each group has had: the same number on all of its ranks.
 _calls: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 

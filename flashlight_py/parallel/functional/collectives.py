@@ -12,8 +12,6 @@ from flashlight_py.distributed.constants import LinearOp
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.parallel.functional.call import Call, copy_of, require_variable
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
-
 
 def all_reduce(
     v: Variable, scale: float = 1.0, op: LinearOp = "sum", group: ProcessGroup | None = None

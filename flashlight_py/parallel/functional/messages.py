@@ -14,11 +14,9 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.variable import record_in_order
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.integers import whole
+from flashlight_py.distributed.numbers import whole
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.parallel.functional.call import require_variable
-
-__all__ = ["recv", "send"]
 
 Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
 

@@ -10,8 +10,6 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.tree.values import is_immutable
 from flashlight_py.parallel.tree.walk import Plan
 
-__all__ = ["put_buffer", "put_numbers"]
-
 
 def put_numbers(plan: Plan, values: Iterable[Any]) -> Any:
     """Replace the numbers of the tree by ``values``, in the order of the plan.

@@ -32,18 +32,6 @@ import numpy as np
 
 from flashlight_py.device import Array
 
-__all__ = [
-    "REMEMBERED",
-    "array_text",
-    "count",
-    "dtype_text",
-    "entries",
-    "first_difference",
-    "key",
-    "key_text",
-    "text",
-]
-
 REMEMBERED = b"agDLO"
 
 _COUNT = struct.Struct("=I")

@@ -19,8 +19,6 @@ from flashlight_py.parallel.native import native
 if TYPE_CHECKING:
     from flashlight_py.parallel.tree.walk import Plan
 
-__all__ = ["Buffers", "aligned", "decode_numbers", "encode_numbers", "pack", "size_of", "unpack"]
-
 _ALIGNMENT = 16
 _FIXED = {bool: struct.Struct("=?"), float: struct.Struct("=d"), complex: struct.Struct("=dd")}
 _LENGTH = struct.Struct("=Q")

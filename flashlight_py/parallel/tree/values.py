@@ -24,8 +24,6 @@ from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.optimizer import DistributedOptimizer
 from flashlight_py.parallel.tree.description import array_text, dtype_text, text
 
-__all__ = ["ARRAY", "GPU_ARRAY", "NUMBER", "PARTS", "Answer", "is_immutable", "look"]
-
 NUMBER, ARRAY, GPU_ARRAY, PARTS = range(4)
 
 Answer: TypeAlias = "tuple[Any, ...] | None"

@@ -26,8 +26,6 @@ from flashlight_py.parallel.tree.description import (
 from flashlight_py.parallel.tree.packing import aligned
 from flashlight_py.parallel.tree.values import ARRAY, NUMBER, PARTS, is_immutable, look
 
-__all__ = ["Plan", "Walker", "plan_of"]
-
 _NUMBERS = {bool: b"b", int: b"i", float: b"f", complex: b"c"}
 
 # A value before its turn: the description of its key, the container it stands in, key, value.

@@ -1,0 +1,190 @@
+"""Layers and losses: modules around one function each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from flashlight_py.autograd import Variable, param
+from flashlight_py.autograd import functions as F
+from flashlight_py.autograd.functions.dropout import check_ratio
+from flashlight_py.autograd.functions.losses import check_reduction
+from flashlight_py.nn import init
+from flashlight_py.nn.module import Module
+
+
+class Linear(Module):
+    """``y = x @ weight.T + bias``: ``[..., in_features]`` to ``[..., out_features]``.
+
+    The weight ``[out_features, in_features]`` starts uniform within ``sqrt(3 / in_features)`` of
+    0, the bias ``[out_features]`` uniform within ``1 / sqrt(in_features)``, as in flashlight.
+
+    Args:
+        in_features: size of the last dimension of the input, at least 1.
+        out_features: size of the last dimension of the result, at least 1.
+        bias: whether there is a bias.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: a size is below 1; when called: the input's last dimension differs.
+        TypeError: a size is not an integer.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, dtype: Any = "float32"
+    ) -> None:
+        _check_size("in_features", in_features)
+        _check_size("out_features", out_features)
+        shape = (out_features, in_features)
+        bound = 1 / math.sqrt(in_features)
+        self.weight = param(init.kaiming_uniform(shape, in_features, dtype))
+        self.bias = param(init.uniform(shape[:1], -bound, bound, dtype)) if bias else None
+
+    def forward(self, x: Variable) -> Variable:
+        """Return ``x @ weight.T + bias``."""
+        return F.linear(x, self.weight, self.bias)
+
+    def __repr__(self) -> str:
+        out_features, in_features = self.weight.shape
+        return f"Linear({in_features}, {out_features}, bias={self.bias is not None})"
+
+
+def _check_size(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"Linear: {name} must be an integer, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"Linear: {name} must be at least 1, got {value}")
+
+
+class ReLU(Module):
+    """``max(x, 0)``, elementwise."""
+
+    def forward(self, x: Variable) -> Variable:
+        """Return ``max(x, 0)``."""
+        return F.relu(x)
+
+    def __repr__(self) -> str:
+        return "ReLU()"
+
+
+class Tanh(Module):
+    """The hyperbolic tangent, elementwise."""
+
+    def forward(self, x: Variable) -> Variable:
+        """Return ``tanh(x)``."""
+        return F.tanh(x)
+
+    def __repr__(self) -> str:
+        return "Tanh()"
+
+
+class Sigmoid(Module):
+    """``1 / (1 + exp(-x))``, elementwise."""
+
+    def forward(self, x: Variable) -> Variable:
+        """Return the logistic function of ``x``."""
+        return F.sigmoid(x)
+
+    def __repr__(self) -> str:
+        return "Sigmoid()"
+
+
+class LogSoftmax(Module):
+    """The logarithm of the softmax along one dimension.
+
+    Args:
+        axis: the dimension of the classes, by default the last.
+    """
+
+    def __init__(self, axis: int = -1) -> None:
+        self.axis = axis
+
+    def forward(self, x: Variable) -> Variable:
+        """Return the log probabilities of the scores ``x``."""
+        return F.log_softmax(x, self.axis)
+
+    def __repr__(self) -> str:
+        return f"LogSoftmax(axis={self.axis})"
+
+
+class Dropout(Module):
+    """Zeroes elements at random while training and scales the others up; else the identity.
+
+    Args:
+        ratio: the probability with which an element is zeroed, at least 0 and below 1.
+
+    Raises:
+        ValueError: ``ratio`` is outside that range.
+    """
+
+    def __init__(self, ratio: float = 0.5) -> None:
+        check_ratio(ratio)
+        self.ratio = ratio
+
+    def forward(self, x: Variable) -> Variable:
+        """Return ``x`` with dropout while training, else ``x`` itself."""
+        return F.dropout(x, self.ratio if self.training else 0.0)
+
+    def __repr__(self) -> str:
+        return f"Dropout({self.ratio})"
+
+
+class View(Module):
+    """Reshapes its input, the batch dimension included.
+
+    Args:
+        shape: the new shape; one entry may be -1 and is then computed, so that ``(-1, 784)``
+            takes any batch.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+
+    def forward(self, x: Variable) -> Variable:
+        """Return ``x`` in the new shape.
+
+        Raises:
+            ValueError: the number of elements differs.
+        """
+        return F.reshape(x, self.shape)
+
+    def __repr__(self) -> str:
+        return f"View({self.shape})"
+
+
+class MeanSquaredError(Module):
+    """The mean of the squared differences over all elements."""
+
+    def forward(self, prediction: Variable, target: Variable) -> Variable:
+        """Return the loss, without dimensions; see ``functions.mean_squared_error``."""
+        return F.mean_squared_error(prediction, target)
+
+    def __repr__(self) -> str:
+        return "MeanSquaredError()"
+
+
+class CategoricalCrossEntropy(Module):
+    """The negative log probability of the right classes, given log probabilities.
+
+    Args:
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        ignore_index: targets of this value do not count.
+
+    Raises:
+        ValueError: an unknown reduction.
+    """
+
+    def __init__(self, reduction: str = "mean", ignore_index: int = -1) -> None:
+        check_reduction(reduction)
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+
+    def forward(self, log_probabilities: Variable, target: Variable) -> Variable:
+        """Return the loss; see ``functions.categorical_cross_entropy``."""
+        return F.categorical_cross_entropy(
+            log_probabilities, target, self.reduction, self.ignore_index
+        )
+
+    def __repr__(self) -> str:
+        return f"CategoricalCrossEntropy({self.reduction!r}, ignore_index={self.ignore_index})"
