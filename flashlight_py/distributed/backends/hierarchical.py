@@ -204,6 +204,7 @@ class HierarchicalBackend(HierarchicalMessages):
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "flashlight_py hierarchical")
             work = FutureWork(self._thread.submit(self._run_there, caller(), call, number, run))
+            work.failure_told = call.compared  # by whoever compares
         finally:
             self._callers.threads.discard(thread)
         self._running.append(work)
@@ -257,6 +258,10 @@ class HierarchicalBackend(HierarchicalMessages):
         """Notify the others inside and outside of this host; see ``Backend``."""
         for backend in self._parts:
             backend.abort(cause)
+
+    def lost(self, doing: str) -> DistributedError | None:
+        """Return why the group cannot be used any more; see ``Backend``."""
+        return next(filter(None, (part.lost(doing) for part in self._parts)), None)
 
     def is_busy(self) -> bool:
         """Return whether something runs; see ``Backend``."""

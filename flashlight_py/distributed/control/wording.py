@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 __all__ = [
+    "NOTHING_CHANGED",
     "UNUSABLE",
     "called",
     "different_calls",
@@ -17,6 +18,7 @@ __all__ = [
 ]
 
 UNUSABLE = "This group cannot be used again"
+NOTHING_CHANGED = "Nothing was changed"
 
 
 def names(ranks: Iterable[int]) -> str:
@@ -53,7 +55,7 @@ def different_calls(
     where: str,
     which: str,
     calls: Iterable[tuple[int, str]],
-    outcome: str = "Nothing was changed",
+    outcome: str = NOTHING_CHANGED,
 ) -> str:
     """Say that the ranks called different things in ``which`` call."""
     return (

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 __all__ = ["all_to_all", "gather", "reduce_each", "scatter"]
 
 
-def reduce_each(backend: NcclBackend, call: Call, mine: Array) -> Work:
+def reduce_each(reduce: Callable[[Call], Work], call: Call, mine: Array, rank: int) -> Work:
     """Reduce the first ``rows[0]`` rows of the array onto rank 0, and so on; ``mine`` here."""
     assert call.rows is not None
     works, end = list[Work](), 0
     for root, count in enumerate(call.rows):
         part = call.array[end : end + count]
         end += count
-        if root == backend.rank:
+        if root == rank:
             mine[...] = part
             part = mine
         step = Call(REDUCE, part, call.op, call.scale, root, blocking=call.blocking)
-        works.append(backend.start(step))
+        works.append(reduce(step))
     return Then(AllOf(works), lambda _: mine)
 
 
