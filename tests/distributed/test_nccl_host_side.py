@@ -67,6 +67,25 @@ def test_gathers_of_different_shapes_are_refused_everywhere(ranks: Any) -> None:
         assert "rank 1 called all_gather(cupy float64 (2, 4)) at " in text
 
 
+def out_of_another_length(rank: int, size: int) -> None:
+    """The others have begun by then: they have their result, and the group goes on."""
+    x = verbs.on_gpu(np.full((1, 2), rank))
+    for verb, how in ((fl.all_gather, {}), (fl.all_to_all, {"rows": [1] + [0] * (size - 1)})):
+        rows = size if verb is fl.all_gather or rank == 0 else 0
+        out = verbs.on_gpu(np.full((rows + (rank == 1), 2), -1))
+        if rank == 1:
+            with pytest.raises(ValueError, match=f"out has {rows + 1} rows, and {rows} came"):
+                verb(x, out=out, **how)
+            assert (out.get() == -1).all()
+        else:
+            assert verb(x, out=out, **how) is out
+            assert out.get()[:, 0].tolist() == list(range(rows))
+
+
+def test_an_out_of_another_length_is_an_error_on_its_rank(ranks: Any) -> None:
+    ranks.run(out_of_another_length)
+
+
 def test_numpy_and_cupy_arrays_go_their_own_ways_in_one_group(ranks: Any) -> None:
     assert ranks.run(verbs.side_by_side) == [["SHM", "NCCL"]] * ranks.size
 

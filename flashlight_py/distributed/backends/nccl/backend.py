@@ -251,7 +251,9 @@ class NcclBackend(Backend):
     def close(self) -> None:
         """End the communicator, cutting off what still runs; may be repeated."""
         self._watchdog.stop()
-        with self._on_device():
+        with self._on_device(), self._communicator.lock:
+            if self._flights.newest() is not None:
+                self._comparisons.find_lost("close")  # nothing waits for those who have gone
             if self._communicator.close():  # else nobody waits for this rank
                 self._comparisons.finish(FINALIZE_SECONDS)
         self._flights.clear()
