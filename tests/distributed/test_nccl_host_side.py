@@ -7,6 +7,7 @@ anything of CUDA or NCCL; the same functions run on them in tests/gpu.
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,19 @@ def test_gathers_of_different_shapes_are_refused_everywhere(ranks: Any) -> None:
     for text in told:
         assert "rank 0 called all_gather(cupy float64 (2, 3)) at " in text
         assert "rank 1 called all_gather(cupy float64 (2, 4)) at " in text
+
+
+def let_go(rank: int, size: int) -> None:
+    x = verbs.on_gpu(np.ones(3))
+    held = weakref.ref(x)
+    fl.all_reduce(x)
+    fl.sync_distributed()
+    del x
+    assert held() is None
+
+
+def test_an_array_is_let_go_when_the_device_is_done(ranks: Any) -> None:
+    ranks.run(let_go)
 
 
 def out_of_another_length(rank: int, size: int) -> None:

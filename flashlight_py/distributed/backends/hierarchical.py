@@ -196,7 +196,9 @@ class HierarchicalBackend(HierarchicalMessages):
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
         """Run here, or on a thread after what was started before: backends keep an order."""
         thread, number = self._callers.check(call.name), self.count[0]
-        self._running = [work for work in self._running if not work.is_completed()]
+        running = self._running  # they end in their order
+        ended = next((n for n, one in enumerate(running) if not one.is_completed()), len(running))
+        self._running = running[ended:]
         try:
             self._callers.threads.add(thread)
             if call.blocking and not self._running:

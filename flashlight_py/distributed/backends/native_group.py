@@ -237,9 +237,11 @@ class NativeGroup(Backend):
             self._callers.threads.discard(thread)
         if handle == self.ffi.NULL:
             return Done(output if result is GATHERED else None if result is COMPARED else result)
+        if call.compared:
+            array = None  # nobody reads it
         received = Received(call.name, result, array, output, root)
         work = NativeWork(self, call.name, handle, (array, output, room, keep), received, seconds)
-        if not call.compared:  # else nothing is kept, and whoever compares keeps the Work
+        if not call.compared:  # else whoever compares keeps the Work
             self._track(work)
         return work
 

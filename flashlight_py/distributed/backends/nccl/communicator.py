@@ -186,6 +186,7 @@ class Communicator:
                 return
             state = self.poll()
             if failure:
+                self.who_is_missing = None  # it is this rank
                 self.fail(
                     DistributedError(
                         f"{self._doing(verb)}: CUDA has failed, in this collective or in a kernel "
