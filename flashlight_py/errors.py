@@ -8,6 +8,8 @@ which rank of how many, what was expected, what was received, and what to do nex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "DistributedError",
     "NotInitializedError",
@@ -40,12 +42,13 @@ class MismatchError(DistributedError):
 
     Also where one has refused what was passed to it, which then raises its own error.
     Raised on every rank, naming what each has called and where. The group can be used again
-    afterwards where ``group_lives``; not after a mismatch of groups, or through NCCL.
+    afterwards where ``group_lives``; not after a mismatch of groups, or through NCCL. ``calls``
+    are what the ranks have called, in words, as far as that is known.
     """
 
-    def __init__(self, *args: object, group_lives: bool = True) -> None:
+    def __init__(self, *args: object, group_lives: bool = True, calls: Sequence[str] = ()) -> None:
         super().__init__(*args)
-        self.group_lives = group_lives
+        self.group_lives, self.calls = group_lives, tuple(calls)
 
 
 class PeerLostError(DistributedError):

@@ -57,6 +57,13 @@ int fl_gloo_is_ahead(fl_group* group, int rank, fl_signature* call) {
   return group->group.is_ahead(rank, *call) ? 1 : 0;
 }
 
+fl_op* fl_gloo_lost(fl_group* group) {
+  fl_op* op = fl::started([&] { return group->group.lost(); });
+  if (op->operation != nullptr) return op;
+  delete op;
+  return nullptr;
+}
+
 void fl_gloo_give_up(fl_group* group, const char* why) { group->group.give_up(why); }
 
 void fl_gloo_on_interrupt(fl_group* group, int (*check)(void)) {

@@ -57,6 +57,11 @@ void fl_gloo_call_ranks(fl_group *group, const int *numbers);
    change at any moment. */
 int fl_gloo_is_ahead(fl_group *group, int rank, fl_signature *call);
 
+/* NULL while the group can be used, as far as is known without waiting; else the handle of an operation
+   that has failed by what ended it: what a rank said when it gave up, for example, also where nothing
+   waits for it. A connection that was closed says nothing: its rank may have left in order. */
+fl_op *fl_gloo_lost(fl_group *group);
+
 /* End the group, and report to the others why, in words that end their operations too (FL_RAISED). */
 void fl_gloo_give_up(fl_group *group, const char *why);
 

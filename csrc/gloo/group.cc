@@ -82,6 +82,11 @@ bool Group::is_ahead(int rank, fl_signature& call) {
   return stay.enter(kCollectives) && collectives_.is_ahead(rank, call);
 }
 
+std::shared_ptr<Operation> Group::lost() {
+  if (!mesh_->is_broken() && !mesh_->has_farewell()) return nullptr;
+  return run_here(0, [this](Operation&) { throw mesh_->explain(-1, "it gave up"); });
+}
+
 void Group::give_up(const std::string& why) {
   mesh_->fail(Failure(FL_RAISED, {mesh_->rank}, why));
 }

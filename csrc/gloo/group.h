@@ -30,6 +30,8 @@ class Group {
   int awaited() const { return mesh_->awaited(); }
   // Whether `rank` has begun a collective that nobody has called here, and which.
   bool is_ahead(int rank, fl_signature& call);
+  // Null while the group can be used; else why it cannot, because of another rank for example.
+  std::shared_ptr<Operation> lost();
   // End, and report to the others why.
   void give_up(const std::string& why);
   // End what runs and what is queued; the destructor closes the sockets. What runs on the calling

@@ -178,6 +178,11 @@ bool Mesh::is_lost(int peer) {
   return is_present(control_[peer].present);
 }
 
+bool Mesh::has_farewell() const {
+  return std::any_of(control_.begin(), control_.end(),
+                     [](const Control& control) { return is_present(control.present); });
+}
+
 void Mesh::stop() {
   watch_.end(Failure(FL_CLOSED, {}, "the group was closed"));
   std::lock_guard<std::mutex> lock(mutex_);

@@ -65,6 +65,9 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   // that was waited for, or -1.
   Failure explain(int peer, const std::string& what) override;
 
+  // Whether a peer has said why it gave up.
+  bool has_farewell() const;
+
   // Report to the others that this rank's time is up, and return who is the cause: a rank that is
   // waited for may wait itself, for another one, and then its own time is up at about this moment.
   std::vector<int> cause_of(const Failure& timeout) noexcept;

@@ -141,6 +141,10 @@ int fl_shm_is_ahead(fl_shm_group* group, int rank, fl_signature* call) {
   return group->group.is_ahead(rank, *call) ? 1 : 0;
 }
 
+fl_op* fl_shm_lost(fl_shm_group* group) {
+  return handle([&] { return group->group.lost(); });
+}
+
 void fl_shm_give_up(fl_shm_group* group, const char* why) {
   group->group.give_up(why);
 }

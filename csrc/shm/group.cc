@@ -94,6 +94,11 @@ bool ShmGroup::is_ahead(int rank, fl_signature& call) {
   return queued_ == 0 && collectives_.is_ahead(rank, call);
 }
 
+ShmGroup::Result ShmGroup::lost() {
+  const auto found = peers_.lost();
+  return found ? ended(found->status, found->what(), found->missing, {}) : nullptr;
+}
+
 void ShmGroup::give_up(const std::string& why) {
   peers_.fail(Failure(FL_RAISED, {rank_}, why));
 }

@@ -67,6 +67,8 @@ class ShmGroup : private Helper {
   void on_mismatch(WhereAmI where) { where_ = where; }
   // Whether `rank` has begun a collective that nobody has called here, and which.
   bool is_ahead(int rank, fl_signature& call);
+  // Null while the group can be used; else why it cannot, because of another rank for example.
+  Result lost();
   // End, and tell the others why.
   void give_up(const std::string& why);
   // In a forked child: close the descriptors.

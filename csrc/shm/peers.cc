@@ -65,6 +65,16 @@ std::optional<Failure> Peers::loss(const Concern& concern) {
   return std::nullopt;
 }
 
+std::optional<Failure> Peers::lost() {
+  if (has_ended()) return why_ended();
+  for (int r = 0; r < size_; ++r) {
+    const Concern concern{r};
+    if (r == rank_ || (left_in_order(r) && dead(concern).empty())) continue;
+    if (auto found = loss(concern)) return found;
+  }
+  return std::nullopt;
+}
+
 std::optional<Failure> Peers::farewell(const Concern& concern) const {
   for (int r = 0; r < size_; ++r) {
     const Farewell& farewell = segment_.block(r).farewell;
@@ -116,8 +126,12 @@ bool Peers::matters(int r, const Concern& concern) const {
   if (r == rank_) return false;
   if (concern.only >= 0) return r == concern.only;
   const RankBlock& block = segment_.block(r);
-  const bool left_in_order = block.farewell.given.value() != 0 && block.farewell.status == FL_OK;
-  return !(left_in_order && block.calls[concern.call % 2].number.reached(concern.call));
+  return !(left_in_order(r) && block.calls[concern.call % 2].number.reached(concern.call));
+}
+
+bool Peers::left_in_order(int r) const {
+  const Farewell& farewell = segment_.block(r).farewell;
+  return farewell.given.value() != 0 && farewell.status == FL_OK;
 }
 
 std::vector<int> Peers::not_called(const Concern& concern) const {

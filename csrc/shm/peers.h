@@ -37,6 +37,8 @@ class Peers : public Transport {
 
   // Why an operation waits in vain: somebody it needs has gone, or this rank itself.
   std::optional<Failure> loss(const Concern& concern);
+  // The same whether or not an operation needs anybody: who has gone, other than in order and alive.
+  std::optional<Failure> lost();
   // Whether operations of this rank must end: it has closed the group, or it broke.
   bool has_ended() const { return stopped_ || is_broken(); }
   Failure why_ended() const {
@@ -60,6 +62,7 @@ class Peers : public Transport {
   std::optional<Failure> farewell(const Concern& concern) const;
   std::vector<int> dead(const Concern& concern);
   bool matters(int r, const Concern& concern) const;
+  bool left_in_order(int r) const;
   int pidfd(int r);
 
   const Segment& segment_;

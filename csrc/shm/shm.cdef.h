@@ -79,6 +79,11 @@ void fl_shm_call_ranks(fl_shm_group *group, const int *numbers);
    change at any moment. */
 int fl_shm_is_ahead(fl_shm_group *group, int rank, fl_signature *call);
 
+/* NULL while the group can be used; else the handle of an operation that has failed by what ended it: a
+   rank that died or gave up, for example, also where nothing waits for it. One that left in order has
+   not ended it, as long as its process runs. Does not wait. */
+fl_op *fl_shm_lost(fl_shm_group *group);
+
 /* End the group, and tell the others why, in words that end their operations too (FL_RAISED). */
 void fl_shm_give_up(fl_shm_group *group, const char *why);
 

@@ -68,6 +68,14 @@ class Backend(abc.ABC):
         blocks for half a second at most.
         """
 
+    def lost(self, doing: str) -> DistributedError | None:
+        """Return why the group cannot be used any more, as far as that is known without waiting.
+
+        Another rank died or gave up, for example, also where nothing waits for it: ``doing`` is for
+        what it matters. One that left in order is not lost as long as its process runs.
+        """
+        return None
+
     @abc.abstractmethod
     def close(self) -> None:
         """End what runs, fail what waits, free everything. Not collective; may be repeated."""

@@ -68,8 +68,7 @@ def gpu_joiner(rule: DeviceRule, settings: Settings) -> Callable[[Backend], Back
             return MpiGpuBackend(cpu)
         from flashlight_py.distributed.backends.nccl.joining import join_gpus
 
-        seconds = settings.timeout, settings.joining_seconds
-        return join_gpus(rule, *seconds, cpu, lambda store: _gloo(store, settings))
+        return join_gpus(rule, settings.timeout, settings.joining_seconds, cpu)
 
     return join
 

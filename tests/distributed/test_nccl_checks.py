@@ -5,16 +5,15 @@ The stand-in's device never ends what it is given, as a real one that waits for 
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.backends.nccl.ring import Ring, bytes_of_rings, first_difference
 from flashlight_py.distributed.world import current_world
 from tests.distributed import conformance, cuda_stand_in
 from tests.distributed.harness import run_outcomes, run_ranks
@@ -94,11 +93,10 @@ def test_a_mismatch_between_hosts_reaches_every_rank() -> None:
     outcomes = run_outcomes(differ_between_hosts, 3, env=conformance.two_hosts)
     for outcome in outcomes:
         assert outcome.ok, outcome.report()
-        assert (
-            "in call 1 of this group: the host of rank 0 called all_reduce(cupy float64 (3,)"
-            in (outcome.value)
+        assert "in call 1 of this group: ranks 0, 1 called all_reduce(cupy float64 (3,)" in (
+            outcome.value
         )
-        assert "the host of rank 2 called all_reduce(cupy float64 (4,)" in outcome.value
+        assert "rank 2 called all_reduce(cupy float64 (4,)" in outcome.value
 
 
 def differ_between_hosts(rank: int, size: int) -> str:
@@ -126,80 +124,143 @@ def test_a_barrier_beside_a_reduction_is_reported_once() -> None:
         assert "rank 1 called all_reduce(cupy float64 (3,)" in message
 
 
-def die(rank: int, size: int) -> str:
+def die(rank: int, size: int, has_called: bool) -> str:
+    """Rank 1 is killed before or after its call, which nothing on the CPU waits for any more."""
     world = current_world().group
     cp = gpus(world)
+    if has_called:
+        world.all_reduce(cp.zeros(3), async_op=True)
+        fl.all_reduce(np.ones(1))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
+    call = world.gpus.synchronize if has_called else lambda: fl.all_reduce(cp.zeros(3))
     with pytest.raises(fl.errors.PeerLostError) as caught:
-        finish(world, fl.all_reduce, cp.zeros(3))
+        finish(world, call)
     assert time.monotonic() - started < 2
     return str(caught.value)
 
 
-def test_a_rank_that_dies_is_lost_within_two_seconds() -> None:
-    outcomes = run_outcomes(die, 2)
+@pytest.mark.parametrize("has_called", [False, True])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_rank_that_dies_is_lost_within_two_seconds(backend: str, has_called: bool) -> None:
+    outcomes = run_outcomes(die, 2, has_called, params={"BACKEND": backend})
     assert outcomes[0].ok, outcomes[0].report()
-    assert "lost rank 1 (its process has ended), which is process " in outcomes[0].value
+    assert "lost rank 1 (" in outcomes[0].value
+    assert ", which is process " in outcomes[0].value
+    if has_called:
+        assert "(its process has ended)" in outcomes[0].value
 
 
-# The rings ----------------------------------------------------------------------------------
+def raise_in_between(rank: int, size: int) -> str:
+    """The last rank raises when all have called, and goes on: its process does not end."""
+    world = current_world().group
+    cp = gpus(world)
+    world.all_reduce(cp.zeros(3), async_op=True)
+    fl.all_reduce(np.ones(1))
+    started = time.monotonic()
+    if rank == size - 1:
+        with pytest.raises(ZeroDivisionError), fl.abort_on_exception():
+            raise ZeroDivisionError("of its own")
+    kind = fl.errors.GroupClosedError if rank == size - 1 else fl.errors.PeerLostError
+    with pytest.raises(kind) as caught:
+        world.gpus.synchronize()
+    assert time.monotonic() - started < 2
+    return str(caught.value)
 
 
-@pytest.fixture
-def rings() -> list[Ring]:
-    memory = mmap.mmap(-1, bytes_of_rings(2))
-    return [Ring(memory, rank) for rank in range(2)]
+WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "shm": (2, {}),
+    "gloo": (2, {"params": {"BACKEND": "gloo"}}),
+    "hierarchical": (3, {"env": conformance.two_hosts}),
+}
 
 
-def test_ranks_that_post_the_same_agree_however_far_apart(rings: list[Ring]) -> None:
-    assert first_difference(rings, 0) == (0, [])
-    for number in range(3000):
-        rings[0].post(f"call {number}", "same")
-    assert first_difference(rings, 0) == (0, [])
-    for _ in range(2500):
-        rings[1].post("a call", "same")
-    assert first_difference(rings, 0) == (2500, [])
+@pytest.mark.parametrize("world", WORLDS)
+def test_an_exception_of_another_rank_ends_what_is_on_its_way(world: str) -> None:
+    size, how = WORLDS[world]
+    for rank, outcome in enumerate(run_outcomes(raise_in_between, size, **how)):
+        assert outcome.ok, outcome.report()
+        if rank < size - 1:
+            assert f"lost rank {size - 1}, which is process " in outcome.value
+            assert "ZeroDivisionError: of its own" in outcome.value
+            assert "in raise_in_between" in outcome.value
 
 
-def test_the_first_call_that_differs_is_found(rings: list[Ring]) -> None:
-    for rank, ring in enumerate(rings):
-        for number in range(100):
-            ring.post(f"call {number} of rank {rank}", "odd" if number == 60 and rank else "same")
-    agreed, calls = first_difference(rings, 0)
-    assert agreed == 60
-    assert [call.call for call in calls if call] == [
-        "call 60 of rank 0",
-        "call 60 of rank 1",
-    ]
-    assert all(call.site.startswith("distributed/test_nccl_checks.py:") for call in calls if call)
+def differ_in_kind(rank: int, size: int) -> tuple[str, str]:
+    """One calls with a NumPy array, the other with a CuPy array: what then, and after that."""
+    world = current_world().group
+    cp, told = gpus(world), []
+    calls: list[Any] = [lambda: fl.all_reduce(np.zeros(3)), lambda: fl.all_reduce(cp.zeros(3))]
+    started = time.monotonic()
+    for call in (calls[rank], calls[1]):
+        with pytest.raises(fl.errors.DistributedError) as caught:
+            finish(world, call)
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+    assert time.monotonic() - started < 5
+    return told[0], told[1]
 
 
-def test_a_difference_that_is_overwritten_is_still_one(rings: list[Ring]) -> None:
-    for rank, ring in enumerate(rings):
-        ring.post("a call", f"rank {rank}")
-        for _ in range(1500):
-            ring.post("a call", "same")
-    agreed, calls = first_difference(rings, 0)
-    assert calls
-    assert agreed >= 1501 - 1024 - 1
+def test_a_call_with_an_array_of_the_other_kind_is_a_mismatch() -> None:
+    for rank, (first, then) in enumerate(run_ranks(differ_in_kind, 2)):
+        assert first.startswith("MismatchError")
+        assert "rank 0 called all_reduce(float64 (3,)" in first
+        assert "rank 1 called all_reduce(cupy float64 (3,)" in first
+        # Rank 0 had not begun anything with NCCL, and finds out by the next call.
+        assert then.startswith(("MismatchError", "GroupClosedError")[rank])
+        assert "the ranks called different things" in then
 
 
-def test_an_entry_that_is_being_written_is_not_taken(rings: list[Ring]) -> None:
-    for ring in rings:
-        ring.post("a call", "same")
-    at = rings[1]._place(1) + 24
-    rings[1]._memory[at : at + 1] = b"?"
-    assert rings[1].read(1) is None
-    assert first_difference(rings, 0) == (0, [])
+def one_is_late(rank: int, size: int, elsewhere: bool) -> str:
+    """Rank 1 calls nothing, or a verb of another group, until rank 0 has given up."""
+    group = fl.new_group(range(size), timeout=0.5)
+    cp, world = gpus(group), current_world().group
+    world.all_reduce(np.ones(1))
+    if rank == 1:
+        work = world.all_reduce(np.ones(1), async_op=True) if elsewhere else None
+        while group.backend().lost("waiting") is None:
+            time.sleep(0.01)
+    else:
+        kind = fl.errors.MismatchError if elsewhere else fl.errors.CollectiveTimeoutError
+        with pytest.raises(kind) as caught:
+            finish(group, group.all_reduce, cp.zeros(3))
+        work = world.all_reduce(np.ones(1), async_op=True) if elsewhere else None
+    if work is not None:
+        work.wait()
+    return str(caught.value) if rank == 0 else ""
 
 
-def test_the_first_word_counts(rings: list[Ring]) -> None:
-    assert rings[0].word() is None
-    rings[0].say(1, "this")
-    rings[0].say(2, "that")
-    assert rings[0].word() == (1, "this")
+def test_a_rank_that_does_not_call_is_named_after_the_timeout() -> None:
+    late, elsewhere = (run_ranks(one_is_late, 2, where)[0] for where in (False, True))
+    assert "rank 1 did not join within 0.5 seconds" in late
+    assert "Call 1 of this group is all_reduce(cupy float64 (3,)" in late
+    assert (
+        "the ranks called verbs of different groups: this rank called all_reduce(cupy" in elsewhere
+    )
+    assert "rank 1 called all_reduce(float64 (1,)" in elsewhere
+
+
+def leave_early(rank: int, size: int) -> None:
+    """A rank that has done its part, and leaves, is not lost: what is on its way ends well."""
+    group = fl.new_group(range(size))
+    cp = gpus(group)
+    group.all_reduce(cp.zeros(3), async_op=True)
+    group.all_reduce(np.ones(1))
+    event = group.gpus._flights.newest().event
+    if rank == 1:
+        event.done = True
+        group.close()
+        fl.barrier()
+        return
+    fl.barrier()
+    group.gpus._watchdog.look()
+    event.done = True
+    group.gpus.synchronize()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_rank_that_leaves_when_it_has_done_its_part_is_not_lost(backend: str) -> None:
+    run_ranks(leave_early, 2, params={"BACKEND": backend})
 
 
 def refuse(rank: int, size: int) -> list[str]:

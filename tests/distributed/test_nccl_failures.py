@@ -41,10 +41,16 @@ class Cpu(SingleBackend):
     size = 2
     path = "the CPU"
 
+    def __init__(self) -> None:
+        self.dead: DistributedError | None = None
+
     def start(self, call: Call) -> Work:
         if call.verb is BARRIER:
             raise CollectiveTimeoutError("rank 1 did not come")
-        return super().start(call)
+        return Done() if call.compared else super().start(call)
+
+    def lost(self, doing: str) -> DistributedError | None:
+        return self.dead
 
 
 class Nccl(StandInNccl):
@@ -296,31 +302,13 @@ def test_the_watchdog_finds_what_takes_too_long(
     assert not any(thread.name == "flashlight-nccl" for thread in threading.enumerate())
 
 
-class Trouble:
-    """What ranks have posted, where one is gone: its process has ended."""
-
-    def __init__(self) -> None:
-        self.dead: DistributedError | None = None
-
-    def post(self, *_: Any) -> None:
-        self.dead = PeerLostError("lost rank 1 (its process has ended)")
-
-    def find_trouble(self) -> None:
-        return None
-
-    def find_dead(self) -> DistributedError | None:
-        return self.dead
-
-    def close(self) -> None:
-        pass
-
-
 def test_a_rank_that_dies_while_nccl_connects_is_noticed_as_soon_as_any(
     nccl: Nccl, cupy: StandInCupy
 ) -> None:
     """The first collective waits for the others inside NCCL, on the host."""
-    checks: Any = Trouble()
-    backend = NcclBackend(Cpu(), communicator(nccl, 30.0), cupy, 0, checks)
+    cpu = Cpu()
+    backend = NcclBackend(cpu, communicator(nccl, 30.0), cupy, 0)
+    cpu.dead = PeerLostError("lost rank 1 (its process has ended)")
     nccl.answers["ncclAllReduce"] = nccl.state = IN_PROGRESS
     began = time.monotonic()
     with pytest.raises(PeerLostError, match="its process has ended"):

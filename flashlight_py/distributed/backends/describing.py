@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from types import ModuleType
@@ -39,24 +40,13 @@ class Describer(threading.local):
         else:
             self.outline(array.shape, array.itemsize, verb, dtype, op, scale, root)
 
-    def outline(
-        self,
-        shape: tuple[int, ...],
-        itemsize: int,
-        verb: int,
-        dtype: int,
-        op: int,
-        scale: float,
-        root: int,
-    ) -> None:
-        """Write the call of ``verb`` with an array of ``shape`` into the signature."""
-        signature = self.signature
-        signature.verb, signature.dtype, signature.op = verb, dtype, op
-        signature.scale, signature.root = scale, root
-        signature.itemsize, signature.count = itemsize, math.prod(shape)
-        signature.ndim = len(shape)
-        for d, extent in enumerate(_folded(shape)):
-            signature.shape[d] = extent
+    def outline(self, shape: tuple[int, ...], itemsize: int, *call: float) -> None:
+        """Write a call with an array of ``shape`` into the signature.
+
+        ``call`` is verb, dtype, op, scale and root, as of ``describe``.
+        """
+        written = _outlined(self._ffi, shape, itemsize, *call)
+        self._ffi.memmove(self.signature, written, len(written))
 
     def pointer(self, array: Array | None) -> Any:
         """Return the address of the elements, NULL where there is no array."""
@@ -64,6 +54,21 @@ class Describer(threading.local):
             return self._ffi.NULL
         address = array.ctypes.data if self._native is None else self._native.address(array)
         return self._ffi.cast("void *", address)
+
+
+@functools.lru_cache(maxsize=1024)  # a program calls the same again and again
+def _outlined(
+    ffi: Any, shape: tuple[int, ...], itemsize: int, verb: int, dtype: int, op: int, *rest: float
+) -> bytes:
+    """Return the signature of a call, ``rest`` of it scale and root, as it lies in memory."""
+    signature = ffi.new("fl_signature *")
+    signature.verb, signature.dtype, signature.op = verb, dtype, op
+    signature.scale, signature.root = rest
+    signature.itemsize, signature.count = itemsize, math.prod(shape)
+    signature.ndim = len(shape)
+    for d, extent in enumerate(_folded(shape)):
+        signature.shape[d] = extent
+    return bytes(ffi.buffer(signature))
 
 
 def _folded(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ the group's own: collectives in turn, messages beside them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -21,10 +20,16 @@ from flashlight_py.distributed.backends.native_errors import call_in_words
 from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
+from flashlight_py.distributed.control.wording import UNUSABLE, names, who_that_was
 from flashlight_py.distributed.rendezvous.peers import Peer, Waiting, this_process
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.errors import BackendUnavailableError, CollectiveTimeoutError, PeerLostError
+from flashlight_py.errors import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    DistributedError,
+    PeerLostError,
+)
 
 # While ranks connect, a look at the others' processes every so many seconds.
 _LOOK_SECONDS = 0.1
@@ -92,7 +97,7 @@ class GlooBackend(NativeBackend):
         }
         texts = store.exchange(json.dumps(card).encode())
         cards = [json.loads(text) for text in texts]
-        processes = {rank: Peer.from_record(card["peer"]) for rank, card in enumerate(cards)}
+        self._peers = [Peer.from_record(card["peer"]) for card in cards]
         addresses = b"".join(bytes.fromhex(card["addresses"][self.rank]) for card in cards)
         op = self.lib.fl_gloo_connect(
             self._group,
@@ -104,7 +109,9 @@ class GlooBackend(NativeBackend):
         work = NativeWork(self, "connect", op, addresses, NOTHING, self._joining)
         waiting = Waiting(self.rank, "connecting through Gloo")
         while not _has_ended(work, _LOOK_SECONDS):
-            self._fail_if_dead(processes)
+            dead = self._dead("connect")
+            if dead is not None:
+                raise dead
             awaited = self.lib.fl_gloo_awaited(self._group)
             waiting.look([self.numbers[awaited]] if awaited >= 0 else [])
         work.wait()
@@ -120,15 +127,24 @@ class GlooBackend(NativeBackend):
         ]
         return b"".join(mine + theirs for mine, theirs in pairs)
 
-    def _fail_if_dead(self, processes: Mapping[int, Peer]) -> None:
-        """Raise for a rank of this machine that has ended: Gloo would wait until the timeout."""
-        dead = {rank: peer for rank, peer in processes.items() if peer.is_gone()}
-        if dead:
-            who = ", ".join(f"rank {rank} ({peer})" for rank, peer in dead.items())
-            raise PeerLostError(
-                f"[connect] rank {self.rank} of {self.size}: lost {who}, whose process has ended "
-                "while the ranks were connecting: look at its own output"
-            )
+    def lost(self, doing: str) -> DistributedError | None:
+        """Return why the group cannot be used any more; see ``Backend``.
+
+        Of ranks of other machines the end is not known before something waits for them.
+        """
+        dead = self._dead(doing)
+        return super().lost(doing) or dead  # who could say why it ended said so before
+
+    def _dead(self, doing: str) -> PeerLostError | None:
+        """Return which ranks of this machine have ended, if any: Gloo would wait in vain."""
+        dead = [rank for rank, peer in enumerate(self._peers) if peer.is_gone()]
+        if not dead:
+            return None
+        return PeerLostError(
+            f"[{doing}] {self.name}: lost {names(self.numbers[rank] for rank in dead)} (its "
+            f"process has ended){who_that_was(dead, self.processes)}. Look at its own output. "
+            f"{UNUSABLE}"
+        )
 
     def _address(self, peer: int) -> bytes:
         room = self.ffi.new("char[]", MESSAGE_BYTES)

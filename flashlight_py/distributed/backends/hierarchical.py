@@ -196,7 +196,9 @@ class HierarchicalBackend(HierarchicalMessages):
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
         """Run here, or on a thread after what was started before: backends keep an order."""
         thread, number = self._callers.check(call.name), self.count[0]
-        self._running = [work for work in self._running if not work.is_completed()]
+        running = self._running  # they end in their order
+        ended = next((n for n, one in enumerate(running) if not one.is_completed()), len(running))
+        self._running = running[ended:]
         try:
             self._callers.threads.add(thread)
             if call.blocking and not self._running:
@@ -204,6 +206,7 @@ class HierarchicalBackend(HierarchicalMessages):
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "flashlight_py hierarchical")
             work = FutureWork(self._thread.submit(self._run_there, caller(), call, number, run))
+            work.failure_reported = call.compared  # by whoever compares
         finally:
             self._callers.threads.discard(thread)
         self._running.append(work)
@@ -257,6 +260,10 @@ class HierarchicalBackend(HierarchicalMessages):
         """Notify the others inside and outside of this host; see ``Backend``."""
         for backend in self._parts:
             backend.abort(cause)
+
+    def lost(self, doing: str) -> DistributedError | None:
+        """Return why the group cannot be used any more; see ``Backend``."""
+        return next(filter(None, (part.lost(doing) for part in self._parts)), None)
 
     def is_busy(self) -> bool:
         """Return whether something runs; see ``Backend``."""

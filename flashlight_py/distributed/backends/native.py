@@ -33,8 +33,7 @@ class NativeBackend(NativeGroup):
     def start(self, call: Call) -> Work:
         """Start ``call``; see ``Backend``."""
         if call.refusal:
-            self._refuse(call)
-            return Done()
+            return self._refuse(call)
         if call.is_open:
             return self._receive_open(call)
         if call.compared:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _MAX_MISSING = 64
 # What words for others begin with: the class of error that they are.
-_LOST, _LATE = "P", "T"
+_LOST, _LATE, _DIFFERENT = "P", "T", "M"
 _VERBS = {code: verb for verb in VERBS for code in (verb.code, verb.uneven) if code}
 _SHAPE = 8  # dimensions that a signature has room for
 
@@ -52,7 +52,7 @@ def failure(
     missing = sorted(room[0 : lib.fl_op_missing(handle, room, _MAX_MISSING)])
     who = _names(backend, missing) if missing else "another rank"
     if status == lib.FL_MISMATCH:
-        return MismatchError(_mismatch(where, backend, handle, number))
+        return _mismatch(where, backend, handle, number)
     if status == lib.FL_RAISED:
         return _as_told(where, text)
     if status == lib.FL_PEER_LOST:
@@ -79,15 +79,18 @@ def words_of_traceback(backend: NativeGroup, traceback: str) -> str:
 def words_of(error: DistributedError) -> str:
     """Return what the others are to raise as well: ``error``, of this or of another group."""
     kind = _LATE if isinstance(error, CollectiveTimeoutError) else _LOST
+    kind = _DIFFERENT if isinstance(error, MismatchError) else kind
     return kind + re.split(r"\[\w+\] rank \d+ of \d+: ", str(error), maxsplit=1)[-1]
 
 
 def _as_told(where: str, words: str) -> DistributedError:
-    kind = CollectiveTimeoutError if words.startswith(_LATE) else PeerLostError
-    return kind(f"{where}: {indented_traceback(words[1:])}")
+    text = f"{where}: {indented_traceback(words[1:])}"
+    if words.startswith(_DIFFERENT):
+        return MismatchError(text, group_lives=False)
+    return CollectiveTimeoutError(text) if words.startswith(_LATE) else PeerLostError(text)
 
 
-def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> str:
+def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> MismatchError:
     """List what the ranks called."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     known = [rank for rank in range(backend.size) if signatures[rank].sequence]
@@ -96,7 +99,7 @@ def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> str
         for rank in known
     ]
     which = number_in_words(lib, signatures, known, backend.numbers, number)
-    return different_calls(where, which, calls)
+    return MismatchError(different_calls(where, which, calls), calls=[call for _, call in calls])
 
 
 def _names(backend: NativeGroup, ranks: Sequence[int]) -> str:

@@ -16,10 +16,11 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.describing import Describer
 from flashlight_py.distributed.backends.interrupts import SITE_BYTES, raise_interruption
-from flashlight_py.distributed.backends.native_errors import words_of, words_of_traceback
+from flashlight_py.distributed.backends.native_errors import failure, words_of, words_of_traceback
 from flashlight_py.distributed.backends.native_work import (
     COMPARED,
     GATHERED,
+    NOTHING,
     SCATTERED,
     NativeWork,
     Received,
@@ -174,11 +175,14 @@ class NativeGroup(Backend):
         ``site`` is where it was called; None: where user code is.
         """
 
-    def _refuse(self, call: Call) -> None:
-        """Take part in ``call`` as one that equals no other's: the other ranks raise."""
+    def _refuse(self, call: Call) -> Work:
+        """Take part in ``call`` as one that equals no other's: the other ranks raise.
+
+        The Work raises ``MismatchError`` when they have; nobody needs to wait for it.
+        """
         group, thread = self._group, self._callers.check("refuse")
         if group is None:
-            return  # it has ended, which the others know
+            return Done()  # it has ended, which the others know
         site = self.ffi.new("fl_site *", {"text": text_at_site(call.refusal, SITE_BYTES)})
         null, verb = self.ffi.NULL, call.verb if call.verb.is_message else BARRIER
         try:
@@ -189,7 +193,7 @@ class NativeGroup(Backend):
             handle = self._run(group, null, null, call.peer, seconds, blocking=False, site=site)
         finally:
             self._callers.threads.discard(thread)
-        self.lib.fl_op_free(handle)  # it goes on; who refused knows how it ends
+        return NativeWork(self, call.name, handle, None, NOTHING, seconds)
 
     @abc.abstractmethod
     def call_ahead(self, rank: int) -> str:
@@ -231,9 +235,12 @@ class NativeGroup(Backend):
             self._callers.threads.discard(thread)
         if handle == self.ffi.NULL:
             return Done(output if result is GATHERED else None if result is COMPARED else result)
+        if call.compared:
+            array = None  # nobody reads it
         received = Received(call.name, result, array, output, root)
         work = NativeWork(self, call.name, handle, (array, output, room, keep), received, seconds)
-        self._track(work)
+        if not call.compared:  # else whoever compares keeps the Work
+            self._track(work)
         return work
 
     def _track(self, work: NativeWork) -> None:
@@ -308,6 +315,17 @@ class NativeGroup(Backend):
         if group is not None:
             words = words_of_traceback(self, cause) if isinstance(cause, str) else words_of(cause)
             self._abort(group, words.encode(errors="replace"))
+
+    def lost(self, doing: str) -> DistributedError | None:
+        """Return why the group cannot be used any more; see ``Backend``."""
+        group = self._group
+        if group is None:
+            return GroupClosedError(f"[{doing}] {self.name}: the group is closed")
+        handle = getattr(self.lib, f"{self.symbols}_lost")(group)
+        if handle == self.ffi.NULL:
+            return None
+        handle = self.ffi.gc(handle, self.lib.fl_op_free)
+        return failure(self, handle, self.lib.fl_op_wait(handle, 0.0), doing, self.timeout, 0)
 
     @abc.abstractmethod
     def _abort(self, group: Any, why: bytes) -> None:

@@ -61,7 +61,7 @@ class Agreement:
             DistributedError: as ``Work.wait``.
         """
         if not self._all_call(call.key, self._timeout if call.seconds is None else call.seconds):
-            raise MismatchError(self._differences(call, number))
+            raise self._differences(call, number)
         self._last, self._last_at = f"call {number}, {call.steps}", time.monotonic()
 
     def last(self) -> str:
@@ -91,14 +91,15 @@ class Agreement:
         local: Array = self._inside.start(Call(ALL_GATHER, mine, seconds=seconds)).wait()
         return local
 
-    def _differences(self, call: Call, number: int) -> str:
+    def _differences(self, call: Call, number: int) -> MismatchError:
         text = Call(ALL_GATHER, _padded(f"{call} at {call_site()}"))
         if call.seconds is not None:
             text.seconds = between_hosts(call.seconds)
         rows = self._flat.start(text).wait().reshape(-1, _TEXT_BYTES)
         calls = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
         where = f"[{call.name}] rank {self._flat.rank} of {self._flat.size}"
-        return different_calls(where, f"call {number} of this group", enumerate(calls))
+        words = different_calls(where, f"call {number} of this group", enumerate(calls))
+        return MismatchError(words, calls=calls)
 
 
 def _digest(key: str) -> bytes:

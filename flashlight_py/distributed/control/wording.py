@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 UNUSABLE = "This group cannot be used again"
+NOTHING_CHANGED = "Nothing was changed"
 
 
 def names(ranks: Iterable[int]) -> str:
@@ -42,7 +43,7 @@ def different_calls(
     where: str,
     which: str,
     calls: Iterable[tuple[int, str]],
-    outcome: str = "Nothing was changed",
+    outcome: str = NOTHING_CHANGED,
 ) -> str:
     """Say that the ranks called different things in ``which`` call."""
     return (

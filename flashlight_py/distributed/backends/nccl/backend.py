@@ -8,29 +8,25 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flashlight_py.device import Array
+from flashlight_py.distributed.arrays import require_length
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl import collect
-from flashlight_py.distributed.backends.nccl.checks import Checks, asks
-from flashlight_py.distributed.backends.nccl.communicator import Communicator
-from flashlight_py.distributed.backends.nccl.cpu_side import CpuSide
+from flashlight_py.distributed.backends.nccl.communicator import FINALIZE_SECONDS, Communicator
+from flashlight_py.distributed.backends.nccl.comparing import Comparisons, begins_at_once
 from flashlight_py.distributed.backends.nccl.dtypes import BYTES, OPS
 from flashlight_py.distributed.backends.nccl.library import version_text
-from flashlight_py.distributed.backends.nccl.messages import in_order
 from flashlight_py.distributed.backends.nccl.reduction import Reduction
 from flashlight_py.distributed.backends.nccl.streams import CommunicationStream, Flight, Flights
 from flashlight_py.distributed.backends.nccl.watchdog import Watchdog
 from flashlight_py.distributed.backends.nccl.work import Led, StreamWork
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
-from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.verbs import SEND, VERBS, Verb
 from flashlight_py.distributed.work import Done, Then, Work
-from flashlight_py.errors import DistributedError
-
-__all__ = ["NcclBackend"]
 
 _ALONE = contextlib.nullcontext()
 
@@ -38,21 +34,13 @@ _ALONE = contextlib.nullcontext()
 class NcclBackend(Backend):
     """Every rank of ``cpu`` on its GPU, joined by ``communicator``; see joining.py.
 
-    ``cpu`` is the group's backend for NumPy arrays, which stays in use: for barriers, for the
-    sizes of unequal gathers, for agreeing on messages. ``device`` is a CUDA device's index,
-    ``checks`` where ranks post what they call; None: nobody compares it.
+    ``cpu`` is the group's backend for NumPy arrays, which stays in use: for barriers, and to
+    compare what ranks call. ``device`` is a CUDA device's index.
     """
 
     kind = DistributedBackend.NCCL
 
-    def __init__(
-        self,
-        cpu: Backend,
-        communicator: Communicator,
-        cupy: Any,
-        device: int,
-        checks: Checks | None = None,
-    ) -> None:
+    def __init__(self, cpu: Backend, communicator: Communicator, cupy: Any, device: int) -> None:
         self.rank, self.size, self.device = cpu.rank, cpu.size, device
         self.functions: Any = communicator.lib
         self.path = f"NCCL {version_text(communicator.nccl.version)}, here CUDA device {device}"
@@ -65,11 +53,10 @@ class NcclBackend(Backend):
         self._steps: dict[Verb, Callable[[Call], Work]] = {
             verb: getattr(self, f"_{verb.name}") for verb in VERBS if not verb.is_message
         }
-        self._checks = checks
-        self._watchdog = Watchdog(cupy, device, communicator, self._flights, cpu, checks)
-        self._cpu = CpuSide(cpu, communicator, self._watchdog.look)
-        abort.watch(self)
-        communicator.who_is_missing = self._cpu.who_is_missing
+        self._comparisons = Comparisons(cpu, communicator)
+        looked_at = communicator, self._flights, self._comparisons
+        self._watchdog = Watchdog(cupy, device, *looked_at)
+        communicator.who_is_missing = self._comparisons.who_is_missing
         communicator.look = functools.partial(self._watchdog.look, needs_all=True)
 
     def start(self, call: Call) -> Work:
@@ -80,44 +67,42 @@ class NcclBackend(Backend):
         the host must know the sizes.
         """
         if call.refusal:
-            self._refuse(call)
-            return Done()
+            return self._refuse(call)
         if call.verb.is_message:
             return Then(self._exchange([call]), lambda arrays: arrays[0])
-        if call.rows is None or not call.verb.reduces:
-            self._post(call)
-        return self._steps[call.verb](call)
+        if not begins_at_once(call.verb):
+            self._require(call)
+            return self._steps[call.verb](call)
+        with self._communicator.lock:  # NCCL begins calls in the order in which they are compared
+            self._require(call)
+            self._comparisons.post(call)
+            return self._steps[call.verb](call)
 
     def start_many(self, calls: Sequence[Call]) -> Work:
         """Start several all_reduces, or messages, as one; see ``Backend``."""
         if calls[0].verb.is_message:
             return self._exchange(calls)
-        for call in calls:
-            self._post(call)
-        return self._all_reduce_together(calls, [call.array for call in calls])
+        with self._communicator.lock:
+            for call in calls:
+                self._require(call)
+            for call in calls:
+                self._comparisons.post(call)
+            return self._all_reduce_together(calls, [call.array for call in calls])
 
-    def _post(self, call: Call) -> None:
-        """Let the others see what is called here."""
-        if self._checks is not None:
-            self._checks.post(call)
+    def _require(self, call: Call) -> None:
+        """Raise where ``call`` cannot be begun, before anything is sent."""
+        given = (call.array, call.out)
+        self._check_device(call.name, [array for array in given if array is not None])
+        with self._communicator.lock:
+            self._communicator.require(call.name)
 
-    def _refuse(self, call: Call) -> None:
-        """Have the others raise. What NCCL has begun there ends this group.
-
-        Of a message the peer raises where the two compare what they have.
-        """
+    def _refuse(self, call: Call) -> Work:
+        """Have the others raise. What NCCL has begun there ends this group."""
         if call.verb.is_message:
-            self._cpu.refuse_message(call)
-            return
-        if self._checks is not None:
-            self._checks.post(call)
-        if self._checks is None or asks(call):
-            self._cpu.refuse(call)
-
-    def abort(self, cause: str | DistributedError) -> None:
-        """Report to the others what this rank's program has raised; see ``Backend``."""
-        if self._checks is not None and isinstance(cause, str):
-            self._checks.give_up(cause)
+            self._comparisons.refuse_message(call)
+        else:
+            self._comparisons.refuse(call)
+        return Done()
 
     def _all_reduce(self, call: Call) -> Work:
         return self._all_reduce_together([call], call.array)
@@ -132,7 +117,7 @@ class NcclBackend(Backend):
         array, mine = call.array, None if call.rows is None else call.rows[self.rank]
         part = self._room(call, call.verb.shape(array.shape, self.size, mine)[0])
         if call.rows is not None:
-            return collect.reduce_each(self, call, part)
+            return collect.reduce_each(self._reduce, call, part, self.rank)
         pairs = [(array, part)] if array.size else []
         begin = functools.partial(self._reduce_pairs, call, self.functions.ncclReduceScatter, pairs)
         return self.launch(call, begin, [array, part][: 2 * len(pairs)], part)
@@ -156,12 +141,13 @@ class NcclBackend(Backend):
         return self.launch(call, begin, [array] if array.size else [], array)
 
     def _all_gather(self, call: Call) -> Work:
-        array, rows = call.array, self._cpu.rows_of_all(call)
-        self._cpu.require_fit(call, call.out, sum(rows))
-        joined = self._room(call, sum(rows))
+        rows = self._comparisons.ask(call)
+        return self._into(call, sum(rows), lambda joined: self._gather_all(call, joined, rows))
+
+    def _gather_all(self, call: Call, joined: Array, rows: Sequence[int]) -> Work:
         row = joined.nbytes // max(sum(rows), 1)
-        begin = functools.partial(self._gather_rows, array, joined, [row * n for n in rows])
-        return self.launch(call, begin, [array, joined] if joined.size else [], joined)
+        begin = functools.partial(self._gather_rows, call.array, joined, [row * n for n in rows])
+        return self.launch(call, begin, [call.array, joined] if joined.size else [], joined)
 
     def _gather_rows(self, array: Array, joined: Array, lengths: Sequence[int]) -> None:
         """Gather ``lengths`` bytes from each rank: unequal ones as one broadcast from each."""
@@ -179,27 +165,41 @@ class NcclBackend(Backend):
                 start += length
 
     def _gather(self, call: Call) -> Work:
-        rows, here = self._cpu.rows_of_all(call), self.rank == call.root
-        self._cpu.require_fit(call, call.out if here else None, sum(rows))
-        return collect.gather(self, call, self._room(call, sum(rows)) if here else None, rows)
+        rows = self._comparisons.ask(call)
+        if self.rank != call.root:
+            return collect.gather(self, call, None, rows)
+        return self._into(call, sum(rows), lambda joined: collect.gather(self, call, joined, rows))
 
     def _scatter(self, call: Call) -> Work:
         out = call.out
         if out is None:
             assert call.array is not None  # other ranks know by their out that a GPU is meant
             out = self.empty(call.array.shape[1:], call.array)
-        self._cpu.rows_of_all(call, equal=True)
+        self._comparisons.ask(call)
         return collect.scatter(self, call, out)
 
     def _all_to_all(self, call: Call) -> Work:
         sends = receives = [call.array.shape[0] // self.size] * self.size
-        self._cpu.rows_of_all(call, equal=call.rows is None)
+        self._comparisons.ask(call)
         if call.rows is not None:
-            sends, receives = list(call.rows), self._cpu.rows_for_this_rank(call)
-            self._cpu.require_fit(call, call.out, sum(receives))
+            sends, receives = list(call.rows), self._comparisons.rows_for_this_rank(call)
             if call.received is not None:
                 call.received += receives
-        return collect.all_to_all(self, call, self._room(call, sum(receives)), sends, receives)
+        return self._into(
+            call, sum(receives), lambda got: collect.all_to_all(self, call, got, sends, receives)
+        )
+
+    def _into(self, call: Call, rows: int, run: Callable[[Array], Work]) -> Work:
+        """Have ``run`` fill where the result of ``call`` goes, of ``rows`` rows.
+
+        Where ``out`` has others, which raises ValueError on this rank, that is a new array: the
+        other ranks have begun.
+        """
+        out: Any = call.out
+        if out is None or out.shape[0] == rows:
+            return run(self._room(call, rows))
+        work = run(self._room(replace(call, out=None), rows))
+        return Then(work, lambda _: require_length(call.name, out, rows, self.rank, self.size))
 
     def _room(self, call: Call, rows: Any) -> Array:
         """Return where the result of ``call`` goes, of ``rows`` rows."""
@@ -209,9 +209,12 @@ class NcclBackend(Backend):
 
     def _exchange(self, calls: Sequence[Call]) -> Work:
         """Send and receive, begun as one; blocks until the peers do their part."""
-        self._cpu.agree_on_messages(calls)
+        for call in calls:
+            self._require(call)
+        self._comparisons.ask_for_messages(calls)
         name = calls[0].name if len(calls) == 1 else "exchange"
-        full = [call for call in in_order(calls) if call.array.size]
+        # NCCL knows no tags: both ends begin messages in their order.
+        full = [call for call in sorted(calls, key=lambda call: call.tag) if call.array.size]
 
         def begin() -> None:
             with self.together(name) if len(full) > 1 else _ALONE:
@@ -226,9 +229,8 @@ class NcclBackend(Backend):
 
     def _barrier(self, call: Call) -> Work:
         """Block until this rank's collectives have ended and every rank is here."""
-        self._communicator.require("barrier")
         self.synchronize()
-        return self._cpu.barrier(call)
+        return self._comparisons.wait_for_all(call)
 
     def synchronize(self) -> None:
         """Block the host until every collective that this rank has started has ended."""
@@ -237,18 +239,21 @@ class NcclBackend(Backend):
             work = StreamWork(self, newest, None)
             work.block()  # the watchdog sees to it that this ends
             work.wait()
+        self._comparisons.finish()  # what differs in its scale ends on the device all the same
+        self._communicator.require_unbroken()
 
     def is_busy(self) -> bool:
         """Return whether a collective is on its way; see ``Backend``."""
-        return self._flights.oldest() is not None
+        return self._flights.oldest() is not None or self._comparisons.are_pending()
 
     def close(self) -> None:
         """End the communicator, cutting off what still runs; may be repeated."""
         self._watchdog.stop()
-        with self._on_device():
-            self._communicator.close()
-        if self._checks is not None:
-            self._checks.close()
+        with self._on_device(), self._communicator.lock:
+            if self._flights.newest() is not None:
+                self._comparisons.find_lost("close")  # nothing waits for those who have gone
+            if self._communicator.close():  # else nobody waits for this rank
+                self._comparisons.finish(FINALIZE_SECONDS)
         self._flights.clear()
 
     def launch(
@@ -265,18 +270,16 @@ class NcclBackend(Backend):
         stream waits at once; the host does so in neither case.
 
         Raises:
-            ValueError: an array is on another device than this rank's.
             DistributedError: as :meth:`Communicator.call`.
         """
         verb, blocking = name or call.name, call.blocking
-        self._check_device(verb, arrays)
         with self._communicator.lock, self._on_device():
             self._communicator.require(verb)
             if not arrays:
                 return Done(result)
             self._stream.follow()
             begin()
-            flight = Flight(verb, self._stream.mark(), arrays)
+            flight = Flight(verb, self._stream.mark(), arrays, self._comparisons.latest)
             self._flights.add(flight)
             if blocking:
                 self._stream.lead(flight.event)

@@ -5,6 +5,7 @@ Each moves bytes, one block per rank. A rank's message to itself is a message to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,110 +18,74 @@ from flashlight_py.distributed.work import AllOf, Then, Work
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 
-__all__ = ["all_to_all", "gather", "reduce_each", "scatter"]
 
-
-def reduce_each(backend: NcclBackend, call: Call, mine: Array) -> Work:
+def reduce_each(reduce: Callable[[Call], Work], call: Call, mine: Array, rank: int) -> Work:
     """Reduce the first ``rows[0]`` rows of the array onto rank 0, and so on; ``mine`` here."""
     assert call.rows is not None
     works, end = list[Work](), 0
     for root, count in enumerate(call.rows):
         part = call.array[end : end + count]
         end += count
-        if root == backend.rank:
+        if root == rank:
             mine[...] = part
             part = mine
         step = Call(REDUCE, part, call.op, call.scale, root, blocking=call.blocking)
-        works.append(backend.start(step))
+        works.append(reduce(step))
     return Then(AllOf(works), lambda _: mine)
 
 
 def gather(backend: NcclBackend, call: Call, joined: Array | None, rows: Sequence[int]) -> Work:
     """Fill ``joined``, which only the root has, with the arrays of all ranks, of ``rows`` rows."""
     array = call.array
-    lengths = [n * _row(array) for n in rows]
-
-    def messages() -> None:
-        _send(backend, "gather", array, 0, array.nbytes, call.root)
-        if joined is not None:
-            _receive_all(backend, "gather", joined, lengths)
-
-    return _launch(backend, call, messages, [array, joined], joined)
+    sent = {call.root: array.nbytes}
+    return _launch(backend, call, (array, sent), (joined, _lengths(array, rows)), joined)
 
 
 def scatter(backend: NcclBackend, call: Call, part: Array) -> Work:
     """Fill ``part`` with this rank's part of the array that only the root has, in rank order."""
-    array = call.array
-
-    def messages() -> None:
-        if array is not None:
-            _send_all(backend, "scatter", array, [part.nbytes] * backend.size)
-        _receive(backend, "scatter", part, 0, part.nbytes, call.root)
-
-    return _launch(backend, call, messages, [part, array], part)
+    sent = dict.fromkeys(range(backend.size), part.nbytes)
+    return _launch(backend, call, (call.array, sent), (part, {call.root: part.nbytes}), part)
 
 
 def all_to_all(
     backend: NcclBackend, call: Call, got: Array, sends: Sequence[int], receives: Sequence[int]
 ) -> Work:
     """Send ``sends[r]`` rows to rank r and fill ``got`` with ``receives[r]`` rows of rank r."""
-    array, row = call.array, _row(call.array)
-
-    def messages() -> None:
-        _send_all(backend, "all_to_all", array, [n * row for n in sends])
-        _receive_all(backend, "all_to_all", got, [n * row for n in receives])
-
-    return _launch(backend, call, messages, [array, got], got)
+    array = call.array
+    sent, received = _lengths(array, sends), _lengths(array, receives)
+    return _launch(backend, call, (array, sent), (got, received), got)
 
 
-def _row(array: Array) -> int:
-    """Return the bytes of one row."""
-    row = array.dtype.itemsize
-    for extent in array.shape[1:]:
-        row *= extent
-    return row
+def _lengths(array: Array, rows: Sequence[int]) -> dict[int, int]:
+    """Return how many bytes ``rows[r]`` rows are, for each rank r."""
+    row = array.dtype.itemsize * math.prod(array.shape[1:])
+    return {rank: count * row for rank, count in enumerate(rows)}
 
 
 def _launch(
     backend: NcclBackend,
     call: Call,
-    messages: Callable[[], None],
-    arrays: list[Array | None],
+    sent: tuple[Array | None, dict[int, int]],
+    received: tuple[Array | None, dict[int, int]],
     result: Array | None,
 ) -> Work:
+    """Exchange blocks: of each array, if there is one, so many bytes for each rank, in order."""
+    functions = backend.functions.ncclSend, backend.functions.ncclRecv
+    ways = [
+        (function, array, lengths)
+        for function, (array, lengths) in zip(functions, (sent, received), strict=True)
+        if array is not None
+    ]
+
     def begin() -> None:
         with backend.together(call.name):
-            messages()
+            for function, array, lengths in ways:
+                start = 0
+                for rank, length in lengths.items():
+                    if length:
+                        there = backend.pointer(array, start)
+                        backend.call(call.name, function, there, length, BYTES, rank)
+                    start += length
 
-    kept = [array for array in arrays if array is not None and array.size]
+    kept = [array for _, array, _ in ways if array.size]
     return backend.launch(call, begin, kept, result)
-
-
-def _send_all(backend: NcclBackend, verb: str, array: Array, lengths: Sequence[int]) -> None:
-    start = 0
-    for rank, length in enumerate(lengths):
-        _send(backend, verb, array, start, length, rank)
-        start += length
-
-
-def _receive_all(backend: NcclBackend, verb: str, array: Array, lengths: Sequence[int]) -> None:
-    start = 0
-    for rank, length in enumerate(lengths):
-        _receive(backend, verb, array, start, length, rank)
-        start += length
-
-
-def _send(
-    backend: NcclBackend, verb: str, array: Array, offset: int, length: int, peer: int
-) -> None:
-    if length:
-        function = backend.functions.ncclSend
-        backend.call(verb, function, backend.pointer(array, offset), length, BYTES, peer)
-
-
-def _receive(
-    backend: NcclBackend, verb: str, array: Array, offset: int, length: int, peer: int
-) -> None:
-    if length:
-        function = backend.functions.ncclRecv
-        backend.call(verb, function, backend.pointer(array, offset), length, BYTES, peer)

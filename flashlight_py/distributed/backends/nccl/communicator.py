@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError, GroupClosedError
 
-__all__ = ["Communicator"]
-
 _log = logging.getLogger("flashlight_py")
 
 _MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
@@ -33,7 +31,7 @@ _INTERVAL = 0.0005
 _LOOK_INTERVAL = 0.2
 _MOST_SCALED_SUMS = 64
 # How long the end of an orderly shutdown may take, before the communicator is cut off instead.
-_FINALIZE_SECONDS = 5.0
+FINALIZE_SECONDS = 5.0
 
 # What is wrong in words, and the class of error that it is, if that is known better now.
 Diagnosis = Callable[[], tuple[type[DistributedError] | None, str]]
@@ -155,12 +153,16 @@ class Communicator:
             GroupClosedError: it was closed, or broke before (which the message repeats).
             DistributedError: it broke, and nobody has been told yet.
         """
-        if self.broken is not None and not self._was_told:
-            raise self.error()
+        self.require_unbroken()
         if self.broken is not None:
             raise GroupClosedError(f"{self._doing(verb)}: NCCL broke before: {self.error()}")
         if self.handle == self.nccl.ffi.NULL:
             raise GroupClosedError(f"{self._doing(verb)}: the group is closed")
+
+    def require_unbroken(self) -> None:
+        """Raise what broke the communicator, unless that has been raised before."""
+        if self.broken is not None and not self._was_told:
+            raise self.error()
 
     def error(self) -> DistributedError:
         """Return what broke it, and who is missing; for the user's thread, since that may ask."""
@@ -182,6 +184,7 @@ class Communicator:
                 return
             state = self.poll()
             if failure:
+                self.who_is_missing = None  # it is this rank
                 self.fail(
                     DistributedError(
                         f"{self._doing(verb)}: CUDA has failed, in this collective or in a kernel "
@@ -210,19 +213,20 @@ class Communicator:
             )
         )
 
-    def close(self) -> None:
-        """End in order where all ranks do so within a few seconds, else cut off."""
+    def close(self) -> bool:
+        """End in order where all ranks do so within a few seconds, else cut off; returns which."""
         with self.lock:
             if self.handle == self.nccl.ffi.NULL:
-                return
+                return False
             status = self.lib.ncclCommFinalize(self.handle)
             if status == self.lib.ncclInProgress:
-                status = self._settle(min(self.timeout, _FINALIZE_SECONDS))
-            if status != self.lib.ncclSuccess:
-                _log.info("%s; cutting NCCL off", self.nccl.failure(self._doing("close"), status))
-                self._abort()
-            else:
+                status = self._settle(min(self.timeout, FINALIZE_SECONDS))
+            if status == self.lib.ncclSuccess:
                 self._release(self.lib.ncclCommDestroy)
+                return True
+            _log.info("%s; cutting NCCL off", self.nccl.failure(self._doing("close"), status))
+            self._abort()
+            return False
 
     def _check(self, verb: str, status: int) -> None:
         """Wait while ``status`` is ncclInProgress; end the communicator if it is a failure.
@@ -230,7 +234,9 @@ class Communicator:
         NCCL allows no other call before that, and nothing on the stream (ncclCommGetAsyncError).
         """
         if status == self.lib.ncclInProgress:
-            status = self._settle(self.timeout, self.look)
+            # Who looks knows more of a rank that is late, at about the same time.
+            patience = 0 if self.look is None else 3 * _LOOK_INTERVAL
+            status = self._settle(self.timeout + patience, self.look)
         if self.broken is not None:
             raise self.error()
         if status == self.lib.ncclInProgress:

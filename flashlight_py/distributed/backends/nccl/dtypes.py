@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from flashlight_py.distributed.constants import ReduceOp
 
-__all__ = ["BYTES", "OPS", "Form", "form_of"]
-
 # ncclDataType_t, as csrc/nccl/nccl.cdef.h declares it.
 _CODES = {
     "int8": 0,

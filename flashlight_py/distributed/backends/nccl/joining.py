@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 from flashlight_py.distributed import devices
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
-from flashlight_py.distributed.backends.nccl.checks import begin_checks
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load
 from flashlight_py.distributed.backends.nccl.meeting import Card, agree_on_outcome, meet
 from flashlight_py.distributed.devices import DeviceRule
 from flashlight_py.distributed.exchange import Steps
-from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import BackendUnavailableError, DistributedError
 
-__all__ = ["join_gpus"]
 
-
-def join_gpus(
-    rule: DeviceRule,
-    timeout: float,
-    joining: float,
-    cpu: Backend,
-    connect: Callable[[Store], Backend],
-) -> NcclBackend:
+def join_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend) -> NcclBackend:
     """Join the ranks of ``cpu``, each on the GPU that ``rule`` gives it. Collective, blocking.
 
-    ``timeout`` is in seconds, for each collective, and ``joining`` for each step before them;
-    ``connect`` joins one rank of each host.
+    ``timeout`` is in seconds, for each collective, and ``joining`` for each step before them.
 
     Raises:
         UnavailableEverywhereError: NCCL, CuPy or a GPU of its own is missing on a rank; raised on
@@ -39,19 +27,13 @@ def join_gpus(
         DistributedError: NCCL failed, or a rank (named) did not come.
     """
     tools, card = _look(rule, first=cpu.rank == 0)
-    patient = Steps(cpu, seconds=joining)
-    unique_id = meet(patient, card)
+    unique_id = meet(Steps(cpu, seconds=joining), card)
     assert tools is not None  # else meet has raised the problem
     nccl, cupy, index = tools
     with cupy.cuda.Device(index):
         communicator = _communicator(cpu, nccl, unique_id, joining)
-    try:
-        checks = begin_checks(patient, connect)
-    except BaseException:
-        communicator.close()
-        raise
     communicator.timeout = timeout
-    return NcclBackend(cpu, communicator, cupy, index, checks)
+    return NcclBackend(cpu, communicator, cupy, index)
 
 
 def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] | None, Card]:

@@ -18,8 +18,6 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-__all__ = ["NcclLibrary", "Opener", "load", "open_first", "version_text"]
-
 VARIABLE = "FLASHLIGHT_NCCL_LIBRARY"
 WHEELS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 SONAME = "libnccl.so.2"

@@ -15,8 +15,6 @@ from flashlight_py.distributed.backends.nccl.library import version_text
 from flashlight_py.distributed.exchange import exchange_bytes
 from flashlight_py.errors import DistributedError, UnavailableEverywhereError
 
-__all__ = ["Card", "agree_on_outcome", "meet"]
-
 
 @dataclass(frozen=True)
 class Card:

@@ -12,8 +12,6 @@ from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.backends.nccl.dtypes import Form, form_of
 from flashlight_py.distributed.constants import ReduceOp
 
-__all__ = ["Reduction"]
-
 
 class Reduction:
     """``target = scale * (op over the ranks' source)``; ``target`` may be ``source`` itself.

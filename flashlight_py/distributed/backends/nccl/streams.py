@@ -7,6 +7,7 @@ waits of streams for events on the device: the host goes on at once.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -15,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashlight_py.device import Array
-
-__all__ = ["CommunicationStream", "Flight", "Flights"]
+from flashlight_py.distributed.work import Done, Work
 
 
 class CommunicationStream:
@@ -57,7 +57,7 @@ class CommunicationStream:
 class Flight:
     """A collective that was given to the device; ``started`` is a time in seconds.
 
-    ``ended`` is when it was first seen to have ended.
+    ``ended`` is when it was first seen to have ended, ``compared`` what compares the calls of it.
 
     ``arrays`` are kept: CuPy would hand the memory of one that is dropped to whoever asks next on
     the stream that it was made on, while the collective still reads and writes it.
@@ -66,9 +66,19 @@ class Flight:
     verb: str
     event: Any
     arrays: Sequence[Array]
+    compared: Work = field(default_factory=Done)
     started: float = field(default_factory=time.monotonic)
     landed: bool = False
     ended: float | None = None
+
+    def begun(self) -> float:
+        """Return since when all ranks had called it, in seconds; inf: not yet, as far as is known.
+
+        So long another limit holds, that of the comparison.
+        """
+        if not self.compared.is_completed():
+            return math.inf
+        return max(self.started, self.compared.end_time() or 0.0)
 
     def ask(self) -> bool:
         """Return whether it has ended; lets go of the arrays when it has."""

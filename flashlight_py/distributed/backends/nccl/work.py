@@ -13,8 +13,6 @@ from flashlight_py.errors import CollectiveTimeoutError
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 
-__all__ = ["Led", "StreamWork"]
-
 # CUDA has no wait with a time limit, and one without would not answer Ctrl-C.
 _INTERVAL = 0.0002
 

@@ -1,0 +1,193 @@
+"""What the ranks call, compared over the group's backend for NumPy arrays: NCCL compares nothing.
+
+What reduces or broadcasts is given to the device at once, and compared meanwhile: where calls
+differ, or a rank is missing, NCCL's kernels would wait for ever, and the communicator is aborted.
+Of all else the host has to know sizes or peers, so that it is compared before NCCL begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.nccl.communicator import Communicator
+from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.control.wording import NOTHING_CHANGED
+from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, VERBS, Verb
+from flashlight_py.distributed.work import Done, Work
+from flashlight_py.errors import (
+    CollectiveTimeoutError,
+    DistributedError,
+    GroupClosedError,
+    MismatchError,
+    PeerLostError,
+)
+
+# How long the others may take to answer when one of them seems to be missing.
+_DIAGNOSIS_SECONDS = 10.0
+_ENDS_OF_GROUPS = (MismatchError, PeerLostError, CollectiveTimeoutError, GroupClosedError)
+
+
+def begins_at_once(verb: Verb) -> bool:
+    """Return whether NCCL is given ``verb`` before the ranks have compared it."""
+    return verb.reduces or (verb.in_place and not verb.is_message)
+
+
+_BEGUN = tuple(f"{verb}(cupy " for verb in VERBS if begins_at_once(verb))
+_BEGUN_IN_WORDS = (
+    "NCCL had begun it, so what the arrays hold is undefined, and this group cannot be used again"
+)
+
+
+class Comparisons:
+    """Compares calls over ``cpu``; the first that fails ends ``communicator``.
+
+    Those that were posted are looked at by whoever comes: the next call, the watchdog, a wait.
+    """
+
+    def __init__(self, cpu: Backend, communicator: Communicator) -> None:
+        self._cpu, self._communicator = cpu, communicator
+        self._posted: deque[Work] = deque()  # guarded by the communicator's lock, as what follows
+        self.latest: Work = Done()
+
+    def post(self, call: Call) -> None:
+        """Begin to compare ``call``, which NCCL is about to begin; the lock is held.
+
+        Raises:
+            DistributedError: what an earlier comparison has found.
+        """
+        self._add(_compared(call, blocking=False))
+        self.look()
+        self._communicator.require(call.name)
+
+    def refuse(self, call: Call) -> None:
+        """Have the others raise, and this rank's communicator end if theirs do."""
+        with self._communicator.lock:
+            self._add(call)
+
+    def _add(self, call: Call) -> None:
+        self.latest = self._cpu.start(call)
+        self._posted.append(self.latest)
+
+    def look(self) -> None:
+        """End the communicator if a comparison has failed; the lock is held. Does not wait."""
+        while self._posted and self._posted[0].is_completed():
+            error = _failure(self._posted.popleft())
+            if error is not None:
+                self._judge(error)
+
+    def are_pending(self) -> bool:
+        """Return whether something is still being compared; does not wait."""
+        return self._oldest() is not None
+
+    def finish(self, seconds: float | None = None) -> None:
+        """Block until all that was posted has been compared, but for each at most ``seconds``."""
+        while (work := self._oldest()) is not None:
+            if _failure(work, seconds) is not None and not work.is_completed():
+                return
+
+    def _oldest(self) -> Work | None:
+        with self._communicator.lock:
+            self.look()
+            ended = self._communicator.broken is not None or not self._posted
+            return None if ended else self._posted[0]
+
+    def ask(self, call: Call) -> Any:
+        """Block until every rank has called what goes with ``call``; see ``Call.compared``.
+
+        Raises:
+            MismatchError: the ranks called different things; if NCCL has begun any of them on
+                another rank, that ends the communicator.
+            DistributedError: as ``Work.wait``; that ends it too.
+        """
+        with self._asking():
+            return self._cpu.start(_compared(call, blocking=True)).wait()
+
+    def ask_for_messages(self, calls: Sequence[Call]) -> None:
+        """Block until the peer of each message has called its counterpart; raises as ``ask``."""
+        with self._asking():
+            self._cpu.start_many([_compared(call, blocking=True) for call in calls]).wait()
+
+    def rows_for_this_rank(self, call: Call) -> list[int]:
+        """Return how many rows each rank has for this one, which has ``rows`` for them."""
+        mine, size = np.array(call.rows, np.int64), self._cpu.size
+        step = Call(ALL_GATHER, mine, part_of="all_to_all(rows=...)")
+        with self._asking():
+            table = self._cpu.start(step).wait().reshape(size, size)
+        return [int(rows) for rows in table[:, self._cpu.rank]]
+
+    def wait_for_all(self, call: Call) -> Work:
+        """Wait in the barrier ``call`` until every rank is here; raises as ``ask``."""
+        with self._asking():
+            return Done(self._cpu.start(replace(call, blocking=True)).wait())
+
+    def refuse_message(self, call: Call) -> None:
+        """Have the peer raise."""
+        self._cpu.start(call)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except _ENDS_OF_GROUPS as error:
+            with self._communicator.lock:
+                self.look()
+                self._judge(error)
+                if self._communicator.broken in (None, error):
+                    raise
+                raise self._communicator.error() from error
+
+    def _judge(self, error: DistributedError) -> None:
+        """End the communicator because of ``error``, unless NCCL has begun none of the calls."""
+        if not isinstance(error, MismatchError) or not error.group_lives:
+            self._end(error)
+        elif any(call.startswith(_BEGUN) for call in error.calls):
+            words = str(error).replace(NOTHING_CHANGED, _BEGUN_IN_WORDS)
+            self._end(MismatchError(words, group_lives=False, calls=error.calls))
+
+    def find_lost(self, doing: str) -> None:
+        """End the communicator if a rank is lost, though nothing waits for it; the lock is held."""
+        trouble = self._cpu.lost(doing)
+        if trouble is not None:
+            self._end(trouble)
+
+    def _end(self, trouble: DistributedError) -> None:
+        """Cut off what runs on the device, and whoever waits for this rank over ``cpu``."""
+        self._communicator.who_is_missing = None  # that is known
+        self._communicator.fail(trouble)
+        self._cpu.abort(trouble)
+
+    def who_is_missing(self) -> tuple[type[DistributedError] | None, str]:
+        """Find out who is still there, after NCCL has failed; the others raise as well."""
+        seconds = min(self._communicator.timeout, _DIAGNOSIS_SECONDS)
+        refusal = f"nothing more, as NCCL has failed there: {self._communicator.broken}"
+        try:
+            self._cpu.start(Call(BARRIER, seconds=seconds, refusal=refusal)).wait()
+        except MismatchError:
+            return None, f"Every rank answered over {self._cpu.path}, so none is gone"
+        except DistributedError as error:
+            lost = PeerLostError if isinstance(error, PeerLostError) else None
+            return lost, f"Asked over {self._cpu.path}: {error}"
+        return None, f"Nothing is known over {self._cpu.path}"
+
+
+def _failure(work: Work, seconds: float | None = None) -> DistributedError | None:
+    """Wait for ``work``, up to ``seconds``, and return why it has failed, or not ended; or None."""
+    try:
+        work.wait(seconds)
+    except DistributedError as error:
+        return error
+    return None
+
+
+def _compared(call: Call, blocking: bool) -> Call:
+    """Return ``call`` as one that ranks only compare; faster than ``replace``."""
+    how = call.op, call.scale, call.root, call.peer, call.tag, call.rows, call.out
+    rest = blocking, call.seconds, call.part_of
+    return Call(call.verb, call.array, *how, *rest, compared=True)
