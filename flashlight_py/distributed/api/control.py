@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.integers import check_seconds
 from flashlight_py.distributed.membership import of
@@ -39,3 +40,9 @@ def sync_distributed(group: ProcessGroup | None = None) -> None:
         DistributedError: one of them failed; as for :func:`all_reduce`.
     """
     of(group).synchronize()
+
+
+class Methods:
+    """Of a group."""
+
+    barrier = method(barrier)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import Steps, exchange_bytes
@@ -21,7 +22,7 @@ from flashlight_py.errors import MismatchError
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
 
-__all__ = ["MemberStore", "new_group", "split"]
+__all__ = ["new_group", "split"]
 
 # Users' tags begin at 0: this one is for members that are about to become a group.
 _TAG = -1
@@ -195,3 +196,10 @@ def _unpack(packed: bytes, count: int) -> list[bytes]:
     lengths = np.frombuffer(packed[: 8 * count], np.int64)
     ends = np.cumsum(lengths) + 8 * count
     return [packed[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+
+
+class Methods:
+    """Of a group."""
+
+    new_group = method(new_group)
+    split = method(split)

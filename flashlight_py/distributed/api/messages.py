@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.integers import check_rank
 from flashlight_py.distributed.membership import native, native_sendrecv, of
 from flashlight_py.distributed.messaging import P2POp, begin_all, ends_of, exchange, run
@@ -192,3 +193,14 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: ProcessGroup | None = None) -
     members, given = of(group), [getattr(op, "x", None) for op in ops]
     with refusing(members, "batch_isend_irecv", ends_of(ops), given):
         return AllOf(begin_all(members, ops))
+
+
+class Methods:
+    """Of a group."""
+
+    send = method(send)
+    recv = method(recv)
+    isend = method(isend)
+    irecv = method(irecv)
+    sendrecv = method(sendrecv)
+    batch_isend_irecv = method(batch_isend_irecv)
