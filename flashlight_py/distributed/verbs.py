@@ -23,10 +23,12 @@ __all__ = [
     "ALL_TO_ALL",
     "BARRIER",
     "BROADCAST",
+    "EXSCAN",
     "GATHER",
     "RECV",
     "REDUCE",
     "REDUCE_SCATTER",
+    "SCAN",
     "SCATTER",
     "SEND",
     "VERBS",
@@ -56,6 +58,14 @@ def _exchanged(shape: tuple[int, ...], size: int, rows: int | None) -> Shape:
 
 def _reduced(arrays: Sequence[Array], rank: int, call: Call) -> Array:
     return combined(arrays, call.op, call.scale)
+
+
+def _up_to_here(arrays: Sequence[Array], rank: int, call: Call) -> Array:
+    return combined(arrays[: rank + 1], call.op, call.scale)
+
+
+def _before(arrays: Sequence[Array], rank: int, call: Call) -> Array:
+    return combined(arrays[:rank], call.op, call.scale)
 
 
 def _parts(array: Array, size: int, rows: Sequence[int] | None) -> list[Array]:
@@ -151,6 +161,8 @@ class Verb:
 
 ALL_REDUCE = Verb("all_reduce", 1, ("op", "scale"), "array", _reduced, numbers=True)
 REDUCE = Verb("reduce", 8, ("op", "scale", "root"), "root's array", _reduced, numbers=True)
+SCAN = Verb("scan", 14, ("op", "scale"), "array", _up_to_here, prefix=True, numbers=True)
+EXSCAN = Verb("exscan", 15, ("op", "scale"), "later array", _before, prefix=True, numbers=True)
 REDUCE_SCATTER = Verb(
     *("reduce_scatter", 2, ("op", "scale", "rows"), "result", _reduced_part, _part),
     cuts=True,
@@ -170,5 +182,5 @@ RECV = Verb("recv", 7, ("tag",), "array")
 
 VERBS = (
     *(ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL),
-    *(BARRIER, SEND, RECV),
+    *(SCAN, EXSCAN, BARRIER, SEND, RECV),
 )

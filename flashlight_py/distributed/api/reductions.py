@@ -10,13 +10,13 @@ from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.constants import Op
 from flashlight_py.distributed.membership import native
 from flashlight_py.distributed.running import collective
-from flashlight_py.distributed.verbs import ALL_REDUCE, REDUCE, REDUCE_SCATTER
+from flashlight_py.distributed.verbs import ALL_REDUCE, EXSCAN, REDUCE, REDUCE_SCATTER, SCAN
 from flashlight_py.distributed.work import Work
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
 
-__all__ = ["all_reduce", "reduce", "reduce_scatter"]
+__all__ = ["all_reduce", "reduce", "reduce_scatter", "scan", "exscan"]
 
 X = TypeVar("X")
 
@@ -249,9 +249,127 @@ def reduce_scatter(
     return collective(group, REDUCE_SCATTER, x, **how, async_op=async_op)
 
 
+@overload
+def scan(
+    x: X,
+    op: Op = "sum",
+    scale: float = 1.0,
+    async_op: Literal[False] = False,
+    group: ProcessGroup | None = None,
+) -> X: ...
+@overload
+def scan(
+    x: X,
+    op: Op = "sum",
+    scale: float = 1.0,
+    *,
+    async_op: Literal[True],
+    group: ProcessGroup | None = None,
+) -> Work[X]: ...
+@overload
+def scan(
+    x: X,
+    op: Op = "sum",
+    scale: float = 1.0,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any: ...
+def scan(
+    x: Any,
+    op: Op = "sum",
+    scale: float = 1.0,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any:
+    """Combine ``x`` of the ranks up to this one, in rank order: a prefix reduction.
+
+    In place; afterwards rank r holds ``scale`` times the result of ranks 0 to r, with the same bits
+    in every run. Small arrays travel with the call, large ones in pieces from rank to rank.
+
+    Args:
+        x: array, or a number, as of :func:`all_reduce`; the same shape and dtype on every rank.
+        op: as for :func:`all_reduce`; ``"avg"`` divides by r + 1, as many as are combined.
+        scale: real number that the result is multiplied by.
+        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
+        group: the process group, default the world.
+
+    Returns:
+        ``x``, or the result where ``x`` is a number; or the ``Work``. Blocks unless ``async_op``.
+
+    Raises:
+        TypeError, ValueError, OverflowError, DistributedError: as for :func:`all_reduce`.
+
+    Example:
+        >>> fl.scan(np.array([1.0, 2.0]))  # one process
+        array([1., 2.])
+    """
+    y = native(group)(SCAN.code, x, None, op, scale, 0, 0, async_op)
+    if y is not NotImplemented:
+        return y
+    return collective(group, SCAN, x, op=op, scale=scale, async_op=async_op)
+
+
+@overload
+def exscan(
+    x: X,
+    op: Op = "sum",
+    scale: float = 1.0,
+    async_op: Literal[False] = False,
+    group: ProcessGroup | None = None,
+) -> X: ...
+@overload
+def exscan(
+    x: X,
+    op: Op = "sum",
+    scale: float = 1.0,
+    *,
+    async_op: Literal[True],
+    group: ProcessGroup | None = None,
+) -> Work[X]: ...
+@overload
+def exscan(
+    x: X,
+    op: Op = "sum",
+    scale: float = 1.0,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any: ...
+def exscan(
+    x: Any,
+    op: Op = "sum",
+    scale: float = 1.0,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any:
+    """Combine ``x`` of the ranks before this one, in rank order: an exclusive prefix reduction.
+
+    As :func:`scan`, without this rank's own: rank r gets the result of ranks 0 to r - 1. Rank 0,
+    which has none before it, keeps its ``x`` as it is, whatever ``op`` and ``scale`` are.
+
+    Args:
+        x: array, or a number; the same shape and dtype on every rank.
+        op: as for :func:`scan`; ``"avg"`` divides by r.
+        scale: real number that the result is multiplied by.
+        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
+        group: the process group, default the world.
+
+    Returns:
+        ``x``, or the result where ``x`` is a number; or the ``Work``. Blocks unless ``async_op``.
+
+    Raises:
+        TypeError, ValueError, OverflowError, DistributedError: as for :func:`all_reduce`.
+    """
+    y = native(group)(EXSCAN.code, x, None, op, scale, 0, 0, async_op)
+    if y is not NotImplemented:
+        return y
+    return collective(group, EXSCAN, x, op=op, scale=scale, async_op=async_op)
+
+
 class Methods:
     """Of a group."""
 
     all_reduce = method(all_reduce)
     reduce = method(reduce)
     reduce_scatter = method(reduce_scatter)
+    scan = method(scan)
+    exscan = method(exscan)
