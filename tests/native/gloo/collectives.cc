@@ -42,7 +42,8 @@ void in_place(Rank& rank, const Collective& c) {
   if (c.verb == FL_BROADCAST) return check_copied(c, c.root, data.data(), 0, c.count);
   if (c.verb == FL_SCAN || c.verb == FL_EXSCAN) {
     const int terms = rank.rank + (c.verb == FL_SCAN ? 1 : 0);
-    if (terms > 0) return check_reduced(c, terms, data.data(), 0, c.count);
+    return terms > 0 ? check_reduced(c, terms, data.data(), 0, c.count)
+                     : check_copied(c, rank.rank, data.data(), 0, c.count);
   }
   const bool reduced = c.verb == FL_ALL_REDUCE || rank.rank == c.root;
   if (reduced) return check_reduced(c, rank.size, data.data(), 0, c.count);
