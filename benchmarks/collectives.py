@@ -19,6 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.verbs import VERBS as TABLE
+from flashlight_py.distributed.verbs import Verb
 from harness import collectives_targets
 from harness.all_reduce_targets import COPY
 from harness.conductor import Case, Conductor, Contender
@@ -58,6 +63,10 @@ VERBS: dict[str, Callable[[int], int]] = {
     "all_gather_object": lambda ranks: 3 + 3 * ranks,
 }
 
+# What the table of the verbs has beside them; peers do not know it: its meaning goes with a task.
+TABLED = {v.name: v for v in TABLE if v.reduces and v.in_place and v.name not in VERBS}
+VERBS |= dict.fromkeys(TABLED, VERBS["all_reduce"])
+
 
 def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
     """Return every verb at every size; a barrier has none."""
@@ -70,7 +79,17 @@ def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
 
 def _case(verb: str, dtype: str, nbytes: int, ranks: int) -> Case:
     task: dict[str, Any] = {"verb": verb, "dtype": dtype, "nbytes": nbytes}
+    if verb in TABLED:
+        task["means"] = [_meaning(TABLED[verb], rank, ranks) for rank in range(ranks)]
     return Case(Measurement(verb, dtype, nbytes, ranks), task, VERBS[verb](ranks) * nbytes)
+
+
+def _meaning(verb: Verb, rank: int, ranks: int) -> float:
+    """Return what ``rank`` has in the end if rank r gave r + 1 everywhere."""
+    call, given = Call(verb), [np.array(r + 1.0) for r in range(ranks)]
+    assert verb.meaning is not None
+    result = verb.meaning(given, rank, call) if verb.fills(rank, call.root) else given[rank]
+    return float(result)
 
 
 def measure(options: argparse.Namespace, conductor: Conductor) -> list[Measurement]:

@@ -12,97 +12,78 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flashlight_py._version import __version__
+from flashlight_py._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from flashlight_py import (
-        autograd,
-        checkpoint,
-        dataset,
-        device,
-        distributed,
-        errors,
-        meter,
-        nn,
-        optim,
-        parallel,
-        trace,
+        autograd as autograd,
+        checkpoint as checkpoint,
+        dataset as dataset,
+        device as device,
+        distributed as distributed,
+        errors as errors,
+        meter as meter,
+        nn as nn,
+        optim as optim,
+        parallel as parallel,
+        trace as trace,
     )
-    from flashlight_py.autograd import Variable, input, no_grad, param
-    from flashlight_py.autograd.gradcheck import gradcheck
-    from flashlight_py.checkpoint import Checkpoint, load, save
+    from flashlight_py.autograd import (
+        Variable as Variable,
+        input as input,
+        no_grad as no_grad,
+        param as param,
+    )
+    from flashlight_py.autograd.gradcheck import gradcheck as gradcheck
+    from flashlight_py.checkpoint import Checkpoint as Checkpoint, load as load, save as save
     from flashlight_py.distributed import (
-        Bfloat16Compression,
-        CoalescingReducer,
-        DistributedBackend,
-        DistributedConstants,
-        DistributedInit,
-        Float16Compression,
-        InlineReducer,
-        P2POp,
-        PowerSGDCompression,
-        ProcessGroup,
-        RankFilter,
-        Reducer,
-        TopKCompression,
-        Work,
-        abort_on_exception,
-        all_gather,
-        all_gather_object,
-        all_reduce,
-        all_reduce_location,
-        all_reduce_multiple,
-        all_to_all,
-        barrier,
-        batch_isend_irecv,
-        broadcast,
-        broadcast_object,
-        distributed_backend,
-        distributed_init,
-        distributed_shutdown,
-        gather,
-        gather_object,
-        get_local_rank,
-        get_local_size,
-        get_world_rank,
-        get_world_size,
-        irecv,
-        is_distributed_init,
-        is_main_process,
-        isend,
-        new_group,
-        recv,
-        reduce,
-        reduce_scatter,
-        scatter,
-        scatter_object,
-        send,
-        sendrecv,
-        shared_empty,
-        split,
-        sync_distributed,
+        Bfloat16Compression as Bfloat16Compression,
+        CoalescingReducer as CoalescingReducer,
+        DistributedBackend as DistributedBackend,
+        DistributedConstants as DistributedConstants,
+        DistributedInit as DistributedInit,
+        Float16Compression as Float16Compression,
+        InlineReducer as InlineReducer,
+        PowerSGDCompression as PowerSGDCompression,
+        ProcessGroup as ProcessGroup,
+        RankFilter as RankFilter,
+        Reducer as Reducer,
+        TopKCompression as TopKCompression,
+        Work as Work,
+        abort_on_exception as abort_on_exception,
+        distributed_backend as distributed_backend,
+        distributed_init as distributed_init,
+        distributed_shutdown as distributed_shutdown,
+        get_local_rank as get_local_rank,
+        get_local_size as get_local_size,
+        get_world_rank as get_world_rank,
+        get_world_size as get_world_size,
+        is_distributed_init as is_distributed_init,
+        is_main_process as is_main_process,
     )
-    from flashlight_py.launch import spawn
+    from flashlight_py.distributed.api import *
+    from flashlight_py.launch import spawn as spawn
     from flashlight_py.parallel import (
-        DistributedDataContainer,
-        DistributedOptimizer,
-        DistributedSampler,
-        PeriodicAveraging,
-        ShardedDataset,
-        all_reduce_gradients,
-        all_reduce_parameters,
-        broadcast_parameters,
-        distribute_module_grads,
-        functional,
-        no_sync,
-        sync_meter,
+        DistributedDataContainer as DistributedDataContainer,
+        DistributedOptimizer as DistributedOptimizer,
+        DistributedSampler as DistributedSampler,
+        PeriodicAveraging as PeriodicAveraging,
+        ShardedDataset as ShardedDataset,
+        all_reduce_gradients as all_reduce_gradients,
+        all_reduce_parameters as all_reduce_parameters,
+        broadcast_parameters as broadcast_parameters,
+        distribute_module_grads as distribute_module_grads,
+        functional as functional,
+        no_sync as no_sync,
+        sync_meter as sync_meter,
     )
-    from flashlight_py.parallel.join import join
-    from flashlight_py.parallel.synchronize import synchronize
-    from flashlight_py.random import set_seed
-    from flashlight_py.trace import profile
+    from flashlight_py.parallel.join import join as join
+    from flashlight_py.parallel.synchronize import synchronize as synchronize
+    from flashlight_py.random import set_seed as set_seed
+    from flashlight_py.trace import profile as profile
 
-__all__ = [
+# All but the verbs. Type checkers know what is public by how it is imported.
+_NAMES = [
     "__version__",
     "autograd",
     "checkpoint",
@@ -136,32 +117,6 @@ __all__ = [
     "is_main_process",
     "RankFilter",
     "abort_on_exception",
-    "all_reduce",
-    "all_reduce_location",
-    "all_reduce_multiple",
-    "reduce",
-    "reduce_scatter",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "send",
-    "recv",
-    "isend",
-    "irecv",
-    "sendrecv",
-    "batch_isend_irecv",
-    "P2POp",
-    "broadcast_object",
-    "all_gather_object",
-    "gather_object",
-    "scatter_object",
-    "new_group",
-    "split",
-    "barrier",
-    "sync_distributed",
-    "shared_empty",
     "ProcessGroup",
     "Work",
     "Reducer",
@@ -204,7 +159,7 @@ _PARTS = (
     "parallel",
     "trace",
 )
-# Where a public name is imported from; all others are from distributed.
+# Where a public name is imported from; all others are from distributed: the verbs, by its own list.
 _HOMES = {
     "autograd": ["Variable", "gradcheck", "input", "no_grad", "param"],
     "checkpoint": ["Checkpoint", "load", "save"],
@@ -233,15 +188,24 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _PARTS:
         return import_module(f"{__name__}.{name}")
-    value = getattr(import_module(f"{__name__}.{_HOME_OF.get(name, 'distributed')}"), name)
+    if name == "__all__":
+        value: Any = [*_NAMES, *_verbs()]
+    elif name in _NAMES or (not name.startswith("_") and name in _verbs()):
+        value = getattr(import_module(f"{__name__}.{_HOME_OF.get(name, 'distributed')}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value  # the next use finds it at once
     return value
 
 
+def _verbs() -> list[str]:
+    names: list[str] = import_module(f"{__name__}.distributed.api").__all__
+    return names
+
+
 def __dir__() -> list[str]:
     """Return the public names, for completion in a shell."""
-    return __all__
+    names: list[str] = __getattr__("__all__")
+    return names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import os
@@ -18,10 +19,11 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
 IN_NAV = re.findall(r": (\S+\.md)$", NAV, re.MULTILINE)
+API = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+FAMILIES = re.findall(r"^::: every name of (\S+)$", API, re.MULTILINE)
 DESCRIBED = {
-    name
-    for page in (DOCS / "api").glob("*.md")
-    for name in re.findall(r"^::: flashlight_py\.(\S+)$", page.read_text(), re.MULTILINE)
+    *re.findall(r"^::: flashlight_py\.(\S+)$", API, re.MULTILINE),
+    *(name for family in FAMILIES for name in importlib.import_module(family).__all__),
 }
 
 

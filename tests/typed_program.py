@@ -25,6 +25,8 @@ def collectives(x: Floats, later: bool) -> None:
     assert_type(fl.all_reduce_multiple([x, x.copy()]), list[Floats])
     assert_type(fl.all_reduce_multiple([x], async_op=True).result(), list[Floats])
     assert_type(fl.reduce(x, root=0), Floats)
+    assert_type(fl.scan(x, op="max"), Floats)
+    assert_type(fl.exscan(x, async_op=True), fl.Work[Floats])
     assert_type(fl.broadcast(x, async_op=True), fl.Work[Floats])
     assert_type(fl.reduce_scatter(x), NDArray[Any])
     assert_type(fl.all_gather(x), NDArray[Any])
@@ -57,6 +59,7 @@ def groups(x: Floats) -> None:
         assert_type(group.all_reduce(x, async_op=True).wait(), Floats)
         assert_type(group.all_gather(x), NDArray[Any])
         assert_type(group.broadcast(x), Floats)
+        assert_type(group.exscan(3), int)
         assert_type(fl.all_reduce(x, group=group), Floats)
         group.reduce(x, op="mean")  # type: ignore[call-overload]
 

@@ -28,6 +28,9 @@ typedef enum {
   FL_ALL_TO_ALL = 11,
   FL_ALL_TO_ALL_UNEVEN = 12,
   FL_REDUCE_SCATTER_UNEVEN = 13,
+  FL_SCAN = 14,
+  FL_EXSCAN = 15,
+  FL_VERBS, /* all numbers are below */
 } fl_verb;
 
 /* What a rank calls. Every rank's travels ahead of the payload and must equal every other's;

@@ -26,6 +26,16 @@ enum {
 };
 
 static PyObject *names[OPS];
+static unsigned char verbs[FL_VERBS];
+
+PyObject *plain_verbs(PyObject *module, PyObject *flags) {
+  (void)module;
+  char *data;
+  Py_ssize_t count;
+  if (PyBytes_AsStringAndSize(flags, &data, &count) < 0) return NULL;
+  memcpy(verbs, data, count < FL_VERBS ? (size_t)count : FL_VERBS);
+  Py_RETURN_NONE;
+}
 
 int plain_names(void) {
   static const char *const text[OPS] = {"sum", "prod", "min", "max", "avg", "and", "or", "xor"};
@@ -105,6 +115,7 @@ static int read_scale(PyObject *given, double *out) {
   return 1;
 }
 
+/* An average is a sum with another scale, but of a prefix: there it depends on the rank. */
 static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, fl_signature *out) {
   const int code = out->dtype, op = read_op(given_op);
   if (op < 0 || !read_scale(given_scale, &out->scale)) return 0;
@@ -115,7 +126,7 @@ static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, f
                                             : OF_COMPLEX;
   if ((allowed >> op & 1) == 0 || (is_whole && out->scale != 1.0)) return 0;
   out->op = op;
-  if (op == OP_AVG) {
+  if (op == OP_AVG && (verbs[out->verb] & VERB_PREFIX) == 0) {
     out->op = OP_SUM;
     out->scale /= size;
   }
@@ -241,7 +252,8 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   PyObject *x = args[1], *out = args[2];
   fl_signature *s = &call->signature;
   int32_t verb;
-  if (!read_int(args[0], FL_ALL_TO_ALL, &verb)) return 0;
+  if (!read_int(args[0], FL_VERBS - 1, &verb) || (verbs[verb] & VERB_KNOWN) == 0) return 0;
+  const int flags = verbs[verb];
   if (verb == FL_SEND || verb == FL_RECV) {
     return plain_message(verb, x, args[5], args[6], rank, size, call);
   }
@@ -249,26 +261,17 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   s->verb = verb;
   s->scale = 1.0;
   call->peer = -1;
-  const int is_rooted =
-      verb == FL_BROADCAST || verb == FL_REDUCE || verb == FL_GATHER || verb == FL_SCATTER;
-  if (is_rooted && !read_int(args[5], size - 1, &s->root)) return 0;
-  switch (verb) {
-    case FL_BARRIER:
-      x = Py_None;
-      break;
-    case FL_ALL_REDUCE:
-    case FL_REDUCE:
-    case FL_BROADCAST:
-      if (!read_array(x, 1, s)) return 0;
-      call->data = PyArray_DATA((PyArrayObject *)x);
-      break;
-    default: {
-      const int read = read_apart(x, out, rank, size, call);
-      if (read <= 0) return read;
-    }
+  if ((flags & VERB_ROOTED) != 0 && !read_int(args[5], size - 1, &s->root)) return 0;
+  if (verb == FL_BARRIER) {
+    x = Py_None;
+  } else if ((flags & VERB_IN_PLACE) != 0) {
+    if (!read_array(x, 1, s)) return 0;
+    call->data = PyArray_DATA((PyArrayObject *)x);
+  } else {
+    const int read = read_apart(x, out, rank, size, call);
+    if (read <= 0) return read;
   }
-  const int reduces = verb == FL_ALL_REDUCE || verb == FL_REDUCE || verb == FL_REDUCE_SCATTER;
-  if (reduces && !read_reduction(args[3], args[4], size, s)) {
+  if ((flags & VERB_REDUCES) != 0 && !read_reduction(args[3], args[4], size, s)) {
     Py_CLEAR(call->result);
     return 0;
   }

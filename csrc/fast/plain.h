@@ -25,4 +25,10 @@ PyObject *plain_received(const fl_signature *described, const void *data);
 
 int plain_overlap(const plain_call *one, const plain_call *other);
 
+/* What must be known of a verb, by its code: from the table of the verbs, in Python. */
+enum { VERB_KNOWN = 1, VERB_ROOTED = 2, VERB_IN_PLACE = 4, VERB_REDUCES = 8, VERB_PREFIX = 16 };
+
+/* plain_verbs(bytes): the flags of each code, from 0 on. */
+PyObject *plain_verbs(PyObject *module, PyObject *flags);
+
 int plain_names(void);

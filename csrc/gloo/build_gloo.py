@@ -11,20 +11,7 @@ COMMON = (
     "common/operation.cc",
     "reduce/reduce.cc",
 )
-SOURCES = (
-    "gloo/capi.cc",
-    "gloo/group.cc",
-    "gloo/collectives.cc",
-    "gloo/reductions.cc",
-    "gloo/movement.cc",
-    "gloo/point_to_point.cc",
-    "gloo/message.cc",
-    "gloo/envelopes.cc",
-    "gloo/search.cc",
-    "gloo/waiter.cc",
-    "gloo/mesh.cc",
-    "gloo/descriptors.cc",
-)
+SOURCES = sorted(str(path.relative_to(CSRC)) for path in CSRC.glob("gloo/*.cc"))
 
 ffi = FFI()
 ffi.cdef((CSRC / "common/types.cdef.h").read_text())

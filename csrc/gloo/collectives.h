@@ -28,6 +28,20 @@ struct Call {
   size_t bytes() const { return static_cast<size_t>(mine.count) * mine.itemsize; }
 };
 
+class Collectives;
+
+// What does a verb: `data` and `output` are those of fl_gloo_run. The table is in verbs.cc; a file that
+// has a verb of its own enters it, when the library is loaded.
+using Does = Bytes (*)(Collectives&, Call&, void* data, void* output);
+struct Entry {
+  Entry(fl_verb verb, Does does);
+};
+Bytes do_verb(Collectives&, Call&, void* data, void* output);
+
+// The verb of a file of its own: a friend of what all share.
+template <fl_verb verb>
+struct Verb;
+
 // Each throws Failure, or Mismatch before any payload has moved, or what Gloo throws where a
 // connection is broken already. One thread at a time may call.
 class Collectives {
@@ -59,6 +73,8 @@ class Collectives {
   void all_to_all_uneven(Call& call, const fl_sections& sections, void* output);
 
  private:
+  template <fl_verb verb>
+  friend struct Verb;
   // Payloads up to this size travel inside the header, in one step instead of two. Copying more
   // takes longer than the step.
   static constexpr size_t kInlineBytes = 64 << 10;

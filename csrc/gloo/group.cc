@@ -230,28 +230,9 @@ Group::Task Group::collective(const fl_message& given, void* output, InterruptCh
 }
 
 Bytes Group::dispatch(Call& call, void* data, void* output) {
-  if (is_compared(call.mine)) {
-    collectives_.barrier(call);
-    return shapes_are_wanted(call.mine.verb) ? make_bytes(0) : Bytes{};
-  }
-  switch (call.mine.verb) {
-    case FL_BARRIER: collectives_.barrier(call); return {};
-    case FL_ALL_REDUCE: collectives_.all_reduce(call, data); return {};
-    case FL_REDUCE: collectives_.reduce(call, data); return {};
-    case FL_REDUCE_SCATTER: collectives_.reduce_scatter(call, data, output); return {};
-    case FL_BROADCAST: collectives_.broadcast(call, data); return {};
-    case FL_ALL_GATHER: return collectives_.all_gather(call, data, static_cast<fl_room*>(output));
-    case FL_GATHER: return collectives_.gather(call, data, static_cast<fl_room*>(output));
-    case FL_SCATTER: return collectives_.scatter(call, data, output);
-    case FL_ALL_TO_ALL: collectives_.all_to_all(call, data, output); return {};
-    case FL_ALL_TO_ALL_UNEVEN:
-      collectives_.all_to_all_uneven(call, *static_cast<fl_sections*>(data), output);
-      return {};
-    case FL_REDUCE_SCATTER_UNEVEN:
-      collectives_.reduce_scatter_uneven(call, *static_cast<fl_sections*>(data), output);
-      return {};
-    default: throw std::invalid_argument("unknown verb");
-  }
+  if (!is_compared(call.mine)) return do_verb(collectives_, call, data, output);
+  collectives_.barrier(call);
+  return shapes_are_wanted(call.mine.verb) ? make_bytes(0) : Bytes{};
 }
 
 }  // namespace fl

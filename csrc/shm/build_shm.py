@@ -11,24 +11,7 @@ COMMON = (
     "common/operation.cc",
     "reduce/reduce.cc",
 )
-SOURCES = (
-    "shm/capi.cc",
-    "shm/group.cc",
-    "shm/group_messages.cc",
-    "shm/starting.cc",
-    "shm/collectives.cc",
-    "shm/reductions.cc",
-    "shm/movement.cc",
-    "shm/sections.cc",
-    "shm/message.cc",
-    "shm/sending.cc",
-    "shm/receiving.cc",
-    "shm/delivery.cc",
-    "shm/search.cc",
-    "shm/peers.cc",
-    "shm/remote.cc",
-    "shm/segment.cc",
-)
+SOURCES = sorted(str(path.relative_to(CSRC)) for path in CSRC.glob("shm/*.cc"))
 
 ffi = FFI()
 ffi.cdef((CSRC / "common/types.cdef.h").read_text())

@@ -54,7 +54,7 @@ Collectives::Collectives(Segment& segment, Peers& peers, Remote& remote, int ran
       rank_(rank),
       size_(size),
       from_(size),
-      choice_(FL_REDUCE_SCATTER_UNEVEN + 1) {}
+      choice_(FL_VERBS) {}
 
 void Collectives::begin(double seconds, InterruptCheck interrupt) {
   watch_ = Watch(peers_, Concern{-1, calls_ + 1}, seconds, interrupt);
@@ -216,10 +216,11 @@ bool Collectives::is_ahead(int rank, fl_signature& call) const {
 
 // Large arrays --------------------------------------------------------------------------------
 
-// The way of this call's `bytes`, the same on every rank, by what all have told.
-Way Collectives::choose(const fl_signature& mine, size_t bytes) {
+// The way of this call's `bytes`, the same on every rank, by what all have told. Unless `may_read` it
+// goes through the slots.
+Way Collectives::choose(const fl_signature& mine, size_t bytes, bool may_read) {
   Choice::Sum sum{};
-  bool all_can_read = mine.verb != FL_ALL_REDUCE && bytes >= kReadBytes;
+  bool all_can_read = may_read && bytes >= kReadBytes;
   for (int r = 0; r < size_; ++r) {
     const Call& call = call_of(r);
     all_can_read = all_can_read && (call.kind & kCanRead) != 0;

@@ -1,6 +1,6 @@
 // The collectives between the ranks of one host, each written once on a Segment.
 //
-// collectives.cc: how a call is entered; reductions.cc, movement.cc, sections.cc: the verbs.
+// collectives.cc: how a call is entered; verbs.cc: which function does which verb; the others: the verbs.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +24,20 @@ struct Region {
 
 // Of the other ranks' calls: not all are there yet; all are; and so is all that they bring.
 enum class Progress { kAwaited, kCalled, kComplete };
+
+class Collectives;
+
+// What does a verb, whose call has been made: `data` and `output` are those of fl_shm_run. The table is
+// in verbs.cc; a file that has a verb of its own enters it, when the library is loaded.
+using Does = Bytes (*)(Collectives&, const fl_signature& mine, void* data, void* output);
+struct Entry {
+  Entry(fl_verb verb, Does does);
+};
+Bytes do_verb(Collectives&, const fl_signature& mine, void* data, void* output);
+
+// The verb of a file of its own: a friend of what all share.
+template <fl_verb verb>
+struct Verb;
 
 // All throw Failure, or Mismatch before anything has changed. One thread at a time may call, and
 // says how long with begin() first.
@@ -74,6 +88,8 @@ class Collectives {
   void drop_region(const void* array);
 
  private:
+  template <fl_verb verb>
+  friend struct Verb;
   struct Chunks;
   struct Rows;
   struct Sections;
@@ -116,7 +132,7 @@ class Collectives {
                        const std::function<void(uint32_t)>& consume);
 
   // Large calls: the way of the data, and reading it from other ranks' memory.
-  Way choose(const fl_signature& mine, size_t bytes);
+  Way choose(const fl_signature& mine, size_t bytes, bool may_read = true);
   void read(int rank, size_t begin, void* into, size_t bytes);
   void ask_for(int rank, size_t begin, char* into, size_t bytes);
   bool serve();

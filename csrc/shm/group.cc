@@ -157,7 +157,6 @@ Bytes ShmGroup::dispatch(const fl_signature& s, void* data, void* output, double
 }
 
 Bytes ShmGroup::complete(const fl_signature& s, void* data, void* output, Seen& seen) {
-  const auto* room = static_cast<const fl_room*>(output);  // of the gathers
   const auto with_shapes = [&](Bytes received) {
     if (received.data != nullptr) seen.calls = collectives_.calls();
     return received;
@@ -166,24 +165,7 @@ Bytes ShmGroup::complete(const fl_signature& s, void* data, void* output, Seen& 
     collectives_.barrier(s);
     return shapes_are_wanted(s.verb) ? with_shapes(make_bytes(0)) : Bytes{};
   }
-  switch (s.verb) {
-    case FL_ALL_REDUCE: collectives_.all_reduce(s, data); return {};
-    case FL_BARRIER: collectives_.barrier(s); return {};
-    case FL_BROADCAST: collectives_.broadcast(s, data); return {};
-    case FL_REDUCE: collectives_.reduce(s, data); return {};
-    case FL_REDUCE_SCATTER: collectives_.reduce_scatter(s, data, output); return {};
-    case FL_ALL_GATHER: return with_shapes(collectives_.all_gather(s, data, room));
-    case FL_GATHER: return with_shapes(collectives_.gather(s, data, room));
-    case FL_SCATTER: return with_shapes(collectives_.scatter(s, data, output));
-    case FL_ALL_TO_ALL: collectives_.all_to_all(s, data, output); return {};
-    case FL_ALL_TO_ALL_UNEVEN:
-      collectives_.all_to_all_uneven(s, *static_cast<const fl_sections*>(data), output);
-      return {};
-    case FL_REDUCE_SCATTER_UNEVEN:
-      collectives_.reduce_scatter_uneven(s, *static_cast<const fl_sections*>(data), output);
-      return {};
-    default: throw Failure(FL_FAILED, {}, "unknown verb");
-  }
+  return with_shapes(do_verb(collectives_, s, data, output));
 }
 
 void* ShmGroup::add_region(std::shared_ptr<Mapping> mapping, size_t stride) {

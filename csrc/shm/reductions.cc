@@ -46,7 +46,7 @@ void Collectives::all_reduce(const fl_signature& mine, void* data) {
     reduce_inline(mine, data, 0, static_cast<size_t>(mine.count), data);
     return;
   }
-  choose(mine, bytes);
+  choose(mine, bytes, false);
   reduce_large(mine, data);
   choice_.end(trial_);
 }

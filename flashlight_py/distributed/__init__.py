@@ -2,117 +2,76 @@
 
 from __future__ import annotations
 
-from flashlight_py.distributed.api import (
-    P2POp,
-    all_gather,
-    all_gather_object,
-    all_reduce,
-    all_reduce_location,
-    all_reduce_multiple,
-    all_to_all,
-    barrier,
-    batch_isend_irecv,
-    broadcast,
-    broadcast_object,
-    gather,
-    gather_object,
-    irecv,
-    isend,
-    new_group,
-    recv,
-    reduce,
-    reduce_scatter,
-    scatter,
-    scatter_object,
-    send,
-    sendrecv,
-    shared_empty,
-    split,
-    sync_distributed,
-)
+from typing import TYPE_CHECKING
+
+from flashlight_py.distributed import api
+from flashlight_py.distributed.api import *
 from flashlight_py.distributed.constants import (
-    DistributedBackend,
-    DistributedConstants,
-    DistributedInit,
+    DistributedBackend as DistributedBackend,
+    DistributedConstants as DistributedConstants,
+    DistributedInit as DistributedInit,
 )
-from flashlight_py.distributed.control.abort import abort_on_exception
-from flashlight_py.distributed.group import ProcessGroup
+from flashlight_py.distributed.control.abort import abort_on_exception as abort_on_exception
+from flashlight_py.distributed.group import ProcessGroup as ProcessGroup
 from flashlight_py.distributed.hooks import (
-    Bfloat16Compression,
-    Bucket,
-    Compression,
-    Float16Compression,
-    PowerSGDCompression,
-    TopKCompression,
+    Bfloat16Compression as Bfloat16Compression,
+    Bucket as Bucket,
+    Compression as Compression,
+    Float16Compression as Float16Compression,
+    PowerSGDCompression as PowerSGDCompression,
+    TopKCompression as TopKCompression,
 )
-from flashlight_py.distributed.initialize import distributed_init, distributed_shutdown
-from flashlight_py.distributed.rank_filter import RankFilter
-from flashlight_py.distributed.reducer import CoalescingReducer, InlineReducer, Reducer
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.initialize import (
+    distributed_init as distributed_init,
+    distributed_shutdown as distributed_shutdown,
+)
+from flashlight_py.distributed.rank_filter import RankFilter as RankFilter
+from flashlight_py.distributed.reducer import (
+    CoalescingReducer as CoalescingReducer,
+    InlineReducer as InlineReducer,
+    Reducer as Reducer,
+)
+from flashlight_py.distributed.work import Work as Work
 from flashlight_py.distributed.world import (
-    describe,
-    distributed_backend,
-    get_local_rank,
-    get_local_size,
-    get_world_rank,
-    get_world_size,
-    is_distributed_init,
-    is_main_process,
-    use_local_device,
+    describe as describe,
+    distributed_backend as distributed_backend,
+    get_local_rank as get_local_rank,
+    get_local_size as get_local_size,
+    get_world_rank as get_world_rank,
+    get_world_size as get_world_size,
+    is_distributed_init as is_distributed_init,
+    is_main_process as is_main_process,
+    use_local_device as use_local_device,
 )
 
-__all__ = [
-    "DistributedBackend",
-    "DistributedConstants",
-    "DistributedInit",
-    "distributed_init",
-    "distributed_shutdown",
-    "is_distributed_init",
-    "distributed_backend",
-    "get_world_rank",
-    "get_world_size",
-    "get_local_rank",
-    "get_local_size",
-    "is_main_process",
-    "RankFilter",
-    "use_local_device",
-    "abort_on_exception",
-    "all_reduce",
-    "all_reduce_location",
-    "all_reduce_multiple",
-    "reduce",
-    "reduce_scatter",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "send",
-    "recv",
-    "isend",
-    "irecv",
-    "sendrecv",
-    "batch_isend_irecv",
-    "P2POp",
-    "broadcast_object",
-    "all_gather_object",
-    "gather_object",
-    "scatter_object",
-    "new_group",
-    "split",
-    "barrier",
-    "sync_distributed",
-    "shared_empty",
-    "describe",
-    "ProcessGroup",
-    "Work",
-    "Reducer",
-    "InlineReducer",
-    "CoalescingReducer",
-    "Bucket",
-    "Compression",
-    "Float16Compression",
-    "Bfloat16Compression",
-    "TopKCompression",
-    "PowerSGDCompression",
-]
+if not TYPE_CHECKING:  # type checkers know by how it is imported
+    __all__ = [
+        "DistributedBackend",
+        "DistributedConstants",
+        "DistributedInit",
+        "distributed_init",
+        "distributed_shutdown",
+        "is_distributed_init",
+        "distributed_backend",
+        "get_world_rank",
+        "get_world_size",
+        "get_local_rank",
+        "get_local_size",
+        "is_main_process",
+        "RankFilter",
+        "use_local_device",
+        "abort_on_exception",
+        "describe",
+        "ProcessGroup",
+        "Work",
+        "Reducer",
+        "InlineReducer",
+        "CoalescingReducer",
+        "Bucket",
+        "Compression",
+        "Float16Compression",
+        "Bfloat16Compression",
+        "TopKCompression",
+        "PowerSGDCompression",
+        *api.__all__,
+    ]

@@ -48,7 +48,8 @@ class Call:
         array: what is sent, filled, or both: C-contiguous, of native byte order, writable where
             the verb writes it. Of a scatter the whole, of shape (size, shape of a part), on the
             root alone. None elsewhere, and of a barrier or a refusal.
-        op: how values are combined. ``AVG`` never arrives: it is ``SUM`` with another scale.
+        op: how values are combined. ``AVG`` arrives of a prefix alone: else it is ``SUM`` with
+            another scale.
         scale: factor of the result.
         root: rank of a rooted verb.
         peer: the other end of a message.

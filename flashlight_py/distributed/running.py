@@ -100,7 +100,7 @@ def _prepare(
         array = array.reshape(1)
     op, scale = ReduceOp.SUM, 1.0
     if verb.reduces:
-        op, scale = reduction(group, name, array, how["op"], how["scale"])
+        op, scale = reduction(group, name, array, how["op"], how["scale"], verb.prefix)
     mine = None
     if verb.cuts and rows is not None:
         rows = check_rows(name, array, rows, group.size)
@@ -111,18 +111,18 @@ def _prepare(
     call.received = how["received"]
     if verb.in_place:
         return lambda: _run_in_place(group, call, array, x)
-    wanted = verb.writes == "result" or group.rank == root
+    wanted = verb.fills(group.rank, root)
     space = output(name, out if wanted else None, array, verb.shape(array.shape, group.size, mine))
     return lambda: _run_into(group, call, array, space)
 
 
 def reduction(
-    group: Membership, name: str, array: Array, op: str, scale: float
+    group: Membership, name: str, array: Array, op: str, scale: float, of_some: bool = False
 ) -> tuple[ReduceOp, float]:
-    """Check the operation and the factor; an average becomes a scaled sum."""
+    """Check the operation and the factor; an average, unless ``of_some``, becomes a scaled sum."""
     reduce_op = parse_op(name, op)
     factor = check_reduction(name, array.dtype, reduce_op, scale)
-    if reduce_op is ReduceOp.AVG:
+    if reduce_op is ReduceOp.AVG and not of_some:
         return ReduceOp.SUM, factor / group.size
     return reduce_op, factor
 
@@ -130,7 +130,7 @@ def reduction(
 def _run_in_place(group: Membership, call: Call, array: Array, x: Any) -> Any:
     call.array, call.op = pack_terms(array, call.op)
     work = group.run(call)
-    here = call.verb.writes == "array" or group.rank == call.root
+    here = call.verb.fills(group.rank, call.root)
     return finish(group, call, work, x, unpack_into(array, call.array) if here else None)
 
 

@@ -22,8 +22,14 @@ class Docstrings(griffe.Extension):
     """Changes every docstring before it is parsed."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Change the docstrings of all that is in ``pkg``."""
+        """Change the docstrings of all that is in ``pkg``, and let it offer its verbs.
+
+        Griffe does not follow ``import *`` to lists of names that are made of others.
+        """
         _rewrite(pkg)
+        for family in pkg["distributed.api"].modules.values():
+            for name in family.exports:
+                pkg.set_member(name, griffe.Alias(name, target=family[name], parent=pkg))
 
 
 def _rewrite(scope: Any) -> None:

@@ -5,6 +5,7 @@ A hook of mkdocs. Links that lead from docs/ to such a file lead to its page on 
 
 from __future__ import annotations
 
+import importlib
 import posixpath
 import re
 from pathlib import Path
@@ -18,6 +19,8 @@ PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 PAGES |= {
     f"examples/{file.name}": f"examples/{file.stem}.md" for file in ROOT.glob("examples/*.py")
 }
+# A line of an API page that stands for one such line for each name that a module offers.
+_FAMILY = re.compile(r"^::: every name of flashlight_py\.([\w.]+)$", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)#:]+)(?=[)#])")
 
 
@@ -29,12 +32,18 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let links lead to where the files are on the site."""
+    """List what families offer, and let links lead to where the files are on the site."""
+    markdown = _FAMILY.sub(lambda family: _names_of(family[1]), markdown)
     here = posixpath.dirname(page.file.src_uri)
     source = {page: source for source, page in PAGES.items()}.get(page.file.src_uri)
     # A file of the checkout's root has links from there, a page of docs/ from docs/.
     base = posixpath.dirname(source) if source else posixpath.join("docs", here)
     return _LINK.sub(lambda link: _target(link[1], base, here), markdown)
+
+
+def _names_of(module: str) -> str:
+    names = importlib.import_module(f"flashlight_py.{module}").__all__
+    return "\n\n".join(f"::: flashlight_py.{name}" for name in names)
 
 
 def _target(link: str, base: str, here: str) -> str:

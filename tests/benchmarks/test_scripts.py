@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from flashlight_py.distributed.verbs import VERBS as TABLE
+
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 QUICK = ("--quick", "--rounds", "2", "--batch-seconds", "0.0005", "--ranks", "2")
 
@@ -59,6 +61,7 @@ def test_every_verb_that_is_there_gives_the_right_answer(tmp_path: Path) -> None
 VERBS = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"]
 VERBS += ["all_to_all", "send_recv", "sendrecv", "barrier", "all_gather, unequal"]
 VERBS += ["all_to_all, unequal", "batch_isend_irecv", "broadcast_object", "all_gather_object"]
+VERBS += [v.name for v in TABLE if v.reduces and v.in_place and v.name not in VERBS]
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import flashlight_py as fl
+from flashlight_py.distributed.verbs import VERBS as ALL
+from flashlight_py.distributed.verbs import Verb
 from tests.distributed.conformance import Array
 
 __all__ = ["VERBS"]
@@ -27,6 +29,14 @@ def _uneven_rows(x: Array) -> Sequence[int]:
     return [len(x) - size + 1 if other == rank else 1 for other in range(size)]
 
 
+def _reduction(verb: Verb) -> Callable[[Array, int], object]:
+    """Of the table: in place, for all or a root."""
+    function = getattr(fl, verb.name)
+    if verb.rooted:
+        return lambda x, root: function(x, root, op="max")
+    return lambda x, _: function(x, op="max")
+
+
 def _scatter(x: Array, root: int) -> None:
     fl.scatter(x.reshape(fl.get_world_size(), -1) if fl.get_world_rank() == root else None, root)
 
@@ -38,10 +48,9 @@ def _split(x: Array) -> None:
 
 # name -> call(array, root); the array's length is a multiple of the world's size.
 VERBS: dict[str, Callable[[Array, int], object]] = {
-    "all_reduce": lambda x, _: fl.all_reduce(x, op="max"),
+    **{verb.name: _reduction(verb) for verb in ALL if verb.reduces and verb.in_place},
     "all_reduce, asynchronous": lambda x, _: fl.all_reduce(x, op="max", async_op=True).wait(),
     "all_reduce_multiple": lambda x, _: fl.all_reduce_multiple([x[1:], x[:1]], contiguous=True),
-    "reduce": lambda x, root: fl.reduce(x, root, op="max"),
     "reduce_scatter": lambda x, _: fl.reduce_scatter(x, op="max"),
     "broadcast": fl.broadcast,
     "all_gather": lambda x, _: fl.all_gather(x),

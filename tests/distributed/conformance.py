@@ -1,7 +1,7 @@
 """What every backend must do: run on real ranks, compared with NumPy. Backends join by one line.
 
-The reference combines the ranks' arrays in rank order with NumPy itself, so results must be equal
-to the last bit, not merely close.
+The verbs, and what their results are, come from the table of the verbs: NumPy combines the ranks'
+arrays in rank order, so results must be equal to the last bit, not merely close.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ import pytest
 from numpy.typing import NDArray
 
 import flashlight_py as fl
+from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.combining import combined as in_order
+from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.verbs import ALL_REDUCE, REDUCE, VERBS, Verb
 
 Array = NDArray[Any]
 
@@ -67,10 +71,10 @@ LAYOUTS = [
     *("scalar-shaped", "empty", "one element"),
 ]
 PERIOD = 65_537  # a prime: no part of an array that a library cuts out looks like another
-BINARY = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
-BITWISE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-LOGICAL = {f"l{name}": ufunc for name, ufunc in BITWISE.items()}  # of truth values
-BINARY |= BITWISE | LOGICAL
+BITWISE, LOGICAL = ("and", "or", "xor"), ("land", "lor", "lxor")  # of bits, of truth values
+BY_NAME = {verb.name: verb for verb in VERBS}
+# What combines the arrays of each host first, where there are several.
+BY_HOSTS = (ALL_REDUCE, REDUCE)
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -138,23 +142,23 @@ def shape_of(layout: str) -> tuple[int, ...]:
 
 
 def combined(arrays: list[Array], op: str, scale: float, flat: bool = False) -> Array:
-    """Combine in rank order; narrow floats in float32, rounded once; integers wrap.
-
-    On several hosts the ranks of each are combined first, unless ``flat``.
-    """
-    dtype = arrays[0].dtype
-    narrow = dtype.itemsize == 2 and dtype.kind not in "iu"
-    wide = [array.astype(np.float32) if narrow else array for array in arrays]
-    if op in LOGICAL:
-        wide = [array != 0 for array in arrays]
+    """Combine in rank order; on several hosts the ranks of each first, unless ``flat``."""
     several = "FLASHLIGHT_MEMORY_DOMAIN" in os.environ and not flat
-    hosts = [wide[:2], wide[2:]] if several else [wide]
-    with np.errstate(over="ignore"):
-        total = functools.reduce(BINARY[op], [functools.reduce(BINARY[op], h) for h in hosts])
-        factor = scale / len(arrays) if op == "avg" else scale
-        if factor != 1.0:
-            total = total * total.real.dtype.type(factor)
-    return np.asarray(total).astype(dtype)
+    hosts = [2, len(arrays) - 2] if several else []
+    return in_order(arrays, ReduceOp[op.upper()], scale, hosts)
+
+
+def meant(
+    verb: Verb, everyone: list[Array], rank: int, op: str = "sum", flat: bool = False, **how: Any
+) -> Any:
+    """The result of ``rank`` as the table has it; None where it gets none."""
+    call = Call(verb, op=ReduceOp[op.upper()], **how)
+    assert verb.meaning is not None
+    if not verb.fills(rank, call.root):
+        return None
+    if verb in BY_HOSTS and not flat:
+        return combined(everyone, op, call.scale)
+    return verb.meaning(everyone, rank, call)
 
 
 def assert_equal(got: Array, expected: Array, what: str) -> None:
@@ -182,41 +186,47 @@ def assert_equal(got: Array, expected: Array, what: str) -> None:
 # What runs on the ranks ---------------------------------------------------------------------
 
 
-def all_reduce_every_op(rank: int, size: int, name: str, layout: str) -> None:
-    shape = shape_of(layout)
+def every_op(rank: int, size: int, verb: str, name: str, layout: str) -> None:
+    """Reduce in place by ``verb``, whose root, if it has one, is the last rank."""
+    row, function, shape = BY_NAME[verb], getattr(fl, verb), shape_of(layout)
+    root = {"root": size - 1} if row.rooted else {}
     everyone = [values(r, shape, name) for r in range(size)]
-    integral = dtype_of(name).kind in "iub"
     for op in ops_of(name):
         for scale in (1.0, 3.0) if takes_scale(name, op) else (1.0,):
             x = lay_out(everyone[rank], layout)
             before = x.dtype, x.strides
-            result = fl.all_reduce(x, scale=scale, op=op)
+            result = function(x, scale=scale, op=op, **root)
             assert result is x
             assert (x.dtype, x.strides) == before
-            what = f"all_reduce {name} {layout} {op} scale={scale} on rank {rank} of {size}"
-            assert_equal(x, combined(everyone, op, scale).astype(x.dtype), what)
-    if not integral:
+            what = f"{verb} {name} {layout} {op} scale={scale} on rank {rank} of {size}"
+            expected = meant(row, everyone, rank, op, scale=scale, **root)
+            expected = everyone[rank] if expected is None else expected
+            assert_equal(x, expected.astype(x.dtype), what)
+    if dtype_of(name).kind not in "iub":
         x = lay_out(everyone[rank], layout)
-        work = fl.all_reduce(x, scale=0.25, async_op=True)
+        work = function(x, scale=0.25, async_op=True, **root)
         assert work.wait() is x
         assert work.is_completed()
         assert work.result() is x
-        assert_equal(x, combined(everyone, "sum", 0.25).astype(x.dtype), f"async {name} {layout}")
+        expected = meant(row, everyone, rank, scale=0.25, **root)
+        expected = everyone[rank] if expected is None else expected
+        assert_equal(x, expected.astype(x.dtype), f"async {verb} {name} {layout}")
 
 
-def all_reduce_sizes(rank: int, size: int, name: str, counts: list[int]) -> None:
+def every_size(rank: int, size: int, verb: str, name: str, counts: list[int]) -> None:
     for count in counts:
         x = values(rank, (count,), name).copy()
-        fl.all_reduce(x)
+        getattr(fl, verb)(x)
         # The values have a period, and so have their sums.
         everyone = [values(r, (min(count, PERIOD),), name) for r in range(size)]
-        expected = np.resize(combined(everyone, "sum", 1.0), count)
-        assert_equal(x, expected, f"{count} elements of {name}")
+        expected = meant(BY_NAME[verb], everyone, rank)
+        expected = everyone[rank] if expected is None else expected
+        assert_equal(x, np.resize(expected, count), f"{verb} of {count} elements of {name}")
 
 
-def all_reduce_twice(rank: int, size: int, count: int) -> bytes:
+def reduce_again(rank: int, size: int, verb: str, count: int) -> bytes:
     x = values(rank, (count,), "float32").copy()
-    fl.all_reduce(x)
+    getattr(fl, verb)(x)
     return x.tobytes()
 
 

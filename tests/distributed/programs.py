@@ -15,6 +15,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 import flashlight_py as fl
+from flashlight_py.distributed.verbs import ALL_TO_ALL, REDUCE_SCATTER, SCATTER
+from flashlight_py.distributed.verbs import VERBS as VERBS_OF_ALL
 from tests.distributed.conformance import (
     DTYPES,
     Array,
@@ -22,21 +24,22 @@ from tests.distributed.conformance import (
     combined,
     dtype_of,
     lay_out,
+    meant,
     ops_of,
     takes_scale,
     values,
 )
 
-REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_uneven")
-MOVEMENTS = ("broadcast", "all_gather", "gather", "scatter", "scatter_uneven", "all_to_all")
-MOVEMENTS += ("all_to_all_uneven", "several")
+# Those that the table has, each also with unequal parts where it knows them.
+TABLED = {verb.name: verb for verb in VERBS_OF_ALL if verb.meaning is not None}
+UNEVEN = {f"{verb}_uneven": verb for verb in (REDUCE_SCATTER, SCATTER, ALL_TO_ALL)}
 MESSAGES = ("sendrecv", "crossing messages")
 OBJECTS = ("broadcast_object", "all_gather_object", "gather_object", "scatter_object")
 # Those whose calls may name a root, or be asynchronous.
-ROOTED = ("reduce", "broadcast", "gather", "scatter", "scatter_uneven")
-ROOTED += ("broadcast_object", "gather_object", "scatter_object")
-ASYNCHRONOUS = (*REDUCTIONS, *MOVEMENTS, *MESSAGES)
-VERBS = (*REDUCTIONS, *MOVEMENTS, *MESSAGES, *OBJECTS, "barrier")
+ROOTED = [name for name, verb in (TABLED | UNEVEN).items() if verb.rooted]
+ROOTED += ["broadcast_object", "gather_object", "scatter_object"]
+ASYNCHRONOUS = (*TABLED, *UNEVEN, "several", *MESSAGES)
+VERBS = (*ASYNCHRONOUS, *OBJECTS, "barrier")
 # Rows are narrow or wide, so that arrays lie on both sides of every threshold of the libraries.
 WIDTHS = (1, 3, 700, 30_000)
 MOST_CALLS = 12  # of a program: the ranks are asked once for all of them
@@ -149,26 +152,38 @@ def _result(call: Call, answer: Any) -> Any:
     return answer.wait() if call.async_op else answer
 
 
-def _all_reduce(call: Call, group: fl.ProcessGroup) -> None:
-    x, everyone = _given(call, group)
-    answer = fl.all_reduce(x, call.scale, call.op, call.async_op, group)
-    assert _result(call, answer) is x
-    assert_combined(call, x, everyone)
-
-
-def _reduce(call: Call, group: fl.ProcessGroup) -> None:
-    x, everyone = _given(call, group)
-    answer = fl.reduce(x, call.root, call.op, call.scale, call.async_op, group)
-    assert _result(call, answer) is x
-    if group.rank == call.root:
-        assert_combined(call, x, everyone)
+def _of_the_table(call: Call, group: fl.ProcessGroup) -> None:
+    """Compare with what the table says that the verb means, of equal parts or unequal ones."""
+    verb, rank, size = (TABLED | UNEVEN)[call.verb], group.rank, group.size
+    how = {name: getattr(call, name) for name in ("op", "scale", "root") if name in verb.takes}
+    rows = [call.rows_for(r) if call.verb in UNEVEN else call.rows for r in range(size)]
+    if call.verb in UNEVEN:
+        how["rows"] = rows
+    given = [call.unequal(r) if verb.ragged else call.array(r) for r in range(size)]
+    if verb.cuts:
+        given = [call.array(r, sum(rows)) for r in range(size)]
+    x = lay_out(given[rank], call.layout)
+    expected = meant(verb, given, rank, flat=True, **how)
+    out = None if verb.in_place or expected is None else _out(call, expected)
+    if out is not None:
+        how["out"] = out
+    answer = getattr(fl, verb.name)(x, async_op=call.async_op, group=group, **how)
+    got = _result(call, answer)
+    assert got is x if verb.in_place else out is None or got is out
+    if not verb.in_place:
+        assert_equal(x, given[rank], "the argument stays")
+    elif expected is None:
+        expected = given[rank]
+    if verb.reduces:
+        assert_reduced(call, got, expected)
+    elif expected is None:
+        assert got is None, repr(call)
     else:
-        assert_equal(x, everyone[group.rank], repr(call))
+        assert_equal(got, expected, repr(call))
 
 
-def assert_combined(call: Call, got: Array, everyone: list[Array]) -> None:
+def assert_reduced(call: Call, got: Array, expected: Array) -> None:
     """Bit for bit, except where the ranks of several hosts are combined host by host."""
-    expected = combined(everyone, call.op, call.scale, flat=True)
     if np.array_equal(got, expected):
         return
     if "FLASHLIGHT_MEMORY_DOMAIN" not in os.environ or got.dtype.kind in "iub":
@@ -177,60 +192,6 @@ def assert_combined(call: Call, got: Array, everyone: list[Array]) -> None:
     accuracy = {2: 1e-2, 4: 1e-5}.get(got.real.dtype.itemsize, 1e-12)
     got, expected = (np.asarray(a, np.complex128) for a in (got, expected))
     np.testing.assert_allclose(got, expected, accuracy, accuracy, err_msg=repr(call))
-
-
-def _reduce_scatter(call: Call, group: fl.ProcessGroup) -> None:
-    rows, rank, size = call.rows, group.rank, group.size
-    everyone = [call.array(member, rows * size) for member in range(size)]
-    x = lay_out(everyone[rank], call.layout)
-    out = _out(call, everyone[rank][:rows])
-    answer = fl.reduce_scatter(x, call.scale, call.op, out, call.async_op, group)
-    mine = [array[rows * rank : rows * (rank + 1)] for array in everyone]
-    got = _result(call, answer)
-    assert out is None or got is out
-    assert_combined(call, got, mine)
-    assert_equal(x, everyone[rank], "the argument stays")
-
-
-def _reduce_scatter_uneven(call: Call, group: fl.ProcessGroup) -> None:
-    rows, rank, size = [call.rows_for(r) for r in range(group.size)], group.rank, group.size
-    everyone = [call.array(member, sum(rows)) for member in range(size)]
-    part = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
-    x = lay_out(everyone[rank], call.layout)
-    out = _out(call, everyone[rank][part])
-    answer = fl.reduce_scatter(x, call.scale, call.op, out, call.async_op, group, rows)
-    got = _result(call, answer)
-    assert out is None or got is out
-    assert_combined(call, got, [array[part] for array in everyone])
-    assert_equal(x, everyone[rank], "the argument stays")
-
-
-def _broadcast(call: Call, group: fl.ProcessGroup) -> None:
-    x, everyone = _given(call, group)
-    assert _result(call, fl.broadcast(x, call.root, call.async_op, group)) is x
-    assert_equal(x, everyone[call.root], repr(call))
-
-
-def _all_gather(call: Call, group: fl.ProcessGroup) -> None:
-    everyone = [call.unequal(member) for member in range(group.size)]
-    x = lay_out(everyone[group.rank], call.layout)
-    x.flags.writeable = False
-    expected = np.concatenate(everyone)
-    out = _out(call, expected)
-    got = _result(call, fl.all_gather(x, out, call.async_op, group))
-    assert out is None or got is out
-    assert_equal(got, expected, repr(call))
-
-
-def _gather(call: Call, group: fl.ProcessGroup) -> None:
-    everyone = [call.unequal(member) for member in range(group.size)]
-    x = lay_out(everyone[group.rank], call.layout)
-    out = _out(call, np.concatenate(everyone))
-    got = _result(call, fl.gather(x, call.root, out, call.async_op, group))
-    if group.rank == call.root:
-        assert_equal(got, np.concatenate(everyone), repr(call))
-    else:
-        assert got is None, repr(call)
 
 
 def _scatter(call: Call, group: fl.ProcessGroup) -> None:
@@ -276,16 +237,7 @@ def _several(call: Call, group: fl.ProcessGroup) -> None:
     )
     for rows, part in zip((2, 1), _result(call, answer), strict=True):
         mine = [array[rows * rank : rows * (rank + 1)] for array in wide]
-        assert_combined(call, part, mine)
-
-
-def _all_to_all(call: Call, group: fl.ProcessGroup) -> None:
-    size, rank = group.size, group.rank
-    everyone = [call.array(member, call.rows * size) for member in range(size)]
-    x = lay_out(everyone[rank], call.layout)
-    got = _result(call, fl.all_to_all(x, None, _out(call, x), call.async_op, group))
-    expected = np.concatenate([np.split(array, size)[rank] for array in everyone])
-    assert_equal(got, expected, repr(call))
+        assert_reduced(call, part, combined(mine, call.op, call.scale, flat=True))
 
 
 def _all_to_all_uneven(call: Call, group: fl.ProcessGroup) -> None:
@@ -376,17 +328,10 @@ def _barrier(call: Call, group: fl.ProcessGroup) -> None:
 
 
 _STEPS: dict[str, Callable[[Call, fl.ProcessGroup], None]] = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_uneven": _reduce_scatter_uneven,
-    "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "gather": _gather,
+    **dict.fromkeys((*TABLED, *UNEVEN), _of_the_table),
     "scatter": _scatter,
     "scatter_uneven": _scatter_uneven,
     "several": _several,
-    "all_to_all": _all_to_all,
     "all_to_all_uneven": _all_to_all_uneven,
     "sendrecv": _sendrecv,
     "crossing messages": _crossing_messages,

@@ -7,22 +7,31 @@ from typing import Any
 
 import pytest
 
+from flashlight_py.distributed.verbs import VERBS
 from tests.distributed import conformance
-from tests.distributed.conformance import DTYPES, LAYOUTS, WORLDS, ranks_in
+from tests.distributed.conformance import BY_NAME, DTYPES, LAYOUTS, WORLDS, ranks_in
 
 ranks = ranks_in(*WORLDS)
 
 
-def test_all_reduce_of_every_dtype_layout_and_op(ranks: Any) -> None:
+# The verbs that reduce in place, and those of which every rank gets a result: all_reduce is first.
+REDUCTIONS = [verb.name for verb in VERBS if verb.reduces and verb.in_place]
+FOR_ALL = [name for name in REDUCTIONS if not BY_NAME[name].rooted]
+
+
+def test_reductions_of_every_dtype_layout_and_op(ranks: Any) -> None:
     single = ("bfloat16", "bool", "int8", "uint8")  # their bytes have no order that is swapped
     pairs = itertools.product(DTYPES, LAYOUTS)
     cases = [(d, layout) for d, layout in pairs if d not in single or layout != "swapped bytes"]
-    ranks.run_each(conformance.all_reduce_every_op, cases)
+    few = [(d, lay) for d, lay in cases if d == "float32" or lay == "strided"]  # of the others
+    some = {verb: few if verb != REDUCTIONS[0] else cases for verb in REDUCTIONS}
+    every = [(verb, *case) for verb, cases in some.items() for case in cases]
+    ranks.run_each(conformance.every_op, every)
 
 
-def test_all_reduce_of_sizes_around_every_threshold(ranks: Any) -> None:
+def test_reductions_of_sizes_around_every_threshold(ranks: Any) -> None:
     """16 KB travel inline in memory, 64 KB over TCP; more in 512 KB chunks of each rank's part."""
-    for dtype in ("float32", "float16", "int8"):
+    for verb, dtype in itertools.product(FOR_ALL, ("float32", "float16", "int8")):
         itemsize = conformance.dtype_of(dtype).itemsize
         inline = [(16 << 10) // itemsize, (64 << 10) // max(1, ranks.size - 1) // itemsize]
         chunk = (512 << 10) // itemsize
@@ -34,13 +43,15 @@ def test_all_reduce_of_sizes_around_every_threshold(ranks: Any) -> None:
             *(n + d for n in around for d in (-1, 0, 1)),
             3 * chunk * ranks.size + 17,
         ]
-        ranks.run(conformance.all_reduce_sizes, dtype, counts)
+        ranks.run(conformance.every_size, verb, dtype, counts)
 
 
-def test_all_reduce_gives_the_same_bits_on_every_rank_and_every_time(ranks: Any) -> None:
-    for count in (100, 300_001):
-        runs = [ranks.run(conformance.all_reduce_twice, count) for _ in range(3)]
-        assert len({bits for run in runs for bits in run}) == 1
+def test_a_reduction_gives_the_same_bits_every_time(ranks: Any) -> None:
+    for verb, count in itertools.product(FOR_ALL, (100, 300_001)):
+        runs = [ranks.run(conformance.reduce_again, verb, count) for _ in range(3)]
+        assert runs[0] == runs[1] == runs[2]
+        if not BY_NAME[verb].prefix:
+            assert len(set(runs[0])) == 1, "on every rank"
 
 
 def test_all_reduce_multiple_of_mixed_arrays(ranks: Any) -> None:

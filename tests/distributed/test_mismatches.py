@@ -17,6 +17,7 @@ import pytest
 from hypothesis import strategies as st
 
 import flashlight_py as fl
+from flashlight_py.distributed.verbs import VERBS
 from tests.distributed import conformance
 from tests.distributed.conformance import BACKENDS
 from tests.distributed.harness import run_ranks
@@ -24,12 +25,7 @@ from tests.distributed.harness import run_ranks
 FEW = 25
 EXAMPLES = int(os.environ.get("EXAMPLES", FEW))
 WORLDS = {"gloo": 2, "shm": 3, "hierarchical": 3, "mpi": 2}
-VERBS = [
-    *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter"),
-    *("all_to_all", "scatter", "barrier"),
-]
-REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
-ROOTED = ("reduce", "broadcast", "gather", "scatter")
+TABLED = {verb.name: verb for verb in VERBS if not verb.is_message}
 WITHOUT_ASYNC = ("barrier", "scatter", "all_gather", "gather", "all_to_all")
 
 
@@ -49,10 +45,10 @@ class Call:
         """What must be the same on all ranks."""
         if self.verb == "barrier":
             return (self.verb,)
-        free = self.verb in ("all_gather", "gather")
-        how = (self.op, self.scale) if self.verb in REDUCTIONS else ()
-        root = self.root if self.verb in ROOTED else None
-        shape = () if self.verb == "scatter" else self.shape[1:] if free else self.shape
+        verb = TABLED[self.verb]
+        how = (self.op, self.scale) if verb.reduces else ()
+        root = self.root if verb.rooted else None
+        shape = () if self.verb == "scatter" else self.shape[1:] if verb.ragged else self.shape
         dtype = "" if self.verb == "scatter" else self.dtype  # which the root alone knows
         return self.verb, dtype, shape, how, root
 
@@ -66,9 +62,9 @@ class Call:
         if self.verb == "scatter":
             return verb(np.stack([x] * size) if rank == self.root else None, self.root)
         how: dict[str, Any] = {}
-        if self.verb in REDUCTIONS:
+        if TABLED[self.verb].reduces:
             how |= {"op": self.op, "scale": self.scale}
-        if self.verb in ROOTED:
+        if TABLED[self.verb].rooted:
             how["root"] = self.root
         if self.starts and self.verb not in WITHOUT_ASYNC:
             return verb(x, async_op=True, **how).wait()
@@ -77,7 +73,7 @@ class Call:
 
 calls = st.builds(
     Call,
-    verb=st.sampled_from(VERBS),
+    verb=st.sampled_from(list(TABLED)),
     dtype=st.sampled_from(["float64", "float32", "int64", "int8"]),
     shape=st.sampled_from([(6,), (12,), (6, 2), (6, 3), (6000,), (30_000,), (24_000, 2)]),
     op=st.sampled_from(["sum", "max", "prod"]),

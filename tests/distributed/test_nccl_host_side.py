@@ -47,6 +47,8 @@ def test_broadcast_gathers_and_composed_verbs(ranks: Any, dtype: str) -> None:
 def test_reduce_scatter_keeps_this_ranks_part(ranks: Any, dtype: str) -> None:
     for rows in (0, 1, 100):
         ranks.run(verbs.reduce_scatter_parts, dtype, rows)
+    for layout in verbs.LAYOUTS:
+        ranks.run(verbs.by_meaning, dtype, layout)
 
 
 def test_messages(ranks: Any) -> None:

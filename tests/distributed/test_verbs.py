@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from flashlight_py.distributed.verbs import (
     VERBS,
 )
 
+PAGE = (Path(__file__).parents[2] / "docs/verbs.md").read_text()
 X = np.zeros((4, 3), np.float32)
 
 
@@ -46,6 +49,25 @@ def test_a_verb_is_a_method_of_groups_too(name: str) -> None:
     wanted = [p for p in inspect.signature(function).parameters if p != "group"]
     assert list(inspect.signature(method).parameters)[1:] == wanted
     assert method.__doc__ == function.__doc__
+
+
+def test_the_page_says_of_each_verb_what_the_table_does() -> None:
+    """Its arguments beside the array, whether it works in place, and whether parts may differ."""
+    rows = [line.split("|")[1:-1] for line in PAGE.splitlines() if line.startswith("| `")]
+    calls = {
+        name: (set(arguments.split(", ")), in_place.strip(), unequal.strip())
+        for what, _, _, in_place, unequal in (row for row in rows if len(row) == 5)
+        for name, arguments in re.findall(r"`(\w+)\(([^)]*)\)`", what)
+    }
+    for verb in VERBS:
+        arguments, in_place, unequal = calls[verb.name]
+        assert set(verb.takes) - {"rows"} <= arguments, verb
+        if verb.is_message or verb.meaning is None:
+            continue
+        assert len(arguments) == 1 + len(set(verb.takes) - {"rows"}), verb
+        assert in_place.partition(",")[0] == ("yes" if verb.in_place else "no: new"), verb
+        cut = "with `rows`" if verb.uneven or verb is SCATTER else ""
+        assert unequal == ("yes" if verb.ragged else cut), verb
 
 
 def test_a_method_knows_its_group_by_itself() -> None:

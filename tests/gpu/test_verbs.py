@@ -28,6 +28,8 @@ def test_broadcast_and_all_gather(ranks: Any, dtype: str) -> None:
 def test_reduce_scatter_keeps_this_ranks_part(ranks: Any, dtype: str) -> None:
     for rows in (0, 1, 100, 150_000):
         ranks.run(verbs.reduce_scatter_parts, dtype, rows)
+    for layout in verbs.LAYOUTS:
+        ranks.run(verbs.by_meaning, dtype, layout)
 
 
 def test_verbs_that_several_ranks_are_needed_for(ranks: Any) -> None:

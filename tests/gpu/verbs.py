@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.verbs import VERBS
 from tests.distributed import conformance
 from tests.distributed.conformance import values
 
@@ -93,6 +94,19 @@ def all_reduce_every_op(rank: int, size: int, name: str, layout: str) -> None:
         work = fl.all_reduce(x, scale=0.25, async_op=True)
         assert work.wait() is x
         assert_close(x, conformance.combined(everyone, "sum", 0.25, flat=True), name, "async")
+
+
+def by_meaning(rank: int, size: int, name: str, layout: str) -> None:
+    """What no library reduces: each GPU combines what it has gathered, by any operation."""
+    everyone = [values(r, conformance.shape_of(layout), name) for r in range(size)]
+    for verb in (verb for verb in VERBS if verb.prefix):
+        for op in conformance.ops_of(name):
+            x = on_gpu(everyone[rank], layout)
+            work = getattr(fl, verb.name)(x, op=op, async_op=True)
+            assert work.wait() is x
+            expected = conformance.meant(verb, everyone, rank, op)
+            expected = everyone[rank] if expected is None else expected
+            assert_close(x, expected, name, f"{verb} {name} {layout} {op} on rank {rank}")
 
 
 def all_reduce_multiple_mixed(rank: int, size: int, contiguous: bool, async_op: bool) -> None:

@@ -49,7 +49,7 @@ Script Author::write(int calls) {
 }
 
 void Author::add_call() {
-  switch (random_.below(26)) {
+  switch (random_.below(27)) {
     case 0:
     case 1:
     case 2:
@@ -58,6 +58,8 @@ void Author::add_call() {
       return add_reduction(FL_ALL_REDUCE);
     case 5:
       return add_reduction(FL_REDUCE);
+    case 24:
+      return add_scan(random_.one_in(2) ? FL_SCAN : FL_EXSCAN);
     case 6:
       return add_reduce_scatter();
     case 7:
@@ -224,6 +226,24 @@ void Author::add_reduction(int verb) {
     if (verb == FL_ALL_REDUCE || r == root) call[r].data_after = result;
   }
   place(call, result->size());
+  push(std::move(call));
+}
+
+void Author::add_scan(int verb) {
+  const int op = some_op(), dtype = some_dtype(op);
+  const size_t count = some_count(info_of(dtype).itemsize);
+  const double scale = some_scale(dtype);
+  const auto given = inputs(dtype, count, true);
+  std::vector<const void*> before;
+  std::vector<Step> call;
+  for (int r = 0; r < world_.ranks; ++r) {
+    call.push_back(step(signature(verb, dtype, op, 0, scale, count), given[r]));
+    if (verb == FL_SCAN) before.push_back(given[r]->data());
+    std::vector<char> wanted(*given[r]);
+    if (!before.empty()) reference(dtype, op, scale, wanted.data(), before, count);
+    call[r].data_after = block(std::move(wanted));
+    if (verb == FL_EXSCAN) before.push_back(given[r]->data());
+  }
   push(std::move(call));
 }
 

@@ -17,6 +17,7 @@ class Author {
  private:
   void add_call();
   void add_reduction(int verb);
+  void add_scan(int verb);
   void add_reduce_scatter();
   void add_broadcast();
   void add_gather(int verb);

@@ -15,7 +15,7 @@ constexpr char kUntouched = 0x5a;
 
 bool is_reduction(int verb) {
   return verb == FL_ALL_REDUCE || verb == FL_REDUCE || verb == FL_REDUCE_SCATTER ||
-         verb == FL_REDUCE_SCATTER_UNEVEN;
+         verb == FL_REDUCE_SCATTER_UNEVEN || verb == FL_SCAN || verb == FL_EXSCAN;
 }
 
 // One call of one rank: its memory, until it has ended and was compared.

@@ -154,7 +154,7 @@ std::unique_ptr<fl::ShmGroup> World::join(int rank) {
   collectives.*member_of(ChunksSoFar()) = calls;
   // Few calls are made in a world: begin with another way in each.
   const uint32_t turn = (calls + ranks) % 9;
-  collectives.*member_of(ChoiceOfCalls()) = fl::Choice(FL_REDUCE_SCATTER_UNEVEN + 1, turn);
+  collectives.*member_of(ChoiceOfCalls()) = fl::Choice(FL_VERBS, turn);
   for (int r = 0; r < ranks; ++r) {
     fl::Inbox& inbox = ((*group).*member_of(MailOfGroup())).from(r);
     inbox.seen = calls;

@@ -43,6 +43,10 @@ class Flashlight(CollectiveRole):
             raise Refusal("flashlight_py has no distributed.shared_empty")
         return create(shape, element)
 
+    def reduction(self, verb: str) -> Callable[[Any], object]:
+        function: Callable[[Any], object] = getattr(fl, verb)
+        return function
+
     @property
     def builders(self) -> Mapping[str, Builder]:
         root = self.rank == 0

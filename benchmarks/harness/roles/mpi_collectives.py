@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,10 @@ class Mpi(CollectiveRole):
         if dtype == "bfloat16":
             raise Refusal("MPI has no bfloat16")
         return np.empty(elements(nbytes, np.dtype(dtype).itemsize, parts), dtype)
+
+    def reduction(self, verb: str) -> Callable[[Any], object]:
+        method = getattr(self._comm, verb.capitalize())
+        return lambda x: method(MPI.IN_PLACE, x)
 
     @property
     def builders(self) -> Mapping[str, Builder]:

@@ -87,6 +87,14 @@ class CollectiveRole(Role):
     def builders(self) -> Mapping[str, Builder]:
         """Return how each verb of VERBS is called on an array."""
 
+    def reduction(self, verb: str) -> Callable[[Any], object]:
+        """Return how the library reduces in place by ``verb``, which VERBS does not have.
+
+        Raises:
+            Refusal: it has no such verb.
+        """
+        raise Refusal(f"has no {verb}")
+
     @abc.abstractmethod
     def array(self, nbytes: int, dtype: str, parts: int, kind: str) -> Any:
         """Return a one-dimensional array, not initialised, as long as ``elements`` says.
@@ -100,25 +108,41 @@ class CollectiveRole(Role):
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         """Return the verb's call on zeros, after one call whose result was checked."""
         verb = task["verb"]
-        if verb not in self.builders:
+        if verb in VERBS and verb not in self.builders:
             raise Refusal(f"has no {verb}")
         parts = self.size * CUTTING[verb] if verb in CUTTING else 1
         array = self.array(task["nbytes"], task["dtype"], parts, task.get("kind", ""))
-        call, out = self.builders[verb](array)
+        call, out = self.builders.get(verb, self._in_place(verb))(array)
+        wanted = self._wanted(task)
 
         def check() -> None:
             array[...] = self.rank + 1
             outcome = call()
-            self._compare(verb, array.shape[0], out if outcome is None else outcome)
+            self._compare(verb, wanted, array.shape[0], out if outcome is None else outcome)
             # Sums of sums would overflow, and other values than zero could become denormal.
             array[...] = 0
 
         check()
         return Prepared(call, check=check)
 
-    def _compare(self, verb: str, count: int, result: Any) -> None:
+    def _in_place(self, verb: str) -> Builder:
+        """Return how a verb of the table is called that VERBS does not have."""
+
+        def build(x: Any) -> tuple[Call, Any]:
+            call = self.reduction(verb)
+            return lambda: call(x), x
+
+        return build
+
+    def _wanted(self, task: Mapping[str, Any]) -> Expected | None:
+        """Return what this rank must have: of a verb of the table the task says it."""
+        if task["verb"] in VERBS:
+            return expected(task["verb"], self.rank, self.size)
+        value = task["means"][self.rank]
+        return Expected(1, value, value)
+
+    def _compare(self, verb: str, wanted: Expected | None, count: int, result: Any) -> None:
         """A library that computes something else has no place in the table."""
-        wanted = expected(verb, self.rank, self.size)
         if wanted is None:
             return
         found = Expected(result.shape[0] / count, float(result[0]), float(result[-1]))

@@ -7,63 +7,35 @@ of 1, and every verb is the identity, times the scale.
 
 from __future__ import annotations
 
-from flashlight_py.distributed.api.groups import barrier, new_group, split, sync_distributed
-from flashlight_py.distributed.api.messages import (
-    batch_isend_irecv,
-    irecv,
-    isend,
-    recv,
-    send,
-    sendrecv,
-)
-from flashlight_py.distributed.api.movement import (
-    all_gather,
-    all_to_all,
-    broadcast,
-    gather,
-    scatter,
-)
-from flashlight_py.distributed.api.multiple import all_reduce_multiple
-from flashlight_py.distributed.api.objects import (
-    all_gather_object,
-    broadcast_object,
-    gather_object,
-    scatter_object,
-)
-from flashlight_py.distributed.api.reductions import (
-    all_reduce,
-    all_reduce_location,
-    reduce,
-    reduce_scatter,
-    shared_empty,
-)
-from flashlight_py.distributed.messaging import P2POp
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "barrier",
-    "sync_distributed",
-    "new_group",
-    "split",
-    "all_gather",
-    "all_to_all",
-    "broadcast",
-    "gather",
-    "scatter",
-    "all_gather_object",
-    "broadcast_object",
-    "gather_object",
-    "scatter_object",
-    "P2POp",
-    "batch_isend_irecv",
-    "irecv",
-    "isend",
-    "recv",
-    "send",
-    "sendrecv",
-    "all_reduce",
-    "all_reduce_location",
-    "all_reduce_multiple",
-    "reduce",
-    "reduce_scatter",
-    "shared_empty",
-]
+from flashlight_py.distributed.api import (
+    groups,
+    locations,
+    memory,
+    messages,
+    movement,
+    multiple,
+    objects,
+    reductions,
+)
+from flashlight_py.distributed.api.groups import *
+from flashlight_py.distributed.api.locations import *
+from flashlight_py.distributed.api.memory import *
+from flashlight_py.distributed.api.messages import *
+from flashlight_py.distributed.api.movement import *
+from flashlight_py.distributed.api.multiple import *
+from flashlight_py.distributed.api.objects import *
+from flashlight_py.distributed.api.reductions import *
+
+if not TYPE_CHECKING:  # type checkers know by how it is imported
+    __all__ = [
+        *groups.__all__,
+        *locations.__all__,
+        *memory.__all__,
+        *messages.__all__,
+        *movement.__all__,
+        *multiple.__all__,
+        *objects.__all__,
+        *reductions.__all__,
+    ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import Steps, exchange_bytes
@@ -20,6 +21,8 @@ from flashlight_py.errors import MismatchError
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
+
+__all__ = ["barrier", "new_group", "split", "sync_distributed"]
 
 # Users' tags begin at 0: this one is for members that are about to become a group.
 _TAG = -1
@@ -218,3 +221,11 @@ def sync_distributed(group: ProcessGroup | None = None) -> None:
         DistributedError: one of them failed; as for :func:`all_reduce`.
     """
     of(group).synchronize()
+
+
+class Methods:
+    """Of a group."""
+
+    barrier = method(barrier)
+    new_group = method(new_group)
+    split = method(split)

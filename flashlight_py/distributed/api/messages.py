@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.membership import native, native_sendrecv, of
 from flashlight_py.distributed.messaging import P2POp, begin_all, ends_of, exchange, run
 from flashlight_py.distributed.numbers import check_rank
@@ -14,6 +15,8 @@ from flashlight_py.distributed.work import AllOf, Work
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
+
+__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "sendrecv"]
 
 X = TypeVar("X")
 
@@ -190,3 +193,14 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: ProcessGroup | None = None) -
     members, given = of(group), [getattr(op, "x", None) for op in ops]
     with refusing(members, "batch_isend_irecv", ends_of(ops), given):
         return AllOf(begin_all(members, ops))
+
+
+class Methods:
+    """Of a group."""
+
+    send = method(send)
+    recv = method(recv)
+    isend = method(isend)
+    irecv = method(irecv)
+    sendrecv = method(sendrecv)
+    batch_isend_irecv = method(batch_isend_irecv)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from flashlight_py.device import Array
+from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.membership import native, of
 from flashlight_py.distributed.numbers import check_rank
 from flashlight_py.distributed.running import collective, refusing
@@ -15,6 +16,8 @@ from flashlight_py.distributed.work import Then, Work
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
+
+__all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
 X = TypeVar("X")
 
@@ -314,3 +317,13 @@ def all_to_all(
         return got, received or [got.shape[0] // size] * size
 
     return Then(result, with_rows) if async_op else with_rows(result)
+
+
+class Methods:
+    """Of a group."""
+
+    broadcast = method(broadcast)
+    all_gather = method(all_gather)
+    gather = method(gather)
+    scatter = method(scatter)
+    all_to_all = method(all_to_all)

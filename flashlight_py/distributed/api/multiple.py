@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.apart import Apart
+from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.arrays import as_array, pack_terms
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import Op
@@ -24,6 +25,8 @@ from flashlight_py.distributed.work import AllOf, Then, Work
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
+
+__all__ = ["all_reduce_multiple"]
 
 X = TypeVar("X")
 
@@ -166,3 +169,9 @@ def _by_dtype(arrays: list[Array]) -> list[list[Array]]:
     for array in arrays:
         groups.setdefault(f"{array_module(array).__name__} {array.dtype.name}", []).append(array)
     return list(groups.values())
+
+
+class Methods:
+    """Of a group."""
+
+    all_reduce_multiple = method(all_reduce_multiple)

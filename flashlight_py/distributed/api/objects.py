@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import Frame, Steps, broadcast_frame, exchange_frames
 from flashlight_py.distributed.membership import Membership, of
@@ -21,6 +22,8 @@ from flashlight_py.distributed.verbs import ALL_TO_ALL
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
+
+__all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 
 T = TypeVar("T")
 
@@ -199,3 +202,12 @@ def _with_lengths(pickles: Frame, lengths: Sequence[int]) -> Frame:
     table = np.array(lengths, np.int64).tobytes()
     payload = pickles.content if len(pickles.content) <= _TOGETHER_BYTES else b""
     return Frame(bytearray(table + bytes(payload)))
+
+
+class Methods:
+    """Of a group."""
+
+    broadcast_object = method(broadcast_object)
+    all_gather_object = method(all_gather_object)
+    gather_object = method(gather_object)
+    scatter_object = method(scatter_object)

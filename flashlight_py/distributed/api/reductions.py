@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-import numpy as np
-from numpy.typing import DTypeLike
-
-from flashlight_py.device import Array, array_module
-from flashlight_py.distributed.arrays import as_array, check_reduction, dtype_code, pack, parse_op
-from flashlight_py.distributed.call import Call
+from flashlight_py.device import Array
+from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.constants import Op
-from flashlight_py.distributed.membership import native, of
-from flashlight_py.distributed.numbers import whole
-from flashlight_py.distributed.running import collective, refusing
-from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER
-from flashlight_py.distributed.work import Then, Work
+from flashlight_py.distributed.membership import native
+from flashlight_py.distributed.running import collective
+from flashlight_py.distributed.verbs import ALL_REDUCE, EXSCAN, REDUCE, REDUCE_SCATTER, SCAN
+from flashlight_py.distributed.work import Work
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
+
+__all__ = ["all_reduce", "reduce", "reduce_scatter", "scan", "exscan"]
 
 X = TypeVar("X")
 
@@ -252,91 +249,127 @@ def reduce_scatter(
     return collective(group, REDUCE_SCATTER, x, **how, async_op=async_op)
 
 
-def all_reduce_location(
+@overload
+def scan(
+    x: X,
+    op: Op = "sum",
+    scale: float = 1.0,
+    async_op: Literal[False] = False,
+    group: ProcessGroup | None = None,
+) -> X: ...
+@overload
+def scan(
+    x: X,
+    op: Op = "sum",
+    scale: float = 1.0,
+    *,
+    async_op: Literal[True],
+    group: ProcessGroup | None = None,
+) -> Work[X]: ...
+@overload
+def scan(
+    x: X,
+    op: Op = "sum",
+    scale: float = 1.0,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any: ...
+def scan(
     x: Any,
-    op: Literal["min", "max"] = "min",
+    op: Op = "sum",
+    scale: float = 1.0,
     async_op: bool = False,
     group: ProcessGroup | None = None,
 ) -> Any:
-    """Find the least or largest of each element over the ranks, and which rank has it.
+    """Combine ``x`` of the ranks up to this one, in rank order: a prefix reduction.
 
-    As MPI's MINLOC and MAXLOC. Every rank receives every other's ``x``: for arrays that are not too
-    large.
+    In place; afterwards rank r holds ``scale`` times the result of ranks 0 to r, with the same bits
+    in every run. Small arrays travel with the call, large ones in pieces from rank to rank.
 
     Args:
-        x: array of any shape and of integer, float or bool dtype; the same shape and dtype on every
-            rank. Left as it is.
-        op: ``"min"`` or ``"max"``; a NaN is both.
-        async_op: return a ``Work`` at once; its ``wait()`` returns the pair.
+        x: array, or a number, as of :func:`all_reduce`; the same shape and dtype on every rank.
+        op: as for :func:`all_reduce`; ``"avg"`` divides by r + 1, as many as are combined.
+        scale: real number that the result is multiplied by.
+        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
         group: the process group, default the world.
 
     Returns:
-        A pair of new arrays of the shape of ``x``: the values, of its dtype, and the ranks, int64,
-        of equal values the lowest; or the ``Work``. Blocks unless ``async_op``.
+        ``x``, or the result where ``x`` is a number; or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
-        ValueError: ``op`` is another.
-        TypeError, DistributedError: as for :func:`all_reduce`.
+        TypeError, ValueError, OverflowError, DistributedError: as for :func:`all_reduce`.
 
     Example:
-        >>> values, ranks = fl.all_reduce_location(np.array([3.0, 1.0]))  # one process
-        >>> values.tolist(), ranks.tolist()
-        ([3.0, 1.0], [0, 0])
+        >>> fl.scan(np.array([1.0, 2.0]))  # one process
+        array([1., 2.])
     """
-    verb, members = "all_reduce_location", of(group)
-    with refusing(members, verb, given=[x]):
-        array = as_array(verb, x, writes=False)
-        check_reduction(verb, array.dtype, parse_op(verb, op), 1.0)
-        if op not in ("min", "max"):
-            raise ValueError(f"{verb}: op must be 'min' or 'max', got {op!r}")
-        xp = array_module(array)
-        find = xp.argmin if op == "min" else xp.argmax  # of equal ones the first
-        step = Call(ALL_GATHER, pack(array)[None], blocking=not async_op, part_of=f"{verb}({op})")
-
-        def locate(rows: Array) -> tuple[Array, Array]:
-            ranks = xp.asarray(find(rows, axis=0))
-            return xp.asarray(xp.take_along_axis(rows, ranks[None], 0)[0]), ranks
-
-        work = members.run(step)
-        return members.keep(Then(work, locate)) if async_op else locate(work.wait())
+    y = native(group)(SCAN.code, x, None, op, scale, 0, 0, async_op)
+    if y is not NotImplemented:
+        return y
+    return collective(group, SCAN, x, op=op, scale=scale, async_op=async_op)
 
 
-def shared_empty(
-    shape: int | Sequence[int], dtype: DTypeLike = np.float32, group: ProcessGroup | None = None
-) -> Array:
-    """Return a new NumPy array, not initialised, that collectives reduce where it is.
+@overload
+def exscan(
+    x: X,
+    op: Op = "sum",
+    scale: float = 1.0,
+    async_op: Literal[False] = False,
+    group: ProcessGroup | None = None,
+) -> X: ...
+@overload
+def exscan(
+    x: X,
+    op: Op = "sum",
+    scale: float = 1.0,
+    *,
+    async_op: Literal[True],
+    group: ProcessGroup | None = None,
+) -> Work[X]: ...
+@overload
+def exscan(
+    x: X,
+    op: Op = "sum",
+    scale: float = 1.0,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any: ...
+def exscan(
+    x: Any,
+    op: Op = "sum",
+    scale: float = 1.0,
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any:
+    """Combine ``x`` of the ranks before this one, in rank order: an exclusive prefix reduction.
 
-    Its memory is shared by the ranks of a host, so nothing is copied on the way; where there is
-    no such memory it is an ordinary array. Views of it count as well. Collective, blocking: every
-    rank must call it, with the same shape and dtype.
+    As :func:`scan`, without this rank's own: rank r gets the result of ranks 0 to r - 1. Rank 0,
+    which has none before it, keeps its ``x`` as it is, whatever ``op`` and ``scale`` are.
 
     Args:
-        shape: the dimensions.
-        dtype: any that :func:`all_reduce` takes.
+        x: array, or a number; the same shape and dtype on every rank.
+        op: as for :func:`scan`; ``"avg"`` divides by r.
+        scale: real number that the result is multiplied by.
+        async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
         group: the process group, default the world.
 
+    Returns:
+        ``x``, or the result where ``x`` is a number; or the ``Work``. Blocks unless ``async_op``.
+
     Raises:
-        ValueError: a dimension is negative.
-        TypeError: the dtype cannot be sent.
-        DistributedError: as for :func:`all_reduce`.
+        TypeError, ValueError, OverflowError, DistributedError: as for :func:`all_reduce`.
     """
-    members = of(group)
-    with refusing(members, "shared_empty"):
-        extents, kind = _extents(shape), np.dtype(dtype)
-        dtype_code("shared_empty", kind)
-        backend = members.backend()
-        with members.journal.recording("shared_empty", like=(kind, extents)):
-            array: Array = backend.shared_empty(extents, kind)
-            return array
+    y = native(group)(EXSCAN.code, x, None, op, scale, 0, 0, async_op)
+    if y is not NotImplemented:
+        return y
+    return collective(group, EXSCAN, x, op=op, scale=scale, async_op=async_op)
 
 
-def _extents(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return a shape, as NumPy lets it be written, as a tuple."""
-    alone = whole(shape)
-    given = tuple(shape) if alone is None else (alone,)  # type: ignore[arg-type]
-    extents = tuple(extent for extent in map(whole, given) if extent is not None and extent >= 0)
-    if len(extents) < len(given):
-        raise ValueError(
-            f"shared_empty: a shape consists of integers that are not negative, got {given}"
-        )
-    return extents
+class Methods:
+    """Of a group."""
+
+    all_reduce = method(all_reduce)
+    reduce = method(reduce)
+    reduce_scatter = method(reduce_scatter)
+    scan = method(scan)
+    exscan = method(exscan)

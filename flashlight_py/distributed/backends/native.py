@@ -70,7 +70,7 @@ class NativeBackend(NativeGroup):
         room, out = None, call.out
         if out is not None:
             room = self.ffi.new("fl_room *", (self._pointer(out), out.nbytes))
-        wanted = call.verb is ALL_GATHER or self.rank == call.root
+        wanted = call.verb.fills(self.rank, call.root)
         return self._launch(call, output=out, room=room, result=GATHERED if wanted else None)
 
     def _scatter(self, call: Call) -> Work:

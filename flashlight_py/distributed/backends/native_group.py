@@ -31,7 +31,7 @@ from flashlight_py.distributed.call_site import PACKAGE, Place, caller, site_of,
 from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.recorder.journal import NATIVE, SENDRECV, Journal
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.verbs import BARRIER, SCATTER
+from flashlight_py.distributed.verbs import BARRIER, SCATTER, VERBS
 from flashlight_py.distributed.work import AllOf, Done, Work
 from flashlight_py.errors import BackendUnavailableError, DistributedError, GroupClosedError
 
@@ -42,6 +42,14 @@ _log = logging.getLogger("flashlight_py")
 
 # The numbers of the calls that others are steps of; 0: a call by itself.
 _STEPS = {"": 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
+
+# What csrc/fast/plain.h wants to know of each verb, by its code.
+_FLAGS = bytes(
+    0
+    if verb is None
+    else 1 | verb.rooted << 1 | verb.in_place << 2 | verb.reduces << 3 | verb.prefix << 4
+    for verb in map({verb.code: verb for verb in VERBS}.get, range(1 + max(v.code for v in VERBS)))
+)
 
 
 class NativeGroup(Backend):
@@ -77,6 +85,7 @@ class NativeGroup(Backend):
         except BackendUnavailableError as error:
             _log.warning("small calls take some microseconds longer: %s", error)
             return super().bind(journal)
+        fast.verbs(_FLAGS)
         self.journal = journal
         journal.open_to_native(fast.clocks)
         self._callers.of_native = journal.header

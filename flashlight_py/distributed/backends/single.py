@@ -32,7 +32,7 @@ class SingleBackend(Backend):
             call.received += call.rows
         if array is not None and not verb.in_place:
             array = _copy(call, array[0] if verb is SCATTER else array)
-        if array is not None and verb.reduces:
+        if array is not None and verb.reduces and verb.fills(0, call.root):
             scale_in_place(array, call.scale)
         return Done(array)
 

@@ -40,6 +40,11 @@ void in_place(Rank& rank, const Collective& c) {
   check_ok(rank.run(signature_of(c.verb, c.count, c.root), data.data(), nullptr, -1, c.async),
            "in place");
   if (c.verb == FL_BROADCAST) return check_copied(c, c.root, data.data(), 0, c.count);
+  if (c.verb == FL_SCAN || c.verb == FL_EXSCAN) {
+    const int terms = rank.rank + (c.verb == FL_SCAN ? 1 : 0);
+    return terms > 0 ? check_reduced(c, terms, data.data(), 0, c.count)
+                     : check_copied(c, rank.rank, data.data(), 0, c.count);
+  }
   const bool reduced = c.verb == FL_ALL_REDUCE || rank.rank == c.root;
   if (reduced) return check_reduced(c, rank.size, data.data(), 0, c.count);
   check_copied(c, rank.rank, data.data(), 0, c.count);
@@ -152,7 +157,7 @@ void scatters(Rank& rank, const Collective& c) {
 
 void play_collective(Rank& rank, Random& random, uint64_t step) {
   Collective c{};
-  c.verb = static_cast<int>(1 + random.below(FL_REDUCE_SCATTER_UNEVEN));
+  c.verb = static_cast<int>(1 + random.below(FL_VERBS - 1));
   c.root = static_cast<int>(random.below(rank.size));
   c.count = kCounts[random.below(kCounts.size())];
   c.room = random.one_in(2);

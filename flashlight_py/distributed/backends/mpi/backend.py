@@ -15,7 +15,7 @@ from flashlight_py.distributed.arrays import require_length
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.mpi import exits
 from flashlight_py.distributed.backends.mpi.group import Group
-from flashlight_py.distributed.backends.mpi.memory import as_bytes, on_device
+from flashlight_py.distributed.backends.mpi.memory import as_bytes, on_device, settle
 from flashlight_py.distributed.backends.mpi.movement import Movement
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
 from flashlight_py.distributed.backends.mpi.reduction import Reduction
@@ -30,6 +30,8 @@ __all__ = ["MpiBackend"]
 
 # Room for a dtype and a shape, pickled.
 _KIND_BYTES = 2048
+# Of all ranks together, of which a verb that the library lacks makes its result at a time.
+_PIECE_BYTES = 4 << 20
 
 
 class MpiBackend(Backend):
@@ -63,7 +65,9 @@ class MpiBackend(Backend):
         self._movement = Movement(mpi, comms[0], progress)
         self._reduction = Reduction(mpi, comms[0], progress, self._movement)
         self._bodies: dict[Verb, Callable[[Call, list[int]], Steps]] = {
-            verb: getattr(self, f"_{verb.name}") for verb in VERBS if not verb.is_message
+            verb: getattr(self, f"_{verb.name}", self._by_meaning)
+            for verb in VERBS
+            if not verb.is_message
         }
         self._guarded = True
         exits.install(mpi, progress.linger)
@@ -104,6 +108,20 @@ class MpiBackend(Backend):
 
     def _reduce_scatter(self, call: Call, _: list[int]) -> Steps:
         return self._reduction.reduce_scatter(call.array, call.op, call.scale, call.out, call.rows)
+
+    def _by_meaning(self, call: Call, _: list[int]) -> Steps:
+        """Combine in place what the library does not: every rank receives all arrays, in pieces."""
+        flat, xp, combine = call.array.reshape(-1), array_module(call.array), call.verb.meaning
+        assert combine is not None
+        step = max(1, _PIECE_BYTES // (flat.itemsize * self.size))
+        for start in range(0, flat.size, step):
+            part = flat[start : start + step]
+            pieces, counts = xp.empty((self.size, part.size), flat.dtype), [part.nbytes] * self.size
+            yield from self._movement.all_gather(as_bytes(part), as_bytes(pieces), counts)
+            if call.verb.fills(self.rank, call.root):
+                part[...] = combine(list(pieces), self.rank, call)
+                settle(part)
+        return call.array
 
     def _broadcast(self, call: Call, _: list[int]) -> Steps:
         yield from self._movement.broadcast(as_bytes(call.array), call.root)

@@ -61,7 +61,7 @@ class MpiGpuBackend(Backend):
 
     def _bring_back(self, call: Call, result: Any) -> Any:
         """Copy ``result`` to the GPU: into what the caller gave, or a new array."""
-        if result is None or (call.verb.writes == "root's array" and self.rank != call.root):
+        if result is None or not call.verb.fills(self.rank, call.root):
             return call.array if call.verb.in_place else None
         target: Any = call.array if call.verb.in_place else call.out
         if target is None:

@@ -51,7 +51,9 @@ class NcclBackend(Backend):
         self._stream_handle = self._ffi.cast("cudaStream_t", self._stream.pointer)
         self._flights = Flights()
         self._steps: dict[Verb, Callable[[Call], Work]] = {
-            verb: getattr(self, f"_{verb.name}") for verb in VERBS if not verb.is_message
+            verb: getattr(self, f"_{verb.name}", self._by_meaning)
+            for verb in VERBS
+            if not verb.is_message
         }
         self._comparisons = Comparisons(cpu, communicator)
         looked_at = communicator, self._flights, self._comparisons
@@ -129,6 +131,20 @@ class NcclBackend(Backend):
         pairs = [(array, target)] if array.size else []
         begin = functools.partial(self._reduce_pairs, call, self.functions.ncclReduce, pairs, root)
         return self.launch(call, begin, [array, target][: 2 * len(pairs)], array)
+
+    def _by_meaning(self, call: Call) -> Work:
+        """Combine in place what NCCL does not: each GPU gathers all arrays, and does it itself."""
+        array, combine = call.array, call.verb.meaning
+        assert combine is not None
+        pieces = self.empty((self.size, *array.shape), array)
+
+        def begin() -> None:
+            self._gather_rows(array, pieces, [array.nbytes] * self.size)
+            if call.verb.fills(self.rank, call.root):
+                with self._stream.stream:
+                    array[...] = combine(list(pieces), self.rank, call)
+
+        return self.launch(call, begin, [array, pieces] if array.size else [], array)
 
     def _broadcast(self, call: Call) -> Work:
         array = call.array

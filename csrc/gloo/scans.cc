@@ -1,0 +1,175 @@
+// Prefix reductions: of the arrays of ranks 0 to r, or of those before r, on rank r.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "../reduce/half.h"
+#include "../reduce/reduce.h"
+#include "collectives.h"
+
+namespace fl {
+namespace {
+
+// Pieces that are on the wire or being combined.
+constexpr size_t kDepth = 2;
+
+// What goes from rank to rank has not been rounded: of 16-bit floats it is float32.
+bool is_narrow(int dtype) { return dtype == kFloat16 || dtype == kBfloat16; }
+
+template <typename T>
+void widen(float* into, const void* from, size_t count) {
+  const T* values = static_cast<const T*>(from);
+  for (size_t i = 0; i < count; ++i) into[i] = values[i].widen();
+}
+
+template <typename T>
+void narrow(void* into, const float* from, size_t count) {
+  T* values = static_cast<T*>(into);
+  for (size_t i = 0; i < count; ++i) values[i] = T::narrow(from[i]);
+}
+
+// Memory of kDepth pieces, which go to a rank or come from it.
+class Pieces {
+ public:
+  Pieces(Mesh& mesh, size_t bytes) : memory_(new char[kDepth * bytes]) {
+    for (size_t i = 0; i < kDepth; ++i) {
+      buffers_[i] = mesh.buffer(memory_.get() + i * bytes, bytes);
+    }
+  }
+  gloo::transport::UnboundBuffer& operator[](size_t c) { return *buffers_[c % kDepth]; }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+  Buffer buffers_[kDepth];
+};
+
+// Large: rank after rank combines what arrives with its own, and passes it on, piece by piece. All
+// links carry the array once, and at the same time but for a piece for each rank before.
+class Chain {
+ public:
+  Chain(Mesh& mesh, Call& call, char* data)
+      : call_(call),
+        mine_(call.mine),
+        rank_(mesh.rank),
+        size_(mesh.size),
+        terms_(rank_ + (mine_.verb == FL_SCAN ? 1 : 0)),
+        data_(data),
+        is_narrow_(is_narrow(mine_.dtype)),
+        dtype_(is_narrow_ ? static_cast<int>(kFloat32) : mine_.dtype),
+        op_(mine_.op == kAvg ? static_cast<int>(kSum) : mine_.op),
+        factor_(mine_.op == kAvg ? mine_.scale / terms_ : mine_.scale),
+        item_(is_narrow_ ? sizeof(float) : mine_.itemsize),
+        piece_(kChunkBytes / item_),
+        arriving_(mesh, kChunkBytes),
+        leaving_(mesh, kChunkBytes),
+        wide_(is_narrow_ ? new float[piece_] : nullptr) {}
+
+  void run() {
+    const size_t pieces = (static_cast<size_t>(mine_.count) + piece_ - 1) / piece_;
+    if (rank_ > 0) receive(0);
+    for (size_t c = 0; c < pieces; ++c) {
+      if (rank_ > 0 && c + 1 < pieces) receive(c + 1);
+      combine(c);
+    }
+    for (size_t c = pieces - std::min(pieces, kDepth); has_next() && c < pieces; ++c) {
+      call_.waiter.sent(leaving_[c], rank_ + 1);
+    }
+  }
+
+ private:
+  bool has_next() const { return rank_ + 1 < size_; }
+  size_t count(size_t c) const { return std::min(piece_, mine_.count - c * piece_); }
+  char* place(size_t c) const { return data_ + c * piece_ * mine_.itemsize; }
+
+  void receive(size_t c) { arriving_[c].recv(rank_ - 1, kPartSlot, 0, count(c) * item_); }
+
+  void reduce(double scale, void* into, const void* one, const void* other, size_t n) {
+    const void* const from[] = {one, other};
+    fl::reduce(dtype_, op_, scale, into, from, other == nullptr ? 1 : 2, n);
+  }
+
+  void combine(size_t c) {
+    const size_t n = count(c);
+    const void* before = nullptr;
+    if (rank_ > 0) {
+      call_.waiter.received(arriving_[c], rank_ - 1);
+      before = arriving_[c].ptr;
+    }
+    const void* own = place(c);
+    if (is_narrow_) own = widened(own, n);
+    const void* all = own;  // up to this rank
+    if (has_next()) {
+      if (c >= kDepth) call_.waiter.sent(leaving_[c], rank_ + 1);
+      void* next = leaving_[c].ptr;
+      rank_ > 0 ? reduce(1.0, next, before, own, n)
+                : static_cast<void>(std::memcpy(next, own, n * item_));
+      leaving_[c].send(rank_ + 1, kPartSlot, 0, n * item_);
+      all = next;
+    } else if (terms_ == size_ && rank_ > 0) {
+      return finish(c, before, own);
+    }
+    if (terms_ > 0) finish(c, terms_ > rank_ ? all : before, nullptr);
+  }
+
+  const void* widened(const void* own, size_t n) {
+    mine_.dtype == kFloat16 ? widen<Float16>(wide_.get(), own, n)
+                            : widen<Bfloat16>(wide_.get(), own, n);
+    return wide_.get();
+  }
+
+  // The result of this rank, of one array or two.
+  void finish(size_t c, const void* one, const void* other) {
+    const size_t n = count(c);
+    if (!is_narrow_) return reduce(factor_, place(c), one, other, n);
+    reduce(factor_, wide_.get(), one, other, n);
+    mine_.dtype == kFloat16 ? narrow<Float16>(place(c), wide_.get(), n)
+                            : narrow<Bfloat16>(place(c), wide_.get(), n);
+  }
+
+  Call& call_;
+  const fl_signature& mine_;
+  const int rank_, size_;
+  const int terms_;  // so many arrays are combined here, from rank 0 on; of none rank 0 keeps its own
+  char* const data_;
+  const bool is_narrow_;
+  const int dtype_, op_;
+  const double factor_;
+  const size_t item_, piece_;  // bytes of an element on its way, elements of a piece
+  Pieces arriving_, leaving_;
+  const std::unique_ptr<float[]> wide_;
+};
+
+}  // namespace
+
+template <>
+struct Verb<FL_SCAN> {
+  // Small: every rank has what those before it have given.
+  static Bytes run(Collectives& group, Call& call, void* data, void*) {
+    const int rank = group.rank_, size = group.size_;
+    const bool small = call.bytes() * (size - 1) <= Collectives::kInlineBytes;
+    Parts give(size);
+    for (int r = rank + 1; r < size && small; ++r) give[r] = {0, call.bytes()};
+    group.meet(call, data, give);
+    if (small) combine(group, call, data);
+    group.post_headers();
+    if (!small) Chain(group.mesh_, call, static_cast<char*>(data)).run();
+    return {};
+  }
+
+  static void combine(Collectives& group, const Call& call, void* data) {
+    const fl_signature& mine = call.mine;
+    const int terms = group.rank_ + (mine.verb == FL_SCAN ? 1 : 0);
+    std::vector<const void*> from;
+    for (int r = 0; r < terms; ++r) {
+      from.push_back(r == group.rank_ ? data : group.incoming_[r].payload);
+    }
+    if (terms > 0) fl::reduce(mine.dtype, mine.op, mine.scale, data, from.data(), terms, mine.count);
+  }
+};
+
+namespace {
+
+const Entry entries[] = {{FL_SCAN, Verb<FL_SCAN>::run}, {FL_EXSCAN, Verb<FL_SCAN>::run}};
+
+}  // namespace
+}  // namespace fl

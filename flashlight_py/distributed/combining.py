@@ -1,0 +1,69 @@
+"""What verbs mean: the result of one rank, of the arrays of all, as NumPy (or CuPy) computes it.
+
+The table of the verbs refers to these. Tests compare every backend with them, and a backend whose
+library lacks a verb does it so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array, array_module
+from flashlight_py.distributed.arrays import scale_in_place
+from flashlight_py.distributed.constants import ReduceOp
+
+__all__ = ["combined", "cut", "joined"]
+
+_UFUNC = {
+    ReduceOp.SUM: "add",
+    ReduceOp.AVG: "add",
+    ReduceOp.PROD: "multiply",
+    ReduceOp.MIN: "minimum",
+    ReduceOp.MAX: "maximum",
+    ReduceOp.AND: "bitwise_and",
+    ReduceOp.OR: "bitwise_or",
+    ReduceOp.XOR: "bitwise_xor",
+    ReduceOp.LAND: "logical_and",
+    ReduceOp.LOR: "logical_or",
+    ReduceOp.LXOR: "logical_xor",
+}
+_LOGICAL = (ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR)
+
+
+def combined(
+    arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0, hosts: Sequence[int] = ()
+) -> Array:
+    """Return ``scale`` times ``arrays``, combined in their order, as a new array.
+
+    16-bit floats are combined in float32 and rounded once; integers wrap around; an average is
+    divided by the number of arrays. Of several ``hosts``, each with so many of the arrays, those of
+    each are combined first.
+    """
+    dtype, xp = arrays[0].dtype, array_module(arrays[0])
+    narrow = dtype.itemsize == 2 and dtype.kind not in "iu"
+    terms = [array.astype(np.float32) for array in arrays] if narrow else list(arrays)
+    if op in _LOGICAL:
+        terms = [array != 0 for array in arrays]  # of one alone too
+    fold = functools.partial(functools.reduce, getattr(xp, _UFUNC[op]))
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities come as they come
+        total = xp.array(fold([fold(some) for some in cut(terms, hosts or [len(terms)])]))
+        scale_in_place(total, scale / len(arrays) if op is ReduceOp.AVG else scale)
+        result: Array = total.astype(dtype, copy=False)
+    return result
+
+
+def cut(rows: Any, counts: Sequence[int]) -> list[Any]:
+    """Return ``rows`` in parts, of so many of them each."""
+    return [rows[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
+
+
+def joined(arrays: Sequence[Array]) -> Array:
+    """Return ``arrays`` one after the other; one without dimensions is one row."""
+    rows = [array.reshape(1) if array.ndim == 0 else array for array in arrays]
+    whole: Array = array_module(rows[0]).concatenate(rows)
+    return whole

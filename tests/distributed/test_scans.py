@@ -1,0 +1,75 @@
+"""Prefix reductions: what the table's meaning does not show, and large ones among many ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.distributed import conformance
+from tests.distributed.conformance import ranks_in
+
+ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 5), ("hierarchical", 4), ("mpi", 3))
+
+
+def prefixes(rank: int, size: int) -> None:
+    x = np.full((2, 3), rank + 1.0)
+    assert fl.scan(x) is x
+    assert np.all(x == (rank + 1) * (rank + 2) / 2)
+    for op, kept, wanted in (
+        ("sum", [5, 0], [10 * rank, 0]),
+        ("max", [5, -1], [10, -2]),
+        ("lor", [5, 0], [1, 0]),
+    ):
+        y = np.array(kept).repeat(2)[::2]  # not contiguous
+        assert fl.exscan(y, op, scale=1 if op == "lor" else 2) is y  # type: ignore[call-overload]
+        assert y.tolist() == (wanted if rank else kept), op
+    averages = np.array([[rank, 2 * rank]], np.float16)
+    assert fl.scan(averages, op="avg").tolist() == [[rank / 2, rank]]
+    mean = fl.exscan(np.array(float(rank)), op="avg")
+    assert mean == ((rank - 1) / 2 if rank else 0)
+
+
+def numbers(rank: int, size: int) -> None:
+    assert fl.scan(1) == rank + 1
+    assert fl.exscan(2.5) == (2.5 * rank or 2.5)
+    product = fl.exscan(rank + 2, op="prod")
+    assert product == (math.prod(range(2, rank + 2)) if rank else 2)
+    assert fl.scan(rank > 0, op="or") is (rank > 0)
+    with pytest.raises(OverflowError):
+        fl.scan(2**63 - size + 1)
+    with pytest.raises(TypeError, match="scan: a bool array"):
+        fl.scan(np.ones(2, bool), op="sum")
+
+
+def in_flight(rank: int, size: int) -> None:
+    counts = [3, 50_000, 0, 200_000]
+    arrays = [np.full(count, rank + 1.0) for count in counts]
+    verbs = [fl.scan, fl.exscan, fl.scan, fl.exscan]
+    works = [verb(x, async_op=True) for verb, x in zip(verbs, arrays, strict=True)]
+    with fl.split(rank % 2) as group:  # beside them
+        assert np.all(group.scan(np.ones(2)) == group.rank + 1)
+    fl.sync_distributed()
+    assert all(work.wait() is x for work, x in zip(works, arrays, strict=True))
+    sums = [(rank + 1) * (rank + 2) / 2, rank * (rank + 1) / 2 if rank else 1.0]
+    for i, x in enumerate(arrays):
+        assert np.all(x == sums[i % 2]), i
+
+
+def test_what_each_rank_gets(ranks: Any) -> None:
+    ranks.run(prefixes)
+    ranks.run(numbers)
+    ranks.run(in_flight)
+
+
+def test_large_ones_of_every_kind(ranks: Any) -> None:
+    """16-bit floats go as float32; the widest elements; and more than a chunk of every rank."""
+    dtypes, counts = ("float16", "bfloat16", "clongdouble", "int8"), [300_001]
+    verbs = ("scan", "exscan")
+    ranks.run_each(
+        conformance.every_size, [(v, d, counts) for v, d in itertools.product(verbs, dtypes)]
+    )
