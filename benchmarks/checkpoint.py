@@ -49,8 +49,8 @@ def main() -> None:
     machine = machine_facts()
     print("\n- machine: " + ", ".join(f"{name} {value}" for name, value in machine.items()))
     if options.json:
-        told = {"machine": machine, "measurements": [asdict(each) for each in results]}
-        text = json.dumps({**told, "verdicts": [asdict(each) for each in verdicts]}, indent=1)
+        reported = {"machine": machine, "measurements": [asdict(each) for each in results]}
+        text = json.dumps({**reported, "verdicts": [asdict(each) for each in verdicts]}, indent=1)
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(text + "\n")
 
@@ -90,7 +90,7 @@ class OneArray(fl.nn.Module):
 
 
 def dd(file: Path, megabytes: int) -> float:
-    """Let dd write ``file``, remove it, and return the seconds that dd tells."""
+    """Let dd write ``file``, remove it, and return the seconds that dd reports."""
     arguments = ["if=/dev/zero", f"of={file}", "bs=1M", f"count={megabytes}", "conv=fsync"]
     english = {**os.environ, "LC_ALL": "C"}
     done = subprocess.run(

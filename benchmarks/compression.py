@@ -46,7 +46,7 @@ BACKENDS = {"auto": "shared memory", "gloo": "Gloo"}
 
 
 @dataclass(frozen=True)
-class Told:
+class Reported:
     """What the ranks said of one hook, beside its time: bytes of a step, and the last loss."""
 
     nbytes: int
@@ -74,45 +74,45 @@ def example_case(options: argparse.Namespace, ranks: int, momentum: float) -> Ca
     return Case(Measurement(f"the example, momentum {momentum:g}", "float32", 0, ranks), task)
 
 
-def train_example(options: argparse.Namespace, ranks: int) -> dict[float, dict[str, Told]]:
-    """Return what the ranks told after the last epoch, by momentum."""
-    told = {}
+def train_example(options: argparse.Namespace, ranks: int) -> dict[float, dict[str, Reported]]:
+    """Return what the ranks reported after the last epoch, by momentum."""
+    reported = {}
     with Conductor(BRIEF) as conductor:
         for momentum in MOMENTA:
             for _ in range(options.epochs):
                 case = example_case(options, ranks, momentum)
-                _, told[momentum] = measure(conductor, case, "auto", ranks)
-    return told
+                _, reported[momentum] = measure(conductor, case, "auto", ranks)
+    return reported
 
 
 def measure(
     conductor: Conductor, case: Case, backend: str, ranks: int
-) -> tuple[Measurement, dict[str, Told]]:
-    """Time every hook, and return what the ranks told of it.
+) -> tuple[Measurement, dict[str, Reported]]:
+    """Time every hook, and return what the ranks reported of it.
 
     Raises:
-        RuntimeError: a hook could not be measured, or its ranks told different things.
+        RuntimeError: a hook could not be measured, or its ranks reported different things.
     """
     result = conductor.measure(case, contenders(backend, ranks))
     if set(HOOKS) - set(result.seconds):
         raise RuntimeError(f"{result.task}: {result.left_out or conductor.absent}")
-    told = {}
+    reported = {}
     for title, details in conductor.details.items():
         if any(detail != details[0] for detail in details):
             raise RuntimeError(f"{title}: the ranks' bytes or losses differ: {details}")
-        told[title] = Told(details[0]["bytes"], details[0].get("loss", float("nan")))
-    return result, told
+        reported[title] = Reported(details[0]["bytes"], details[0].get("loss", float("nan")))
+    return result, reported
 
 
-def step_table(steps: dict[str, Measurement], told: dict[str, Told]) -> str:
+def step_table(steps: dict[str, Measurement], reported: dict[str, Reported]) -> str:
     """Return bytes and times of the large problem, a row for each hook."""
     names = [BACKENDS[backend] for backend in steps]
     heads = [f"{column}, {name}" for name in names for column in ("a step", "to no hook")]
     rows = []
-    for title, of_hook in told.items():
-        sizes = [f"{of_hook.nbytes / 1e3:,.0f}", f"{of_hook.nbytes / told[NONE].nbytes:.2%}"]
+    for title, of_hook in reported.items():
+        sizes = [f"{of_hook.nbytes / 1e3:,.0f}", f"{of_hook.nbytes / reported[NONE].nbytes:.2%}"]
         times = [cell for m in steps.values() for cell in _times(m, title)]
-        rows.append([title, *sizes, *times, _pays_below(steps["auto"], title, told)])
+        rows.append([title, *sizes, *times, _pays_below(steps["auto"], title, reported)])
     return markdown(["hook", "kB a step", "of no hook", *heads, "pays below"], rows)
 
 
@@ -121,22 +121,22 @@ def _times(steps: Measurement, title: str) -> list[str]:
     return [duration(median(steps.seconds[title])), f"{ratio:.2f}x"]
 
 
-def _pays_below(steps: Measurement, title: str, told: dict[str, Told]) -> str:
+def _pays_below(steps: Measurement, title: str, reported: dict[str, Reported]) -> str:
     """Return the speed of the network at which the hook neither wins nor loses."""
     if title == NONE:
         return "-"
-    saved = told[NONE].nbytes - told[title].nbytes
+    saved = reported[NONE].nbytes - reported[title].nbytes
     added = (median(steps.ratios(title, NONE)) - 1) * median(steps.seconds[NONE])
     return f"{8 * saved / added / 1e9:.2g} Gbit/s" if added > 0 else "any speed"
 
 
-def loss_table(told: dict[float, dict[str, Told]]) -> str:
+def loss_table(reported: dict[float, dict[str, Reported]]) -> str:
     """Return bytes and the last loss of the example, a row for each hook."""
-    heads = [f"{column}, momentum {m:g}" for m in told for column in ("loss", "to no hook")]
+    heads = [f"{column}, momentum {m:g}" for m in reported for column in ("loss", "to no hook")]
     rows = []
-    for title, of in next(iter(told.values())).items():
+    for title, of in next(iter(reported.values())).items():
         cells = []
-        for by_hook in told.values():
+        for by_hook in reported.values():
             loss, exact = by_hook[title].loss, by_hook[NONE].loss
             cells += [f"{loss:.4g}", f"{loss / exact:.3f}x"]
         rows.append([title, str(of.nbytes), *cells])

@@ -43,9 +43,11 @@ def main() -> None:
     if options.json:
         cases = [{"bytes": size, "stores": way} for size, way in results[0]]
         times = [[result[case] for result in results] for case in results[0]]
-        told = [{**case, "us": each} for case, each in zip(cases, times, strict=True)]
+        reported = [{**case, "us": each} for case, each in zip(cases, times, strict=True)]
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine, "rounds": told}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"machine": machine, "rounds": reported}, indent=1) + "\n"
+        )
 
 
 def measure(program: Path) -> dict[tuple[int, str], tuple[float, float]]:

@@ -4,7 +4,7 @@
 
 Run it again after an interruption: it goes on from the last checkpoint in the folder. What is
 saved is all that the next step depends on: the parameters, the optimizer's state, each rank's
-random numbers (dropout draws from them) and the number of the step, which tells the batch.
+random numbers (dropout draws from them) and the number of the step, which determines the batch.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ MOST_WORLDS = 16
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Every process a test starts, however indirectly, inherits this and can be told from others.
+    # Every process a test starts, however indirectly, inherits this and is recognised by it.
     os.environ[leftovers.MARK] = uuid.uuid4().hex
     # Ranks that are meant to fail leave no flight records; the tests of those ask for them.
     os.environ["FLASHLIGHT_TRACE_DIR"] = ""

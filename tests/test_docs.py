@@ -129,7 +129,7 @@ def test_units_are_documented() -> None:
     assert not wrong, "the units of these parameters are missing"
 
 
-def test_functions_of_arrays_tell_shape_or_dtype() -> None:
+def test_functions_of_arrays_state_shape_or_dtype() -> None:
     wrong = [
         name
         for name, function, doc in FUNCTIONS

@@ -83,7 +83,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_results_come_in_rank_order(size: int) -> None:
+def test_results_are_in_rank_order(size: int) -> None:
     expected = [(rank, size, "a", 2) for rank in range(size)]
     assert run_ranks(describe, size, "a", 2, init=None) == expected
 
@@ -149,7 +149,7 @@ def test_ranks_die_with_a_killed_harness(tmp_path: Path) -> None:
     assert leftovers.end_processes() == {}
 
 
-def test_outcomes_tell_results_exceptions_exits_and_signals_apart() -> None:
+def test_outcomes_distinguish_results_exceptions_exits_and_signals() -> None:
     raised = run_outcomes(raise_on, 2, 1, init=None)
     assert [outcome.kind for outcome in raised] == ["returned", "raised"]
     assert raised[1].error_type == "ValueError"

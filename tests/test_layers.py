@@ -168,22 +168,22 @@ def test_the_launcher_imports_next_to_nothing() -> None:
     assert not {"numpy", "cffi", "multiprocessing", "asyncio", "inspect", "logging"} & loaded
 
 
-def test_public_names_come_from_where_the_type_checker_finds_them() -> None:
+def test_public_names_are_imported_from_where_the_type_checker_finds_them() -> None:
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    told = {
+    reported = {
         alias.name: str(node.module).split(".")[1:2] or [alias.name]
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and within(str(node.module), "flashlight_py")
         for alias in node.names
     }
-    assert told.pop("*") == ["distributed"]  # the verbs, by the lists of the families
-    assert set(told) == set(flashlight_py._NAMES)
-    assert {*told, *api.__all__} == set(flashlight_py.__all__)
+    assert reported.pop("*") == ["distributed"]  # the verbs, by the lists of the families
+    assert set(reported) == set(flashlight_py._NAMES)
+    assert {*reported, *api.__all__} == set(flashlight_py.__all__)
     homes = flashlight_py._HOME_OF
-    for name, (home,) in told.items():
+    for name, (home,) in reported.items():
         if name not in (*flashlight_py._PARTS, "__version__"):
             assert homes.get(name, "distributed") == home, name
-    assert set(homes) <= set(told)
+    assert set(homes) <= set(reported)
 
 
 def test_files_stay_short() -> None:

@@ -39,7 +39,7 @@ def test_what_is_missing_is_named_with_a_remedy_that_exists(name: str, absent: P
     assert packages == ({"libgloo-dev"} if name == "gloo" else set())
 
 
-def test_the_doctor_tells_what_was_left_out_from_what_does_not_load(absent: Path) -> None:
+def test_the_doctor_distinguishes_what_was_left_out_from_what_does_not_load(absent: Path) -> None:
     (absent / "gloo.missing.txt").write_text("it could not be compiled. Install a compiler")
     found = {each.what: each for each in machine.built()}
     assert found["gloo"].state is State.MISSING

@@ -58,7 +58,7 @@ class Case:
 class Conductor:
     """Starts each library's ranks when first needed, measures, and ends them.
 
-    ``absent`` tells what could not be started, and why; ``details`` what contenders answered when
+    ``absent`` says what could not be started, and why; ``details`` what contenders answered when
     they prepared the last case.
     """
 

@@ -21,7 +21,7 @@ class Peer:
     """A library to be measured beside.
 
     ``environment`` names the folder ``.venv-bench-<environment>``; ``needs`` are distributions
-    that tell whether the environment of this very process would do as well.
+    that show whether the environment of this very process would do as well.
     """
 
     title: str
@@ -55,7 +55,7 @@ def environment_of(peer: Peer, folder: Path) -> Path:
 
 
 def absence_note(environment: Path) -> Path:
-    """Return the file that tells why an environment could not be made."""
+    """Return the file that says why an environment could not be made."""
     return environment / "failed.txt"
 
 

@@ -38,7 +38,7 @@ def available_bytes() -> int:
 
 
 def cpu_model() -> str:
-    """Return the processor's name as Linux tells it, else what Python knows."""
+    """Return the processor's name as Linux has it, else what Python knows."""
     names = _values(Path("/proc/cpuinfo"), "model name")
     return names[0] if names else platform.processor() or platform.machine()
 

@@ -41,7 +41,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Launch:
-    """What to run: one process per command. ``setting`` tells a reader what is particular."""
+    """What to run: one process per command. ``setting`` says what is particular."""
 
     commands: list[list[str]]
     environment: dict[str, str]

@@ -35,7 +35,7 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call that can be repeated; what to tell the conductor; and what proves its result right.
+    """A call that can be repeated; what to report of it; and what proves its result right.
 
     ``check`` is collective and raises RuntimeError if the result is wrong.
     """

@@ -77,7 +77,7 @@ class Team:
             return self._pick_up_all(door)
 
     def _pick_up_all(self, door: socket.socket) -> dict[str, str]:
-        """Return the facts that rank 0 tells when all ranks have called in."""
+        """Return the facts that rank 0 reports when all ranks have called in."""
         deadline = time.monotonic() + START_SECONDS
         by_rank: dict[int, tuple[Line, dict[str, str]]] = {}
         while len(by_rank) < self.ranks:
@@ -158,7 +158,7 @@ class Team:
             self._fail("a process ended while starting" if ready else "did not start in time")
 
     def _fail(self, what: str) -> NoReturn:
-        """End everything first: a process that dies may have its last words still to write."""
+        """End everything first: a process that dies may still have something to write."""
         self._end_processes(DYING_SECONDS)
         words = self._log.read_text(errors="replace").strip().splitlines()
         shutil.rmtree(self._folder)

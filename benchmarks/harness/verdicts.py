@@ -1,4 +1,4 @@
-"""Was a number reached? A verdict tells the target, what was measured where, and yes or no."""
+"""Was a number reached? A verdict has the target, what was measured where, and yes or no."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rounds = Sequence[float]
 
 @dataclass(frozen=True)
 class Verdict:
-    """``reached`` is None where nothing could be measured; ``measured`` then tells why."""
+    """``reached`` is None where nothing could be measured; ``measured`` then says why."""
 
     target: str
     needed: str

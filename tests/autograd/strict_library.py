@@ -1,7 +1,7 @@
 """A stand-in for CuPy that runs on the CPU and refuses what CuPy refuses.
 
 Its arrays do not turn into NumPy arrays by themselves and do not mix with them. So a test can
-tell, without a GPU, whether a computation stays inside the library of its data.
+see, without a GPU, whether a computation stays inside the library of its data.
 """
 
 from __future__ import annotations

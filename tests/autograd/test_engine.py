@@ -195,7 +195,7 @@ def test_dtype_survives_every_operation(dtype: str) -> None:
     assert x.grad.dtype == dtype
 
 
-def test_mixed_dtypes_give_each_input_its_own() -> None:
+def test_with_mixed_dtypes_each_gradient_has_its_own() -> None:
     a, b = param(ones(2, dtype="float32")), param(ones(2, dtype="float64"))
     F.sum(a * b).backward()
     assert a.grad is not None
@@ -231,7 +231,7 @@ def test_second_backward_says_that_the_graph_was_freed() -> None:
         y.backward()
 
 
-def test_retained_graph_gives_the_same_gradient_again() -> None:
+def test_a_retained_graph_has_the_same_gradient_again() -> None:
     x = param(ones(1))
     y = (x * 2.0) * (x + 1.0)
     y.backward(retain_graph=True)

@@ -115,7 +115,7 @@ class TestExtremes:
 
 
 class TestAstype:
-    def test_gradient_comes_back_in_the_own_dtype(self) -> None:
+    def test_gradient_has_the_own_dtype(self) -> None:
         x = param(np.ones(2, "float32"))
         result = F.astype(x, "float64")
         assert result.dtype == "float64"

@@ -135,7 +135,7 @@ class TestBackwardEnd:
             (x * 1.0).backward()
         assert calls == ["fails", "after"]
 
-    def test_is_told_of_a_pass_that_raised_and_nothing_leaks_into_the_next(self) -> None:
+    def test_is_notified_of_a_pass_that_raised_and_nothing_leaks_into_the_next(self) -> None:
         first, last = param(ones(1)), param(ones(1))
         ends: list[bool] = []
 

@@ -134,7 +134,7 @@ def test_a_bias_and_a_relu_share_a_launch_and_so_do_their_slopes(strict: StrictL
     assert (together.launches(), slope.launches()) == (1, 1)
 
 
-def test_nan_comes_through_a_fused_relu(strict: StrictLibrary) -> None:
+def test_nan_passes_a_fused_relu(strict: StrictLibrary) -> None:
     parts = [np.array([[np.nan], [1.0]]), np.ones((1, 1)), np.zeros(1)]
     out = F.linear_relu(*(input(strict.asarray(part)) for part in parts))  # type: ignore[arg-type]
     np.testing.assert_array_equal(plain(out.array), parts[0])

@@ -36,7 +36,7 @@ def test_numpy_scalar_becomes_an_array() -> None:
     assert x.dtype == "float32"
 
 
-def test_other_libraries_arrays_come_in_without_a_copy() -> None:
+def test_other_libraries_arrays_are_taken_without_a_copy() -> None:
     class Foreign:
         """All that DLPack asks for, and nothing else of an array."""
 

@@ -17,7 +17,7 @@ def launched(launcher: Launcher, ranks: int, cores: int = 2) -> Launch:
     return launch(library, ranks, cores, Path("/folder"), Path("/door"))
 
 
-def test_without_a_launcher_each_rank_is_told_its_place() -> None:
+def test_without_a_launcher_each_rank_gets_its_place() -> None:
     plan = launched("direct", 3)
     assert [command[:5] for command in plan.commands] == [
         [str(PYTHON), "-m", "harness.worker", "a_role", "/door"]

@@ -59,7 +59,7 @@ def test_ratios_say_how_many_times_faster_ours_is() -> None:
     assert rows[2:] == ["| 4 B | 2x |", "| 1 MB | - |"]
 
 
-def test_who_was_left_out_is_told_with_the_reason_and_the_places() -> None:
+def test_who_was_left_out_is_reported_with_the_reason_and_the_places() -> None:
     assert left_out_text([SMALL, LARGE], by_size) == "- LEFT OUT peer: refused (1 MB)"
     assert left_out_text([SMALL], by_size) == ""
 

@@ -52,7 +52,7 @@ def test_all_reduce_without_peers(tmp_path: Path) -> None:
     assert any(verdict["reached"] is None for verdict in result["verdicts"])
 
 
-def test_every_verb_that_is_there_gives_the_right_answer(tmp_path: Path) -> None:
+def test_every_verb_that_is_there_returns_the_right_answer(tmp_path: Path) -> None:
     _, result = run(tmp_path, "collectives.py", "--sizes", "4", "--verbs", *VERBS)
     assert [m["task"] for m in result["measurements"]] == VERBS
     assert [m["left_out"] for m in result["measurements"]] == [{}] * len(VERBS)
@@ -93,7 +93,7 @@ def test_synchronize_is_measured_beside_a_broadcast(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compression_tells_bytes_times_and_losses(tmp_path: Path) -> None:
+def test_compression_reports_bytes_times_and_losses(tmp_path: Path) -> None:
     options = ("--width", "32", "--samples", "20", "--epochs", "2")
     output, result = run(tmp_path, "compression.py", *options)
     tasks = [m["task"] for m in result["measurements"]]

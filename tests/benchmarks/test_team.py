@@ -1,4 +1,4 @@
-"""Ranks of a team: they answer in rank order, sleep between turns, and their end is told."""
+"""Ranks of a team: they answer in rank order, sleep between turns, and their end is reported."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_an_absent_peer_has_a_reason_and_a_remedy(tmp_path: Path) -> None:
     assert reason.endswith("python -m harness.install torch")
 
 
-def test_an_environment_that_could_not_be_made_tells_why(tmp_path: Path) -> None:
+def test_an_environment_that_could_not_be_made_reports_why(tmp_path: Path) -> None:
     environment = environment_of(PEERS["mpich"], tmp_path)
     environment.mkdir()
     (environment / "failed.txt").write_text("could not be installed: no route to host\n")

@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def tell_growth(count: int) -> bool:
-    """Print by how much processes have grown in ``count`` cycles; tell whether they did not."""
+    """Print by how much processes have grown in ``count`` cycles; return whether they did not."""
     grew = False
     sys.stdout.write("| backend | cycles | more memory | more descriptors | more threads |\n")
     sys.stdout.write("|---|---|---|---|---|\n")

@@ -1,4 +1,4 @@
-"""What one rank does in a round of chaos: calls a verb until something happens, and tells what."""
+"""What one rank does in a round of chaos: calls a verb until something happens, and reports it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def endure(plan: Plan) -> None:
         call_on(plan)
         fl.distributed_shutdown()
     except fl.errors.DistributedError as error:
-        tell(plan, error)
+        report_failure(plan, error)
     report(plan, "left")
 
 
@@ -89,7 +89,7 @@ def meet_fate(plan: Plan) -> None:
         sys.exit(EXIT_CODE)
 
 
-def tell(plan: Plan, error: Exception) -> None:
+def report_failure(plan: Plan, error: Exception) -> None:
     """Report what was raised, and that the group is closed; then leave the world."""
     classes = [base.__name__ for base in type(error).__mro__]
     report(plan, "raised", classes=classes, text=str(error)[:LONGEST_TEXT])

@@ -191,7 +191,7 @@ class _Judge:
         return patterns
 
     def _waits_for_victim(self, rank: int) -> bool:
-        """Tell whether a rank waits for the stalled one itself, not for one that waits for it.
+        """Return whether a rank waits for the stalled one itself, not for one that waits for it.
 
         A message is waited for by its two ends, and a group by its members.
         """

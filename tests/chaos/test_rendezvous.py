@@ -19,7 +19,7 @@ PAGE = 4096
 DISK = 256
 HOUR = 3600.0
 TIMEOUT = 1.0
-# Over TIMEOUT a rank may take so long to tell the others why it fails, in seconds.
+# Over TIMEOUT a rank may take so long to report to the others why it fails, in seconds.
 FAREWELL = 7.0
 
 
@@ -58,7 +58,7 @@ SPOILS: dict[str, Callable[[Path], object]] = {
 def await_file(folder: Path, kind: str, rank: Rank) -> Path:
     rank.await_event("started")
     while not (found := list(folder.glob(f"meeting.{kind}-*"))):
-        time.sleep(0.001)  # nothing tells when a file comes
+        time.sleep(0.001)  # no event when a file appears
     return found[0]
 
 

@@ -1,4 +1,4 @@
-"""A rank dies, stops, raises or exits while a verb is called: the others are told, soon, and why.
+"""A rank dies, stops, raises or exits while a verb is called: the others are notified, soon.
 
 A sample of what ``python -m tests.chaos`` plays at length. Every fate and every backend is in the
 ordinary run, every pair of them in the slow one.
@@ -37,7 +37,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("backend", "fate"), PAIRS)
-def test_the_others_are_told_in_time_and_nothing_is_left(
+def test_the_others_are_notified_in_time_and_nothing_is_left(
     ranks: Ranks, backend: str, fate: str
 ) -> None:
     for verb in sample(backend, fate):

@@ -1,4 +1,4 @@
-"""Strangers who connect to the sockets of a run neither kill it nor are told anything."""
+"""Strangers who connect to the sockets of a run neither kill it nor receive anything."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def stopped_while_connecting(started: list[Rank]) -> set[wire.Address]:
     pids = [rank.pid for rank in started]
     ends = time.monotonic() + LONGEST_START
     while not wire.listening(pids) and not all(map(wire.connected, pids)) and are_alive(pids):
-        assert time.monotonic() < ends  # nothing tells when they begin, and it is soon over
+        assert time.monotonic() < ends  # no event when they begin, and it is soon over
     send(signal.SIGSTOP, started)
     return wire.listening(pids)
 
@@ -81,7 +81,7 @@ def send(number: signal.Signals, started: list[Rank]) -> None:
 def visited(ranks: Ranks, folder: Path, each: int) -> tuple[list[bytes], set[int]]:
     """Send up to ``each`` strangers to every port of ranks that connect.
 
-    Returns what each has heard (none were there if the ranks were too quick) and how the ranks end.
+    Returns what each has received (nothing if the ranks were too quick) and how the ranks end.
     """
     draw = random.Random(str(folder))
     params = {"BACKEND": "gloo", "TIMEOUT": 1.0}
@@ -94,7 +94,7 @@ def visited(ranks: Ranks, folder: Path, each: int) -> tuple[list[bytes], set[int
     finally:
         send(signal.SIGCONT, started)
     codes = {rank.await_event("ended")["code"] for rank in started}
-    return [wire.heard(stranger) for stranger in strangers], codes
+    return [wire.received(stranger) for stranger in strangers], codes
 
 
 @pytest.mark.parametrize("each", [1, 2 * DESCRIPTORS])

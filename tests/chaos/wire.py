@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Address", "blobs", "connected", "crowd", "heard", "listening"]
+__all__ = ["Address", "blobs", "connected", "crowd", "received", "listening"]
 
 Address = tuple[str, int]
 CONNECTED, LISTENS = "01", "0A"
@@ -80,10 +80,10 @@ def crowd(address: Address, blobs: Iterable[bytes]) -> Iterator[socket.socket]:
         yield stranger
 
 
-def heard(stranger: socket.socket) -> bytes:
-    """Return all that a stranger has been told, and hang up; whoever told it must have ended."""
-    told = b""
+def received(stranger: socket.socket) -> bytes:
+    """Return all that a stranger has received, and hang up; whoever sent it must have ended."""
+    reported = b""
     with stranger, suppress(OSError):
         while more := stranger.recv(65536):
-            told += more
-    return told
+            reported += more
+    return reported

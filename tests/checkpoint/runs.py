@@ -58,9 +58,9 @@ class Run:
         """All of the state, to be compared bit for bit."""
         arrays = [variable.numpy().copy() for variable in self.model.params()]
         moments = self.optimizer.state_dict()
-        told = [moments["lr"], *(np.array(x).tobytes() for x in _leaves(moments))]
+        state = [moments["lr"], *(np.array(x).tobytes() for x in _leaves(moments))]
         rngs = [self.random.bit_generator.state, fl.random.state_dict()]
-        return repr([[a.tobytes() for a in arrays], told, self.position.consumed, rngs]).encode()
+        return repr([[a.tobytes() for a in arrays], state, self.position.consumed, rngs]).encode()
 
 
 def _leaves(state: Mapping[str, Any]) -> list[Any]:

@@ -42,7 +42,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert again.everything() == first.everything()
 
 
-def test_the_module_may_come_by_position(tmp_path: Path) -> None:
+def test_the_module_may_be_passed_by_position(tmp_path: Path) -> None:
     model, other = fl.nn.Linear(3, 2), fl.nn.Linear(3, 2)
     fl.save(tmp_path, model)
     assert fl.load(tmp_path, other) is not None
@@ -94,7 +94,7 @@ def test_extra_is_whatever_plain_values_and_arrays_there_are(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("change", [np.asarray, lambda a: a.astype(a.dtype.newbyteorder(">"))])
-def test_every_dtype_comes_back(tmp_path: Path, change: Any) -> None:
+def test_every_dtype_is_read_as_it_was(tmp_path: Path, change: Any) -> None:
     codes = "?bhilqBHILQefdFD"
     arrays = {code: change(np.arange(6).reshape(2, 3).T.astype(code)) for code in codes}
     fl.save(tmp_path, extra=arrays)
@@ -106,7 +106,7 @@ def test_every_dtype_comes_back(tmp_path: Path, change: Any) -> None:
         assert found.extra[code].flags.aligned
 
 
-def test_bfloat16_comes_back(tmp_path: Path) -> None:
+def test_bfloat16_is_read_as_it_was(tmp_path: Path) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     fl.save(tmp_path, extra=np.arange(5).astype(ml_dtypes.bfloat16))
     found = fl.load(tmp_path)
@@ -198,7 +198,7 @@ def test_one_checkpoint_may_be_named(tmp_path: Path) -> None:
     assert (found.step, found.path) == (1, paths[0])
 
 
-def test_a_disk_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+def test_a_disk_that_cannot_be_written_to_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"\[save\] rank 0 of 1: rank 0 failed: .*Error"):
         Run().save(tmp_path / "file" / "below", 1)
@@ -215,7 +215,7 @@ for step in range(1, 10_000):
 """
 
 
-def test_killed_at_any_moment_the_last_one_that_was_told_of_is_there(tmp_path: Path) -> None:
+def test_killed_at_any_moment_the_last_one_that_was_reported_is_there(tmp_path: Path) -> None:
     random = np.random.default_rng(5)
     for round_ in range(3):
         folder = tmp_path / str(round_)
@@ -225,10 +225,10 @@ def test_killed_at_any_moment_the_last_one_that_was_told_of_is_there(tmp_path: P
             assert process.stdout.readline() == "1\n"
             time.sleep(random.uniform(0, 0.05))  # the moment of the kill is what is tried here
             process.send_signal(signal.SIGKILL)
-            told = [1, *map(int, process.stdout.read().split())][-1]
+            reported = [1, *map(int, process.stdout.read().split())][-1]
         found = fl.load(folder)
         assert found is not None
-        assert found.step in (told, told + 1)
+        assert found.step in (reported, reported + 1)
         assert (found.extra == found.step).all()
         assert found.skipped == ()
 
@@ -263,7 +263,7 @@ def test_few_copies_are_held_where_the_digest_is_slower_than_the_disk(
     assert max(held) <= 5
 
 
-def test_the_manifest_tells_what_is_there(tmp_path: Path) -> None:
+def test_the_manifest_lists_what_is_there(tmp_path: Path) -> None:
     path = Run().save(tmp_path, 7)
     manifest = json.loads((path / "manifest.json").read_text())["manifest"]
     assert manifest["step"] == 7

@@ -1,4 +1,4 @@
-"""Save and load on several ranks: one checkpoint for all, and a failure that all hear of."""
+"""Save and load on several ranks: one checkpoint for all, and a failure that all raise."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def differ(rank: int, size: int, folder: Path) -> None:
         fl.load(folder, module=run.model, optimizer=run.optimizer if rank else None)
 
 
-def test_ranks_that_differ_are_told(pool: Any, tmp_path: Path) -> None:
+def test_ranks_that_differ_raise(pool: Any, tmp_path: Path) -> None:
     pool(2).run(differ, tmp_path / "none")
 
 
@@ -168,7 +168,7 @@ def saves_on_rank_0_alone(rank: int, size: int, folder: Path, loads: bool) -> st
 
 
 @pytest.mark.parametrize("verb", ["save", "load"])
-def test_one_rank_alone_is_told_that_all_must(pool: Any, tmp_path: Path, verb: str) -> None:
+def test_one_rank_alone_raises_that_all_must(pool: Any, tmp_path: Path, verb: str) -> None:
     for said in pool(2).run(saves_on_rank_0_alone, tmp_path, verb == "load"):
         assert f"rank 0 called {verb}(collective, to be called on every rank) at " in said
     assert list(tmp_path.iterdir()) == []

@@ -114,7 +114,7 @@ def test_a_named_checkpoint_must_be_whole(two: Path, tmp_path: Path) -> None:
         fl.load(tmp_path / "000002-step-2")
 
 
-def test_a_format_to_come_is_told(two: Path, tmp_path: Path) -> None:
+def test_a_later_format_is_reported(two: Path, tmp_path: Path) -> None:
     from flashlight_py.checkpoint import directory
 
     shutil.copytree(two / "000001-step-1", tmp_path / "000001-step-1")

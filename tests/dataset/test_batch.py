@@ -100,7 +100,7 @@ def test_senseless_arguments_are_refused() -> None:
         BatchDataset(Plain(), 2, "all")  # type: ignore[arg-type]
 
 
-def test_no_samples_give_no_batch() -> None:
+def test_no_samples_make_no_batch() -> None:
     batches = BatchDataset(TensorDataset([np.zeros((0, 2))]), 3)
     assert len(batches) == 0
     assert list(batches) == []

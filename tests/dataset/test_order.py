@@ -41,7 +41,7 @@ def test_a_large_seed_and_a_later_epoch_are_not_the_same() -> None:
     assert epoch_order(50, 1, 5).tolist() != epoch_order(50, 1 + 5 * 2**32, 0).tolist()
 
 
-def test_every_sample_comes_first_about_as_often() -> None:
+def test_every_sample_is_first_about_as_often() -> None:
     firsts = np.bincount([epoch_order(8, 3, epoch)[0] for epoch in range(4000)], minlength=8)
     # Expected 500 each, with a standard deviation of 21.
     assert (abs(firsts - 500) < 100).all(), firsts

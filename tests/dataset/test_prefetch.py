@@ -46,7 +46,7 @@ def test_order_and_content_stay(threads: int, prefetch_size: int, size: int) -> 
         assert list(dataset) == [(i,) for i in range(size)]
 
 
-def test_samples_come_from_other_threads() -> None:
+def test_samples_are_made_by_other_threads() -> None:
     base = Recording(20)
     list(PrefetchDataset(base, 2, 4))
     assert threading.main_thread().name not in base.threads

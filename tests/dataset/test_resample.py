@@ -55,7 +55,7 @@ def test_a_shuffle_holds_every_sample_once() -> None:
     assert shuffled != sorted(shuffled)
 
 
-def test_the_same_seed_gives_the_same_orders() -> None:
+def test_the_same_seed_draws_the_same_orders() -> None:
     first, second = ShuffleDataset(BASE, seed=3), ShuffleDataset(BASE, seed=3)
     orders = []
     for _ in range(3):

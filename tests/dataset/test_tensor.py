@@ -25,7 +25,7 @@ def test_a_sample_is_a_view() -> None:
     np.testing.assert_array_equal(x[1], [-1, -1, -1])
 
 
-def test_iteration_gives_what_indexing_gives() -> None:
+def test_iteration_returns_what_indexing_returns() -> None:
     dataset = TensorDataset([X, Y])
     by_iteration, by_index = list(dataset), [dataset[i] for i in range(len(dataset))]
     assert len(by_iteration) == 4

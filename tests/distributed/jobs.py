@@ -12,7 +12,7 @@ from tests.distributed import processes
 __all__ = ["ended", "start"]
 
 ROOT = Path(__file__).parents[2]
-# From the failure to the end of a job. Where nothing told the others, they would wait for minutes.
+# From the failure to the end of a job. Without a notice the others would wait for minutes.
 SOON = 30.0
 
 

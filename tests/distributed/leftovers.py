@@ -30,7 +30,7 @@ def orphaned(files: set[Path]) -> set[Path]:
     """
     ends = time.monotonic() + JOINING_SECONDS
     while (left := _unmapped(files)) and time.monotonic() < ends:
-        time.sleep(0.1)  # nothing tells when a file goes
+        time.sleep(0.1)  # no event when a file goes
     return left
 
 

@@ -165,7 +165,7 @@ class _Server:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    """Ranks that meet at ``tmp_path / "meeting"`` unless told otherwise."""
+    """Ranks that meet at ``tmp_path / "meeting"`` by default."""
     started = Ranks(path=str(tmp_path / "meeting"))
     try:
         yield started

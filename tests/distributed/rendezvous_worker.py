@@ -33,7 +33,7 @@ def report(plan: Plan, event: str, **details: Any) -> None:
 
 
 def payload(rank: int, number: int, length: int) -> bytes:
-    """What ``rank`` gives in exchange ``number``; every rank can tell what it must get."""
+    """What ``rank`` passes in exchange ``number``; every rank knows what it must get."""
     return (b"%d/%d." % (rank, number) * (length // 4 + 1))[:length]
 
 

@@ -124,7 +124,7 @@ def test_arrays_on_a_gpu_are_compared_as_cupy_can(monkeypatch: pytest.MonkeyPatc
     add_all([x[:, :3], np.zeros(3), x[:, 3:], cupy.asarray(np.zeros(3))])
 
 
-def test_strides_that_are_too_hard_to_tell_apart_are_refused_at_once() -> None:
+def test_strides_that_are_too_hard_to_compare_are_refused_at_once() -> None:
     """Those of NumPy's documentation, for which an answer takes minutes."""
     buffer = np.zeros(192163377, np.int8)  # never touched
     strided = np.lib.stride_tricks.as_strided

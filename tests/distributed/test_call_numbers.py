@@ -61,9 +61,9 @@ def differ(group: Any, name: str) -> None:
             call()
         if isinstance(caught.value, TypeError):
             continue
-        told = re.search(r" in call (\d+) of this group", str(caught.value))
-        assert told, str(caught.value)
-        assert int(told[1]) == calls_of(group), (name, str(caught.value))
+        reported = re.search(r" in call (\d+) of this group", str(caught.value))
+        assert reported, str(caught.value)
+        assert int(reported[1]) == calls_of(group), (name, str(caught.value))
 
 
 def calls_of(group: Any) -> int:

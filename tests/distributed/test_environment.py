@@ -76,7 +76,7 @@ def test_our_launcher_with_a_file() -> None:
 
 
 def test_our_launcher_inside_a_step_of_another_one() -> None:
-    """Its mark tells that RANK and WORLD_SIZE were not left behind by an earlier launch."""
+    """Its mark says that RANK and WORLD_SIZE were not left behind by an earlier launch."""
     inner = {**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
     with pytest.raises(ValueError, match="contradict OMPI_COMM_WORLD_RANK"):
         detect(inner)

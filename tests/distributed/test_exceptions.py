@@ -32,8 +32,8 @@ if {rank} < 0:
     fl.distributed_init(fl.DistributedInit.MPI, params={params})
 else:
     fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, {rank}, {size}, params={params})
-if "TOLD" in os.environ:  # what mpirun forwards may be mixed
-    sys.stderr = open(os.environ["TOLD"] + str(fl.get_world_rank()), "w")
+if "ERRORS" in os.environ:  # what mpirun forwards may be mixed
+    sys.stderr = open(os.environ["ERRORS"] + str(fl.get_world_rank()), "w")
 fl.barrier()
 train()
 fl.distributed_shutdown()
@@ -83,7 +83,7 @@ def test_the_others_raise_with_the_traceback(tmp_path: Path, size: int, world: A
             assert r"of that name: caf\udce9" in output
 
 
-def test_a_thread_that_raised_is_told_when_its_process_ends(tmp_path: Path) -> None:
+def test_a_thread_that_raised_is_reported_when_its_process_ends(tmp_path: Path) -> None:
     (code, output), (other, _) = by_hand(tmp_path, IN_A_THREAD, BACKEND="shm")
     assert (code, other) == (1, 0)
     assert "it raised ZeroDivisionError: division by zero" in output
@@ -102,7 +102,7 @@ def test_under_mpirun_the_others_raise_too(tmp_path: Path, params: Any) -> None:
     pytest.importorskip("mpi4py")
     program = PROGRAM.format(how=RAISE, rank=-1, size=-1, params=params)
     command = [*mpirun_command(2), sys.executable, "-c", program]
-    code, _ = ended(start(command, {"TOLD": str(tmp_path / "rank")}))
+    code, _ = ended(start(command, {"ERRORS": str(tmp_path / "rank")}))
     assert code != 0
     output = (tmp_path / "rank0").read_text()
     assert "PeerLostError: [all_reduce] rank 0 of 2: lost rank 1, which is process " in output
@@ -110,7 +110,7 @@ def test_under_mpirun_the_others_raise_too(tmp_path: Path, params: Any) -> None:
     assert "The traceback of rank 1:" in output
 
 
-def fail(rank: int, told: str) -> None:
+def fail(rank: int, reported: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which spawn ends the others
     fl.barrier()
     if rank == 1:
@@ -118,22 +118,22 @@ def fail(rank: int, told: str) -> None:
     try:
         fl.all_reduce(np.zeros(3))
     except fl.errors.PeerLostError as error:
-        Path(told).write_text(str(error))
+        Path(reported).write_text(str(error))
         raise
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_in_a_spawn_the_others_hear_it_too(tmp_path: Path, backend: str) -> None:
-    told = tmp_path / "told"
+def test_in_a_spawn_the_others_are_notified_too(tmp_path: Path, backend: str) -> None:
+    reported = tmp_path / "reported"
     with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 raised ValueError"):
-        fl.spawn(fail, (str(told),), nprocs=2, params={"BACKEND": backend})
-    message = told.read_text()
+        fl.spawn(fail, (str(reported),), nprocs=2, params={"BACKEND": backend})
+    message = reported.read_text()
     assert "it raised ValueError: no such file" in message
     assert "The traceback of rank 1:\n  Traceback (most recent call last):" in message
     assert ", in fail\n" in message
 
 
-# What is told -------------------------------------------------------------------------------
+# What is reported ---------------------------------------------------------------------------
 
 
 def deep(depth: int) -> None:
@@ -144,7 +144,7 @@ def deep(depth: int) -> None:
     return deep(depth - 1)
 
 
-def test_a_long_traceback_is_told_by_its_end() -> None:
+def test_a_long_traceback_is_reported_by_its_end() -> None:
     try:
         deep(300)
     except ValueError as error:

@@ -196,7 +196,7 @@ def test_a_stopped_rank_is_named_with_what_it_joined_last(backend: str) -> None:
     outcomes = run_outcomes(stop_in_the_middle, 3, **{**world, "params": params})
     texts = [outcome.value for outcome in outcomes]
     late = [text for text in texts if text.startswith("timeout: ")]
-    assert late, texts  # who comes second hears of the first
+    assert late, texts  # the second receives the failure of the first
     for text in late:
         assert "rank 1 did not join within 1 seconds" in text
         assert "which is process " in text

@@ -103,20 +103,20 @@ def test_two_processes_with_one_rank_are_refused(ranks: Ranks, tmp_path: Path, t
 
 def test_two_ranks_0_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     hosts = [ranks.start(0, 3) for _ in range(2)]
-    guest = ranks.start(1, 3)
+    client = ranks.start(1, 3)
     for rank in hosts:
         assert re.search("two processes claim rank 0: .*pid.* and .*pid", rank.refusal())
-    assert "two processes claim rank 0" in guest.refusal()
+    assert "two processes claim rank 0" in client.refusal()
     assert os.listdir(tmp_path) == []
 
 
 def test_of_two_ranks_0_with_everybody_present_at_most_one_gets_a_run(ranks: Ranks) -> None:
-    """Both gather the same guests, each of which votes once."""
-    guests = [ranks.start(rank, 3, timeout=3.0) for rank in (1, 2)]
-    for guest in guests:
-        guest.await_event("constructed")
+    """Both gather the same clients, each of which votes once."""
+    clients = [ranks.start(rank, 3, timeout=3.0) for rank in (1, 2)]
+    for client in clients:
+        client.await_event("constructed")
     hosts = [ranks.start(0, 3, timeout=3.0) for _ in range(2)]
-    outcomes = [rank.outcome() for rank in (*hosts, *guests)]
+    outcomes = [rank.outcome() for rank in (*hosts, *clients)]
     # The worker checks every payload it gets: a closed rank has met one complete run.
     assert outcomes[:2].count("closed") <= 1
     if "closed" in outcomes:
@@ -124,25 +124,25 @@ def test_of_two_ranks_0_with_everybody_present_at_most_one_gets_a_run(ranks: Ran
 
 
 def test_a_late_second_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None:
-    guest = ranks.start(1, 2, hold="exchanged 0")
+    client = ranks.start(1, 2, hold="exchanged 0")
     host = ranks.start(0, 2)
-    guest.await_event("exchanged 0")
+    client.await_event("exchanged 0")
     second = ranks.start(1, 2)
     assert "a run is under way at this path already" in second.refusal()
-    guest.resume()
-    assert [host.outcome(), guest.outcome()] == ["closed", "closed"]
+    client.resume()
+    assert [host.outcome(), client.outcome()] == ["closed", "closed"]
 
 
 def test_a_second_run_at_the_same_path_never_mixes_with_the_first(ranks: Ranks) -> None:
     """It is turned away as a whole, or complete before the first one looks again."""
-    guest = ranks.start(1, 2, hold="exchanged 0")
+    client = ranks.start(1, 2, hold="exchanged 0")
     host = ranks.start(0, 2)
-    guest.await_event("exchanged 0")
+    client.await_event("exchanged 0")
     outcomes = [rank.outcome() for rank in ranks.start_all(2)]
     refused = ["a run is under way at this path already" in outcome for outcome in outcomes]
     assert all(refused) or outcomes == ["closed", "closed"]
-    guest.resume()
-    assert [host.outcome(), guest.outcome()] == ["closed", "closed"]
+    client.resume()
+    assert [host.outcome(), client.outcome()] == ["closed", "closed"]
 
 
 def test_a_wrong_world_size_is_named_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:

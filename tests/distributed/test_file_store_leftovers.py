@@ -61,11 +61,11 @@ def test_one_stale_file_of_each_kind_is_ignored_and_removed(
 
 def test_all_that_a_dead_run_can_leave_is_ignored_and_removed(ranks: Ranks, tmp_path: Path) -> None:
     put_stale(tmp_path, *STALE)
-    guests = [ranks.start(rank, 3) for rank in (1, 2)]
-    for guest in guests:
-        guest.await_event("constructed")
+    clients = [ranks.start(rank, 3) for rank in (1, 2)]
+    for client in clients:
+        client.await_event("constructed")
     host = ranks.start(0, 3)
-    assert [rank.outcome() for rank in (host, *guests)] == ["closed"] * 3
+    assert [rank.outcome() for rank in (host, *clients)] == ["closed"] * 3
     assert os.listdir(tmp_path) == []
 
 

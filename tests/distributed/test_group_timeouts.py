@@ -55,5 +55,5 @@ def differ(rank: int, size: int) -> None:
     assert fl.all_reduce(np.ones(2))[0] == size
 
 
-def test_ranks_give_one_timeout(ranks: Any) -> None:
+def test_ranks_pass_one_timeout(ranks: Any) -> None:
     ranks.run(differ)

@@ -96,7 +96,7 @@ def test_collectives_of_different_groups_are_in_flight_together(ranks: Any) -> N
     ranks.run(in_flight_together)
 
 
-def outsiders_are_told(rank: int, size: int) -> list[str]:
+def outsiders_raise(rank: int, size: int) -> list[str]:
     group = fl.new_group([0, 1])
     if group.is_member:
         return []
@@ -119,7 +119,7 @@ def outsiders_are_told(rank: int, size: int) -> list[str]:
 
 
 def test_a_rank_outside_a_group_gets_a_clear_answer(ranks: Any) -> None:
-    for said in ranks.run(outsiders_are_told)[2:]:
+    for said in ranks.run(outsiders_raise)[2:]:
         assert all("[0, 1]" in text and "is_member" in text for text in said)
 
 
@@ -150,7 +150,7 @@ def different_lists(rank: int, size: int) -> str:
     return "no error"
 
 
-def test_ranks_that_ask_for_different_groups_are_told_on_every_rank(ranks: Any) -> None:
+def test_ranks_that_ask_for_different_groups_raise_on_every_rank(ranks: Any) -> None:
     for rank, message in enumerate(ranks.run(different_lists)):
         assert f"rank {rank} of {ranks.size}" in message
         assert "rank 0: new_group [0, 2]" in message

@@ -34,7 +34,7 @@ def test_ties_go_to_even_also_among_small_numbers() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_every_half_comes_home(dtype: str) -> None:
+def test_every_half_is_decoded_as_it_was(dtype: str) -> None:
     half = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     out = np.empty(half.shape, dtype)
     from_half(half, out)

@@ -74,9 +74,9 @@ def what_is_seen(rank: int, size: int) -> list[tuple[Any, ...]]:
 
 
 def test_buckets_are_numbered_alike_in_every_step(pool: Any) -> None:
-    told = pool(2).run(what_is_seen)
-    assert told[0] == told[1]
-    assert told[0] == [
+    reported = pool(2).run(what_is_seen)
+    assert reported[0] == reported[1]
+    assert reported[0] == [
         (0, [(10, 20), (30,)], "float32", 0.5),
         (1, [(5,)], "float64", 0.5),
         (2, [(2, 3), (2,)], "float32", 0.5),
@@ -116,7 +116,7 @@ def differing(rank: int, size: int, mine: list[tuple[str, dict[str, Any]]]) -> t
     ids=["cast", "ratio", "rank", "start"],
 )
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_ranks_with_different_hooks_are_told(pool: Any, backend: str, hooks: Any) -> None:
+def test_ranks_with_different_hooks_raise(pool: Any, backend: str, hooks: Any) -> None:
     for message, usable in pool(2, params={"BACKEND": backend}).run(differing, hooks):
         assert "rank 0" in message
         assert "rank 1" in message
@@ -184,34 +184,34 @@ def test_a_state_of_another_kind_is_not_loaded(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["TopKCompression", "PowerSGDCompression"])
-def test_a_state_of_other_arrays_is_told_by_the_next_step(name: str) -> None:
+def test_a_state_of_other_arrays_is_refused_by_the_next_step(name: str) -> None:
     hook = make(name)
     hook.load_state_dict({"residual.0": np.ones(7)})
     with pytest.raises(ValueError, match=r"residual\.0 is float64 \(7,\) and the bucket needs"):
         reduce(hook, [np.ones((30, 40))])
 
 
-def test_one_hook_for_two_reducers_is_told_where_their_arrays_differ() -> None:
+def test_one_hook_for_two_reducers_is_refused_where_their_arrays_differ() -> None:
     hook = make("TopKCompression")
     reduce(hook, [np.ones(10)])
     with pytest.raises(ValueError, match="serves two reducers"):
         reduce(hook, [np.ones(11)])
 
 
-def test_bfloat16_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with pytest.raises(ImportError, match=r"pip install 'flashlight-py\[bfloat16\]'"):
         fl.Bfloat16Compression()
 
 
-def test_a_bucket_tells_whether_something_was_left_to_run(pool: Any) -> None:
+def test_a_bucket_knows_whether_something_was_left_to_run(pool: Any) -> None:
     assert pool(2).run(in_background) == [[False, True, False]] * 2
 
 
 def in_background(rank: int, size: int) -> list[bool]:
     from flashlight_py.distributed.world import current_world
 
-    told = []
+    reported = []
     for inline_bytes, blocking in ((24, False), (23, False), (0, True)):
         array = np.ones(3)
         group = current_world().group
@@ -220,8 +220,8 @@ def in_background(rank: int, size: int) -> list[bool]:
         assert isinstance(work, Done) is not bucket.in_background
         work.wait()
         assert np.all(array == size)
-        told.append(bucket.in_background)
-    return told
+        reported.append(bucket.in_background)
+    return reported
 
 
 @pytest.mark.parametrize("name", HOOKS)

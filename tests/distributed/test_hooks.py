@@ -137,7 +137,7 @@ def resumed(rank: int, size: int, name: str, dtype: str) -> bool:
     return got.tobytes() == expected.tobytes() and same_state
 
 
-def test_a_loaded_state_gives_the_same_next_step(pool: Any) -> None:
+def test_a_loaded_state_has_the_same_next_step(pool: Any) -> None:
     for case in itertools.product(HOOKS, DTYPES):
         assert pool(2).run(resumed, *case) == [True, True], case
 

@@ -120,10 +120,10 @@ def test_a_size_without_a_place_to_meet_says_so() -> None:
 
 
 def held() -> tuple[int, int, Any, bool]:
-    """Descriptors, threads, the hook of exceptions, and whether SIGUSR1 is heard: a world's."""
+    """Descriptors, threads, the hook of exceptions, and whether SIGUSR1 is handled: a world's."""
     descriptors = len(os.listdir("/proc/self/fd"))
-    hears = watchdog._is_in("SigCgt", signal.SIGUSR1)
-    return descriptors, threading.active_count(), sys.excepthook, hears
+    handles = watchdog._is_in("SigCgt", signal.SIGUSR1)
+    return descriptors, threading.active_count(), sys.excepthook, handles
 
 
 def start_watching_without_descriptors(*args: Any) -> None:
@@ -142,7 +142,7 @@ watch = initialize._watch
 def fail_at_the_end_of_the_start(rank: int, size: int, folder: str) -> str:
     params = {"FILE_PATH": f"{folder}/meet", "BACKEND": "gloo", "TRACE_DIR": f"{folder}/records"}
     place = fl.DistributedInit.FILE_SYSTEM, rank, size, params
-    told, before = "", held()
+    reported, before = "", held()
     if rank == 1:
         initialize._watch = start_watching_without_descriptors
         with pytest.raises(OSError, match="Too many open files"):
@@ -152,17 +152,17 @@ def fail_at_the_end_of_the_start(rank: int, size: int, folder: str) -> str:
         fl.distributed_init(*place)
         with pytest.raises(fl.errors.PeerLostError) as caught:
             fl.barrier()
-        told = str(caught.value)
+        reported = str(caught.value)
         fl.distributed_shutdown()
     assert not fl.is_distributed_init()
     assert held() == before
     fl.distributed_init(*place)
     assert np.all(fl.all_reduce(np.ones(3)) == size)
     fl.distributed_shutdown()
-    return told
+    return reported
 
 
-def test_a_start_that_fails_at_its_end_leaves_nothing_and_is_told(tmp_path: Path) -> None:
-    told, _ = run_ranks(fail_at_the_end_of_the_start, 2, str(tmp_path), init=None)
-    assert "lost rank 1" in told
-    assert "it raised OSError: [Errno 24] Too many open files" in told
+def test_a_start_that_fails_at_its_end_leaves_nothing_and_is_reported(tmp_path: Path) -> None:
+    reported, _ = run_ranks(fail_at_the_end_of_the_start, 2, str(tmp_path), init=None)
+    assert "lost rank 1" in reported
+    assert "it raised OSError: [Errno 24] Too many open files" in reported

@@ -114,7 +114,7 @@ def test_what_is_no_message_is_refused_by_name() -> None:
         fl.batch_isend_irecv([("send", np.ones(1), 0)])  # type: ignore[list-item]
 
 
-def fails_late_and_is_told_once(rank: int, size: int) -> None:
+def fails_late_and_is_reported_once(rank: int, size: int) -> None:
     work = fl.all_reduce(np.ones((4, 2 * size + 2 * rank))[:, ::2], async_op=True)
     for _ in range(2):
         with pytest.raises(fl.errors.MismatchError, match="called different things"):
@@ -122,11 +122,11 @@ def fails_late_and_is_told_once(rank: int, size: int) -> None:
     fl.sync_distributed()  # who waited knows of it
 
 
-def test_a_failure_that_was_told_is_not_raised_by_sync_distributed(ranks: Any) -> None:
-    ranks.run(fails_late_and_is_told_once)
+def test_a_failure_that_was_reported_is_not_raised_by_sync_distributed(ranks: Any) -> None:
+    ranks.run(fails_late_and_is_reported_once)
 
 
-def test_a_result_that_cannot_be_brought_home_is_never_told_as_done() -> None:
+def test_a_result_that_cannot_be_brought_home_is_never_reported_as_done() -> None:
     columns = np.ones((4, 4))[:, ::2]
     work = fl.all_reduce(columns, async_op=True)
     columns.flags.writeable = False  # one may not, while it is on its way
@@ -152,7 +152,7 @@ def sends_what_nobody_can_unpickle(rank: int, size: int) -> None:
     assert fl.all_gather_object(rank) == list(range(size))  # nobody is behind
 
 
-def test_unpickling_that_fails_tells_whose_object_it_was(ranks: Any) -> None:
+def test_unpickling_that_fails_reports_whose_object_it_was(ranks: Any) -> None:
     ranks.run(sends_what_nobody_can_unpickle)
 
 
@@ -172,7 +172,7 @@ def other_tags(rank: int, size: int, peer: int) -> str:
         peer: lambda: fl.recv(np.zeros(3), 0, tag=7),
     }
     with pytest.raises((fl.errors.CollectiveTimeoutError, fl.errors.PeerLostError)) as caught:
-        calls.get(rank, lambda: fl.barrier(timeout=20))()  # until it hears of them
+        calls.get(rank, lambda: fl.barrier(timeout=20))()  # until it is notified of them
     return str(caught.value)
 
 
@@ -183,7 +183,7 @@ def other_tags(rank: int, size: int, peer: int) -> str:
         *(("hierarchical", 3, 1), ("hierarchical", 3, 2)),  # of its host, and of the other
     ],
 )
-def test_tags_that_do_not_meet_are_both_told_on_every_rank(
+def test_tags_that_do_not_meet_are_both_reported_on_every_rank(
     backend: str, size: int, peer: int
 ) -> None:
     world = BACKENDS[backend][1]
@@ -202,7 +202,7 @@ def test_tags_that_do_not_meet_are_both_told_on_every_rank(
         (lambda: fl.all_gather(np.ones(2), out=np.broadcast_to(1.0, 2)), r"\(out=\).* read-only"),
     ],
 )
-def test_wrong_arguments_are_told_in_words(call: Any, match: str) -> None:
+def test_wrong_arguments_are_reported_in_words(call: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         call()
     assert fl.distributed.shared_empty(np.int64(3)).shape == (3,)

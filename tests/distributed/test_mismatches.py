@@ -196,16 +196,16 @@ def two(starts: bool) -> None:
 
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("backend", ["gloo", "shm", "mpi", "hierarchical"])
-def test_each_side_is_told_where_the_others_have_called(
+def test_each_side_reports_where_the_others_have_called(
     pool: Any, backend: str, starts: bool
 ) -> None:
     lines = [f"distributed/test_mismatches.py:{line_of(fn)}" for fn in (one, two)]
-    told = pool(WORLDS[backend], **BACKENDS[backend][1]).run(where_it_was_called, starts)
-    for message, again in told:
+    reported = pool(WORLDS[backend], **BACKENDS[backend][1]).run(where_it_was_called, starts)
+    for message, again in reported:
         assert "rank 0 called all_reduce(float64 (3,), op=sum, scale=1" in message
         assert all(line in message for line in lines), message
         assert r" at caf\udce9/train.py:1" in again
-    first, then = ({number_of(message) for message in each} for each in zip(*told, strict=True))
+    first, then = ({number_of(message) for message in each} for each in zip(*reported, strict=True))
     (number,) = first
     assert then == {number + 2}
 
@@ -247,7 +247,7 @@ def compose(rank: int, size: int, odd: int) -> int:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm", "mpi", "hierarchical"])
-def test_a_verb_made_of_others_is_told_from_them(pool: Any, backend: str) -> None:
+def test_a_verb_made_of_others_is_distinguished_from_them(pool: Any, backend: str) -> None:
     world = pool(3, **BACKENDS[backend][1])
     for odd in range(3):
         assert world.run(compose, odd) == [1] * 3
@@ -265,10 +265,10 @@ def differ_in_group(rank: int, size: int) -> str:
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_verbs_of_different_groups_are_a_mismatch(backend: str) -> None:
     texts = run_ranks(differ_in_group, 2, params={"BACKEND": backend, "TIMEOUT": 1})
-    # Who comes second hears of the first.
-    told = [text for text in texts if "the ranks called verbs of different groups" in text]
-    assert told, texts
-    for text in told:
+    # The second receives the failure of the first.
+    reported = [text for text in texts if "the ranks called verbs of different groups" in text]
+    assert reported, texts
+    for text in reported:
         assert text.startswith("MismatchError: [all_reduce] rank ")
         assert ": this rank called all_reduce(float64 (3,), op=sum, scale=1) as rank" in text
         assert " called all_reduce(float64 (3,), op=sum, scale=1) as rank" in text
@@ -316,7 +316,7 @@ def one_message(x: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", WORLDS)
-def test_shapes_that_differ_beyond_the_eighth_dimension_are_told_apart(
+def test_shapes_that_differ_beyond_the_eighth_dimension_are_distinguished(
     pool: Any, backend: str
 ) -> None:
     pool(WORLDS[backend], **BACKENDS[backend][1]).run(differ_beyond_eight)

@@ -32,7 +32,7 @@ ranks = ranks_in(*WORLDS, slow=SLOW)
 
 @repeatable
 @given(data=st.data())
-def test_programs_of_every_verb_give_what_numpy_gives(ranks: Any, data: st.DataObject) -> None:
+def test_programs_of_every_verb_return_what_numpy_returns(ranks: Any, data: st.DataObject) -> None:
     ranks.run(run_program, data.draw(programs(ranks.size)))
 
 
@@ -57,7 +57,7 @@ def test_each_verb_in_every_size(ranks: Any) -> None:
 @repeatable
 @given(data=st.data())
 @pytest.mark.parametrize(("backend", "size"), [("gloo", 3), ("shm", 2), ("hierarchical", 4)])
-def test_programs_give_what_mpi_gives(
+def test_programs_return_what_mpi_returns(
     pool: Any, backend: str, size: int, data: st.DataObject
 ) -> None:
     world = {"env": two_hosts} if backend == "hierarchical" else {"params": {"BACKEND": backend}}

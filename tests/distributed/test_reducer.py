@@ -44,7 +44,7 @@ def reduce_many(rank: int, size: int, kind: str, options: dict[str, Any]) -> Non
         ("coalescing", {"bucket_bytes": 20_000, "async_op": False, "contiguous": False}),
     ],
 )
-def test_a_reducer_gives_the_scaled_sums(
+def test_a_reducer_returns_the_scaled_sums(
     pool: Any, size: int, kind: str, options: dict[str, Any]
 ) -> None:
     pool(size).run(reduce_many, kind, options)

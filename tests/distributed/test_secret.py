@@ -125,7 +125,7 @@ def test_a_folder_or_a_file_that_others_can_read_is_refused(
         Secret.find(True, {})
 
 
-def test_the_environment_comes_first_and_an_empty_secret_is_refused() -> None:
+def test_the_environment_is_first_and_an_empty_secret_is_refused() -> None:
     both = {"FLASHLIGHT_SECRET": "a", "MASTER_SECRET": "b"}
     assert Secret.find(False, both).common == b"a"
     assert Secret.find(False, {"MASTER_SECRET": "b"}).common == b"b"
@@ -155,7 +155,7 @@ class Stranger:
     def send(self, kind: int, body: bytes) -> None:
         self._wire.sendall(HEADER.pack(b"FLrv", 2, kind, len(body)) + body)
 
-    def hear(self) -> tuple[int, bytes] | None:
+    def receive(self) -> tuple[int, bytes] | None:
         head = self._read(HEADER.size)
         if len(head) < HEADER.size:
             return None
@@ -166,11 +166,11 @@ class Stranger:
         """Ask to be let in and return the answer; None: dropped without one."""
         mine = nonce()
         self.send(HELLO, mine)
-        answer = self.hear()
+        answer = self.receive()
         assert answer is not None
         assert answer[0] == CHALLENGE
         self.send(PROOF, Handshake(self._key, mine, answer[1]).of_client(greeting))
-        return self.hear()
+        return self.receive()
 
     def close(self) -> None:
         self._wire.close()
@@ -190,7 +190,7 @@ def test_ranks_with_one_secret_meet_and_it_never_travels(ranks: Ranks, port: int
     host.await_event("constructed")
     overheard = bytearray()
     with socket.create_server((HERE, 0)) as server:
-        guest = ranks.start(1, 2, env=env, port=server.getsockname()[1])
+        client = ranks.start(1, 2, env=env, port=server.getsockname()[1])
         with server.accept()[0] as there, socket.create_connection((HERE, port)) as here:
             pumps = [
                 threading.Thread(target=pump, args=(*ends, overheard))
@@ -198,7 +198,7 @@ def test_ranks_with_one_secret_meet_and_it_never_travels(ranks: Ranks, port: int
             ]
             for each in pumps:
                 each.start()
-            assert closed([host, guest])
+            assert closed([host, client])
             for each in pumps:
                 each.join()
     assert b"FLrv" in overheard
@@ -218,8 +218,8 @@ def test_ranks_whose_secrets_differ_say_so_at_once_on_both_sides(
     ranks: Ranks, other: dict[str, str]
 ) -> None:
     host = ranks.start(0, 2, env=of_env(ranks, MASTER_SECRET="one"))
-    guest = ranks.start(1, 2, env=of_env(ranks, **other))
-    for rank in (host, guest):
+    client = ranks.start(1, 2, env=of_env(ranks, **other))
+    for rank in (host, client):
         text = rank.refusal()
         assert "the secrets differ" in text
         assert "start every rank with the same MASTER_SECRET" in text
@@ -245,7 +245,7 @@ def test_who_was_turned_away_is_named_when_a_rank_does_not_come(ranks: Ranks) ->
 
 
 @as_root
-def test_another_user_who_listens_at_the_port_learns_and_gives_nothing(
+def test_another_user_who_listens_at_the_port_learns_and_sends_nothing(
     ranks: Ranks, port: int
 ) -> None:
     host = ranks.start(0, 2, uid=NOBODY)
@@ -352,10 +352,10 @@ def test_a_world_over_several_hosts_without_a_secret_says_so_once(
         got.extend([store.exchange(b"%d" % rank), store.exchange(b"%d" % rank)])
         store.close()
 
-    guest = threading.Thread(target=take_part, args=(1,))
-    guest.start()
+    client = threading.Thread(target=take_part, args=(1,))
+    client.start()
     take_part(0)
-    guest.join()
+    client.join()
     assert got == [[b"0", b"1"]] * 4
     warned = [record for record in caplog.records if "has no secret" in record.getMessage()]
     assert len(warned) == (0 if one_host or given else 1)

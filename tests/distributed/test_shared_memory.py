@@ -40,7 +40,7 @@ def shared_equals_ordinary(rank: int, size: int, name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_an_array_in_shared_memory_gives_the_same_bits(pool: Any, size: int) -> None:
+def test_an_array_in_shared_memory_has_the_same_bits(pool: Any, size: int) -> None:
     names, counts = ("float32", "float16", "int8", "complex128"), (0, 1, 5000, 100_001, 700_000)
     pool(size, params=SHM).run_each(shared_equals_ordinary, itertools.product(names, counts))
 
@@ -225,8 +225,8 @@ def test_a_mismatch_reaches_every_rank_of_every_host(differ: Any) -> None:
 
 def test_parts_cover_an_array() -> None:
     for count in (0, 1, 7, 1000):
-        for carriers in (1, 2, 3, 8):
-            parts = [range(count)[part_of(count, carriers, i)] for i in range(carriers)]
+        for leaders in (1, 2, 3, 8):
+            parts = [range(count)[part_of(count, leaders, i)] for i in range(leaders)]
             assert [i for part in parts for i in part] == list(range(count))
 
 

@@ -77,7 +77,7 @@ def test_variables_that_say_nothing_definite_do_not_matter(monkeypatch: pytest.M
         ({}, False),
     ],
 )
-def test_a_single_process_in_a_job_of_slurm_is_told(
+def test_a_single_process_in_a_job_of_slurm_is_warned(
     caplog: pytest.LogCaptureFixture, environ: dict[str, Any], warns: bool
 ) -> None:
     with caplog.at_level(logging.WARNING, "flashlight_py"):

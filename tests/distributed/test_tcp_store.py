@@ -68,10 +68,10 @@ def test_missing_ranks_are_named_on_every_rank(ranks: Ranks) -> None:
         assert "ranks 2, 3 of 5 have not arrived within 2 s" in rank.refusal()
 
 
-def test_whose_time_is_up_first_is_told_who_is_missing(ranks: Ranks) -> None:
+def test_whose_time_is_up_first_reports_who_is_missing(ranks: Ranks) -> None:
     host = ranks.start(0, 3, timeout=20.0)
-    guest = ranks.start(1, 3, timeout=0.5)
-    for rank in (host, guest):
+    client = ranks.start(1, 3, timeout=0.5)
+    for rank in (host, client):
         assert "rank 2 of 3 has not arrived" in rank.refusal()
 
 
@@ -111,14 +111,14 @@ def test_two_processes_with_one_rank_are_refused(ranks: Ranks) -> None:
 
 def test_a_late_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None:
     """Whatever it takes itself for."""
-    guest = ranks.start(1, 2, hold="exchanged 0")
+    client = ranks.start(1, 2, hold="exchanged 0")
     host = ranks.start(0, 2)
-    guest.await_event("exchanged 0")
+    client.await_event("exchanged 0")
     assert "two processes claim rank 1" in ranks.start(1, 2).refusal()
     for rank, size in ((1, 3), (5, 8)):
         assert "a run is under way at this address already" in ranks.start(rank, size).refusal()
-    guest.resume()
-    assert closed([host, guest])
+    client.resume()
+    assert closed([host, client])
 
 
 def test_a_second_rank_0_finds_the_port_in_use(ranks: Ranks) -> None:
@@ -186,12 +186,12 @@ def test_a_flood_of_silent_strangers_does_not_keep_a_rank_out(ranks: Ranks, port
 
 def test_another_program_at_the_port_is_recognised(ranks: Ranks, port: int) -> None:
     with socket.create_server(("127.0.0.1", port)) as server:
-        guest = ranks.start(1, 2, timeout=5.0)
+        client = ranks.start(1, 2, timeout=5.0)
         server.settimeout(10.0)
         wire, _ = server.accept()
         with wire:
             wire.sendall(b"220 mail.example ESMTP\r\n")
-            assert "another program listens there" in guest.refusal()
+            assert "another program listens there" in client.refusal()
 
 
 def test_only_the_master_address_is_bound(port: int) -> None:

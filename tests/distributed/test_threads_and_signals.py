@@ -270,7 +270,7 @@ def preempted_while_it_waits_for_a_work(rank: int, size: int) -> float:
     return float(fl.all_reduce(x, op="max")[-1])
 
 
-def test_a_handler_inside_a_wait_calls_what_comes_next(pool: Any, world: Any) -> None:
+def test_a_handler_inside_a_wait_calls_what_is_next(pool: Any, world: Any) -> None:
     size, how = world
     total = size * (size + 1) / 2
     assert pool(size, **how).run(preempted_while_it_waits_for_a_work) == [total] * size

@@ -44,11 +44,11 @@ def test_ranks_that_are_missing_are_named_again_and_again(
         with pytest.raises(RendezvousError):
             started(kind, tmp_path, 2, 4, port).exchange(b"")
 
-    guest = threading.Thread(target=join)
-    guest.start()
+    client = threading.Thread(target=join)
+    client.start()
     with caplog.at_level(logging.WARNING, "flashlight_py"), pytest.raises(RendezvousError):
         host.exchange(b"")
-    guest.join()
+    client.join()
     lines = [record.getMessage() for record in caplog.records if "Still" in record.getMessage()]
     assert 2 <= len(lines) <= 4
     assert all(line.startswith("Still waiting for ranks 1, 3 (") for line in lines)

@@ -47,7 +47,7 @@ def test_what_closed_the_group_is_raised_and_not_what_followed() -> None:
         AllOf(works).wait()
 
 
-def test_a_closed_group_is_told_where_nothing_else_failed() -> None:
+def test_a_closed_group_is_reported_where_nothing_else_failed() -> None:
     with pytest.raises(GroupClosedError):
         AllOf([Done(1), Fails(GroupClosedError("closed"))]).wait()
 

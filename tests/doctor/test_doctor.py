@@ -95,7 +95,7 @@ def test_ways_that_cannot_work_are_no_failure_and_one_that_should_is(bare: Path)
 
 
 @NEEDS_MPI
-def test_every_way_that_is_here_works_and_tells_its_speed() -> None:
+def test_every_way_that_is_here_works_and_reports_its_speed() -> None:
     done = doctor("--run")
     assert done.returncode == 0, done.stdout + done.stderr
     found = states(done.stdout)

@@ -33,7 +33,7 @@ def test_table_has_columns_and_wraps() -> None:
     assert table([], 60) == ""
 
 
-def test_names_that_are_the_loopback_are_told() -> None:
+def test_names_that_are_the_loopback_are_reported() -> None:
     assert machine.host_name("a", ["127.0.1.1", "::1"]).state is State.WARNING
     assert machine.host_name("a", ["127.0.1.1", "10.0.0.1"]).state is State.OK
     assert machine.host_name("a", []).state is State.WARNING
@@ -44,7 +44,9 @@ def test_an_interface_that_is_not_there_fails() -> None:
     assert states == {"lo": State.OK, "127.0.0.1": State.OK, "nothing0": State.FAILED}
 
 
-def test_the_secret_is_told_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_of_the_secret_is_reported_and_not_the_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MASTER_SECRET", "short")
     found = machine.job_secret()
     assert (found.state, "short" in found.remedy) == (State.WARNING, False)
@@ -82,7 +84,7 @@ def test_a_folder_that_is_not_there_fails(tmp_path: Path) -> None:
     assert "nowhere" in found.detail
 
 
-def test_broken_promises_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_promises_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that breaks its promises cannot be had, so the system calls are changed."""
     monkeypatch.setattr(os, "O_EXCL", 0)
     problem = folder.PROMISES["exclusive create"][1](tmp_path)

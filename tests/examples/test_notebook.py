@@ -39,11 +39,11 @@ def wait(rank):
 
 fl.spawn(wait, nprocs=2)
 ''')
-told, ready = "", 0
-while "ename" not in told:
+received, ready = "", 0
+while "ename" not in received:
     message = client.get_iopub_msg(timeout=30)
-    told = str(message["content"])
-    ready += told.count("ready") if message["msg_type"] == "stream" else 0
+    received = str(message["content"])
+    ready += received.count("ready") if message["msg_type"] == "stream" else 0
     if ready == 2:
         ready = 0
         manager.interrupt_kernel()

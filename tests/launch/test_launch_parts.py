@@ -61,7 +61,7 @@ def test_what_a_rank_prints_while_it_handles_a_consequence_is_one() -> None:
     assert failure.follows
 
 
-def test_a_long_cause_is_not_told_twice() -> None:
+def test_a_long_cause_is_not_reported_twice() -> None:
     what = Failure.of_exit(1, ["ValueError: " + "x" * 1000]).what
     assert what.startswith("raised ValueError: xxx")
     assert len(what) < 300

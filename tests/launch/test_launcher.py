@@ -27,7 +27,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "told"),
+    ("what", "code", "reported"),
     [
         ("raise ValueError('a bad batch')", 1, "raised ValueError: a bad batch"),
         ("sys.exit(3)", 3, "exited with code 3"),
@@ -43,12 +43,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_the_first_cause_and_its_code(program: Path, what: str, code: int, told: str) -> None:
+def test_the_first_cause_and_its_code(program: Path, what: str, code: int, reported: str) -> None:
     done = launch("-n", 3, program, what)
     assert done.returncode == code
     host = os.uname().nodename
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"flrun: rank 1 of 3 on {host} {told}")
+    assert last.startswith(f"flrun: rank 1 of 3 on {host} {reported}")
     assert last.endswith("; the other ranks were ended")
 
 
@@ -69,7 +69,7 @@ def test_a_consequence_is_not_taken_for_the_cause(tmp_path: Path) -> None:
     assert "flrun: rank 1 of 2" in done.stderr.splitlines()[-1]
 
 
-def test_the_other_ranks_hear_why_one_has_raised(tmp_path: Path) -> None:
+def test_the_other_ranks_report_why_one_has_raised(tmp_path: Path) -> None:
     program = write(
         tmp_path,
         """
@@ -89,10 +89,10 @@ def test_the_other_ranks_hear_why_one_has_raised(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "flrun: rank 1 of 2" in done.stderr.splitlines()[-1]
     lines = [line[4:] for line in done.stderr.splitlines() if line.startswith("[0] ")]
-    told = "\n".join(lines[lines.index("The traceback of rank 1:") :])
+    reported = "\n".join(lines[lines.index("The traceback of rank 1:") :])
     assert "[all_reduce] rank 0 of 2: lost rank 1, which is process " in "\n".join(lines)
-    assert ", in train\n" in told
-    assert told.endswith("ValueError: a bad batch")
+    assert ", in train\n" in reported
+    assert reported.endswith("ValueError: a bad batch")
 
 
 def test_of_ranks_that_wait_for_each_other_one_that_waited_to_the_end_is_named(
@@ -224,7 +224,7 @@ if os.environ["RANK"] == "1":
 """
 
 
-def test_a_rank_that_hangs_at_its_exit_is_told_and_ctrl_c_ends_it(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_at_its_exit_is_reported_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     launcher = write(tmp_path, IMPATIENT, "flrun.py")
     program = write(tmp_path, HANGING_AT_EXIT)
     with subprocess.Popen(
@@ -269,7 +269,7 @@ def test_nobody_reads_the_output_any_more(tmp_path: Path) -> None:
 
 
 def test_output_that_cannot_be_written_ends_the_job_in_order(tmp_path: Path) -> None:
-    """The rank has its grace, and the user is told why, on what still can be written to."""
+    """The rank has its grace, and the user is notified why, on what still can be written to."""
     ended = tmp_path / "ended"
     program = f"""
     import pathlib, signal, sys, time
@@ -351,13 +351,13 @@ def test_files_instead_of_the_terminal(tmp_path: Path) -> None:
     assert errors.read_text().count("OSError: 0") == 2
     assert done.stdout == ""
     host = os.uname().nodename
-    told = f"flrun: rank 0 of 1 on {host} raised OSError: 0 (see {errors})"
+    reported = f"flrun: rank 0 of 1 on {host} raised OSError: 0 (see {errors})"
     again = "flrun: starting again with 1 rank(s), for the 1st time"
-    assert done.stderr.splitlines() == [told, again, told]
+    assert done.stderr.splitlines() == [reported, again, reported]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (["-n", "0", "x"], "nproc_per_node: expected a whole number from 1 on, got '0'"),
         (["--hosts", "a,", "x"], "--hosts: expected NAME or NAME:RANKS"),
@@ -372,13 +372,13 @@ def test_files_instead_of_the_terminal(tmp_path: Path) -> None:
     ],
 )
 def test_senseless_arguments_are_refused(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from flashlight_py.launch.options import read_options
 
     with pytest.raises(SystemExit):
         read_options(arguments, "python")
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
 
 
 def test_a_program_that_cannot_be_run() -> None:

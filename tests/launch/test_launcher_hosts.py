@@ -233,10 +233,10 @@ def test_launchers_go_on_together_with_the_ranks_that_remain(tmp_path: Path) -> 
     program = write(tmp_path, FAILING)
     for done in on_each_node(tmp_path / "run", "--min-n", 2, program):
         assert done.returncode == 1
-        told = [line for line in done.stderr.splitlines() if line.startswith("flrun: ")]
-        assert told[0].startswith("flrun: rank 1 of 3")
-        assert told[1] == "flrun: starting again with 2 rank(s), for the 1st time"
-        assert told[2].startswith("flrun: rank 1 of 2")
+        reported = [line for line in done.stderr.splitlines() if line.startswith("flrun: ")]
+        assert reported[0].startswith("flrun: rank 1 of 3")
+        assert reported[1] == "flrun: starting again with 2 rank(s), for the 1st time"
+        assert reported[2].startswith("flrun: rank 1 of 2")
 
 
 def wait_for(folder: Path, pattern: str) -> Path:
@@ -258,7 +258,7 @@ def wait_for_connection(port: int) -> None:
 
 
 def test_a_signal_before_all_launchers_are_there(tmp_path: Path) -> None:
-    """The third node never comes. Who waits is told, and nothing is left in the folder."""
+    """The third node never arrives. Who waits is named, and nothing is left in the folder."""
     meeting = tmp_path / "meeting"
     meeting.mkdir()
     nodes = [start_node(node, meeting, "program.py", nodes=3) for node in range(2)]

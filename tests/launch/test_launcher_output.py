@@ -1,4 +1,4 @@
-"""What ranks print, on its way to a terminal or a pipe: lines stay whole and tell their rank."""
+"""What ranks print, on its way to a terminal or a pipe: lines stay whole and name their rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_lines_of_ranks_do_not_mix() -> None:
     ]
 
 
-def test_what_cannot_be_written_is_dropped_and_told() -> None:
+def test_what_cannot_be_written_is_dropped_and_reported() -> None:
     ours, theirs = os.pipe()
     with open("/dev/full", "wb") as full:
         output = Output(1, descriptors=(full.fileno(), theirs))
@@ -70,7 +70,7 @@ def test_what_cannot_be_written_is_dropped_and_told() -> None:
     os.close(theirs)
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "rank-0.out").symlink_to("/dev/full")
     (tmp_path / "rank-1.out").mkdir()
     output = Output(2, tmp_path)

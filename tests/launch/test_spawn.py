@@ -32,7 +32,7 @@ def total(rank: int, start: int) -> Any:
     return fl.all_reduce(np.array([start + rank]))
 
 
-def test_results_come_in_rank_order() -> None:
+def test_results_are_in_rank_order() -> None:
     found = fl.spawn(places, args=("a", {"b": 1}), nprocs=3)
     assert found == [(rank, rank, 3, rank, ("a", {"b": 1})) for rank in range(3)]
 

@@ -1,4 +1,4 @@
-"""A rank of ``spawn`` that fails: the first cause is told, and nothing is left."""
+"""A rank of ``spawn`` that fails: the first cause is reported, and nothing is left."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def raise_error() -> None:
 
 
 def raise_after_leaving() -> None:
-    """The others notice before this rank tells why."""
+    """The others notice before this rank reports why."""
     fl.distributed.world.current_world().group.close()
     time.sleep(0.3)  # what a rank takes that still has much to clean up
     raise KeyError("late")
@@ -72,7 +72,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "told"),
+    ("how", "code", "reported"),
     [
         ("raise", None, ["raised ValueError: a bad batch;", "in raise_error", "of two lines"]),
         ("raise after leaving", None, ["raised KeyError: 'late'", "in raise_after_leaving"]),
@@ -88,7 +88,7 @@ FAILURES = {
     ],
 )
 def test_the_first_cause_is_raised(
-    monkeypatch: pytest.MonkeyPatch, how: str, code: int | None, told: list[str]
+    monkeypatch: pytest.MonkeyPatch, how: str, code: int | None, reported: list[str]
 ) -> None:
     monkeypatch.setattr(attempt, "CAUSE_SECONDS", 30.0)  # however busy the machine is
     with pytest.raises(fl.errors.RankFailedError) as caught:
@@ -96,12 +96,12 @@ def test_the_first_cause_is_raised(
     message = str(caught.value)
     assert message.startswith("spawn of fail_on_one: rank 1 of 3 ")
     assert "; the other ranks were ended" in message
-    assert [text for text in told if text not in message] == []
+    assert [text for text in reported if text not in message] == []
     assert "PeerLostError" not in message
     assert (caught.value.rank, caught.value.exit_code) == (1, code)
 
 
-def test_a_failure_everywhere_is_told_of_one() -> None:
+def test_a_failure_everywhere_is_reported_of_one() -> None:
     with pytest.raises(fl.errors.RankFailedError, match=r"rank [01] of 2 raised ValueError"):
         fl.spawn(fail_everywhere, nprocs=2)
     with pytest.raises(fl.errors.RankFailedError, match=r"MismatchError: .*rank"):
@@ -116,7 +116,7 @@ def mismatch(rank: int) -> None:
     fl.all_reduce(np.ones(rank + 1))
 
 
-def test_a_consequence_is_told_where_no_cause_comes() -> None:
+def test_a_consequence_is_reported_where_no_cause_follows() -> None:
     """Rank 1 returns what it was asked for, and leaves the others alone."""
     with pytest.raises(fl.errors.RankFailedError, match=r"rank 0 of 2 raised .*PeerLostError"):
         fl.spawn(leave_the_others, nprocs=2)

@@ -72,7 +72,7 @@ def test_a_lambda_of_a_script(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "[[0], [1]]\n", "")
 
 
-def test_without_the_guard_the_script_is_told_so(tmp_path: Path) -> None:
+def test_without_the_guard_the_script_raises(tmp_path: Path) -> None:
     program = "import flashlight_py as fl\ndef f(rank): pass\nfl.spawn(f, nprocs=2)\n"
     done = run(program, folder=tmp_path)
     assert done.returncode == 1
@@ -108,7 +108,7 @@ def test_functions_of_a_session_that_no_file_holds() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "[(4, True), (9, True)]\n", "")
 
 
-def test_a_session_without_cloudpickle_is_told_what_to_install() -> None:
+def test_a_session_without_cloudpickle_raises_what_to_install() -> None:
     program = f"import importlib.util\nimportlib.util.find_spec = lambda _: None\n{SESSION}"
     done = subprocess.run(
         [sys.executable, "-"],

@@ -19,6 +19,6 @@ def test_an_agent_says_all_through_a_socket_that_it_also_reads() -> None:
         speaker = threading.Thread(target=write_whole, args=(theirs.fileno(), said))
         speaker.start()
         with ours.makefile("rb") as stream:
-            heard = stream.readline()
+            received = stream.readline()
         speaker.join()
-    assert heard == said
+    assert received == said

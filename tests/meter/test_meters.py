@@ -72,7 +72,7 @@ def test_squared_error_is_summed_per_call_and_averaged_over_calls() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Time as the test tells it, in seconds."""
+    """Time as the test sets it, in seconds."""
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     return now

@@ -26,6 +26,6 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("configuration", "worlds"), [("address", 20)])
-def test_random_worlds_give_what_they_promise(configuration: str, worlds: int) -> None:
+def test_random_worlds_return_what_they_promise(configuration: str, worlds: int) -> None:
     """Every verb, messages in any order, mismatches, ranks that leave or are late."""
     stress("gloo", configuration, WORLDS=worlds)

@@ -23,6 +23,6 @@ pytestmark = [
 
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize(("configuration", "rounds"), [("thread", 300)])
-def test_random_calls_give_what_they_promise(configuration: str, rounds: int) -> None:
+def test_random_calls_return_what_they_promise(configuration: str, rounds: int) -> None:
     """Every verb, dtype and size class, mismatches, ranks that leave or die; then every kernel."""
     stress(".", configuration, ROUNDS=rounds)

@@ -54,7 +54,7 @@ def test_repr_shows_the_structure() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_members_may_come_in_a_list(kind: Any) -> None:
+def test_members_may_be_passed_as_a_list(kind: Any) -> None:
     members = Linear(2, 3), ReLU()
     model = Sequential(kind(members))
     assert tuple(model) == members

@@ -150,7 +150,7 @@ def test_package_without_gloo_works_and_says_what_to_do(
     assert train_on_two_ranks(python, tmp_path, "auto") == ["", ""]  # shared memory serves them
 
 
-def test_build_can_be_told_to_leave_gloo_out(tmp_path: Path) -> None:
+def test_a_build_can_leave_gloo_out(tmp_path: Path) -> None:
     left_out = {"FLASHLIGHT_WITHOUT_GLOO": "1", **OTHERS_LEFT_OUT}
     reason = reason_in(build(copy_of_sources(tmp_path), tmp_path / "dist", **left_out))
     assert "FLASHLIGHT_WITHOUT_GLOO" in reason

@@ -160,7 +160,7 @@ def test_senseless_places_are_refused(
             make()
 
 
-def test_wrong_indices_are_told() -> None:
+def test_wrong_indices_raise() -> None:
     part = fl.DistributedDataContainer([1, 2, 3], 1, 2)
     with pytest.raises(IndexError, match=r"DistributedDataContainer holds 1 .* index 1 is out"):
         part[1]

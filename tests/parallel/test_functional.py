@@ -251,7 +251,7 @@ def wrong_gradient(rank: int, size: int) -> str:
     return str(caught.value)
 
 
-def test_gradcheck_finds_a_wrong_gradient_and_tells_every_rank(pool: Any) -> None:
+def test_gradcheck_finds_a_wrong_gradient_and_raises_on_every_rank(pool: Any) -> None:
     first, second = pool(2).run(wrong_gradient)
     assert first == second
     assert "rank 0: input 0, element 0: backward returned" in first

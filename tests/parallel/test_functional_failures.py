@@ -90,7 +90,7 @@ NUMBERS = {skip_one: (2, 1), other_order: (1, 2)}
 
 @by_backend
 @pytest.mark.parametrize("function", NUMBERS)
-def test_ranks_at_different_collectives_are_told_which(
+def test_ranks_at_different_collectives_report_which(
     pool: Any, backend: str, function: Any
 ) -> None:
     messages = pool(2, params={"BACKEND": backend}).run(function)
@@ -106,7 +106,7 @@ def test_ranks_at_different_collectives_are_told_which(
 
 
 @by_backend
-def test_a_rank_that_goes_on_is_told_from_one_that_goes_back(pool: Any, backend: str) -> None:
+def test_a_forward_pass_is_distinguished_from_a_backward_pass(pool: Any, backend: str) -> None:
     for message in pool(2, params={"BACKEND": backend}).run(go_on):
         assert "rank 0 called all_reduce(int64" in message
         assert "rank 1 called all_reduce(float64" in message

@@ -314,8 +314,8 @@ def test_a_rank_that_raises_does_not_join(backend: str) -> None:
 def test_a_rank_that_exits_is_lost_to_those_that_join(backend: str) -> None:
     outcomes = run_outcomes(fail_on_one, 3, SystemExit, params={"BACKEND": backend})
     for rank in (0, 2):
-        told = outcomes[rank].value  # on Gloo also the other one, if it has left already
-        assert re.match(r"PeerLostError: .*: lost ranks? ([02], )?1\b", told), told
+        reported = outcomes[rank].value  # on Gloo also the other one, if it has left already
+        assert re.match(r"PeerLostError: .*: lost ranks? ([02], )?1\b", reported), reported
 
 
 def other_collectives(rank: int, size: int) -> str:

@@ -78,7 +78,7 @@ def in_a_group(rank: int, size: int) -> Any:
     model = build(rank)
     fl.all_reduce_parameters(model, group=group)
     fl.broadcast_parameters(model, 1, group=group)
-    told = []
+    reported = []
     for distribute in (
         lambda: fl.distribute_module_grads(model, group=group),
         lambda: fl.distribute_module_grads(model, hook=fl.Float16Compression(), group=group),
@@ -87,19 +87,19 @@ def in_a_group(rank: int, size: int) -> Any:
         distribute()
         model.zero_grad()
         model(fl.input(np.full((1, 3), rank, np.float32))).backward(np.ones((1, 2), np.float32))
-        told.append(model.inside.weight.grad.tolist())
+        reported.append(model.inside.weight.grad.tolist())
     model.zero_grad()
     plain = build(0)
     plain(fl.input(np.full((1, 3), rank, np.float32))).backward(np.ones((1, 2), np.float32))
     fl.all_reduce_gradients(plain, 0.5, group=group)
-    told.append(plain.inside.weight.grad.tolist())
+    reported.append(plain.inside.weight.grad.tolist())
     group.close()
-    return told
+    return reported
 
 
 def test_gradients_and_parameters_of_a_group(pool: Any) -> None:
-    for rank, told in enumerate(pool(4).run(in_a_group)):
-        assert told == [[[1.0 + rank % 2] * 3] * 2] * 4
+    for rank, reported in enumerate(pool(4).run(in_a_group)):
+        assert reported == [[[1.0 + rank % 2] * 3] * 2] * 4
 
 
 def broadcast_another_model(rank: int, size: int) -> str:

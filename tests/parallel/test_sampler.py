@@ -50,7 +50,7 @@ def test_no_sample_twice_none_padded(n: int, size: int, shuffle: bool) -> None:
 
 
 @given(st.integers(0, 100), st.integers(1, 9))
-def test_drop_last_gives_every_rank_the_same_number(n: int, size: int) -> None:
+def test_with_drop_last_every_rank_has_the_same_number(n: int, size: int) -> None:
     parts = samplers(n, size, drop_last=True)
     assert {len(list(part)) for part in parts} == {n // size}
     assert len(set(chain(*parts))) == n // size * size
@@ -86,7 +86,7 @@ def differ(rank: int, size: int, changed: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("changed", ALL_RANKS, ids=lambda changed: next(iter(changed)))
-def test_ranks_that_differ_are_told_on_every_rank(pool: Any, changed: dict[str, Any]) -> None:
+def test_ranks_that_differ_raise_on_every_rank(pool: Any, changed: dict[str, Any]) -> None:
     messages = pool(3).run(differ, changed)
     before = {"n": 10, "seed": 0, "shuffle": True, "drop_last": False}
     (name,) = changed
@@ -119,7 +119,7 @@ def epochs_differ(rank: int, size: int) -> tuple[str, list[int]]:
     return str(caught.value), list(sampler)
 
 
-def test_epochs_that_differ_are_told_and_leave_the_sampler_as_it_was(pool: Any) -> None:
+def test_epochs_that_differ_raise_and_leave_the_sampler_as_it_was(pool: Any) -> None:
     outcomes = pool(2).run(epochs_differ)
     for message, _ in outcomes:
         assert "epoch (rank(s) 0: 2; rank(s) 1: 3)" in message
@@ -134,7 +134,7 @@ def other_kinds(rank: int, size: int) -> str:
     return str(caught.value)
 
 
-def test_a_sampler_here_and_a_dataset_there_is_told(pool: Any) -> None:
+def test_a_sampler_here_and_a_dataset_there_raise(pool: Any) -> None:
     for message in pool(2).run(other_kinds):
         assert "object (rank(s) 0: ShardedDataset; rank(s) 1: DistributedSampler)" in message
         assert "global_batch_size (rank(s) 0: 2; rank(s) 1: nothing)" in message

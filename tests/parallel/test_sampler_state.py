@@ -170,7 +170,7 @@ def load_different_states(rank: int, size: int) -> tuple[str, int]:
     return str(caught.value), len(sampler)
 
 
-def test_ranks_that_load_different_states_are_told(pool: Any) -> None:
+def test_ranks_that_load_different_states_raise(pool: Any) -> None:
     for message, left in pool(2).run(load_different_states):
         assert "consumed (rank(s) 0: 4; rank(s) 1: 5)" in message
         assert left == 3

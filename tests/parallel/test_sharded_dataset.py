@@ -89,7 +89,7 @@ def differ(rank: int, size: int, what: str) -> str:
 
 
 @pytest.mark.parametrize(("what", "value"), FIRST.items())
-def test_ranks_that_differ_are_told_on_every_rank(pool: Any, what: str, value: int) -> None:
+def test_ranks_that_differ_raise_on_every_rank(pool: Any, what: str, value: int) -> None:
     for rank, message in enumerate(pool(2).run(differ, what)):
         assert message.startswith(f"rank {rank} of 2: the ranks pass a ShardedDataset ")
         assert f"{what} (rank(s) 0: {value}; rank(s) 1: {value + 1})" in message

@@ -210,7 +210,7 @@ def synchronize_broken(rank: int, size: int, what: str) -> list[str]:
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_what_one_rank_cannot_send_is_told_to_all(pool: Any, what: str) -> None:
+def test_what_one_rank_cannot_send_raises_on_all(pool: Any, what: str) -> None:
     for messages in pool(2).run(synchronize_broken, what):
         for message in messages:
             assert message.startswith("[synchronize] rank 1 of 2: ")

@@ -110,14 +110,14 @@ def test_the_native_digest_is_the_digest_in_python(data: bytes) -> None:
     assert digest(data) == digest_in_python(data)
 
 
-def test_digests_tell_places_and_lengths_apart() -> None:
+def test_digests_depend_on_places_and_lengths() -> None:
     words = [b"", b"\0", bytes(8), bytes(16), b"a" * 8 + b"b" * 8, b"b" * 8 + b"a" * 8]
     assert len({digest(word) for word in words}) == len(words)
 
 
 @any_tree
 @given(trees())
-def test_numbers_come_back_as_they_were(tree: Any) -> None:
+def test_numbers_are_decoded_as_they_were(tree: Any) -> None:
     numbers = [number for _, _, number in plan_of(tree).numbers]
     back = decode_numbers(numbers, encode_numbers(numbers))
     assert [type(number) for number in back] == [type(number) for number in numbers]

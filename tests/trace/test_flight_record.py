@@ -29,7 +29,7 @@ def await_file(path: Path, seconds: float = 10.0) -> dict[str, Any]:
     ends = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < ends, f"{path} has not come"
-        time.sleep(0.01)  # nothing tells when another process has written
+        time.sleep(0.01)  # no event when another process has written
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -94,10 +94,10 @@ def test_a_mismatch_is_written_and_diff_says_where_ranks_parted(
         assert f"{folder}/rank{rank}.json" in message
         assert f"python -m flashlight_py.trace diff {folder}" in message
     assert main(["diff", str(folder)]) == 1
-    told = capsys.readouterr().out
-    assert "group world, call 2: the ranks called different things" in told
-    assert "rank 0: all_reduce(float32 (4,), op=max) at trace/test_flight_record.py:" in told
-    assert "rank 1: broadcast(float32 (4,), root=0) at trace/test_flight_record.py:" in told
+    reported = capsys.readouterr().out
+    assert "group world, call 2: the ranks called different things" in reported
+    assert "rank 0: all_reduce(float32 (4,), op=max) at trace/test_flight_record.py:" in reported
+    assert "rank 1: broadcast(float32 (4,), root=0) at trace/test_flight_record.py:" in reported
     assert main(["view", str(folder), "-o", str(tmp_path / "page.html")]) == 0
     assert "broadcast" in (tmp_path / "page.html").read_text()
     assert main(["view", str(folder), "-o", str(tmp_path / "perfetto.json")]) == 0
@@ -107,8 +107,8 @@ def test_a_mismatch_is_written_and_diff_says_where_ranks_parted(
 OWN_HANDLER = """
 import os, signal, sys
 import flashlight_py as fl
-heard = []
-own = lambda *_: heard.append(1)
+seen = []
+own = lambda *_: seen.append(1)
 if sys.argv[2] == "before":
     signal.signal(signal.SIGUSR1, own)
 fl.distributed_init(params={"TRACE_DIR": sys.argv[1]})
@@ -117,7 +117,7 @@ if sys.argv[2] == "after":
 os.kill(os.getpid(), signal.SIGUSR1)
 fl.distributed_shutdown()
 os.kill(os.getpid(), signal.SIGUSR1)
-assert heard == [1, 1] and not os.path.exists(sys.argv[1])
+assert seen == [1, 1] and not os.path.exists(sys.argv[1])
 """
 
 
@@ -211,10 +211,10 @@ def test_a_record_holds_any_text_in_any_locale(tmp_path: Path) -> None:
     program.write_text(IN_ANY_LANGUAGE, encoding="utf-8")
     plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     command = [sys.executable, str(program), str(tmp_path / "records"), b"caf\xe9"]
-    told = subprocess.run(
+    reported = subprocess.run(
         command, env={**os.environ, **plain}, capture_output=True, check=True, timeout=60
     )
-    assert b"Caf\\xe9 caf\\udce9" in told.stdout
+    assert b"Caf\\xe9 caf\\udce9" in reported.stdout
     (found,) = read_records(tmp_path / "records")
     assert found.reason == "Caf\u00e9 caf\udce9"
     assert "# im Café" in (tmp_path / "records" / "rank0.json").read_text(encoding="utf-8")

@@ -63,7 +63,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         assert browser.value("document.body.dataset.error") is None
         assert browser.value("document.getElementById('facts').textContent").startswith("3 ranks, ")
         _shows_tables_and_legend(browser)
-        _tells_what_is_pointed_at(browser)
+        _describes_what_is_pointed_at(browser)
         _zooms_and_pans(browser)
         assert browser.value("document.body.dataset.error") is None
         assert browser.screenshot().startswith(b"\x89PNG")
@@ -95,7 +95,7 @@ def _place(browser: Browser, rank: int, name: str) -> tuple[float, float]:
     return left, top
 
 
-def _tells_what_is_pointed_at(browser: Browser) -> None:
+def _describes_what_is_pointed_at(browser: Browser) -> None:
     shown = (
         "document.getElementById('tip').style.display + document.getElementById('tip').innerText"
     )
@@ -109,8 +109,8 @@ def _tells_what_is_pointed_at(browser: Browser) -> None:
 
 
 def _range(browser: Browser) -> tuple[float, float]:
-    told = browser.value("[document.body.dataset.from, document.body.dataset.to]")
-    return float(told[0]), float(told[1])
+    reported = browser.value("[document.body.dataset.from, document.body.dataset.to]")
+    return float(reported[0]), float(reported[1])
 
 
 def _zooms_and_pans(browser: Browser) -> None:

@@ -153,7 +153,7 @@ def test_groups_have_names_that_their_ranks_agree_on(pool: Any) -> None:
 
 
 class Flight:
-    """A collective that a device does; there is none here, so this one is told when it ends."""
+    """A collective that a device does; there is none here, so this one is set when it ends."""
 
     ended: float | None = None
 

@@ -28,7 +28,7 @@ def own_reason(folder: Path) -> str:
     return str(json.loads((folder / "rank0.json").read_text())["reason"])
 
 
-def test_only_what_another_rank_of_the_job_has_to_tell_counts(tmp_path: Path) -> None:
+def test_only_what_another_rank_of_the_job_reports_counts(tmp_path: Path) -> None:
     mine = Flight(0, 3, "this job", tmp_path)
     other, foreign = replace(mine, rank=1), replace(mine, rank=1, job="another job")
     records = OtherRecords(mine)
@@ -57,7 +57,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     looked = threading.Event()
     have_written = OtherRecords.have_written
 
-    def tell(self: OtherRecords, after: float) -> bool:
+    def report(self: OtherRecords, after: float) -> bool:
         looked.set()
         return have_written(self, after)
 
@@ -66,7 +66,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             looked.clear()
             assert looked.wait(10)
 
-    monkeypatch.setattr(OtherRecords, "have_written", tell)
+    monkeypatch.setattr(OtherRecords, "have_written", report)
     monkeypatch.setattr(watchdog, "_LOOK_SECONDS", 0.01)
     fl.distributed_init(params={"TRACE_DIR": tmp_path})
     try:
@@ -83,7 +83,7 @@ def test_a_dump_keeps_its_reason_until_another_rank_has_a_later_one(world: Any) 
     assert own_reason(folder) == "a test"
     written = write_record(other, "a signal").stat().st_mtime
     look()
-    assert own_reason(folder) == "a test"  # it tells as much
+    assert own_reason(folder) == "a test"  # it says as much
     later = write_record(other, "another signal")
     os.utime(later, (written + 60, written + 60))
     (folder / "loss.txt").touch()  # now the folder changes, as it does when a file comes
@@ -97,7 +97,7 @@ def test_a_failure_is_written_whatever_was_written_before(world: Any) -> None:
     with dog._lock:  # as while a record is written, on the thread that a signal interrupts
         fl.trace.dump("the handler of a signal")
         write_record(replace(dog.flight, rank=1), "a test")
-        time.sleep(0.05)  # until the watchdog has seen that; nothing would tell
+        time.sleep(0.05)  # until the watchdog has seen that; no event says so
         dog.explain(PeerLostError("[barrier] rank 0 of 2: lost rank 1"))
     dog.explain(PeerLostError("again"))
     look()
@@ -108,7 +108,7 @@ def test_a_handler_may_leave_while_a_record_is_written(world: Any) -> None:
     _, _, dog = world
     with dog._lock:  # as while a record is written, on the thread that a signal interrupts
         os.kill(os.getpid(), signal.SIGUSR1)  # what the watchdog wants to write too
-        time.sleep(0.2)  # until it does; nothing would tell
+        time.sleep(0.2)  # until it does; no event says so
         watchdog.stop()
     assert not dog._thread.is_alive()
 

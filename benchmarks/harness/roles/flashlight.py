@@ -1,4 +1,4 @@
-"""What every role that uses this package needs: the start, and what to tell of it."""
+"""What every role that uses this package needs: the start, and what to report of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def initialise(place: Place) -> None:
 
 
 def facts() -> dict[str, str]:
-    """Return the version, and which paths the arrays take, where the package can tell."""
+    """Return the version, and which paths the arrays take, where the package knows."""
     describe = getattr(fl.distributed, "describe", None)
     path = (
         fl.distributed_backend().name

@@ -44,7 +44,7 @@ def sample() -> tuple[Floats, Floats]:
 
 
 class StepRole(Role):
-    """A library that trains; it tells the conductor its first losses, to be compared."""
+    """A library that trains; it reports its first losses to the conductor, to be compared."""
 
     @abc.abstractmethod
     def step(self, kind: str) -> Step:

@@ -1,4 +1,4 @@
-"""What every role that uses torch needs: the start, and what to tell of it."""
+"""What every role that uses torch needs: the start, and what to report of it."""
 
 from __future__ import annotations
 
