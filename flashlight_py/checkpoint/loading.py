@@ -121,8 +121,8 @@ def _found(members: ProcessGroup, path: Path, wanted: Sequence[str]) -> tuple[_F
     failure, found = members.broadcast_object((attempt.failure, found))
     attempt.end([failure])
     if found.manifest is not None:
-        room = state if members.rank == 0 else np.empty(found.manifest.state.nbytes, np.uint8)
-        state = members.broadcast(room)
+        content = state if members.rank == 0 else np.empty(found.manifest.state.nbytes, np.uint8)
+        state = members.broadcast(content)
     return found, state
 
 

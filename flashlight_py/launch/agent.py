@@ -25,7 +25,7 @@ from flashlight_py.launch.output import Output, Source
 from flashlight_py.launch.ranks import LISTENER, Place, Ranks, end_leftovers, environ_of
 
 _IN, _OUT = 0, 1
-# How many ranks may wait to connect before rank 0 answers; who finds no room is let in later.
+# How many ranks may wait to connect before rank 0 answers; others are let in later.
 _BACKLOG = 1024
 
 
@@ -171,7 +171,7 @@ class Server:
         loop.watch(reading, self._read)
 
     def report(self, kind: str, *values: Any) -> None:
-        """Send a message to the launcher; blocks until there is room for it."""
+        """Send a message to the launcher; blocks until it is written."""
         try:
             write_whole(self._writing, message(kind, *values))
         except OSError:  # it is gone

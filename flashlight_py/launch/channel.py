@@ -69,7 +69,7 @@ def write_whole(descriptor: int, data: bytes) -> None:
 
 
 def _write_some(descriptor: int, data: bytes) -> int:
-    """Return how much could be written; if nothing, wait until there is room."""
+    """Return how much could be written; if nothing, wait until something can be."""
     try:
         return os.write(descriptor, data)
     except BlockingIOError:
@@ -127,7 +127,7 @@ class Outgoing:
 class Supply:
     """Reads ``descriptor`` in chunks, one for each call of ``ask``, and hands them to ``deliver``.
 
-    So standard input on its way to another host is never more than there is room for. The last
+    So standard input on its way to another host is never more than the other end can take. The last
     chunk, at the end of the input, is empty.
     """
 

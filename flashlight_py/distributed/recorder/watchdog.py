@@ -41,7 +41,7 @@ _Version = tuple[int, int]
 
 
 class OtherRecords:
-    """Notices what the other ranks of ``flight``'s job write, from now on.
+    """Finds what the other ranks of ``flight``'s job write, from now on.
 
     The folder may be the user's own, or shared with other jobs: other files in it do not count.
     """

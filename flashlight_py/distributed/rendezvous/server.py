@@ -62,7 +62,7 @@ class Server:
             raise self._place.error(str(error)) from error
         self._candidates: list[Connection] = []
         self._members: dict[int, Connection] = {}
-        self._people: dict[int, Peer] = {0: this_process()}
+        self._processes: dict[int, Peer] = {0: this_process()}
         self._turned_away: set[str] = set()
         self._round = 0
         self._departed: set[int] = set()
@@ -99,15 +99,15 @@ class Server:
         for rank in sorted(absent & self._members.keys()):
             if self._round > 0 and self._members[rank].has_ended:
                 raise self._failure(
-                    f"rank {rank} of {self._size} ({self._people[rank]}) has died or exited: it "
+                    f"rank {rank} of {self._size} ({self._processes[rank]}) has died or exited: it "
                     "closed the connection"
                 )
         return absent
 
     def _not_arrived(self, absent: set[int]) -> str:
         left = "".join(
-            f"; rank {rank} ({self._people[rank]}) had joined and died or left"
-            for rank in sorted(absent & self._people.keys() - self._members.keys())
+            f"; rank {rank} ({self._processes[rank]}) had joined and died or left"
+            for rank in sorted(absent & self._processes.keys() - self._members.keys())
         )
         hosts = ", ".join(sorted(self._turned_away))
         listed = f"; processes on {hosts} were turned away, as they know another secret: {REMEDY}"
@@ -262,9 +262,9 @@ class Server:
         the right one, so it fails.
         """
         rank, size, peer = greeting
-        reason, me = "", self._people[0]
+        reason, me = "", self._processes[0]
         if rank in self._members or rank == 0:
-            reason = f"two processes claim rank {rank}: {self._people[rank]} and {peer}; "
+            reason = f"two processes claim rank {rank}: {self._processes[rank]} and {peer}; "
         if self._verdict:
             self._refuse(candidate, Kind.FAILURE, self._verdict)
             self._notified.add(rank)
@@ -285,7 +285,7 @@ class Server:
         else:
             self._candidates.remove(candidate)
             candidate.trust()
-            candidate.rank, self._members[rank], self._people[rank] = rank, candidate, peer
+            candidate.rank, self._members[rank], self._processes[rank] = rank, candidate, peer
 
     def _turn_away(self, candidate: Connection, greeting: Greeting) -> None:
         """Answer who knows another secret, or none. Only a process of our own user is no enemy."""

@@ -25,7 +25,7 @@ _LENGTH = struct.Struct("=Q")
 
 
 class Buffers:
-    """Room for the arrays of a plan and ``number_bytes`` of encoded numbers.
+    """Buffers for the arrays of a plan and ``number_bytes`` of encoded numbers.
 
     ``used`` are the buffers that have any bytes, uint8, in an order that all ranks share.
     """
