@@ -16,7 +16,7 @@ from flashlight_py.errors import (
     MismatchError,
     PeerLostError,
 )
-from flashlight_py.parallel.agreement import by_rank
+from flashlight_py.parallel.agreement import differing_arguments
 from flashlight_py.random import set_state_of, state_of
 
 # What a rank raises for another rank's failure of that kind; any other is a CheckpointError.
@@ -56,12 +56,9 @@ def check_agreement(what: str, group: ProcessGroup, of_ranks: Sequence[Mapping[s
     Raises:
         MismatchError: names the arguments that differ, with values and ranks.
     """
-    given = {name: [str(each[name]) for each in of_ranks] for name in of_ranks[0]}
-    differing = {name: by_rank(values) for name, values in given.items() if len(set(values)) > 1}
-    if differing:
+    if differing := differing_arguments(of_ranks):
         raise MismatchError(
-            f"{where(what, group)}: the ranks pass different arguments: "
-            f"{', '.join(f'{name} ({values})' for name, values in differing.items())}. "
+            f"{where(what, group)}: the ranks pass different arguments: {differing}. "
             "Nothing was done; pass the same on every rank"
         )
 

@@ -26,6 +26,7 @@ from flashlight_py.checkpoint.tensors import from_bytes, pieces, to_bytes
 from flashlight_py.checkpoint.tree import pack
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.numbers import whole_number
 from flashlight_py.distributed.world import group_or_world
 
 
@@ -97,11 +98,8 @@ def save(
 
 
 def _check(parts: Mapping[str, Stateful], rng: Any, step: int, keep: int) -> None:
-    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise TypeError(f"save: {name} must be an integer, got {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"save: {name} must be at least {least}, got {value}")
+    whole_number("save", "step", step)
+    whole_number("save", "keep", keep, least=1)
     check_parts("save", parts)
     check_generators("save", rng)
 

@@ -25,6 +25,21 @@ def whole(value: object) -> int | None:
         return None
 
 
+def whole_number(what: str, name: str, value: object, least: int = 0) -> int:
+    """Return ``value``, the argument ``name`` of ``what``, as an int.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is less than ``least``.
+    """
+    number = None if isinstance(value, bool) else whole(value)
+    if number is None:
+        raise TypeError(f"{what}: {name} must be an integer, got {type(value).__name__}")
+    if number < least:
+        raise ValueError(f"{what}: {name} must be at least {least}, got {number}")
+    return number
+
+
 def check_rank(group: Membership, verb: str, name: str, rank: object) -> int:
     """Return ``rank``, the argument called ``name``, as an int.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from flashlight_py.distributed.numbers import whole_number
 from flashlight_py.distributed.world import get_local_rank, get_world_rank, get_world_size
 
 
@@ -52,10 +53,4 @@ class RankFilter(logging.Filter):
 
 
 def _checked(name: str, value: int | None) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"RankFilter: {name} must be an int or None, got {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"RankFilter: {name} must be at least 0, got {value}")
-    return value
+    return None if value is None else whole_number("RankFilter", name, value)

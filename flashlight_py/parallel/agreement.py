@@ -33,13 +33,11 @@ def check_modules_agree(
     if group.size == 1:
         return [values]
     of_ranks = _of_all_ranks([_describe(params), values], group)
-    descriptions = [description for description, _ in of_ranks]
-    for number, entries in enumerate(itertools.zip_longest(*descriptions, fillvalue="nothing")):
-        if len(set(entries)) > 1:
-            raise MismatchError(
-                f"rank {group.rank} of {group.size}: the modules differ in parameter "
-                f"{number} ({by_rank(entries)}). Build the same module on every rank"
-            )
+    if differing := _first_differing([description for description, _ in of_ranks]):
+        raise MismatchError(
+            f"rank {group.rank} of {group.size}: the modules differ in parameter {differing}. "
+            "Build the same module on every rank"
+        )
     return [number for _, number in of_ranks]
 
 
@@ -86,14 +84,11 @@ def check_settings_agree(
     if group.size == 1:
         return
     everyone = _of_all_ranks({"object": what, **settings}, group)
-    names = dict.fromkeys(itertools.chain.from_iterable(everyone))
-    values = {name: [str(each.get(name, "nothing")) for each in everyone] for name in names}
-    differing = {name: by_rank(given) for name, given in values.items() if len(set(given)) > 1}
-    if differing:
+    if differing := differing_arguments(everyone):
         raise MismatchError(
             f"rank {group.rank} of {group.size}: the ranks pass a {what} different "
-            f"arguments: {', '.join(f'{name} ({who})' for name, who in differing.items())}. "
-            "Pass the same on every rank: the rank itself decides which share is whose"
+            f"arguments: {differing}. Pass the same on every rank: the rank itself decides which "
+            "share is whose"
         )
 
 
@@ -106,15 +101,11 @@ def check_arrays_agree(what: str, arrays: Sequence[Array], group: ProcessGroup) 
     mine = [f"{array.dtype} {array.shape}" for array in arrays]
     if group.size == 1 or agree(json.dumps(mine).encode(), group):
         return
-    of_ranks = [
-        json.loads(text) for text in exchange_bytes(group.backend(), json.dumps(mine).encode())
-    ]
-    for number, entries in enumerate(itertools.zip_longest(*of_ranks, fillvalue="nothing")):
-        if len(set(entries)) > 1:
-            raise MismatchError(
-                f"rank {group.rank} of {group.size}: {what} differ in number {number} "
-                f"({by_rank(entries)}). Pass the same shapes and dtypes on every rank"
-            )
+    if differing := _first_differing(_of_all_ranks(mine, group)):
+        raise MismatchError(
+            f"rank {group.rank} of {group.size}: {what} differ in number {differing}. "
+            "Pass the same shapes and dtypes on every rank"
+        )
 
 
 def agree(mine: bytes, group: ProcessGroup) -> bool:
@@ -134,6 +125,21 @@ def _describe(params: Mapping[str, Variable]) -> list[str]:
         f"{name}: {param.dtype} {tuple(param.shape)}{'' if param.calc_grad else ', frozen'}"
         for name, param in params.items()
     ]
+
+
+def differing_arguments(of_ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Return the arguments that are not the same on all ranks, with values and ranks; or ""."""
+    names = dict.fromkeys(itertools.chain.from_iterable(of_ranks))
+    values = {name: [str(each.get(name, "nothing")) for each in of_ranks] for name in names}
+    return ", ".join(f"{n} ({by_rank(v)})" for n, v in values.items() if len(set(v)) > 1)
+
+
+def _first_differing(of_ranks: Sequence[Sequence[str]]) -> str:
+    """Return the first number at which not all ranks have the same, and who has what; or ""."""
+    for number, entries in enumerate(itertools.zip_longest(*of_ranks, fillvalue="nothing")):
+        if len(set(entries)) > 1:
+            return f"{number} ({by_rank(entries)})"
+    return ""
 
 
 def by_rank(entries: Sequence[str]) -> str:

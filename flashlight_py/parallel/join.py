@@ -15,6 +15,7 @@ from typing import SupportsIndex
 import numpy as np
 
 from flashlight_py.distributed import ProcessGroup, all_reduce
+from flashlight_py.distributed.numbers import whole_number
 from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Module
@@ -22,7 +23,6 @@ from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.data_parallel import gradient_sync_of
 from flashlight_py.parallel.gradient_sync import GradientSync
 from flashlight_py.parallel.parameters import give_state
-from flashlight_py.parallel.place import whole_number
 from flashlight_py.parallel.synchronize import synchronize
 
 

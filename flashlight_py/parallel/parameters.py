@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.numbers import whole_number
 from flashlight_py.distributed.reducer import reduce_all
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
-from flashlight_py.parallel.place import whole_number
 from flashlight_py.parallel.synchronize import synchronize, synchronize_for
 from flashlight_py.parallel.tree import put_buffer
 

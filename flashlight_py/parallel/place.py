@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 from flashlight_py.distributed import get_world_rank, get_world_size
+from flashlight_py.distributed.numbers import whole_number
 from flashlight_py.errors import NotInitializedError
 
 
@@ -54,19 +54,3 @@ def find_place(what: str, rank: int | None, size: int | None) -> Place:
     if place.rank >= place.size:
         raise ValueError(f"{what}: rank must be in [0, size), got rank={rank}, size={size}")
     return place
-
-
-def whole_number(what: str, name: str, value: object, least: int = 0) -> int:
-    """Return ``value`` as an int.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: it is less than ``least``.
-    """
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{what}: {name} must be an integer, got {type(value).__name__}") from None
-    if number < least:
-        raise ValueError(f"{what}: {name} must be at least {least}, got {number}")
-    return number

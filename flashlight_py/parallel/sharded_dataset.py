@@ -13,8 +13,9 @@ from flashlight_py.dataset.shares import (
     count_batches,
     weight_of_part,
 )
+from flashlight_py.distributed.numbers import whole_number
 from flashlight_py.parallel.epochs import InEpochs
-from flashlight_py.parallel.place import find_place, whole_number
+from flashlight_py.parallel.place import find_place
 
 
 class ShardedDataset(InEpochs, Dataset):

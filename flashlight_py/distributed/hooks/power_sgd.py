@@ -11,6 +11,7 @@ from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.hooks.bucket import Bucket, views
 from flashlight_py.distributed.hooks.compression import Compression
 from flashlight_py.distributed.hooks.orthonormal import orthonormal, outer_sum, uniform
+from flashlight_py.distributed.numbers import whole_number
 from flashlight_py.distributed.work import Then, Work
 
 
@@ -62,9 +63,10 @@ class PowerSGDCompression(Compression):
         self, rank: int = 2, start_step: int = 0, min_compression: float = 2.0, seed: int = 0
     ) -> None:
         super().__init__()
-        self.rank = _whole("rank", rank, 1)
-        self.start_step = _whole("start_step", start_step, 0)
-        self.seed = _whole("seed", seed, 0)
+        name = "PowerSGDCompression"
+        self.rank = whole_number(name, "rank", rank, least=1)
+        self.start_step = whole_number(name, "start_step", start_step)
+        self.seed = whole_number(name, "seed", seed)
         if isinstance(min_compression, bool) or not isinstance(min_compression, (int, float)):
             kind = type(min_compression).__name__
             raise TypeError(f"PowerSGDCompression: min_compression must be a number, got {kind}")
@@ -177,13 +179,3 @@ def _split(matrix: Array, left: Array, right: Array, residual: Array) -> None:
     xp.matmul(matrix.T, left, out=right)
     xp.matmul(left, right.T, out=residual)
     xp.subtract(matrix, residual, out=residual)
-
-
-def _whole(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(
-            f"PowerSGDCompression: {name} must be an integer, got {type(value).__name__}"
-        )
-    if value < least:
-        raise ValueError(f"PowerSGDCompression: {name} must be at least {least}, got {value}")
-    return int(value)
