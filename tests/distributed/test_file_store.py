@@ -102,9 +102,9 @@ def test_two_processes_with_one_rank_are_refused(ranks: Ranks, tmp_path: Path, t
 
 
 def test_two_ranks_0_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    hosts = [ranks.start(0, 3) for _ in range(2)]
+    servers = [ranks.start(0, 3) for _ in range(2)]
     client = ranks.start(1, 3)
-    for rank in hosts:
+    for rank in servers:
         assert re.search("two processes claim rank 0: .*pid.* and .*pid", rank.refusal())
     assert "two processes claim rank 0" in client.refusal()
     assert os.listdir(tmp_path) == []
@@ -115,8 +115,8 @@ def test_of_two_ranks_0_with_everybody_present_at_most_one_gets_a_run(ranks: Ran
     clients = [ranks.start(rank, 3, timeout=3.0) for rank in (1, 2)]
     for client in clients:
         client.await_event("constructed")
-    hosts = [ranks.start(0, 3, timeout=3.0) for _ in range(2)]
-    outcomes = [rank.outcome() for rank in (*hosts, *clients)]
+    servers = [ranks.start(0, 3, timeout=3.0) for _ in range(2)]
+    outcomes = [rank.outcome() for rank in (*servers, *clients)]
     # The worker checks every payload it gets: a closed rank has met one complete run.
     assert outcomes[:2].count("closed") <= 1
     if "closed" in outcomes:
@@ -125,24 +125,24 @@ def test_of_two_ranks_0_with_everybody_present_at_most_one_gets_a_run(ranks: Ran
 
 def test_a_late_second_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None:
     client = ranks.start(1, 2, hold="exchanged 0")
-    host = ranks.start(0, 2)
+    server = ranks.start(0, 2)
     client.await_event("exchanged 0")
     second = ranks.start(1, 2)
     assert "a run is under way at this path already" in second.refusal()
     client.resume()
-    assert [host.outcome(), client.outcome()] == ["closed", "closed"]
+    assert [server.outcome(), client.outcome()] == ["closed", "closed"]
 
 
 def test_a_second_run_at_the_same_path_never_mixes_with_the_first(ranks: Ranks) -> None:
     """It is turned away as a whole, or complete before the first one looks again."""
     client = ranks.start(1, 2, hold="exchanged 0")
-    host = ranks.start(0, 2)
+    server = ranks.start(0, 2)
     client.await_event("exchanged 0")
     outcomes = [rank.outcome() for rank in ranks.start_all(2)]
     refused = ["a run is under way at this path already" in outcome for outcome in outcomes]
     assert all(refused) or outcomes == ["closed", "closed"]
     client.resume()
-    assert [host.outcome(), client.outcome()] == ["closed", "closed"]
+    assert [server.outcome(), client.outcome()] == ["closed", "closed"]
 
 
 def test_a_wrong_world_size_is_named_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ def test_all_that_a_dead_run_can_leave_is_ignored_and_removed(ranks: Ranks, tmp_
     clients = [ranks.start(rank, 3) for rank in (1, 2)]
     for client in clients:
         client.await_event("constructed")
-    host = ranks.start(0, 3)
-    assert [rank.outcome() for rank in (host, *clients)] == ["closed"] * 3
+    server = ranks.start(0, 3)
+    assert [rank.outcome() for rank in (server, *clients)] == ["closed"] * 3
     assert os.listdir(tmp_path) == []
 
 

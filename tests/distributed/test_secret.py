@@ -184,31 +184,31 @@ class Stranger:
 
 
 def test_ranks_with_one_secret_meet_and_it_never_travels(ranks: Ranks, port: int) -> None:
-    """All that goes between them is listened to."""
+    """All that goes between them is recorded."""
     env = of_env(ranks, MASTER_SECRET="a word that only they know")
-    host = ranks.start(0, 2, env=env)
-    host.await_event("constructed")
-    overheard = bytearray()
+    rank_0 = ranks.start(0, 2, env=env)
+    rank_0.await_event("constructed")
+    recorded = bytearray()
     with socket.create_server((HERE, 0)) as server:
         client = ranks.start(1, 2, env=env, port=server.getsockname()[1])
         with server.accept()[0] as there, socket.create_connection((HERE, port)) as here:
             pumps = [
-                threading.Thread(target=pump, args=(*ends, overheard))
+                threading.Thread(target=pump, args=(*ends, recorded))
                 for ends in ((there, here), (here, there))
             ]
             for each in pumps:
                 each.start()
-            assert closed([host, client])
+            assert closed([rank_0, client])
             for each in pumps:
                 each.join()
-    assert b"FLrv" in overheard
-    assert b"a word" not in overheard
+    assert b"FLrv" in recorded
+    assert b"a word" not in recorded
 
 
-def pump(source: socket.socket, sink: socket.socket, overheard: bytearray) -> None:
+def pump(source: socket.socket, sink: socket.socket, recorded: bytearray) -> None:
     with suppress(OSError):
         while data := source.recv(65536):
-            overheard += data
+            recorded += data
             sink.sendall(data)
         sink.shutdown(socket.SHUT_WR)
 
@@ -217,39 +217,39 @@ def pump(source: socket.socket, sink: socket.socket, overheard: bytearray) -> No
 def test_ranks_whose_secrets_differ_say_so_at_once_on_both_sides(
     ranks: Ranks, other: dict[str, str]
 ) -> None:
-    host = ranks.start(0, 2, env=of_env(ranks, MASTER_SECRET="one"))
+    rank_0 = ranks.start(0, 2, env=of_env(ranks, MASTER_SECRET="one"))
     client = ranks.start(1, 2, env=of_env(ranks, **other))
-    for rank in (host, client):
+    for rank in (rank_0, client):
         text = rank.refusal()
         assert "the secrets differ" in text
         assert "start every rank with the same MASTER_SECRET" in text
         assert "one" not in text.split("MASTER_SECRET=")[0].split()
-    assert "MASTER_SECRET" in host.refusal()
+    assert "MASTER_SECRET" in rank_0.refusal()
 
 
 @as_root
 def test_another_user_of_the_host_is_turned_away_and_the_meeting_goes_on(ranks: Ranks) -> None:
-    host = ranks.start(0, 2)
-    host.await_event("constructed")
+    rank_0 = ranks.start(0, 2)
+    rank_0.await_event("constructed")
     for _ in range(3):
         assert "the secrets differ" in ranks.start(1, 2, uid=NOBODY).refusal()
-    assert closed([host, ranks.start(1, 2)])
+    assert closed([rank_0, ranks.start(1, 2)])
 
 
 @as_root
 def test_who_was_turned_away_is_named_when_a_rank_does_not_come(ranks: Ranks) -> None:
-    host = ranks.start(0, 2, timeout=2.0)
-    host.await_event("constructed")
+    rank_0 = ranks.start(0, 2, timeout=2.0)
+    rank_0.await_event("constructed")
     ranks.start(1, 2, uid=NOBODY).refusal()
-    assert f"processes on {HERE} were turned away, as they know another secret" in host.refusal()
+    assert f"processes on {HERE} were turned away, as they know another secret" in rank_0.refusal()
 
 
 @as_root
 def test_another_user_who_listens_at_the_port_learns_and_sends_nothing(
     ranks: Ranks, port: int
 ) -> None:
-    host = ranks.start(0, 2, uid=NOBODY)
-    host.await_event("constructed")
+    rank_0 = ranks.start(0, 2, uid=NOBODY)
+    rank_0.await_event("constructed")
     assert "who listens there, as rank 0, does not know the secret" in ranks.start(1, 2).refusal()
 
 
@@ -286,8 +286,8 @@ NOISE: dict[str, list[bytes]] = {
 
 def test_noise_neither_ends_nor_delays_a_meeting(ranks: Ranks, port: int) -> None:
     """All of it at the same time, and all stay as long as they are let."""
-    host = ranks.start(0, 3)
-    host.await_event("constructed")
+    rank_0 = ranks.start(0, 3)
+    rank_0.await_event("constructed")
     strangers = [socket.create_connection((HERE, port), 10.0) for _ in NOISE]
     try:
         for turn in range(2):
@@ -312,13 +312,13 @@ def test_a_greeting_of_nonsense_is_dropped_also_with_the_right_proof(
 ) -> None:
     """As without a secret everybody's proof is right, between hosts."""
     env = of_env(ranks, MASTER_SECRET="s")
-    host = ranks.start(0, 2, env=env)
-    host.await_event("constructed")
+    rank_0 = ranks.start(0, 2, env=env)
+    rank_0.await_event("constructed")
     for greeting in NONSENSE:
         stranger = Stranger(port, b"s")
         assert stranger.knock(greeting) is None, greeting
         stranger.close()
-    assert closed([host, ranks.start(1, 2, env=env)])
+    assert closed([rank_0, ranks.start(1, 2, env=env)])
 
 
 def test_what_a_greeting_says_can_be_printed() -> None:

@@ -69,9 +69,9 @@ def test_missing_ranks_are_named_on_every_rank(ranks: Ranks) -> None:
 
 
 def test_whose_time_is_up_first_reports_who_is_missing(ranks: Ranks) -> None:
-    host = ranks.start(0, 3, timeout=20.0)
+    server = ranks.start(0, 3, timeout=20.0)
     client = ranks.start(1, 3, timeout=0.5)
-    for rank in (host, client):
+    for rank in (server, client):
         assert "rank 2 of 3 has not arrived" in rank.refusal()
 
 
@@ -98,10 +98,10 @@ def test_a_killed_rank_is_noticed_long_before_the_timeout(
 
 
 def test_a_rank_may_die_and_start_again_while_others_are_awaited(ranks: Ranks) -> None:
-    host, first = ranks.start(0, 3), ranks.start(1, 3)
+    server, first = ranks.start(0, 3), ranks.start(1, 3)
     first.await_event("constructed")
     first.kill()
-    assert closed([host, ranks.start(1, 3), ranks.start(2, 3)])
+    assert closed([server, ranks.start(1, 3), ranks.start(2, 3)])
 
 
 def test_two_processes_with_one_rank_are_refused(ranks: Ranks) -> None:
@@ -112,20 +112,20 @@ def test_two_processes_with_one_rank_are_refused(ranks: Ranks) -> None:
 def test_a_late_process_is_turned_away_and_the_run_goes_on(ranks: Ranks) -> None:
     """Whatever it takes itself for."""
     client = ranks.start(1, 2, hold="exchanged 0")
-    host = ranks.start(0, 2)
+    server = ranks.start(0, 2)
     client.await_event("exchanged 0")
     assert "two processes claim rank 1" in ranks.start(1, 2).refusal()
     for rank, size in ((1, 3), (5, 8)):
         assert "a run is under way at this address already" in ranks.start(rank, size).refusal()
     client.resume()
-    assert closed([host, client])
+    assert closed([server, client])
 
 
 def test_a_second_rank_0_finds_the_port_in_use(ranks: Ranks) -> None:
-    host = ranks.start(0, 2)
-    host.await_event("constructed")
+    server = ranks.start(0, 2)
+    server.await_event("constructed")
     assert "port is in use" in ranks.start(0, 2).refusal()
-    assert closed([host, ranks.start(1, 2)])
+    assert closed([server, ranks.start(1, 2)])
 
 
 def test_a_wrong_world_size_is_named_on_every_rank(ranks: Ranks) -> None:
@@ -160,11 +160,11 @@ STRANGERS = {
 
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_a_stranger_gets_no_answer_and_harms_nobody(ranks: Ranks, port: int, kind: str) -> None:
-    host = ranks.start(0, 2)
-    host.await_event("constructed")
+    server = ranks.start(0, 2)
+    server.await_event("constructed")
     with socket.create_connection(("127.0.0.1", port), 5.0) as stranger:
         stranger.sendall(STRANGERS[kind])
-        assert closed([host, ranks.start(1, 2)])
+        assert closed([server, ranks.start(1, 2)])
         stranger.settimeout(5.0)
         try:
             answer = stranger.recv(100)
@@ -174,11 +174,11 @@ def test_a_stranger_gets_no_answer_and_harms_nobody(ranks: Ranks, port: int, kin
 
 
 def test_a_flood_of_silent_strangers_does_not_keep_a_rank_out(ranks: Ranks, port: int) -> None:
-    host = ranks.start(0, 2)
-    host.await_event("constructed")
+    server = ranks.start(0, 2)
+    server.await_event("constructed")
     strangers = [socket.create_connection(("127.0.0.1", port), 5.0) for _ in range(200)]
     try:
-        assert closed([host, ranks.start(1, 2)])
+        assert closed([server, ranks.start(1, 2)])
     finally:
         for stranger in strangers:
             stranger.close()

@@ -38,7 +38,7 @@ def test_ranks_that_are_missing_are_named_again_and_again(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    host = started(kind, tmp_path, 0, 4, port)
+    server = started(kind, tmp_path, 0, 4, port)
 
     def join() -> None:
         with pytest.raises(RendezvousError):
@@ -47,7 +47,7 @@ def test_ranks_that_are_missing_are_named_again_and_again(
     client = threading.Thread(target=join)
     client.start()
     with caplog.at_level(logging.WARNING, "flashlight_py"), pytest.raises(RendezvousError):
-        host.exchange(b"")
+        server.exchange(b"")
     client.join()
     lines = [record.getMessage() for record in caplog.records if "Still" in record.getMessage()]
     assert 2 <= len(lines) <= 4
