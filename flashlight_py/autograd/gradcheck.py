@@ -45,37 +45,33 @@ def gradcheck(
 
     objective().backward()
     for position, variable in enumerate(variables):
-        _check_one(objective, variable, position, step, tolerance)
+        if variable.grad is None:
+            raise AssertionError(f"gradcheck: input {position} got no gradient")
+        cells = variable.data.reshape(-1)  # a view: the copy that was made is contiguous
+        for element, found in enumerate(variable.grad.reshape(-1).tolist()):
+            slope = central_difference(lambda: objective().scalar(), cells, element, step)
+            if problem := difference(position, element, found, slope, tolerance):
+                raise AssertionError(f"gradcheck: {problem}")
 
 
-def _check_one(
-    objective: Callable[[], Variable],
-    variable: Variable,
-    position: int,
-    step: float,
-    tolerance: float,
-) -> None:
-    if variable.grad is None:
-        raise AssertionError(f"gradcheck: input {position} got no gradient")
-    analytic = variable.grad.reshape(-1)
-    for element in range(variable.size):
-        numeric = _central_difference(objective, variable, element, step)
-        found = float(analytic[element])
-        if not abs(found - numeric) <= tolerance * max(1.0, abs(numeric), abs(found)):
-            raise AssertionError(
-                f"gradcheck: input {position}, element {element}: backward returned {found!r}, "
-                f"central differences {numeric!r}"
-            )
-
-
-def _central_difference(
-    objective: Callable[[], Variable], variable: Variable, element: int, step: float
+def central_difference(
+    objective: Callable[[], float], cells: Array, element: int, step: float
 ) -> float:
-    cells = variable.data.reshape(-1)  # a view: the copy made by gradcheck is contiguous
+    """Return the slope of ``objective`` by an element of ``cells``, of one dimension."""
     centre = float(cells[element])
     cells[element] = centre + step
-    above = objective().scalar()
+    above = objective()
     cells[element] = centre - step
-    below = objective().scalar()
+    below = objective()
     cells[element] = centre
     return (above - below) / (2 * step)
+
+
+def difference(position: int, element: int, found: float, expected: float, tolerance: float) -> str:
+    """Return how the gradient by an element of an input differs; "" within ``tolerance``."""
+    if abs(found - expected) <= tolerance * max(1.0, abs(found), abs(expected)):
+        return ""
+    return (
+        f"input {position}, element {element}: backward returned {found!r}, "
+        f"central differences {expected!r}"
+    )

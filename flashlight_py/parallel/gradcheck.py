@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from flashlight_py.autograd import Variable, functions, param
+from flashlight_py.autograd.gradcheck import central_difference, difference
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.exchange import exchange_bytes
@@ -77,14 +78,9 @@ def _central_differences(
     for owner, count in enumerate(counts.tolist()):
         for number in range(count):
             cell, place = own[number] if owner == group.rank else (np.zeros(1), 0)
-            centre = cell[place].copy()
-            cell[place] = centre + step
-            above = objective()
-            cell[place] = centre - step
-            below = objective()
-            cell[place] = centre
+            slope = central_difference(objective, cell, place, step)
             if owner == group.rank:
-                numeric.append((above - below) / (2 * step))
+                numeric.append(slope)
     return numeric
 
 
@@ -100,10 +96,7 @@ def _problem(variables: list[Variable], numeric: list[float], tolerance: float) 
     for position, variable in enumerate(variables):
         grad = np.zeros(variable.size) if variable.grad is None else variable.grad.reshape(-1)
         for element in range(variable.size):
-            found, expected = float(grad[element]), next(slopes)
-            if not abs(found - expected) <= tolerance * max(1.0, abs(found), abs(expected)):
-                return (
-                    f"input {position}, element {element}: backward returned {found!r}, "
-                    f"central differences {expected!r}"
-                )
+            found = float(grad[element])
+            if problem := difference(position, element, found, next(slopes), tolerance):
+                return problem
     return ""

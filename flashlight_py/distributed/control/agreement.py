@@ -14,7 +14,7 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.call_site import call_site
+from flashlight_py.distributed.call_site import text_at_site
 from flashlight_py.distributed.control.wording import different_calls
 from flashlight_py.distributed.verbs import ALL_GATHER, BROADCAST
 from flashlight_py.errors import MismatchError
@@ -92,7 +92,8 @@ class Agreement:
         return local
 
     def _differences(self, call: Call, number: int) -> MismatchError:
-        text = Call(ALL_GATHER, _padded(f"{call} at {call_site()}"))
+        mine = bytearray(text_at_site(str(call), _TEXT_BYTES).ljust(_TEXT_BYTES, b"\0"))
+        text = Call(ALL_GATHER, np.frombuffer(mine, np.uint8))
         if call.seconds is not None:
             text.seconds = between_hosts(call.seconds)
         rows = self._flat.start(text).wait().reshape(-1, _TEXT_BYTES)
@@ -104,11 +105,3 @@ class Agreement:
 
 def _digest(key: str) -> bytes:
     return hashlib.blake2b(key.encode(), digest_size=_KEY_BYTES).digest()
-
-
-def _padded(text: str) -> Array:
-    """Return ``text`` in an array of the same size on every rank; of a long one the end counts."""
-    raw = text.encode()
-    if len(raw) > _TEXT_BYTES:
-        raw = raw[: _TEXT_BYTES // 2 - 2] + b" ... " + raw[3 - _TEXT_BYTES // 2 :]
-    return np.frombuffer(bytearray(raw.ljust(_TEXT_BYTES, b"\0")), np.uint8)
