@@ -160,7 +160,8 @@ class InEpochs:
                 f"{self._what}: expected a state with {name!r}, as state_dict() returns it; it "
                 f"has {sorted(state)}"
             )
-        return whole_number(self._what, f"the state's {name}", state[name])
+        value = int(state[name]) if isinstance(state[name], bool) else state[name]  # of shuffle
+        return whole_number(self._what, f"the state's {name}", value)
 
     def _agree(self, epoch: int, consumed: int = 0) -> None:
         if not self._place.of_world:
