@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.distributed.rendezvous.place import Place
 from flashlight_py.distributed.rendezvous.secret import REMEDY, proof
-from flashlight_py.distributed.rendezvous.tcp_store import PlaceStore, TcpStore
+from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.errors import RendezvousError
 from flashlight_py.launch.agent import Agent, Server
 from flashlight_py.launch.hosts import ConnectedHost, LocalHost, Team
@@ -162,7 +163,7 @@ def _meet(options: Options) -> tuple[bytes, list[dict[str, Any]], dict[int, sock
     Those are of node 0 to the others, by node, and of these to node 0.
     """
     node, size = options.node_rank, options.nnodes
-    store: PlaceStore
+    store: Place
     if options.endpoint:
         host, port = options.endpoint
         store = TcpStore(host, port, node, size, MEETING_SECONDS, host in _LOOPBACK)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 import time
+from typing import TYPE_CHECKING
 
 from flashlight_py.distributed.rendezvous.peers import not_arrived, this_process
-from flashlight_py.distributed.rendezvous.place import Offer, Place
 from flashlight_py.distributed.rendezvous.secret import REMEDY, nonce
 from flashlight_py.distributed.rendezvous.wire import (
     CHUNK_BYTES,
@@ -20,6 +20,9 @@ from flashlight_py.distributed.rendezvous.wire import (
     split_payloads,
 )
 from flashlight_py.errors import RendezvousError
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.rendezvous.place import Offer, Place
 
 # Between two looks for rank 0, in seconds: ranks that start together meet at once, and a long wait
 # costs a file server ten requests a second.

@@ -31,7 +31,7 @@ from flashlight_py.distributed.rendezvous.client import (
     greet,
 )
 from flashlight_py.distributed.rendezvous.peers import check_member, this_process
-from flashlight_py.distributed.rendezvous.place import Offer
+from flashlight_py.distributed.rendezvous.place import Offer, Place
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
 from flashlight_py.distributed.rendezvous.shared_directory import (
     Announcement,
@@ -39,7 +39,6 @@ from flashlight_py.distributed.rendezvous.shared_directory import (
     SharedDirectory,
 )
 from flashlight_py.distributed.rendezvous.sockets import LOOPBACK, own_addresses
-from flashlight_py.distributed.rendezvous.tcp_store import PlaceStore
 from flashlight_py.distributed.rendezvous.wire import Greeting, Kind
 
 # How long one announcement may keep us from the next, in seconds; and a rank 0 that was announced
@@ -47,7 +46,7 @@ from flashlight_py.distributed.rendezvous.wire import Greeting, Kind
 _PATIENCE, _SHORT_PATIENCE = 2.0, 0.25
 
 
-class FileStore(PlaceStore):
+class FileStore(Place):
     """A store at ``path``, which every rank must see; ``timeout`` seconds per exchange.
 
     ``path`` may be an existing directory or a new name in one. Nothing needs to be prepared or

@@ -8,7 +8,9 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from flashlight_py.distributed.rendezvous.client import Client
 from flashlight_py.distributed.rendezvous.secret import Secret
+from flashlight_py.distributed.rendezvous.server import Server
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import RendezvousError
 
@@ -28,7 +30,7 @@ class Offer(NamedTuple):
 
 
 class Place(Store):
-    """A store whose ranks connect to rank 0, as server and clients see it.
+    """A store whose ranks connect to rank 0 there; server and clients ask it where and how.
 
     ``timeout`` is in seconds for each exchange. ``name`` is for messages, ``kind`` what the place
     is, ``own`` what every run needs one of for itself. ``known`` is what rank 0 expects its clients
@@ -47,6 +49,61 @@ class Place(Store):
     moves = False
     patience = math.inf
     next_look = math.inf
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        is_server = rank == 0 and size > 1
+        self._role: Server | Client = Server(self) if is_server else Client(self)
+        self._has_ended = False
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Pass ``payload`` and return every rank's, in rank order. Collective, blocking.
+
+        Raises:
+            RendezvousError: a rank did not arrive within the timeout or has died (named), two
+                processes claim one rank, a rank has another world size, another rank failed, or
+                this store has ended. The store cannot be used again.
+        """
+        if self._has_ended:
+            raise self.error("this store was closed or has failed; make a new one")
+        if self.size == 1:
+            return [bytes(payload)]
+        try:
+            return self._role.exchange(bytes(payload))
+        except RendezvousError:
+            self._has_ended = True
+            raise
+
+    def close(self) -> None:
+        """Leave; collective. Rank 0 blocks until all have left; then nothing is left behind.
+
+        Raises:
+            RendezvousError: on rank 0, when a rank has not left within the timeout or has died
+                (named); nothing is left behind all the same.
+        """
+        if not self._has_ended:
+            self._has_ended = True
+            self._role.leave()
+
+    def hand_over(self) -> dict[int, socket.socket]:
+        """Leave as ``close`` does, and return the connections that are proven; collective.
+
+        Those of rank 0 to every other rank, by rank, and of these to rank 0. They block, and are
+        the caller's to close.
+
+        Raises:
+            RendezvousError: a rank has not left within the timeout or has died (named).
+        """
+        self._has_ended = True
+        return self._role.hand_over()
+
+    def abort(self, reason: str) -> None:
+        """Notify the connected ranks that this one aborts; waits up to 2 s until they know."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._role.abort(f"rank {self.rank} aborted: {reason}")
+
+    # What server and clients ask of it -----------------------------------------------------------
 
     @abc.abstractmethod
     def remedy(self) -> str:

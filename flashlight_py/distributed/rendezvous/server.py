@@ -10,6 +10,7 @@ import selectors
 import socket
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from flashlight_py.distributed.rendezvous.peers import (
     Peer,
@@ -18,7 +19,6 @@ from flashlight_py.distributed.rendezvous.peers import (
     not_arrived,
     this_process,
 )
-from flashlight_py.distributed.rendezvous.place import Place
 from flashlight_py.distributed.rendezvous.secret import REMEDY, nonce
 from flashlight_py.distributed.rendezvous.sockets import user_of
 from flashlight_py.distributed.rendezvous.wire import (
@@ -31,6 +31,9 @@ from flashlight_py.distributed.rendezvous.wire import (
     join_payloads,
 )
 from flashlight_py.errors import RendezvousError
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.rendezvous.place import Place
 
 # How long a short message may take, and a reason for failing is kept readable, in seconds.
 _SHORTLY = 2.0
