@@ -253,7 +253,8 @@ def leave_early(rank: int, size: int) -> None:
         fl.barrier()
         return
     fl.barrier()
-    group.gpus._watchdog.look()
+    with group.gpus._communicator.lock:
+        group.gpus._comparisons.find_lost("a test")
     event.done = True
     group.gpus.synchronize()
 
