@@ -253,7 +253,8 @@ def leave_early(rank: int, size: int) -> None:
         fl.barrier()
         return
     fl.barrier()
-    group.gpus._watchdog.look()
+    with group.gpus._communicator.lock:
+        group.gpus._comparisons.find_lost("a test")
     event.done = True
     group.gpus.synchronize()
 
@@ -281,7 +282,10 @@ def refuse(rank: int, size: int) -> list[str]:
         with pytest.raises((TypeError, ValueError, fl.errors.MismatchError)) as caught:
             calls[rank == 0]()
         told.append(f"{type(caught.value).__name__}: {caught.value}")
-    return told
+    # The communicator of the rank that has refused has ended as well.
+    with pytest.raises((fl.errors.MismatchError, fl.errors.GroupClosedError)) as after:
+        finish(group, group.all_reduce, x)
+    return [*told, f"{type(after.value).__name__}: {after.value}"]
 
 
 def test_a_refusal_is_told_to_all_ranks() -> None:
@@ -290,7 +294,9 @@ def test_a_refusal_is_told_to_all_ranks() -> None:
         *["ValueError"] * 2,
         "TypeError",
         "ValueError",
+        "MismatchError",
     ]
+    assert others.pop().startswith("GroupClosedError")
     for text, verb in zip(others, ("all_gather", "all_to_all", "send", "all_reduce"), strict=True):
         assert text.startswith("MismatchError"), text
         assert f"rank 1 called {verb}, and refused its arguments (" in text

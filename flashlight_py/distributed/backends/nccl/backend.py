@@ -110,9 +110,8 @@ class NcclBackend(Backend):
         return self._all_reduce_together([call], call.array)
 
     def _all_reduce_together(self, calls: Sequence[Call], result: Any) -> Work:
-        pairs = [(call.array, call.array) for call in calls if call.array.size]
-        begin = functools.partial(self._reduce_pairs, calls[0], self.functions.ncclAllReduce, pairs)
-        return self.launch(calls[0], begin, [array for array, _ in pairs], result)
+        pairs = [(call.array, call.array) for call in calls]
+        return self._reduce_pairs(calls[0], self.functions.ncclAllReduce, pairs, result)
 
     def _reduce_scatter(self, call: Call) -> Work:
         """Reduce to this rank's part; unequal ones are reduced one by one."""
@@ -120,17 +119,13 @@ class NcclBackend(Backend):
         part = self._room(call, call.verb.shape(array.shape, self.size, mine)[0])
         if call.rows is not None:
             return collect.reduce_each(self._reduce, call, part, self.rank)
-        pairs = [(array, part)] if array.size else []
-        begin = functools.partial(self._reduce_pairs, call, self.functions.ncclReduceScatter, pairs)
-        return self.launch(call, begin, [array, part][: 2 * len(pairs)], part)
+        return self._reduce_pairs(call, self.functions.ncclReduceScatter, [(array, part)], part)
 
     def _reduce(self, call: Call) -> Work:
         """Reduce in place on the root; the array of every other rank stays as it is."""
         array, root = call.array, call.root
         target = array if self.rank == root else self.empty(array.shape, array)
-        pairs = [(array, target)] if array.size else []
-        begin = functools.partial(self._reduce_pairs, call, self.functions.ncclReduce, pairs, root)
-        return self.launch(call, begin, [array, target][: 2 * len(pairs)], array)
+        return self._reduce_pairs(call, self.functions.ncclReduce, [(array, target)], array, root)
 
     def _by_meaning(self, call: Call) -> Work:
         """Combine in place what NCCL does not: each GPU gathers all arrays, and does it itself."""
@@ -360,18 +355,25 @@ class NcclBackend(Backend):
         call: Call,
         function: Callable[..., int],
         pairs: Sequence[tuple[Array, Array]],
+        result: Any,
         *root: int,
-    ) -> None:
+    ) -> Work:
         """Reduce each pair (source, target), several of them begun as one."""
         verb, stream = call.name, self._stream.stream
-        parts = [Reduction(stream, source, target, call.op, call.scale) for source, target in pairs]
-        rules = [self._rule(verb, part, call.op) for part in parts]
-        with self.together(verb) if len(parts) > 1 else _ALONE:
-            for part, rule in zip(parts, rules, strict=True):
-                there = self.pointer(part.source), self.pointer(part.room)
-                self.call(verb, function, *there, part.count, part.form.code, rule, *root)
-        for part in parts:
-            part.finish()
+        full = [pair for pair in pairs if pair[0].size]
+
+        def begin() -> None:
+            parts = [Reduction(stream, *pair, call.op, call.scale) for pair in full]
+            rules = [self._rule(verb, part, call.op) for part in parts]
+            with self.together(verb) if len(parts) > 1 else _ALONE:
+                for part, rule in zip(parts, rules, strict=True):
+                    there = self.pointer(part.source), self.pointer(part.room)
+                    self.call(verb, function, *there, part.count, part.form.code, rule, *root)
+            for part in parts:
+                part.finish()
+
+        arrays = {id(array): array for pair in full for array in pair}
+        return self.launch(call, begin, list(arrays.values()), result)
 
     def _rule(self, verb: str, part: Reduction, op: ReduceOp) -> int:
         """Return NCCL's number of ``op``, with the factor in it."""

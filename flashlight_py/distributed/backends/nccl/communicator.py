@@ -45,7 +45,7 @@ class Communicator:
     ``look``, if set, is called a few times a second while a call waits, and may break it off.
 
     Raises:
-        CollectiveTimeoutError: the others did not come in time.
+        CollectiveTimeoutError: the others did not join in time.
         DistributedError: NCCL failed, with its own words.
     """
 
@@ -61,7 +61,7 @@ class Communicator:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.lock = threading.RLock()
         self.broken: DistributedError | None = None
-        self._was_told = False
+        self._was_raised = False
         self.handle: Any = nccl.ffi.NULL
         self.who_is_missing: Diagnosis | None = None
         self.look: Callable[[], None] | None = None
@@ -86,7 +86,7 @@ class Communicator:
         """Call ``function(*arguments, communicator, ...)`` of NCCL, and wait until it has begun.
 
         Raises:
-            CollectiveTimeoutError: it needs other ranks, and they did not come in time.
+            CollectiveTimeoutError: it needs other ranks, and they did not join in time.
             DistributedError: NCCL refused, or what ``look`` has found.
         """
         status = function(*arguments)
@@ -151,7 +151,7 @@ class Communicator:
 
         Raises:
             GroupClosedError: it was closed, or broke before (which the message repeats).
-            DistributedError: it broke, and nobody has been told yet.
+            DistributedError: it broke, and that has not been raised yet.
         """
         self.require_unbroken()
         if self.broken is not None:
@@ -161,13 +161,13 @@ class Communicator:
 
     def require_unbroken(self) -> None:
         """Raise what broke the communicator, unless that has been raised before."""
-        if self.broken is not None and not self._was_told:
+        if self.broken is not None and not self._was_raised:
             raise self.error()
 
     def error(self) -> DistributedError:
         """Return what broke it, and who is missing; for the user's thread, since that may ask."""
         assert self.broken is not None
-        self._was_told = True
+        self._was_raised = True
         ask, self.who_is_missing = self.who_is_missing, None
         if ask is not None:
             kind, found = ask()
@@ -289,8 +289,8 @@ class Communicator:
 def _as_scalar(scale: float, dtype: str) -> NDArray[np.uint8]:
     """Return the bytes of ``scale`` in the dtype of that name.
 
-    Integers come by way of int64, so that they wrap as on the CPU. Only who has made an array of
-    bfloat16 has taught NumPy its name.
+    Integers are converted by way of int64, so that they wrap as on the CPU. Only who has made an
+    array of bfloat16 has taught NumPy its name.
     """
     kind = np.dtype(dtype)
     if kind.kind in "iu":

@@ -48,7 +48,7 @@ _BEGUN_IN_WORDS = (
 class Comparisons:
     """Compares calls over ``cpu``; the first that fails ends ``communicator``.
 
-    Those that were posted are looked at by whoever comes: the next call, the watchdog, a wait.
+    Those that were posted are looked at by whoever is first: the next call, the watchdog, a wait.
     """
 
     def __init__(self, cpu: Backend, communicator: Communicator) -> None:

@@ -24,7 +24,7 @@ def join_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend) ->
     Raises:
         UnavailableEverywhereError: NCCL, CuPy or a GPU of its own is missing on a rank; raised on
             every rank.
-        DistributedError: NCCL failed, or a rank (named) did not come.
+        DistributedError: NCCL failed, or a rank (named) did not join.
     """
     tools, card = _look(rule, first=cpu.rank == 0)
     unique_id = meet(Steps(cpu, seconds=joining), card)
@@ -37,7 +37,7 @@ def join_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend) ->
 
 
 def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] | None, Card]:
-    """Return NCCL, CuPy and the device's index, if all are there, and what to tell the others."""
+    """Return NCCL, CuPy and the device's index, if all are there, and what the others get."""
     try:
         _require_patience()
         nccl = load()
@@ -58,7 +58,7 @@ def _require_patience() -> None:
     """
     if os.environ.get("NCCL_COMM_BLOCKING", "") == "1":
         raise BackendUnavailableError(
-            "NCCL_COMM_BLOCKING=1 makes NCCL wait for ever for a rank that does not come, and "
+            "NCCL_COMM_BLOCKING=1 makes NCCL wait for ever for a rank that does not join, and "
             "overrides what this package asks of it; unset it"
         )
 

@@ -25,7 +25,7 @@ SONAME = "libnccl.so.2"
 MINIMUM = 21400
 _WHY_MINIMUM = (
     "2.14 is needed for ncclCommInitRankConfig and ncclCommFinalize, the non-blocking "
-    "communicators without which a rank that never comes is a hang instead of an error"
+    "communicators without which a rank that never joins is a hang instead of an error"
 )
 _REMEDY = (
     f"Install it: pip install 'flashlight-py[cuda12]' (or [cuda13]), or set {VARIABLE} to the "
@@ -67,7 +67,7 @@ class NcclLibrary:
         lib = self.lib
         kinds = {lib.ncclRemoteError: PeerLostError, lib.ncclTimeout: CollectiveTimeoutError}
         kind = kinds.get(status, DistributedError)
-        advice = "NCCL_DEBUG=INFO makes NCCL tell more"
+        advice = "NCCL_DEBUG=INFO makes NCCL report more"
         return kind(
             f"{doing}: NCCL {version_text(self.version)} says: {self.explain(status)}. {advice}"
         )

@@ -1,6 +1,6 @@
-"""What the ranks tell each other before NCCL joins them, over the group's CPU backend.
+"""What the ranks exchange before NCCL joins them, over the group's CPU backend.
 
-So every rendezvous serves NCCL too, and a rank that does not come, or cannot, is known by name
+So every rendezvous serves NCCL too, and a rank that does not join, or cannot, is known by name
 before any call that would wait for it inside NCCL.
 """
 
@@ -18,7 +18,7 @@ from flashlight_py.errors import DistributedError, UnavailableEverywhereError
 
 @dataclass(frozen=True)
 class Card:
-    """What a rank says of itself: a ``problem`` if it cannot, else its NCCL version and its GPU.
+    """What a rank reports of itself: a ``problem`` if it cannot, else its NCCL version and its GPU.
 
     ``unique_id`` (hexadecimal) is rank 0's for the communicator, empty from the others.
     """
@@ -30,12 +30,12 @@ class Card:
 
 
 def meet(cpu: Backend, mine: Card) -> bytes:
-    """Give ``mine`` and return the communicator's unique id. Collective, blocking.
+    """Exchange ``mine`` and return the communicator's unique id. Collective, blocking.
 
     Raises:
         UnavailableEverywhereError: some rank cannot, versions differ, or two ranks have one GPU;
             on every rank.
-        DistributedError: as ``Work.wait``; names the rank that did not come.
+        DistributedError: as ``Work.wait``; names the rank that did not join.
     """
     payload = json.dumps(asdict(mine)).encode()
     cards = [Card(**json.loads(text)) for text in exchange_bytes(cpu, payload)]

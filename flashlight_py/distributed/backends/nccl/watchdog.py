@@ -7,6 +7,7 @@ for a result would wait for ever on a rank that is gone.
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
@@ -17,6 +18,8 @@ from flashlight_py.distributed.recorder import incidents
 _INTERVAL = 0.2
 # While a profile is taken, which wants to know when collectives ended.
 _INTERVAL_OF_PROFILE = 0.0005
+# Whether a rank is lost is asked for less often than that: it takes some system calls for each.
+_INTERVAL_OF_LOSSES = 0.15
 # Of an event's status: success, cudaErrorNotReady, and what concerns a graph that somebody captures
 # meanwhile (cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread).
 _NO_FAILURES = {0, 600, *range(900, 909)}
@@ -36,7 +39,7 @@ class Watchdog:
         self._cuda = cupy.cuda
         self._device = cupy.cuda.Device(index)  # used by the thread alone
         self._communicator, self._flights = communicator, flights
-        self._comparisons = comparisons
+        self._comparisons, self._next = comparisons, 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flashlight-nccl", daemon=True)
         self._thread.start()
@@ -69,7 +72,9 @@ class Watchdog:
             if self._communicator.broken is not None:
                 return
             oldest = self._flights.oldest()
-            if oldest is not None or needs_all:
+            now = time.monotonic()
+            if (oldest is not None or needs_all) and now >= self._next:
+                self._next = now + _INTERVAL_OF_LOSSES
                 self._comparisons.find_lost("NCCL" if oldest is None else oldest.verb)
             if oldest is not None:
                 self._communicator.watch(oldest.verb, oldest.begun(), self._failure_of(oldest))
