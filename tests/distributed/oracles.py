@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 import flashlight_py as fl
+from flashlight_py.distributed.verbs import VERBS, Verb
 from tests.distributed.conformance import LOGICAL, Array, dtype_of
 from tests.distributed.programs import Call, Oracle, is_whole, run_program
 
@@ -81,6 +83,20 @@ def _mpi_reduce(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[Any, Any
     return _scaled(call, theirs, group.size) if here else x, ours
 
 
+def _mpi_prefix(verb: Verb, comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[Any, Any]:
+    """MPI's function of the same name; what it leaves in the array of rank 0 may be anything."""
+    x = call.array(group.rank)
+    theirs = np.empty_like(x)
+    getattr(comm, verb.name.capitalize())(x, theirs, _mpi_op(call))
+    ours = getattr(fl, verb.name)(x.copy(), call.op, call.scale, group=group)
+    is_inclusive = verb.fills(0, 0)
+    if group.rank == 0 and not is_inclusive:
+        return x, ours
+    if call.op in LOGICAL:  # of one rank its numbers, where ours are 1 and 0
+        return (theirs != 0).astype(x.dtype), ours
+    return _scaled(call, theirs, group.rank + is_inclusive), ours
+
+
 def _mpi_broadcast(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[Any, Any]:
     theirs = call.array(group.rank).copy()
     ours = fl.broadcast(theirs.copy(), call.root, group=group)
@@ -127,6 +143,7 @@ def _mpi_reduce_scatter(comm: Any, call: Call, group: fl.ProcessGroup) -> tuple[
 ORACLES: dict[str, Oracle] = {
     "all_reduce": _oracle(_mpi_all_reduce),
     "reduce": _oracle(_mpi_reduce),
+    **{v.name: _oracle(functools.partial(_mpi_prefix, v)) for v in VERBS if v.prefix},
     "broadcast": _oracle(_mpi_broadcast),
     "all_gather": _oracle(_mpi_all_gather),
     "all_to_all": _oracle(_mpi_all_to_all),
