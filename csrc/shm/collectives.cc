@@ -218,16 +218,15 @@ bool Collectives::is_ahead(int rank, fl_signature& call) const {
 
 // The way of this call's `bytes`, the same on every rank, by what all have told.
 Way Collectives::choose(const fl_signature& mine, size_t bytes) {
-  Choice::Sum sum{};
+  Choice::Slowest slowest;
   bool all_can_read = mine.verb != FL_ALL_REDUCE && bytes >= kReadBytes;
   for (int r = 0; r < size_; ++r) {
     const Call& call = call_of(r);
     all_can_read = all_can_read && (call.kind & kCanRead) != 0;
-    if ((call.kind & kIsLarge) == 0) continue;
-    for (int way = 0; way < kWays; ++way) sum[way] += call.large.costs.of[way];
+    if ((call.kind & kIsLarge) != 0) slowest.add(call.large.costs);
   }
   const int key = mine.verb == FL_ALL_REDUCE && all_in_one_place() ? 0 : mine.verb;
-  trial_ = choice_.begin(key, bytes, all_can_read ? kWays : kDirectly, sum);
+  trial_ = choice_.begin(key, bytes, all_can_read ? kWays : kDirectly, slowest);
   return trial_.way;
 }
 

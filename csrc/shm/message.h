@@ -80,6 +80,8 @@ class Mail {
 // Of the bell that rings for messages between two ranks.
 inline uint32_t bits_of(int from, int to) { return 1u << ((from * 5 + to) % 32); }
 
+constexpr size_t kLeastPiece = 8 << 10;
+
 // One send or receive. It goes on where step() is called, which never blocks; it must be called
 // until the message has ended, on one thread at a time.
 class Message {
@@ -109,7 +111,11 @@ class Message {
 
  protected:
   Message(Mail& mail, const fl_message& mine, int from, int to);
-  size_t piece_size(size_t at) const { return std::min(mail_.segment.piece_bytes(), bytes_ - at); }
+  // Several pieces even of what would fit one, so that filling and draining overlap.
+  size_t piece_size(size_t at) const {
+    const size_t part = std::max(kLeastPiece, bytes_ / kPieces);
+    return std::min({mail_.segment.piece_bytes(), part, bytes_ - at});
+  }
   void ring_peer() { mail_.segment.block(peer()).bell.ring(bits()); }
   std::string peer_is(const char* doing, const std::vector<int32_t>& tags) const;
   void ring_own() { mail_.segment.block(mail_.rank).bell.ring(bits()); }

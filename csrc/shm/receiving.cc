@@ -92,10 +92,9 @@ class Receiving final : public Message {
   // Read what did not come with the offer, or let it flow. The inbox is locked.
   void accept_rest() {
     const bool can_read = offer_->address != 0 && mail_.remote.can_read(peer());
-    Choice::Sum sum{};
-    const Costs costs = inbox_.choice.costs(0, bytes_);
-    std::copy(costs.of.begin(), costs.of.end(), sum.begin());
-    trial_ = inbox_.choice.begin(0, bytes_, can_read ? kWays : kDirectly, sum);
+    Choice::Slowest mine;
+    mine.add(inbox_.choice.costs(0, bytes_));
+    trial_ = inbox_.choice.begin(0, bytes_, can_read ? kWays : kDirectly, mine);
     if (trial_.way == kDirectly) {
       state_ = kReads;
       return;

@@ -39,9 +39,12 @@ class Sending final : public Message {
     if (!take_place()) return false;
     Offer& offer = this->offer();
     use_ = look(offer.answers) + 1;
-    offer.eager = outbox_.eager_taken ? 0 : static_cast<uint32_t>(piece_size(0));
+    // Whoever can read the peer's memory is likely to be read by it.
+    const bool is_read = bytes_ > kReadBytes && mail_.remote.can_read(to_);
+    const size_t eager = std::min({bytes_, kInlineBytes, mail_.segment.piece_bytes()});
+    offer.eager = is_read || outbox_.eager_taken ? 0 : static_cast<uint32_t>(eager);
     has_eager_ = offer.eager > 0;
-    offer.address = bytes_ < kReadBytes ? 0 : reinterpret_cast<uintptr_t>(data_);
+    offer.address = is_read ? reinterpret_cast<uintptr_t>(data_) : 0;
     sent_ = offer.eager;
     if (has_eager_) {
       outbox_.eager_taken = true;
