@@ -104,7 +104,7 @@ void Collectives::announce(const fl_signature& mine, const void* data, size_t in
   call.signature.sequence = sequence_of(number);
   call.called_at = coarse_now();
   if (inline_bytes > 0) {
-    stream_copy(inline_bytes <= kTinyBytes ? call.tiny : call.payload, data, inline_bytes);
+    copy(inline_bytes <= kTinyBytes ? call.tiny : call.payload, data, inline_bytes);
   } else {
     announce_large(mine, data, call);
   }
@@ -138,6 +138,8 @@ void Collectives::receive_calls(const fl_signature& mine) {
     watch_.wait(theirs.number, calls_, r);
     same = same && alike(call, theirs, free);
   }
+  // All are in this call and have read that before it: its line is free for the next one.
+  expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % 2]);
   if (mine.verb == FL_SCATTER) same = same && (call_of(mine.root).kind & kAny) == 0;
   if (!same && !all_call_the_same()) throw Mismatch();
 }
