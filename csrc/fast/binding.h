@@ -79,6 +79,11 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
    result is another array. */
 PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *rows);
 
+/* Begin the messages of `ops`, a list of P2POp: a list of their arrays, or Works of those that go on;
+   NotImplemented as native_call. */
+PyObject *native_batch(Binding *binding, PyObject *ops);
+void fill_message(fl_message *message, const plain_call *call, const fl_site *site);
+
 /* Python names of attributes. */
 int place_names(void);
 /* (code, instruction, name of our function that it called), or NULL with an exception. */

@@ -161,7 +161,7 @@ static PyObject *run(Binding *binding, PyObject *x, PyObject *out, plain_call *c
   return end(binding, op, x, out, call, made);
 }
 
-static void fill(fl_message *message, const plain_call *call, const fl_site *site) {
+void fill_message(fl_message *message, const plain_call *call, const fl_site *site) {
   message->signature = call->signature;
   message->data = call->data;
   message->peer = call->peer;
@@ -211,7 +211,7 @@ static PyObject *run_message(Binding *binding, PyObject *x, PyObject *out, plain
   const recorded made = record(binding, &call->signature, call->peer, 0, place);
   fl_message message;
   fl_op *op;
-  fill(&message, call, site);
+  fill_message(&message, call, site);
   if (!exchange(binding, &message, 1, &op)) {
     Py_XDECREF(call->result);
     ring_end(made.row, made.id, 1);
@@ -258,7 +258,8 @@ static Binding *binding_of(PyObject *self) {
 }
 
 /* native(verb, x, out, op, scale, root or peer, tag, async_op): the result, or a Work; NotImplemented,
-   and nothing has happened, where Python must do it. */
+   and nothing has happened, where Python must do it. In the place of `op` an all_to_all may have `rows`, a
+   list or a tuple, which no operation is. */
 PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call call;
@@ -271,6 +272,9 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   const int is_async = PyObject_IsTrue(args[7]);
   const int inside = is_inside(binding);
   if (is_async < 0 || inside < 0) return NULL;
+  if (!inside && !is_async && (PyList_CheckExact(args[3]) || PyTuple_CheckExact(args[3]))) {
+    return native_uneven(binding, args[1], args[2], args[3]);
+  }
   const int plain = inside ? 0 : plain_read(args, binding->rank, binding->size, &call);
   if (plain < 0) return NULL;
   if (!plain) Py_RETURN_NOTIMPLEMENTED;
@@ -285,18 +289,20 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   return run_collective(binding, x, out, &call);
 }
 
-/* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented. */
+/* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented; native_sendrecv(ops): a list of
+   what each has become. */
 PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call sent, received;
   if (binding == NULL) return NULL;
-  if (count != 6) {
-    PyErr_SetString(PyExc_TypeError, "expected (x, dst, out, src, tag, recv_tag)");
+  if (count != 6 && count != 1) {
+    PyErr_SetString(PyExc_TypeError, "expected (x, dst, out, src, tag, recv_tag), or (ops)");
     return NULL;
   }
   if (is_left_to_python(binding)) Py_RETURN_NOTIMPLEMENTED;
   const int inside = is_inside(binding);
   if (inside < 0) return NULL;
+  if (count == 1 && !inside) return native_batch(binding, args[0]);
   const int rank = binding->rank, size = binding->size;
   if (inside || !plain_message(FL_SEND, args[0], args[1], args[4], rank, size, &sent) ||
       !plain_message(FL_RECV, args[2], args[3], args[5], rank, size, &received) ||
@@ -311,8 +317,8 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
   const recorded made = record(binding, &shown, sent.peer, 0, place);
   fl_message messages[2];
   fl_op *ops[2];
-  fill(&messages[0], &sent, site); /* first, as somebody waits for it */
-  fill(&messages[1], &received, site);
+  fill_message(&messages[0], &sent, site); /* first, as somebody waits for it */
+  fill_message(&messages[1], &received, site);
   if (!exchange(binding, messages, 2, ops)) {
     ring_end(made.row, made.id, 1);
     return NULL;

@@ -271,6 +271,7 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   if (verb == FL_SEND || verb == FL_RECV) {
     return plain_message(verb, x, args[5], args[6], rank, size, call);
   }
+  if (verb == FL_ALL_TO_ALL && !PyUnicode_Check(args[3])) return 0; /* rows */
   memset(call, 0, sizeof *call);
   s->verb = verb;
   s->scale = 1.0;
