@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fast.h"
+#include "plain.h"
 #include "ring.h"
 
 typedef fl_op *(*fl_run)(void *group, const fl_signature *, void *data, void *output, int peer,
@@ -9,7 +10,7 @@ typedef fl_op *(*fl_run)(void *group, const fl_signature *, void *data, void *ou
 typedef void (*fl_exchange)(void *group, const fl_message *, int count, double seconds, int async,
                             fl_op **results);
 
-enum { SITES = 64 };
+enum { SITES = 64, CODES = 16 };
 
 /* Where a program calls, by its code and instruction: looked up once, as it takes microseconds. */
 typedef struct {
@@ -18,6 +19,12 @@ typedef struct {
   long instruction;
   const fl_site *site;
 } known_site;
+
+/* Code that was seen, and whether it lies in the package. */
+typedef struct {
+  PyObject *code; /* or NULL */
+  int is_ours;
+} known_code;
 
 /* What it refers to is kept by the function's `self`, a tuple that begins with the capsule of this:
    the collector of cycles sees into that. */
@@ -32,10 +39,12 @@ typedef struct {
   const fl_signature *(*signatures)(fl_op *);
   void *(*output)(fl_op *, size_t *);
   void (*free)(fl_op *);
-  /* The two steps of a collective in shared memory; NULL elsewhere. */
+  /* The two steps of a collective, and of messages, in shared memory; NULL elsewhere. */
   int (*begin)(void *, const fl_signature *, const void *, double);
   int (*ready)(void *, int);
   fl_op *(*finish)(void *, const fl_signature *, void *, void *);
+  void *(*post)(void *, const fl_message *, int, double, int);
+  void (*deliver)(void *, fl_op **);
   PyObject *ended;   /* called with what is to be raised, or fetched */
   PyObject *started; /* called with an operation that runs; returns the Work */
   PyObject *here;    /* returns the address of the fl_site of user code */
@@ -46,14 +55,38 @@ typedef struct {
   PyObject *inside;  /* a set: the threads that are in another call of the group */
   PyObject *first;   /* a list of containers: while one has anything in it, calls are left to Python */
   known_site sites[SITES];
+  known_code codes[CODES];
 } Binding;
+
+/* A call that was recorded. */
+typedef struct {
+  ring_call *row;
+  uint64_t id;
+} recorded;
+
+recorded record(const Binding *binding, const fl_signature *signature, int peer, int flags,
+                PyObject *place);
+/* Wait for the other ranks and do the rest of a collective that has begun. */
+fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *row);
+/* Fetch or raise what became of an operation that has not simply ended well. */
+PyObject *fetch(const Binding *binding, fl_op *op, PyObject *x, PyObject *out, const plain_call *call,
+                recorded made);
 
 PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count);
 
+/* all_to_all with `rows`; NotImplemented as native_call. Where `out` has not as many rows as arrive, the
+   result is another array. */
+PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *rows);
+
+/* Begin the messages of `ops`, a list of P2POp: a list of their arrays, or Works of those that go on;
+   NotImplemented as native_call. */
+PyObject *native_batch(Binding *binding, PyObject *ops);
+void fill_message(fl_message *message, const plain_call *call, const fl_site *site);
+
 /* Python names of attributes. */
 int place_names(void);
 /* (code, instruction, name of our function that it called), or NULL with an exception. */
-PyObject *place_of_caller(PyObject *package);
+PyObject *place_of_caller(Binding *binding);
 /* The same and its site, of which `place` is borrowed; 0 with an exception. */
 int place_and_site(Binding *binding, PyObject **place, const fl_site **site);

@@ -21,14 +21,9 @@
 enum { SPINS_WITH_GIL = 100 };
 enum { SMALL_BYTES = 4096, LARGE_BYTES = 64 << 10 };
 
-/* A call that was recorded, and its line if known. */
-typedef struct {
-  ring_call *row;
-  uint64_t id;
-} recorded;
-
-static recorded record(const Binding *binding, const fl_signature *signature, int peer, int flags,
-                       PyObject *place) {
+/* `place`: its line if known. */
+recorded record(const Binding *binding, const fl_signature *signature, int peer, int flags,
+                PyObject *place) {
   ring_call *row = ring_begin(binding->calls, signature, peer, flags);
   if (place != NULL) {
     Py_INCREF(place);
@@ -42,8 +37,8 @@ static recorded record(const Binding *binding, const fl_signature *signature, in
 }
 
 /* Note which line this call is on; takes some 200 ns, and nothing is raised. */
-static void note_place(const Binding *binding, ring_call *row) {
-  PyObject *place = place_of_caller(binding->package);
+static void note_place(Binding *binding, ring_call *row) {
+  PyObject *place = place_of_caller(binding);
   if (place != NULL && PyList_SetItem(binding->notes, row - binding->calls->calls, place) == 0) {
     row->flags |= RING_PLACED;
   } else {
@@ -72,9 +67,8 @@ static int is_inside(const Binding *binding) {
   return found;
 }
 
-/* Fetch or raise what became of an operation that has not simply ended well. */
-static PyObject *fetch(const Binding *binding, fl_op *op, PyObject *x, PyObject *out,
-                       const plain_call *call, recorded made) {
+PyObject *fetch(const Binding *binding, fl_op *op, PyObject *x, PyObject *out, const plain_call *call,
+                recorded made) {
   const fl_signature *s = &call->signature;
   return PyObject_CallFunction(binding->ended, "KiOOOiK", (unsigned long long)(uintptr_t)op,
                                (int)s->verb, x, out, call->result == NULL ? Py_None : call->result,
@@ -106,9 +100,8 @@ static PyObject *end(const Binding *binding, fl_op *op, PyObject *x, PyObject *o
   return result;
 }
 
-/* Wait for the other ranks and do the rest of a collective that has begun. A call notes its line if it
-   has to wait anyway, or if it takes so long that nobody will notice. */
-static fl_op *finish(const Binding *binding, const plain_call *call, ring_call *row) {
+/* A call notes its line if it has to wait anyway, or if it takes so long that nobody will notice. */
+fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *row) {
   const int64_t bytes = call->signature.count * call->signature.itemsize;
   const int is_small = bytes <= SMALL_BYTES;
   const int ready = binding->ready(binding->group, is_small ? SPINS_WITH_GIL : 0);
@@ -124,14 +117,14 @@ static fl_op *finish(const Binding *binding, const plain_call *call, ring_call *
 }
 
 /* A collective on this thread, in two steps. */
-static PyObject *run_collective(const Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
+static PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
   if (!binding->begin(binding->group, &call->signature, call->data, binding->seconds)) {
     Py_XDECREF(call->result);
     Py_RETURN_NOTIMPLEMENTED;
   }
   const recorded made = record(binding, &call->signature, -1, 0, NULL);
   binding->calls->caller = PyThread_get_thread_ident();
-  fl_op *op = finish(binding, call, made.row);
+  fl_op *op = finish_collective(binding, call, made.row);
   binding->calls->caller = 0;
   return end(binding, op, x, out, call, made);
 }
@@ -149,7 +142,7 @@ static void leave(const Binding *binding, PyObject *thread) {
   Py_DECREF(thread);
 }
 
-/* Through the library's `run`, on this thread. */
+/* A collective through the library's `run`, on this thread. */
 static PyObject *run(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
   PyObject *place, *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
   const fl_site *site;
@@ -161,10 +154,69 @@ static PyObject *run(Binding *binding, PyObject *x, PyObject *out, plain_call *c
   const recorded made = record(binding, &call->signature, call->peer, 0, place);
   fl_op *op;
   Py_BEGIN_ALLOW_THREADS;
-  op = binding->run(binding->group, &call->signature, call->data, call->output, call->peer,
-                    binding->seconds, 0, site);
+  op = binding->run(binding->group, &call->signature, call->data, call->output, -1, binding->seconds, 0,
+                    site);
   Py_END_ALLOW_THREADS;
   leave(binding, thread);
+  return end(binding, op, x, out, call, made);
+}
+
+void fill_message(fl_message *message, const plain_call *call, const fl_site *site) {
+  message->signature = call->signature;
+  message->data = call->data;
+  message->peer = call->peer;
+  message->site = *site;
+}
+
+/* Messages on this thread, to their end. Where the peers are quick the GIL is kept: then no signal handler
+   runs, so that this thread is in no call as far as others can see. 0 with an exception. */
+static int exchange(const Binding *binding, const fl_message *messages, int count, fl_op **ops) {
+  const fl_signature *s = &messages[0].signature;
+  const int is_small = s->count * s->itemsize <= SMALL_BYTES;
+  void *posted = NULL;
+  for (int i = 0; i < count; ++i) ops[i] = NULL;
+  if (binding->post != NULL) {
+    posted = binding->post(binding->group, messages, count, binding->seconds,
+                           is_small ? SPINS_WITH_GIL : -1);
+    if (posted == NULL) return 1;
+  }
+  PyObject *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+  const int entered = enter(binding, thread);
+  Py_BEGIN_ALLOW_THREADS;
+  if (posted != NULL) {
+    binding->deliver(posted, ops);
+  } else if (entered) {
+    binding->exchange(binding->group, messages, count, binding->seconds, 0, ops);
+  }
+  Py_END_ALLOW_THREADS;
+  if (entered) {
+    leave(binding, thread);
+    return 1;
+  }
+  for (int i = 0; i < count; ++i) {
+    if (ops[i] != NULL) binding->free(ops[i]);
+  }
+  Py_XDECREF(thread);
+  return 0;
+}
+
+/* A send or a receive. */
+static PyObject *run_message(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
+  PyObject *place;
+  const fl_site *site;
+  if (!place_and_site(binding, &place, &site)) {
+    Py_XDECREF(call->result);
+    return NULL;
+  }
+  const recorded made = record(binding, &call->signature, call->peer, 0, place);
+  fl_message message;
+  fl_op *op;
+  fill_message(&message, call, site);
+  if (!exchange(binding, &message, 1, &op)) {
+    Py_XDECREF(call->result);
+    ring_end(made.row, made.id, 1);
+    return NULL;
+  }
   return end(binding, op, x, out, call, made);
 }
 
@@ -206,7 +258,8 @@ static Binding *binding_of(PyObject *self) {
 }
 
 /* native(verb, x, out, op, scale, root or peer, tag, async_op): the result, or a Work; NotImplemented,
-   and nothing has happened, where Python must do it. */
+   and nothing has happened, where Python must do it. In the place of `op` an all_to_all may have `rows`, a
+   list or a tuple, which no operation is. */
 PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call call;
@@ -219,6 +272,9 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   const int is_async = PyObject_IsTrue(args[7]);
   const int inside = is_inside(binding);
   if (is_async < 0 || inside < 0) return NULL;
+  if (!inside && !is_async && (PyList_CheckExact(args[3]) || PyTuple_CheckExact(args[3]))) {
+    return native_uneven(binding, args[1], args[2], args[3]);
+  }
   const int plain = inside ? 0 : plain_read(args, binding->rank, binding->size, &call);
   if (plain < 0) return NULL;
   if (!plain) Py_RETURN_NOTIMPLEMENTED;
@@ -228,52 +284,45 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Py_INCREF(call.result);
   }
   if (is_async) return start(binding, x, out, &call);
-  if (call.peer >= 0 || binding->begin == NULL) return run(binding, x, out, &call);
+  if (call.peer >= 0) return run_message(binding, x, out, &call);
+  if (binding->begin == NULL) return run(binding, x, out, &call);
   return run_collective(binding, x, out, &call);
 }
 
-static void fill(fl_message *message, const plain_call *call, const fl_site *site) {
-  message->signature = call->signature;
-  message->data = call->data;
-  message->peer = call->peer;
-  message->site = *site;
-}
-
-/* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented. */
+/* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented; native_sendrecv(ops): a list of
+   what each has become. */
 PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call sent, received;
   if (binding == NULL) return NULL;
-  if (count != 6) {
-    PyErr_SetString(PyExc_TypeError, "expected (x, dst, out, src, tag, recv_tag)");
+  if (count != 6 && count != 1) {
+    PyErr_SetString(PyExc_TypeError, "expected (x, dst, out, src, tag, recv_tag), or (ops)");
     return NULL;
   }
   if (is_left_to_python(binding)) Py_RETURN_NOTIMPLEMENTED;
   const int inside = is_inside(binding);
   if (inside < 0) return NULL;
+  if (count == 1 && !inside) return native_batch(binding, args[0]);
   const int rank = binding->rank, size = binding->size;
   if (inside || !plain_message(FL_SEND, args[0], args[1], args[4], rank, size, &sent) ||
       !plain_message(FL_RECV, args[2], args[3], args[5], rank, size, &received) ||
       plain_overlap(&sent, &received)) {
     Py_RETURN_NOTIMPLEMENTED;
   }
-  PyObject *place, *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+  PyObject *place;
   const fl_site *site;
-  if (!place_and_site(binding, &place, &site) || !enter(binding, thread)) {
-    Py_XDECREF(thread);
-    return NULL;
-  }
+  if (!place_and_site(binding, &place, &site)) return NULL;
   fl_signature shown = sent.signature;
   shown.verb = RING_SENDRECV;
   const recorded made = record(binding, &shown, sent.peer, 0, place);
-  fl_op *ops[2];
-  Py_BEGIN_ALLOW_THREADS;
   fl_message messages[2];
-  fill(&messages[0], &received, site);
-  fill(&messages[1], &sent, site);
-  binding->exchange(binding->group, messages, 2, binding->seconds, 0, ops);
-  Py_END_ALLOW_THREADS;
-  leave(binding, thread);
+  fl_op *ops[2];
+  fill_message(&messages[0], &sent, site); /* first, as somebody waits for it */
+  fill_message(&messages[1], &received, site);
+  if (!exchange(binding, messages, 2, ops)) {
+    ring_end(made.row, made.id, 1);
+    return NULL;
+  }
   PyObject *result = args[2];
   if (ops[0] == NULL && ops[1] == NULL) {
     Py_INCREF(result);

@@ -18,6 +18,7 @@ static PyMethodDef sendrecv_def = {"native_sendrecv", (PyCFunction)(void (*)(voi
 static void free_binding(PyObject *capsule) {
   Binding *binding = PyCapsule_GetPointer(capsule, NULL);
   for (int i = 0; i < SITES; ++i) Py_XDECREF(binding->sites[i].place);
+  for (int i = 0; i < CODES; ++i) Py_XDECREF(binding->codes[i].code);
   free(binding);
 }
 
@@ -35,12 +36,12 @@ static int check(Binding *binding) {
 
 static int parse(PyObject *args, Binding *binding) {
   unsigned long long group, run, exchange, stamp, wait, signatures, output, free_op;
-  unsigned long long begin, ready, finish;
+  unsigned long long begin, ready, finish, post, deliver;
   PyObject *owner;
-  if (!PyArg_ParseTuple(args, "KOiid(KKKKKKKKKK)(OOO)O!O!UO!O!", &group, &owner, &binding->rank,
+  if (!PyArg_ParseTuple(args, "KOiid(KKKKKKKKKKKK)(OOO)O!O!UO!O!", &group, &owner, &binding->rank,
                         &binding->size, &binding->seconds, &run, &exchange, &stamp,
                         &wait, &signatures, &output, &free_op, &begin, &ready,
-                        &finish, &binding->ended, &binding->started, &binding->here, &PyArray_Type,
+                        &finish, &post, &deliver, &binding->ended, &binding->started, &binding->here, &PyArray_Type,
                         &binding->memory, &PyList_Type, &binding->notes, &binding->package, &PySet_Type,
                         &binding->inside, &PyTuple_Type, &binding->first)) {
     return 0;
@@ -56,11 +57,13 @@ static int parse(PyObject *args, Binding *binding) {
   binding->begin = (int (*)(void *, const fl_signature *, const void *, double))(uintptr_t)begin;
   binding->ready = (int (*)(void *, int))(uintptr_t)ready;
   binding->finish = (fl_op * (*)(void *, const fl_signature *, void *, void *))(uintptr_t)finish;
+  binding->post = (void *(*)(void *, const fl_message *, int, double, int))(uintptr_t)post;
+  binding->deliver = (void (*)(void *, fl_op **))(uintptr_t)deliver;
   return check(binding);
 }
 
 /* bind(group, owner, rank, size, seconds,
-   (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish),
+   (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
    (ended, started, here), memory, notes, package, inside, first): (native, native_sendrecv). The group
    and the library's functions are addresses; `owner` keeps the group. */
 static PyObject *bind(PyObject *module, PyObject *args) {

@@ -22,22 +22,28 @@ int place_names(void) {
   return name_back && name_file && name_function && name_instruction;
 }
 
-/* Whether `code` lies in the folder `package`. */
-static int is_ours(PyObject *code, PyObject *package) {
-  PyObject *file = PyObject_GetAttr(code, name_file);
-  const int ours = file == NULL ? 0 : (int)PyUnicode_Tailmatch(file, package, 0, PY_SSIZE_T_MAX, -1);
-  Py_XDECREF(file);
-  return ours > 0;
+/* Whether `code` lies in the folder of the package. */
+static int is_ours(Binding *binding, PyObject *code) {
+  known_code *known = &binding->codes[(uintptr_t)code / 64 % CODES];
+  if (known->code == code) return known->is_ours;
+  PyObject *file = PyObject_GetAttr(code, name_file), *before = known->code;
+  if (file == NULL) return 0;
+  known->is_ours = PyUnicode_Tailmatch(file, binding->package, 0, PY_SSIZE_T_MAX, -1) > 0;
+  Py_INCREF(code);
+  known->code = code;
+  Py_XDECREF(before);
+  Py_DECREF(file);
+  return known->is_ours;
 }
 
 /* The frame of the caller and its code, new references; and the code that it called. */
-static PyObject *frame_of_caller(PyObject *package, PyObject **code, PyObject **via) {
+static PyObject *frame_of_caller(Binding *binding, PyObject **code, PyObject **via) {
   PyObject *frame = (PyObject *)PyEval_GetFrame();
   *code = *via = NULL;
   Py_XINCREF(frame);
   while (frame != NULL && frame != Py_None) {
     *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
-    if (!is_ours(*code, package)) return frame;
+    if (!is_ours(binding, *code)) return frame;
     Py_XDECREF(*via);
     *via = *code;
     *code = NULL;
@@ -59,9 +65,9 @@ static PyObject *make_place(PyObject *code, PyObject *instruction, PyObject *via
   return place;
 }
 
-PyObject *place_of_caller(PyObject *package) {
+PyObject *place_of_caller(Binding *binding) {
   PyObject *code, *via, *place = NULL;
-  PyObject *frame = frame_of_caller(package, &code, &via);
+  PyObject *frame = frame_of_caller(binding, &code, &via);
   if (frame == NULL) return NULL;
   PyObject *instruction = PyObject_GetAttr(frame, name_instruction);
   if (instruction != NULL) place = make_place(code, instruction, via);
@@ -92,7 +98,7 @@ static int look_up(Binding *binding, known_site *known, PyObject *code, PyObject
 
 int place_and_site(Binding *binding, PyObject **place, const fl_site **site) {
   PyObject *code, *via;
-  PyObject *frame = frame_of_caller(binding->package, &code, &via);
+  PyObject *frame = frame_of_caller(binding, &code, &via);
   if (frame == NULL) return 0;
   PyObject *instruction = PyObject_GetAttr(frame, name_instruction);
   const long number = instruction == NULL ? 0 : PyLong_AsLong(instruction);

@@ -160,6 +160,32 @@ int plain_overlap(const plain_call *one, const plain_call *other) {
   return overlap(one->data, a->count * a->itemsize, other->data, b->count * b->itemsize);
 }
 
+PyObject *plain_rows(PyObject *x, int64_t rows) {
+  PyArrayObject *like = (PyArrayObject *)x;
+  npy_intp dims[SHAPE] = {0};
+  for (int d = 1; d < PyArray_NDIM(like); ++d) dims[d] = PyArray_DIM(like, d);
+  dims[0] = (npy_intp)rows;
+  PyArray_Descr *descr = PyArray_DESCR(like);
+  Py_INCREF(descr);
+  return PyArray_NewFromDescr(&PyArray_Type, descr, PyArray_NDIM(like), dims, NULL, NULL, 0, NULL);
+}
+
+int plain_uneven(PyObject *x, PyObject *out, plain_call *call) {
+  fl_signature *s = &call->signature, room;
+  memset(call, 0, sizeof *call);
+  s->verb = FL_ALL_TO_ALL;
+  s->scale = 1.0;
+  call->peer = -1;
+  if (!read_array(x, 0, s) || s->ndim == 0) return 0;
+  if (out == Py_None) return 1;
+  if (!read_array(out, 1, &room) || room.dtype != s->dtype || room.ndim != s->ndim) return 0;
+  for (int d = 1; d < s->ndim; ++d) {
+    if (room.shape[d] != s->shape[d]) return 0;
+  }
+  return !overlap(PyArray_DATA((PyArrayObject *)x), s->count * s->itemsize,
+                  PyArray_DATA((PyArrayObject *)out), room.count * room.itemsize);
+}
+
 /* `out` as the result, of these dimensions and the dtype of `like`; or a new array. The first dimension
    of a gather's `out` is for the library to compare. */
 static int make_result(PyObject *like, PyObject *out, int ndim, npy_intp *dims, plain_call *call) {
@@ -257,6 +283,7 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   if (verb == FL_SEND || verb == FL_RECV) {
     return plain_message(verb, x, args[5], args[6], rank, size, call);
   }
+  if (verb == FL_ALL_TO_ALL && !PyUnicode_Check(args[3])) return 0; /* rows */
   memset(call, 0, sizeof *call);
   s->verb = verb;
   s->scale = 1.0;

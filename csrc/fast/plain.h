@@ -19,6 +19,11 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call);
 int plain_message(int verb, PyObject *array, PyObject *peer, PyObject *tag, int rank, int size,
                   plain_call *call);
 
+/* What an all_to_all of unequal parts is given; 1 or 0. */
+int plain_uneven(PyObject *x, PyObject *out, plain_call *call);
+/* A new array like `x` but for the first dimension; NULL with an exception. */
+PyObject *plain_rows(PyObject *x, int64_t rows);
+
 /* A new array of what a rank has received that did not know its shape: `described` describes it; NULL with an
    exception, or without one where Python must do it. */
 PyObject *plain_received(const fl_signature *described, const void *data);

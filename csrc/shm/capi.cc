@@ -18,6 +18,12 @@ struct fl_shm_group {
   const pid_t owner = getpid();
 };
 
+struct fl_shm_posted {
+  int count;
+  std::unique_ptr<fl::ShmGroup::Exchange> exchange;
+  std::exception_ptr error;  // why there is none
+};
+
 struct fl_shm_region {
   std::shared_ptr<fl::Mapping> mapping;
   void* array;
@@ -57,6 +63,19 @@ fl_op* handle(Run run) {
   }
 }
 
+// The same of several.
+template <typename Run>
+void handles(fl_op** results, int count, Run run) {
+  try {
+    auto ended = run();
+    for (int i = 0; i < count; ++i) {
+      results[i] = ended[i] == nullptr ? nullptr : new fl_op{std::move(ended[i])};
+    }
+  } catch (const std::exception&) {
+    std::generate_n(results, count, failed_to_start);
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -81,16 +100,29 @@ fl_op* fl_shm_run(fl_shm_group* group, const fl_signature* signature, void* data
 
 void fl_shm_exchange(fl_shm_group* group, const fl_message* messages, int count, double seconds,
                      int async, fl_op** results) {
-  try {
+  handles(results, count, [&] {
     fl::ShmGroup& ranks = group->group;
-    auto ended = async != 0 ? ranks.start_exchange(messages, count, seconds)
-                            : ranks.exchange(messages, count, seconds);
-    for (int i = 0; i < count; ++i) {
-      results[i] = ended[i] == nullptr ? nullptr : new fl_op{std::move(ended[i])};
-    }
+    return async != 0 ? ranks.start_exchange(messages, count, seconds)
+                      : ranks.exchange(messages, count, seconds);
+  });
+}
+
+fl_shm_posted* fl_shm_post(fl_shm_group* group, const fl_message* messages, int count, double seconds,
+                           int spins) {
+  try {
+    auto exchange = group->group.post(messages, count, seconds, spins);
+    return exchange == nullptr ? nullptr : new fl_shm_posted{count, std::move(exchange), nullptr};
   } catch (const std::exception&) {
-    std::generate_n(results, count, failed_to_start);
+    return new fl_shm_posted{count, nullptr, std::current_exception()};
   }
+}
+
+void fl_shm_deliver(fl_shm_posted* posted, fl_op** results) {
+  const std::unique_ptr<fl_shm_posted> owned(posted);
+  handles(results, posted->count, [&] {
+    if (posted->error != nullptr) std::rethrow_exception(posted->error);
+    return posted->exchange->end();
+  });
 }
 
 int fl_shm_begin(fl_shm_group* group, const fl_signature* signature, const void* data,

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace fl {
@@ -27,22 +28,33 @@ struct Costs {
 // fast. Reading directly saves one of two copies, but waits for each line that the other has just
 // written. Which is best depends on where the scheduler, and a hypervisor, has put the ranks, on the
 // size, and on who wrote the array when. So it is measured: for every size class each rank keeps
-// what the ways have cost, and tells it with its calls; all go by the sum of what all have told.
-// Now and then a call tries another way.
+// what the ways have cost, and tells it with its calls; all go by the cost of the slowest rank.
+// Now and then a few calls try another way.
 class Choice {
   struct Kind;
 
  public:
-  using Sum = std::array<uint64_t, kWays>;
+  // Of each way, what it costs the slowest rank: one that only writes has left before the others end.
+  class Slowest {
+   public:
+    void add(const Costs& costs) {
+      for (int way = 0; way < kWays; ++way) of_[way] = std::max(of_[way], costs.of[way]);
+    }
+    int operator[](int way) const { return of_[way]; }
+
+   private:
+    std::array<uint16_t, kWays> of_{};
+  };
 
   // Verbs are numbered from 0; `calls`: as if there had been so many of each kind.
   explicit Choice(int verbs, uint32_t calls = 0) : kinds_(verbs) {
-    for (auto& sizes : kinds_) sizes.fill(Kind{calls, {}});
+    for (auto& sizes : kinds_) sizes.fill(Kind{calls, kWays, {}});
   }
 
   // A call that goes one way, and is timed.
   struct Trial {
     Way way = kPastCaches;
+    bool counts = false;
     Kind* kind = nullptr;
     size_t bytes = 1;
     std::chrono::steady_clock::time_point started{};
@@ -58,20 +70,22 @@ class Choice {
     return costs;
   }
 
-  // Choose among the first `ways` for a call whose size is the same on every rank; `sum` is that of
-  // all costs told with it.
-  Trial begin(int verb, size_t bytes, int ways, const Sum& sum) {
+  // Choose among the first `ways` for a call whose size is the same on every rank; `slowest` is made
+  // of all costs told with it.
+  Trial begin(int verb, size_t bytes, int ways, const Slowest& slowest) {
     Kind& kind = kinds_[verb][size_class(bytes)];
     const uint32_t call = kind.calls++;
-    const int best = best_of(ways, sum);
+    const int best = best_of(ways, slowest);
     int next = next_of(best, call, ways);
-    const bool is_known = call >= kFirst - ways;
-    const bool is_hopeless = is_known && sum[next] > kHopeless * sum[best];
-    if (is_hopeless && call % kTryHopeless != 0) next = best;
-    return {static_cast<Way>(next), &kind, bytes, Clock::now()};
+    const bool is_hopeless = call >= kFirst && slowest[next] > kHopeless * slowest[best];
+    if (is_hopeless && call / kTryEvery % kTryHopeless != 0) next = best;
+    // The first call after another way finds the caches as that has left them.
+    const bool counts = std::exchange(kind.last, next) == next;
+    return {static_cast<Way>(next), counts, &kind, bytes, Clock::now()};
   }
 
   void end(const Trial& trial) {
+    if (!trial.counts) return;
     const double seconds = std::chrono::duration<double>(Clock::now() - trial.started).count();
     double& cost = trial.kind->cost[trial.way];
     const double now = seconds / static_cast<double>(trial.bytes);
@@ -83,13 +97,15 @@ class Choice {
  private:
   using Clock = std::chrono::steady_clock;
   static constexpr uint32_t kFirst = 9;  // calls that take turns, to begin with
-  static constexpr uint32_t kTryEvery = 128;
+  static constexpr uint32_t kRun = 3;    // calls in a row that go a way which is tried
+  static constexpr uint32_t kTryEvery = 256;
   // What takes so many times as long is tried again only now and then.
-  static constexpr uint64_t kHopeless = 3;
-  static constexpr uint32_t kTryHopeless = 9 * kTryEvery;  // odd: each in its turn
+  static constexpr int kHopeless = 3;
+  static constexpr uint32_t kTryHopeless = 9;  // odd: each in its turn
 
   struct Kind {
     uint32_t calls;
+    int last;  // the way of the last one; kWays: none
     std::array<double, kWays> cost;  // seconds per byte; 0: not known
   };
 
@@ -97,18 +113,18 @@ class Choice {
     return bytes == 0 ? 0 : 63 - static_cast<size_t>(__builtin_clzll(bytes));
   }
 
-  static int best_of(int ways, const Sum& sum) {
+  static int best_of(int ways, const Slowest& slowest) {
     int best = kPastCaches;
     for (int way = 0; way < ways; ++way) {
-      if (sum[way] != 0 && (sum[best] == 0 || sum[way] < sum[best])) best = way;
+      if (slowest[way] != 0 && (slowest[best] == 0 || slowest[way] < slowest[best])) best = way;
     }
     return best;
   }
 
   // The best way, or the one whose turn it is to be tried.
   static int next_of(int best, uint32_t call, int ways) {
-    if (call < kFirst) return static_cast<int>((call + kPastCaches) % ways);
-    if (call % kTryEvery != 0) return best;
+    if (call < kFirst) return static_cast<int>((call / kRun + kPastCaches) % ways);
+    if (call % kTryEvery >= kRun) return best;
     return static_cast<int>((best + 1 + call / kTryEvery % (ways - 1)) % ways);
   }
 

@@ -104,7 +104,7 @@ void Collectives::announce(const fl_signature& mine, const void* data, size_t in
   call.signature.sequence = sequence_of(number);
   call.called_at = coarse_now();
   if (inline_bytes > 0) {
-    stream_copy(inline_bytes <= kTinyBytes ? call.tiny : call.payload, data, inline_bytes);
+    copy(inline_bytes <= kTinyBytes ? call.tiny : call.payload, data, inline_bytes);
   } else {
     announce_large(mine, data, call);
   }
@@ -138,6 +138,8 @@ void Collectives::receive_calls(const fl_signature& mine) {
     watch_.wait(theirs.number, calls_, r);
     same = same && alike(call, theirs, free);
   }
+  // All are in this call and have read that before it: its line is free for the next one.
+  expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % 2]);
   if (mine.verb == FL_SCATTER) same = same && (call_of(mine.root).kind & kAny) == 0;
   if (!same && !all_call_the_same()) throw Mismatch();
 }
@@ -219,16 +221,15 @@ bool Collectives::is_ahead(int rank, fl_signature& call) const {
 // The way of this call's `bytes`, the same on every rank, by what all have told. Unless `may_read` it
 // goes through the slots.
 Way Collectives::choose(const fl_signature& mine, size_t bytes, bool may_read) {
-  Choice::Sum sum{};
+  Choice::Slowest slowest;
   bool all_can_read = may_read && bytes >= kReadBytes;
   for (int r = 0; r < size_; ++r) {
     const Call& call = call_of(r);
     all_can_read = all_can_read && (call.kind & kCanRead) != 0;
-    if ((call.kind & kIsLarge) == 0) continue;
-    for (int way = 0; way < kWays; ++way) sum[way] += call.large.costs.of[way];
+    if ((call.kind & kIsLarge) != 0) slowest.add(call.large.costs);
   }
   const int key = mine.verb == FL_ALL_REDUCE && all_in_one_place() ? 0 : mine.verb;
-  trial_ = choice_.begin(key, bytes, all_can_read ? kWays : kDirectly, sum);
+  trial_ = choice_.begin(key, bytes, all_can_read ? kWays : kDirectly, slowest);
   return trial_.way;
 }
 

@@ -5,6 +5,20 @@
 namespace fl {
 namespace {
 
+struct Step {
+  bool moved = false;    // any of them
+  bool goes_on = false;  // some have not ended
+};
+
+Step step_all(const std::vector<Message*>& messages) {
+  Step step;
+  for (Message* message : messages) {
+    if (message->may_step()) step.moved = message->step() || step.moved;
+    step.goes_on = step.goes_on || !message->has_ended();
+  }
+  return step;
+}
+
 class Delivery {
  public:
   Delivery(Mail& mail, Peers& peers, const std::vector<Message*>& messages, const Waiting& waiting)
@@ -23,20 +37,16 @@ class Delivery {
     const auto [spins, yields] = waiting_.patience;
     for (int idle = 0; idle <= spins + yields; ++idle) {
       if (step()) idle = -1;
-      if (left_ == 0) return true;
-      idle < spins ? pause_briefly() : static_cast<void>(sched_yield());
+      if (!goes_on_) return true;
+      idle < spins ? pause_after(idle) : static_cast<void>(sched_yield());
     }
     return false;
   }
 
   // Whether any went on.
   bool step() {
-    bool moved = false;
-    left_ = 0;
-    for (Message* message : messages_) {
-      if (message->may_step()) moved = message->step() || moved;
-      left_ += message->has_ended() ? 0 : 1;
-    }
+    const auto [moved, goes_on] = step_all(messages_);
+    goes_on_ = goes_on;
     if (moved) since_ = {};
     return moved;
   }
@@ -80,7 +90,7 @@ class Delivery {
   Peers& peers_;
   const std::vector<Message*>& messages_;
   const Waiting& waiting_;
-  size_t left_ = 1;
+  bool goes_on_ = true;
   Clock::time_point since_{};  // when nothing more went on; of all messages together
 };
 
@@ -90,16 +100,22 @@ constexpr auto kIdle = std::chrono::microseconds(20), kMoment = std::chrono::mic
 
 }  // namespace
 
+bool deliver_within(const Peers& peers, const std::vector<Message*>& messages, int spins) {
+  for (int idle = peers.may_spin() ? 0 : spins; idle <= spins; ++idle) {
+    const auto [moved, goes_on] = step_all(messages);
+    if (!goes_on) return true;
+    if (moved && peers.may_spin()) idle = -1;
+    pause_after(idle);
+  }
+  return false;
+}
+
 void deliver_briefly(const Peers& peers, const std::vector<Message*>& messages) {
   const auto began = Clock::now();
   const auto idle = peers.may_spin() ? kIdle : kMoment;  // or others have to get this processor first
   auto moved_at = began;
   for (;;) {
-    bool moved = false, goes_on = false;
-    for (Message* message : messages) {
-      if (message->may_step()) moved = message->step() || moved;
-      goes_on = goes_on || !message->has_ended();
-    }
+    const auto [moved, goes_on] = step_all(messages);
     const auto now = Clock::now();
     if (moved) moved_at = now;
     if (!goes_on || now - began > kMoment || now - moved_at > idle) return;

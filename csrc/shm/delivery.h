@@ -20,6 +20,10 @@ struct Waiting {
 void deliver(Mail& mail, Peers& peers, const std::vector<Message*>& messages,
              const Waiting& waiting);
 
+// Step on with all of `messages`, for so many looks in a row at which none of them does; whether all have
+// ended. Never sleeps; without a processor for each rank it looks once.
+bool deliver_within(const Peers& peers, const std::vector<Message*>& messages, int spins);
+
 // Step on with all of `messages` for a moment, in which peers that exchange with this rank at the same
 // time are likely to do their part; some may not have ended then.
 void deliver_briefly(const Peers& peers, const std::vector<Message*>& messages);

@@ -110,6 +110,11 @@ void ShmGroup::abandon() noexcept {
   peers_.close_files();
 }
 
+ShmGroup::Result ShmGroup::failed(const Failure& failure) {
+  peers_.fail(failure);
+  return ended(failure.status, failure.what(), failure.missing, failure.seen);
+}
+
 ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message,
                                  std::vector<int> missing, Seen seen) {
   auto operation = std::make_shared<Operation>();
@@ -135,10 +140,10 @@ bool ShmGroup::begin(const fl_signature& signature, const void* data, double sec
 
 Progress ShmGroup::ready(int spins) const {
   if (!peers_.may_spin()) spins = 0;
-  for (;;) {
+  for (int look = 0;; ++look) {
     const Progress progress = collectives_.progress();
-    if (progress != Progress::kAwaited || spins-- <= 0) return progress;
-    pause_briefly();
+    if (progress != Progress::kAwaited || look >= spins) return progress;
+    pause_after(look);
   }
 }
 

@@ -48,7 +48,16 @@ class ShmGroup : private Helper {
   // Several messages at once, on the caller's thread; those with something before them in their
   // lane are started.
   std::vector<Result> exchange(const fl_message* messages, int count, double seconds);
-  // The same without waiting: threads go on with those that do not end within a moment.
+  // The same in two steps. post() never sleeps; it returns null where all have ended well within so many
+  // looks without any progress, none if `spins` is negative.
+  class Exchange {
+   public:
+    virtual ~Exchange() = default;
+    // Wait for those that have not.
+    virtual std::vector<Result> end() = 0;
+  };
+  std::unique_ptr<Exchange> post(const fl_message* messages, int count, double seconds, int spins);
+  // All of them without waiting: threads go on with those that do not end within a moment.
   std::vector<Result> start_exchange(const fl_message* messages, int count, double seconds);
 
   // A collective on the caller's thread in two steps, so that a caller who holds a lock can let it
@@ -77,8 +86,10 @@ class ShmGroup : private Helper {
 
  private:
   class Running;
+  class Messages;
   template <typename Body>
   Result guarded(Body body);
+  Result failed(const Failure& failure);
   Result ended(fl_status status, const std::string& message, std::vector<int> missing, Seen seen);
   fl_site asked(const fl_site* site) const;
   Bytes dispatch(const fl_signature& signature, void* data, void* output, double seconds,
@@ -168,7 +179,6 @@ template <typename Body>
 ShmGroup::Result ShmGroup::guarded(Body body) {
   if (peers_.is_broken()) return ended(FL_CLOSED, peers_.why_broken(), {}, {});
   Seen seen;
-  Failure failure(FL_OK, {}, "");
   try {
     Bytes output = body(seen);
     if (output.data == nullptr) return nullptr;
@@ -178,12 +188,10 @@ ShmGroup::Result ShmGroup::guarded(Body body) {
   } catch (const Mismatch& mismatch) {
     return ended(FL_MISMATCH, mismatch.what(), {}, mismatch.seen);
   } catch (const Failure& caught) {
-    failure = caught;
+    return failed(caught);
   } catch (const std::exception& error) {  // no memory: the others are in the middle of this call
-    failure = peers_.explain(error.what());
+    return failed(peers_.explain(error.what()));
   }
-  peers_.fail(failure);
-  return ended(failure.status, failure.what(), failure.missing, failure.seen);
 }
 
 }  // namespace fl

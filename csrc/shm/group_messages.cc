@@ -53,15 +53,95 @@ Bytes end_of(const Message& message) {
 
 }  // namespace
 
+// The messages of one call, on the caller's thread; those with something before them in their lane are
+// started.
+class ShmGroup::Messages final : public Exchange {
+ public:
+  Messages(ShmGroup& group, const fl_message* messages, int count, double seconds)
+      : group_(group), seconds_(seconds), count_(count), ones_(std::make_unique<One[]>(count)) {
+    own_.reserve(count);
+    for (int i = 0; i < count; ++i) add(messages[i], i);
+  }
+
+  // Whether all of them do, and well.
+  bool end_within(int spins) {
+    bool all = false;
+    failure_ = group_.guarded([&](Seen&) {
+      all = deliver_within(group_.peers_, own_, spins);
+      return Bytes();
+    });
+    const auto is_well = [](const One& one) {
+      return one.message != nullptr && !one.message->is_mismatched();
+    };
+    return all && failure_ == nullptr && std::all_of(&ones_[0], &ones_[0] + count_, is_well);
+  }
+
+  std::vector<Result> end() override {
+    if (failure_ == nullptr) {
+      failure_ = group_.guarded([&](Seen&) {
+        deliver(group_.mail_, group_.peers_, own_,
+                {seconds_, group_.interrupt_, group_.peers_.patience()});
+        return Bytes();
+      });
+    }
+    std::vector<Result> results(count_);
+    for (int i = 0; i < count_; ++i) results[i] = result_of(ones_[i]);
+    return results;
+  }
+
+ private:
+  struct One {
+    std::optional<Stay> stay;          // of the first one in a lane
+    std::unique_ptr<Message> message;  // or
+    Result started;
+  };
+
+  void add(const fl_message& sent, int i) {
+    One* const first = &ones_[0];
+    const Lane lane = lane_of(sent.signature, sent.peer);
+    One* stays = std::find_if(first, first + i, [&](const One& one) {
+      return one.stay.has_value() && one.stay->lane() == lane;
+    });
+    if (stays == first + i && group_.lanes_->enter(lane)) stays->stay.emplace(*group_.lanes_, lane);
+    if (!stays->stay.has_value()) {
+      ones_[i].started = group_.start_message(sent, seconds_);
+      return;
+    }
+    ones_[i].message = make_message(group_.mail_, sent);
+    own_.push_back(ones_[i].message.get());
+    own_.back()->follow(std::exchange(stays->stay->last, own_.back()));
+  }
+
+  Result result_of(const One& one) {
+    if (one.message == nullptr) return one.started;
+    if (one.message->is_mismatched()) {
+      return group_.ended(FL_MISMATCH, Mismatch().what(), {}, one.message->seen());
+    }
+    return one.message->has_ended() ? nullptr : failure_;
+  }
+
+  ShmGroup& group_;
+  const double seconds_;
+  const int count_;
+  std::unique_ptr<One[]> ones_;
+  std::vector<Message*> own_;
+  Result failure_;
+};
+
 ShmGroup::Result ShmGroup::run_message(const fl_message& sent, double seconds) {
-  const Lane lane = lane_of(sent.signature, sent.peer);
-  if (!lanes_->enter(lane)) return start_message(sent, seconds);
-  const Stay stay(*lanes_, lane);
-  const auto message = make_message(mail_, sent);
-  return guarded([&](Seen&) {
-    deliver(mail_, peers_, {message.get()}, {seconds, interrupt_, peers_.patience()});
-    return end_of(*message);
-  });
+  return exchange(&sent, 1, seconds)[0];
+}
+
+std::vector<ShmGroup::Result> ShmGroup::exchange(const fl_message* messages, int count,
+                                                 double seconds) {
+  return Messages(*this, messages, count, seconds).end();
+}
+
+std::unique_ptr<ShmGroup::Exchange> ShmGroup::post(const fl_message* messages, int count,
+                                                   double seconds, int spins) {
+  auto posted = std::make_unique<Messages>(*this, messages, count, seconds);
+  if (posted->end_within(spins)) return nullptr;
+  return posted;
 }
 
 // What can be done at once is done here: an offer is made, or what is there already is taken.
@@ -145,41 +225,6 @@ std::vector<ShmGroup::Result> ShmGroup::start_exchange(const fl_message* message
       results[i] = failure != nullptr ? failure : stay->go_on(seconds, rest_of(own[i]));
     }
     ++stay;
-  }
-  return results;
-}
-
-std::vector<ShmGroup::Result> ShmGroup::exchange(const fl_message* messages, int count,
-                                                 double seconds) {
-  std::vector<Result> results(count);
-  std::vector<std::unique_ptr<Message>> own(count);
-  std::vector<Message*> all;
-  std::list<Stay> stays;
-  for (int i = 0; i < count; ++i) {
-    const Lane lane = lane_of(messages[i].signature, messages[i].peer);
-    auto stay = std::find_if(stays.begin(), stays.end(),
-                             [&](const Stay& one) { return one.lane() == lane; });
-    if (stay == stays.end() && lanes_->enter(lane)) {
-      stay = stays.emplace(stays.end(), *lanes_, lane);
-    }
-    if (stay == stays.end()) {
-      results[i] = start_message(messages[i], seconds);
-      continue;
-    }
-    own[i] = make_message(mail_, messages[i]);
-    own[i]->follow(std::exchange(stay->last, own[i].get()));
-    all.push_back(own[i].get());
-  }
-  const Result failure = guarded([&](Seen&) {
-    deliver(mail_, peers_, all, {seconds, interrupt_, peers_.patience()});
-    return Bytes();
-  });
-  for (int i = 0; i < count; ++i) {
-    if (own[i] == nullptr) continue;
-    if (!own[i]->has_ended()) results[i] = failure;
-    if (own[i]->is_mismatched()) {
-      results[i] = ended(FL_MISMATCH, Mismatch().what(), {}, own[i]->seen());
-    }
   }
   return results;
 }

@@ -1,5 +1,8 @@
 #include "message.h"
 
+#include <algorithm>
+#include <cstring>
+
 namespace fl {
 
 Mail::Mail(Segment& segment, Peers& peers, Remote& remote, int rank, int size)
@@ -13,12 +16,32 @@ Mail::Mail(Segment& segment, Peers& peers, Remote& remote, int rank, int size)
 
 void Mail::read_offers(int peer) {
   Inbox& inbox = from(peer);
-  const Channel& channel = segment.channel(peer, rank);
-  const uint32_t posted = look(channel.posted);
-  while (static_cast<int32_t>(posted - inbox.seen) > 0) {
-    const uint32_t place = channel.places[++inbox.seen % segment.offers()];
-    inbox.known.push_back({segment.offer(peer, rank, place).signature.root, place});
+  for (uint32_t seen = inbox.seen; has_offer(peer, seen);) {
+    inbox.known.push_back({++seen, segment.posting(peer, rank, seen).envelope});
+    inbox.seen.store(seen, std::memory_order_relaxed);
   }
+}
+
+// A line is written again only when a later offer was answered, and so was known.
+bool Mail::has_offer(int peer, uint32_t seen) const {
+  return look(segment.posting(peer, rank, seen + 1).number) == seen + 1;
+}
+
+// Of all that same_call() compares but the tag, by which an offer is found.
+uint64_t digest_of(const fl_signature& s) {
+  uint64_t scale, digest = 0x9e3779b97f4a7c15u;
+  std::memcpy(&scale, &s.scale, sizeof scale);
+  const auto add = [&digest](uint64_t number) {
+    digest = (digest ^ number) * 0xff51afd7ed558ccdu;
+    digest ^= digest >> 32;
+  };
+  add(static_cast<uint64_t>(s.dtype) << 32 | static_cast<uint32_t>(s.op));
+  add(static_cast<uint64_t>(s.itemsize) << 32 | static_cast<uint32_t>(s.ndim));
+  add(static_cast<uint64_t>(s.part_of));
+  add(scale);
+  add(static_cast<uint64_t>(s.count));
+  for (int d = 0; d < std::min(s.ndim, 8); ++d) add(static_cast<uint64_t>(s.shape[d]));
+  return digest;
 }
 
 bool Wish::declare(Channel& channel, int32_t tag) {

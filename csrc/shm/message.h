@@ -1,8 +1,8 @@
 // Messages from one rank to another: matched by tag, beside each other and beside collectives.
 //
 // The sender puts an offer into a table that it shares with the receiver, with the data if that is
-// small and the place for it free. Whoever receives takes the oldest offer with its tag, compares
-// what the two have called, and answers. The rest of a long message is then read from the sender's
+// small and the place for it free, and announces it by a line that the receiver looks at. Whoever
+// receives takes the oldest offer with its tag, compares what the two have called, and answers. The rest of a long message is then read from the sender's
 // memory, or flows through the pieces of the channel: one message at a time, in the order in which
 // they were accepted, so that all of them come to their end. What one end does is done by any of its threads, under the end's lock;
 // what the other end reads is written by atomics, and the bell rings.
@@ -25,6 +25,7 @@ namespace fl {
 // This rank's end of the channel to a peer, shared by the threads that send there.
 struct Outbox {
   std::mutex mutex;
+  uint32_t posted = 0;            // offers so far
   uint64_t taken = 0;             // bits: places of the table with an offer in them
   bool eager_taken = false;       // the piece for data that comes with an offer
   int short_of_places = 0;        // sends that wait for one
@@ -34,12 +35,12 @@ struct Outbox {
 // This rank's end of the channel from a peer.
 struct Inbox {
   struct Known {
-    int32_t tag;
-    uint32_t place;
+    uint32_t number;
+    Envelope envelope;
   };
   std::mutex mutex;
   std::vector<Known> known;       // offers that wait for a receive, oldest first
-  uint32_t seen = 0;              // offers that were known so far
+  std::atomic<uint32_t> seen{0};  // offers that were known so far; changes under the mutex
   uint32_t accepted = 0;          // long messages that flow, or did
   Choice choice{1};               // of how they come
   std::atomic<uint32_t> turn{0};  // the accepted message whose pieces flow
@@ -63,6 +64,8 @@ class Mail {
 
   Outbox& to(int peer) { return outboxes_[peer]; }
   Inbox& from(int peer) { return inboxes_[peer]; }
+  // Whether `peer` has an offer that is not known yet, where `seen` are.
+  bool has_offer(int peer, uint32_t seen) const;
   // Move new offers of `peer` into the list of those that are known. The inbox's mutex is held.
   void read_offers(int peer);
 
@@ -79,6 +82,8 @@ class Mail {
 
 // Of the bell that rings for messages between two ranks.
 inline uint32_t bits_of(int from, int to) { return 1u << ((from * 5 + to) % 32); }
+
+constexpr size_t kLeastPiece = 8 << 10;
 
 // One send or receive. It goes on where step() is called, which never blocks; it must be called
 // until the message has ended, on one thread at a time.
@@ -109,7 +114,11 @@ class Message {
 
  protected:
   Message(Mail& mail, const fl_message& mine, int from, int to);
-  size_t piece_size(size_t at) const { return std::min(mail_.segment.piece_bytes(), bytes_ - at); }
+  // Several pieces even of what would fit one, so that filling and draining overlap.
+  size_t piece_size(size_t at) const {
+    const size_t part = std::max(kLeastPiece, bytes_ / kPieces);
+    return std::min({mail_.segment.piece_bytes(), part, bytes_ - at});
+  }
   void ring_peer() { mail_.segment.block(peer()).bell.ring(bits()); }
   std::string peer_is(const char* doing, const std::vector<int32_t>& tags) const;
   void ring_own() { mail_.segment.block(mail_.rank).bell.ring(bits()); }
@@ -125,6 +134,9 @@ class Message {
  private:
   const Message* earlier_ = nullptr;
 };
+
+// Equal for two calls that same_message() finds the same, different (by 64 bits) for others.
+uint64_t digest_of(const fl_signature& call);
 
 std::unique_ptr<Message> make_send(Mail& mail, const fl_message& mine);
 std::unique_ptr<Message> make_receive(Mail& mail, const fl_message& mine);

@@ -1,5 +1,6 @@
 // The receiver's end of a message.
 #include <algorithm>
+#include <cstring>
 
 #include "../common/signature.h"
 #include "copying.h"
@@ -37,42 +38,49 @@ class Receiving final : public Message {
     if (state_ != kWaits) return "the message stopped half way" + here;
     std::vector<int32_t> tags;
     const std::lock_guard<std::mutex> lock(inbox_.mutex);
-    for (const Inbox::Known& known : inbox_.known) tags.push_back(known.tag);
+    for (const Inbox::Known& known : inbox_.known) tags.push_back(known.envelope.tag);
     return peer_is("sending", tags) + here;
   }
 
  private:
   bool accept() {
-    const uint32_t posted = look(channel_.posted);
-    if (has_looked_ && posted == posted_) return false;
-    posted_ = posted;
+    const uint32_t seen = inbox_.seen.load(std::memory_order_relaxed);
+    if (has_looked_ && seen == seen_ && !mail_.has_offer(from_, seen)) return false;
     has_looked_ = true;
     {
       const std::lock_guard<std::mutex> lock(inbox_.mutex);
       mail_.read_offers(from_);
-      offer_ = find();
-      if (offer_ == nullptr) return false;
-      theirs_ = offer_->signature;
-      mine_.sequence = theirs_.sequence;
+      seen_ = inbox_.seen;
+      if (!find()) return false;
       wish_.withdraw(channel_);
-      if (!same_message(mine_, theirs_)) return refuse();
-      received_ = offer_->eager;
+      if (taken_.envelope.digest != digest_of(mine_)) {
+        theirs_ = offer_->signature;
+        if (!same_message(mine_, theirs_)) return refuse();
+      }
+      received_ = taken_.envelope.eager;
       if (received_ < bytes_) accept_rest();
     }
-    if (received_ > 0) copy(data_, mail_.segment.eager_piece(from_, to_), received_);
+    expect_to_write(&offer_->answers);
+    if (received_ > kTinyMessage) {
+      copy(data_, mail_.segment.eager_piece(from_, to_), received_);
+    } else if (received_ > 0) {
+      std::memcpy(data_, taken_.envelope.tiny, received_);
+    }
     if (received_ == bytes_) take();
     return true;
   }
 
   // The oldest offer with this tag, which is known no more then.
-  Offer* find() {
+  bool find() {
     const auto known =
         std::find_if(inbox_.known.begin(), inbox_.known.end(),
-                     [&](const Inbox::Known& one) { return one.tag == mine_.root; });
-    if (known == inbox_.known.end()) return nullptr;
-    Offer& offer = mail_.segment.offer(from_, to_, known->place);
+                     [&](const Inbox::Known& one) { return one.envelope.tag == mine_.root; });
+    if (known == inbox_.known.end()) return false;
+    taken_ = *known;
     inbox_.known.erase(known);
-    return &offer;
+    offer_ = &mail_.segment.offer(from_, to_, taken_.envelope.place);
+    mine_.sequence = sequence_of(taken_.number);
+    return true;
   }
 
   bool refuse() {
@@ -92,10 +100,9 @@ class Receiving final : public Message {
   // Read what did not come with the offer, or let it flow. The inbox is locked.
   void accept_rest() {
     const bool can_read = offer_->address != 0 && mail_.remote.can_read(peer());
-    Choice::Sum sum{};
-    const Costs costs = inbox_.choice.costs(0, bytes_);
-    std::copy(costs.of.begin(), costs.of.end(), sum.begin());
-    trial_ = inbox_.choice.begin(0, bytes_, can_read ? kWays : kDirectly, sum);
+    Choice::Slowest mine;
+    mine.add(inbox_.choice.costs(0, bytes_));
+    trial_ = inbox_.choice.begin(0, bytes_, can_read ? kWays : kDirectly, mine);
     if (trial_.way == kDirectly) {
       state_ = kReads;
       return;
@@ -133,7 +140,7 @@ class Receiving final : public Message {
   // will not come that way either, as the wait for it finds.
   void let_flow() {
     const std::lock_guard<std::mutex> lock(inbox_.mutex);
-    received_ = offer_->eager;
+    received_ = taken_.envelope.eager;
     accept_rest();
   }
 
@@ -172,10 +179,11 @@ class Receiving final : public Message {
   Inbox& inbox_;
   char* const data_;
   enum { kWaits, kWaitsForTurn, kFlows, kReads } state_ = kWaits;
+  Inbox::Known taken_{};
   Offer* offer_ = nullptr;
   Choice::Trial trial_;
   bool has_looked_ = false;
-  uint32_t posted_ = 0, turn_ = 0;
+  uint32_t seen_ = 0, turn_ = 0;
   Wish wish_;
   size_t received_ = 0;  // bytes
 };

@@ -47,10 +47,10 @@ bool Search::look() {
     const std::lock_guard<std::mutex> lock(inbox.mutex);
     mail_.read_offers(from);
     const auto known = std::find_if(inbox.known.begin(), inbox.known.end(),
-                                    [&](const Inbox::Known& one) { return one.tag == tag_; });
+                                    [&](const Inbox::Known& one) { return one.envelope.tag == tag_; });
     if (known == inbox.known.end()) continue;
     if (any_ && !lanes_.enter({from, false, tag_})) continue;  // another receive takes it
-    offered_ = mail_.segment.offer(from, mail_.rank, known->place).signature;
+    offered_ = mail_.segment.offer(from, mail_.rank, known->envelope.place).signature;
     found_ = from;
     return true;
   }
@@ -97,7 +97,7 @@ std::string Search::what_is_sent() {
     Inbox& inbox = mail_.from(from);
     const std::lock_guard<std::mutex> lock(inbox.mutex);
     for (const Inbox::Known& known : inbox.known) {
-      text += mail_.peers.name(from) + " is sending with tag " + std::to_string(known.tag) + ", ";
+      text += mail_.peers.name(from) + " is sending with tag " + std::to_string(known.envelope.tag) + ", ";
     }
   }
   return text + "this rank receives with tag " + std::to_string(tag_);

@@ -40,7 +40,7 @@ size_t piece_for(int ranks) {
 uint32_t offers_for(int ranks) {
   const size_t pairs = pairs_of(ranks);
   uint32_t offers = kMaxOffers;
-  while (offers > kMinOffers && pairs * offers * sizeof(Offer) > kOfferBudget) offers /= 2;
+  while (offers > kMinOffers && pairs * offers * (sizeof(Posting) + sizeof(Offer)) > kOfferBudget) offers /= 2;
   return offers;
 }
 
@@ -144,7 +144,8 @@ bool Mapping::is_locked(int number) const {
 size_t Segment::bytes_for(int ranks) {
   const size_t pairs = pairs_of(ranks);
   return pages(ranks * sizeof(RankBlock)) + ranks * kSlots * chunk_for(ranks) +
-         pages(pairs * sizeof(Channel)) + pages(pairs * offers_for(ranks) * sizeof(Offer)) +
+         pages(pairs * sizeof(Channel)) + pages(pairs * offers_for(ranks) * sizeof(Posting)) +
+         pages(pairs * offers_for(ranks) * sizeof(Offer)) +
          pages(pairs * (kPieces + 1) * piece_for(ranks));
 }
 
@@ -162,6 +163,8 @@ Segment::Segment(Mapping mapping, int ranks)
   at = slots_ + static_cast<size_t>(ranks) * kSlots * chunk_bytes_;
   channels_ = reinterpret_cast<Channel*>(at);
   at += pages(pairs * sizeof(Channel));
+  postings_ = reinterpret_cast<Posting*>(at);
+  at += pages(pairs * offers_per_channel_ * sizeof(Posting));
   offers_ = reinterpret_cast<Offer*>(at);
   pieces_ = at + pages(pairs * offers_per_channel_ * sizeof(Offer));
 }

@@ -125,6 +125,7 @@ struct alignas(kLine) RankBlock {
 };
 
 constexpr uint32_t kMaxOffers = 64;  // messages to one rank that wait for a receive; see offers()
+constexpr size_t kTinyMessage = 32;  // bytes that travel in the line which announces them
 constexpr uint32_t kWanted = 16;     // receives that a sender can look up while they wait
 constexpr uint32_t kPieces = 4;      // of a channel, which a long message goes through in turn
 
@@ -137,28 +138,41 @@ enum Answer : int32_t {
 
 // A message that a rank has for another.
 struct Offer {
-  std::atomic<uint32_t> answers;  // how many this place has got, from the receiver
-  Answer answer;                  // the last one
-  Way way;                        // of what is accepted
-  uint32_t turn;                  // among what is accepted
-  uint64_t address;               // of all the data in the sender's process; 0: do not read there
-  uint32_t eager;                 // bytes that came with the offer
-  fl_site site;                   // where the call was made; as the signature
-  fl_signature signature;         // the sender's; once refused the receiver's
+  // By the receiver: one line, which the sender looks at.
+  alignas(kLine) std::atomic<uint32_t> answers;  // how many this place has got
+  Answer answer;                                 // the last one
+  Way way;                                       // of what is accepted
+  uint32_t turn;                                 // among what is accepted
+  // By the sender. The receiver of a short message that it expects reads none of it.
+  alignas(kLine) uint64_t address;  // of all the data in the sender's process; 0: do not read there
+  fl_site site;                     // where the call was made; as the signature
+  fl_signature signature;           // the sender's; once refused the receiver's
 };
 
-// From one rank to another: its offers lie in a table, of which `places` tells which is which, and
-// the data of accepted ones flows through the pieces, one after the other.
+// How an offer is announced: all that the receiver of a tiny message needs is in one line.
+struct Envelope {
+  int32_t tag;
+  uint32_t place;   // of the offer in its table
+  uint64_t digest;  // of what the sender calls: digest_of
+  uint32_t eager;   // bytes that came with the offer
+  char tiny[kTinyMessage];  // these, if they are not more; else in the eager piece
+};
+struct alignas(kLine) Posting {
+  std::atomic<uint32_t> number;  // of the message, from 1; raised last
+  Envelope envelope;
+};
+static_assert(sizeof(Posting) == kLine, "a tiny message is one cache line");
+
+// From one rank to another: its offers lie in a table, the latest are announced one after the other in a
+// ring as long as that, and the data of accepted ones flows through the pieces, one after the other.
 struct alignas(kLine) Channel {
-  std::atomic<uint32_t> posted;  // offers so far, by the sender
-  std::atomic<uint32_t> filled;  // pieces so far
-  uint8_t places[kMaxOffers];    // of the latest offers, by their number
+  std::atomic<uint32_t> filled;                  // pieces so far, by the sender
   alignas(kLine) std::atomic<uint32_t> drained;  // pieces so far, by the receiver
   std::atomic<uint32_t> wanting;                 // bits: which of these tags it waits for
   std::atomic<int32_t> wanted[kWanted];
 };
 
-// Rank blocks, then the ranks' slots, then channels, their offers and their pieces.
+// Rank blocks, then the ranks' slots, then channels, their postings, their offers and their pieces.
 class Segment {
  public:
   static size_t bytes_for(int ranks);
@@ -178,6 +192,9 @@ class Segment {
   uint32_t offers() const { return offers_per_channel_; }
   Offer& offer(int from, int to, uint32_t place) const {
     return offers_[pair(from, to) * offers_per_channel_ + place];
+  }
+  Posting& posting(int from, int to, uint32_t number) const {
+    return postings_[pair(from, to) * offers_per_channel_ + number % offers_per_channel_];
   }
   char* piece(int from, int to, uint32_t number) const {
     return pieces_of(from, to) + number % kPieces * piece_bytes_;
@@ -203,6 +220,7 @@ class Segment {
   char* slots_ = nullptr;
   size_t chunk_bytes_ = 0;
   Channel* channels_ = nullptr;
+  Posting* postings_ = nullptr;
   Offer* offers_ = nullptr;
   uint32_t offers_per_channel_ = 0;
   char* pieces_ = nullptr;

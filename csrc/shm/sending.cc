@@ -36,23 +36,35 @@ class Sending final : public Message {
  private:
   bool post() {
     const std::lock_guard<std::mutex> lock(outbox_.mutex);
+    Posting& posting = mail_.segment.posting(from_, to_, outbox_.posted + 1);
     if (!take_place()) return false;
+    expect_to_write(&posting);
     Offer& offer = this->offer();
     use_ = look(offer.answers) + 1;
-    offer.eager = outbox_.eager_taken ? 0 : static_cast<uint32_t>(piece_size(0));
-    has_eager_ = offer.eager > 0;
-    offer.address = bytes_ < kReadBytes ? 0 : reinterpret_cast<uintptr_t>(data_);
-    sent_ = offer.eager;
+    // Whoever can read the peer's memory is likely to be read by it.
+    const bool is_read = bytes_ > kReadBytes && mail_.remote.can_read(to_);
+    const size_t most = std::min(kInlineBytes, mail_.segment.piece_bytes());
+    const size_t eager = is_read || (bytes_ > kTinyMessage && outbox_.eager_taken)
+                             ? 0 : std::min(bytes_, most);
+    Envelope& envelope = posting.envelope;
+    has_eager_ = eager > kTinyMessage;
     if (has_eager_) {
       outbox_.eager_taken = true;
-      stream_copy(mail_.segment.eager_piece(from_, to_), data_, sent_);
+      copy(mail_.segment.eager_piece(from_, to_), data_, eager);
+    } else if (eager > 0) {
+      std::memcpy(envelope.tiny, data_, eager);
     }
-    const uint32_t number = look(channel_.posted) + 1;
+    sent_ = eager;
+    offer.address = is_read ? reinterpret_cast<uintptr_t>(data_) : 0;
+    const uint32_t number = ++outbox_.posted;
     mine_.sequence = sequence_of(number);
     offer.signature = mine_;
     offer.site = here_;
-    channel_.places[number % mail_.segment.offers()] = static_cast<uint8_t>(place_);
-    publish(channel_.posted, number);
+    envelope.tag = mine_.root;
+    envelope.place = place_;
+    envelope.digest = digest_of(mine_);
+    envelope.eager = static_cast<uint32_t>(eager);
+    publish(posting.number, number);
     ring_peer();
     state_ = kOffered;
     return true;

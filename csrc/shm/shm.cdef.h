@@ -2,6 +2,7 @@
 
 typedef struct fl_shm_group fl_shm_group;
 typedef struct fl_shm_region fl_shm_region;
+typedef struct fl_shm_posted fl_shm_posted;
 
 /* Bytes of the segment that `ranks` ranks of one host share. */
 size_t fl_shm_bytes(int ranks);
@@ -44,6 +45,14 @@ fl_op *fl_shm_run(fl_shm_group *group, const fl_signature *signature, void *data
    earlier message of its lane is not done). */
 void fl_shm_exchange(fl_shm_group *group, const fl_message *messages, int count, double seconds,
                      int async, fl_op **results);
+
+/* The same on the caller's thread, in two steps: post never sleeps, and is NULL where all have ended well
+   within so many looks in a row without any progress (`spins` < 0: none is taken); else deliver must
+   follow on the same thread, waits for the rest, and writes the results. The data stays untouched until
+   then. */
+fl_shm_posted *fl_shm_post(fl_shm_group *group, const fl_message *messages, int count, double seconds,
+                           int spins);
+void fl_shm_deliver(fl_shm_posted *posted, fl_op **results);
 
 /* A collective on the caller's thread in two steps: begin, which never waits, shows the others what
    this rank calls (0: nothing has happened, use fl_shm_run); ready says after up to `spins` looks how

@@ -101,7 +101,8 @@ class Backend(abc.ABC):
         ``native(code, x, out, op, scale, root or peer, tag, async_op)`` does the verb of that code,
         which a user has called, where arrays are plain. It returns the result, or a Work where
         ``async_op``; NotImplemented, and nothing has happened, where ``start`` is to do it.
-        ``native_sendrecv(x, dst, out, src, tag, recv_tag)`` likewise.
+        ``native_sendrecv(x, dst, out, src, tag, recv_tag)`` likewise; ``native_sendrecv(ops)``
+        begins a list of messages, and returns one of the array of each that has ended, or its Work.
         """
         return left_to_python, left_to_python
 

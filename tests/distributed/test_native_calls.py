@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
+import flashlight_py as fl
 from flashlight_py.distributed.arrays import DTYPES
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.group import ProcessGroup
@@ -230,3 +232,74 @@ def differ(rank: int, size: int) -> list[str]:
 def test_a_mismatch_is_raised_and_recorded(pool: Any, backend: str) -> None:
     for errors in pool(2, params={"BACKEND": backend}).run(differ):
         assert all(error.startswith("MismatchError: [broadcast]") for error in errors)
+
+
+def unequal_parts(rank: int, size: int) -> list[str]:
+    """Lists are taken natively, arrays by Python: the steps of both are the same."""
+    group = current_world().group
+    table = [[3, 3], [2, 4]]
+    x = np.arange(12.0).reshape(6, 2) + 100 * rank
+    theirs = np.arange(12.0).reshape(6, 2) + 100 * (1 - rank)
+    wanted = np.concatenate([x[:3], theirs[:2]] if rank == 0 else [theirs[3:], x[2:]])
+    for rows in ((table[rank],) * 2, (tuple(table[rank]), np.array(table[rank]))):
+        assert np.array_equal(fl.all_to_all(x, rows[rank]), wanted)
+        out = np.empty_like(wanted)
+        assert fl.all_to_all(x, rows[rank], out=out) is out
+        assert np.array_equal(out, wanted)
+    assert "all_to_all" in record_of(group).what
+    native_way = group.native(CODES["all_to_all"], x, None, table[rank], 1.0, 0, 0, False)
+    assert np.array_equal(native_way, wanted)
+    errors = []
+    with pytest.raises(ValueError, match="came from all ranks") if rank == 0 else nullcontext():
+        fl.all_to_all(x, table[rank], out=np.empty((1, 2)) if rank == 0 else None)
+    with pytest.raises(MismatchError) as caught:
+        fl.all_to_all(x.astype(np.float32) if rank == 0 else x, table[rank])
+    errors.append(str(caught.value))
+    with pytest.raises(MismatchError) as caught:
+        fl.barrier() if rank == 0 else fl.all_to_all(x, table[rank])
+    errors.append(str(caught.value))
+    assert np.array_equal(fl.all_to_all(x, table[rank]), wanted)
+    for refused in ([6], [7, -1], [3, 4], [True, 5], [2.0, 4], []):
+        assert group.native(CODES["all_to_all"], x, None, refused, 1, 0, 0, False) is NotImplemented
+    return errors
+
+
+def test_unequal_parts_are_native(pool: Any) -> None:
+    for kinds, verbs in pool(2, params={"BACKEND": "shm"}).run(unequal_parts):
+        assert "all_to_all(float32 (6, 2), rows=...)" in kinds
+        assert "rank 1 called all_to_all(rows=...)" in verbs
+
+
+def several_at_once(rank: int, size: int) -> int:
+    """A batch is begun natively where all of it is plain, and recorded message by message."""
+    group, peer = current_world().group, 1 - rank
+    for count in (3, 3000, 300_000):
+        x, out = np.full(count, rank + 1.0), np.zeros((2, count))
+        ops = [fl.P2POp("recv", out[0], peer, 5), fl.P2POp("recv", out[1], peer, 6)]
+        ops += [fl.P2POp("send", x, peer, 5), fl.P2POp("send", x, peer, 6)]
+        got = group.native_sendrecv(ops)
+        assert [(type(one) is np.ndarray) or isinstance(one, Work) for one in got] == [True] * 4
+        arrays = [one.wait() if isinstance(one, Work) else one for one in got]
+        assert all(given is one.x for given, one in zip(arrays, ops, strict=True))
+        assert np.all(out == peer + 1)
+        out[:] = 0
+        assert fl.batch_isend_irecv(ops).wait()[0] is ops[0].x
+        assert np.all(out == peer + 1)
+    for refused in (
+        [fl.P2POp("recv", out[0], peer), fl.P2POp("recv", out[0][:3], peer)],
+        [fl.P2POp("send", [1, 2], peer)],
+        [fl.P2POp("recv", out[0], None)],
+        [fl.P2POp("recv", out[0], peer, partial=True)],
+        [object()],
+        (),
+    ):
+        assert group.native_sendrecv(refused) is NotImplemented
+    ops = [fl.P2POp("send", np.zeros(3 + rank), peer), fl.P2POp("recv", np.zeros(4), peer)]
+    with pytest.raises(MismatchError, match="float64"):
+        fl.batch_isend_irecv(ops).wait()
+    return len([record for record in group.journal.records() if record.what[2] == "send"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_messages_are_native(pool: Any, backend: str) -> None:
+    assert pool(2, params={"BACKEND": backend}).run(several_at_once)[0] >= 13

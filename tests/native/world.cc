@@ -120,7 +120,9 @@ void preset(const fl::Segment& segment, int ranks, uint32_t calls) {
     block.drained.raise(calls);
     for (int to = 0; to < ranks; ++to) {
       if (to == r) continue;
-      segment.channel(r, to).posted = calls;
+      for (uint32_t i = 0; i < segment.offers(); ++i) {
+        segment.posting(r, to, calls - i).number = calls - i;
+      }
       segment.channel(r, to).filled = calls;
       segment.channel(r, to).drained = calls;
     }
@@ -158,6 +160,7 @@ std::unique_ptr<fl::ShmGroup> World::join(int rank) {
   for (int r = 0; r < ranks; ++r) {
     fl::Inbox& inbox = ((*group).*member_of(MailOfGroup())).from(r);
     inbox.seen = calls;
+    ((*group).*member_of(MailOfGroup())).to(r).posted = calls;
     inbox.choice = fl::Choice(1, turn + r);
   }
   return group;

@@ -11,7 +11,7 @@ from flashlight_py.distributed.messaging import P2POp, begin_all, ends_of, excha
 from flashlight_py.distributed.numbers import check_rank
 from flashlight_py.distributed.running import refusing
 from flashlight_py.distributed.verbs import RECV, SEND
-from flashlight_py.distributed.work import AllOf, Work
+from flashlight_py.distributed.work import AllOf, Done, Work
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
@@ -190,6 +190,9 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: ProcessGroup | None = None) -
         ValueError: an array that is filled shares memory with another one, or as for :func:`recv`.
         TypeError, DistributedError: as for :func:`send` and :func:`recv`.
     """
+    begun = native_sendrecv(group)(ops)
+    if begun is not NotImplemented:
+        return AllOf([one if isinstance(one, Work) else Done(one) for one in begun])
     members, given = of(group), [getattr(op, "x", None) for op in ops]
     with refusing(members, "batch_isend_irecv", ends_of(ops), given):
         return AllOf(begin_all(members, ops))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.methods import method
+from flashlight_py.distributed.arrays import require_length
 from flashlight_py.distributed.membership import native, of
 from flashlight_py.distributed.numbers import check_rank
 from flashlight_py.distributed.running import collective, refusing
@@ -302,9 +303,13 @@ def all_to_all(
         >>> fl.all_to_all(np.arange(3))  # one process: its own part
         array([0, 1, 2])
     """
-    if rows is None and not return_rows:
-        y = native(group)(ALL_TO_ALL.code, x, out, "sum", 1.0, 0, 0, async_op)
+    if not return_rows:
+        parts: Any = "sum" if rows is None else rows
+        y = native(group)(ALL_TO_ALL.code, x, out, parts, 1.0, 0, 0, async_op)
         if y is not NotImplemented:
+            if rows is not None and y is not out is not None:
+                members = of(group)
+                require_length(ALL_TO_ALL.name, out, y.shape[0], members.rank, members.size)
             return y
     received: list[int] = []
     how: dict[str, Any] = {"rows": rows, "out": out, "async_op": async_op}

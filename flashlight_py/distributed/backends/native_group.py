@@ -56,7 +56,7 @@ class NativeGroup(Backend):
     """A backend whose operations run in a library with the C ABI of ``csrc/common``."""
 
     symbols = ""  # what the names of the library's functions begin with
-    steps: tuple[str, ...] = ()  # its functions for a collective in steps, if it has them
+    steps: tuple[str, ...] = ()  # its functions for calls in steps, if it has them
     journal: Journal | None = None  # of the group that has this backend
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
@@ -96,7 +96,7 @@ class NativeGroup(Backend):
         functions = [self._address_of(self.ffi.addressof(self.lib, name)) for name in names]
         return fast.bind(  # type: ignore[no-any-return]
             *(self._address_of(self._group), self._group, self.rank, self.size, self.timeout),
-            (*functions, *((0, 0, 0) if not self.steps else ())),
+            (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_here),
             *(journal.memory, journal.notes, PACKAGE, self._callers.threads),
             (self._first, open_groups.dropped),

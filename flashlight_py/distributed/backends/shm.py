@@ -49,7 +49,7 @@ class ShmBackend(NativeBackend):
     kind = DistributedBackend.SHM
     path = "shared memory"
     symbols = "fl_shm"
-    steps = ("fl_shm_begin", "fl_shm_ready", "fl_shm_finish")
+    steps = ("fl_shm_begin", "fl_shm_ready", "fl_shm_finish", "fl_shm_post", "fl_shm_deliver")
 
     def __init__(self, store: Store, timeout: float) -> None:
         native = _native.load("shm")

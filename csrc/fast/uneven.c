@@ -1,0 +1,136 @@
+/* An all_to_all of unequal parts of plain arrays: the ranks let each other know how many rows they have for
+   each, and then move them. Both steps are what Python does (backends/native.py), call by call. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
+#define NO_IMPORT_ARRAY
+#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
+#include <numpy/arrayobject.h>
+#include <string.h>
+
+#include "binding.h"
+
+#include "../shm/shm.cdef.h"
+
+enum { MOST_RANKS = 16 }; /* with more, moving takes longer than Python does */
+enum { CODE_INT64 = 4 };
+enum { PART_OF_ROWS = 8 }; /* of call.py, COMPOSED: the place of all_to_all(rows=...), from 1 */
+
+/* `rows`, a list or a tuple, has how many of the `have` rows each of `size` ranks gets; 0: it has not. */
+static int read_rows(PyObject *rows, int size, int64_t have, int64_t *counts) {
+  const int is_list = PyList_CheckExact(rows);
+  if ((is_list ? PyList_Size(rows) : PyTuple_Size(rows)) != size) return 0;
+  for (int r = 0; r < size; ++r) {
+    PyObject *given = is_list ? PyList_GetItem(rows, r) : PyTuple_GetItem(rows, r);
+    if (!PyLong_CheckExact(given)) return 0;
+    int overflow = 0;
+    counts[r] = PyLong_AsLongAndOverflow(given, &overflow);
+    if (overflow != 0 || counts[r] < 0 || counts[r] > have) return 0;
+    have -= counts[r];
+  }
+  return have == 0;
+}
+
+/* How many rows each rank has for each. */
+static plain_call table_of(int size, int64_t *counts, int64_t *table) {
+  plain_call call;
+  memset(&call, 0, sizeof call);
+  fl_signature *s = &call.signature;
+  s->verb = FL_ALL_GATHER;
+  s->dtype = CODE_INT64;
+  s->scale = 1.0;
+  s->count = s->shape[0] = size;
+  s->itemsize = sizeof(int64_t);
+  s->ndim = 1;
+  s->part_of = PART_OF_ROWS;
+  call.peer = -1;
+  call.data = counts;
+  call.room = (fl_room){table, sizeof(int64_t) * (size_t)size * (size_t)size};
+  return call;
+}
+
+/* A step that must follow, of which no other thread may be in the way. */
+static fl_op *run_step(Binding *binding, const plain_call *call, ring_call *row) {
+  if (binding->begin(binding->group, &call->signature, call->data, binding->seconds)) {
+    return finish_collective(binding, call, row);
+  }
+  fl_op *op;
+  Py_BEGIN_ALLOW_THREADS;
+  op = binding->run(binding->group, &call->signature, call->data, call->output, -1, binding->seconds, 0,
+                    NULL);
+  Py_END_ALLOW_THREADS;
+  return op;
+}
+
+/* Join the others in what they wait for, as this rank cannot: there is no memory for its result. */
+static void refuse(Binding *binding, ring_call *row) {
+  plain_call call;
+  memset(&call, 0, sizeof call);
+  call.signature.verb = FL_BARRIER;
+  call.signature.ndim = FL_REFUSED;
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  fl_op *op = run_step(binding, &call, row);
+  if (op != NULL) binding->free(op);
+  PyErr_Restore(type, value, trace);
+}
+
+/* Where the rows go that all ranks have for this one: `out` if it has as many, or a new array. */
+static PyObject *room_for(PyObject *x, PyObject *out, int64_t rows) {
+  if (out != Py_None && PyArray_DIM((PyArrayObject *)out, 0) == rows) {
+    Py_INCREF(out);
+    return out;
+  }
+  return plain_rows(x, rows);
+}
+
+/* The second step; the result is a new reference in call->result, NULL with an exception. */
+static fl_op *move(Binding *binding, PyObject *x, PyObject *out, const int64_t *table, plain_call *call,
+                   ring_call *row) {
+  const int size = binding->size;
+  const fl_signature *s = &call->signature;
+  const int64_t have = s->shape[0];
+  const int64_t row_bytes = have > 0 ? s->count / have * s->itemsize : 0;
+  int64_t arrive = 0, bytes[MOST_RANKS * MOST_RANKS];
+  for (int r = 0; r < size; ++r) arrive += table[r * size + binding->rank];
+  call->result = room_for(x, out, arrive);
+  if (call->result == NULL) {
+    refuse(binding, row);
+    return NULL;
+  }
+  for (int i = 0; i < size * size; ++i) bytes[i] = table[i] * row_bytes;
+  fl_sections sections = {PyArray_DATA((PyArrayObject *)x), bytes};
+  plain_call step = *call;
+  step.signature.verb = FL_ALL_TO_ALL_UNEVEN;
+  step.data = &sections;
+  step.output = PyArray_DATA((PyArrayObject *)call->result);
+  return run_step(binding, &step, row);
+}
+
+PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *rows) {
+  const int size = binding->size;
+  plain_call call;
+  int64_t counts[MOST_RANKS], table[MOST_RANKS * MOST_RANKS];
+  if (binding->begin == NULL || size > MOST_RANKS || !plain_uneven(x, out, &call) ||
+      !read_rows(rows, size, call.signature.shape[0], counts)) {
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  plain_call step = table_of(size, counts, table);
+  step.output = &step.room;
+  if (!binding->begin(binding->group, &step.signature, step.data, binding->seconds)) {
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  const recorded made = record(binding, &call.signature, -1, 0, NULL);
+  binding->calls->caller = PyThread_get_thread_ident();
+  fl_op *op = finish_collective(binding, &step, made.row);
+  if (op == NULL) op = move(binding, x, out, table, &call, made.row);
+  binding->calls->caller = 0;
+  PyObject *result = call.result;
+  if (op != NULL) {
+    result = fetch(binding, op, x, out, &call, made);
+    Py_XDECREF(call.result);
+  }
+  ring_end(made.row, made.id, result == NULL);
+  return result;
+}
