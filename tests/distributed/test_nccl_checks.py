@@ -240,6 +240,30 @@ def test_a_rank_that_does_not_call_is_named_after_the_timeout() -> None:
     assert "rank 1 called all_reduce(float64 (1,)" in elsewhere
 
 
+def fail_in_nccl(rank: int, size: int) -> str:
+    """NCCL fails on rank 0 alone, when all have called: it asks who is there."""
+    world = current_world().group
+    cp = gpus(world)
+    world.all_reduce(cp.zeros(3), async_op=True)
+    fl.all_reduce(np.ones(1))
+    call = world.gpus.synchronize
+    if rank == 0:
+        world.gpus.functions.ncclCommGetAsyncError = lambda comm, state: 2
+    else:
+        call = lambda: finish(world, world.all_reduce, cp.zeros(3))  # noqa: E731
+    with pytest.raises(fl.errors.DistributedError) as caught:
+        call()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_failure_of_nccl_on_one_rank_is_reported_to_the_others() -> None:
+    failed, other = run_ranks(fail_in_nccl, 2)
+    assert failed.startswith("DistributedError: [all_reduce] rank 0 of 2: NCCL ")
+    assert "Every rank answered over shared memory, so none is gone" in failed
+    assert other.startswith("MismatchError: ")
+    assert "rank 0 called nothing more, as NCCL has failed there: [all_reduce] rank 0" in other
+
+
 def leave_early(rank: int, size: int) -> None:
     """A rank that has done its part, and leaves, is not lost: what is on its way ends well."""
     group = fl.new_group(range(size))

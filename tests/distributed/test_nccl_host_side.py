@@ -90,7 +90,7 @@ def out_of_another_length(rank: int, size: int) -> None:
         rows = size if verb is fl.all_gather or rank == 0 else 0
         out = verbs.on_gpu(np.full((rows + (rank == 1), 2), -1))
         if rank == 1:
-            with pytest.raises(ValueError, match=f"out has {rows + 1} rows, and {rows} came"):
+            with pytest.raises(ValueError, match=f"out has {rows + 1} rows, and {rows} arrived"):
                 verb(x, out=out, **how)
             assert (out.get() == -1).all()
         else:
