@@ -12,6 +12,18 @@
 
 enum { MOST_MESSAGES = 16 };
 
+static PyObject *name_kind, *name_peer, *name_tag, *name_partial, *name_x, *text_send;
+
+int batch_names(void) {
+  name_kind = PyUnicode_InternFromString("kind");
+  name_peer = PyUnicode_InternFromString("peer");
+  name_tag = PyUnicode_InternFromString("tag");
+  name_partial = PyUnicode_InternFromString("partial");
+  name_x = PyUnicode_InternFromString("x");
+  text_send = PyUnicode_InternFromString("send");
+  return name_kind && name_peer && name_tag && name_partial && name_x && text_send;
+}
+
 typedef struct {
   PyObject *x[MOST_MESSAGES]; /* references of its own */
   plain_call calls[MOST_MESSAGES];
@@ -22,13 +34,13 @@ typedef struct {
 
 /* What a P2POp (messaging.py) says: 1, or 0 with or without an exception. */
 static int read_message(const Binding *binding, PyObject *op, batch *all) {
-  PyObject *kind = PyObject_GetAttrString(op, "kind"), *peer = PyObject_GetAttrString(op, "peer");
-  PyObject *tag = PyObject_GetAttrString(op, "tag"), *partial = PyObject_GetAttrString(op, "partial");
-  PyObject *x = PyObject_GetAttrString(op, "x");
+  PyObject *kind = PyObject_GetAttr(op, name_kind), *peer = PyObject_GetAttr(op, name_peer);
+  PyObject *tag = PyObject_GetAttr(op, name_tag), *partial = PyObject_GetAttr(op, name_partial);
+  PyObject *x = PyObject_GetAttr(op, name_x);
   int plain = 0;
   if (kind != NULL && peer != NULL && tag != NULL && x != NULL && partial == Py_False &&
       PyUnicode_Check(kind)) {
-    const int sends = PyUnicode_CompareWithASCIIString(kind, "send") == 0;
+    const int sends = PyUnicode_Compare(kind, text_send) == 0;
     plain = plain_message(sends ? FL_SEND : FL_RECV, x, peer, tag, binding->rank, binding->size,
                           &all->calls[all->count]);
   }

@@ -86,6 +86,7 @@ void fill_message(fl_message *message, const plain_call *call, const fl_site *si
 
 /* Python names of attributes. */
 int place_names(void);
+int batch_names(void);
 /* (code, instruction, name of our function that it called), or NULL with an exception. */
 PyObject *place_of_caller(Binding *binding);
 /* The same and its site, of which `place` is borrowed; 0 with an exception. */

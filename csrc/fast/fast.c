@@ -108,6 +108,6 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__fast(void) {
   import_array();
-  if (!plain_names() || !place_names()) return NULL;
+  if (!plain_names() || !place_names() || !batch_names()) return NULL;
   return PyModule_Create(&definition);
 }

@@ -25,7 +25,7 @@ int processors() {
 // With a core for each rank, what is waited for is some hundred nanoseconds away, and sleeping
 // and waking cost more than burning. With fewer cores the peer needs this one to get on.
 Patience patience_for(int ranks) {
-  return ranks <= processors() ? Patience{4000, 200} : Patience{0, 200};
+  return ranks <= processors() ? Patience{16000, 200} : Patience{0, 200};
 }
 
 uint64_t pid_namespace() {
