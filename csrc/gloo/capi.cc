@@ -59,6 +59,18 @@ int fl_gloo_is_ahead(fl_group* group, int rank, fl_signature* call) {
 
 void fl_gloo_give_up(fl_group* group, const char* why) { group->group.give_up(why); }
 
+fl_op* fl_gloo_trouble(fl_group* group) {
+  bool is_well = false;
+  fl_op* op = fl::started([&] {
+    auto trouble = group->group.trouble();
+    is_well = trouble == nullptr;
+    return trouble;
+  });
+  if (!is_well) return op;
+  delete op;
+  return nullptr;
+}
+
 void fl_gloo_on_interrupt(fl_group* group, int (*check)(void)) {
   group->group.on_interrupt(check);
 }

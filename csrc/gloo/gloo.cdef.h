@@ -60,6 +60,11 @@ int fl_gloo_is_ahead(fl_group *group, int rank, fl_signature *call);
 /* End the group, and tell the others why, in words that end their operations too (FL_RAISED). */
 void fl_gloo_give_up(fl_group *group, const char *why);
 
+/* Why nothing can be done in the group any more, as a failed operation: it has ended here, or a rank has
+   given up and said why. NULL: all is well; a rank that has left in order is no
+   trouble. For those who wait for something else than an operation; any thread may ask. */
+fl_op *fl_gloo_trouble(fl_group *group);
+
 /* Run several messages at once, on the caller's thread; `async`: start them. results[i] is NULL where
    message i ended well, else a handle: of its failure, or of one that goes on (async, or an earlier
    one with the same peer, direction and tag must come first). */

@@ -33,8 +33,12 @@ bool waits_in(const Failure& timeout, const fl_signature& call) {
          timeout.seen.calls[timeout.missing[0]].sequence == call.sequence;
 }
 
-void require_match(const Message& message) {
+// What there is to fetch of a message that was only compared is what both have called.
+void require_match(const Message& message, Operation& operation) {
   if (message.is_mismatched()) throw Mismatch(message.seen());
+  if (!message.is_only_compared()) return;
+  operation.seen = message.seen();
+  operation.output = make_bytes(0);
 }
 
 }  // namespace
@@ -86,6 +90,15 @@ void Group::give_up(const std::string& why) {
   mesh_->fail(Failure(FL_RAISED, {mesh_->rank}, why));
 }
 
+std::shared_ptr<Operation> Group::trouble() {
+  const auto found = mesh_->trouble();
+  if (!found) return nullptr;
+  auto operation = std::make_shared<Operation>();
+  operation->queue = ended_;
+  finish(*operation, found->status, found->what(), found->missing);
+  return operation;
+}
+
 std::shared_ptr<Operation> Group::start(const fl_message& given, void* output, double seconds) {
   if (is_match(given.signature, output)) {
     auto task = match(given, *static_cast<fl_match*>(output), nullptr);
@@ -128,7 +141,7 @@ Group::Task Group::whole_message(const fl_message& message, InterruptCheck inter
   return [this, message, interrupt](Operation& operation) {
     const auto begun = point_to_point_.begin(message);
     end({begun}, operation, interrupt);
-    require_match(*begun);
+    require_match(*begun, operation);
   };
 }
 
@@ -149,7 +162,7 @@ Group::Task Group::match(const fl_message& asked, fl_match& match, InterruptChec
     const auto begun = point_to_point_.begin_match(asked, match, lanes_, waiter);
     if (begun == nullptr) return;
     end_all({begun}, waiter);
-    require_match(*begun);
+    require_match(*begun, operation);
   };
 }
 
@@ -172,7 +185,7 @@ std::shared_ptr<Operation> Group::start_message(const fl_message& message, doubl
   return lanes_.go_on(lane, seconds, [this, begun, error](Operation& operation) {
     if (error) std::rethrow_exception(error);
     end({begun}, operation, nullptr);
-    require_match(*begun);
+    require_match(*begun, operation);
   });
 }
 
@@ -197,7 +210,7 @@ std::vector<std::shared_ptr<Operation>> Group::exchange(const fl_message* messag
     if (i >= begun.size() || !begun[i]->has_ended()) {
       results[here[i]] = failed;
     } else if (begun[i]->is_mismatched()) {
-      const auto tell = [&](Operation&) { require_match(*begun[i]); };
+      const auto tell = [&](Operation& operation) { require_match(*begun[i], operation); };
       results[here[i]] = run_here(seconds, tell);
     }
   }

@@ -32,6 +32,8 @@ class Group {
   bool is_ahead(int rank, fl_signature& call);
   // End, and tell the others why.
   void give_up(const std::string& why);
+  // See fl_gloo_trouble.
+  std::shared_ptr<Operation> trouble();
   // End what runs and what is queued; the destructor closes the sockets. What runs on the calling
   // thread itself (a signal handler has interrupted it) ends when that goes on.
   void close();

@@ -210,6 +210,13 @@ Failure Mesh::explain(int peer, const std::string& what) {
   return Failure(FL_PEER_LOST, missing, what);
 }
 
+std::optional<Failure> Mesh::trouble() {
+  const auto is_told = [](const Control& control) { return is_present(control.present); };
+  if (is_broken()) return Failure(FL_CLOSED, {}, why_broken());
+  if (!std::any_of(control_.begin(), control_.end(), is_told)) return watch_.reason();
+  return explain(-1, "");
+}
+
 std::vector<int> Mesh::broken_pairs() {
   std::vector<int> broken;
   char nothing;

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -64,6 +65,9 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   // What a broken connection means: which ranks are lost, or why a peer gave up. `peer` is the one
   // that was waited for, or -1.
   Failure explain(int peer, const std::string& what) override;
+
+  // What a peer has said that gave up, or why this rank has.
+  std::optional<Failure> trouble();
 
   // Report to the others that this rank's time is up, and return who is the cause: a rank that is
   // waited for may wait itself, for another one, and then its own time is up at about this moment.

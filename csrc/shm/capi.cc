@@ -145,6 +145,10 @@ void fl_shm_give_up(fl_shm_group* group, const char* why) {
   group->group.give_up(why);
 }
 
+fl_op* fl_shm_trouble(fl_shm_group* group) {
+  return handle([&] { return group->group.trouble(); });
+}
+
 void fl_shm_close(fl_shm_group* group) { group->group.close(); }
 
 // A child that was forked has the memory of the group, but none of its threads.

@@ -98,6 +98,12 @@ void ShmGroup::give_up(const std::string& why) {
   peers_.fail(Failure(FL_RAISED, {rank_}, why));
 }
 
+ShmGroup::Result ShmGroup::trouble() {
+  std::optional<Failure> lost = peers_.loss({-1, 0, false});
+  if (peers_.has_ended()) lost = peers_.why_ended();  // whatever others make of it
+  return lost ? ended(lost->status, lost->what(), lost->missing, {}) : nullptr;
+}
+
 // Without any lock: threads that are not in this process may have held it. The segment's file has
 // a lock that others take for this rank's life.
 void ShmGroup::abandon() noexcept {

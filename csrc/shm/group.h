@@ -69,6 +69,8 @@ class ShmGroup : private Helper {
   bool is_ahead(int rank, fl_signature& call);
   // End, and tell the others why.
   void give_up(const std::string& why);
+  // See fl_shm_trouble.
+  Result trouble();
   // In a forked child: close the descriptors.
   void abandon() noexcept;
   int size() const { return size_; }
@@ -98,7 +100,7 @@ class ShmGroup : private Helper {
   Result run_message(const fl_message& message, double seconds);
   Result run_match(const fl_message& asked, fl_match& match, double seconds);
   Result start_match(const fl_message& asked, fl_match& match, double seconds);
-  void receive_match(fl_message asked, fl_match& match, const Waiting& waiting);
+  Bytes receive_match(fl_message asked, fl_match& match, const Waiting& waiting, Seen& seen);
   Result start_message(const fl_message& message, double seconds);
   std::function<void(Operation&)> rest_of(std::shared_ptr<Message> message);
 

@@ -117,6 +117,7 @@ bool Peers::matters(int r, const Concern& concern) const {
   if (concern.only >= 0) return r == concern.only;
   const RankBlock& block = segment_.block(r);
   const bool left_in_order = block.farewell.given.value() != 0 && block.farewell.status == FL_OK;
+  if (left_in_order && !concern.leavers) return false;
   return !(left_in_order && block.calls[concern.call % 2].number.reached(concern.call));
 }
 

@@ -22,10 +22,12 @@ inline Failure interrupted() {
 constexpr long kSliceMilliseconds = 20;
 
 // Whom an operation needs: the rank `only`, whatever becomes of the others, or where that is -1 all
-// that have not done their part of the collective number `call`.
+// that have not done their part of the collective number `call`; without `leavers` none that has left
+// in order.
 struct Concern {
   int only = -1;
   uint32_t call = 0;
+  bool leavers = true;
 };
 
 // Of all operations; any thread may call.

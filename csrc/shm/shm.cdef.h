@@ -82,6 +82,11 @@ int fl_shm_is_ahead(fl_shm_group *group, int rank, fl_signature *call);
 /* End the group, and tell the others why, in words that end their operations too (FL_RAISED). */
 void fl_shm_give_up(fl_shm_group *group, const char *why);
 
+/* Why nothing can be done in the group any more, as a failed operation: it has ended here, or a rank has
+   died or has given up. NULL: all is well; a rank that has left in order is no
+   trouble. For those who wait for something else than an operation; any thread may ask. */
+fl_op *fl_shm_trouble(fl_shm_group *group);
+
 /* In a child that was forked: close the descriptors and touch nothing else. The group is not used
    again, nor closed. */
 void fl_shm_abandon(fl_shm_group *group);

@@ -85,6 +85,15 @@ class Backend(abc.ABC):
         """Return whether something that was started has not ended; the other ranks may need it."""
         return False
 
+    def trouble(self, name: str = "wait") -> DistributedError | None:
+        """Return why nothing can be done in the group any more; None: all is well.
+
+        It has ended here, or a rank has died, or given up and said why; one that has left in order
+        is no trouble. For who waits for something else that the others do, in a call of ``name``:
+        does not block, in any thread. What cannot be known at once is found out by calls alone.
+        """
+        return None
+
     def is_calling(self) -> bool:
         """Return whether this thread is in the middle of a call here: it runs a signal handler."""
         return False

@@ -258,6 +258,11 @@ class HierarchicalBackend(HierarchicalMessages):
         for backend in self._parts:
             backend.abort(cause)
 
+    def trouble(self, name: str = "wait") -> DistributedError | None:
+        """Return why nothing can be done in the group any more; see ``Backend``."""
+        found = (part.trouble(name) for part in self._parts)
+        return next((trouble for trouble in found if trouble is not None), None)
+
     def is_busy(self) -> bool:
         """Return whether something runs; see ``Backend``."""
         if self._searches.running() or any(part.is_busy() for part in self._parts):

@@ -33,6 +33,7 @@ __all__ = ["failure", "words_of", "words_of_traceback"]
 _MAX_MISSING = 64
 # What words for others begin with: the class of error that they are.
 _LOST, _LATE = "P", "T"
+_WORDS_FOR_OTHERS = re.compile("^[PT](?=lost |rank |ranks |all |a rank )")
 
 
 def failure(
@@ -60,7 +61,8 @@ def failure(
     if status == lib.FL_TIMEOUT:
         return _late(where, backend, handle, missing, f"{seconds:g} seconds", text, number)
     if status == lib.FL_CLOSED:
-        return GroupClosedError(f"{where}: the group cannot be used any more: {text}")
+        words = _WORDS_FOR_OTHERS.sub("", text)
+        return GroupClosedError(f"{where}: the group cannot be used any more: {words}")
     return DistributedError(f"{where}: {text}")
 
 

@@ -16,7 +16,11 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.describing import Describer
 from flashlight_py.distributed.backends.interrupts import SITE_BYTES, raise_interruption
-from flashlight_py.distributed.backends.native_errors import words_of, words_of_traceback
+from flashlight_py.distributed.backends.native_errors import (
+    failure,
+    words_of,
+    words_of_traceback,
+)
 from flashlight_py.distributed.backends.native_work import (
     COMPARED,
     GATHERED,
@@ -314,6 +318,18 @@ class NativeGroup(Backend):
     @abc.abstractmethod
     def _abort(self, group: Any, why: bytes) -> None:
         """Have the library notify the others."""
+
+    def trouble(self, name: str = "wait") -> DistributedError | None:
+        """Return why nothing can be done in the group any more; see ``Backend``."""
+        group = self._group
+        if group is None:
+            return GroupClosedError(f"[{name}] {self.name}: the group is closed")
+        handle = getattr(self.lib, f"{self.symbols}_trouble")(group)
+        if handle == self.ffi.NULL:
+            return None
+        handle = self.ffi.gc(handle, self.lib.fl_op_free)
+        status = int(self.lib.fl_op_wait(handle, 0.0))
+        return failure(self, handle, status, name, self.timeout, self.count[0])
 
     def is_busy(self) -> bool:
         """Return whether something runs; see ``Backend``."""
