@@ -35,6 +35,7 @@ def test_the_other_verbs(ranks: Any) -> None:
         ranks.run(verbs.reduce_scatter_parts, "float32", count)
         ranks.run(verbs.ring_of_messages, count)
         ranks.run(mpi_gpu_ranks.every_move, "float32", count)
+    ranks.run(mpi_gpu_ranks.receive_openly)
 
 
 def test_arrays_of_both_kinds_side_by_side(ranks: Any) -> None:
