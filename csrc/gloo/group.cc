@@ -33,8 +33,12 @@ bool waits_in(const Failure& timeout, const fl_signature& call) {
          timeout.seen.calls[timeout.missing[0]].sequence == call.sequence;
 }
 
-void require_match(const Message& message) {
+// What there is to fetch of a message that was only compared is what both have called.
+void require_match(const Message& message, Operation& operation) {
   if (message.is_mismatched()) throw Mismatch(message.seen());
+  if (!message.is_only_compared()) return;
+  operation.seen = message.seen();
+  operation.output = make_bytes(0);
 }
 
 }  // namespace
@@ -133,7 +137,7 @@ Group::Task Group::whole_message(const fl_message& message, InterruptCheck inter
   return [this, message, interrupt](Operation& operation) {
     const auto begun = point_to_point_.begin(message);
     end({begun}, operation, interrupt);
-    require_match(*begun);
+    require_match(*begun, operation);
   };
 }
 
@@ -154,7 +158,7 @@ Group::Task Group::match(const fl_message& asked, fl_match& match, InterruptChec
     const auto begun = point_to_point_.begin_match(asked, match, lanes_, waiter);
     if (begun == nullptr) return;
     end_all({begun}, waiter);
-    require_match(*begun);
+    require_match(*begun, operation);
   };
 }
 
@@ -177,7 +181,7 @@ std::shared_ptr<Operation> Group::start_message(const fl_message& message, doubl
   return lanes_.go_on(lane, seconds, [this, begun, error](Operation& operation) {
     if (error) std::rethrow_exception(error);
     end({begun}, operation, nullptr);
-    require_match(*begun);
+    require_match(*begun, operation);
   });
 }
 
@@ -201,8 +205,8 @@ std::vector<std::shared_ptr<Operation>> Group::exchange(const fl_message* messag
   for (size_t i = 0; i < here.size(); ++i) {
     if (i >= begun.size() || !begun[i]->has_ended()) {
       results[here[i]] = failed;
-    } else if (begun[i]->is_mismatched()) {
-      const auto report = [&](Operation&) { require_match(*begun[i]); };
+    } else if (begun[i]->is_mismatched() || begun[i]->is_only_compared()) {
+      const auto report = [&](Operation& operation) { require_match(*begun[i], operation); };
       results[here[i]] = run_here(seconds, report);
     }
   }

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "../common/signature.h"
 #include "envelopes.h"
 
 namespace fl {
@@ -27,6 +28,7 @@ class Message {
   bool has_ended() const { return ended_; }
   // The ends called different things, and nothing was changed.
   bool is_mismatched() const;
+  bool is_only_compared() const { return is_compared(mine_); }
   // What was called, and where.
   Seen seen() const;
 

@@ -45,10 +45,13 @@ std::unique_ptr<Message> make_message(Mail& mail, const fl_message& m) {
   return m.signature.verb == FL_SEND ? make_send(mail, m) : make_receive(mail, m);
 }
 
-// Nothing, of a message that was received; throws what there is to tell of one that does not match.
-Bytes end_of(const Message& message) {
+// Nothing to fetch, of a message that has moved; of one that was only compared what both have called.
+// Throws what there is to report of one that does not match.
+Bytes end_of(const Message& message, Seen& seen) {
   if (message.is_mismatched()) throw Mismatch(message.seen());
-  return {};
+  if (!message.is_only_compared() || !message.has_ended()) return {};
+  seen = message.seen();
+  return make_bytes(0);
 }
 
 }  // namespace
@@ -71,7 +74,8 @@ class ShmGroup::Messages final : public Exchange {
       return Bytes();
     });
     const auto is_well = [](const One& one) {
-      return one.message != nullptr && !one.message->is_mismatched();
+      return one.message != nullptr && !one.message->is_mismatched() &&
+             !one.message->is_only_compared();
     };
     return all && failure_ == nullptr && std::all_of(&ones_[0], &ones_[0] + count_, is_well);
   }
@@ -117,7 +121,7 @@ class ShmGroup::Messages final : public Exchange {
     if (one.message->is_mismatched()) {
       return group_.ended(FL_MISMATCH, Mismatch().what(), {}, one.message->seen());
     }
-    return one.message->has_ended() ? nullptr : failure_;
+    return one.message->has_ended() ? group_.known(*one.message) : failure_;
   }
 
   ShmGroup& group_;
@@ -144,15 +148,20 @@ std::unique_ptr<ShmGroup::Exchange> ShmGroup::post(const fl_message* messages, i
   return posted;
 }
 
+// Of a message that has ended well: null, or of one that was only compared what both have called.
+ShmGroup::Result ShmGroup::known(const Message& message) {
+  return guarded([&](Seen& seen) { return end_of(message, seen); });
+}
+
 // What can be done at once is done here: an offer is made, or what is there already is taken.
 ShmGroup::Result ShmGroup::start_message(const fl_message& sent, double seconds) {
   const Lane lane = lane_of(sent.signature, sent.peer);
   const std::shared_ptr<Message> message = make_message(mail_, sent);
   if (!lanes_->enter(lane)) return lanes_->submit(lane, seconds, rest_of(message));
   Stay stay(*lanes_, lane);
-  auto result = guarded([&](Seen&) {
+  auto result = guarded([&](Seen& seen) {
     message->step();
-    return end_of(*message);
+    return end_of(*message, seen);
   });
   const bool goes_on = result == nullptr && !message->has_ended();
   return goes_on ? stay.go_on(seconds, rest_of(message)) : result;
@@ -162,22 +171,23 @@ ShmGroup::Result ShmGroup::run_match(const fl_message& asked, fl_match& match, d
   const Lane lane = lane_of_match(asked);
   if (!lanes_->enter(lane)) return start_match(asked, match, seconds);
   const Stay stay(*lanes_, lane);
-  return guarded([&](Seen&) {
-    receive_match(asked, match, {seconds, interrupt_, peers_.patience()});
-    return Bytes();
+  return guarded([&](Seen& seen) {
+    return receive_match(asked, match, {seconds, interrupt_, peers_.patience()}, seen);
   });
 }
 
 ShmGroup::Result ShmGroup::start_match(const fl_message& asked, fl_match& match, double seconds) {
   return lanes_->submit(lane_of_match(asked), seconds, [this, asked, &match](Operation& operation) {
-    receive_match(asked, match, {operation.seconds, nullptr, kInALane});
+    const Waiting waiting{operation.seconds, nullptr, kInALane};
+    operation.output = receive_match(asked, match, waiting, operation.seen);
   });
 }
 
-void ShmGroup::receive_match(fl_message asked, fl_match& match, const Waiting& waiting) {
+Bytes ShmGroup::receive_match(fl_message asked, fl_match& match, const Waiting& waiting,
+                              Seen& seen) {
   Search search(mail_, peers_, *lanes_, asked.peer, asked.signature.root);
   match.source = search.run(waiting, match.patience);
-  if (match.source < 0) return;
+  if (match.source < 0) return {};
   std::optional<Stay> stay;  // which the search has entered
   if (asked.peer < 0) stay.emplace(*lanes_, Lane{match.source, false, asked.signature.root});
   asked.peer = match.source;
@@ -185,14 +195,14 @@ void ShmGroup::receive_match(fl_message asked, fl_match& match, const Waiting& w
   match.rows = asked.signature.ndim > 0 ? asked.signature.shape[0] : 1;
   const auto message = make_message(mail_, asked);
   deliver(mail_, peers_, {message.get()}, waiting);
-  end_of(*message);
+  return end_of(*message, seen);
 }
 
 // What a thread does with a message.
 std::function<void(Operation&)> ShmGroup::rest_of(std::shared_ptr<Message> message) {
   return [this, message = std::move(message)](Operation& operation) {
     deliver(mail_, peers_, {message.get()}, {operation.seconds, nullptr, kInALane});
-    end_of(*message);
+    operation.output = end_of(*message, operation.seen);
   };
 }
 
@@ -221,7 +231,9 @@ std::vector<ShmGroup::Result> ShmGroup::start_exchange(const fl_message* message
     if (own[i] == nullptr) continue;
     if (own[i]->is_mismatched()) {
       results[i] = ended(FL_MISMATCH, Mismatch().what(), {}, own[i]->seen());
-    } else if (!own[i]->has_ended()) {
+    } else if (own[i]->has_ended()) {
+      results[i] = known(*own[i]);
+    } else {
       results[i] = failure != nullptr ? failure : stay->go_on(seconds, rest_of(own[i]));
     }
     ++stay;

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "../common/signature.h"
 #include "peers.h"
 #include "remote.h"
 #include "segment.h"
@@ -105,6 +106,7 @@ class Message {
   bool has_ended() const { return ended_; }
   // The ends called different things; nothing was moved.
   bool is_mismatched() const { return mismatched_; }
+  bool is_only_compared() const { return is_compared(mine_); }
   // What both have called, and where, once they know of each other.
   Seen seen() const;
 

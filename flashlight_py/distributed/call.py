@@ -64,7 +64,9 @@ class Call:
         partial: of a receive: fewer rows may arrive than ``array`` has, and fill its first ones.
         patience: of a receive, in seconds: it ends without a message after them, with None;
             negative: no limit.
-        received: where the rows go that each rank has sent here, at the end at the latest.
+        received: where the rows go that each rank has sent here, at the end at the latest; of a
+            message that is only compared its number, which both ends have in common: no other
+            message has it that the one has sent to the other.
         compared: nothing moves: the ranks only compare what they call, for a library that does not
             do so itself, and that may be given arrays of a GPU. The result of a verb in which
             shapes may differ is every rank's first dimension, of a scatter the dtype and shape of a

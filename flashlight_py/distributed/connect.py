@@ -43,10 +43,14 @@ def connect(store: Store, settings: Settings) -> Connection:
     if store.size == 1:
         return Connection(SingleBackend(), "the world is this process alone")
     exchange_process_info(store, settings.checks)
+    if settings.backend == "mpi":
+        return _mpi(store, settings)
+    return _by_cpu(store, settings)
+
+
+def _by_cpu(store: Store, settings: Settings) -> Connection:
     if settings.backend == "gloo":
         return Connection(_gloo(store, settings), "BACKEND is gloo")
-    if settings.backend == "mpi":
-        return Connection(_mpi(store, settings), "BACKEND is mpi")
     hosts, apart = ranks_by_memory(store)
     if settings.backend == "shm":
         return _only_shm(store, settings, hosts, apart)
@@ -73,10 +77,15 @@ def gpu_joiner(rule: DeviceRule, settings: Settings) -> Callable[[Backend], Back
     return join
 
 
-def _mpi(store: Store, settings: Settings) -> Backend:
+def _mpi(store: Store, settings: Settings) -> Connection:
     from flashlight_py.distributed.backends.mpi.joining import join
 
-    return join(store, settings.timeout, settings.mpi_cuda_aware)
+    def join_cpus() -> Backend:  # which only compare calls
+        return _by_cpu(store, replace(settings, backend="auto", checks=True)).backend
+
+    how = settings.timeout, settings.checks, settings.mpi_cuda_aware
+    backend = join(store, join_cpus, *how)
+    return Connection(backend, f"BACKEND is mpi; calls are compared over {backend.control.path}")
 
 
 def _only_shm(

@@ -6,7 +6,7 @@ import numpy as np
 
 import flashlight_py as fl
 from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.verbs import ALL_TO_ALL, GATHER, SCATTER
+from flashlight_py.distributed.verbs import ALL_TO_ALL, GATHER, RECV, SCATTER
 from flashlight_py.distributed.world import current_world
 from tests.distributed import cuda_stand_in
 from tests.distributed.conformance import values
@@ -51,3 +51,19 @@ def brought_home_unasked(rank: int, size: int) -> None:
     fl.all_reduce(x, async_op=True)
     fl.sync_distributed()
     assert np.all(x.get() == sum(range(size)))
+
+
+def receive_openly(rank: int, size: int) -> None:
+    """From any rank, and fewer rows than there is room for."""
+    if rank:
+        fl.send(on_gpu(np.full((rank, 2), float(rank))), 0, tag=4)
+        return
+    seen = set()
+    for _ in range(size - 1):
+        x = on_gpu(np.zeros((size, 2)))
+        backend = current_world().group.backend(x)
+        found = backend.start(Call(RECV, x, tag=4, partial=True)).wait()
+        assert x.get()[: found.rows].tolist() == [[found.source] * 2] * found.source
+        assert not x.get()[found.rows :].any()
+        seen.add(found.source)
+    assert seen == set(range(1, size))

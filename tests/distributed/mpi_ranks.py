@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.backends.mpi import memory
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend
 from flashlight_py.distributed.backends.mpi.joining import join
+from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import BackendStore
-from flashlight_py.distributed.rendezvous.store import SubStore
-from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BARRIER, RECV, SEND
+from flashlight_py.distributed.rendezvous.store import Store, SubStore
+from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST
 from flashlight_py.distributed.world import current_world
 from tests.distributed.conformance import assert_equal, combined, values
 
@@ -26,6 +30,11 @@ def backend() -> MpiBackend:
     found = current_world().group.backend()
     assert isinstance(found, MpiBackend)
     return found
+
+
+def join_again(store: Store) -> MpiBackend:
+    """Return another group of the ranks of ``store``."""
+    return join(store, lambda: ShmBackend(store, TIMEOUT), TIMEOUT, True, gpu_aware=False)
 
 
 def reduce_to_each(rank: int, size: int, name: str, count: int) -> None:
@@ -134,13 +143,6 @@ def message_beside_a_collective(rank: int, size: int) -> None:
         fl.barrier()
 
 
-def message_to_oneself(rank: int, size: int) -> None:
-    y = np.zeros(5000)
-    received = backend().start(Call(RECV, y, peer=rank, tag=1, blocking=False))
-    backend().start(Call(SEND, np.full(5000, float(rank)), peer=rank, tag=1)).wait()
-    assert np.all(received.wait() == rank)
-
-
 def goes_on_in_the_background(rank: int, size: int) -> float:
     """Rank 0 starts and then does something else; nobody has to wait until it waits."""
     x = np.ones(100_000)
@@ -170,13 +172,14 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 def half_of_the_world(rank: int, size: int) -> Any:
-    """A group of the ranks 2 and 0, in this order; rank 1 only tells the store."""
+    """A group of the ranks 2 and 0, in this order; rank 1 only exchanges with them."""
     store = SubStore(BackendStore(backend()), [2, 0]) if rank != 1 else BackendStore(backend())
     if rank == 1:
-        store.exchange(b"")
+        for _ in range(3):
+            store.exchange(b"")
         fl.barrier()
         return None
-    group = join(store, TIMEOUT, gpu_aware=False)
+    group = join_again(store)
     place = [0, None, 1][rank] if rank == 1 else {2: 0, 0: 1}[rank]
     assert (group.rank, group.size) == (place, 2)
     x = np.full(3, float(rank))
@@ -191,7 +194,7 @@ def open_and_close(rank: int, size: int, times: int) -> int:
     """Groups whose ranks have all left are freed when the next one is made."""
     before = len(backend()._progress._closed)
     for _ in range(times):
-        group = join(BackendStore(backend()), TIMEOUT, gpu_aware=False)
+        group = join_again(BackendStore(backend()))
         group.start(Call(BARRIER)).wait()
         group.close()
         fl.barrier()
@@ -274,5 +277,67 @@ def leave_early(rank: int, size: int) -> str:
         fl.all_reduce(np.zeros(10))
     except fl.errors.PeerLostError as error:
         assert time.monotonic() - started < 5.0
+        return str(error)
+    return "no error"
+
+
+def stop_in_the_middle(rank: int, size: int, how: str) -> str:
+    """Rank 1 has agreed on a call, and does not do its part of what MPI moves then."""
+    group, x = current_world().group, np.ones(100_000)
+    if rank == 1:
+        backend()._bodies[ALL_REDUCE] = lambda call, _: _stop(how, group)
+    started = time.monotonic()
+    try:
+        fl.all_reduce(x)
+    except (KeyboardInterrupt, fl.errors.DistributedError) as error:
+        assert how == "is stuck" or time.monotonic() - started < 5.0
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _stop(how: str, group: fl.ProcessGroup) -> Iterator[None]:
+    if how == "is interrupted":
+        raise KeyboardInterrupt
+    if how == "raises":
+        threading.Thread(target=_raise).start()
+    if how == "leaves":
+        threading.Thread(target=group.close).start()
+    while True:
+        yield
+
+
+def _raise() -> None:
+    with contextlib.suppress(ValueError), fl.abort_on_exception():
+        raise ValueError("in another thread")
+
+
+def leave_in_order(rank: int, size: int) -> list[float]:
+    """Rank 0 has sent what it had to, and leaves, while another rank has yet to take its part."""
+    x = np.full(10, float(rank + 1))
+    if rank:
+        broadcast = backend()._broadcast
+        backend()._bodies[BROADCAST] = lambda call, _: _late(broadcast(call, None))
+    fl.broadcast(x, 0)
+    current_world().group.close()
+    return x.tolist()
+
+
+def _late(steps: Iterator[None]) -> Iterator[None]:
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        yield
+    yield from steps
+
+
+def stay_away_unchecked(rank: int, size: int) -> str:
+    """As ``stay_away`` of test_failures.py, where calls are not compared."""
+    if rank == 1:
+        time.sleep(2.0)
+        with pytest.raises(fl.errors.CollectiveTimeoutError, match="a rank did not join"):
+            fl.barrier()  # the others have given up
+        return "stayed away"
+    try:
+        fl.all_reduce(np.ones(10))
+    except fl.errors.CollectiveTimeoutError as error:
         return str(error)
     return "no error"

@@ -30,6 +30,7 @@ def main(path: str, rank: int) -> None:
     link = _connect(path, rank)
     setup = link.recv()
     sys.path[:] = setup["path"]
+    os.environ.update(setup["environ"])
     rank, size = setup["rank"], setup["size"]
     link.send(_attempt(_initialise, rank, size, setup))
     while (task := link.recv_bytes()) != b"":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from flashlight_py.distributed.call import Call, Matched
+import flashlight_py as fl
+from flashlight_py.distributed.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
@@ -98,6 +100,60 @@ def every_verb(rank: int, size: int, blocking: bool) -> None:
 @pytest.mark.parametrize("blocking", [True, False])
 def test_nothing_moves_and_shapes_are_known(ranks: Any, blocking: bool) -> None:
     ranks.run(every_verb, blocking)
+
+
+def number(rank: int, size: int) -> list[int]:
+    """The numbers of ten messages from rank 0 to the last, which are received in several ways."""
+    backend, x, numbers = current_world().group.backend(), np.zeros((3, 2)), []
+    for i in range(10):
+        found: list[int] = []
+        call = Call(SEND, x, peer=size - 1)
+        if rank == size - 1:
+            call = Call(RECV, x, peer=ANY_RANK if i % 2 else 0, partial=i % 5 == 0)
+        if rank in (0, size - 1):
+            call = replace(call, compared=True, tag=i % 3, blocking=i % 4 > 1, received=found)
+            backend.start(call).wait()
+        numbers += found
+    return numbers
+
+
+def test_both_ends_of_a_message_know_its_number(ranks: Any) -> None:
+    for _ in range(2):
+        sent, *others, received = ranks.run(number)
+        assert not any(others)
+        assert sent == received
+        assert len(set(sent)) == 10
+
+
+def lose_a_rank(rank: int, size: int) -> list[str]:
+    """Rank 1 leaves two groups: one in order, one as its program raises."""
+    groups = [fl.new_group(range(size)) for _ in range(2)]
+    left, broken = [group.backend() for group in groups]
+    texts = [str(left.lost("wait")), str(broken.lost("wait"))]
+    fl.barrier()
+    if rank == 1:
+        groups[0].close()
+        broken.abort("ValueError: of rank 1\nTraceback ...")
+    fl.barrier()
+    end = time.monotonic() + 10.0
+    while rank != 1 and broken.lost("wait") is None and time.monotonic() < end:
+        time.sleep(0.01)
+    texts += [str(left.lost("wait")), str(broken.lost("all_reduce"))]
+    fl.barrier()
+    return texts
+
+
+def test_a_lost_rank_is_known_without_a_call(ranks: Any) -> None:
+    for rank, (before, too, left, broken) in enumerate(ranks.run(lose_a_rank)):
+        assert before == too == "None"
+        place = f"rank {rank} of {ranks.size}"
+        if rank == 1:
+            assert left == f"[wait] {place}: the group is closed"
+            assert broken.startswith(f"[all_reduce] {place}: the group cannot be used any more")
+        else:
+            assert left == "None"
+            assert broken.startswith(f"[all_reduce] {place}: lost rank 1")
+            assert "it raised ValueError: of rank 1" in broken
 
 
 @stand_in()

@@ -64,7 +64,6 @@ def test_messages_are_matched_by_tag_and_keep_their_order(ranks: Any) -> None:
 
 def test_a_rank_that_waits_in_a_collective_receives_messages(ranks: Any) -> None:
     ranks.run(mpi_ranks.message_beside_a_collective)
-    ranks.run(mpi_ranks.message_to_oneself)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -144,9 +143,6 @@ def test_where_one_thread_may_call_mpi_operations_advance_in_waits() -> None:
 
 
 def test_settings_that_differ_are_refused() -> None:
-    cards = [joining._Card(rank, 2, checked=rank == 0) for rank in range(2)]
-    with pytest.raises(UnavailableEverywhereError, match="FLASHLIGHT_CHECKS is not the same"):
-        joining._check(cards)
     cards = [joining._Card(rank, 2, gpu_aware=rank == 0) for rank in range(2)]
     with pytest.raises(UnavailableEverywhereError, match="MPI_CUDA_AWARE is not the same"):
         joining._check(cards)

@@ -77,7 +77,7 @@ for _ in range(2):
     try:
         if rank == 0:
             {abandon}
-    except fl.errors.CollectiveTimeoutError:
+    except fl.errors.MismatchError:  # the others are in the world's shutdown meanwhile
         pass
     fl.distributed_shutdown()
     fl.distributed_init(fl.DistributedInit.MPI, params={{"BACKEND": "mpi"}})
@@ -188,28 +188,21 @@ def test_waiting_answers_ctrl_c() -> None:
     assert outcomes[0].value == "interrupted", outcomes[0].report()
 
 
-@pytest.mark.parametrize(
-    ("case", "mine", "other"),
-    [
-        ("recv", "recv(float64 (3,), tag=5)", "send(int8 (3,), tag=7)"),
-        pytest.param(
-            *("send", "send(float64 (3,), tag=5)", "recv(int8 (3,), tag=7)"), marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_a_message_that_never_comes_names_both_tags(case: str, mine: str, other: str) -> None:
+@pytest.mark.parametrize("case", ["recv", pytest.param("send", marks=pytest.mark.slow)])
+def test_a_message_that_never_comes_names_both_tags(case: str) -> None:
     params = {"BACKEND": "mpi", "TIMEOUT": 1}
     outcomes = run_outcomes(mpi_ranks.wait_alone, 2, case, init="mpi", params=params)
     texts = [outcome.value for outcome in outcomes]
     assert any(text.startswith("CollectiveTimeoutError") for text in texts)
     for text in texts:
         assert "did not join within 1 seconds" in text or "gave up waiting for this rank" in text
-        assert mine in text
-        assert other in text
+        assert "with tag 5" in text
+        assert "with tag 7" in text
 
 
 def test_a_rank_that_leaves_is_lost_at_once() -> None:
     outcomes = run_outcomes(mpi_ranks.leave_early, 3, **WORLD)
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank].report()
-        assert "lost rank 1 (it has left the group)" in outcomes[rank].value
+        assert "lost rank 1 (" in outcomes[rank].value
+        assert "it has left the group)" in outcomes[rank].value

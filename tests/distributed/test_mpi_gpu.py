@@ -37,6 +37,7 @@ def test_the_other_verbs(ranks: Any) -> None:
         ranks.run(mpi_gpu_ranks.every_move, "float32", count)
     for layout in verbs.LAYOUTS:
         ranks.run(verbs.by_meaning, "float32", layout)
+    ranks.run(mpi_gpu_ranks.receive_openly)
 
 
 def test_arrays_of_both_kinds_side_by_side(ranks: Any) -> None:

@@ -178,8 +178,10 @@ class World:
                 self._starters.append(fork_server.start(door, rank, env, log))
 
     def _environment(self, rank: int) -> dict[str, str]:
-        extra = self._env(rank) if callable(self._env) else self._env
-        return {**os.environ, **fork_server.ONE_THREAD, **(extra or {})}
+        return {**os.environ, **fork_server.ONE_THREAD, **self._own_environment(rank)}
+
+    def _own_environment(self, rank: int) -> dict[str, str]:
+        return (self._env(rank) if callable(self._env) else self._env) or {}
 
     def _admit(self, door: socket.socket, ends: float) -> bool:
         """Let one rank in; False when a process ended instead, or time is up."""
@@ -208,6 +210,7 @@ class World:
             "rank": rank,
             "size": self._size,
             "init": self._init,
+            "environ": self._own_environment(rank),  # one mpirun starts all with the same
             "params": params,
             "path": list(sys.path),
         }

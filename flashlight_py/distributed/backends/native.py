@@ -48,7 +48,8 @@ class NativeBackend(NativeGroup):
         """Start comparing what ranks call; see ``Call.compared``."""
         rows = call.rows if call.verb.reduces else None
         root = None if rows is None else _digest(self._table(rows))
-        return self._launch(call, like=call.like, root=root, result=COMPARED)
+        work = self._launch(call, like=call.like, root=root, result=COMPARED)
+        return Then(work, lambda number: _keep(call, number)) if call.verb.is_message else work
 
     def _table(self, rows: Sequence[int]) -> Array:
         """Return ``rows`` as what each rank (first index) has for each."""
@@ -124,8 +125,13 @@ class NativeBackend(NativeGroup):
         """Receive what is found."""
         given = {"source": -1, "partial": call.partial, "rows": 0, "patience": call.patience}
         match = self.ffi.new("fl_match *", given)
-        work = self._launch(call, room=match)
-        return Then(work, lambda _: None if match.source < 0 else Matched(match.source, match.rows))
+        work = self._launch(call, room=match, result=COMPARED if call.compared else None)
+
+        def found(number: int | None) -> Matched | None:
+            _keep(call, number)
+            return None if match.source < 0 else Matched(match.source, match.rows)
+
+        return Then(work, found)
 
     def start_many(self, calls: Sequence[Call]) -> Work:
         """Start several messages at once, blocking ones on the caller's thread alone."""
@@ -164,6 +170,12 @@ class NativeBackend(NativeGroup):
         work = NativeWork(self, call.name, handle, call.array, received, self._seconds(call))
         self._running[work] = None
         return work
+
+
+def _keep(call: Call, number: int | None) -> None:
+    """Keep the number of a message that was compared, for the one who asks for it."""
+    if call.received is not None and number is not None:
+        call.received.append(number)
 
 
 def _digest(table: Array) -> int:

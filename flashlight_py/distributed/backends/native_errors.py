@@ -36,6 +36,7 @@ _MAX_MISSING = 64
 _LOST, _LATE, _DIFFERENT = "P", "T", "M"
 _VERBS = {code: verb for verb in VERBS for code in (verb.code, verb.uneven) if code}
 _SHAPE = 8  # dimensions that a signature has room for
+_WORDS_FOR_OTHERS = re.compile("^[PT](?=lost |rank |ranks |all |a rank )")
 
 
 def failure(
@@ -63,7 +64,8 @@ def failure(
     if status == lib.FL_TIMEOUT:
         return _late(where, backend, handle, missing, f"{seconds:g} seconds", text, number)
     if status == lib.FL_CLOSED:
-        return GroupClosedError(f"{where}: the group cannot be used any more: {text}")
+        words = _WORDS_FOR_OTHERS.sub("", text)
+        return GroupClosedError(f"{where}: the group cannot be used any more: {words}")
     return DistributedError(f"{where}: {text}")
 
 

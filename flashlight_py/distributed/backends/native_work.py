@@ -60,11 +60,16 @@ class Received:
         return self._result
 
     def _compared(self, backend: NativeGroup, handle: Any) -> Any:
-        """Return what ``Call.compared`` asks for."""
+        """Return what ``Call.compared`` asks for; of a message its number."""
         lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
-        if signatures == backend.ffi.NULL or signatures[backend.rank].verb not in _WITH_SHAPES:
+        if signatures == backend.ffi.NULL:
             return None
-        if signatures[backend.rank].verb != SCATTER.code:
+        verb = signatures[backend.rank].verb
+        if verb in (lib.FL_SEND, lib.FL_RECV):  # the sender counts
+            return max(signatures[rank].sequence for rank in range(backend.size))
+        if verb not in _WITH_SHAPES:
+            return None
+        if verb != SCATTER.code:
             return [signatures[rank].shape[0] for rank in range(backend.size)]
         sent = signatures[self._root]
         code = sent.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)

@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-import functools
-import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import require_length
 from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.mpi import exits
 from flashlight_py.distributed.backends.mpi.group import Group
 from flashlight_py.distributed.backends.mpi.memory import as_bytes, on_device, settle
 from flashlight_py.distributed.backends.mpi.movement import Movement
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
 from flashlight_py.distributed.backends.mpi.reduction import Reduction
-from flashlight_py.distributed.call import ANY_RANK, Call
+from flashlight_py.distributed.call import Call, Matched
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.control import abort
-from flashlight_py.distributed.verbs import GATHER, SEND, VERBS, Verb
+from flashlight_py.distributed.verbs import GATHER, VERBS, Verb
 from flashlight_py.distributed.work import Done, Then, Work
 from flashlight_py.errors import DistributedError
 
 __all__ = ["MpiBackend"]
 
-# Room for a dtype and a shape, pickled.
-_KIND_BYTES = 2048
 # Of all ranks together, of which a verb that the library lacks makes its result at a time.
 _PIECE_BYTES = 4 << 20
 
 
 class MpiBackend(Backend):
-    """The ranks of ``comms``, three communicators that hold the same ones.
+    """The ranks of ``comm``, and of ``control``, the CPU backend over which calls are compared.
 
-    ``seconds`` bounds each operation; with ``checked`` ranks compare what they call; ``gpu_aware``
-    says that the library takes pointers to a GPU's memory. ``path`` names the library,
-    ``processes`` the ranks' processes.
+    ``seconds`` bounds each operation; with ``checked`` ranks compare all that they call;
+    ``gpu_aware`` says that the library takes pointers to a GPU's memory; ``path`` names it.
     """
 
     kind = DistributedBackend.MPI
@@ -48,41 +43,42 @@ class MpiBackend(Backend):
         self,
         mpi: Any,
         progress: Progress,
-        comms: tuple[Any, Any, Any],
+        comm: Any,
+        control: Backend,
         path: str,
         seconds: float,
         checked: bool,
         gpu_aware: bool,
-        processes: Sequence[str] = (),
     ) -> None:
-        self._mpi, self._progress = mpi, progress
-        self._group = Group(
-            mpi, progress, comms, seconds, checked, processes, lambda: self.count[0]
-        )
-        self.processes = processes
-        self.rank, self.size = self._group.rank, self._group.size
-        self.path, self.gpu_aware = path, gpu_aware
-        self._movement = Movement(mpi, comms[0], progress)
-        self._reduction = Reduction(mpi, comms[0], progress, self._movement)
-        self._bodies: dict[Verb, Callable[[Call, list[int]], Steps]] = {
-            verb: getattr(self, f"_{verb.name}", self._by_meaning)
-            for verb in VERBS
-            if not verb.is_message
+        self.rank, self.size, self.processes = control.rank, control.size, control.processes
+        self.control, self.path, self.gpu_aware = control, path, gpu_aware
+        self._progress = progress
+        self._group = Group(mpi, progress, comm, control, seconds, checked)
+        self._callers = Callers(self._group.place, [control])
+        self._movement = Movement(mpi, comm, progress)
+        self._reduction = Reduction(mpi, comm, progress, self._movement)
+        self._bodies: dict[Verb, Callable[[Call, Any], Steps]] = {
+            verb: getattr(self, f"_{verb.name}", self._by_meaning) for verb in VERBS
         }
         self._guarded = True
         exits.install(mpi, progress.linger)
-        abort.watch(self)
 
     def start(self, call: Call) -> Work:
         """Start ``call``; see ``Backend``. The order of a reduction's terms is the library's."""
-        if call.verb.is_message:
-            return self._message(call)
-        if call.refusal:
-            self._group.refuse(call, _nothing)
-            return Done()
-        body, like = self._bodies[call.verb], call.like
-        work = self._group.collective(call, lambda facts: on_device(like, body(call, facts)))
-        return self._checked(call, work)
+        thread = self._callers.check(call.name)
+        self.control.count = self.count
+        try:
+            self._callers.threads.add(thread)
+            if call.refusal:
+                self._group.refuse(call)
+                return Done()
+            if call.verb.is_message:
+                call.received = []  # what the two ends call it
+            body, like = self._bodies[call.verb], call.like
+            work = self._group.start(call, lambda found: on_device(like, body(call, found)))
+            return self._checked(call, Done(work.wait()) if call.blocking else work)
+        finally:
+            self._callers.threads.discard(thread)
 
     def _checked(self, call: Call, work: Work) -> Work:
         """Return ``work``, which fails at its end if ``out`` has another length than what came."""
@@ -97,19 +93,19 @@ class MpiBackend(Backend):
 
         return Then(work, check)
 
-    def _barrier(self, call: Call, _: list[int]) -> Steps:
-        yield from ()  # the header was all
+    def _barrier(self, call: Call, _: None) -> Steps:
+        yield from ()  # to have compared it is to have arrived
 
-    def _all_reduce(self, call: Call, _: list[int]) -> Steps:
+    def _all_reduce(self, call: Call, _: None) -> Steps:
         return self._reduction.all_reduce(call.array, call.op, call.scale)
 
-    def _reduce(self, call: Call, _: list[int]) -> Steps:
+    def _reduce(self, call: Call, _: None) -> Steps:
         return self._reduction.reduce(call.array, call.op, call.scale, call.root)
 
-    def _reduce_scatter(self, call: Call, _: list[int]) -> Steps:
+    def _reduce_scatter(self, call: Call, _: None) -> Steps:
         return self._reduction.reduce_scatter(call.array, call.op, call.scale, call.out, call.rows)
 
-    def _by_meaning(self, call: Call, _: list[int]) -> Steps:
+    def _by_meaning(self, call: Call, _: None) -> Steps:
         """Combine in place what the library does not: every rank receives all arrays, in pieces."""
         flat, xp, combine = call.array.reshape(-1), array_module(call.array), call.verb.meaning
         assert combine is not None
@@ -123,7 +119,7 @@ class MpiBackend(Backend):
                 settle(part)
         return call.array
 
-    def _broadcast(self, call: Call, _: list[int]) -> Steps:
+    def _broadcast(self, call: Call, _: None) -> Steps:
         yield from self._movement.broadcast(as_bytes(call.array), call.root)
         return call.array
 
@@ -143,25 +139,23 @@ class MpiBackend(Backend):
         yield from self._movement.gather(as_bytes(array), None, counts, root)
         return None
 
-    def _scatter(self, call: Call, facts: list[int]) -> Steps:
+    def _scatter(self, call: Call, kind: tuple[Any, tuple[int, ...]]) -> Steps:
         mine, like = call.out, call.like
-        if not all(facts):  # somebody does not know what will arrive
-            empty = yield from self._send_kind(like, call.root)
-            mine = empty() if mine is None else mine
-        elif mine is None:
-            mine = array_module(like).empty_like(like)
+        library: Any = np if like is None else array_module(like)
+        if self.gpu_aware:  # who receives may not know which memory the root's is
+            library = yield from self._library_of(library, call.root)
+        if mine is None:
+            dtype, shape = kind
+            mine = library.empty(shape, dtype)
         whole = None if call.array is None else as_bytes(call.array)
         yield from self._movement.scatter(whole, as_bytes(mine), call.root)
         return mine
 
-    def _send_kind(self, like: Array | None, root: int) -> Steps:
-        """Return what makes an array like ``root``'s: of its dtype and shape, where it has it."""
-        known = None if like is None else (is_cupy(like), like.dtype, like.shape)
-        room = np.frombuffer(bytearray(pickle.dumps(known).ljust(_KIND_BYTES, b"\0")), np.uint8)
-        yield from self._movement.broadcast(room, root)
-        on_gpu, dtype, shape = pickle.loads(room.tobytes())
-        library = sys.modules["cupy"] if on_gpu else np
-        return functools.partial(library.empty, shape, dtype)
+    def _library_of(self, library: Any, root: int) -> Steps:
+        """Return NumPy or CuPy: the ``library`` of ``root``."""
+        is_cupy = np.array([library is not np], np.uint8)
+        yield from self._movement.broadcast(is_cupy, root)
+        return sys.modules["cupy"] if is_cupy[0] else np
 
     def _all_to_all(self, call: Call, totals: list[int]) -> Steps:
         array = call.array
@@ -185,39 +179,41 @@ class MpiBackend(Backend):
         yield from self._movement.all_to_all(as_bytes(sent), as_bytes(received))
         return received.tolist()
 
-    def _message(self, call: Call) -> Work:
-        """Start a message; there is no limit to the patience of a receive."""
-        array, peer, messages = call.array, call.peer, self._group.messages
-        sends = call.verb is SEND
-        if call.refusal:
-            refuse = functools.partial(messages.refuse, call.refusal, peer, call.tag, sends)
-            self._group.message("refuse", refuse, peer, blocking=False).was_heard = True
-            return Done()
+    def _send(self, call: Call, _: None) -> Steps:
+        number = _number_of(call)
+        yield from self._movement.send(as_bytes(call.array), call.peer, number)
+        return call.array
 
-        def begin() -> Steps:
-            if sends:
-                return on_device(array, messages.send(array, peer, call.tag))
-            source = None if peer == ANY_RANK else peer
-            return on_device(array, messages.recv(array, source, call.tag, call.partial))
-
-        work = self._group.message(call.verb.name, begin, peer, call.blocking)
-        return work if sends or call.is_open else Then(work, lambda _: array)
+    def _recv(self, call: Call, found: Matched | None) -> Steps:
+        if found is None and call.is_open:
+            return None  # nothing has arrived in time
+        array, source = call.array, call.peer if found is None else found.source
+        part = array[: found.rows] if found is not None and array.ndim else array
+        yield from self._movement.recv(as_bytes(part), source, _number_of(call))
+        return array if found is None else found
 
     def synchronize(self) -> None:
         """Block until all that was started has ended; see ``Backend``."""
         self._group.synchronize()
 
     def abort(self, cause: str | DistributedError) -> None:
-        """Report to the others what has ended this rank's part; see ``Backend``."""
-        text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
-        self._group.abort(text)
+        """Notify the others of what has ended this rank's part; see ``Backend``."""
+        self.control.abort(cause)
+
+    def lost(self, doing: str) -> DistributedError | None:
+        """Return why nothing can be done in the group any more; see ``Backend``."""
+        return self.control.lost(doing)
 
     def is_busy(self) -> bool:
         """Return whether something runs; see ``Backend``."""
-        return self._group.is_busy()
+        return bool(self._group.pending()) or self.control.is_busy()
+
+    def is_calling(self) -> bool:
+        """Return whether this thread is in the middle of a call; see ``Backend``."""
+        return self._callers.has_this()
 
     def close(self) -> None:
-        """Leave the group; the others are told. What runs fails."""
+        """Leave the group; the others are notified. What runs fails."""
         self._group.close()
         if self._guarded:
             self._guarded = False
@@ -240,6 +236,6 @@ def _rows_like(array: Array, rows: list[int], out: Array | None) -> tuple[Array,
     return whole, counts
 
 
-def _nothing(_: list[int]) -> Steps:
-    """Be done: the header was all."""
-    yield from ()
+def _number_of(call: Call) -> int:
+    assert call.received is not None
+    return call.received[0]

@@ -51,7 +51,7 @@ class MpiGpuBackend(Backend):
         work = self._host.start(replace(call, array=given, out=self._room(call)))
         if call.verb is SEND:
             return work
-        return self._keep(Then(work, functools.partial(self._bring_back, call)))
+        return self._keep(Then(work, functools.partial(self._bring_back, call, given)))
 
     def _room(self, call: Call) -> Array | None:
         """Return memory of the host for what a scatter brings, whose shape it must say."""
@@ -59,8 +59,16 @@ class MpiGpuBackend(Backend):
             return None
         return _pinned(call.out)
 
-    def _bring_back(self, call: Call, result: Any) -> Any:
-        """Copy ``result`` to the GPU: into what the caller gave, or a new array."""
+    def _bring_back(self, call: Call, given: Array | None, result: Any) -> Any:
+        """Copy ``result`` to the GPU: into what the caller gave, or a new array.
+
+        That of a receive which is open is in ``given``, of which all goes back.
+        """
+        if call.is_open:
+            if result is not None:
+                call.array.set(given)
+                settle(call.array)
+            return result
         if result is None or not call.verb.fills(self.rank, call.root):
             return call.array if call.verb.in_place else None
         target: Any = call.array if call.verb.in_place else call.out

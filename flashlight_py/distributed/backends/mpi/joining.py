@@ -1,41 +1,44 @@
-"""From the ranks of a store to communicators of MPI."""
+"""From the ranks of a store to a communicator of MPI."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.mpi import library
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend
 from flashlight_py.distributed.backends.mpi.progress import progress_of
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import DistributedError, UnavailableEverywhereError
 
-__all__ = ["CHECKS", "join"]
-
-CHECKS = "FLASHLIGHT_CHECKS"
-"""The environment variable that, if it is "0", spares collectives the comparison of calls."""
+__all__ = ["join"]
 
 
 @dataclass(frozen=True)
 class _Card:
-    """What a rank tells the others: its place among the processes that MPI knows, and settings."""
+    """What a rank reports to the others: its place among those that MPI knows, and settings."""
 
     world_rank: int = -1
     world_size: int = 0
-    checked: bool = True
     gpu_aware: bool = False
     problem: str = ""
 
 
-def join(store: Store, seconds: float, gpu_aware: bool) -> MpiBackend:
-    """Join the ranks of ``store`` by their MPI library. Collective, blocking; one exchange.
+def join(
+    store: Store,
+    join_cpus: Callable[[], Backend],
+    seconds: float,
+    checked: bool,
+    gpu_aware: bool,
+) -> MpiBackend:
+    """Join the ranks of ``store`` by their MPI library. Collective, blocking.
 
-    ``seconds`` bounds each operation; ``gpu_aware`` says that the library takes pointers to a
-    GPU's memory.
+    ``join_cpus()`` returns a backend of the same ranks, over which they compare what they call.
+    ``seconds`` bounds each operation; with ``checked``, the same on all, all calls are compared;
+    ``gpu_aware`` says that the library takes pointers to a GPU's memory.
 
     Raises:
         UnavailableEverywhereError: mpi4py or a library is missing on a rank, the processes were
@@ -46,11 +49,15 @@ def join(store: Store, seconds: float, gpu_aware: bool) -> MpiBackend:
         _Card(**json.loads(text)) for text in store.exchange(json.dumps(asdict(card)).encode())
     ]
     _check(cards)
-    comms = _communicators(mpi, [other.world_rank for other in cards])
+    control = join_cpus()
+    try:
+        comm = _communicator(mpi, [other.world_rank for other in cards])
+    except BaseException:
+        control.close()
+        raise
     progress = progress_of(mpi, library.has_threads(mpi))
     path = library.describe(mpi)
-    checked, processes = card.checked, store.processes
-    return MpiBackend(mpi, progress, comms, path, seconds, checked, gpu_aware, processes)
+    return MpiBackend(mpi, progress, comm, control, path, seconds, checked, gpu_aware)
 
 
 def _look(gpu_aware: bool) -> tuple[Any, _Card]:
@@ -59,8 +66,7 @@ def _look(gpu_aware: bool) -> tuple[Any, _Card]:
     except DistributedError as error:
         return None, _Card(problem=str(error))
     world = mpi.COMM_WORLD
-    checked = os.environ.get(CHECKS, "1") != "0"
-    return mpi, _Card(world.Get_rank(), world.Get_size(), checked, gpu_aware)
+    return mpi, _Card(world.Get_rank(), world.Get_size(), gpu_aware)
 
 
 def _check(cards: Sequence[_Card]) -> None:
@@ -75,22 +81,16 @@ def _check(cards: Sequence[_Card]) -> None:
             f"knows them as {', '.join(f'{c.world_rank} of {c.world_size}' for c in cards)}; start "
             "them by one mpirun (of the MPI that mpi4py has loaded), or leave BACKEND out"
         )
-    for name, key in (("checked", f"the environment's {CHECKS}"), ("gpu_aware", "MPI_CUDA_AWARE")):
-        if len({getattr(card, name) for card in cards}) > 1:
-            raise UnavailableEverywhereError(
-                f"BACKEND is mpi, and {key} is not the same on all ranks; make it so"
-            )
+    if len({card.gpu_aware for card in cards}) > 1:
+        raise UnavailableEverywhereError(
+            "BACKEND is mpi, and MPI_CUDA_AWARE is not the same on all ranks; make it so"
+        )
 
 
-def _communicators(mpi: Any, places: Sequence[int]) -> tuple[Any, Any, Any]:
-    """Return one each for collectives, for arrays between two ranks, and for notes.
-
-    All members are here: each has just told the others so.
-    """
+def _communicator(mpi: Any, places: Sequence[int]) -> Any:
+    """Return a communicator of the members, who are all here: each has just reported so."""
     members = mpi.COMM_WORLD.Get_group().Incl(list(places))
-    calls = mpi.COMM_WORLD.Create_group(members)
+    comm = mpi.COMM_WORLD.Create_group(members)
     members.Free()
-    comms = (calls, calls.Dup(), calls.Dup())
-    for comm in comms:
-        comm.Set_errhandler(mpi.ERRORS_RETURN)
-    return comms
+    comm.Set_errhandler(mpi.ERRORS_RETURN)
+    return comm

@@ -32,6 +32,11 @@ def cut(flat: Array, counts: Sequence[int]) -> list[Array]:
     return [flat[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
+def _tag_of(number: int) -> int:
+    """Return a tag between that of the parts of collectives and that of who leaves (leaving.py)."""
+    return 1 + number % 32766
+
+
 class Movement:
     """Moves flat arrays of bytes between the ranks of ``comm``. Counts are in bytes."""
 
@@ -144,6 +149,16 @@ class Movement:
         settle(taken)
         yield from self._pairs(self._but_mine(out), self._but_mine(into))
 
+    def send(self, data: Array, dst: int, number: int) -> Steps:
+        """Send ``data`` to ``dst``, which receives message ``number`` of this rank."""
+        tag = _tag_of(number)
+        yield from self._until([self._comm.Isend(self._told(c), dst, tag) for c in chunks(data)])
+
+    def recv(self, data: Array, src: int, number: int) -> Steps:
+        """Fill ``data`` with message ``number`` of ``src``, which is as long."""
+        tag = _tag_of(number)
+        yield from self._until([self._comm.Irecv(self._told(c), src, tag) for c in chunks(data)])
+
     def _needs_pairs(self, data: Array | None, total: int) -> bool:
         return total > largest() or is_cupy(data)
 
@@ -168,4 +183,4 @@ class Movement:
         return [data, (list(counts), starts), self._mpi.BYTE]
 
     def _until(self, requests: list[Any]) -> Steps:
-        yield from self._progress.until(requests, moving=True)
+        yield from self._progress.until(requests)

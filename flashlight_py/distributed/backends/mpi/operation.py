@@ -1,102 +1,118 @@
-"""An operation that has been started: what is left of it to do, until when, and how it ended."""
+"""An operation: ranks compare what they call, then MPI moves the arrays."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from flashlight_py.distributed.backends.mpi.presence import RollCall
-from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
-from flashlight_py.distributed.call_site import call_site
+from flashlight_py.distributed.backends.mpi.progress import Steps
 from flashlight_py.distributed.work import Work
-from flashlight_py.errors import CollectiveTimeoutError
+from flashlight_py.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 
-__all__ = ["Operation", "Owner"]
+if TYPE_CHECKING:
+    from flashlight_py.distributed.backends.mpi.group import Group
 
+__all__ = ["Operation"]
 
-class Owner(Protocol):
-    """The group that an operation belongs to."""
-
-    progress: Progress
-    place: str
-
-    def interrupt(self, error: BaseException) -> None:
-        """A wait has been ended from outside by ``error``."""
+# How often a rank that waits for MPI looks whether the others still work.
+_LOOK_SECONDS = 0.05
+# So long an operation of a CPU backend that is closed may take to end.
+_ENDING_SECONDS = 0.5
 
 
 class Operation(Work):
-    """``steps`` of an operation called ``name``, which may take ``seconds`` from its start on.
+    """An operation called ``name``, its ``steps``, and the ``comparison`` that is first of them.
 
-    A collective has a ``number``, from 1, once it has begun; a message has the rank of its
-    ``peer``.
+    What MPI does after it may take ``seconds``.
     """
 
-    def __init__(
-        self,
-        owner: Owner,
-        name: str,
-        steps: Steps,
-        seconds: float,
-        peer: int | None = None,
-        call: int = 0,
-    ) -> None:
-        self.name, self.seconds, self.peer = name, seconds, peer
-        self.call = call  # its number, as users count; 0: not known
-        self.where = f"[{name}] {owner.place}"
-        self.site = call_site()
-        self.steps = steps
-        self.number = 0
-        self.deadline = math.inf
-        self.roll_call: RollCall | None = None
-        self.grace: float | None = None  # until when a message of a rank that has left may end
+    steps: Steps
+
+    def __init__(self, group: Group, name: str, seconds: float) -> None:
+        self.name, self.seconds = name, seconds
+        self.comparison: Work | None = None
+        self.is_moving = False  # MPI works on it, or has
         self.ended = False
         self.error: BaseException | None = None
-        self.was_heard = False  # its failure has been told to somebody
+        self.was_raised = False  # somebody knows of its failure
+        self._look_at = self.deadline = math.inf
         self._value: Any = None
         self._end_time: float | None = None
-        self._owner = owner
+        self._group = group
 
-    def begin(self, number: int) -> None:
-        """Start the clock."""
-        self.number = number
-        self.deadline = time.monotonic() + self.seconds
+    def begin(self) -> None:
+        """Let MPI begin: start the clock."""
+        now = time.monotonic()
+        self.is_moving = True
+        self.deadline = now + self.seconds
+        self._look_at = min(now + _LOOK_SECONDS, self.deadline)
+
+    def should_look(self) -> bool:
+        """Return whether it is time to see what the others do; once in a while."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return False
+        self._look_at = min(now + _LOOK_SECONDS, self.deadline)
+        return True
 
     def end(self, value: Any) -> None:
         """It ended well."""
+        if self.ended:  # a signal handler has closed the group meanwhile
+            return
         self._end_time = time.monotonic()
         self._value, self.ended = value, True
 
     def fail(self, error: BaseException) -> None:
         """It broke; requests that MPI still works on are kept."""
-        self.steps.close()
+        if self.ended:
+            return
+        if inspect.getgeneratorstate(self.steps) != inspect.GEN_RUNNING:
+            self.steps.close()  # else this is a signal handler, which has interrupted it
         self._end_time = time.monotonic()
         self.error, self.ended = error, True
+
+    def compare_until(self, end: float | None) -> None:
+        """Wait until the calls are compared, or the clock says ``end``."""
+        if self.comparison is not None and not self.ended:
+            with contextlib.suppress(DistributedError):  # its next step raises it, or it goes on
+                self.comparison.wait(None if end is None else max(0.0, end - time.monotonic()))
+
+    def cause(self) -> DistributedError | None:
+        """Return what other ranks have done where the comparison has failed, which ends soon."""
+        try:
+            if self.comparison is not None:
+                self.comparison.wait(_ENDING_SECONDS)
+        except (PeerLostError, CollectiveTimeoutError) as error:
+            return error if self.comparison and self.comparison.is_completed() else None
+        except DistributedError:
+            return None  # it was closed as well, or has failed by itself
+        return None
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``. Ctrl-C breaks the group."""
         end = None if timeout is None else time.monotonic() + timeout
-        if not self.ended and not self._ends_until(end):
+        try:
+            in_time = self.ended or self._group.progress.wait(self, end)
+        except BaseException as error:
+            self._group.interrupt(self, error)
+            raise
+        if not in_time:
             raise CollectiveTimeoutError(
-                f"{self.where}: still running after wait(timeout={timeout:g}) seconds; it goes "
-                "on, and can be waited for again"
+                f"[{self.name}] {self._group.place}: still running after "
+                f"wait(timeout={timeout:g}) seconds; it goes on, and can be waited for again"
             )
         if self.error is not None:
-            self.was_heard = True
+            self.was_raised = True
             raise self.error
         return self._value
-
-    def _ends_until(self, end: float | None) -> bool:
-        try:
-            return self._owner.progress.wait(lambda: self.ended, end)
-        except BaseException as error:
-            self._owner.interrupt(error)
-            raise
 
     def is_completed(self) -> bool:
         """Return whether it has ended, after one look at everything that is under way."""
         if not self.ended:
-            self._owner.progress.step()
+            self._group.progress.step()
         return self.ended
 
     def end_time(self) -> float | None:

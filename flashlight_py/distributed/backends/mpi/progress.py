@@ -11,10 +11,14 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Generator
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-__all__ = ["Member", "Progress", "Steps", "progress_of"]
+if TYPE_CHECKING:
+    from flashlight_py.distributed.backends.mpi.group import Group
+    from flashlight_py.distributed.backends.mpi.operation import Operation
+
+__all__ = ["Progress", "Steps", "progress_of"]
 
 Steps: TypeAlias = Generator[None, None, Any]
 
@@ -32,31 +36,6 @@ _STOP_SECONDS = 10.0
 _abandoned: list[Any] = []
 
 
-class Member(Protocol):
-    """What a group lets the process's progress do with it."""
-
-    def advance(self) -> None:
-        """Take each operation as far as it gets without waiting."""
-
-    def is_busy(self) -> bool:
-        """Return whether there is an operation that has not ended."""
-
-    def drain(self) -> bool:
-        """After close: take what still arrives; tell whether nothing more will."""
-
-    def go(self) -> None:
-        """Tell the other ranks that this one has nothing more to say."""
-
-    def are_others_gone(self) -> bool:
-        """Return whether every other rank has said its last word."""
-
-    def free(self) -> bool:
-        """Free the communicators, if nothing is left in them on any rank; tell whether."""
-
-    def close(self) -> None:
-        """End what runs and leave."""
-
-
 class Progress:
     """All groups of this process. ``lock`` is held by whoever makes them advance."""
 
@@ -64,27 +43,26 @@ class Progress:
         self.lock = threading.RLock()
         self.threaded = threaded
         self._testall = mpi.Request.Testall
-        self._groups: list[Member] = []
-        self._closed: list[Member] = []
+        self._groups: list[Group] = []
+        self._closed: list[Group] = []
         self._turn = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._waiting = 0  # threads that wait, and so step
         self._moving = 0  # operations whose arrays are on their way
-        self._events = 0  # requests that have ended
         self._pid = os.getpid()
         atexit.register(self._close_all)
 
-    def add(self, group: Member) -> None:
+    def add(self, group: Group) -> None:
         """Make ``group`` advance from now on; free those that every rank has left."""
         with self.lock:
-            for closed in [other for other in self._closed if other.drain()]:
+            for closed in [other for other in self._closed if other.leaving.have_all_left()]:
                 self._closed.remove(closed)
-                if not closed.free():
+                if not closed.leaving.free():
                     _abandoned.append(closed)
             self._groups.append(group)
 
-    def remove(self, group: Member, healthy: bool) -> None:
+    def remove(self, group: Group, healthy: bool) -> None:
         """Forget ``group``; a ``healthy`` one is freed later, when all others have left it too."""
         with self.lock:
             self._groups.remove(group)
@@ -100,38 +78,43 @@ class Progress:
 
     def linger(self, end: float) -> None:
         """This program has ended, and printed why: let the others do so too, until ``end``."""
-        for group in tuple(self._groups):
-            group.go()
+        groups = tuple(self._groups)
+        for group in groups:
+            group.leaving.leave(None)
         while time.monotonic() < end:
-            self.step()
-            if all(group.are_others_gone() for group in tuple(self._groups)):
-                return
+            with self.lock:
+                if all(group.leaving.have_all_left() for group in groups):
+                    return
             time.sleep(_LONGEST_SLEEP)
 
-    def until(self, requests: list[Any], moving: bool) -> Steps:
-        """Yield until ``requests`` have ended; ``moving``: they carry arrays, all ranks work."""
+    def until(self, requests: list[Any]) -> Steps:
+        """Yield until ``requests`` have ended."""
         done = False
-        self._moving += moving
+        self._moving += 1
         try:
             while not (done := self._testall(requests)):
                 yield
         finally:
-            self._moving -= moving
-            self._events += 1
+            self._moving -= 1
             if not done:
                 _abandoned.append(requests)
 
-    def wait(self, ended: Callable[[], bool], end: float | None) -> bool:
-        """Step until ``ended()``, or until the clock (``time.monotonic``) says ``end``."""
+    def wait(self, operation: Operation, end: float | None) -> bool:
+        """Step until ``operation`` has ended, or until the clock (``time.monotonic``) says ``end``.
+
+        While nothing else is under way it is its calls' comparison that is waited for, asleep.
+        """
+        if sum(group.pending() for group in tuple(self._groups)) == 1:
+            operation.compare_until(end)
         with self._turn:
             self._waiting += 1
         try:
             pause = _Pause(self)
-            while not ended():
+            while not operation.ended:
                 if end is not None and time.monotonic() >= end:
                     return False
                 self.step()
-                if not ended():
+                if not operation.ended:
                     pause()
             return True
         finally:
@@ -164,7 +147,7 @@ class Progress:
             return not self._stopping
 
     def _is_busy(self) -> bool:
-        return any(group.is_busy() for group in tuple(self._groups))
+        return any(group.pending() for group in tuple(self._groups))
 
     def _stop(self) -> None:
         with self._turn:
@@ -183,25 +166,23 @@ class Progress:
 
 
 class _Pause:
-    """Between two steps of a wait: nothing, then a yield, then a sleep."""
+    """Between two steps of a wait: nothing, then a yield, then, where nothing moves, a sleep."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._polls = 0
-        self._events = progress._events
         self._since = time.monotonic()
 
     def __call__(self) -> None:
         """Let others run; a sleep ends with nothing but its time, as MPI wakes nobody."""
-        progress = self._progress
         self._polls += 1
         if self._polls < _POLLS:
             return
         now = time.monotonic()
-        if progress._events != self._events:
-            self._events, self._since = progress._events, now
+        if self._progress._moving:
+            self._since = now
         idle = now - self._since
-        if progress._moving or idle < _YIELDING_SECONDS:
+        if idle < _YIELDING_SECONDS:
             os.sched_yield()
         else:
             time.sleep(min(idle / 10, _LONGEST_SLEEP))

@@ -54,7 +54,7 @@ class Reduction:
             self._comm.Iallreduce(in_place, [part, part.size, form.type], form.op)
             for part in chunks(carrier)
         ]
-        yield from self._progress.until(requests, moving=True)
+        yield from self._progress.until(requests)
         _decode(form, carrier, array, scale)
         return array
 
@@ -66,7 +66,7 @@ class Reduction:
             return array
         carrier = form.encode(array.reshape(-1))
         requests = [self._reduce(part, form, root) for part in chunks(carrier)]
-        yield from self._progress.until(requests, moving=True)
+        yield from self._progress.until(requests)
         if self._rank == root:
             _decode(form, carrier, array, scale)
         return array
@@ -119,7 +119,7 @@ class Reduction:
             part = reduced[start : start + step]
             given, taken = [columns, part.size, form.type], [part, part.size, form.type]
             requests.append(self._comm.Ireduce_scatter_block(given, taken, form.op))
-        yield from self._progress.until(requests, moving=True)
+        yield from self._progress.until(requests)
 
     def _shares(self, count: int) -> list[int]:
         """Return how many of ``count`` elements each rank combines."""
