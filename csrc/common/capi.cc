@@ -9,9 +9,9 @@ extern "C" {
 
 fl_status fl_op_wait(fl_op* op, double seconds) {
   fl::Operation& operation = *op->operation;
-  fl::Queue& queue = *operation.queue;
+  fl::Shared& shared = *operation.shared;
   const auto ended = [&] { return operation.status != FL_PENDING; };
-  std::unique_lock<std::mutex> lock(queue.mutex);
+  std::unique_lock<std::mutex> lock(shared.mutex);
   if (operation.helper != nullptr && !ended()) {
     lock.unlock();
     operation.helper->help(operation, seconds > 0);
@@ -19,20 +19,20 @@ fl_status fl_op_wait(fl_op* op, double seconds) {
   }
   // A wait of no time at all would take 60 us: the kernel wakes sleepers late.
   const std::chrono::duration<double> time(seconds);
-  if (seconds > 0 ? queue.done.wait_for(lock, time, ended) : ended()) return operation.status;
-  if (queue.transport != nullptr) queue.transport->enforce_deadline();
+  if (seconds > 0 ? shared.done.wait_for(lock, time, ended) : ended()) return operation.status;
+  if (shared.transport != nullptr) shared.transport->enforce_deadline();
   return FL_PENDING;
 }
 
 double fl_op_ended(fl_op* op) {
   const fl::Operation& operation = *op->operation;
-  const std::lock_guard<std::mutex> lock(operation.queue->mutex);
+  const std::lock_guard<std::mutex> lock(operation.shared->mutex);
   return std::chrono::duration<double>(operation.ended.time_since_epoch()).count();
 }
 
 void fl_op_stamp(fl_op* op, int64_t* ended, int64_t running) {
   fl::Operation& operation = *op->operation;
-  const std::lock_guard<std::mutex> lock(operation.queue->mutex);
+  const std::lock_guard<std::mutex> lock(operation.shared->mutex);
   operation.stamp = {ended, running};
   if (operation.status != FL_PENDING) operation.stamp.write();
 }

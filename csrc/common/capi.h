@@ -26,7 +26,7 @@ fl_op* started(Start start) {
     return new fl_op{start()};
   } catch (const std::exception& error) {
     auto failed = std::make_shared<Operation>();
-    failed->queue = std::make_shared<Queue>();
+    failed->shared = std::make_shared<Shared>();
     failed->status = FL_FAILED;
     failed->message = error.what();
     return new fl_op{failed};

@@ -51,7 +51,7 @@ void execute(Transport& transport, Operation& operation) noexcept {
 void finish(Operation& operation, fl_status status, const std::string& message,
             std::vector<int> missing) {
   {
-    const std::lock_guard<std::mutex> lock(operation.queue->mutex);
+    const std::lock_guard<std::mutex> lock(operation.shared->mutex);
     operation.message = message;
     operation.missing = std::move(missing);
     operation.run = nullptr;
@@ -59,7 +59,7 @@ void finish(Operation& operation, fl_status status, const std::string& message,
     operation.status = status;
     operation.stamp.write();
   }
-  operation.queue->done.notify_all();
+  operation.shared->done.notify_all();
 }
 
 }  // namespace fl

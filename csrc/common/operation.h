@@ -61,7 +61,7 @@ struct Bytes {
 Bytes make_bytes(size_t size);
 
 // What those who run operations and those who hold them share; it outlives the group.
-struct Queue {
+struct Shared {
   std::mutex mutex;
   std::condition_variable work;    // something to do, or time to end
   std::condition_variable done;    // an operation has ended
@@ -91,7 +91,7 @@ class Helper {
 };
 
 struct Operation {
-  std::shared_ptr<Queue> queue;
+  std::shared_ptr<Shared> shared;
   Helper* helper = nullptr;  // of one that no thread has; lives while it is pending and waited for
   double seconds = 0;
   Clock::time_point deadline = Clock::time_point::max();  // of its waits, from when it begins to run

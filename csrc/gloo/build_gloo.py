@@ -7,7 +7,7 @@ from cffi import FFI
 CSRC = Path(__file__).parent.parent
 COMMON = (
     "common/capi.cc",
-    "common/lanes.cc",
+    "common/queues.cc",
     "common/operation.cc",
     "reduce/reduce.cc",
 )

@@ -9,8 +9,8 @@
 namespace fl {
 namespace {
 
-// Collectives come one after the other: they share a lane, which no message has.
-constexpr Lane kCollectives{-1, false, 0};
+// Collectives come one after the other: they share a queue, which no message has.
+constexpr QueueId kCollectives{-1, false, 0};
 
 bool is_message(const fl_signature& signature) {
   return signature.verb == FL_SEND || signature.verb == FL_RECV;
@@ -21,7 +21,7 @@ bool is_match(const fl_signature& signature, const void* output) {
   return signature.verb == FL_RECV && output != nullptr;
 }
 
-Lane lane_of(const fl_signature& signature, int peer) {
+QueueId queue_of(const fl_signature& signature, int peer) {
   if (!is_message(signature)) return kCollectives;
   if (peer < 0) return {kAnyRank, false, signature.root};
   return {peer, signature.verb == FL_SEND, signature.root};
@@ -43,24 +43,24 @@ void require_match(const Message& message, Operation& operation) {
 
 }  // namespace
 
-// The lanes that a caller's thread is in.
+// The queues that a caller's thread is in.
 class Group::Stay {
  public:
-  explicit Stay(Lanes& lanes) : lanes_(lanes) {}
+  explicit Stay(Queues& queues) : queues_(queues) {}
   ~Stay() {
-    for (const Lane& lane : entered_) lanes_.leave(lane);
+    for (const QueueId& id : entered_) queues_.leave(id);
   }
   Stay(const Stay&) = delete;
 
-  bool enter(const Lane& lane) {
-    if (!lanes_.enter(lane)) return false;
-    entered_.push_back(lane);
+  bool enter(const QueueId& id) {
+    if (!queues_.enter(id)) return false;
+    entered_.push_back(id);
     return true;
   }
 
  private:
-  Lanes& lanes_;
-  std::vector<Lane> entered_;
+  Queues& queues_;
+  std::vector<QueueId> entered_;
 };
 
 Group::Group(int rank, int size, const std::string& host, const std::string& interface,
@@ -68,7 +68,7 @@ Group::Group(int rank, int size, const std::string& host, const std::string& int
     : mesh_(std::make_unique<Mesh>(rank, size, host, interface, connect_seconds)),
       collectives_(*mesh_),
       point_to_point_(*mesh_),
-      lanes_(*mesh_) {}
+      queues_(*mesh_) {}
 
 std::shared_ptr<Operation> Group::connect(std::vector<char> addresses, size_t bytes,
                                           std::vector<char> proofs, double seconds) {
@@ -78,17 +78,22 @@ std::shared_ptr<Operation> Group::connect(std::vector<char> addresses, size_t by
     collectives_.open();
     point_to_point_.open();
   };
-  return lanes_.submit(kCollectives, seconds, connect);
+  return queues_.submit(kCollectives, seconds, connect);
 }
 
 bool Group::is_ahead(int rank, fl_signature& call) {
-  Stay stay(lanes_);
+  Stay stay(queues_);
   return stay.enter(kCollectives) && collectives_.is_ahead(rank, call);
 }
 
 std::shared_ptr<Operation> Group::lost() {
   if (!mesh_->is_broken() && !mesh_->has_farewell()) return nullptr;
-  return run_here(0, [this](Operation&) { throw mesh_->explain(-1, "it gave up"); });
+  const Failure found = mesh_->is_broken() ? Failure(FL_CLOSED, {}, mesh_->why_broken())
+                                           : mesh_->explain(-1, "it gave up");
+  auto operation = std::make_shared<Operation>();  // which ends nothing: whoever asks decides
+  operation->shared = ended_;
+  finish(*operation, found.status, found.what(), found.missing);
+  return operation;
 }
 
 void Group::give_up(const std::string& why) {
@@ -98,15 +103,15 @@ void Group::give_up(const std::string& why) {
 std::shared_ptr<Operation> Group::start(const fl_message& given, void* output, double seconds) {
   if (is_match(given.signature, output)) {
     auto task = match(given, *static_cast<fl_match*>(output), nullptr);
-    return lanes_.submit(lane_of(given.signature, given.peer), seconds, std::move(task));
+    return queues_.submit(queue_of(given.signature, given.peer), seconds, std::move(task));
   }
   if (is_message(given.signature)) return start_message(given, seconds);
-  return lanes_.submit(kCollectives, seconds, collective(given, output, nullptr));
+  return queues_.submit(kCollectives, seconds, collective(given, output, nullptr));
 }
 
 std::shared_ptr<Operation> Group::run(const fl_message& given, void* output, double seconds) {
-  Stay stay(lanes_);
-  if (!stay.enter(lane_of(given.signature, given.peer))) return start(given, output, seconds);
+  Stay stay(queues_);
+  if (!stay.enter(queue_of(given.signature, given.peer))) return start(given, output, seconds);
   if (is_match(given.signature, output)) {
     return run_here(seconds, match(given, *static_cast<fl_match*>(output), interrupt_));
   }
@@ -116,7 +121,7 @@ std::shared_ptr<Operation> Group::run(const fl_message& given, void* output, dou
 
 std::shared_ptr<Operation> Group::run_here(double seconds, Task task) {
   auto operation = std::make_shared<Operation>();
-  operation->queue = ended_;
+  operation->shared = ended_;
   operation->seconds = seconds;
   operation->run = std::move(task);
   execute(*mesh_, *operation);
@@ -127,8 +132,8 @@ std::shared_ptr<Operation> Group::run_here(double seconds, Task task) {
 // Where a caller is still inside, the sockets cannot be freed yet, and the others must not wait for
 // that.
 void Group::close() {
-  lanes_.close();
-  if (!lanes_.is_idle()) mesh_->fail(Failure(FL_CLOSED, {}, "the group was closed"));
+  queues_.close();
+  if (!queues_.is_idle()) mesh_->fail(Failure(FL_CLOSED, {}, "the group was closed"));
 }
 
 // Messages ------------------------------------------------------------------------------------
@@ -145,17 +150,17 @@ Group::Task Group::match(const fl_message& asked, fl_match& match, InterruptChec
   return [this, asked, &match, interrupt](Operation& operation) {
     Waiter waiter(mesh_->watch(), operation.deadline, interrupt);
     match.source = -1;
-    const struct Leave {  // the lane of whoever has sent
+    const struct Leave {  // the queue of whoever has sent
       const fl_message& asked;
       const fl_match& match;
-      Lanes& lanes;
+      Queues& queues;
       ~Leave() {
         if (asked.peer < 0 && match.source >= 0) {
-          lanes.leave({match.source, false, asked.signature.root});
+          queues.leave({match.source, false, asked.signature.root});
         }
       }
-    } leave{asked, match, lanes_};
-    const auto begun = point_to_point_.begin_match(asked, match, lanes_, waiter);
+    } leave{asked, match, queues_};
+    const auto begun = point_to_point_.begin_match(asked, match, queues_, waiter);
     if (begun == nullptr) return;
     end_all({begun}, waiter);
     require_match(*begun, operation);
@@ -169,8 +174,8 @@ void Group::end(const Messages& messages, const Operation& operation, InterruptC
 
 // What needs no waiting happens at once, the rest on a thread of the group's own.
 std::shared_ptr<Operation> Group::start_message(const fl_message& message, double seconds) {
-  const Lane lane = lane_of(message.signature, message.peer);
-  if (!lanes_.enter(lane)) return lanes_.submit(lane, seconds, whole_message(message, nullptr));
+  const QueueId id = queue_of(message.signature, message.peer);
+  if (!queues_.enter(id)) return queues_.submit(id, seconds, whole_message(message, nullptr));
   std::shared_ptr<Message> begun;
   std::exception_ptr error;
   try {
@@ -178,7 +183,7 @@ std::shared_ptr<Operation> Group::start_message(const fl_message& message, doubl
   } catch (const std::exception&) {
     error = std::current_exception();
   }
-  return lanes_.go_on(lane, seconds, [this, begun, error](Operation& operation) {
+  return queues_.go_on(id, seconds, [this, begun, error](Operation& operation) {
     if (error) std::rethrow_exception(error);
     end({begun}, operation, nullptr);
     require_match(*begun, operation);
@@ -189,9 +194,9 @@ std::vector<std::shared_ptr<Operation>> Group::exchange(const fl_message* messag
                                                         double seconds) {
   std::vector<std::shared_ptr<Operation>> results(count);
   std::vector<int> here;  // the others must wait for earlier ones
-  Stay stay(lanes_);
+  Stay stay(queues_);
   for (int i = 0; i < count; ++i) {
-    if (stay.enter(lane_of(messages[i].signature, messages[i].peer))) {
+    if (stay.enter(queue_of(messages[i].signature, messages[i].peer))) {
       here.push_back(i);
     } else {
       results[i] = start_message(messages[i], seconds);

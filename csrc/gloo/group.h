@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "../common/lanes.h"
+#include "../common/queues.h"
 #include "collectives.h"
 #include "mesh.h"
 #include "point_to_point.h"
@@ -67,8 +67,8 @@ class Group {
   PointToPoint point_to_point_;
   InterruptCheck interrupt_ = nullptr;
   uint32_t calls_ = 0;  // collectives so far
-  std::shared_ptr<Queue> ended_ = std::make_shared<Queue>();  // of operations that run() has ended
-  Lanes lanes_;  // last: it ends before what it works on
+  std::shared_ptr<Shared> ended_ = std::make_shared<Shared>();  // of operations that run() has ended
+  Queues queues_;  // last: it ends before what it works on
 };
 
 }  // namespace fl

@@ -16,9 +16,9 @@ std::shared_ptr<Message> PointToPoint::begin(const fl_message& message) {
   return begun;
 }
 
-std::shared_ptr<Message> PointToPoint::begin_match(fl_message asked, fl_match& match, Lanes& lanes,
+std::shared_ptr<Message> PointToPoint::begin_match(fl_message asked, fl_match& match, Queues& queues,
                                                    Waiter& waiter) {
-  Search search(mesh_, envelopes_, lanes, asked.peer, asked.signature.root);
+  Search search(mesh_, envelopes_, queues, asked.peer, asked.signature.root);
   match.source = asked.peer = search.run(waiter, match.patience);
   if (match.source < 0) return nullptr;
   if (match.partial != 0) asked.signature = fitted(asked.signature, search.offered());

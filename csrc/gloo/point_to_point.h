@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "../common/lanes.h"
+#include "../common/queues.h"
 #include "abi.h"
 #include "message.h"
 
@@ -23,8 +23,8 @@ class PointToPoint {
   std::shared_ptr<Message> begin(const fl_message& message);
 
   // Make the message that a receive with `match` takes, and begin it; null: none has come in time.
-  // Where any rank may send, the lane of the one that does has been entered. Throws Failure.
-  std::shared_ptr<Message> begin_match(fl_message asked, fl_match& match, Lanes& lanes,
+  // Where any rank may send, the queue of the one that does has been entered. Throws Failure.
+  std::shared_ptr<Message> begin_match(fl_message asked, fl_match& match, Queues& queues,
                                        Waiter& waiter);
 
  private:
@@ -33,7 +33,7 @@ class PointToPoint {
   std::vector<std::atomic<uint32_t>> sends_;  // to each peer so far
 };
 
-// Messages of different lanes. Throws Failure: then those that have not ended never will.
+// Messages of different queues. Throws Failure: then those that have not ended never will.
 using Messages = std::vector<std::shared_ptr<Message>>;
 void end_all(const Messages& messages, Waiter& waiter);
 

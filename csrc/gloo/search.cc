@@ -13,8 +13,8 @@ constexpr int kYields = 100;
 
 }  // namespace
 
-Search::Search(Mesh& mesh, Envelopes& envelopes, Lanes& lanes, int peer, int32_t tag)
-    : mesh_(mesh), envelopes_(envelopes), lanes_(lanes), any_(peer < 0), tag_(tag) {
+Search::Search(Mesh& mesh, Envelopes& envelopes, Queues& queues, int peer, int32_t tag)
+    : mesh_(mesh), envelopes_(envelopes), queues_(queues), any_(peer < 0), tag_(tag) {
   for (int r = 0; r < mesh.size; ++r) {
     if (r == peer || (any_ && r != mesh.rank)) ranks_.push_back(r);
   }
@@ -54,13 +54,13 @@ bool Search::look(Waiter& waiter) {
   for (int from : ranks_) {
     envelopes_.read_arriving(from, waiter);
     if (!envelopes_.has_arrived(from, tag_, offered_)) continue;
-    const Lane lane{from, false, tag_};
-    if (any_ && !lanes_.enter(lane)) continue;  // another receive takes it
+    const QueueId id{from, false, tag_};
+    if (any_ && !queues_.enter(id)) continue;  // another receive takes it
     if (envelopes_.has_arrived(from, tag_, offered_)) {
       found_ = from;
       return true;
     }
-    if (any_) lanes_.leave(lane);  // one that has ended meanwhile took it
+    if (any_) queues_.leave(id);  // one that has ended meanwhile took it
   }
   return false;
 }

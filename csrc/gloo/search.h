@@ -3,16 +3,16 @@
 
 #include <vector>
 
-#include "../common/lanes.h"
+#include "../common/queues.h"
 #include "envelopes.h"
 
 namespace fl {
 
 class Search {
  public:
-  // For sends with `tag` of `peer`, whose lane the caller is in, or where that is -1 of any rank:
-  // then the lane of the one that is found is entered, so that no other receive takes its message.
-  Search(Mesh& mesh, Envelopes& envelopes, Lanes& lanes, int peer, int32_t tag);
+  // For sends with `tag` of `peer`, whose queue the caller is in, or where that is -1 of any rank:
+  // then the queue of the one that is found is entered, so that no other receive takes its message.
+  Search(Mesh& mesh, Envelopes& envelopes, Queues& queues, int peer, int32_t tag);
 
   // The rank that sends; -1: none did within `patience` seconds, which may be negative: no limit.
   // Throws Failure, also where one of several ranks has gone: it may have been the one.
@@ -27,7 +27,7 @@ class Search {
 
   Mesh& mesh_;
   Envelopes& envelopes_;
-  Lanes& lanes_;
+  Queues& queues_;
   const bool any_;
   const int32_t tag_;
   std::vector<int> ranks_;  // that may send

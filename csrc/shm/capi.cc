@@ -52,7 +52,7 @@ fl_op* failed_to_start() {
   return fl::started([&]() -> std::shared_ptr<fl::Operation> { std::rethrow_exception(error); });
 }
 
-// What `run` returns, as a handle where there is anything to tell.
+// What `run` returns, as a handle where there is anything to fetch.
 template <typename Run>
 fl_op* handle(Run run) {
   try {

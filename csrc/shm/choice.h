@@ -28,7 +28,7 @@ struct Costs {
 // fast. Reading directly saves one of two copies, but waits for each line that the other has just
 // written. Which is best depends on where the scheduler, and a hypervisor, has put the ranks, on the
 // size, and on who wrote the array when. So it is measured: for every size class each rank keeps
-// what the ways have cost, and tells it with its calls; all go by the cost of the slowest rank.
+// what the ways have cost, and announces it with its calls; all go by the cost of the slowest rank.
 // Now and then a few calls try another way.
 class Choice {
   struct Kind;
@@ -60,7 +60,7 @@ class Choice {
     std::chrono::steady_clock::time_point started{};
   };
 
-  // What this rank tells with a call of `verb`.
+  // What this rank announces with a call of `verb`.
   Costs costs(int verb, size_t bytes) const {
     const Kind& kind = kinds_[verb][size_class(bytes)];
     Costs costs;
@@ -71,7 +71,7 @@ class Choice {
   }
 
   // Choose among the first `ways` for a call whose size is the same on every rank; `slowest` is made
-  // of all costs told with it.
+  // of all costs announced with it.
   Trial begin(int verb, size_t bytes, int ways, const Slowest& slowest) {
     Kind& kind = kinds_[verb][size_class(bytes)];
     const uint32_t call = kind.calls++;

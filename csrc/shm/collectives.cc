@@ -112,7 +112,7 @@ void Collectives::announce(const fl_signature& mine, const void* data, size_t in
 }
 
 // Where the data is that does not come with a call, and what all need to choose its way. A rank that
-// does not know the size of the whole tells it in any case.
+// does not know the size of the whole announces it in any case.
 void Collectives::announce_large(const fl_signature& mine, const void* data, Call& call) {
   if (is_compared(mine)) return;
   const bool knows = mine.ndim != FL_ANY && mine.verb != FL_ALL_TO_ALL_UNEVEN;
@@ -166,32 +166,32 @@ std::vector<fl_signature> Collectives::calls() const {
   return calls;
 }
 
-// All ranks come here, or have gone. Before one tells its place again, all have called again, and
+// All ranks come here, or have gone. Before one announces its place again, all have called again, and
 // so have read this.
 Seen Collectives::compare(const fl_site& site) {
   Place& mine = segment_.block(rank_).place;
   mine.site = site;
-  mine.told.raise(calls_);
+  mine.announced.raise(calls_);
   Seen seen;
   seen.reset(size_);
   seen.calls = calls();
   for (int r = 0; r < size_; ++r) {
     Place& theirs = segment_.block(r).place;
-    if (has_told(theirs.told, r)) seen.sites[r] = theirs.site;
+    if (has_announced(theirs.announced, r)) seen.sites[r] = theirs.site;
   }
   return seen;
 }
 
 // A rank that has died since, or was stopped, leaves its place unknown: the mismatch is one anyway.
-bool Collectives::has_told(Counter& told, int rank) {
-  if (calls_ == 0) return false;  // the counter has wrapped: whoever never told looks as if it had
+bool Collectives::has_announced(Counter& announced, int rank) {
+  if (calls_ == 0) return false;  // the counter has wrapped: whoever never did looks as if it had
   Watch watch = watch_.at_most(kAnnouncingSeconds);
   try {
-    watch.wait(told, calls_, rank);
+    watch.wait(announced, calls_, rank);
   } catch (const Failure&) {
     return false;
   }
-  return told.value() == calls_;
+  return announced.value() == calls_;
 }
 
 Seen Collectives::last_calls() const {
@@ -218,7 +218,7 @@ bool Collectives::is_ahead(int rank, fl_signature& call) const {
 
 // Large arrays --------------------------------------------------------------------------------
 
-// The way of this call's `bytes`, the same on every rank, by what all have told. Unless `may_read` it
+// The way of this call's `bytes`, the same on every rank, by what all have announced. Unless `may_read` it
 // goes through the slots.
 Way Collectives::choose(const fl_signature& mine, size_t bytes, bool may_read) {
   Choice::Slowest slowest;

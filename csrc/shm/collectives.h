@@ -74,7 +74,7 @@ class Collectives {
   // What every rank calls now.
   std::vector<fl_signature> calls() const;
   // After a mismatch: what every rank has called, and where; this rank at `site`. Waits until all
-  // have told, but not for long.
+  // have announced, but not for long.
   Seen compare(const fl_site& site);
   // The last call of every rank, and how long ago it was.
   Seen last_calls() const;
@@ -101,7 +101,7 @@ class Collectives {
   void announce_large(const fl_signature& mine, const void* data, Call& call);
   static int key_of(const fl_signature& mine, const Call& call);
   void receive_calls(const fl_signature& mine);
-  bool has_told(Counter& told, int rank);
+  bool has_announced(Counter& announced, int rank);
   bool all_call_the_same() const;
   uint64_t place_of(const void* data) const;
   bool all_in_one_place() const;

@@ -22,7 +22,7 @@ Step step_all(const std::vector<Message*>& messages) {
 class Delivery {
  public:
   Delivery(Mail& mail, Peers& peers, const std::vector<Message*>& messages, const Waiting& waiting)
-      : bell_(mail.segment.block(mail.rank).bell),
+      : futex_(mail.segment.block(mail.rank).futex),
         peers_(peers),
         messages_(messages),
         waiting_(waiting) {}
@@ -59,10 +59,10 @@ class Delivery {
       message->settle();
       bits |= message->bits();
     }
-    const uint32_t rings = bell_.listen();
+    const uint32_t wakes = futex_.begin_wait();
     const bool moved = step();
-    if (!moved) bell_.sleep(rings, bits, kSliceMilliseconds);
-    bell_.leave();
+    if (!moved) futex_.wait(wakes, bits, kSliceMilliseconds);
+    futex_.end_wait();
     if (!moved && !step()) look_around();
   }
 
@@ -86,7 +86,7 @@ class Delivery {
     }
   }
 
-  Bell& bell_;
+  Futex& futex_;
   Peers& peers_;
   const std::vector<Message*>& messages_;
   const Waiting& waiting_;

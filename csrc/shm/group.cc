@@ -27,7 +27,7 @@ ShmGroup::ShmGroup(Mapping mapping, int rank, int size)
       peers_(segment_, rank, size),
       collectives_(segment_, peers_, remote_, rank, size),
       mail_(segment_, peers_, remote_, rank, size),
-      lanes_(std::make_unique<Lanes>(peers_)) {}
+      queues_(std::make_unique<Queues>(peers_)) {}
 
 ShmGroup::~ShmGroup() { close(); }
 
@@ -41,7 +41,7 @@ void ShmGroup::close() {
     begun = std::exchange(begun_, nullptr);
   }
   if (begun != nullptr) fl::finish(*begun, FL_CLOSED, "the group was closed");
-  lanes_->close();
+  queues_->close();
   const bool nothing_runs = turn_.try_take_for(kLeavingMilliseconds);
   if (nothing_runs) peers_.give_up(Failure(FL_OK, {}, "left"));
   peers_.fail(Failure(FL_CLOSED, {}, "the group was closed"));
@@ -118,7 +118,7 @@ ShmGroup::Result ShmGroup::failed(const Failure& failure) {
 ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message,
                                  std::vector<int> missing, Seen seen) {
   auto operation = std::make_shared<Operation>();
-  operation->queue = std::make_shared<Queue>();
+  operation->shared = std::make_shared<Shared>();
   operation->status = status;
   operation->message = message;
   operation->missing = std::move(missing);

@@ -1,4 +1,4 @@
-// The ranks of one host as a group. Operations run on the caller's thread, or in lanes: collectives
+// The ranks of one host as a group. Operations run on the caller's thread, or in queues: collectives
 // in turn, messages beside them.
 #pragma once
 
@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "../common/lanes.h"
+#include "../common/queues.h"
 #include "abi.h"
 #include "collectives.h"
 #include "delivery.h"
@@ -26,7 +26,7 @@ namespace fl {
 using WhereAmI = void (*)(fl_site* site);
 
 // Which no message has.
-constexpr Lane kCollectives{-1, false, 0};
+constexpr QueueId kCollectives{-1, false, 0};
 
 class ShmGroup : private Helper {
  public:
@@ -46,7 +46,7 @@ class ShmGroup : private Helper {
                const fl_site* site = nullptr);
 
   // Several messages at once, on the caller's thread; those with something before them in their
-  // lane are started.
+  // queue are started.
   std::vector<Result> exchange(const fl_message* messages, int count, double seconds);
   // The same in two steps. post() never sleeps; it returns null where all have ended well within so many
   // looks without any progress, none if `spins` is negative.
@@ -78,7 +78,7 @@ class ShmGroup : private Helper {
   bool is_ahead(int rank, fl_signature& call);
   // Null while the group can be used; else why it cannot, because of another rank for example.
   Result lost();
-  // End, and tell the others why.
+  // End, and report to the others why.
   void give_up(const std::string& why);
   // In a forked child: close the descriptors.
   void abandon() noexcept;
@@ -130,7 +130,7 @@ class ShmGroup : private Helper {
   Turn turn_;                   // whoever runs a collective has it
   std::atomic<bool> closed_{false};
   std::atomic<int> queued_{0};  // collectives that were started and have not ended
-  std::unique_ptr<Lanes> lanes_;
+  std::unique_ptr<Queues> queues_;
   // See starting.cc.
   Turn starting_;             // whoever has it may use the next one
   Result begun_;              // a collective that others know of, and that is not complete here

@@ -1,4 +1,4 @@
-// The messages of a group, beside its collectives: each in its lane, on the caller's thread or another.
+// The messages of a group, beside its collectives: each in its queue, on the caller's thread or another.
 #include <algorithm>
 #include <list>
 #include <optional>
@@ -11,34 +11,34 @@ namespace fl {
 namespace {
 
 // Beside other threads of this process, which need the processor.
-constexpr Patience kInALane{0, 20};
+constexpr Patience kInAQueue{0, 20};
 
-Lane lane_of(const fl_signature& s, int peer) { return {peer, s.verb == FL_SEND, s.root}; }
+QueueId queue_of(const fl_signature& s, int peer) { return {peer, s.verb == FL_SEND, s.root}; }
 
 // Of a receive that has to find out who sends, or how much.
-Lane lane_of_match(const fl_message& asked) {
+QueueId queue_of_match(const fl_message& asked) {
   return {asked.peer < 0 ? kAnyRank : asked.peer, false, asked.signature.root};
 }
 
-// A lane that was entered.
+// A queue that was entered.
 class Stay {
  public:
-  Stay(Lanes& lanes, const Lane& lane) : lanes_(&lanes), lane_(lane) {}
+  Stay(Queues& queues, const QueueId& id) : queues_(&queues), id_(id) {}
   ~Stay() {
-    if (lanes_ != nullptr) lanes_->leave(lane_);
+    if (queues_ != nullptr) queues_->leave(id_);
   }
   Stay(const Stay&) = delete;
 
-  const Lane& lane() const { return lane_; }
+  const QueueId& id() const { return id_; }
   std::shared_ptr<Operation> go_on(double seconds, std::function<void(Operation&)> run) {
-    return std::exchange(lanes_, nullptr)->go_on(lane_, seconds, std::move(run));
+    return std::exchange(queues_, nullptr)->go_on(id_, seconds, std::move(run));
   }
 
-  const Message* last = nullptr;  // in this lane
+  const Message* last = nullptr;  // in this queue
 
  private:
-  Lanes* lanes_;
-  const Lane lane_;
+  Queues* queues_;
+  const QueueId id_;
 };
 
 std::unique_ptr<Message> make_message(Mail& mail, const fl_message& m) {
@@ -56,7 +56,7 @@ Bytes end_of(const Message& message, Seen& seen) {
 
 }  // namespace
 
-// The messages of one call, on the caller's thread; those with something before them in their lane are
+// The messages of one call, on the caller's thread; those with something before them in their queue are
 // started.
 class ShmGroup::Messages final : public Exchange {
  public:
@@ -95,18 +95,18 @@ class ShmGroup::Messages final : public Exchange {
 
  private:
   struct One {
-    std::optional<Stay> stay;          // of the first one in a lane
+    std::optional<Stay> stay;          // of the first one in a queue
     std::unique_ptr<Message> message;  // or
     Result started;
   };
 
   void add(const fl_message& sent, int i) {
     One* const first = &ones_[0];
-    const Lane lane = lane_of(sent.signature, sent.peer);
+    const QueueId id = queue_of(sent.signature, sent.peer);
     One* stays = std::find_if(first, first + i, [&](const One& one) {
-      return one.stay.has_value() && one.stay->lane() == lane;
+      return one.stay.has_value() && one.stay->id() == id;
     });
-    if (stays == first + i && group_.lanes_->enter(lane)) stays->stay.emplace(*group_.lanes_, lane);
+    if (stays == first + i && group_.queues_->enter(id)) stays->stay.emplace(*group_.queues_, id);
     if (!stays->stay.has_value()) {
       ones_[i].started = group_.start_message(sent, seconds_);
       return;
@@ -155,10 +155,10 @@ ShmGroup::Result ShmGroup::known(const Message& message) {
 
 // What can be done at once is done here: an offer is made, or what is there already is taken.
 ShmGroup::Result ShmGroup::start_message(const fl_message& sent, double seconds) {
-  const Lane lane = lane_of(sent.signature, sent.peer);
+  const QueueId id = queue_of(sent.signature, sent.peer);
   const std::shared_ptr<Message> message = make_message(mail_, sent);
-  if (!lanes_->enter(lane)) return lanes_->submit(lane, seconds, rest_of(message));
-  Stay stay(*lanes_, lane);
+  if (!queues_->enter(id)) return queues_->submit(id, seconds, rest_of(message));
+  Stay stay(*queues_, id);
   auto result = guarded([&](Seen& seen) {
     message->step();
     return end_of(*message, seen);
@@ -168,28 +168,28 @@ ShmGroup::Result ShmGroup::start_message(const fl_message& sent, double seconds)
 }
 
 ShmGroup::Result ShmGroup::run_match(const fl_message& asked, fl_match& match, double seconds) {
-  const Lane lane = lane_of_match(asked);
-  if (!lanes_->enter(lane)) return start_match(asked, match, seconds);
-  const Stay stay(*lanes_, lane);
+  const QueueId id = queue_of_match(asked);
+  if (!queues_->enter(id)) return start_match(asked, match, seconds);
+  const Stay stay(*queues_, id);
   return guarded([&](Seen& seen) {
     return receive_match(asked, match, {seconds, interrupt_, peers_.patience()}, seen);
   });
 }
 
 ShmGroup::Result ShmGroup::start_match(const fl_message& asked, fl_match& match, double seconds) {
-  return lanes_->submit(lane_of_match(asked), seconds, [this, asked, &match](Operation& operation) {
-    const Waiting waiting{operation.seconds, nullptr, kInALane};
+  return queues_->submit(queue_of_match(asked), seconds, [this, asked, &match](Operation& operation) {
+    const Waiting waiting{operation.seconds, nullptr, kInAQueue};
     operation.output = receive_match(asked, match, waiting, operation.seen);
   });
 }
 
 Bytes ShmGroup::receive_match(fl_message asked, fl_match& match, const Waiting& waiting,
                               Seen& seen) {
-  Search search(mail_, peers_, *lanes_, asked.peer, asked.signature.root);
+  Search search(mail_, peers_, *queues_, asked.peer, asked.signature.root);
   match.source = search.run(waiting, match.patience);
   if (match.source < 0) return {};
   std::optional<Stay> stay;  // which the search has entered
-  if (asked.peer < 0) stay.emplace(*lanes_, Lane{match.source, false, asked.signature.root});
+  if (asked.peer < 0) stay.emplace(*queues_, QueueId{match.source, false, asked.signature.root});
   asked.peer = match.source;
   if (match.partial != 0) asked.signature = fitted(asked.signature, search.offered());
   match.rows = asked.signature.ndim > 0 ? asked.signature.shape[0] : 1;
@@ -201,7 +201,7 @@ Bytes ShmGroup::receive_match(fl_message asked, fl_match& match, const Waiting& 
 // What a thread does with a message.
 std::function<void(Operation&)> ShmGroup::rest_of(std::shared_ptr<Message> message) {
   return [this, message = std::move(message)](Operation& operation) {
-    deliver(mail_, peers_, {message.get()}, {operation.seconds, nullptr, kInALane});
+    deliver(mail_, peers_, {message.get()}, {operation.seconds, nullptr, kInAQueue});
     operation.output = end_of(*message, operation.seen);
   };
 }
@@ -213,12 +213,12 @@ std::vector<ShmGroup::Result> ShmGroup::start_exchange(const fl_message* message
   std::vector<Message*> all;
   std::list<Stay> stays;
   for (int i = 0; i < count; ++i) {
-    const Lane lane = lane_of(messages[i].signature, messages[i].peer);
-    if (!lanes_->enter(lane)) {
+    const QueueId id = queue_of(messages[i].signature, messages[i].peer);
+    if (!queues_->enter(id)) {
       results[i] = start_message(messages[i], seconds);
       continue;
     }
-    stays.emplace_back(*lanes_, lane);
+    stays.emplace_back(*queues_, id);
     own[i] = make_message(mail_, messages[i]);
     all.push_back(own[i].get());
   }

@@ -5,7 +5,7 @@
 // receives takes the oldest offer with its tag, compares what the two have called, and answers. The rest of a long message is then read from the sender's
 // memory, or flows through the pieces of the channel: one message at a time, in the order in which
 // they were accepted, so that all of them come to their end. What one end does is done by any of its threads, under the end's lock;
-// what the other end reads is written by atomics, and the bell rings.
+// what the other end reads is written by atomics, and the futex is woken.
 #pragma once
 
 #include <algorithm>
@@ -81,7 +81,7 @@ class Mail {
   std::unique_ptr<Inbox[]> inboxes_;
 };
 
-// Of the bell that rings for messages between two ranks.
+// Of the futex that is woken for messages between two ranks.
 inline uint32_t bits_of(int from, int to) { return 1u << ((from * 5 + to) % 32); }
 
 constexpr size_t kLeastPiece = 8 << 10;
@@ -111,7 +111,7 @@ class Message {
   Seen seen() const;
 
   int peer() const { return from_ == mail_.rank ? to_ : from_; }
-  // Of the bell that rings for it.
+  // Of the futex that is woken for it.
   uint32_t bits() const { return bits_of(from_, to_); }
 
  protected:
@@ -121,9 +121,9 @@ class Message {
     const size_t part = std::max(kLeastPiece, bytes_ / kPieces);
     return std::min({mail_.segment.piece_bytes(), part, bytes_ - at});
   }
-  void ring_peer() { mail_.segment.block(peer()).bell.ring(bits()); }
+  void wake_peer() { mail_.segment.block(peer()).futex.wake(bits()); }
   std::string peer_is(const char* doing, const std::vector<int32_t>& tags) const;
-  void ring_own() { mail_.segment.block(mail_.rank).bell.ring(bits()); }
+  void wake_own() { mail_.segment.block(mail_.rank).futex.wake(bits()); }
 
   Mail& mail_;
   const int from_, to_;
@@ -143,7 +143,7 @@ uint64_t digest_of(const fl_signature& call);
 std::unique_ptr<Message> make_send(Mail& mail, const fl_message& mine);
 std::unique_ptr<Message> make_receive(Mail& mail, const fl_message& mine);
 
-// What the ends tell each other, in one order with the bell: see there.
+// What the ends announce to each other, in one order with the futex: see there.
 inline void publish(std::atomic<uint32_t>& counter, uint32_t value) {
   counter.exchange(value, std::memory_order_seq_cst);
 }

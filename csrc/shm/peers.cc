@@ -55,10 +55,10 @@ void Peers::close_files() noexcept {
 
 std::optional<Failure> Peers::loss(const Concern& concern) {
   if (stopped_) return why_ended();  // whatever others make of it
-  if (auto told = farewell(concern)) return told;
+  if (auto found = farewell(concern)) return found;
   const std::vector<int> gone = dead(concern);
   if (!gone.empty()) {
-    if (auto told = farewell(concern)) return told;  // who could say why it ended said so before
+    if (auto found = farewell(concern)) return found;  // who could say why it ended said so before
     return Failure(FL_PEER_LOST, gone, "its process has ended");
   }
   if (has_ended()) return why_ended();
@@ -160,7 +160,7 @@ void Peers::give_up(const Failure& failure) noexcept {
 
 void Peers::stop() {
   stopped_ = true;
-  segment_.block(rank_).bell.ring(~0u);
+  segment_.block(rank_).futex.wake(~0u);
 }
 
 // Watch ---------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Watch {
     if (!counter.reached(target)) wait_long(counter, target, peer);
   }
 
-  // The same, and do what others ask for meanwhile: `serve` tells whether they did. The first request
+  // The same, and do what others ask for meanwhile: `serve` returns whether they did. The first request
   // may wait for a slice, those that follow do not.
   template <typename Serve>
   void wait_and(Counter& counter, uint32_t target, int peer, Serve serve) {

@@ -30,7 +30,7 @@ class Receiving final : public Message {
   void settle() override {
     if (state_ != kWaits) return;
     const std::lock_guard<std::mutex> lock(inbox_.mutex);
-    if (wish_.declare(channel_, mine_.root)) ring_peer();
+    if (wish_.declare(channel_, mine_.root)) wake_peer();
   }
 
   std::string what_keeps_it() override {
@@ -117,7 +117,7 @@ class Receiving final : public Message {
   void answer(Answer answer) {
     offer_->answer = answer;
     publish(offer_->answers, look(offer_->answers) + 1);
-    ring_peer();
+    wake_peer();
   }
 
   bool read() {
@@ -165,11 +165,11 @@ class Receiving final : public Message {
       copy(data_ + received_, mail_.segment.piece(from_, to_, drained), size);
       received_ += size;
       publish(channel_.drained, ++drained);
-      ring_peer();
+      wake_peer();
     }
     if (received_ == bytes_) {
       publish(inbox_.turn, turn_ + 1);
-      ring_own();
+      wake_own();
       end_trial();
       ended_ = true;
     }

@@ -6,8 +6,8 @@
 
 namespace fl {
 
-Search::Search(Mail& mail, Peers& peers, Lanes& lanes, int peer, int32_t tag)
-    : mail_(mail), peers_(peers), lanes_(lanes), any_(peer < 0), tag_(tag) {
+Search::Search(Mail& mail, Peers& peers, Queues& queues, int peer, int32_t tag)
+    : mail_(mail), peers_(peers), queues_(queues), any_(peer < 0), tag_(tag) {
   // From another one each time, so that nobody who sends again and again keeps the others
   // from it.
   for (int i = 1; i < mail.size && any_; ++i) ranks_.push_back((mail.rank + i) % mail.size);
@@ -49,7 +49,7 @@ bool Search::look() {
     const auto known = std::find_if(inbox.known.begin(), inbox.known.end(),
                                     [&](const Inbox::Known& one) { return one.envelope.tag == tag_; });
     if (known == inbox.known.end()) continue;
-    if (any_ && !lanes_.enter({from, false, tag_})) continue;  // another receive takes it
+    if (any_ && !queues_.enter({from, false, tag_})) continue;  // another receive takes it
     offered_ = mail_.segment.offer(from, mail_.rank, known->envelope.place).signature;
     found_ = from;
     return true;
@@ -65,13 +65,13 @@ bool Search::sleep(long milliseconds) {
     bits |= bits_of(from, mail_.rank);
     const std::lock_guard<std::mutex> lock(mail_.from(from).mutex);
     if (!wishes_[i].declare(mail_.segment.channel(from, mail_.rank), tag_)) continue;
-    mail_.segment.block(from).bell.ring(bits_of(from, mail_.rank));
+    mail_.segment.block(from).futex.wake(bits_of(from, mail_.rank));
   }
-  Bell& bell = mail_.segment.block(mail_.rank).bell;
-  const uint32_t rings = bell.listen();
+  Futex& futex = mail_.segment.block(mail_.rank).futex;
+  const uint32_t wakes = futex.begin_wait();
   const bool found = look();
-  if (!found) bell.sleep(rings, bits, milliseconds);
-  bell.leave();
+  if (!found) futex.wait(wakes, bits, milliseconds);
+  futex.end_wait();
   return found || look();
 }
 

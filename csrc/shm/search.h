@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "../common/lanes.h"
+#include "../common/queues.h"
 #include "delivery.h"
 #include "message.h"
 #include "peers.h"
@@ -12,9 +12,9 @@ namespace fl {
 
 class Search {
  public:
-  // For offers with `tag` of `peer`, whose lane the caller is in, or where that is -1 of any rank:
-  // then the lane of the one that is found is entered, so that no other receive takes its message.
-  Search(Mail& mail, Peers& peers, Lanes& lanes, int peer, int32_t tag);
+  // For offers with `tag` of `peer`, whose queue the caller is in, or where that is -1 of any rank:
+  // then the queue of the one that is found is entered, so that no other receive takes its message.
+  Search(Mail& mail, Peers& peers, Queues& queues, int peer, int32_t tag);
   ~Search();
   Search(const Search&) = delete;
 
@@ -32,7 +32,7 @@ class Search {
 
   Mail& mail_;
   Peers& peers_;
-  Lanes& lanes_;
+  Queues& queues_;
   const bool any_;
   const int32_t tag_;
   std::vector<int> ranks_;     // that may send

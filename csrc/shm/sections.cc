@@ -103,7 +103,7 @@ Collectives::Routes Collectives::routes_of(const Sections& sections) const {
   return Routes(sections, rank_, std::max(least, chunk_for(sections.most_bytes())));
 }
 
-// Fill this rank's slots with what is for the others. `consume` is told when the pieces of a chunk
+// Fill this rank's slots with what is for the others. `consume` is called when the pieces of a chunk
 // from all sources lie at from_.
 void Collectives::stream_sections(const Routes& routes, const void* data,
                                   const std::function<void(uint32_t)>& consume) {
@@ -219,13 +219,13 @@ void Collectives::exchange_sections(const fl_signature& mine, const Sections& se
   }
 }
 
-// The root's signature tells of one part; what the others know of it may be nothing.
+// The root's signature describes one part; what the others know of it may be nothing.
 Bytes Collectives::scatter(const fl_signature& mine, const void* data, void* output) {
   const int root = mine.root;
   const bool is_root = rank_ == root;
   receive_calls(mine);
-  const fl_signature& told = call_of(root).signature;
-  const size_t part = static_cast<size_t>(told.count) * told.itemsize;
+  const fl_signature& given = call_of(root).signature;
+  const size_t part = static_cast<size_t>(given.count) * given.itemsize;
   Bytes made;
   if (output == nullptr) {
     made = make_bytes(part);

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "../common/abi.h"
-#include "bell.h"
+#include "futex.h"
 #include "choice.h"
 #include "counter.h"
 
@@ -60,7 +60,7 @@ constexpr size_t kTinyBytes = 16;
 constexpr size_t kInlineBytes = 16384;
 constexpr uint32_t kSlots = 4;
 
-// What a rank tells the others when it calls. A tiny call is told by the first line alone: one
+// What a rank announces when it calls. A tiny call is all in the first line: one
 // cache line goes from core to core. The number is raised last.
 struct alignas(kLine) Call {
   Counter number;
@@ -96,7 +96,7 @@ struct alignas(kLine) Farewell {
 
 // After a mismatch: where this rank has made that call.
 struct alignas(kLine) Place {
-  Counter told;  // the number of the call
+  Counter announced;  // the number of the call
   fl_site site;
 };
 
@@ -117,7 +117,7 @@ struct alignas(kLine) RankBlock {
   Place place;
   Request request;
   Farewell farewell;
-  alignas(kLine) Bell bell;  // for the threads of this rank that wait for messages
+  alignas(kLine) Futex futex;  // for the threads of this rank that wait for messages
   alignas(kLine) std::atomic<int32_t> pid;  // written last; 0: not there yet
   std::atomic<uint64_t> pid_namespace;
   std::atomic<int32_t> holds_lock;  // of its byte of the file, while it lives

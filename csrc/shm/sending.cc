@@ -65,7 +65,7 @@ class Sending final : public Message {
     envelope.digest = digest_of(mine_);
     envelope.eager = static_cast<uint32_t>(eager);
     publish(posting.number, number);
-    ring_peer();
+    wake_peer();
     state_ = kOffered;
     return true;
   }
@@ -125,7 +125,7 @@ class Sending final : public Message {
       if (with_eager && has_eager_) outbox_.eager_taken = false;
       is_awaited = outbox_.short_of_places > 0;
     }
-    if (is_awaited) ring_own();
+    if (is_awaited) wake_own();
   }
 
   bool begin_to_flow() {
@@ -144,12 +144,12 @@ class Sending final : public Message {
       (way_ == kThroughCaches ? copy : stream_copy)(piece, data_ + sent_, size);
       sent_ += size;
       publish(channel_.filled, ++filled);
-      ring_peer();
+      wake_peer();
     }
     if (sent_ == bytes_) {
       last_ = filled;
       publish(outbox_.turn, turn_ + 1);
-      ring_own();
+      wake_own();
       state_ = kIsTaken;
     }
     return filled != before;

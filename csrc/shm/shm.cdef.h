@@ -42,7 +42,7 @@ fl_op *fl_shm_run(fl_shm_group *group, const fl_signature *signature, void *data
 
 /* Run several messages at once, on the caller's thread; `async`: for a moment only. results[i] is NULL
    where message i has ended well, else a handle: of its failure, or of one that goes on (async, or an
-   earlier message of its lane is not done). */
+   earlier message of its id is not done). */
 void fl_shm_exchange(fl_shm_group *group, const fl_message *messages, int count, double seconds,
                      int async, fl_op **results);
 
@@ -77,7 +77,7 @@ int fl_shm_drop_region(fl_shm_group *group, void *array);
 /* Called now and then while the caller's own thread waits in one of these; not 0: give up. */
 void fl_shm_on_interrupt(fl_shm_group *group, int (*check)(void));
 
-/* Called on the caller's thread where other ranks must be told where the program has called. */
+/* Called on the caller's thread where other ranks are to know where the program has called. */
 void fl_shm_on_mismatch(fl_shm_group *group, void (*where)(fl_site *site));
 
 /* What users call the ranks of this group, where it is part of a larger one: `size` numbers. Before
@@ -93,7 +93,7 @@ int fl_shm_is_ahead(fl_shm_group *group, int rank, fl_signature *call);
    not ended it, as long as its process runs. Does not wait. */
 fl_op *fl_shm_lost(fl_shm_group *group);
 
-/* End the group, and tell the others why, in words that end their operations too (FL_RAISED). */
+/* End the group, and report to the others why, in words that end their operations too (FL_RAISED). */
 void fl_shm_give_up(fl_shm_group *group, const char *why);
 
 /* In a child that was forked: close the descriptors and touch nothing else. The group is not used

@@ -3,7 +3,7 @@
 // One whose data travels with its call is begun at once, on the caller's thread: then no other rank
 // waits for this one any more, and no thread has to wake up. What is left is done by whoever comes
 // first: who waits for it, who calls the next, or after a millisecond a thread of the group. All others
-// run in their lane.
+// run in their queue.
 #include <sched.h>
 
 #include <algorithm>
@@ -38,7 +38,7 @@ std::shared_ptr<Operation> ShmGroup::make_collective(const fl_signature& signatu
                                                      const fl_site& site, bool is_begun) {
   // It counts until it has ended for those who look as well: finish() lets go of what it runs.
   const auto queued = std::make_shared<Queued>(queued_);
-  return lanes_->make(seconds, [=, queued = queued](Operation& operation) {
+  return queues_->make(seconds, [=, queued = queued](Operation& operation) {
     const Running running(*this, nullptr);
     if (is_begun) {
       is_begun_ = false;
@@ -63,7 +63,7 @@ ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void*
   Result result;
   if (begin_small(signature, data, output, seconds, site, result)) return result;
   result = make_collective(signature, data, output, seconds, site, false);
-  lanes_->submit(kCollectives, result);
+  queues_->submit(kCollectives, result);
   return result;
 }
 
@@ -91,7 +91,7 @@ bool ShmGroup::begin_small(const fl_signature& s, void* data, void* output, doub
   begun_->helper = this;
   try {
     ticker_.wind();
-  } catch (const std::exception&) {  // no thread: the lane says so
+  } catch (const std::exception&) {  // no thread: the queue says so
     hand_over();
   }
   return true;
@@ -116,7 +116,7 @@ void ShmGroup::end_begun(Patience patience, bool or_hand_over) {
 }
 
 void ShmGroup::hand_over() {
-  lanes_->submit(kCollectives, std::exchange(begun_, nullptr));
+  queues_->submit(kCollectives, std::exchange(begun_, nullptr));
 }
 
 // Whether nothing is queued any more, without waiting.

@@ -1,0 +1,54 @@
+// Wakes the threads of a rank that sleep until something has changed, whatever it is.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+
+namespace fl {
+
+// A thread may wait for several things at once, which a Counter does not allow: each sets bits of
+// its choice, and is woken by whoever wakes one of them.
+//
+// What is waited for is written, and read again between begin_wait() and wait(), in one order with
+// what happens here (seq_cst): either the waiter sees it, or the one who wakes sees the waiter.
+class Futex {
+ public:
+  // After a change. Costs next to nothing while nobody waits.
+  void wake(uint32_t bits) {
+    if (waiters_.load(std::memory_order_seq_cst) == 0) return;
+    wakes_.fetch_add(1, std::memory_order_seq_cst);
+    syscall(SYS_futex, word(), FUTEX_WAKE_BITSET, INT_MAX, nullptr, nullptr, bits);
+  }
+
+  // From here on nothing is missed: wait(begin_wait(), ...) returns at once if wake() was called
+  // between the two. end_wait() must follow.
+  uint32_t begin_wait() {
+    waiters_.fetch_add(1, std::memory_order_seq_cst);
+    return wakes_.load(std::memory_order_seq_cst);
+  }
+
+  void end_wait() { waiters_.fetch_sub(1, std::memory_order_relaxed); }
+
+  void wait(uint32_t wakes, uint32_t bits, long milliseconds) {
+    timespec end;
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    end.tv_nsec += milliseconds * 1000000;
+    end.tv_sec += end.tv_nsec / 1000000000;
+    end.tv_nsec %= 1000000000;
+    syscall(SYS_futex, word(), FUTEX_WAIT_BITSET, wakes, &end, nullptr, bits);
+  }
+
+ private:
+  uint32_t* word() { return reinterpret_cast<uint32_t*>(&wakes_); }
+
+  std::atomic<uint32_t> wakes_{0};
+  std::atomic<uint32_t> waiters_{0};
+};
+
+}  // namespace fl
