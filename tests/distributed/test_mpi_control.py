@@ -81,7 +81,7 @@ def test_a_rank_that_has_done_its_part_may_leave(control: str) -> None:
         assert outcome.value == [1.0] * 10, outcome.report()
 
 
-@pytest.mark.parametrize("control", [GLOO, "both"])
+@pytest.mark.parametrize("control", [GLOO, pytest.param("both", marks=pytest.mark.slow)])
 def test_a_rank_that_stays_away_is_named_on_several_hosts(control: str) -> None:
     outcomes = run_outcomes(stay_away, 3, 4.0, **mpi_world(control, TIMEOUT=1))
     for rank in (0, 2):

@@ -12,9 +12,16 @@ from tests.distributed.conformance import ranks_in, two_hosts
 from tests.distributed.oracles import ORACLES, run_with_mpi
 from tests.distributed.programs import ASYNCHRONOUS, ROOTED, VERBS, Call, programs, run_program
 
-WORLDS = [("single", 1), ("gloo", 2), ("gloo", 5), ("shm", 2), ("shm", 5)]
-WORLDS += [("hierarchical", 5), ("mpi", 2), ("mpi", 4)]
-SLOW = [("gloo", 4), ("shm", 3), ("hierarchical", 3), ("mpi", 5)]
+WORLDS = [("single", 1), ("gloo", 2), ("shm", 5), ("hierarchical", 5), ("mpi", 2)]
+SLOW = [
+    ("gloo", 4),
+    ("gloo", 5),
+    ("shm", 2),
+    ("shm", 3),
+    ("hierarchical", 3),
+    ("mpi", 4),
+    ("mpi", 5),
+]
 
 # The same programs every time. A failing one is not shrunk: each try would need new processes.
 repeatable = settings(
