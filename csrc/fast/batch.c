@@ -82,9 +82,7 @@ static PyObject *work_of(const Binding *binding, const batch *all, int i, fl_op 
     return all->x[i];
   }
   binding->stamp(op, &row->ended, -(int64_t)id);
-  return PyObject_CallFunction(binding->started, "KiOOOOiiK", (unsigned long long)(uintptr_t)op,
-                               (int)call->signature.verb, all->x[i], Py_None, all->x[i], Py_None,
-                               (int)call->signature.root, call->peer, (unsigned long long)id);
+  return work_for(binding, op, call, all->x[i], Py_None, all->x[i], Py_None, id);
 }
 
 static PyObject *begin_all(Binding *binding, batch *all) {
@@ -100,11 +98,29 @@ static PyObject *begin_all(Binding *binding, batch *all) {
   Py_BEGIN_ALLOW_THREADS;
   binding->exchange(binding->group, all->messages, all->count, binding->seconds, 1, ops);
   Py_END_ALLOW_THREADS;
-  PyObject *works = PyList_New(all->count);
-  for (int i = 0; i < all->count; ++i) {
+  PyObject *works = PyList_New(all->count), *kind = NULL, *error = NULL, *trace = NULL;
+  for (int i = 0; i < all->count; ++i) { /* all of them, as all have been started */
+    if (PyErr_Occurred() != NULL) {
+      PyObject *later[3]; /* the first one counts */
+      PyErr_Fetch(&later[0], &later[1], &later[2]);
+      if (kind == NULL) {
+        kind = later[0], error = later[1], trace = later[2];
+      } else {
+        for (int k = 0; k < 3; ++k) Py_XDECREF(later[k]);
+      }
+    }
     PyObject *work = work_of(binding, all, i, ops[i]);
-    if (works == NULL || work == NULL || PyList_SetItem(works, i, work) != 0) Py_CLEAR(works);
+    if (work == NULL || works == NULL) {
+      Py_XDECREF(work);
+    } else {
+      PyList_SetItem(works, i, work);
+    }
   }
+  if (kind != NULL) {
+    PyErr_Clear();
+    PyErr_Restore(kind, error, trace);
+  }
+  if (PyErr_Occurred() != NULL) Py_CLEAR(works);
   return works;
 }
 

@@ -82,6 +82,8 @@ PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *
 /* Begin the messages of `ops`, a list of P2POp: a list of their arrays, or Works of those that go on;
    NotImplemented as native_call. */
 PyObject *native_batch(Binding *binding, PyObject *ops);
+PyObject *work_for(const Binding *binding, fl_op *op, const plain_call *call, PyObject *x, PyObject *out,
+                   PyObject *result, PyObject *room, uint64_t id);
 void fill_message(fl_message *message, const plain_call *call, const fl_site *site);
 
 /* Python names of attributes. */

@@ -220,6 +220,21 @@ static PyObject *run_message(Binding *binding, PyObject *x, PyObject *out, plain
   return end(binding, op, x, out, call, made);
 }
 
+/* The Work of an operation that has been started, or the result of one that has ended. Where a signal
+   handler raises meanwhile, nobody may have what the operation still writes to: that stays for ever. */
+PyObject *work_for(const Binding *binding, fl_op *op, const plain_call *call, PyObject *x, PyObject *out,
+                   PyObject *result, PyObject *room, uint64_t id) {
+  const fl_signature *s = &call->signature;
+  PyObject *work = PyObject_CallFunction(
+      binding->started, "KiOOOOiiK", (unsigned long long)(uintptr_t)op, (int)s->verb, x, out, result, room,
+      (int)s->root, call->peer, (unsigned long long)id);
+  if (work == NULL && op != NULL) {
+    PyObject *const used[] = {x, out, result, room};
+    for (int i = 0; i < 4; ++i) Py_INCREF(used[i]);
+  }
+  return work;
+}
+
 /* Through `run` without waiting: a Work, in which everything lives that the operation uses. */
 static PyObject *start(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
   const fl_signature *s = &call->signature;
@@ -244,10 +259,8 @@ static PyObject *start(Binding *binding, PyObject *x, PyObject *out, plain_call 
   } else {
     binding->stamp(op, &made.row->ended, -(int64_t)made.id);
   }
-  PyObject *work = PyObject_CallFunction(
-      binding->started, "KiOOOOiiK", (unsigned long long)(uintptr_t)op, (int)s->verb, x, out,
-      call->result == NULL ? Py_None : call->result, room, (int)s->root, call->peer,
-      (unsigned long long)made.id);
+  PyObject *result = call->result == NULL ? Py_None : call->result;
+  PyObject *work = work_for(binding, op, call, x, out, result, room, made.id);
   Py_XDECREF(call->result);
   if (room != Py_None) Py_DECREF(room);
   return work;

@@ -90,8 +90,8 @@ static fl_op *move(Binding *binding, PyObject *x, PyObject *out, const int64_t *
                    ring_call *row) {
   const int size = binding->size;
   const fl_signature *s = &call->signature;
-  const int64_t have = s->shape[0];
-  const int64_t row_bytes = have > 0 ? s->count / have * s->itemsize : 0;
+  int64_t row_bytes = s->itemsize; /* also where this rank has no rows, and others have some for it */
+  for (int d = 1; d < s->ndim; ++d) row_bytes *= s->shape[d];
   int64_t arrive = 0, bytes[MOST_RANKS * MOST_RANKS];
   for (int r = 0; r < size; ++r) arrive += table[r * size + binding->rank];
   call->result = room_for(x, out, arrive);

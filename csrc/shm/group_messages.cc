@@ -150,6 +150,7 @@ std::unique_ptr<ShmGroup::Exchange> ShmGroup::post(const fl_message* messages, i
 
 // Of a message that has ended well: null, or of one that was only compared what both have called.
 ShmGroup::Result ShmGroup::known(const Message& message) {
+  if (!message.is_only_compared()) return nullptr;
   return guarded([&](Seen& seen) { return end_of(message, seen); });
 }
 

@@ -17,8 +17,6 @@ from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.constants import ReduceOp
 
-__all__ = ["combined", "cut", "joined"]
-
 _UFUNC = {
     ReduceOp.SUM: "add",
     ReduceOp.AVG: "add",
@@ -58,7 +56,12 @@ def combined(
 
 
 def cut(rows: Any, counts: Sequence[int]) -> list[Any]:
-    """Return ``rows`` in parts, of so many of them each."""
+    """Return ``rows`` in parts, of so many of them each.
+
+    Example:
+        >>> [part.tolist() for part in cut(np.arange(5), [2, 0, 3])]
+        [[0, 1], [], [2, 3, 4]]
+    """
     return [rows[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
 
 

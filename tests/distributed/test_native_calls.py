@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import threading
 import time
 from contextlib import nullcontext
@@ -19,6 +21,7 @@ from flashlight_py.distributed.recorder.record import Record
 from flashlight_py.distributed.work import Work
 from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import GroupClosedError, MismatchError
+from tests.distributed.harness import run_outcomes
 
 BACKENDS = ["shm", "gloo"]
 CODES = {verb.name: code for code, verb in journal.NATIVE.items()}
@@ -303,3 +306,50 @@ def several_at_once(rank: int, size: int) -> int:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_several_messages_are_native(pool: Any, backend: str) -> None:
     assert pool(2, params={"BACKEND": backend}).run(several_at_once)[0] >= 13
+
+
+def rows_of_one_rank(rank: int, size: int) -> None:
+    """One that has nothing to give, and is given something."""
+    for width in (3, 5000):
+        x = np.arange(4.0 * width).reshape(4, width)
+        mine, rows = (x[:0], [0, 0]) if rank == 0 else (x, [3, 1])
+        for out in (None, None, np.full((3, width) if rank == 0 else (1, width), -1.0)):
+            got = fl.all_to_all(mine, rows, out=out)
+            assert np.array_equal(got, x[:3] if rank == 0 else x[3:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_without_rows_receives_those_of_others(pool: Any, backend: str) -> None:
+    pool(2, params={"BACKEND": backend}).run(rows_of_one_rank)
+
+
+class Alarm(Exception):
+    """What a signal handler raises."""
+
+
+def interrupted_batches(rank: int, size: int) -> int:
+    """A handler raises at any moment while messages are started; all of them end later."""
+
+    def handler(number: int, frame: Any) -> None:
+        raise Alarm
+
+    began, kept = 0, []
+    if rank == 0:
+        before = signal.signal(signal.SIGALRM, handler)
+        for _ in range(60):
+            arrays = [np.zeros(3) for _ in range(6)]
+            ops = [fl.P2POp("recv", x, 1, tag=began + i) for i, x in enumerate(arrays)]
+            with contextlib.suppress(Alarm):  # also one that arrives while the timer is stopped
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.0002)
+                    kept.append(fl.batch_isend_irecv(ops))
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            began += 6
+        signal.signal(signal.SIGALRM, before)
+    return len(kept)
+
+
+def test_an_interrupted_batch_raises_what_the_handler_has_raised() -> None:
+    outcomes = run_outcomes(interrupted_batches, 2, params={"BACKEND": "shm"})
+    assert all(outcome.ok for outcome in outcomes), outcomes[0].report()

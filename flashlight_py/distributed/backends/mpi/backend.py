@@ -24,8 +24,6 @@ from flashlight_py.distributed.verbs import GATHER, VERBS, Verb
 from flashlight_py.distributed.work import Done, Then, Work
 from flashlight_py.errors import DistributedError
 
-__all__ = ["MpiBackend"]
-
 # Of all ranks together, of which a verb that the library lacks makes its result at a time.
 _PIECE_BYTES = 4 << 20
 

@@ -19,8 +19,6 @@ from typing import Any
 
 from flashlight_py.distributed.control.abort import is_interactive
 
-__all__ = ["install", "uninstall"]
-
 # How long a rank whose program has raised waits for what is read, and then for the others.
 _LINGER_SECONDS = 1.0
 _LOOK_SECONDS = 1e-3
@@ -59,7 +57,7 @@ class _Guard:
 
 
 def _await_reader(descriptor: int, end: float) -> None:
-    """Wait until all that was written into a pipe has been read; no event tells of it."""
+    """Wait until all that was written into a pipe has been read; no event reports it."""
     while time.monotonic() < end and _unread(descriptor):
         time.sleep(_LOOK_SECONDS)
 
@@ -82,7 +80,7 @@ _users = 0
 def install(mpi: Any, linger: Callable[[float], None]) -> None:
     """Guard this process until ``uninstall`` has been called as often; not a Python prompt.
 
-    ``linger(end)`` gives the others time to hear of it, until the clock says ``end``.
+    ``linger(end)`` gives the others time to notice, until the clock says ``end``.
     """
     global _guard, _users  # noqa: PLW0603  (there is one sys.excepthook)
     _users += 1

@@ -18,8 +18,6 @@ from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.constants import ReduceOp
 
-__all__ = ["Form", "form_of"]
-
 _TYPES = {
     **{np.dtype(f"int{bits}"): f"INT{bits}_T" for bits in (8, 16, 32, 64)},
     **{np.dtype(f"uint{bits}"): f"UINT{bits}_T" for bits in (8, 16, 32, 64)},

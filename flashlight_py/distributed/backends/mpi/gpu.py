@@ -18,8 +18,6 @@ from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import BARRIER, SCATTER, SEND
 from flashlight_py.distributed.work import Then, Work
 
-__all__ = ["MpiGpuBackend"]
-
 
 class MpiGpuBackend(Backend):
     """The CuPy side of ``host``, the MPI backend of the same ranks.

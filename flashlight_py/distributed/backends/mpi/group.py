@@ -27,8 +27,6 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-__all__ = ["Group"]
-
 Body = Callable[[Any], Steps]
 
 

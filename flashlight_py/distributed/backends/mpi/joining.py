@@ -14,8 +14,6 @@ from flashlight_py.distributed.backends.mpi.progress import progress_of
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import DistributedError, UnavailableEverywhereError
 
-__all__ = ["join"]
-
 
 @dataclass(frozen=True)
 class _Card:

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Leaving"]
-
 _log = logging.getLogger("flashlight_py")
 
 # Messages of users have tags below this one, the largest that MPI promises.

@@ -7,8 +7,6 @@ from typing import Any
 from flashlight_py.distributed.rendezvous.mpi_store import load_mpi
 from flashlight_py.errors import BackendUnavailableError
 
-__all__ = ["describe", "has_threads", "load"]
-
 
 def load() -> Any:
     """Import and return ``mpi4py.MPI``, initialised.

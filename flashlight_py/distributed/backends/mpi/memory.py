@@ -1,4 +1,4 @@
-"""Arrays as MPI takes them: bytes in a row, in pieces that its 32-bit counts can tell."""
+"""Arrays as MPI takes them: bytes in a row, in pieces that its 32-bit counts can express."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
-
-__all__ = ["as_bytes", "chunks", "largest", "on_device", "settle"]
 
 # The largest count of MPI-3's functions. MPI-4 has larger ones, not every library has MPI-4, and
 # pieces of 2 GB cost nothing.

@@ -14,22 +14,9 @@ from typing import Any, TypeAlias
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.backends.mpi.memory import chunks, largest, settle
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
-
-__all__ = ["Movement", "cut"]
+from flashlight_py.distributed.combining import cut
 
 Parts: TypeAlias = Iterable[tuple[int, Any]]
-
-
-def cut(flat: Array, counts: Sequence[int]) -> list[Array]:
-    """Return the parts of ``flat`` that have ``counts`` elements, in order.
-
-    Example:
-        >>> import numpy as np
-        >>> [part.tolist() for part in cut(np.arange(5), [2, 0, 3])]
-        [[0, 1], [], [2, 3, 4]]
-    """
-    ends = list(itertools.accumulate(counts))
-    return [flat[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
 def _tag_of(number: int) -> int:

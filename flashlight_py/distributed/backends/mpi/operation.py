@@ -15,8 +15,6 @@ from flashlight_py.errors import CollectiveTimeoutError, DistributedError, PeerL
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.mpi.group import Group
 
-__all__ = ["Operation"]
-
 # How often a rank that waits for MPI looks whether the others still work.
 _LOOK_SECONDS = 0.05
 # So long an operation of a CPU backend that is closed may take to end.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from flashlight_py.distributed.backends.mpi.group import Group
     from flashlight_py.distributed.backends.mpi.operation import Operation
 
-__all__ = ["Progress", "Steps", "progress_of"]
-
 Steps: TypeAlias = Generator[None, None, Any]
 
 # A wait polls, as MPI can wait neither for one of several kinds of things nor for a limited time.

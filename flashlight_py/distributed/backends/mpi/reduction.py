@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -11,24 +10,12 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.backends.mpi.forms import Form, form_of
 from flashlight_py.distributed.backends.mpi.memory import as_bytes, chunks, largest, settle
-from flashlight_py.distributed.backends.mpi.movement import Movement, cut
+from flashlight_py.distributed.backends.mpi.movement import Movement
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
+from flashlight_py.distributed.combining import combined, cut
 from flashlight_py.distributed.constants import ReduceOp
-
-__all__ = ["Reduction"]
-
-_UFUNC = {
-    ReduceOp.SUM: "add",
-    ReduceOp.PROD: "multiply",
-    ReduceOp.MIN: "minimum",
-    ReduceOp.MAX: "maximum",
-    ReduceOp.AND: "bitwise_and",
-    ReduceOp.OR: "bitwise_or",
-    ReduceOp.XOR: "bitwise_xor",
-}
 
 
 class Reduction:
@@ -135,7 +122,8 @@ class Reduction:
         most = max(array.nbytes, max(counts) * array.itemsize * self._size)
         given, taken = as_bytes(array), as_bytes(pieces)
         yield from self._movement.all_to_all_uneven(given, gives, taken, takes, most)
-        _fold(pieces, op, scale, out)
+        out[...] = combined(list(pieces), op, scale)
+        settle(out)
 
 
 def _bytes(counts: list[int], array: Array) -> list[int]:
@@ -145,16 +133,3 @@ def _bytes(counts: list[int], array: Array) -> list[int]:
 def _decode(form: Form, carrier: Array, out: Array, scale: float) -> None:
     with np.errstate(over="ignore", invalid="ignore"):  # infinities come as they come
         form.decode(carrier, out, scale)
-
-
-def _fold(pieces: Array, op: ReduceOp, scale: float, out: Array) -> None:
-    """Combine the rows of ``pieces`` one after the other; 16-bit floats in float32."""
-    xp = array_module(pieces)
-    ufunc = getattr(xp, _UFUNC[op])
-    narrow = pieces.dtype.itemsize == 2 and pieces.dtype.kind not in "iu"
-    rows = (row.astype(np.float32) if narrow else row for row in pieces)
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = functools.reduce(ufunc, rows)
-        scale_in_place(total, scale)
-        out[...] = total
-    settle(out)
