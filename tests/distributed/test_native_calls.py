@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import threading
 import time
@@ -27,6 +28,12 @@ BACKENDS = ["shm", "gloo"]
 CODES = {verb.name: code for code, verb in journal.NATIVE.items()}
 
 
+def settle() -> None:
+    """Let go of what other tests have left in these ranks: until then calls are left to Python."""
+    gc.collect()
+    fl.barrier()
+
+
 def native(group: ProcessGroup, verb: str, x: Any = None, **given: Any) -> Any:
     """Call the native entry; the result of what is asynchronous is waited for."""
     names = ("out", "op", "scale", "peer", "tag", "async_op")
@@ -37,6 +44,7 @@ def native(group: ProcessGroup, verb: str, x: Any = None, **given: Any) -> Any:
 
 
 def every_verb(rank: int, size: int, async_op: bool) -> None:
+    settle()
     group = current_world().group
     how: dict[str, Any] = {"async_op": async_op}
     numbers = np.arange(size)
@@ -99,6 +107,7 @@ def test_every_verb_of_plain_arrays_is_native(pool: Any, backend: str, async_op:
 
 
 def what_is_not_plain(rank: int, size: int) -> None:
+    settle()
     group = current_world().group
     x, ints = np.zeros(4), np.zeros(4, int)
     locked, shared = np.zeros(4), np.zeros(8)
@@ -149,6 +158,7 @@ def record_of(group: ProcessGroup) -> Record:
 
 def ended_by_nobody(rank: int, size: int, count: int) -> bool:
     """What nobody waits for ends all the same, and its end is recorded."""
+    settle()
     group = current_world().group
     x = np.full(count, 1.0)
     group.native(CODES["all_reduce"], x, None, "sum", 1.0, 0, 0, True)
@@ -168,6 +178,7 @@ def test_an_end_is_recorded_where_nobody_waits(pool: Any, backend: str, count: i
 
 def many_at_once(rank: int, size: int) -> None:
     """Small ones that were started, large ones and blocking ones keep their order."""
+    settle()
     group = current_world().group
     for start in range(200):
         arrays = [np.full(1 + (start * 7 + i) % 5000, float(i + rank)) for i in range(5)]
@@ -193,6 +204,7 @@ def test_started_and_blocking_calls_keep_their_order(pool: Any, backend: str) ->
 
 def closed_meanwhile(rank: int, size: int) -> list[str]:
     """One that waits for the others ends when its group is closed, by whatever thread."""
+    settle()
     world = current_world().group
     group = world.new_group(range(size))
     ends: list[str] = []
@@ -220,6 +232,7 @@ def test_closing_ends_what_was_started(pool: Any, backend: str) -> None:
 
 
 def differ(rank: int, size: int) -> list[str]:
+    settle()
     group = current_world().group
     errors = []
     for async_op in (False, True):
@@ -239,6 +252,7 @@ def test_a_mismatch_is_raised_and_recorded(pool: Any, backend: str) -> None:
 
 def unequal_parts(rank: int, size: int) -> list[str]:
     """Lists are taken natively, arrays by Python: the steps of both are the same."""
+    settle()
     group = current_world().group
     table = [[3, 3], [2, 4]]
     x = np.arange(12.0).reshape(6, 2) + 100 * rank
@@ -275,6 +289,7 @@ def test_unequal_parts_are_native(pool: Any) -> None:
 
 def several_at_once(rank: int, size: int) -> int:
     """A batch is begun natively where all of it is plain, and recorded message by message."""
+    settle()
     group, peer = current_world().group, 1 - rank
     for count in (3, 3000, 300_000):
         x, out = np.full(count, rank + 1.0), np.zeros((2, count))
@@ -310,6 +325,7 @@ def test_several_messages_are_native(pool: Any, backend: str) -> None:
 
 def rows_of_one_rank(rank: int, size: int) -> None:
     """One that has nothing to give, and is given something."""
+    settle()
     for width in (3, 5000):
         x = np.arange(4.0 * width).reshape(4, width)
         mine, rows = (x[:0], [0, 0]) if rank == 0 else (x, [3, 1])
