@@ -28,7 +28,7 @@ class Docstrings(griffe.Extension):
         """
         _rewrite(pkg)
         for family in pkg["distributed.api"].modules.values():
-            for name in family.exports:
+            for name in family.exports or ():  # methods.py is none of them
                 pkg.set_member(name, griffe.Alias(name, target=family[name], parent=pkg))
 
 
