@@ -100,15 +100,8 @@ static PyObject *begin_all(Binding *binding, batch *all) {
   Py_END_ALLOW_THREADS;
   PyObject *works = PyList_New(all->count), *kind = NULL, *error = NULL, *trace = NULL;
   for (int i = 0; i < all->count; ++i) { /* all of them, as all have been started */
-    if (PyErr_Occurred() != NULL) {
-      PyObject *later[3]; /* the first one counts */
-      PyErr_Fetch(&later[0], &later[1], &later[2]);
-      if (kind == NULL) {
-        kind = later[0], error = later[1], trace = later[2];
-      } else {
-        for (int k = 0; k < 3; ++k) Py_XDECREF(later[k]);
-      }
-    }
+    /* With an exception set nothing may be called; the first one counts. */
+    kind == NULL ? PyErr_Fetch(&kind, &error, &trace) : PyErr_Clear();
     PyObject *work = work_of(binding, all, i, ops[i]);
     if (work == NULL || works == NULL) {
       Py_XDECREF(work);
@@ -116,10 +109,7 @@ static PyObject *begin_all(Binding *binding, batch *all) {
       PyList_SetItem(works, i, work);
     }
   }
-  if (kind != NULL) {
-    PyErr_Clear();
-    PyErr_Restore(kind, error, trace);
-  }
+  if (kind != NULL) PyErr_Restore(kind, error, trace);
   if (PyErr_Occurred() != NULL) Py_CLEAR(works);
   return works;
 }

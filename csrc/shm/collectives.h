@@ -16,6 +16,13 @@
 
 namespace fl {
 
+// A pipeline stage runs this many chunks ahead of the next, to have work while peers catch up.
+constexpr uint32_t kAhead = 2;
+static_assert(kAhead < kSlots, "a slot is filled again only when its chunk was drained");
+
+// So many arrays one rank combines by itself; of more, everybody combines a part.
+constexpr int kFewRanks = 4;
+
 // Memory that holds one array of each rank, mapped by all: see Collectives::add_region.
 struct Region {
   std::shared_ptr<Mapping> mapping;  // shared with whoever uses the array; null once dropped

@@ -8,13 +8,6 @@
 namespace fl {
 namespace {
 
-// A pipeline stage runs this many chunks ahead of the next, to have work while peers catch up.
-constexpr uint32_t kAhead = 2;
-static_assert(kAhead < kSlots, "a slot is filled again only when its chunk was drained");
-
-// So many arrays a root combines by itself; of more, everybody combines a part.
-constexpr int kFewRanks = 4;
-
 // Parts of a chunk begin on lines of their own, so that ranks do not write to one line.
 constexpr size_t kPartElements = 64;
 

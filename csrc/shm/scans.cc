@@ -6,17 +6,6 @@
 #include "copying.h"
 
 namespace fl {
-namespace {
-
-// So many arrays a rank combines by itself; of more, everybody combines a part for all.
-constexpr int kFewRanks = 4;
-
-// A stage runs this many chunks ahead of the next, to have work while peers catch up.
-constexpr uint32_t kAhead = 2;
-static_assert(kAhead < kSlots, "a slot is filled again only when its chunk was drained");
-
-}  // namespace
-
 template <>
 struct Verb<FL_SCAN> {
   Collectives& group;

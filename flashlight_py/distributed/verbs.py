@@ -17,25 +17,6 @@ from flashlight_py.distributed.combining import combined, cut, joined
 if TYPE_CHECKING:
     from flashlight_py.distributed.call import Call
 
-__all__ = [
-    "ALL_GATHER",
-    "ALL_REDUCE",
-    "ALL_TO_ALL",
-    "BARRIER",
-    "BROADCAST",
-    "EXSCAN",
-    "GATHER",
-    "RECV",
-    "REDUCE",
-    "REDUCE_SCATTER",
-    "SCAN",
-    "SCATTER",
-    "SEND",
-    "VERBS",
-    "Shape",
-    "Verb",
-]
-
 Shape: TypeAlias = "tuple[int | None, ...]"
 """Dimensions; the first is None where it is known only when all ranks have called."""
 
