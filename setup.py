@@ -24,6 +24,7 @@ NEEDED = {
     "shm": "",
     "fast": "",
     "tree": "",
+    "tagi": "",
 }
 # What a system must have for the extension, as a program that includes it.
 HEADERS = {"gloo": ["gloo/context.h"], "shm": ["linux/futex.h"]}
@@ -178,7 +179,7 @@ TREE = numpy_extension(
 
 setup(
     ext_modules=[FAST, TREE],
-    cffi_modules=[f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "nccl")],
+    cffi_modules=[f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "tagi", "nccl")],
     cmdclass={"build_ext": BuildOptionalExtensions},
     options={
         "bdist_wheel": {"py_limited_api": "cp310"},

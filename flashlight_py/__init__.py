@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         nn as nn,
         optim as optim,
         parallel as parallel,
+        tagi as tagi,
         trace as trace,
     )
     from flashlight_py.autograd import (
@@ -96,6 +97,7 @@ _NAMES = [
     "nn",
     "optim",
     "parallel",
+    "tagi",
     "trace",
     "Variable",
     "input",
@@ -157,6 +159,7 @@ _PARTS = (
     "nn",
     "optim",
     "parallel",
+    "tagi",
     "trace",
 )
 # Where a public name is imported from; all others are from distributed: the verbs, by its own list.

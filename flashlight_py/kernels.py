@@ -10,7 +10,15 @@ from typing import Any
 
 from flashlight_py.device import Array
 
-__all__ = ["adam", "add_bias_relu", "mean_square_error", "relu_slope", "scaled_difference", "sgd"]
+__all__ = [
+    "adam",
+    "add_bias_relu",
+    "capped_step",
+    "mean_square_error",
+    "relu_slope",
+    "scaled_difference",
+    "sgd",
+]
 
 
 def sgd(
@@ -108,6 +116,41 @@ def _adam(real: str) -> Any:
         """,
         "flashlight_adam",
         real,
+    )
+
+
+def capped_step(
+    mean: Array,
+    variance: Array,
+    mean_sum: Array,
+    variance_sum: Array,
+    inverse_cap: float,
+    scale: float,
+) -> None:
+    """Change ``mean`` and ``variance`` in place; all float32, of one shape.
+
+    The formula is that of ``tagi.capped_step``.
+    """
+    _capped_step()(mean_sum, variance_sum, inverse_cap, scale, mean, variance)
+
+
+@functools.cache
+def _capped_step() -> Any:
+    import cupy
+
+    return cupy.ElementwiseKernel(
+        "float32 mean_sum, float32 variance_sum, float32 inverse_cap, float32 scale",
+        "float32 mean, float32 variance",
+        """
+        const float s = variance;
+        const float bound = sqrtf(s) * inverse_cap;
+        const float d = s * (mean_sum * scale);
+        const float e = s * s * (variance_sum * scale);
+        mean += min(max(d, -bound), bound);
+        const float next = s + min(max(e, -bound), bound);
+        variance = next > 0 ? next : 1e-5f;
+        """,
+        "flashlight_capped_step",
     )
 
 

@@ -1,0 +1,8 @@
+// Kernels of flashlight_py.tagi: what NumPy would take several passes over memory for.
+#pragma once
+
+#include <cstddef>
+
+extern "C" {
+#include "tagi.cdef.h"
+}

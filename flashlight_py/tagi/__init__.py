@@ -1,0 +1,24 @@
+"""TAGI: networks of Gaussian weights and activations that learn without gradients.
+
+The names, orders of arguments and defaults are pytagi's: a script that imports from here instead
+runs on. See ``docs/tagi.md``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flashlight_py.random import set_seed as manual_seed
+from flashlight_py.tagi import nn
+
+if TYPE_CHECKING:
+    from flashlight_py.tagi.nn import *
+
+__all__ = [*nn.__all__, "manual_seed", "nn"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return what ``nn`` has: also what it imports when it is first used."""
+    if name in nn.__all__:
+        return getattr(nn, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

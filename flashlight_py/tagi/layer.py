@@ -1,0 +1,177 @@
+"""What a layer is: moments in, moments out; deltas in, sums for its parameters and deltas out."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+
+from flashlight_py.device import Array, to_device
+from flashlight_py.tagi.parameters import Parameter
+from flashlight_py.tagi.states import REAL, BaseHiddenStates
+
+Shape: TypeAlias = tuple[int, ...]
+Deltas: TypeAlias = tuple[Array, Array]  # of the means and of the variances
+
+
+class _Flat:
+    """An attribute of a layer: an array of its weights or biases, as a flat copy on the CPU.
+
+    Assigning as many values, of any shape, sets them in place. What a layer lacks is empty.
+    """
+
+    def __init__(self, of: str, which: str) -> None:
+        self._of, self._which = of, which
+
+    def __get__(self, layer: BaseLayer | None, owner: object = None) -> Any:
+        if layer is None:
+            return self
+        parameter: Parameter | None = getattr(layer, self._of)
+        if parameter is None:
+            return np.empty(0, REAL)
+        return np.array(to_device(getattr(parameter, self._which), "cpu")).reshape(-1)
+
+    def __set__(self, layer: BaseLayer, values: Array) -> None:
+        parameter: Parameter | None = getattr(layer, self._of)
+        name, had = f"{layer}: {self._of}", 0 if parameter is None else parameter.mean.size
+        if np.size(values) != had:
+            raise ValueError(f"{name} has {had} elements, got {np.size(values)}")
+        if parameter is not None:
+            parameter.put(self._which, values)
+
+
+class BaseLayer(abc.ABC):
+    """The base of all layers.
+
+    A subclass sets ``weight`` and ``bias`` where it has some, and writes ``connect``, ``forward``
+    and ``backward``. Arrays have the batch first and are float32; those that a layer is passed
+    may have any strides, and must not be changed.
+
+    Attributes:
+        weight, biases: its parameters; None: it has none.
+        input_shape, output_shape: of one sample; None until :meth:`connect`. A layer that is made
+            with all it needs to know of its input has its ``input_shape`` from then on.
+        training: whether statistics of batches are taken, and inputs kept for a backward pass.
+        on_sums: is called with the layer, in each backward pass, when the sums of its parameters
+            are complete; before the deltas of its input are computed, where that can be.
+    """
+
+    # Layers without parameters are left out of files and dictionaries of parameters.
+    has_state: ClassVar[bool] = True
+
+    mu_w, var_w = _Flat("weight", "mean"), _Flat("weight", "variance")
+    mu_b, var_b = _Flat("biases", "mean"), _Flat("biases", "variance")
+    delta_mu_w, delta_var_w = _Flat("weight", "mean_delta"), _Flat("weight", "variance_delta")
+    delta_mu_b, delta_var_b = _Flat("biases", "mean_delta"), _Flat("biases", "variance_delta")
+
+    def __init__(self) -> None:
+        self.weight: Parameter | None = None
+        self.biases: Parameter | None = None
+        self.input_shape: Shape | None = None
+        self.output_shape: Shape | None = None
+        self.training = True
+        self.on_sums: Callable[[BaseLayer], None] | None = None
+
+    @abc.abstractmethod
+    def connect(self, shape: Shape) -> Shape:
+        """Return the shape of a sample of the output for inputs of ``shape``.
+
+        Raises:
+            ValueError: the layer cannot take such inputs; says what it expects.
+        """
+
+    @abc.abstractmethod
+    def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
+        """Return the moments of the output: ``[batch, *input_shape]`` to ``[batch,
+        *output_shape]``. Keeps ``x`` for the backward pass, if ``training``.
+        """
+
+    @abc.abstractmethod
+    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
+        """Set the sums of the parameters, call ``on_sums``; return the deltas of the input.
+
+        Args:
+            d, e: deltas of the output's means and variances; as many elements as it has. They may
+                be changed.
+            wanted: whether the deltas of the input are needed; if not, it returns None. They are
+                those of the units *before* the activation that made the input: multiplied by its
+                slope and its square.
+        """
+
+    @property
+    def parameters_in_use(self) -> list[Parameter]:
+        """The parameters that it has, the weight first."""
+        return [each for each in (self.weight, self.biases) if each is not None]
+
+    def statistics(self) -> list[Array]:
+        """Return the arrays that it has learnt beside its parameters, which are part of its state;
+        changing them changes the layer.
+        """
+        return []
+
+    def named_layers(self, suffix: str) -> Iterator[tuple[str, BaseLayer]]:
+        """Yield the layers that it consists of with the names that pytagi gives them."""
+        yield f"{self.get_layer_name()}.{suffix}", self
+
+    def set_training(self, training: bool) -> None:
+        """Switch between training and evaluation."""
+        self.training = training
+
+    def to_device(self, device: str) -> None:  # noqa: B027  (most have nothing but parameters)
+        """Move to ``device`` what the layer keeps beside its parameters."""
+
+    def get_layer_name(self) -> str:
+        """Return the name of its kind, as in the keys of ``state_dict()``."""
+        return type(self).__name__
+
+    def get_layer_info(self) -> str:
+        """Return its kind and sizes, such as ``"Linear(784,128)"``."""
+        return f"{self.get_layer_name()}({self.input_size},{self.output_size})"
+
+    def get_max_num_states(self) -> int:
+        """Return how many units a sample has, before it or after it, whichever are more."""
+        return max(self.input_size, self.output_size)
+
+    @property
+    def input_size(self) -> int:
+        """How many units a sample of the input has; 0 until it is known."""
+        return 0 if self.input_shape is None else math.prod(self.input_shape)
+
+    @property
+    def output_size(self) -> int:
+        """How many units a sample of the output has; 0 until it is known."""
+        return 0 if self.output_shape is None else math.prod(self.output_shape)
+
+    @property
+    def bias(self) -> bool:
+        """Whether it has biases."""
+        return self.biases is not None
+
+    @property
+    def num_weights(self) -> int:
+        """How many weights it has."""
+        return 0 if self.weight is None else int(self.weight.mean.size)
+
+    @property
+    def num_biases(self) -> int:
+        """How many biases it has."""
+        return 0 if self.biases is None else int(self.biases.mean.size)
+
+    def _sums_are_complete(self) -> None:
+        if self.on_sums is not None:
+            self.on_sums(self)
+
+    def __repr__(self) -> str:
+        return self.get_layer_info()
+
+
+def times_slope(d: Array, e: Array, slope: Array | None) -> Deltas:
+    """Return the deltas of what an activation was given from those of what it made, in place."""
+    if slope is not None:
+        d *= slope
+        e *= slope
+        e *= slope
+    return d, e

@@ -1,0 +1,35 @@
+"""Layers, containers and the updater, under the names that pytagi's module ``pytagi.nn`` has."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flashlight_py.tagi.activations import ReLU
+from flashlight_py.tagi.layer import BaseLayer
+from flashlight_py.tagi.linear import Linear
+from flashlight_py.tagi.sequential import Sequential
+from flashlight_py.tagi.states import BaseDeltaStates, BaseHiddenStates
+from flashlight_py.tagi.updater import OutputUpdater
+
+if TYPE_CHECKING:
+    from flashlight_py.parallel.tagi import DDPConfig, DDPSequential
+
+__all__ = [
+    "BaseDeltaStates",
+    "BaseHiddenStates",
+    "BaseLayer",
+    "DDPConfig",
+    "DDPSequential",
+    "Linear",
+    "OutputUpdater",
+    "ReLU",
+    "Sequential",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what communicates when it is first used: networks know nothing of it."""
+    if name in ("DDPConfig", "DDPSequential"):
+        return getattr(import_module("flashlight_py.parallel.tagi"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,351 @@
+"""A network: layers in a row, from moments to moments, and back from deltas to a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array, device_of, is_cupy, to_device
+from flashlight_py.tagi import state
+from flashlight_py.tagi.capped_step import FLOOR, cap_factor
+from flashlight_py.tagi.layer import BaseLayer, Shape
+from flashlight_py.tagi.parameters import Bucket, on_device
+from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates
+
+
+class Sequential:
+    """A network of layers in a row, trained by observing its outputs, without gradients.
+
+    A step of training is ``net(x)``, a method of :class:`OutputUpdater`, ``net.backward()``,
+    ``net.step()``. Inputs may be flat, as pytagi's are, or have the batch first; outputs are flat
+    where the inputs are. They may be of any dtype, and be computed with in float32.
+
+    Attributes:
+        layers: as passed.
+        output_z_buffer: the moments that the last forward pass ended with.
+        input_delta_z_buffer: the deltas of these, which an updater writes and backward() reads.
+        output_delta_z_buffer: the deltas of the network's input, after a backward pass with
+            ``input_state_update``, or of which the input was another network's output.
+        input_state_update: whether a backward pass goes on to the input.
+        num_samples: how many time steps a smoother keeps.
+        device: ``"cpu"`` or ``"cuda:<index>"``.
+
+    Raises:
+        TypeError: something is no layer of ``fl.tagi``, or there is none.
+        ValueError: a layer cannot take what the one before makes; names both.
+    """
+
+    def __init__(self, *layers: BaseLayer) -> None:
+        for number, layer in enumerate(layers):
+            if not isinstance(layer, BaseLayer):
+                raise TypeError(
+                    f"Sequential: expected layers of fl.tagi, got {type(layer).__name__} as "
+                    f"number {number}"
+                )
+        if not layers:
+            raise TypeError("Sequential: a network needs at least one layer")
+        self.layers = list(layers)
+        self.device = "cpu"
+        self.training = True
+        self.input_state_update = False
+        self.num_samples = 0
+        self.output_z_buffer = BaseHiddenStates(np.empty((0, 0), REAL))
+        self.input_delta_z_buffer = BaseDeltaStates()
+        self.output_delta_z_buffer = BaseDeltaStates()
+        self.buckets: list[Bucket] = []
+        self._shape: Shape | None = None  # of one sample, once the layers are connected
+        self._from_states = False  # whether the last input was another network's output
+        self._batch = 0
+        self.gather_parameters()
+        if self.layers[0].input_shape is not None:
+            self._connect(self.layers[0].input_shape)
+
+    def named_layers(self) -> Iterator[tuple[str, BaseLayer]]:
+        """Yield every layer, also those inside blocks, by the names that pytagi gives them."""
+        for number, layer in enumerate(self.layers):
+            yield from layer.named_layers(str(number))
+
+    def gather_parameters(
+        self, make: Callable[[list[BaseLayer]], list[Bucket]] | None = None
+    ) -> None:
+        """Let the parameters lie in the buckets that ``make`` returns; None: in one.
+
+        ``make`` is passed the layers with parameters, in the order in which a backward pass
+        completes their sums.
+        """
+        layers = [layer for _, layer in self.named_layers() if layer.parameters_in_use][::-1]
+        if make is None:
+            parameters = [each for layer in layers for each in layer.parameters_in_use]
+            self.buckets = [Bucket(parameters, on_device(self.device))]
+        else:
+            self.buckets = make(layers)
+
+    def __call__(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
+        """Return means and variances of the outputs; see :meth:`forward`."""
+        return self.forward(mu_x, var_x)
+
+    def forward(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
+        """Return means and variances of the outputs for a batch of inputs.
+
+        Args:
+            mu_x: means, ``[batch, *shape]`` or flat; any dtype and strides. Or the
+                ``output_z_buffer`` of another network, on the same device.
+            var_x: variances, the same shape; None: the inputs are known exactly.
+
+        Returns:
+            Two new float32 arrays, ``[batch, *shape]``, flat where ``mu_x`` is; of CuPy where it
+            is.
+
+        Raises:
+            ValueError: the number of elements does not fit the network, there is no sample, or a
+                variance is negative.
+            TypeError: they are no real numbers.
+        """
+        x = mu_x if isinstance(mu_x, BaseHiddenStates) else self._input(mu_x, var_x)
+        self._from_states = x is mu_x
+        self._batch = x.block_size
+        flat = not self._from_states and np.ndim(mu_x) == 1
+        if self._from_states:
+            x = x.shaped(self._shape_of_samples(x.mean.shape))
+        for layer in self.layers:
+            x = layer.forward(x)
+        self.output_z_buffer = x
+        self.input_delta_z_buffer.mean = None
+        return self._output(flat, is_cupy(mu_x))
+
+    def backward(self) -> None:
+        """Go back from the deltas of the outputs to the sums of every parameter.
+
+        Raises:
+            RuntimeError: there are none since the last forward pass, or it was one of evaluation.
+            ValueError: there are others than outputs.
+        """
+        d, e = self.input_delta_z_buffer.mean, self.input_delta_z_buffer.variance
+        if d is None or e is None:
+            raise RuntimeError(
+                "backward: no deltas since the last forward pass; call a method of OutputUpdater "
+                "with net.output_z_buffer and net.input_delta_z_buffer first"
+            )
+        if not self.training:
+            raise RuntimeError("backward: the network is in evaluation; call train() before net(x)")
+        if d.size != self.output_z_buffer.size:
+            raise ValueError(
+                f"backward: expected {self.output_z_buffer.size} deltas, one for each output, got "
+                f"{d.size}"
+            )
+        wanted = self.input_state_update or self._from_states
+        for number in range(len(self.layers) - 1, -1, -1):
+            deltas = self.layers[number].backward(d, e, wanted or number > 0)
+            if deltas is not None:
+                d, e = deltas
+        self.output_delta_z_buffer = BaseDeltaStates(d, e) if wanted else BaseDeltaStates()
+
+    def step(self) -> None:
+        """Change every parameter by what the last backward pass has found, in place.
+
+        Each by at most its standard deviation over 0.1 for one sample, over 2 for batches below 256
+        samples, and over 3 from there on.
+        """
+        self.step_with(self._batch)
+
+    def step_with(self, batch: int, scale: float = 1.0) -> None:
+        """Step as for a batch of so many samples, with ``scale`` times the sums."""
+        cap = cap_factor(batch)
+        for bucket in self.buckets:
+            bucket.step(cap, scale)
+
+    def train(self) -> None:
+        """Take statistics of batches, and keep inputs for backward passes: the default."""
+        self._set_training(True)
+
+    def eval(self) -> None:
+        """Use the running statistics, and keep nothing for a backward pass."""
+        self._set_training(False)
+
+    def _set_training(self, training: bool) -> None:
+        self.training = training
+        for layer in self.layers:
+            layer.set_training(training)
+
+    def to_device(self, device: str) -> None:
+        """Move parameters and statistics to ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``, blocking.
+
+        Raises:
+            ValueError, BackendUnavailableError: as :func:`flashlight_py.device.to_device`.
+        """
+        self.device = device_of(to_device(np.empty(0, REAL), device))
+        self.gather_parameters()
+        for layer in self.layers:
+            layer.to_device(self.device)
+
+    def params_to_device(self) -> None:
+        """Do nothing: parameters are where the network is."""
+
+    def params_to_host(self) -> None:
+        """Do nothing: what reads parameters copies them."""
+
+    def get_outputs(self) -> tuple[Array, Array]:
+        """Return the means and variances of the last forward pass, flat, on the CPU; copies."""
+        return self._output(True, False)
+
+    def output_to_host(self) -> Array:
+        """Return the means of the last forward pass, flat, on the CPU; a copy."""
+        return self.get_outputs()[0]
+
+    def delta_z_to_host(self) -> Array:
+        """Return the deltas of the outputs' means, flat, on the CPU; a copy."""
+        return np.array(to_device(self.input_delta_z_buffer.delta_mu, "cpu"))
+
+    def set_delta_z(self, delta_mu: Any, delta_var: Any) -> None:
+        """Set the deltas of the outputs by hand, for the next backward pass.
+
+        Raises:
+            ValueError: there are others than outputs of the last forward pass.
+        """
+        shape = self.output_z_buffer.mean.shape
+        d, e = (np.array(to_device(each, "cpu"), REAL) for each in (delta_mu, delta_var))
+        if d.size != self.output_z_buffer.size or e.size != d.size:
+            raise ValueError(
+                f"set_delta_z: expected {self.output_z_buffer.size} elements each, one for each "
+                f"output, got {d.size} and {e.size}"
+            )
+        self.input_delta_z_buffer.mean = to_device(d.reshape(shape), self.device)
+        self.input_delta_z_buffer.variance = to_device(e.reshape(shape), self.device)
+
+    def get_input_states(self) -> tuple[Array, Array]:
+        """Return the deltas of the input's means and variances, flat, on the CPU; copies.
+
+        Raises:
+            RuntimeError: the last backward pass did not go so far; set ``input_state_update``.
+        """
+        deltas = self.output_delta_z_buffer
+        if deltas.mean is None:
+            raise RuntimeError(
+                "get_input_states: the last backward pass ended at the first layer; set "
+                "net.input_state_update = True before it"
+            )
+        flat = (deltas.delta_mu, deltas.delta_var)
+        return np.array(to_device(flat[0], "cpu")), np.array(to_device(flat[1], "cpu"))
+
+    def parameters(self) -> list[tuple[Array, Array, Array, Array]]:
+        """Return mean and variance of weights, then of biases, of each layer that has some.
+
+        Flat copies on the CPU, in the order of the layers; blocks are entered.
+        """
+        return [
+            (layer.mu_w, layer.var_w, layer.mu_b, layer.var_b)
+            for _, layer in self.named_layers()
+            if layer.has_state
+        ]
+
+    def state_dict(self) -> dict[str, tuple[Array, ...]]:
+        """Return all that the network has learnt: copies of flat arrays, on the CPU.
+
+        By pytagi's names, such as ``"Linear.0"`` and ``"Conv2d.main.3.0"`` in a block: means and
+        variances of the weights, then of the biases; of a layer that keeps running statistics,
+        also these.
+        """
+        return state.state_dict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what ``state_dict()`` returned, of this library's or pytagi's; any sequences.
+
+        Raises:
+            ValueError: names or sizes are not this network's; names them. Nothing was changed.
+        """
+        state.load_state_dict(self, state_dict)
+
+    def params_from(self, other: Sequential) -> None:
+        """Take the parameters and running statistics of another network of the same layers.
+
+        Raises:
+            ValueError: its layers differ. Nothing was changed.
+        """
+        self.load_state_dict(other.state_dict())
+
+    def get_neg_var_w_counter(self) -> dict[str, int]:
+        """Return how many weights of each layer are at the floor of the variance, 1e-5.
+
+        A step puts those there whose variance would not be positive.
+        """
+        return {
+            f"{name}: {layer.get_layer_info()}": int(np.count_nonzero(layer.var_w == FLOOR))
+            for name, layer in self.named_layers()
+        }
+
+    def get_layer_stack_info(self) -> str:
+        """Return a line for each layer."""
+        return "\n".join(f"{n}: {layer.get_layer_info()}" for n, layer in enumerate(self.layers))
+
+    def preinit_layer(self) -> None:
+        """Do nothing: parameters exist from the start."""
+
+    def set_threads(self, num_threads: int) -> None:
+        """Do nothing: NumPy's BLAS has the threads, as many as OPENBLAS_NUM_THREADS says."""
+
+    def __repr__(self) -> str:
+        return f"Sequential({', '.join(map(repr, self.layers))})"
+
+    def _input(self, mu_x: Any, var_x: Any) -> BaseHiddenStates:
+        mean = _real("mu_x", mu_x, self.device)
+        shape = (-1, *self._shape_of_samples(mean.shape))
+        variance = None if var_x is None else _real("var_x", var_x, self.device)
+        if variance is not None and variance.size != mean.size:
+            raise ValueError(
+                f"var_x: expected {mean.size} elements, as mu_x has, got {variance.size}"
+            )
+        if variance is not None and not variance.min() >= 0:
+            raise ValueError("var_x: variances are not negative, and not NaN")
+        return BaseHiddenStates(
+            mean.reshape(shape), None if variance is None else variance.reshape(shape)
+        )
+
+    def _shape_of_samples(self, shape: tuple[int, ...]) -> Shape:
+        """Connect the layers, if need be, for an input of ``shape``; return that of a sample."""
+        size = math.prod(shape)
+        if size == 0:
+            raise ValueError(f"{self.layers[0]}: a batch needs at least one sample, got {shape}")
+        own, known = shape[1:], self._shape
+        if known is not None and (
+            own == known
+            or (len(shape) == 1 and size % math.prod(known) == 0)
+            or (len(shape) > 1 and math.prod(own) == math.prod(known))
+        ):
+            return known
+        if len(shape) == 1:
+            raise ValueError(
+                f"{self.layers[0]}: {size} elements are no whole number of samples"
+                + (f" of shape {known}" if known else "; pass an array with the batch first")
+            )
+        self._connect(own)
+        return own
+
+    def _connect(self, shape: Shape) -> None:
+        before = "the input"
+        own = shape
+        for number, layer in enumerate(self.layers):
+            try:
+                shape = layer.connect(shape)
+            except ValueError as error:
+                raise ValueError(f"layer {number}, {layer}, after {before}: {error}") from error
+            before = f"layer {number}, {layer}"
+        self._shape = own
+
+    def _output(self, flat: bool, on_gpu: bool) -> tuple[Array, Array]:
+        moments = self.output_z_buffer
+        both = (moments.mean, moments.variance)
+        mean, variance = (np.zeros(moments.mean.shape, REAL) if a is None else a for a in both)
+        if not on_gpu:
+            mean, variance = to_device(mean, "cpu"), to_device(variance, "cpu")
+        shape = (-1,) if flat else mean.shape
+        return mean.copy().reshape(shape), variance.copy().reshape(shape)
+
+
+def _real(name: str, values: Any, device: str) -> Array:
+    array: Array = values if is_cupy(values) else np.asarray(values)
+    if array.dtype.kind not in "fiub":
+        raise TypeError(f"{name}: expected real numbers, got an array of {array.dtype}")
+    return to_device(array.astype(REAL, copy=False), device)

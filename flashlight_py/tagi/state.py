@@ -1,0 +1,66 @@
+"""What a network has learnt, as a dictionary by pytagi's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from flashlight_py.device import Array, array_module, to_device
+from flashlight_py.tagi.layer import BaseLayer
+from flashlight_py.tagi.states import REAL
+
+# The first four entries of a layer, which pytagi's dictionaries have as well.
+FOUR = ("mu_w", "var_w", "mu_b", "var_b")
+
+
+class Named(Protocol):
+    """A network, as far as its state is concerned."""
+
+    def named_layers(self) -> Iterator[tuple[str, BaseLayer]]:
+        """Yield every layer, also those inside blocks, by the names that pytagi gives them."""
+
+
+def state_dict(network: Named) -> dict[str, tuple[Array, ...]]:
+    """Return copies of all arrays of each layer, flat, on the CPU."""
+    return {
+        name: (
+            *(getattr(layer, which) for which in FOUR),
+            *(np.array(to_device(each, "cpu")) for each in layer.statistics()),
+        )
+        for name, layer in network.named_layers()
+        if layer.has_state
+    }
+
+
+def load_state_dict(network: Named, state: Mapping[str, Any]) -> None:
+    """Set all arrays of each layer in place, or none.
+
+    Entries of four arrays, as pytagi's, leave running statistics as they are.
+
+    Raises:
+        ValueError: names or sizes differ; names them.
+    """
+    layers = {name: layer for name, layer in network.named_layers() if layer.has_state}
+    problems = [f"missing {name!r}" for name in layers if name not in state]
+    problems += [f"unexpected {name!r}" for name in state if name not in layers]
+    for name, layer in layers.items():
+        if name in state:
+            problems += _misfits(name, layer, state[name])
+    if problems:
+        raise ValueError(f"load_state_dict: nothing was loaded: {'; '.join(problems)}")
+    for name, layer in layers.items():
+        for which, values in zip(FOUR, state[name], strict=False):
+            setattr(layer, which, np.asarray(values, REAL))
+        for home, values in zip(layer.statistics(), state[name][len(FOUR) :], strict=False):
+            home[...] = array_module(home).asarray(np.asarray(values, REAL)).reshape(home.shape)
+
+
+def _misfits(name: str, layer: BaseLayer, entry: Sequence[Any]) -> list[str]:
+    expected = [layer.num_weights] * 2 + [layer.num_biases] * 2
+    statistics = [int(each.size) for each in layer.statistics()]
+    found = [int(np.size(values)) for values in entry]
+    if found in (expected, expected + statistics):
+        return []
+    return [f"{name!r} has arrays of {found} elements, expected {expected + statistics}"]

@@ -1,0 +1,137 @@
+"""What travels between layers: moments on the way forward, deltas on the way back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashlight_py.device import Array, array_module
+
+REAL = np.dtype(np.float32)  # of every array of a network
+
+
+class BaseHiddenStates:
+    """Means and variances of a batch of Gaussian units, each independent of the others.
+
+    Attributes:
+        mean: ``[batch, *shape]``, float32.
+        variance: the same shape; None: all are 0, as those of a data set's inputs.
+        slope: cov(a, z) / var(z) of the activation ``a(z)`` that made these units, the same shape;
+            None: all are 1, where no activation did.
+    """
+
+    __slots__ = ("mean", "slope", "variance")
+
+    def __init__(self, mean: Array, variance: Array | None = None, slope: Array | None = None):
+        self.mean = mean
+        self.variance = variance
+        self.slope = slope
+
+    @property
+    def mu_a(self) -> Array:
+        """The means, flat; the same memory where it is contiguous."""
+        return self.mean.reshape(-1)
+
+    @property
+    def var_a(self) -> Array:
+        """The variances, flat."""
+        return self._flat(self.variance, 0)
+
+    @property
+    def jcb(self) -> Array:
+        """The slopes, flat."""
+        return self._flat(self.slope, 1)
+
+    @property
+    def size(self) -> int:
+        """How many units there are, in the whole batch."""
+        return int(self.mean.size)
+
+    @property
+    def block_size(self) -> int:
+        """How many samples the batch has."""
+        return int(self.mean.shape[0])
+
+    @property
+    def actual_size(self) -> int:
+        """How many units a sample has."""
+        return self.size // max(1, self.block_size)
+
+    def shaped(self, shape: tuple[int, ...]) -> BaseHiddenStates:
+        """Return the same units, each sample of ``shape``; copies only what is not contiguous."""
+        if self.mean.shape[1:] == shape:
+            return self
+        full = (self.mean.shape[0], *shape)
+        return BaseHiddenStates(
+            self.mean.reshape(full),
+            None if self.variance is None else self.variance.reshape(full),
+            None if self.slope is None else self.slope.reshape(full),
+        )
+
+    def _flat(self, array: Array | None, instead: float) -> Array:
+        if array is None:
+            array = array_module(self.mean).full(self.size, instead, REAL)
+        flat: Array = array.reshape(-1)
+        return flat
+
+
+class BaseDeltaStates:
+    """What a batch of units learns: posterior mean = mean + variance * ``delta_mu``, posterior
+    variance = variance + variance ** 2 * ``delta_var``.
+
+    An :class:`OutputUpdater` fills the network's ``input_delta_z_buffer``; its backward pass uses
+    it up.
+    """
+
+    __slots__ = ("mean", "variance")
+
+    def __init__(self, mean: Array | None = None, variance: Array | None = None) -> None:
+        self.mean = mean
+        self.variance = variance
+
+    @property
+    def delta_mu(self) -> Array:
+        """The deltas of the means, flat; empty where there are none yet."""
+        return _flat_or_empty(self.mean)
+
+    @property
+    def delta_var(self) -> Array:
+        """The deltas of the variances, flat; empty where there are none yet."""
+        return _flat_or_empty(self.variance)
+
+    @property
+    def size(self) -> int:
+        """How many units there are, in the whole batch."""
+        return 0 if self.mean is None else int(self.mean.size)
+
+    def copy_from(self, source: BaseDeltaStates, num_data: int = -1) -> None:
+        """Take the deltas of ``source``, such as another network's ``output_delta_z_buffer``.
+
+        Args:
+            source: has deltas.
+            num_data: how many elements to take, from the first on; -1: all.
+
+        Raises:
+            ValueError: ``source`` has no deltas, or fewer.
+        """
+        if source.mean is None or source.variance is None:
+            raise ValueError(
+                "copy_from: the source has no deltas. The output_delta_z_buffer of a network has "
+                "some after backward() with input_state_update=True, or on another network's states"
+            )
+        if num_data > source.size:
+            raise ValueError(f"copy_from: asked for {num_data} elements of {source.size}")
+        if num_data < 0:
+            self.mean, self.variance = source.mean.copy(), source.variance.copy()
+        else:
+            self.mean = source.delta_mu[:num_data].copy()
+            self.variance = source.delta_var[:num_data].copy()
+
+    def reset_zeros(self) -> None:
+        """Set all deltas to 0, in place: nothing was observed."""
+        for array in (self.mean, self.variance):
+            if array is not None:
+                array[...] = 0
+
+
+def _flat_or_empty(array: Array | None) -> Array:
+    return np.empty(0, REAL) if array is None else array.reshape(-1)

@@ -1,0 +1,156 @@
+"""What the observations teach the outputs: deltas to begin a backward pass with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array, array_module, to_device
+from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates
+
+
+class OutputUpdater:
+    """Computes the deltas of a network's outputs from observations with Gaussian errors.
+
+    Each method writes them into ``delta_states``, for the network's ``backward()``. Arrays may have
+    any shape with as many elements as the outputs (``[batch, outputs]``, or flat), any dtype and
+    any strides. ``var_obs`` may also be one number, or an array that is longer and all of one
+    value, as scripts pass it for the smaller batch at the end of an epoch.
+
+    Args:
+        model_device: where the network is, such as its attribute ``device``.
+
+    Raises:
+        ValueError: when called: an array has another number of elements, a variance is negative,
+            or indices are out of range. Nothing was changed.
+    """
+
+    def __init__(self, model_device: str = "cpu") -> None:
+        self.device = model_device
+
+    def update(
+        self,
+        output_states: BaseHiddenStates,
+        mu_obs: Any,
+        var_obs: Any,
+        delta_states: BaseDeltaStates,
+    ) -> None:
+        """Observe every output: ``mu_obs`` with variances ``var_obs``. NaN: not observed."""
+        mean = output_states.mean
+        observed = self._of("mu_obs", mu_obs, mean.shape)
+        errors = self._variances(var_obs, mean.shape)
+        delta_states.mean, delta_states.variance = _innovations(output_states, observed, errors)
+
+    def update_using_indices(
+        self,
+        output_states: BaseHiddenStates,
+        mu_obs: Any,
+        var_obs: Any,
+        selected_idx: Any,
+        delta_states: BaseDeltaStates,
+    ) -> None:
+        """Observe some outputs of each sample: those in ``selected_idx``, ``[batch, k]``, from 1.
+
+        ``mu_obs`` and ``var_obs`` have the same shape. The other outputs learn nothing.
+        """
+        mean = output_states.mean
+        batch, outputs = len(mean), output_states.actual_size
+        indices = np.asarray(to_device(selected_idx, "cpu"))
+        if batch == 0 or indices.size % batch:
+            raise ValueError(
+                f"update_using_indices: expected as many indices for each of {batch} samples, "
+                f"got {indices.size}"
+            )
+        indices = indices.reshape(batch, -1).astype(np.int64)
+        if indices.size and not (indices.min() >= 1 and indices.max() <= outputs):
+            raise ValueError(
+                f"update_using_indices: indices are from 1 to {outputs}, the number of outputs; "
+                f"got {indices.min()} to {indices.max()}"
+            )
+        xp = array_module(mean)
+        places = xp.asarray((indices - 1 + np.arange(batch)[:, None] * outputs).reshape(-1))
+        chosen = BaseHiddenStates(
+            output_states.mu_a[places],
+            None if output_states.variance is None else output_states.var_a[places],
+            None if output_states.slope is None else output_states.jcb[places],
+        )
+        observed = self._of("mu_obs", mu_obs, places.shape)
+        errors = self._variances(var_obs, places.shape)
+        d, e = xp.zeros(mean.size, REAL), xp.zeros(mean.size, REAL)
+        d[places], e[places] = _innovations(chosen, observed, errors)
+        delta_states.mean, delta_states.variance = d.reshape(mean.shape), e.reshape(mean.shape)
+
+    def update_heteros(
+        self, output_states: BaseHiddenStates, mu_obs: Any, delta_states: BaseDeltaStates
+    ) -> None:
+        """Observe values whose errors' variances the network predicts as well.
+
+        The outputs are pairs, as ``EvenExp`` makes them: of the value, and of the variance of its
+        error. ``mu_obs`` has one element for each pair; NaN: not observed. (Deka, Nguyen and
+        Goulet, Analytically tractable heteroscedastic uncertainty quantification in Bayesian neural
+        networks for regression tasks, Neurocomputing 572, 2024.)
+        """
+        shape = output_states.mean.shape
+        if output_states.actual_size % 2:
+            raise ValueError(
+                f"update_heteros: outputs are pairs of a value and the variance of its error; the "
+                f"network has {output_states.actual_size}"
+            )
+        xp = array_module(output_states.mean)
+        mean, variance, slope = (
+            array.reshape(-1, 2).T
+            for array in (output_states.mu_a, output_states.var_a, output_states.jcb)
+        )
+        observed = self._of("mu_obs", mu_obs, mean[0].shape)
+        known = ~xp.isnan(observed)
+        noise = mean[1]
+        error = xp.where(known, observed - mean[0], 0)
+        d, e = xp.empty((mean.shape[1], 2), REAL), xp.empty((mean.shape[1], 2), REAL)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            total = variance[0] + noise
+            d[:, 0] = slope[0] * error / total
+            e[:, 0] = -slope[0] * slope[0] / total
+            # The posterior of the error itself, of its square, of the variance behind the square.
+            p, q = noise * error / total, noise - noise * noise / total
+            square, square_variance = p * p + q, 2 * q * q + 4 * q * p * p
+            prior = 3 * variance[1] + 2 * noise * noise
+            gain, slope_back = variance[1] / prior, slope[1] / variance[1]
+            d[:, 1] = slope_back * gain * (square - noise)
+            e[:, 1] = slope_back * slope_back * gain * gain * (square_variance - prior)
+        for array in (d, e):
+            array[~known] = 0
+            array[~xp.isfinite(array)] = 0
+        delta_states.mean, delta_states.variance = d.reshape(shape), e.reshape(shape)
+
+    def _of(self, name: str, values: Any, shape: tuple[int, ...]) -> Array:
+        """Return ``values`` as an array of this shape, where the network is."""
+        array: Array = np.asarray(values) if isinstance(values, list | tuple) else values
+        if array.size != int(np.prod(shape)):
+            raise ValueError(
+                f"{name}: expected {int(np.prod(shape))} elements, one for each of the outputs "
+                f"observed {shape}, got {array.size} {array.shape}"
+            )
+        return to_device(array.astype(REAL), self.device).reshape(shape)
+
+    def _variances(self, values: Any, shape: tuple[int, ...]) -> Array:
+        array = np.asarray(to_device(values, "cpu"), REAL)
+        if array.size and not array.min() >= 0:
+            raise ValueError(f"var_obs: variances are not negative, got {array.min()}")
+        if array.size != int(np.prod(shape)) and array.size and (array == array.flat[0]).all():
+            return to_device(array.reshape(-1)[:1], self.device)
+        return self._of("var_obs", array, shape)
+
+
+def _innovations(units: BaseHiddenStates, observed: Array, errors: Array) -> tuple[Array, Array]:
+    """Return slope (y - m) / (v + errors) and -slope^2 / (v + errors); 0 where y is NaN."""
+    xp = array_module(units.mean)
+    total = errors if units.variance is None else units.variance + errors
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gain = 1 / total if units.slope is None else units.slope / total
+        d = gain * (observed - units.mean)
+    e = -gain if units.slope is None else -gain * units.slope
+    learnt = xp.isfinite(d) & xp.isfinite(gain)
+    if learnt.all():
+        return d, e + xp.zeros_like(d)
+    return xp.where(learnt, d, 0), xp.where(learnt, e, 0)
