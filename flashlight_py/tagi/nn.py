@@ -6,9 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.tagi.activations import ReLU
+from flashlight_py.tagi.embedding import Embedding
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.linear import Linear
+from flashlight_py.tagi.recurrent import LSTM
 from flashlight_py.tagi.sequential import Sequential
+from flashlight_py.tagi.smoothing import SLSTM, SLinear
 from flashlight_py.tagi.states import BaseDeltaStates, BaseHiddenStates
 from flashlight_py.tagi.updater import OutputUpdater
 
@@ -21,9 +24,13 @@ __all__ = [
     "BaseLayer",
     "DDPConfig",
     "DDPSequential",
+    "Embedding",
+    "LSTM",
     "Linear",
     "OutputUpdater",
     "ReLU",
+    "SLSTM",
+    "SLinear",
     "Sequential",
 ]
 
