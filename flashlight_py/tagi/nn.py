@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.tagi.activations import ReLU
+from flashlight_py.tagi.blocks import LayerBlock, ResNetBlock
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.linear import Linear
 from flashlight_py.tagi.sequential import Sequential
@@ -21,9 +22,11 @@ __all__ = [
     "BaseLayer",
     "DDPConfig",
     "DDPSequential",
+    "LayerBlock",
     "Linear",
     "OutputUpdater",
     "ReLU",
+    "ResNetBlock",
     "Sequential",
 ]
 
