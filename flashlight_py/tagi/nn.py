@@ -9,6 +9,7 @@ from flashlight_py.tagi.activations import ReLU
 from flashlight_py.tagi.blocks import LayerBlock, ResNetBlock
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.linear import Linear
+from flashlight_py.tagi.normalization import BatchNorm2d, LayerNorm
 from flashlight_py.tagi.sequential import Sequential
 from flashlight_py.tagi.states import BaseDeltaStates, BaseHiddenStates
 from flashlight_py.tagi.updater import OutputUpdater
@@ -20,9 +21,11 @@ __all__ = [
     "BaseDeltaStates",
     "BaseHiddenStates",
     "BaseLayer",
+    "BatchNorm2d",
     "DDPConfig",
     "DDPSequential",
     "LayerBlock",
+    "LayerNorm",
     "Linear",
     "OutputUpdater",
     "ReLU",

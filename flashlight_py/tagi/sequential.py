@@ -12,6 +12,7 @@ from flashlight_py.device import Array, device_of, is_cupy, to_device
 from flashlight_py.tagi import state
 from flashlight_py.tagi.capped_step import FLOOR, cap_factor
 from flashlight_py.tagi.layer import BaseLayer, Shape
+from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
 from flashlight_py.tagi.parameters import Bucket, on_device
 from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates
 
@@ -275,6 +276,21 @@ class Sequential:
             f"{name}: {layer.get_layer_info()}": int(np.count_nonzero(layer.var_w == FLOOR))
             for name, layer in self.named_layers()
         }
+
+    def get_norm_mean_var(self) -> dict[str, NormMeanVar]:
+        """Return the statistics of the layers that normalize over the batch; copies, on the CPU.
+
+        By the info and number of each layer that is one, or a block that has some, such as
+        ``"BatchNorm2d()_1"``: lists of running means, running variances, means and variances of the
+        last batch of training, with an array for each.
+        """
+        found = {
+            f"{layer.get_layer_info()}_{number}": norm_mean_var(
+                each for _, each in layer.named_layers("")
+            )
+            for number, layer in enumerate(self.layers)
+        }
+        return {name: lists for name, lists in found.items() if lists[0]}
 
     def get_layer_stack_info(self) -> str:
         """Return a line for each layer."""
