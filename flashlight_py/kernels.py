@@ -142,7 +142,7 @@ def _capped_step() -> Any:
         "float32 mean, float32 variance",
         """
         const float s = variance;
-        const float bound = sqrtf(s) * inverse_cap;
+        const float bound = sqrt(s) * inverse_cap;
         const float d = s * mean_sum;
         const float e = s * s * variance_sum;
         mean += min(max(d, -bound), bound);
