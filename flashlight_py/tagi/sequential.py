@@ -313,7 +313,7 @@ class Sequential:
     def _shape_of_samples(self, shape: tuple[int, ...]) -> Shape:
         """Connect the layers, if need be, for an input of ``shape``; return that of a sample."""
         size = math.prod(shape)
-        if size == 0:
+        if size == 0 or not shape:
             raise ValueError(f"{self.layers[0]}: a batch needs at least one sample, got {shape}")
         own, known = shape[1:], self._shape
         if known is not None and (
