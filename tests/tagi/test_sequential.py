@@ -140,7 +140,7 @@ def test_wrong_variances_are_refused(var_x: np.ndarray, message: str) -> None:
 
 
 def test_a_network_is_of_layers() -> None:
-    with pytest.raises(TypeError, match="expected layers of fl.tagi, got int as number 1"):
+    with pytest.raises(TypeError, match=r"expected layers of fl\.tagi, got int as number 1"):
         nn.Sequential(nn.ReLU(), 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="needs at least one layer"):
         nn.Sequential()
@@ -184,7 +184,7 @@ def test_deltas_may_be_set_by_hand() -> None:
     other.backward()
     other.step()
     np.testing.assert_array_equal(other.layers[0].mu_w, one.layers[0].mu_w)
-    with pytest.raises(ValueError, match="expected 12 elements each, .* got 3 and 3"):
+    with pytest.raises(ValueError, match=r"expected 12 elements each, .* got 3 and 3"):
         other.set_delta_z([1, 2, 3], [1, 2, 3])
 
 
