@@ -81,7 +81,8 @@ def noisy_cube(random: np.random.Generator, size: int) -> tuple[Array, Array]:
 def noisy_sine(random: np.random.Generator, size: int) -> tuple[Array, Array]:
     """Draw points of y = sin 3x with errors of standard deviation 0.05 + 0.3 |x|."""
     x = random.uniform(-1, 1, (size, 1)).astype(np.float32)
-    return x, np.sin(3 * x) + (0.05 + 0.3 * np.abs(x)) * random.standard_normal(x.shape, np.float32)
+    errors = (0.05 + 0.3 * np.abs(x)) * random.standard_normal(x.shape)
+    return x, (np.sin(3 * x) + errors).astype(np.float32)
 
 
 class Scale:
