@@ -160,14 +160,16 @@ def load_cifar(folder: Path) -> tuple[Samples, Samples]:
 def load_digits() -> tuple[Samples, Samples]:
     """Return scikit-learn's digits, each pixel as 4 x 4 in three colours: to learn, to test."""
     from sklearn.datasets import load_digits as load
+    from sklearn.model_selection import train_test_split
 
     data: Any = load()
-    order = np.random.default_rng(0).permutation(len(data.target))  # the same on every rank
-    images = data.images[order].astype(np.float32)
+    images = data.images.astype(np.float32)
     images = (images - images.mean()) / images.std()
     images = images.repeat(4, axis=1).repeat(4, axis=2)[:, None].repeat(3, axis=1)
-    labels = data.target[order]
-    return (images[360:], labels[360:]), (images[:360], labels[:360])
+    # The same on every rank.
+    parts = train_test_split(images, data.target, test_size=0.2, random_state=0)
+    seen, held_out, seen_labels, held_out_labels = parts
+    return (seen, seen_labels), (held_out, held_out_labels)
 
 
 def cut(images: Array, random: np.random.Generator, flip: bool) -> Array:

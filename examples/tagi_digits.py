@@ -101,17 +101,17 @@ def cnn() -> nn.Sequential:
 def load_digits() -> tuple[fl.dataset.TensorDataset, fl.dataset.TensorDataset]:
     """Return images (n, 1, 8, 8), of mean 0 and deviation 1, with labels: to learn, to test."""
     from sklearn.datasets import load_digits as load
+    from sklearn.model_selection import train_test_split
 
     data: Any = load()
-    order = np.random.default_rng(0).permutation(len(data.target))  # the same on every rank
-    images = data.images[order].astype(np.float32)[:, None]
-    labels = data.target[order]
-    held_out = 360
-    seen = images[held_out:]
-    images = (images - seen.mean()) / seen.std()
+    images = data.images.astype(np.float32)[:, None]
+    # The same on every rank.
+    parts = train_test_split(images, data.target, test_size=0.2, random_state=0)
+    seen, held_out, seen_labels, held_out_labels = parts
+    mean, deviation = seen.mean(), seen.std()
     return (
-        fl.dataset.TensorDataset([images[held_out:], labels[held_out:]]),
-        fl.dataset.TensorDataset([images[:held_out], labels[:held_out]]),
+        fl.dataset.TensorDataset([(seen - mean) / deviation, seen_labels]),
+        fl.dataset.TensorDataset([(held_out - mean) / deviation, held_out_labels]),
     )
 
 
