@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -10,7 +11,16 @@ from pathlib import Path
 
 from harness.launchers import Launcher
 
-__all__ = ["PEERS", "ROOT", "Peer", "absence_note", "environment_of", "python_of"]
+__all__ = [
+    "PEERS",
+    "ROOT",
+    "Peer",
+    "absence_note",
+    "environment_of",
+    "libraries_of",
+    "packages_folder",
+    "python_of",
+]
 
 ROOT = Path(__file__).parent.parent.parent
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -21,7 +31,9 @@ class Peer:
     """A library to be measured beside.
 
     ``environment`` names the folder ``.venv-bench-<environment>``; ``needs`` are distributions
-    that show whether the environment of this very process would do as well.
+    that show whether the environment of this very process would do as well. ``packages`` are
+    Debian's, unpacked inside the environment and installed nowhere; ``libraries`` the folders in
+    it, as patterns, in which the peer's extension must find shared libraries.
     """
 
     title: str
@@ -30,6 +42,8 @@ class Peer:
     needs: tuple[str, ...]
     launcher: Launcher = "direct"
     index: str = ""
+    packages: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
 
 
 _MPI4PY = ("numpy>=1.25,<3", "ml_dtypes", "mpi4py>=4.1,<5")
@@ -46,6 +60,15 @@ PEERS: dict[str, Peer] = {
         "torch gloo", "torch", ("numpy>=1.25,<3", "torch==2.13.0"), ("torch",), index=TORCH_INDEX
     ),
     "jax": Peer("JAX", "jax", ("numpy>=1.25,<3", "jax[cpu]"), ("jax",)),
+    # The wheel is linked with Open MPI 4, whose C++ bindings later ones lack, and with NCCL.
+    "pytagi": Peer(
+        "pytagi",
+        "pytagi",
+        ("numpy>=1.25,<3", "pytagi==0.2.1", "nvidia-nccl-cu12"),
+        ("pytagi",),
+        packages=("libopenmpi3", "libhwloc15", "libevent-pthreads-2.1-7"),
+        libraries=("debian/usr/lib/*", "lib/python3*/site-packages/nvidia/nccl/lib"),
+    ),
 }
 
 
@@ -57,6 +80,23 @@ def environment_of(peer: Peer, folder: Path) -> Path:
 def absence_note(environment: Path) -> Path:
     """Return the file that says why an environment could not be made."""
     return environment / "failed.txt"
+
+
+def packages_folder(environment: Path) -> Path:
+    """Return where a peer's Debian packages are unpacked."""
+    return environment / "debian"
+
+
+def libraries_of(peer: Peer, python: Path) -> str:
+    """Return the LD_LIBRARY_PATH of the peer's processes, and of no others; "" if it needs none.
+
+    Args:
+        peer: which library.
+        python: its interpreter, as :func:`python_of` returned it.
+    """
+    environment = python.parent.parent
+    folders = [folder for pattern in peer.libraries for folder in sorted(environment.glob(pattern))]
+    return os.pathsep.join(map(str, folders))
 
 
 def python_of(peer: Peer, folder: Path | None) -> Path | str:

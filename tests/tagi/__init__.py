@@ -1,0 +1,1 @@
+"""Tests of flashlight_py.tagi."""
