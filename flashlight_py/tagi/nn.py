@@ -6,9 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.tagi.activations import ReLU
+from flashlight_py.tagi.blocks import LayerBlock, ResNetBlock
 from flashlight_py.tagi.embedding import Embedding
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.linear import Linear
+from flashlight_py.tagi.normalization import BatchNorm2d, LayerNorm
 from flashlight_py.tagi.recurrent import LSTM
 from flashlight_py.tagi.sequential import Sequential
 from flashlight_py.tagi.smoothing import SLSTM, SLinear
@@ -22,13 +24,17 @@ __all__ = [
     "BaseDeltaStates",
     "BaseHiddenStates",
     "BaseLayer",
+    "BatchNorm2d",
     "DDPConfig",
     "DDPSequential",
     "Embedding",
     "LSTM",
+    "LayerBlock",
+    "LayerNorm",
     "Linear",
     "OutputUpdater",
     "ReLU",
+    "ResNetBlock",
     "SLSTM",
     "SLinear",
     "Sequential",
