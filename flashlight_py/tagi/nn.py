@@ -6,8 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.tagi.activations import ReLU
+from flashlight_py.tagi.convolution import Conv2d, ConvTranspose2d
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.linear import Linear
+from flashlight_py.tagi.pooling import AvgPool2d, MaxPool2d
 from flashlight_py.tagi.sequential import Sequential
 from flashlight_py.tagi.states import BaseDeltaStates, BaseHiddenStates
 from flashlight_py.tagi.updater import OutputUpdater
@@ -16,12 +18,16 @@ if TYPE_CHECKING:
     from flashlight_py.parallel.tagi import DDPConfig, DDPSequential
 
 __all__ = [
+    "AvgPool2d",
     "BaseDeltaStates",
     "BaseHiddenStates",
     "BaseLayer",
+    "Conv2d",
+    "ConvTranspose2d",
     "DDPConfig",
     "DDPSequential",
     "Linear",
+    "MaxPool2d",
     "OutputUpdater",
     "ReLU",
     "Sequential",
