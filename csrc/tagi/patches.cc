@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
+#include <vector>
 
 #include "tagi.h"
 
@@ -32,18 +34,22 @@ namespace {
 struct Kernels {
   decltype(&patches_baseline::patches) patches;
   decltype(&patches_baseline::add_patches) add_patches;
+  decltype(&patches_baseline::sum_windows) sum_windows;
+  decltype(&patches_baseline::spread_windows) spread_windows;
 };
+
+#define FL_KERNELS(set) {set::patches, set::add_patches, set::sum_windows, set::spread_windows}
 
 Kernels choose() {
 #ifdef FL_SEVERAL_KERNELS
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq")) {
-    return {patches_avx512::patches, patches_avx512::add_patches};
+    return FL_KERNELS(patches_avx512);
   }
-  if (__builtin_cpu_supports("avx2")) return {patches_avx2::patches, patches_avx2::add_patches};
+  if (__builtin_cpu_supports("avx2")) return FL_KERNELS(patches_avx2);
 #endif
-  return {patches_baseline::patches, patches_baseline::add_patches};
+  return FL_KERNELS(patches_baseline);
 }
 
 const Kernels kernels = choose();
@@ -58,4 +64,14 @@ void fl_tagi_patches(const fl_tagi_windows* windows, const float* mean, const fl
 
 void fl_tagi_add_patches(const fl_tagi_windows* windows, const float* patches, float* images) {
   fl::tagi::kernels.add_patches(*windows, patches, images);
+}
+
+void fl_tagi_sum_windows(const fl_tagi_windows* windows, const float* images, float* sums,
+                         ptrdiff_t image_step, ptrdiff_t channel_step, float factor) {
+  fl::tagi::kernels.sum_windows(*windows, images, sums, image_step, channel_step, factor);
+}
+
+void fl_tagi_spread_windows(const fl_tagi_windows* windows, const float* deltas, float* images,
+                            ptrdiff_t image_step, ptrdiff_t channel_step, float factor) {
+  fl::tagi::kernels.spread_windows(*windows, deltas, images, image_step, channel_step, factor);
 }

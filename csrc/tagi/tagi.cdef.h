@@ -18,3 +18,12 @@ void fl_tagi_patches(const fl_tagi_windows *windows, const float *mean, const fl
 
 /* Add such columns to the places in the images that they are of. */
 void fl_tagi_add_patches(const fl_tagi_windows *windows, const float *patches, float *images);
+
+/* The sum of each window times `factor`, channel by channel: rows of out_width elements, one after
+   the other, each image and channel at steps of its own. */
+void fl_tagi_sum_windows(const fl_tagi_windows *windows, const float *images, float *sums,
+                         ptrdiff_t image_step, ptrdiff_t channel_step, float factor);
+
+/* The adjoint: what each window has, times `factor`, added to its places, which begin with 0. */
+void fl_tagi_spread_windows(const fl_tagi_windows *windows, const float *deltas, float *images,
+                            ptrdiff_t image_step, ptrdiff_t channel_step, float factor);

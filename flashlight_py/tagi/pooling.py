@@ -8,7 +8,7 @@ from flashlight_py.device import Array, array_module
 from flashlight_py.tagi.images import ImageLayer, images_of
 from flashlight_py.tagi.layer import Deltas, Shape, times_slope
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
-from flashlight_py.tagi.windows import empty_like
+from flashlight_py.tagi.windows import empty_like, spread_windows, sum_windows
 
 
 class _Pool(ImageLayer):
@@ -55,36 +55,18 @@ class AvgPool2d(_Pool):
         if self.training:
             self._slope, self._like = x.slope, x.mean
         count = self.kernel_size**2
-        variance = None if x.variance is None else self._sums(x.variance, 1 / count**2)
-        return BaseHiddenStates(self._sums(x.mean, 1 / count), variance)
+        variance = None if x.variance is None else sum_windows(self._over, x.variance, 1 / count**2)
+        return BaseHiddenStates(sum_windows(self._over, x.mean, 1 / count), variance)
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
         """Return to each element ``d / k^2`` and ``e / k^4`` of its windows, times slopes."""
         if not wanted:
             return None
-        count = self.kernel_size**2
-        return times_slope(self._spread(d, 1 / count), self._spread(e, 1 / count**2), self._slope)
-
-    def _sums(self, images: Array, factor: float) -> Array:
         assert self.output_shape is not None
-        over, padded = self._over, self._over.padded(images)
-        sums = empty_like(images, images_of(self.output_shape))
-        sums[...] = 0
-        for y in range(over.kernel):
-            for x in range(over.kernel):
-                sums += over.at(padded, y, x)
-        sums *= REAL.type(factor)
-        return sums
-
-    def _spread(self, deltas: Array, factor: float) -> Array:
-        assert self.output_shape is not None
-        over, like = self._over, self._like
-        deltas = deltas.reshape(len(like), *self.output_shape) * REAL.type(factor)
-        padded = over.padded(array_module(like).zeros_like(like))
-        for y in range(over.kernel):
-            for x in range(over.kernel):
-                over.at(padded, y, x)[...] += deltas
-        return over.inner(padded)
+        shape, count = (len(self._like), *self.output_shape), self.kernel_size**2
+        back = spread_windows(self._over, d.reshape(shape), 1 / count, self._like)
+        back_e = spread_windows(self._over, e.reshape(shape), 1 / count**2, self._like)
+        return times_slope(back, back_e, self._slope)
 
 
 class MaxPool2d(_Pool):

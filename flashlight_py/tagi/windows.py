@@ -82,10 +82,24 @@ class Windows:
         """Return the element (y, x) of every window, ``[batch, channels, out_height, out_width]``;
         a view.
         """
-        end_y = y + (self.out_height - 1) * self.stride + 1
-        end_x = x + (self.out_width - 1) * self.stride + 1
-        found: Array = padded[:, :, y : end_y : self.stride, x : end_x : self.stride]
-        return found
+        return self.along(self.down(padded, y), x)
+
+    def down(self, padded: Array, y: int) -> Array:
+        """Return row ``y`` of every row of windows, as wide as it is; a view."""
+        end = y + (self.out_height - 1) * self.stride + 1
+        rows: Array = padded[:, :, y : end : self.stride]
+        return rows
+
+    def along(self, rows: Array, x: int) -> Array:
+        """Return element ``x`` of every window of these rows; a view."""
+        end = x + (self.out_width - 1) * self.stride + 1
+        elements: Array = rows[:, :, :, x : end : self.stride]
+        return elements
+
+    def whole(self, batch: int) -> Part:
+        """Return the part that all windows of ``batch`` images are."""
+        size = batch * self.out_height * self.out_width
+        return Part(slice(0, batch), slice(0, self.out_height), slice(0, size))
 
 
 def _evenly(size: int, most: int) -> Iterator[slice]:
@@ -199,6 +213,92 @@ def add_patches_in_numpy(windows: Windows, part: Part, columns: Array, images: A
     chosen[...] = windows.inner(padded)
 
 
+def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
+    """Return the sum of each window times ``factor``, ``[batch, channels, out_height,
+    out_width]``; in the order of batch and channels that the images have.
+    """
+    images, _ = readable(images)
+    sums = empty_like(images, (images.shape[1], windows.out_height, windows.out_width))
+    module = None if is_cupy(images) else native()
+    if module is None:
+        sum_windows_in_numpy(windows, images, factor, sums)
+        return sums
+    module.lib.fl_tagi_sum_windows(
+        _described(module, windows, windows.whole(len(images)), images),
+        _address(module, images),
+        _address(module, sums),
+        *(step // REAL.itemsize for step in sums.strides[:2]),
+        factor,
+    )
+    return sums
+
+
+def sum_windows_in_numpy(windows: Windows, images: Array, factor: float, sums: Array) -> None:
+    """Do what the kernel does, in the same order of additions: down, then along the rows."""
+    padded = windows.padded(images)
+    down = windows.down(padded, 0).copy()
+    for y in range(1, windows.kernel):
+        down += windows.down(padded, y)
+    sums[...] = 0
+    for x in range(windows.kernel):
+        sums += windows.along(down, x)
+    sums *= REAL.type(factor)
+
+
+def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) -> Array:
+    """Return images that have ``factor`` times the delta of each window at its places, added up:
+    the adjoint of :func:`sum_windows`.
+
+    Args:
+        windows: over the images.
+        deltas: ``[batch, channels, out_height, out_width]``.
+        factor: of all.
+        like: images of the shape, batch and channels lying in the order, that those returned have.
+    """
+    images, deltas = empty_like(like, like.shape[1:]), contiguous(deltas)
+    module = None if is_cupy(images) else native()
+    if module is None:
+        spread_windows_in_numpy(windows, deltas, factor, images)
+        return images
+    module.lib.fl_tagi_spread_windows(
+        _described(module, windows, windows.whole(len(images)), images),
+        _address(module, deltas),
+        _address(module, images),
+        *(step // REAL.itemsize for step in deltas.strides[:2]),
+        factor,
+    )
+    return images
+
+
+def spread_windows_in_numpy(windows: Windows, deltas: Array, factor: float, images: Array) -> None:
+    """Do what the kernel does, in the same order of additions."""
+    padded = windows.padded(array_module(images).zeros_like(images))
+    rows = array_module(images).zeros_like(windows.down(padded, 0))
+    deltas = deltas * REAL.type(factor)
+    for x in range(windows.kernel):
+        windows.along(rows, x)[...] += deltas
+    for y in range(windows.kernel):
+        windows.down(padded, y)[...] += rows
+    images[...] = windows.inner(padded)
+
+
+def contiguous(images: Array) -> Array:
+    """Return images of which each channel is contiguous: the same object, or else a copy."""
+    strides = (images.shape[3] * images.itemsize, images.itemsize)
+    return images if images.strides[2:] == strides else images.copy()
+
+
+def empty_like(x: Array, shape: tuple[int, ...]) -> Array:
+    """Return new images for the batch of ``x``, in the order of batch and channels that it has."""
+    xp, batch = array_module(x), x.shape[0]
+    channels, height, width = shape
+    if x.strides[0] < x.strides[1]:
+        stacked: Array = xp.empty((channels, batch, height, width), REAL)
+        return stacked.transpose(1, 0, 2, 3)
+    images: Array = xp.empty((batch, channels, height, width), REAL)
+    return images
+
+
 def _described(module: object, windows: Windows, part: Part, images: Array) -> object:
     """Return the struct that the kernels know the windows by."""
     batch_step, channel_step, row_step, _ = (step // REAL.itemsize for step in images.strides)
@@ -227,14 +327,3 @@ def _address(module: object, images: Array) -> object:
     """Return the address of an array that need not be contiguous."""
     address = images.__array_interface__["data"][0]
     return module.ffi.cast("float *", address)  # type: ignore[attr-defined]
-
-
-def empty_like(x: Array, shape: tuple[int, int, int]) -> Array:
-    """Return new images for the batch of ``x``, in the order of batch and channels that it has."""
-    xp, batch = array_module(x), x.shape[0]
-    channels, height, width = shape
-    if x.strides[0] < x.strides[1]:
-        stacked: Array = xp.empty((channels, batch, height, width), REAL)
-        return stacked.transpose(1, 0, 2, 3)
-    images: Array = xp.empty((batch, channels, height, width), REAL)
-    return images

@@ -65,3 +65,22 @@ def test_adding_columns_is_the_adjoint_of_making_them(over: Windows, columns: in
         module.add_patches(over, part, y, back)
     assert covered == 5 * over.out_height * over.out_width
     assert left == (x * back).sum()
+
+
+@pytest.mark.skipif(native() is None, reason="the native kernels of fl.tagi were not built")
+@pytest.mark.parametrize("over", ALL)
+@pytest.mark.parametrize("first", [False, True])
+def test_sums_of_windows_are_those_of_numpy(over: Windows, first: bool) -> None:
+    """To the last bit; the adjoint, too."""
+    rng = np.random.default_rng(2)
+    x = images(over, rng, first)
+    sums = module.sum_windows(over, x, 1 / 9)
+    expected = np.empty_like(sums)
+    module.sum_windows_in_numpy(over, x, 1 / 9, expected)
+    np.testing.assert_array_equal(sums, expected)
+    deltas = rng.standard_normal(sums.shape).astype(F)
+    spread = module.spread_windows(over, deltas, 1 / 9, x)
+    expected = np.empty_like(spread)
+    module.spread_windows_in_numpy(over, deltas, 1 / 9, expected)
+    np.testing.assert_array_equal(spread, expected)
+    assert np.isclose((sums * deltas).sum(), (x * spread).sum(), rtol=1e-4, atol=1e-4)
