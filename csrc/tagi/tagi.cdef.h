@@ -1,6 +1,6 @@
 /* The step of flat arrays of `size` elements; see flashlight_py/tagi/capped_step.py. */
 void fl_tagi_step(float *mean, float *variance, const float *mean_sum, const float *variance_sum,
-                  size_t size, float inverse_cap, float scale);
+                  size_t size, float inverse_cap);
 
 /* Square windows over images whose rows are contiguous, and which of them a call is about: those of
    images [images, images_end), in output rows [rows, rows_end). Steps are in elements. */

@@ -6,9 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.tagi.activations import ReLU
+from flashlight_py.tagi.blocks import LayerBlock, ResNetBlock
 from flashlight_py.tagi.convolution import Conv2d, ConvTranspose2d
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.linear import Linear
+from flashlight_py.tagi.normalization import BatchNorm2d, LayerNorm
 from flashlight_py.tagi.pooling import AvgPool2d, MaxPool2d
 from flashlight_py.tagi.sequential import Sequential
 from flashlight_py.tagi.states import BaseDeltaStates, BaseHiddenStates
@@ -22,14 +24,18 @@ __all__ = [
     "BaseDeltaStates",
     "BaseHiddenStates",
     "BaseLayer",
+    "BatchNorm2d",
     "Conv2d",
     "ConvTranspose2d",
     "DDPConfig",
     "DDPSequential",
+    "LayerBlock",
+    "LayerNorm",
     "Linear",
     "MaxPool2d",
     "OutputUpdater",
     "ReLU",
+    "ResNetBlock",
     "Sequential",
 ]
 

@@ -12,6 +12,7 @@ from flashlight_py.device import Array, device_of, is_cupy, to_device
 from flashlight_py.tagi import state
 from flashlight_py.tagi.capped_step import FLOOR, cap_factor
 from flashlight_py.tagi.layer import BaseLayer, Shape
+from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
 from flashlight_py.tagi.parameters import Bucket, on_device
 from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, real
 
@@ -31,6 +32,7 @@ class Sequential:
             ``input_state_update``, or of which the input was another network's output.
         input_state_update: whether a backward pass goes on to the input.
         num_samples: how many time steps a smoother keeps.
+        samples: of the last forward pass.
         device: ``"cpu"`` or ``"cuda:<index>"``.
 
     Raises:
@@ -58,7 +60,7 @@ class Sequential:
         self.buckets: list[Bucket] = []
         self._shape: Shape | None = None  # of one sample, once the layers are connected
         self._from_states = False  # whether the last input was another network's output
-        self._batch = 0
+        self.samples = 0
         self._kept = False  # whether the layers have kept what a backward pass needs
         self.gather_parameters()
         if self.layers[0].input_shape is not None:
@@ -107,7 +109,7 @@ class Sequential:
         """
         x = mu_x if isinstance(mu_x, BaseHiddenStates) else self._input(mu_x, var_x)
         self._from_states = x is mu_x
-        self._batch = x.block_size
+        self.samples = x.block_size
         self._kept = self.training
         flat = not self._from_states and np.ndim(mu_x) == 1
         if self._from_states:
@@ -125,6 +127,20 @@ class Sequential:
             RuntimeError: there are none since the last forward pass, or it was one of evaluation.
             ValueError: there are others than outputs.
         """
+        d, e = self.check_deltas()
+        wanted = self.input_state_update or self._from_states
+        for number in range(len(self.layers) - 1, -1, -1):
+            deltas = self.layers[number].backward(d, e, wanted or number > 0)
+            if deltas is not None:
+                d, e = deltas
+        self.output_delta_z_buffer = BaseDeltaStates(d, e) if wanted else BaseDeltaStates()
+
+    def check_deltas(self) -> tuple[Array, Array]:
+        """Return what a backward pass begins with.
+
+        Raises:
+            RuntimeError, ValueError: as :meth:`backward`.
+        """
         d, e = self.input_delta_z_buffer.mean, self.input_delta_z_buffer.variance
         if d is None or e is None:
             raise RuntimeError(
@@ -141,14 +157,8 @@ class Sequential:
                 f"backward: expected {self.output_z_buffer.size} deltas, one for each output, got "
                 f"{d.size}"
             )
-        wanted = self.input_state_update or self._from_states
         shape = self.output_z_buffer.mean.shape
-        d, e = d.reshape(shape), e.reshape(shape)
-        for number in range(len(self.layers) - 1, -1, -1):
-            deltas = self.layers[number].backward(d, e, wanted or number > 0)
-            if deltas is not None:
-                d, e = deltas
-        self.output_delta_z_buffer = BaseDeltaStates(d, e) if wanted else BaseDeltaStates()
+        return d.reshape(shape), e.reshape(shape)
 
     def step(self) -> None:
         """Change every parameter by what the last backward pass has found, in place.
@@ -156,13 +166,13 @@ class Sequential:
         Each by at most its standard deviation over 0.1 for one sample, over 2 for batches below 256
         samples, and over 3 from there on.
         """
-        self.step_with(self._batch)
+        self.step_as_for(self.samples)
 
-    def step_with(self, batch: int, scale: float = 1.0) -> None:
-        """Step as for a batch of so many samples, with ``scale`` times the sums."""
-        cap = cap_factor(batch)
+    def step_as_for(self, samples: int) -> None:
+        """Step with the bound of a batch of so many samples."""
+        cap = cap_factor(samples)
         for bucket in self.buckets:
-            bucket.step(cap, scale)
+            bucket.step(cap)
 
     def train(self) -> None:
         """Take statistics of batches, and keep inputs for backward passes: the default."""
@@ -283,6 +293,21 @@ class Sequential:
             for name, layer in self.named_layers()
         }
 
+    def get_norm_mean_var(self) -> dict[str, NormMeanVar]:
+        """Return the statistics of the layers that normalize over the batch; copies, on the CPU.
+
+        By the info and number of each layer that is one, or a block that has some, such as
+        ``"BatchNorm2d()_1"``: lists of running means, running variances, means and variances of the
+        last batch of training, with an array for each.
+        """
+        found = {
+            f"{layer.get_layer_info()}_{number}": norm_mean_var(
+                each for _, each in layer.named_layers("")
+            )
+            for number, layer in enumerate(self.layers)
+        }
+        return {name: lists for name, lists in found.items() if lists[0]}
+
     def get_layer_stack_info(self) -> str:
         """Return a line for each layer."""
         return "\n".join(f"{n}: {layer.get_layer_info()}" for n, layer in enumerate(self.layers))
@@ -313,7 +338,7 @@ class Sequential:
     def _shape_of_samples(self, shape: tuple[int, ...]) -> Shape:
         """Connect the layers, if need be, for an input of ``shape``; return that of a sample."""
         size = math.prod(shape)
-        if size == 0:
+        if size == 0 or not shape:
             raise ValueError(f"{self.layers[0]}: a batch needs at least one sample, got {shape}")
         own, known = shape[1:], self._shape
         if known is not None and (

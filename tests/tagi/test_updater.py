@@ -149,7 +149,7 @@ def test_wrong_indices_are_refused(indices: Any, message: str) -> None:
 
 
 def test_an_odd_number_of_outputs_is_no_pairs() -> None:
-    with pytest.raises(ValueError, match="outputs are pairs .* the network has 3"):
+    with pytest.raises(ValueError, match=r"outputs are pairs .* the network has 3"):
         nn.OutputUpdater().update_heteros(states(2, 3), np.zeros(2), nn.BaseDeltaStates())
     with pytest.raises(ValueError, match="mu_obs: expected 4 elements"):
         nn.OutputUpdater().update_heteros(states(2, 4), np.zeros((2, 4)), nn.BaseDeltaStates())
