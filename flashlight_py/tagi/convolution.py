@@ -324,7 +324,8 @@ _kept = _Kept()
 def _scratch(size: int, like: Array) -> Array:
     """Return ``size`` elements of any values, for use until the next call on this thread."""
     if is_cupy(like):
-        return array_module(like).empty(size, REAL)  # from CuPy's pool
+        pooled: Array = array_module(like).empty(size, REAL)  # CuPy keeps memory itself
+        return pooled
     if _kept.memory.size < size:
         _kept.memory = np.empty(size, REAL)
     return _kept.memory[:size]
