@@ -8,11 +8,13 @@ smallest normal number count as this.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module
+from flashlight_py import kernels
+from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.tagi.native import native
 from flashlight_py.tagi.states import REAL
 from flashlight_py.tagi.tails import tails
 
@@ -24,6 +26,16 @@ SMALLEST = float(np.finfo(REAL).tiny)
 
 def mixture_relu(mean: Array, variance: Array) -> Moments:
     """Return the moments of max(z, 0), means and variances at least 1e-6; the slope is P(z > 0)."""
+    if is_cupy(mean):
+        return kernels.mixture_relu(mean, variance)
+    kernel = native()
+    if kernel is None:
+        return mixture_relu_in_numpy(mean, variance)
+    return _each(kernel.lib.fl_tagi_mixture_relu, kernel.ffi, mean, variance)
+
+
+def mixture_relu_in_numpy(mean: Array, variance: Array) -> Moments:
+    """Do what the kernels do, in float64."""
     m, v, s = _wide(mean, variance)
     q, g, h = tails(abs(m) / s)
     xp, above = array_module(m), m > 0
@@ -60,6 +72,26 @@ def _between(mean: Array, variance: Array) -> Moments:
     cut = xp.where(inside, g, g - near)  # how much the cut at 1 takes, on average
     kept = xp.where(inside, 1 - 2 * q, 0) + h + (far_h - 2 * far_q) + 2 * cut * far_g
     return xp.sign(m) * moments, v * kept, xp.where(inside, 1 - q, q) - far_q
+
+
+def _each(function: Any, ffi: Any, mean: Array, variance: Array) -> Moments:
+    """Call ``function`` with flat arrays as they lie; results lie as ``mean`` does."""
+    if not (mean.flags.c_contiguous and variance.flags.c_contiguous):
+        # Such as images with the channels first: another order of dimensions, without gaps.
+        order = sorted(range(mean.ndim), key=lambda axis: -mean.strides[axis])
+        back = [order.index(axis) for axis in range(mean.ndim)]
+        moments = _each(
+            function,
+            ffi,
+            np.ascontiguousarray(mean.transpose(order)),
+            np.ascontiguousarray(variance.transpose(order)),
+        )
+        m, v, slope = (each.transpose(back) for each in moments)
+        return m, v, slope
+    moments = np.empty_like(mean), np.empty_like(mean), np.empty_like(mean)
+    flat = [ffi.from_buffer("float[]", array) for array in (mean, variance, *moments)]
+    function(*flat, mean.size)
+    return moments
 
 
 def _wide(mean: Array, variance: Array) -> Moments:

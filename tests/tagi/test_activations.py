@@ -9,6 +9,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.tagi import activations, mixtures, softmax
+from flashlight_py.tagi.native import native
 from flashlight_py.tagi.states import BaseHiddenStates
 from flashlight_py.tagi.tails import tails
 from tests.tagi.oracle import compare
@@ -61,20 +62,24 @@ def mixture_sigmoid(m: float, v: float) -> tuple[float, float, float]:
     return mean / 2 + 0.5, max(variance / 4, 1e-6), slope / 2
 
 
-@pytest.mark.parametrize("name", ["mixture_relu", "mixture_tanh", "mixture_sigmoid"])
+EXACT = ["mixture_relu", "mixture_relu_in_numpy", "mixture_tanh", "mixture_sigmoid"]
+
+
+@pytest.mark.parametrize("name", EXACT)
 def test_exact_moments(name: str) -> None:
     """Where the plain formula, in float64, is exact to better than float32 (and its floor)."""
     m, v = GRID
     usable = (np.square(m, dtype=np.float64) < 1e9) & (v < 1e5)
     m, v = m[usable], v[usable]
     found = getattr(mixtures, name)(m, v)
-    expected = np.array([globals()[name](float(a), float(b)) for a, b in zip(m, v, strict=True)])
+    plain = globals()[name.removesuffix("_in_numpy")]
+    expected = np.array([plain(float(a), float(b)) for a, b in zip(m, v, strict=True)])
     for number, each in enumerate(found):
         assert each.dtype == REAL
         np.testing.assert_allclose(each, expected[:, number], rtol=1e-6, atol=2e-9)
 
 
-@pytest.mark.parametrize("name", ["mixture_relu", "mixture_tanh", "mixture_sigmoid"])
+@pytest.mark.parametrize("name", EXACT)
 def test_nothing_is_lost_in_the_tails(name: str) -> None:
     m, v = GRID
     mean, variance, slope = getattr(mixtures, name)(m, v)
@@ -83,16 +88,37 @@ def test_nothing_is_lost_in_the_tails(name: str) -> None:
     assert (slope >= 0).all()
     assert (slope <= 1).all()
     bounds = {"mixture_relu": (0, np.inf), "mixture_tanh": (-1, 1), "mixture_sigmoid": (0, 1)}
-    low, high = bounds[name]
+    low, high = bounds[name.removesuffix("_in_numpy")]
     assert (mean >= low).all()
     assert (mean <= high).all()
     # No more uncertain than before it was cut off.
     assert (variance <= np.maximum(v * REAL(1 + 1e-6), REAL(1e-6))).all()
 
 
-def test_what_is_not_a_number_is_not_hidden() -> None:
-    nan = np.array([np.nan], REAL)
-    assert all(np.isnan(each).all() for each in mixtures.mixture_relu(nan, np.ones(1, REAL)))
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_not_a_number_is_not_hidden(name: str) -> None:
+    moments = getattr(mixtures, name)
+    nan, one = np.array([np.nan], REAL), np.ones(1, REAL)
+    assert np.isnan(moments(nan, one)).all()
+    assert np.isnan(moments(one, nan)).all()
+
+
+def test_native_code_is_numpy_s() -> None:
+    """Also for images with the channels first, for parts, and for no unit at all."""
+    if native() is None:
+        pytest.skip("the kernels are not built")
+    rng = np.random.default_rng(0)
+    m = (3 * rng.standard_normal((40, 30, 7, 11))).astype(REAL)
+    v = np.exp(2 * rng.standard_normal(m.shape)).astype(REAL)
+    channels_first = tuple(np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1) for a in (m, v))
+    cases = [(m, v), channels_first, (m, channels_first[1]), (m[::2, :, 1:5], v[::2, :, 1:5])]
+    for mean, variance in [*cases, (m[:0], v[:0])]:
+        found = mixtures.mixture_relu(mean, variance)
+        expected = mixtures.mixture_relu_in_numpy(mean, variance)
+        for one, other in zip(found, expected, strict=True):
+            assert one.shape == mean.shape
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-12)
+    assert mixtures.mixture_relu(*channels_first)[0].strides == channels_first[0].strides
 
 
 @pytest.mark.parametrize("name", ["mixture_relu", "mixture_tanh", "mixture_sigmoid", "exponential"])
