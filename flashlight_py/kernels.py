@@ -125,13 +125,12 @@ def capped_step(
     mean_sum: Array,
     variance_sum: Array,
     inverse_cap: float,
-    scale: float,
 ) -> None:
     """Change ``mean`` and ``variance`` in place; all float32, of one shape.
 
     The formula is that of ``tagi.capped_step``.
     """
-    _capped_step()(mean_sum, variance_sum, inverse_cap, scale, mean, variance)
+    _capped_step()(mean_sum, variance_sum, inverse_cap, mean, variance)
 
 
 @functools.cache
@@ -139,13 +138,13 @@ def _capped_step() -> Any:
     import cupy
 
     return cupy.ElementwiseKernel(
-        "float32 mean_sum, float32 variance_sum, float32 inverse_cap, float32 scale",
+        "float32 mean_sum, float32 variance_sum, float32 inverse_cap",
         "float32 mean, float32 variance",
         """
         const float s = variance;
-        const float bound = sqrtf(s) * inverse_cap;
-        const float d = s * (mean_sum * scale);
-        const float e = s * s * (variance_sum * scale);
+        const float bound = sqrt(s) * inverse_cap;
+        const float d = s * mean_sum;
+        const float e = s * s * variance_sum;
         mean += min(max(d, -bound), bound);
         const float next = s + min(max(e, -bound), bound);
         variance = next > 0 ? next : 1e-5f;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import tempfile
 import uuid
 from collections import OrderedDict
@@ -102,3 +103,15 @@ def leaves_nothing() -> Iterator[None]:
     assert not left, f"the test left processes running (killed now): {left}"
     orphans = leftovers.orphaned(leftovers.segments() - segments)
     assert not orphans, f"the test left shared memory that nobody uses: {orphans}"
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The stand-in for CuPy, where the package looks for CuPy."""
+    from tests.autograd.strict_library import StrictLibrary, forget_kernels
+
+    library = StrictLibrary()
+    monkeypatch.setitem(sys.modules, "cupy", library)
+    forget_kernels()
+    yield library
+    forget_kernels()

@@ -53,6 +53,6 @@ const Kernels kernels = choose();
 }  // namespace fl::tagi
 
 void fl_tagi_step(float* mean, float* variance, const float* mean_sum, const float* variance_sum,
-                  size_t size, float inverse_cap, float scale) {
-  fl::tagi::kernels.step(mean, variance, mean_sum, variance_sum, size, inverse_cap, scale);
+                  size_t size, float inverse_cap) {
+  fl::tagi::kernels.step(mean, variance, mean_sum, variance_sum, size, inverse_cap);
 }

@@ -32,12 +32,30 @@ def check_modules_agree(
     """
     if group.size == 1:
         return [values]
-    of_ranks = _of_all_ranks([_describe(params), values], group)
-    if differing := _first_differing([description for description, _ in of_ranks]):
-        raise MismatchError(
-            f"rank {group.rank} of {group.size}: the modules differ in parameter {differing}. "
-            "Build the same module on every rank"
-        )
+    return check_entries_agree(
+        "the modules differ in parameter",
+        "Build the same module on every rank",
+        _describe(params),
+        group,
+        values,
+    )
+
+
+def check_entries_agree(
+    differ: str, remedy: str, entries: Sequence[str], group: ProcessGroup, values: int = 0
+) -> list[int]:
+    """Compare lists of descriptions over the ranks. Collective, blocking.
+
+    Returns:
+        What every rank passes as ``values``, in rank order: it travels along.
+
+    Raises:
+        MismatchError: they differ, on every rank: says ``differ``, the first number at which they
+            do, which rank has what, and ``remedy``.
+    """
+    of_ranks = _of_all_ranks([entries, values], group)
+    if differing := _first_differing([found for found, _ in of_ranks]):
+        raise MismatchError(f"rank {group.rank} of {group.size}: {differ} {differing}. {remedy}")
     return [number for _, number in of_ranks]
 
 

@@ -12,6 +12,7 @@ send something else than sums, they are a message of their own.
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -128,14 +129,38 @@ def _owner_of(param: Variable) -> object:
     return getattr(owner, "__self__", None)
 
 
-class GradientSync:
+class PassSync(abc.ABC):
+    """What adds up something of every backward pass over the ranks, and lets them join.
+
+    ``weigh(first)``, where it is set, says before each array is passed to ``reducer`` what to
+    multiply it by; ``first``: it begins a pass. A weight of 0: nothing of this rank was used.
+    ``ignored``: names of the module's parameters and buffers that are each rank's own.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = reducer
+        self.weigh: Callable[[bool], float] | None = None
+        self.ignored: frozenset[str] = frozenset()
+
+    @abc.abstractmethod
+    def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
+        """Return what this rank's own pass counts, where ``training`` of ``ranks`` have data."""
+
+    @abc.abstractmethod
+    def give_zeros(self) -> None:
+        """Take part in a pass of the other ranks: the sums become what they get. Blocks.
+
+        Raises:
+            DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+
+
+class GradientSync(PassSync):
     """Passes units to ``reducer`` in order, as hooks complete them, and finishes with the pass.
 
     ``flags``: space for a number of each parameter in the array of the last unit; None: whether it
     was used travels in a message of its own. ``averages``: the reducer leaves the mean over the
-    ranks. ``weigh(first)``, where it is set, says before each unit what to multiply it by;
-    ``first``: it begins a pass. A weight of 0: nothing of this rank was used. ``ignored``: names of
-    the module's parameters and buffers that are each rank's own.
+    ranks.
     """
 
     def __init__(
@@ -145,11 +170,9 @@ class GradientSync:
         flags: Array | None = None,
         averages: bool = False,
     ) -> None:
+        super().__init__(reducer)
         self.enabled = True
         self.averages = averages
-        self.reducer = reducer
-        self.weigh: Callable[[bool], float] | None = None
-        self.ignored: frozenset[str] = frozenset()
         self._units = units
         self._params = [param for unit in units for param in unit.params]
         self._flags = flags
@@ -218,12 +241,14 @@ class GradientSync:
                 self._flags[...] = _like(self._flags, self._used_here())
         self.reducer.add(array)
 
-    def give_zeros(self) -> None:
-        """Take part in a pass of the other ranks: the gradients become what they get. Blocks.
+    def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
+        """Return this rank's share of the samples, relative to the mean: the reducer averages."""
+        if not self.averages:
+            return 1.0
+        return samples * ranks / all_samples if all_samples else 0.0
 
-        Raises:
-            DistributedError: as :func:`flashlight_py.all_reduce`.
-        """
+    def give_zeros(self) -> None:
+        """Take part in a pass of the other ranks with zeros for gradients."""
         for unit in self._units:
             array = unit.collect()
             array[...] = 0

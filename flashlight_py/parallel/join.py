@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 
@@ -21,15 +21,18 @@ from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.data_parallel import gradient_sync_of
-from flashlight_py.parallel.gradient_sync import GradientSync
+from flashlight_py.parallel.gradient_sync import PassSync
 from flashlight_py.parallel.parameters import give_state
 from flashlight_py.parallel.synchronize import synchronize
+
+if TYPE_CHECKING:
+    from flashlight_py.parallel.tagi import DDPSequential
 
 
 class Joined:
     """What :func:`flashlight_py.join` yields to the body of its ``with``."""
 
-    def __init__(self, sync: GradientSync, group: ProcessGroup) -> None:
+    def __init__(self, sync: PassSync, group: ProcessGroup) -> None:
         self._sync = sync
         self._group = group
         self._count = 1
@@ -60,12 +63,11 @@ class Joined:
         """Return what gradients of this rank's own pass count before they are added up."""
         if first:
             self._begin_own_pass()
-        return self._weight if self._sync.averages else 1.0
+        return self._weight
 
     def _begin_own_pass(self) -> None:
-        total, _ = self._add_up(self._count, 1)
-        # The reducer divides by the number of ranks, so weights are relative to the mean count.
-        self._weight = self._count * self._group.size / total if total else 0.0
+        total, training = self._add_up(self._count, 1)
+        self._weight = self._sync.weight(self._count, total, training, self._group.size)
         self._counting = False
         self._own_passes += 1
         self._all_passes += 1
@@ -97,7 +99,9 @@ class Joined:
 
 
 @contextlib.contextmanager
-def join(module: Module, optimizer: FirstOrderOptimizer | None = None) -> Iterator[Joined]:
+def join(
+    module: Module | DDPSequential, optimizer: FirstOrderOptimizer | None = None
+) -> Iterator[Joined]:
     """Within the context, ranks may run different numbers of backward passes, also none at all.
 
     ``with fl.join(module) as joined:`` goes around the loop over a rank's batches. A rank whose
@@ -120,7 +124,8 @@ def join(module: Module, optimizer: FirstOrderOptimizer | None = None) -> Iterat
     ``PeerLostError`` when it exits, or ``CollectiveTimeoutError``.
 
     Args:
-        module: passed to ``distribute_module_grads`` before.
+        module: passed to ``distribute_module_grads`` before; or a ``fl.tagi.DDPSequential``, whose
+            sums count as they are, and whose averages are over the ranks that still have data.
         optimizer: one whose state shall be the same on every rank afterwards.
 
     Raises:
@@ -130,7 +135,8 @@ def join(module: Module, optimizer: FirstOrderOptimizer | None = None) -> Iterat
         MismatchError: a rank called other collectives in the body, or did not use ``join``.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    sync = gradient_sync_of(module, "join")
+    of_module = getattr(module, "sync", None)  # that of a DDPSequential
+    sync = of_module if isinstance(of_module, PassSync) else gradient_sync_of(module, "join")
     if optimizer is not None and not isinstance(optimizer, FirstOrderOptimizer):
         raise TypeError(f"join: expected an optimizer of fl.optim, got {type(optimizer).__name__}")
     group = sync.reducer.group or current_world().group
@@ -143,8 +149,11 @@ def join(module: Module, optimizer: FirstOrderOptimizer | None = None) -> Iterat
         finally:
             sync.weigh = None
     root = joined._a_rank_that_trained_to_the_last()
-    entries = {name: x for name, x in module.state_dict().items() if name not in sync.ignored}
-    give_state(module, entries, root, group)
+    if isinstance(module, Module):
+        entries = {name: x for name, x in module.state_dict().items() if name not in sync.ignored}
+        give_state(module, entries, root, group)
+    else:
+        module.synchronize(root)
     if optimizer is not None:
         synchronize(optimizer, root, group)
 

@@ -27,9 +27,13 @@ class Activation(BaseLayer):
         return shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return moments of the same shape, with the slope of this activation."""
+        """Return moments of the same shape, with the slope of this activation.
+
+        Of units that another activation made, the slope is the product of both.
+        """
         variance = array_module(x.mean).zeros_like(x.mean) if x.variance is None else x.variance
-        return BaseHiddenStates(*type(self).moments(x.mean, variance))
+        mean, variance, slope = type(self).moments(x.mean, variance)
+        return BaseHiddenStates(mean, variance, slope if x.slope is None else slope * x.slope)
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas:
         """Return the deltas as they are: the layer before multiplies them by the slope."""

@@ -2,8 +2,13 @@
 
 With the sums d and e of a backward pass, the variance s and the cap factor c, an element changes
 by ``clip(s d, +-sqrt(s) / c)`` in its mean and by ``clip(s^2 e, +-sqrt(s) / c)`` in its variance,
+<<<<<<< HEAD
 which becomes 1e-5 where it would not be positive. That the bound of both is the same has no reason
 in units; it is what pytagi does, and what its accuracies were measured with.
+=======
+which becomes 1e-5 where it would not be positive. That both have the same bound has no reason in
+units; it is what pytagi does, and what its accuracies were measured with.
+>>>>>>> main
 """
 
 from __future__ import annotations
@@ -38,29 +43,24 @@ class Step:
             from_buffer = self._native.ffi.from_buffer
             self._pointers = [from_buffer("float[]", array) for array in self._arrays]
 
-    def __call__(self, cap: float, scale: float) -> None:
-        """Change means and variances in place; the sums count ``scale`` times."""
+    def __call__(self, cap: float) -> None:
+        """Change means and variances in place."""
         if self._native is not None:
             size = self._arrays[0].size
-            self._native.lib.fl_tagi_step(*self._pointers, size, 1 / cap, scale)
+            self._native.lib.fl_tagi_step(*self._pointers, size, 1 / cap)
         elif is_cupy(self._arrays[0]):
-            kernels.capped_step(*self._arrays, 1 / cap, scale)
+            kernels.capped_step(*self._arrays, 1 / cap)
         else:
-            step_in_numpy(*self._arrays, 1 / cap, scale)
+            step_in_numpy(*self._arrays, 1 / cap)
 
 
 def step_in_numpy(
-    mean: Array,
-    variance: Array,
-    mean_sum: Array,
-    variance_sum: Array,
-    inverse_cap: float,
-    scale: float,
+    mean: Array, variance: Array, mean_sum: Array, variance_sum: Array, inverse_cap: float
 ) -> None:
     """Do what the kernels do, in the same order of operations."""
     bound = np.sqrt(variance) * REAL.type(inverse_cap)
-    d = variance * (mean_sum * REAL.type(scale))
-    e = variance * variance * (variance_sum * REAL.type(scale))
+    d = variance * mean_sum
+    e = variance * variance * variance_sum
     mean += np.clip(d, -bound, bound)
     variance += np.clip(e, -bound, bound)
     variance[~(variance > 0)] = FLOOR  # what is not a number, too

@@ -6,8 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.tagi.activations import ReLU
+from flashlight_py.tagi.blocks import LayerBlock, ResNetBlock
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.linear import Linear
+from flashlight_py.tagi.normalization import BatchNorm2d, LayerNorm
 from flashlight_py.tagi.sequential import Sequential
 from flashlight_py.tagi.states import BaseDeltaStates, BaseHiddenStates
 from flashlight_py.tagi.updater import OutputUpdater
@@ -19,11 +21,15 @@ __all__ = [
     "BaseDeltaStates",
     "BaseHiddenStates",
     "BaseLayer",
+    "BatchNorm2d",
     "DDPConfig",
     "DDPSequential",
+    "LayerBlock",
+    "LayerNorm",
     "Linear",
     "OutputUpdater",
     "ReLU",
+    "ResNetBlock",
     "Sequential",
 ]
 

@@ -106,8 +106,6 @@ class Bucket:
             self.mean, self.variance, self.sums[: self.size], self.sums[self.size : 2 * self.size]
         )
 
-    def step(self, cap: float, scale: float = 1.0) -> None:
-        """Change means and variances by ``scale`` times the sums, in place, each by at most
-        ``sqrt(variance) / cap``.
-        """
-        self._step(cap, scale)
+    def step(self, cap: float) -> None:
+        """Change means and variances in place, each by at most ``sqrt(variance) / cap``."""
+        self._step(cap)

@@ -12,6 +12,7 @@ from flashlight_py.device import Array, device_of, is_cupy, to_device
 from flashlight_py.tagi import state
 from flashlight_py.tagi.capped_step import FLOOR, cap_factor
 from flashlight_py.tagi.layer import BaseLayer, Shape
+from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
 from flashlight_py.tagi.parameters import Bucket, on_device
 from flashlight_py.tagi.pytagi_files import Files
 from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, real
@@ -32,6 +33,7 @@ class Sequential(Files):
             ``input_state_update``, or of which the input was another network's output.
         input_state_update: whether a backward pass goes on to the input.
         num_samples: how many time steps a smoother keeps.
+        samples: of the last forward pass.
         device: ``"cpu"`` or ``"cuda:<index>"``.
 
     Raises:
@@ -59,8 +61,12 @@ class Sequential(Files):
         self.buckets: list[Bucket] = []
         self._shape: Shape | None = None  # of one sample, once the layers are connected
         self._from_states = False  # whether the last input was another network's output
+<<<<<<< HEAD
         self._batch = 0
         self._kept = False  # whether the layers have kept what a backward pass needs
+=======
+        self.samples = 0
+>>>>>>> main
         self.gather_parameters()
         if self.layers[0].input_shape is not None:
             self._connect(self.layers[0].input_shape)
@@ -108,8 +114,12 @@ class Sequential(Files):
         """
         x = mu_x if isinstance(mu_x, BaseHiddenStates) else self._input(mu_x, var_x)
         self._from_states = x is mu_x
+<<<<<<< HEAD
         self._batch = x.block_size
         self._kept = self.training
+=======
+        self.samples = x.block_size
+>>>>>>> main
         flat = not self._from_states and np.ndim(mu_x) == 1
         if self._from_states:
             x = x.shaped(self._shape_of_samples(x.mean.shape))
@@ -126,6 +136,16 @@ class Sequential(Files):
             RuntimeError: there are none since the last forward pass, or it was one of evaluation.
             ValueError: there are others than outputs.
         """
+        d, e = self.check_deltas()
+        wanted = self.input_state_update or self._from_states
+        for number in range(len(self.layers) - 1, -1, -1):
+            deltas = self.layers[number].backward(d, e, wanted or number > 0)
+            if deltas is not None:
+                d, e = deltas
+        self.output_delta_z_buffer = BaseDeltaStates(d, e) if wanted else BaseDeltaStates()
+
+    def check_deltas(self) -> tuple[Array, Array]:
+        """Return what a backward pass begins with; raises what it does."""
         d, e = self.input_delta_z_buffer.mean, self.input_delta_z_buffer.variance
         if d is None or e is None:
             raise RuntimeError(
@@ -142,6 +162,7 @@ class Sequential(Files):
                 f"backward: expected {self.output_z_buffer.size} deltas, one for each output, got "
                 f"{d.size}"
             )
+<<<<<<< HEAD
         wanted = self.input_state_update or self._from_states
         shape = self.output_z_buffer.mean.shape
         d, e = d.reshape(shape), e.reshape(shape)
@@ -150,6 +171,9 @@ class Sequential(Files):
             if deltas is not None:
                 d, e = deltas
         self.output_delta_z_buffer = BaseDeltaStates(d, e) if wanted else BaseDeltaStates()
+=======
+        return d, e
+>>>>>>> main
 
     def step(self) -> None:
         """Change every parameter by what the last backward pass has found, in place.
@@ -157,13 +181,13 @@ class Sequential(Files):
         Each by at most its standard deviation over 0.1 for one sample, over 2 for batches below 256
         samples, and over 3 from there on.
         """
-        self.step_with(self._batch)
+        self.step_as_for(self.samples)
 
-    def step_with(self, batch: int, scale: float = 1.0) -> None:
-        """Step as for a batch of so many samples, with ``scale`` times the sums."""
-        cap = cap_factor(batch)
+    def step_as_for(self, samples: int) -> None:
+        """Step with the bound of a batch of so many samples."""
+        cap = cap_factor(samples)
         for bucket in self.buckets:
-            bucket.step(cap, scale)
+            bucket.step(cap)
 
     def train(self) -> None:
         """Take statistics of batches, and keep inputs for backward passes: the default."""
@@ -283,6 +307,21 @@ class Sequential(Files):
             f"{name}: {layer.get_layer_info()}": int(np.count_nonzero(layer.var_w == FLOOR))
             for name, layer in self.named_layers()
         }
+
+    def get_norm_mean_var(self) -> dict[str, NormMeanVar]:
+        """Return the statistics of the layers that normalize over the batch; copies, on the CPU.
+
+        By the info and number of each layer that is one, or a block that has some, such as
+        ``"BatchNorm2d()_1"``: lists of running means, running variances, means and variances of the
+        last batch of training, with an array for each.
+        """
+        found = {
+            f"{layer.get_layer_info()}_{number}": norm_mean_var(
+                each for _, each in layer.named_layers("")
+            )
+            for number, layer in enumerate(self.layers)
+        }
+        return {name: lists for name, lists in found.items() if lists[0]}
 
     def get_layer_stack_info(self) -> str:
         """Return a line for each layer."""

@@ -36,7 +36,7 @@ class ElementwiseKernel:
         types = self.types(given)
         shape = np.broadcast_shapes(*(np.shape(value) for value in given.values()))
         for kind, name in self.outputs:
-            given.setdefault(name, np.empty(shape, types[kind]))
+            given.setdefault(name, np.empty(shape, types.get(kind, kind)))
         work = {
             name: np.ascontiguousarray(
                 np.broadcast_to(np.asarray(given[name], types.get(kind, kind)), shape)
@@ -66,7 +66,7 @@ class ElementwiseKernel:
             parameters.append(f"{const}{c_type} *{name}_")
             locals_.append(f"{const}{c_type} &{name} = {name}_[i];")
         aliases = "".join(f"typedef {C_TYPES[dtype]} {kind}; " for kind, dtype in types.items())
-        head = "#include <cmath>\nusing std::sqrt;\n"
+        head = "#include <algorithm>\n#include <cmath>\nusing std::max, std::min, std::sqrt;\n"
         head += f'extern "C" void run(long n, {", ".join(parameters)})'
         body = f"{' '.join(locals_)} {self.operation}"
         return compile_function(f"{head} {{ {aliases} for (long i = 0; i < n; ++i) {{ {body} }} }}")

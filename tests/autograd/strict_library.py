@@ -6,6 +6,7 @@ see, without a GPU, whether a computation stays inside the library of its data.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from flashlight_py import kernels
 from tests.autograd import compiled_kernels
 
 
@@ -119,7 +121,7 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "and", "or"):
     setattr(StrictArray, f"__i{_name}__", in_place(getattr(operator, f"__i{_name}__")))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(StrictArray, f"__{_name}__", binary(getattr(operator, f"__{_name}__")))
-for _name in ("neg", "abs"):
+for _name in ("neg", "abs", "invert"):
     _unary = getattr(operator, f"__{_name}__")
     setattr(StrictArray, f"__{_name}__", lambda self, _unary=_unary: wrap(_unary(self.hidden)))
 
@@ -132,6 +134,10 @@ class StrictLibrary(ModuleType):
         default_rng=lambda seed: SimpleNamespace(random=wrapped(np.random.default_rng(seed).random))
     )
     add = SimpleNamespace(at=wrapped(np.add.at))
+    cuda = SimpleNamespace(
+        runtime=SimpleNamespace(getDeviceCount=lambda: 1, CUDARuntimeError=RuntimeError),
+        Device=contextlib.nullcontext,
+    )
 
     def __init__(self) -> None:
         super().__init__("cupy")
@@ -154,3 +160,10 @@ class StrictLibrary(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return wrapped(getattr(np, name))
+
+
+def forget_kernels() -> None:
+    """Drop what the library of kernels has compiled: by the stand-in, of no use to CuPy."""
+    for value in vars(kernels).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()

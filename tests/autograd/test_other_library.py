@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,21 +27,6 @@ from tests.autograd.strict_library import StrictArray, StrictLibrary
 
 # These bring NumPy arrays of their own, as labels; the training steps below cover the function.
 STRICT_CASES = [case for case in CASES if not case.name.startswith("categorical")]
-
-
-@pytest.fixture
-def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[StrictLibrary]:
-    library = StrictLibrary()
-    monkeypatch.setitem(sys.modules, "cupy", library)
-    forget_kernels()
-    yield library
-    forget_kernels()  # made by the stand-in, of no use to CuPy
-
-
-def forget_kernels() -> None:
-    for value in vars(kernels).values():
-        if hasattr(value, "cache_clear"):
-            value.cache_clear()
 
 
 def plain(array: Any) -> np.ndarray:

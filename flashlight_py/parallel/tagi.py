@@ -1,0 +1,378 @@
+"""Data-parallel training of TAGI networks: ranks add up what their batches teach each parameter.
+
+Each rank goes forward and back on its own samples. The sums of a backward pass are sums over
+samples, so that adding them over the ranks gives exactly those of one process with all samples;
+then every rank takes the same step. Sums lie in flat buckets, in memory that the ranks of a host
+share, and a bucket travels as soon as the backward pass has completed it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from flashlight_py.device import Array, array_module
+from flashlight_py.distributed import (
+    DistributedConstants,
+    ProcessGroup,
+    all_reduce,
+    barrier,
+    distributed_init,
+    is_distributed_init,
+    shared_empty,
+)
+from flashlight_py.distributed.arrays import scale_in_place
+from flashlight_py.distributed.buckets import plan_buckets
+from flashlight_py.distributed.reducer import EagerReducer
+from flashlight_py.distributed.world import group_or_world
+from flashlight_py.parallel.agreement import check_entries_agree, check_settings_agree
+from flashlight_py.parallel.gradient_sync import PassSync
+from flashlight_py.parallel.synchronize import synchronize
+from flashlight_py.tagi.layer import BaseLayer
+from flashlight_py.tagi.normalization import BatchNorm2d
+from flashlight_py.tagi.parameters import Bucket, on_device
+from flashlight_py.tagi.sequential import Sequential
+from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates
+
+_BACKENDS = ("auto", "nccl", "gloo", "shm", "mpi")
+
+
+class DDPConfig:
+    """What pytagi's DDPSequential needs to know; here nothing of it is needed.
+
+    Args:
+        device_ids: the GPU of each rank; empty: the network stays where it is.
+        backend: accepted for pytagi's sake. Arrays decide: those of CuPy are added up by NCCL,
+            NumPy's by what ``distributed_init`` has found.
+        rank, world_size: checked against the world's where they are not the defaults.
+
+    Raises:
+        ValueError: ``backend`` is none of auto, nccl, gloo, shm, mpi.
+    """
+
+    def __init__(
+        self,
+        device_ids: Sequence[int] = (),
+        backend: str = "nccl",
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if backend not in _BACKENDS:
+            raise ValueError(f"DDPConfig: backend must be one of {_BACKENDS}, got {backend!r}")
+        self.device_ids = list(device_ids)
+        self.backend = backend
+        self.rank = rank
+        self.world_size = world_size
+
+    def check(self, group: ProcessGroup) -> None:
+        """Refuse what the world is not.
+
+        Raises:
+            ValueError: rank or size are others than the world's, or there are too few devices.
+        """
+        where = f"DDPSequential: rank {group.rank} of {group.size}"
+        given = (self.rank, self.world_size)
+        if given not in ((0, 1), (group.rank, group.size)):
+            raise ValueError(
+                f"{where}: the config says rank {given[0]} of {given[1]}. Leave both out: the "
+                "world knows them"
+            )
+        if self.device_ids and len(self.device_ids) <= group.rank:
+            raise ValueError(
+                f"{where}: device_ids has {len(self.device_ids)} entries; pass one for each rank, "
+                "or none"
+            )
+
+
+class DDPSequential:
+    """A network that is trained by all ranks together, each on its own samples.
+
+    Collective, blocking: every rank passes the same network. Parameters and running statistics
+    become those of rank 0, whatever each has drawn. From then on ``backward()`` is collective: the
+    sums of every parameter, also inside blocks, are added up over the ranks while the pass goes on,
+    and when it returns they are the same on every rank, bit by bit. So ``step()`` is the same as
+    well.
+
+    With ``average=False`` training is that of one process with all ranks' samples in one batch,
+    however unequal their shares; the step's bound is that of all samples together. With
+    ``average=True``, as in pytagi by default, the sums are divided by the number of ranks: evidence
+    is lost, and the more ranks the slower the network learns.
+
+    Args:
+        model: a ``fl.tagi.Sequential``; used as it is, in place.
+        config: pytagi's; None: nothing is needed.
+        average: divide the sums by the number of ranks.
+        sync: let batch normalisation take the statistics of all ranks' samples: one ``all_reduce``
+            for each such layer in each forward pass in training, which then is collective. False:
+            of each rank's own, and so are running statistics (:meth:`average_statistics`).
+        group: the process group, default the world.
+        bucket_bytes: how large a bucket may become, default
+            ``DistributedConstants.COALESCE_CACHE_SIZE`` (20 MiB).
+
+    Raises:
+        TypeError: ``model`` is no Sequential.
+        ValueError: ``config`` says another rank or size than the world; ``bucket_bytes`` is not
+            positive; the network has no parameters.
+        MismatchError: ranks' networks or arguments differ; names the first layer that does.
+        DistributedError: as :func:`flashlight_py.all_reduce`.
+
+    Example:
+        >>> net = fl.tagi.Sequential(fl.tagi.Linear(1, 50), fl.tagi.ReLU(), fl.tagi.Linear(50, 1))
+        >>> model = fl.tagi.DDPSequential(net, average=False)
+        >>> mean, variance = model(np.ones((8, 1)))
+    """
+
+    def __init__(
+        self,
+        model: Sequential,
+        config: DDPConfig | None = None,
+        average: bool = True,
+        sync: bool = False,
+        *,
+        group: ProcessGroup | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        if not isinstance(model, Sequential):
+            raise TypeError(
+                f"DDPSequential: expected a fl.tagi.Sequential, got {type(model).__name__}"
+            )
+        self.model = model
+        self.config = config or DDPConfig()
+        if self.config.world_size > 1 and not is_distributed_init():
+            distributed_init()  # a script of pytagi has never heard of it
+        members = group_or_world(group)
+        self.config.check(members)
+        limit = DistributedConstants.COALESCE_CACHE_SIZE if bucket_bytes is None else bucket_bytes
+        if limit <= 0:
+            raise ValueError(f"DDPSequential: bucket_bytes must be positive, got {limit}")
+        check_settings_agree(
+            "DDPSequential", {"average": average, "sync": sync, "bucket_bytes": limit}, members
+        )
+        check_entries_agree(
+            "the networks differ in layer",
+            "Build the same network on every rank",
+            [_describe(name, layer) for name, layer in model.named_layers()],
+            members,
+        )
+        if self.config.device_ids:
+            model.to_device(f"cuda:{self.config.device_ids[members.rank]}")
+        self.sync = DeltaSync(model, limit, average, sync, group)
+        self.synchronize(0)
+
+    @property
+    def output_z_buffer(self) -> BaseHiddenStates:
+        """The moments that this rank's last forward pass ended with."""
+        return self.model.output_z_buffer
+
+    @property
+    def input_delta_z_buffer(self) -> BaseDeltaStates:
+        """The deltas of the outputs, which an updater writes and ``backward()`` reads."""
+        return self.model.input_delta_z_buffer
+
+    @property
+    def output_delta_z_buffer(self) -> BaseDeltaStates:
+        """The deltas of this rank's input, as in ``Sequential``."""
+        return self.model.output_delta_z_buffer
+
+    def __call__(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
+        """Return means and variances of the outputs for this rank's samples; see ``Sequential``.
+
+        Collective in training with ``sync`` and a network that has batch normalisation.
+        """
+        return self.forward(mu_x, var_x)
+
+    def forward(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
+        """Return means and variances of the outputs, as by calling it."""
+        self.sync.begin_forward()
+        return self.model.forward(mu_x, var_x)
+
+    def backward(self) -> None:
+        """Go back, and add up the sums of every parameter over the ranks. Collective, blocking.
+
+        Raises:
+            RuntimeError, ValueError: as ``Sequential.backward``, before anything is sent; or the
+                network's parameters have been moved since.
+            DistributedError: as :func:`flashlight_py.all_reduce`; nothing was stepped.
+        """
+        self.sync.backward()
+
+    def step(self) -> None:
+        """Change every parameter by what the last backward pass has found; the same on every rank.
+
+        Sends nothing.
+        """
+        self.model.step_as_for(self.sync.samples)
+
+    def train(self) -> None:
+        """As ``Sequential.train``."""
+        self.model.train()
+
+    def eval(self) -> None:
+        """As ``Sequential.eval``."""
+        self.model.eval()
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the group. Collective, blocking."""
+        barrier(group=self.sync.reducer.group)
+
+    def get_outputs(self) -> tuple[Array, Array]:
+        """Return what this rank's last forward pass did, flat, on the CPU; copies."""
+        return self.model.get_outputs()
+
+    def output_to_host(self) -> Array:
+        """Return the means of this rank's last forward pass, flat, on the CPU; a copy."""
+        return self.model.output_to_host()
+
+    def get_device_with_index(self) -> str:
+        """Return where the network is: ``"cpu"`` or ``"cuda:<index>"``."""
+        return self.model.device
+
+    def synchronize(self, root: int = 0) -> None:
+        """Make parameters and running statistics those of rank ``root``. Collective, blocking.
+
+        Raises:
+            ValueError: ``root`` is no rank of the group.
+            DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        own = [each for bucket in self.model.buckets for each in (bucket.mean, bucket.variance)]
+        synchronize([*own, *_statistics(self.model)], root, self.sync.reducer.group)
+
+    def average_statistics(self) -> None:
+        """Make running statistics the mean of the ranks', in place. Collective, blocking.
+
+        Before evaluation or a checkpoint, where ranks have taken them of their own samples.
+        """
+        for array in _statistics(self.model):
+            all_reduce(array, op="avg", group=self.sync.reducer.group)
+
+    def state_dict(self) -> dict[str, tuple[Array, ...]]:
+        """Return the network's state; the same on every rank but for running statistics."""
+        return self.model.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take a state, which must be the same on every rank, as ``Sequential.load_state_dict``."""
+        self.model.load_state_dict(state_dict)
+
+
+class DeltaSync(PassSync):
+    """Adds up the sums of a network's backward passes over the ranks, bucket by bucket.
+
+    ``samples``: how many the last pass had on all ranks together; where sums are averaged, on the
+    mean rank.
+    """
+
+    def __init__(
+        self,
+        model: Sequential,
+        limit: int,
+        average: bool,
+        sync: bool,
+        group: ProcessGroup | None,
+    ) -> None:
+        self._ranks = group_or_world(group).size
+        super().__init__(EagerReducer(1 / self._ranks if average else 1.0, group=group))
+        self.samples = 0
+        self._average = average
+        self._model = model
+        self._norms = [
+            layer for _, layer in model.named_layers() if sync and isinstance(layer, BatchNorm2d)
+        ]
+        for norm in self._norms:
+            norm.add_up = functools.partial(all_reduce, group=group)
+        model.gather_parameters(functools.partial(self._make_buckets, limit))
+        self._buckets = model.buckets
+        self._passed = 0  # buckets that this pass has passed to the reducer
+        self._weight = 1.0
+
+    def _make_buckets(self, limit: int, layers: Sequence[BaseLayer]) -> list[Bucket]:
+        """Plan the buckets, and have each layer report when its sums are complete. Collective."""
+        if not layers:
+            raise ValueError("DDPSequential: the network has no parameters")
+        device, group = self._model.device, self.reducer.group
+        sizes = [2 * REAL.itemsize * (each.num_weights + each.num_biases) for each in layers]
+        planned = [[layers[i] for i in bucket] for bucket in plan_buckets(sizes, limit)]
+        self._layers = [len(bucket) for bucket in planned]
+        self._pending = list(self._layers)
+        buckets = []
+        for number, bucket in enumerate(planned):
+            parameters = [each for layer in bucket for each in layer.parameters_in_use]
+            for layer in bucket:
+                layer.on_sums = functools.partial(self._on_sums, number)
+            # At the end of the last one travels how many samples there were.
+            extra = 1 if bucket is planned[-1] else 0
+            sums = on_device(device) if device != "cpu" else functools.partial(_shared, group=group)
+            buckets.append(Bucket(parameters, on_device(device), sums, extra))
+        return buckets
+
+    def begin_forward(self) -> None:
+        """Begin the pass here where the ranks add up statistics on the way forward."""
+        if self._norms and self._model.training and self.weigh is not None:
+            self._weight = self.weigh(True)
+
+    def backward(self) -> None:
+        """Do what ``DDPSequential.backward`` does."""
+        if self._model.buckets is not self._buckets:
+            raise RuntimeError(
+                "backward: the network's parameters were moved after DDPSequential was made; move "
+                "it before, or wrap it again on every rank"
+            )
+        self._model.check_deltas()
+        if self.weigh is None:
+            self._weight = 1.0
+        elif not self._norms:
+            self._weight = self.weigh(True)
+        completed = False
+        try:
+            self._model.backward()
+            self._finish()
+            completed = True
+        finally:
+            if not completed:
+                self.reducer.abandon()
+            self._pending = list(self._layers)
+            self._passed = 0
+
+    def _on_sums(self, number: int, _: BaseLayer) -> None:
+        """A layer's sums are complete: pass on each bucket that is, in order."""
+        self._pending[number] -= 1
+        while self._passed < len(self._buckets) and not self._pending[self._passed]:
+            bucket = self._buckets[self._passed]
+            bucket.extra[...] = self._model.samples
+            if self._weight != 1.0:
+                scale_in_place(bucket.sums, self._weight)
+            self._passed += 1
+            self.reducer.add(bucket.sums)
+
+    def _finish(self) -> None:
+        self.reducer.finalize()
+        self.samples = round(float(self._buckets[-1].extra[0]))
+
+    def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
+        """Return 1, or what turns the mean over all ranks into that over those with data."""
+        return ranks / training if self._average else 1.0
+
+    def give_zeros(self) -> None:
+        """Take part with no samples, on the way forward and on the way back."""
+        for norm in self._norms:
+            statistics = array_module(norm.running_mean).zeros(1 + 3 * norm.num_features)
+            all_reduce(statistics, group=self.reducer.group)
+        for bucket in self._buckets:
+            bucket.sums[...] = 0
+            self.reducer.add(bucket.sums)
+        self._finish()
+
+
+def _shared(size: int, group: ProcessGroup | None) -> Array:
+    array = shared_empty(size, REAL, group)
+    array[...] = 0
+    return array
+
+
+def _statistics(model: Sequential) -> list[Array]:
+    return [array for _, layer in model.named_layers() for array in layer.statistics()]
+
+
+def _describe(name: str, layer: BaseLayer) -> str:
+    shapes = [str(each.mean.shape) for each in layer.parameters_in_use]
+    return f"{name}: {layer.get_layer_info()} {' '.join(shapes)}"

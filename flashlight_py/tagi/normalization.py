@@ -1,0 +1,284 @@
+"""Layers that bring units to mean 0 and variance 1, then to moments that they learn."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from flashlight_py.device import Array, array_module, to_device
+from flashlight_py.tagi.init import constant
+from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
+from flashlight_py.tagi.parameters import Parameter
+from flashlight_py.tagi.states import REAL, BaseHiddenStates
+
+# Of one normalization or several: running means, running variances, means and variances of the
+# last batch.
+NormMeanVar = tuple[list[Array], list[Array], list[Array], list[Array]]
+
+
+class Normalization(BaseLayer):
+    """The base: ``z = w * t + b`` with ``t = (x - mean) / sqrt(variance + eps)``.
+
+    With W and S of the weights, v of the input, r = 1 / sqrt(variance + eps): ``mean = t W + b``,
+    ``variance = r^2 v (W^2 + S) + S t^2 + Sb`` (pytagi 0.2.1). The statistics count as constants in
+    the backward pass: ``d r W`` and ``e (r W)^2`` go back.
+
+    Samples are looked at as ``[features, positions]``: of an image its channels and its pixels.
+    """
+
+    def __init__(self, features: int, eps: float, bias: bool, gains: tuple[float, float]) -> None:
+        super().__init__()
+        name = self.get_layer_name()
+        if features < 1:
+            raise ValueError(f"{name}: expected at least 1 feature, got {features}")
+        if not eps > 0:
+            raise ValueError(f"{name}: eps must be above 0, got {eps}")
+        self.eps = eps
+        self.weight: Parameter = constant((features,), 1, gains[0] ** 2 / features)
+        self.biases = constant((features,), 0, gains[1] ** 2 / features) if bias else None
+        self._positions = 1
+        self._slope: Array | None = None  # of the input
+        self._t = np.empty((0, features, 1), REAL)
+        self._back = self._t  # what deltas are multiplied by
+
+    def get_layer_info(self) -> str:
+        """Return its name, such as ``"BatchNorm2d()"``."""
+        return f"{self.get_layer_name()}()"
+
+    def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
+        """Return moments of the same shape."""
+        rows = (len(x.mean), self.num_weights, self._positions)
+        v = None if x.variance is None else x.variance.reshape(rows)
+        t, r = self._standardize(x.mean.reshape(rows), v)
+        weight, biases = _column(self.weight.mean), self.biases
+        spread = _column(self.weight.variance)
+        mean = t * weight
+        variance = t * t
+        variance *= spread
+        if v is not None:
+            variance += v * (r * r * (weight * weight + spread))
+        if biases is not None:
+            mean += _column(biases.mean)
+            variance += _column(biases.variance)
+        if self.training:
+            self._t, self._back, self._slope = t, r * weight, x.slope
+        return BaseHiddenStates(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape))
+
+    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
+        """Set sums of ``t d`` and ``t^2 e``; return ``d r W`` and ``e (r W)^2`` times slopes."""
+        t = self._t
+        d, e = d.reshape(t.shape), e.reshape(t.shape)
+        self.weight.mean_sum[...] = _sums_of_products(t, d, 0)
+        self.weight.variance_sum[...] = _sums_of_products(t * t, e, 0)
+        if self.biases is not None:
+            d.sum(axis=2).sum(axis=0, out=self.biases.mean_sum)
+            e.sum(axis=2).sum(axis=0, out=self.biases.variance_sum)
+        self._sums_are_complete()
+        if not wanted:
+            return None
+        assert self.input_shape is not None
+        shape = (len(t), *self.input_shape)
+        d, e = d * self._back, e * (self._back * self._back)
+        return times_slope(d.reshape(shape), e.reshape(shape), self._slope)
+
+    @abc.abstractmethod
+    def _standardize(self, m: Array, v: Array | None) -> tuple[Array, Array]:
+        """Return t, a new array, and r, for ``[batch, features, positions]``."""
+
+    def _scaled(self, t: Array, variance: Array) -> tuple[Array, Array]:
+        """Return t, multiplied in place, and r, from differences to the mean."""
+        r = (1 / array_module(t).sqrt(variance + self.eps)).astype(REAL)
+        t *= r
+        return t, r
+
+    def _connect(self, shape: Shape, positions: int) -> Shape:
+        self._positions = positions
+        self.input_shape = self.output_shape = shape
+        return shape
+
+
+class BatchNorm2d(Normalization):
+    """Normalizes each channel of images, or each feature of flat samples, over the batch.
+
+    With means m and variances v of the n units of a channel (batch, height and width; the batch
+    alone of flat samples): mean = sum(m) / n, variance = (sum((m - mean)^2) + sum(v)) / (n - 1); of
+    a single unit, v. In evaluation, and only there, running statistics stand in for them, which
+    follow each batch of training: ``running = momentum * running + (1 - momentum) * batch``.
+
+    Args:
+        num_features: channels of the images, or features of flat samples.
+        eps: is added to variances; above 0.
+        momentum: of the running statistics, from 0 to 1.
+        bias: whether there are biases.
+        gain_weight, gain_bias: weights start with mean 1 and biases with mean 0, both with variance
+            gain^2 / num_features.
+
+    Attributes:
+        running_mean, running_variance: ``[num_features]``, float32; start with 0 and 1.
+        add_up: None: the statistics are those of this process's batch. Otherwise it is called once
+            in each forward pass of training, with a flat float64 array of 1 + 3 num_features
+            elements (n, sum(m), sum(m^2), sum(v)), to which it adds those of the other processes in
+            place; the statistics are those of all their batches.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.9,
+        bias: bool = True,
+        gain_weight: float = 1.0,
+        gain_bias: float = 1.0,
+    ) -> None:
+        super().__init__(num_features, eps, bias, (gain_weight, gain_bias))
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"BatchNorm2d: momentum must be from 0 to 1, got {momentum}")
+        self.num_features, self.momentum = num_features, momentum
+        self.running_mean = np.zeros(num_features, REAL)
+        self.running_variance = np.ones(num_features, REAL)
+        self.batch_mean, self.batch_variance = np.zeros((2, num_features), REAL)
+        self.add_up: Callable[[Array], None] | None = None
+
+    def connect(self, shape: Shape) -> Shape:
+        """Take images of ``num_features`` channels, or as many features.
+
+        Raises:
+            ValueError: samples have others.
+        """
+        if shape[:1] == (self.num_features,):
+            return self._connect(shape, math.prod(shape[1:]))
+        if math.prod(shape) == self.num_features:
+            return self._connect(shape, 1)
+        raise ValueError(
+            f"expected {self.num_features} channels or features, got samples of shape {shape}"
+        )
+
+    def statistics(self) -> list[Array]:
+        """Return the running means and variances."""
+        return [self.running_mean, self.running_variance]
+
+    def to_device(self, device: str) -> None:
+        """Move the statistics to ``device``."""
+        self.running_mean = to_device(self.running_mean, device)
+        self.running_variance = to_device(self.running_variance, device)
+        self.batch_mean = to_device(self.batch_mean, device)
+        self.batch_variance = to_device(self.batch_variance, device)
+
+    def _standardize(self, m: Array, v: Array | None) -> tuple[Array, Array]:
+        if not self.training:
+            t = m - _column(self.running_mean)
+            return self._scaled(t, _column(self.running_variance))
+        mean, variance, t = self._batch_statistics(m, v)
+        self.batch_mean, self.batch_variance = mean.astype(REAL), variance.astype(REAL)
+        for running, batch in zip(self.statistics(), (mean, variance), strict=True):
+            running[...] = self.momentum * running + (1 - self.momentum) * batch
+        return self._scaled(t, _column(variance))
+
+    def _batch_statistics(self, m: Array, v: Array | None) -> tuple[Array, Array, Array]:
+        """Return mean and variance, in float64, and the differences of ``m`` to the mean.
+
+        Squares are those of differences to the mean of this process, and float64 from there on: so
+        nothing is lost where means are large beside their differences.
+        """
+        xp = array_module(m)
+        n = float(m.shape[0] * m.shape[2])
+        mean = _sums(m, 0) / n
+        t = m - _column(mean.astype(REAL))
+        squares = _sums_of_products(t, t, 0)
+        units = xp.zeros_like(mean) if v is None else _sums(v, 0)
+        if self.add_up is None:
+            return mean, (squares + units) / max(n - 1, 1), t
+        sums = xp.concatenate([xp.full(1, n), mean * n, squares + mean * mean * n, units])
+        self.add_up(sums)
+        total, (more, squares, units) = sums[0], sums[1:].reshape(3, -1)
+        mean = more / total
+        squares = xp.maximum(squares - mean * mean * total, 0)
+        return mean, (squares + units) / xp.maximum(total - 1, 1), m - _column(mean.astype(REAL))
+
+
+class LayerNorm(Normalization):
+    """Normalizes each sample over all its units, in evaluation as in training.
+
+    With means m and variances v of the n units of a sample: mean = sum(m) / n, variance = (sum((m -
+    mean)^2) + sum(v)) / (n - 1); of a single unit, v.
+
+    Args:
+        normalized_shape: ``n`` or ``(n,)`` for flat samples, with weights for each feature; or
+            ``(channels, width, height)`` for images, with weights for each channel.
+        eps: is added to variances; above 0.
+        bias: whether there are biases.
+
+    Weights start with mean 1, biases with mean 0, both with variance 1 / their number.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self, normalized_shape: int | Sequence[int], eps: float = 1e-4, bias: bool = True
+    ) -> None:
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else (*normalized_shape,)
+        if len(shape) not in (1, 3) or min(shape) < 1:
+            raise ValueError(
+                "LayerNorm: normalized_shape is a number of features or (channels, width, "
+                f"height), each at least 1; got {normalized_shape}"
+            )
+        super().__init__(shape[0], eps, bias, (1, 1))
+        self.normalized_shape = shape
+        self.connect(shape if len(shape) == 1 else (shape[0], shape[2], shape[1]))
+
+    def connect(self, shape: Shape) -> Shape:
+        """Take samples of as many units; images have the channels first.
+
+        Raises:
+            ValueError: samples have another number of units or of channels.
+        """
+        images = len(self.normalized_shape) == 3
+        channels = not images or len(shape) == 1 or shape[0] == self.num_weights
+        if math.prod(shape) != math.prod(self.normalized_shape) or not channels:
+            expected = "channels, width, height" if images else "features"
+            raise ValueError(
+                f"expected ({expected}) of {self.normalized_shape}, got samples of shape {shape}"
+            )
+        return self._connect(shape, math.prod(self.normalized_shape[1:]))
+
+    def _standardize(self, m: Array, v: Array | None) -> tuple[Array, Array]:
+        n = m.shape[1] * m.shape[2]
+        t = m - (_sums(m, 1) / n).astype(REAL)[:, None, None]
+        variance = _sums_of_products(t, t, 1)
+        if v is not None:
+            variance += _sums(v, 1)
+        variance /= max(n - 1, 1)
+        return self._scaled(t, variance[:, None, None])
+
+
+def norm_mean_var(layers: Iterable[BaseLayer]) -> NormMeanVar:
+    """Return copies of what those of ``layers`` have that normalize over the batch, on the CPU."""
+    norms = [layer for layer in layers if isinstance(layer, BatchNorm2d)]
+    running_means, running_variances, means, variances = (
+        [np.array(to_device(getattr(norm, which), "cpu")) for norm in norms]
+        for which in ("running_mean", "running_variance", "batch_mean", "batch_variance")
+    )
+    return running_means, running_variances, means, variances
+
+
+def _column(of_features: Array) -> Array:
+    return of_features[:, None]
+
+
+def _sums(units: Array, axis: int) -> Array:
+    """Return sums over positions and ``axis``: pairwise over positions, then in float64."""
+    sums: Array = units.sum(axis=2).sum(axis=axis, dtype=np.float64)
+    return sums
+
+
+def _sums_of_products(a: Array, b: Array, axis: int) -> Array:
+    products = array_module(a).einsum("bcp,bcp->bc", a, b)
+    sums: Array = products.sum(axis=axis, dtype=np.float64)
+    return sums

@@ -1,0 +1,353 @@
+"""TAGI on several ranks is TAGI on one with all the samples."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.tagi import (
+    BatchNorm2d,
+    DDPConfig,
+    DDPSequential,
+    LayerBlock,
+    Linear,
+    OutputUpdater,
+    ReLU,
+    ResNetBlock,
+    Sequential,
+)
+from tests.distributed.harness import run_outcomes
+
+BACKENDS = ["gloo", "shm"]
+by_backend = pytest.mark.parametrize("backend", BACKENDS)
+TRAIN = 50  # steps
+# Samples of each rank, in turn: also one batch that is smaller, and one without equal shares.
+SHARES = {1: [(7,), (3,)], 2: [(4, 3), (2, 1)], 3: [(3, 3, 1), (1, 1, 1)], 4: [(2, 2, 2, 1)] * 2}
+
+
+def dense() -> Sequential:
+    return Sequential(Linear(6, 16), ReLU(), Linear(16, 16), ReLU(), Linear(16, 3))
+
+
+def residual() -> Sequential:
+    """Layers in blocks, in blocks: those that pytagi's DDP leaves out."""
+    inner = ResNetBlock(LayerBlock(Linear(8, 8), ReLU(), Linear(8, 8)))
+    outer = ResNetBlock(LayerBlock(Linear(6, 8), ReLU(), inner), LayerBlock(Linear(6, 8)))
+    return Sequential(outer, ReLU(), Linear(8, 3))
+
+
+def normalised() -> Sequential:
+    return Sequential(Linear(6, 16), BatchNorm2d(16), ReLU(), Linear(16, 3), BatchNorm2d(3))
+
+
+def batch(step: int, samples: int) -> tuple[Any, Any]:
+    random = np.random.default_rng(step)
+    x = random.standard_normal((samples, 6), np.float32)
+    return x, np.tanh(x @ random.standard_normal((6, 3), np.float32))
+
+
+def train(
+    model: Any, steps: range, share: Callable[[int], slice], total: Callable[[int], int]
+) -> None:
+    updater = OutputUpdater("cpu")
+    for step in steps:
+        x, y = (array[share(step)] for array in batch(step, total(step)))
+        model(x)
+        updater.update(model.output_z_buffer, y, 0.3, model.input_delta_z_buffer)
+        model.backward()
+        model.step()
+
+
+def shares(rank: int, size: int, step: int) -> slice:
+    counts = SHARES[size][step % 2]
+    return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+
+
+def total(size: int, step: int) -> int:
+    return sum(SHARES[size][step % 2])
+
+
+def alone(make: Callable[[], Sequential], size: int, steps: int = TRAIN) -> Any:
+    """One process with all the samples, that starts as rank 0 does."""
+    fl.set_seed(0)
+    net = make()
+    train(net, range(steps), lambda _: slice(None), lambda step: total(size, step))
+    return net.state_dict()
+
+
+def together(rank: int, size: int, make: Callable[[], Sequential], how: dict[str, Any]) -> Any:
+    fl.set_seed(rank)  # as pytagi's examples: every rank draws other parameters
+    model = DDPSequential(make(), average=False, **how)
+    train(
+        model, range(TRAIN), lambda step: shares(rank, size, step), lambda step: total(size, step)
+    )
+    return model.state_dict()
+
+
+def check_same_bits(states: list[Any]) -> None:
+    for state in states[1:]:
+        for name, arrays in states[0].items():
+            for one, other in zip(arrays, state[name], strict=True):
+                assert one.tobytes() == other.tobytes(), name
+
+
+def check_close(state: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    assert list(state) == list(expected)
+    for name, arrays in expected.items():
+        for one, other in zip(state[name], arrays, strict=True):
+            np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@by_backend
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("make", [dense, residual])
+def test_sums_are_those_of_one_process(
+    pool: Any, backend: str, size: int, make: Callable[[], Sequential]
+) -> None:
+    world = pool(size, params={"BACKEND": backend}) if size > 1 else pool(1)
+    states = world.run(together, make, {})
+    check_same_bits(states)
+    check_close(states[0], alone(make, size))
+
+
+@by_backend
+@pytest.mark.parametrize("bucket_bytes", [1, 1500])
+def test_many_buckets_are_one(pool: Any, backend: str, bucket_bytes: int) -> None:
+    states = pool(2, params={"BACKEND": backend}).run(
+        together, residual, {"bucket_bytes": bucket_bytes}
+    )
+    check_same_bits(states)
+    check_close(states[0], alone(residual, 2))
+
+
+@by_backend
+def test_synchronised_normalisation_is_that_of_one_process(pool: Any, backend: str) -> None:
+    states = pool(2, params={"BACKEND": backend}).run(together, normalised, {"sync": True})
+    check_same_bits(states)
+    check_close(states[0], alone(normalised, 2), 2e-6)
+
+
+def statistics(rank: int, size: int) -> Any:
+    model = DDPSequential(normalised(), average=False)
+    train(model, range(3), lambda step: shares(rank, size, step), lambda step: total(size, step))
+    own = model.state_dict()["BatchNorm2d.1"]
+    model.average_statistics()
+    return own, model.state_dict()["BatchNorm2d.1"]
+
+
+def test_local_statistics_are_each_ranks_own_until_they_are_averaged(pool: Any) -> None:
+    (first, mean), (second, same) = pool(2).run(statistics)
+    for own, other in zip(first[:4], second[:4], strict=True):
+        np.testing.assert_array_equal(own, other)  # parameters
+    for own, other, both, again in zip(first[4:], second[4:], mean[4:], same[4:], strict=True):
+        assert not np.array_equal(own, other)
+        np.testing.assert_allclose(both, (own + other) / 2, rtol=1e-6)
+        np.testing.assert_array_equal(both, again)
+
+
+def one_step(rank: int, size: int, average: bool) -> Any:
+    fl.set_seed(0)
+    model = DDPSequential(dense(), average=average)
+    train(model, range(1), lambda _: slice(3 * rank, 3 * rank + 3), lambda _: 3 * size)
+    sums = [bucket.sums[: 2 * bucket.size].copy() for bucket in model.model.buckets]
+    return sums, model.state_dict()
+
+
+def test_averages_are_pytagis(pool: Any) -> None:
+    """The sums over all samples divided by the number of ranks; without config, as with one."""
+    summed, averaged = (pool(2).run(one_step, average) for average in (False, True))
+    for total, mean in zip(summed[0][0], averaged[0][0], strict=True):
+        np.testing.assert_allclose(mean, total / 2, rtol=1e-5, atol=1e-9)
+    check_same_bits([state for _, state in averaged])
+
+
+BOUND_AT = {255: 2.0, 256: 3.0}
+
+
+def bounded(rank: int, size: int, samples: int) -> float:
+    """Return by how many standard deviations the bounded step has moved a weight."""
+    fl.set_seed(0)
+    model = DDPSequential(Sequential(Linear(6, 3, gain_weight=0.01)), average=False)
+    before = model.state_dict()["Linear.0"]
+    half = samples // 2
+    share = slice(0, half) if rank == 0 else slice(half, samples)
+    updater = OutputUpdater("cpu")
+    x, y = (array[share] for array in batch(0, samples))
+    model(x)
+    updater.update(model.output_z_buffer, 1000 * y, 1e-6, model.input_delta_z_buffer)
+    model.backward()
+    model.step()
+    moved = np.abs(model.state_dict()["Linear.0"][0] - before[0])
+    return float((moved / np.sqrt(before[1])).max())
+
+
+@pytest.mark.parametrize("samples", BOUND_AT)
+def test_the_bound_of_a_step_is_that_of_all_samples(pool: Any, samples: int) -> None:
+    for moved in pool(2).run(bounded, samples):
+        assert moved == pytest.approx(1 / BOUND_AT[samples], rel=1e-2)
+
+
+def joined(rank: int, size: int, schedule: tuple[int, ...], average: bool, sync: bool) -> Any:
+    fl.set_seed(rank)
+    model = DDPSequential(normalised() if sync else dense(), average=average, sync=sync)
+    with fl.join(model):
+        train(
+            model,
+            range(schedule[rank]),
+            lambda _: slice(3 * rank, 3 * rank + 3),
+            lambda _: 3 * size,
+        )
+    return model.state_dict()
+
+
+def joined_alone(schedule: tuple[int, ...], make: Callable[[], Sequential]) -> Any:
+    fl.set_seed(0)
+    net, updater = make(), OutputUpdater("cpu")
+    for step in range(max(schedule)):
+        x, y = batch(step, 3 * len(schedule))
+        rows = [
+            row
+            for rank, steps in enumerate(schedule)
+            for row in range(3 * rank, 3 * rank + 3)
+            if step < steps
+        ]
+        net(x[rows])
+        updater.update(net.output_z_buffer, y[rows], 0.3, net.input_delta_z_buffer)
+        net.backward()
+        net.step()
+    return net.state_dict()
+
+
+@by_backend
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("schedule", [(4, 2), (0, 3), (2, 2), (3, 1, 0)])
+def test_ranks_may_run_out_of_data(
+    pool: Any, backend: str, schedule: tuple[int, ...], sync: bool
+) -> None:
+    world = pool(len(schedule), params={"BACKEND": backend})
+    states = world.run(joined, schedule, False, sync)
+    check_same_bits(states)
+    check_close(states[0], joined_alone(schedule, normalised if sync else dense), 2e-6)
+
+
+def test_averages_are_over_the_ranks_with_data(pool: Any) -> None:
+    """With one rank left, its averages are its own sums."""
+    states = pool(2).run(joined, (0, 3), True, False)
+    check_same_bits(states)
+    check_close(states[0], joined_alone((0, 3), dense))
+
+
+def other_layers(rank: int, size: int) -> str:
+    net = Sequential(Linear(6, 16), ReLU(), Linear(16, 3 + rank))
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        DDPSequential(net)
+    fl.barrier()
+    return str(caught.value)
+
+
+def other_arguments(rank: int, size: int) -> str:
+    with pytest.raises(fl.errors.MismatchError) as caught:
+        DDPSequential(dense(), average=rank == 0)
+    fl.barrier()
+    return str(caught.value)
+
+
+def test_a_mismatch_names_the_layer_or_the_argument(pool: Any) -> None:
+    for message in pool(2).run(other_layers):
+        assert "the networks differ in layer 2 (rank(s) 0: Linear.2: Linear(16,3)" in message
+        assert "rank(s) 1: Linear.2: Linear(16,4)" in message
+    for message in pool(2).run(other_arguments):
+        assert "average (" in message
+
+
+def die(rank: int, size: int) -> str:
+    model = DDPSequential(dense(), average=False)
+    step = 0
+    try:
+        while True:
+            if rank == 1 and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            train(model, range(step, step + 1), lambda _: slice(0, 2), lambda _: 2)
+            step += 1
+    except fl.errors.PeerLostError as error:
+        return str(error)
+
+
+@by_backend
+def test_a_killed_rank_is_named(backend: str) -> None:
+    outcomes = run_outcomes(die, 3, params={"BACKEND": backend})
+    assert outcomes[1].signal == signal.SIGKILL
+    for rank in (0, 2):
+        assert "lost rank 1" in outcomes[rank].value, outcomes[rank].report()
+
+
+def misuse(rank: int, size: int) -> None:
+    with pytest.raises(TypeError, match=r"expected a fl\.tagi\.Sequential, got Linear"):
+        DDPSequential(Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bucket_bytes must be positive"):
+        DDPSequential(dense(), bucket_bytes=0)
+    with pytest.raises(ValueError, match="the network has no parameters"):
+        DDPSequential(Sequential(ReLU()))
+    with pytest.raises(ValueError, match="the config says rank 5 of 9"):
+        DDPSequential(dense(), DDPConfig(rank=5, world_size=9))
+    with pytest.raises(ValueError, match="backend must be one of"):
+        DDPConfig(backend="pigeon")
+    model = DDPSequential(dense(), DDPConfig(rank=rank, world_size=size), average=False)
+    with pytest.raises(RuntimeError, match="no deltas since the last forward pass"):
+        model.backward()
+    model.eval()
+    model(np.ones((2, 6)))
+    model.train()
+    model(np.ones((2, 6)))
+    with pytest.raises(ValueError, match="mu_obs: expected 6 elements"):
+        OutputUpdater().update(model.output_z_buffer, np.ones(5), 0.1, model.input_delta_z_buffer)
+    model.model.to_device("cpu")
+    OutputUpdater().update(model.output_z_buffer, np.ones(6), 0.1, model.input_delta_z_buffer)
+    with pytest.raises(RuntimeError, match="moved after DDPSequential was made"):
+        model.backward()
+    model.barrier()
+
+
+def test_misuse_is_refused_before_anything_is_sent(pool: Any) -> None:
+    pool(2).run(misuse)
+
+
+def interrupted(rank: int, size: int, folder: str, first: int, last: int) -> Any:
+    fl.set_seed(100 + rank)
+    model = DDPSequential(residual(), average=False)
+    if first:
+        assert fl.load(folder, model) is not None
+    rows = slice(12 // size * rank, 12 // size * (rank + 1))
+    train(model, range(first, last), lambda _: rows, lambda _: 12)
+    if not first:
+        fl.save(folder, model, step=last)
+    return model.state_dict()
+
+
+def test_training_goes_on_with_another_number_of_ranks(pool: Any, tmp_path: Path) -> None:
+    whole = pool(1).run(interrupted, str(tmp_path / "whole"), 0, 6)
+    pool(2).run(interrupted, str(tmp_path / "half"), 0, 3)
+    for size in (4, 1, 3):
+        states = pool(size).run(interrupted, str(tmp_path / "half"), 3, 6)
+        check_same_bits(states)
+        check_close(states[0], whole[0], 2e-6)
+
+
+def recorded(rank: int, size: int) -> str:
+    model = DDPSequential(dense(), average=False)
+    train(model, range(3), lambda _: slice(0, 2), lambda _: 2)
+    return fl.trace.dump().read_text()
+
+
+def test_the_flight_record_has_a_call_for_each_bucket(pool: Any, tmp_path: Path) -> None:
+    elements = 2 * sum(w + b for w, b in ((6 * 16, 16), (16 * 16, 16), (16 * 3, 3))) + 1
+    world = pool(2, env={"FLASHLIGHT_TRACE_DIR": str(tmp_path)})
+    for record in world.run(recorded):
+        assert record.count(f"{elements}") >= 3

@@ -1,0 +1,187 @@
+"""Layers made of layers: the sums of both paths, forward and back, at any depth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.tagi.state import FOUR
+from flashlight_py.tagi.states import BaseHiddenStates
+
+REAL = np.float32
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(REAL)
+
+
+def twin(layer: fl.tagi.Linear) -> fl.tagi.Linear:
+    """Return another layer with the same parameters."""
+    other = fl.tagi.Linear(layer.input_size, layer.output_size)
+    for which in FOUR:
+        setattr(other, which, getattr(layer, which))
+    return other
+
+
+def some_states(slope: bool = True) -> BaseHiddenStates:
+    mean, variance = numbers(3, 4), np.square(numbers(3, 4, seed=1))
+    return BaseHiddenStates(mean, variance, np.square(numbers(3, 4, seed=2)) if slope else None)
+
+
+def close(found, expected) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_block_of_layers_is_these_layers() -> None:
+    first, last = fl.tagi.Linear(4, 5), fl.tagi.Linear(5, 2)
+    block = fl.tagi.LayerBlock(first, fl.tagi.ReLU(), last)
+    row = fl.tagi.Sequential(twin(first), fl.tagi.ReLU(), twin(last))
+    net = fl.tagi.Sequential(block)
+    x, y = numbers(3, 4), numbers(3, 2, seed=3)
+    for each in (net, row):
+        each.input_state_update = True
+        for _ in range(2):
+            each(x)
+            updater = fl.tagi.OutputUpdater(each.device)
+            updater.update(each.output_z_buffer, y, 0.1, each.input_delta_z_buffer)
+            each.backward()
+            each.step()
+    for found, expected in zip(net(x), row(x), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    for found, expected in zip(net.get_input_states(), row.get_input_states(), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert list(net.state_dict()) == ["Linear.0.0", "Linear.0.2"]
+    assert repr(block) == "LayerBlock(4,2)"
+    assert block.get_max_num_states() == 5
+
+
+@pytest.mark.parametrize("projected", [False, True])
+def test_both_paths_are_added(projected: bool) -> None:
+    main, x = fl.tagi.Linear(4, 4), some_states()
+    shortcut = fl.tagi.Linear(4, 4) if projected else None
+    block = fl.tagi.ResNetBlock(main, shortcut)
+    assert block.connect((4,)) == (4,)
+    out = block.forward(x)
+    main_alone = twin(main)
+    expected = main_alone.forward(x)
+    other = x
+    if shortcut is not None:
+        shortcut_alone = twin(shortcut)
+        other = shortcut_alone.forward(x)
+    close(out.mean, expected.mean + other.mean)
+    close(out.variance, expected.variance + other.variance)
+    assert out.slope is None
+
+    d, e = numbers(3, 4, seed=4), -np.square(numbers(3, 4, seed=5))
+    deltas = block.backward(d.copy(), e.copy(), True)
+    back = main_alone.backward(d.copy(), e.copy(), True)
+    if shortcut is None:
+        more = (d * x.slope, e * x.slope**2)
+    else:
+        more = shortcut_alone.backward(d.copy(), e.copy(), True)
+        close(shortcut.delta_mu_w, shortcut_alone.delta_mu_w)
+    for found, one, two in zip(deltas, back, more, strict=True):
+        close(found, one + two)
+    close(main.delta_mu_w, main_alone.delta_mu_w)
+    close(main.delta_var_b, main_alone.delta_var_b)
+    assert block.backward(d.copy(), e.copy(), False) is None
+
+
+def test_a_path_that_ends_with_an_activation_goes_back_by_its_slope() -> None:
+    """Also one that begins with it, and the identity of an input that an activation made."""
+    linear, x = fl.tagi.Linear(4, 4), some_states()
+    block = fl.tagi.ResNetBlock(fl.tagi.LayerBlock(linear, fl.tagi.ReLU()), fl.tagi.ReLU())
+    block.connect((4,))
+    block.forward(x)
+    d, e = numbers(3, 4, seed=4), -np.square(numbers(3, 4, seed=5))
+    deltas = block.backward(d.copy(), e.copy(), True)
+    alone = twin(linear)
+    main = (alone.forward(x).mean > 0).astype(REAL)
+    back = alone.backward(d * main, e * main, True)
+    close(linear.delta_mu_w, alone.delta_mu_w)
+    slope = (x.mean > 0) * x.slope
+    close(deltas[0], back[0] + d * slope)
+    close(deltas[1], back[1] + e * slope**2)
+
+
+def test_blocks_nest_to_any_depth() -> None:
+    """((x A + x) B + x) C + (x E + x), against products of matrices; and pytagi's names."""
+    a, b, c, e = (fl.tagi.Linear(4, 4, bias=False) for _ in range(4))
+    inner = fl.tagi.ResNetBlock(a)
+    middle = fl.tagi.ResNetBlock(fl.tagi.LayerBlock(inner, b))
+    block = fl.tagi.ResNetBlock(fl.tagi.LayerBlock(middle, c), fl.tagi.ResNetBlock(e))
+    net = fl.tagi.Sequential(fl.tagi.Linear(4, 4), block, fl.tagi.Linear(4, 4))
+    net.input_state_update = True
+    names = [name for name, _ in net.named_layers()]
+    assert names == [
+        "Linear.0",
+        "Linear.main.main.main.1.0.0",
+        "Linear.main.main.1.0.1",
+        "Linear.main.1.1",
+        "Linear.main.shortcut.1",
+        "Linear.2",
+    ]
+    one = np.eye(4, dtype=REAL)
+    first, *_, last = (layer for _, layer in net.named_layers())
+    inside = ((one + a.weight.mean.T) @ b.weight.mean.T + one) @ c.weight.mean.T
+    inside += one + e.weight.mean.T
+    x = numbers(3, 4)
+    mean, _ = net(x)
+    close(
+        mean,
+        (x @ first.weight.mean.T + first.biases.mean) @ inside @ last.weight.mean.T
+        + last.biases.mean,
+    )
+    d = numbers(3, 4, seed=1)
+    net.set_delta_z(d, d)
+    net.backward()
+    back = d @ last.weight.mean @ inside.T @ first.weight.mean
+    close(net.get_input_states()[0].reshape(3, 4), back)
+
+
+def test_every_layer_inside_is_found() -> None:
+    main = fl.tagi.LayerBlock(fl.tagi.Linear(4, 4), fl.tagi.ReLU(), fl.tagi.Linear(4, 4))
+    net = fl.tagi.Sequential(fl.tagi.ResNetBlock(main, fl.tagi.Linear(4, 4)))
+    assert net.layers[0].main_block is main
+    assert list(net.state_dict()) == ["Linear.main.0.0", "Linear.main.0.2", "Linear.shortcut.0"]
+    assert len(net.parameters()) == 3
+    net.eval()
+    assert not any(layer.training for _, layer in net.named_layers())
+    assert repr(net.layers[0]) == "ResNetBlock(4,4)"
+
+
+def test_the_sums_are_complete_in_the_order_of_the_buckets() -> None:
+    """What is sent while the backward pass goes on lies in the order in which it is ready."""
+    net = fl.tagi.Sequential(
+        fl.tagi.Linear(4, 4),
+        fl.tagi.ResNetBlock(
+            fl.tagi.LayerBlock(fl.tagi.Linear(4, 4), fl.tagi.Linear(4, 4)), fl.tagi.Linear(4, 4)
+        ),
+        fl.tagi.Linear(4, 2),
+    )
+    seen = []
+    for name, layer in net.named_layers():
+        layer.on_sums = lambda _, name=name: seen.append(name)
+    net(numbers(3, 4))
+    net.set_delta_z(numbers(3, 2), numbers(3, 2))
+    net.backward()
+    assert seen == [name for name, _ in net.named_layers()][::-1]
+
+
+def test_wrong_blocks() -> None:
+    with pytest.raises(TypeError, match="at least one layer"):
+        fl.tagi.LayerBlock()
+    with pytest.raises(TypeError, match=r"LayerBlock: expected layers of fl\.tagi, got str"):
+        fl.tagi.LayerBlock("ReLU")
+    with pytest.raises(TypeError, match=r"ResNetBlock: expected layers of fl\.tagi, got str"):
+        fl.tagi.ResNetBlock(fl.tagi.ReLU(), "ReLU")
+    block = fl.tagi.ResNetBlock(fl.tagi.Linear(4, 5))
+    with pytest.raises(ValueError, match=r"makes samples of shape \(5,\), its input has \(4,\)"):
+        fl.tagi.Sequential(block)
+    block = fl.tagi.ResNetBlock(fl.tagi.Linear(4, 5), fl.tagi.Linear(4, 6))
+    with pytest.raises(ValueError, match=r"shortcut, Linear\(4,6\), has \(6,\)"):
+        fl.tagi.Sequential(block)
+    row = fl.tagi.LayerBlock(fl.tagi.Linear(4, 5), fl.tagi.Linear(4, 5))
+    with pytest.raises(ValueError, match=r"main block, .*layer 1 of the block.*expected 4"):
+        fl.tagi.Sequential(fl.tagi.ResNetBlock(row))

@@ -1,0 +1,330 @@
+"""Normalization over the batch and over samples: moments, deltas, statistics."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.tagi.states import BaseHiddenStates
+from tests.tagi.oracle import compare, oracle_run
+
+REAL = np.float32
+IMAGES = (6, 3, 4, 5)  # rectangular
+FLAT = (6, 3)
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(REAL)
+
+
+def states(*shape: int, slope: bool = True) -> BaseHiddenStates:
+    return BaseHiddenStates(
+        3 + 2 * numbers(*shape),
+        np.square(numbers(*shape, seed=1)),
+        np.square(numbers(*shape, seed=2)) if slope else None,
+    )
+
+
+def drawn(layer: fl.tagi.BaseLayer) -> fl.tagi.BaseLayer:
+    """Give ``layer`` parameters of no special values."""
+    n = layer.num_weights
+    layer.mu_w, layer.var_w = numbers(n, seed=10), np.square(numbers(n, seed=11))
+    if layer.bias:
+        layer.mu_b, layer.var_b = numbers(n, seed=12), np.square(numbers(n, seed=13))
+    return layer
+
+
+def close(found, expected) -> None:
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def expected_of(layer, x, over, features, d, e):
+    """The formulas in float64, without reshaping: axes are ``over``, weights along ``features``."""
+    m, v, j = (np.asarray(a, np.float64) for a in (x.mean, x.variance, x.slope))
+    n = np.prod([m.shape[axis] for axis in over])
+    mean = m.mean(over, keepdims=True)
+    variance = (((m - mean) ** 2).sum(over, keepdims=True) + v.sum(over, keepdims=True)) / (n - 1)
+    r = 1 / np.sqrt(variance + layer.eps)
+    shape = [-1 if axis == features else 1 for axis in range(m.ndim)]
+    w, s, b, sb = (
+        np.asarray(a, np.float64).reshape(shape) if a.size else 0
+        for a in (layer.mu_w, layer.var_w, layer.mu_b, layer.var_b)
+    )
+    t = (m - mean) * r
+    rest = tuple(axis for axis in range(m.ndim) if axis != features)
+    moments = (t * w + b, r * r * v * (w * w + s) + s * t * t + sb)
+    sums = [a.sum(rest) for a in (d * t, e * t * t, d, e)]
+    return moments, (d * r * w * j, e * (r * w * j) ** 2), sums, (mean, variance)
+
+
+CASES = {
+    "batch, images": (lambda **o: fl.tagi.BatchNorm2d(3, **o), IMAGES, (0, 2, 3), 1),
+    "batch, flat": (lambda **o: fl.tagi.BatchNorm2d(3, **o), FLAT, (0,), 1),
+    "layer, images": (lambda **o: fl.tagi.LayerNorm((3, 5, 4), **o), IMAGES, (1, 2, 3), 1),
+    "layer, flat": (lambda **o: fl.tagi.LayerNorm(3, **o), FLAT, (1,), 1),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_the_formulas(case: str, bias: bool) -> None:
+    make, shape, over, features = CASES[case]
+    layer = drawn(make(bias=bias))
+    assert layer.connect(shape[1:]) == shape[1:]
+    x = states(*shape)
+    d, e = numbers(*shape, seed=3), -np.square(numbers(*shape, seed=4))
+    moments, back, sums, _ = expected_of(layer, x, over, features, d, e)
+    out = layer.forward(x)
+    close(out.mean, moments[0])
+    close(out.variance, moments[1])
+    assert out.slope is None
+    found = layer.backward(d.reshape(len(d), -1), e.reshape(len(e), -1), True)
+    close(found[0], back[0])
+    close(found[1], back[1])
+    close(layer.weight.mean_sum, sums[0])
+    close(layer.weight.variance_sum, sums[1])
+    if bias:
+        close(layer.biases.mean_sum, sums[2])
+        close(layer.biases.variance_sum, sums[3])
+    assert layer.backward(d, e, False) is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_images_that_lie_with_the_channels_first(case: str) -> None:
+    make, shape, _, _ = CASES[case]
+    x, results = states(*shape), []
+    for swapped in (False, True):
+        layer = drawn(make())
+        layer.connect(shape[1:])
+        parts = (x.mean, x.variance, x.slope)
+        if swapped:
+            parts = tuple(np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1) for a in parts)
+        out = layer.forward(BaseHiddenStates(*parts))
+        d, e = layer.backward(numbers(*shape, seed=3), numbers(*shape, seed=4), True)
+        results.append((out.mean, out.variance, d, e, layer.weight.mean_sum))
+    for first, second in zip(*results, strict=True):
+        close(second, first)
+
+
+def test_known_inputs_have_no_variance() -> None:
+    for make, shape, _, _ in CASES.values():
+        layer, other = make(), make()
+        for each in (layer, other):
+            each.connect(shape[1:])
+        mean = numbers(*shape)
+        out = layer.forward(BaseHiddenStates(mean))
+        expected = other.forward(BaseHiddenStates(mean, np.zeros_like(mean)))
+        close(out.mean, expected.mean)
+        close(out.variance, expected.variance)
+
+
+@pytest.mark.parametrize("shape", [IMAGES, FLAT])
+def test_the_running_statistics_follow_and_stand_in_for_the_batch(shape) -> None:
+    layer = drawn(fl.tagi.BatchNorm2d(3, momentum=0.75))
+    layer.connect(shape[1:])
+    x = states(*shape)
+    over = tuple(axis for axis in range(len(shape)) if axis != 1)
+    d = numbers(*shape)
+    *_, (mean, variance) = expected_of(layer, x, over, 1, d, d)
+    for _ in range(2):
+        layer.forward(x)
+    ra_mean, ra_variance = layer.statistics()
+    close(ra_mean, (1 - 0.75**2) * mean.ravel())
+    close(ra_variance, 0.75**2 + (1 - 0.75**2) * variance.ravel())
+    layer.set_training(False)
+    out = layer.forward(x)
+    close(ra_mean, (1 - 0.75**2) * mean.ravel())  # not by evaluation
+    column = [1, 3] + [1] * (len(shape) - 2)
+    r = 1 / np.sqrt(ra_variance.reshape(column) + layer.eps)
+    w, s, b, sb = (a.reshape(column) for a in (layer.mu_w, layer.var_w, layer.mu_b, layer.var_b))
+    t = (x.mean - ra_mean.reshape(column)) * r
+    close(out.mean, t * w + b)
+    close(out.variance, r * r * x.variance * (w * w + s) + s * t * t + sb)
+
+
+def test_statistics_are_exact_where_means_are_large() -> None:
+    x = 1000 + numbers(64, 2, 8, 8)
+    layer = fl.tagi.BatchNorm2d(2)
+    layer.connect(x.shape[1:])
+    layer.forward(BaseHiddenStates(x))
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(layer.batch_mean, wide.mean((0, 2, 3)), rtol=1e-6)
+    np.testing.assert_allclose(layer.batch_variance, wide.var((0, 2, 3), ddof=1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0, 300])
+def test_two_parts_of_a_batch_added_up_are_the_whole(offset: int) -> None:
+    """Of different sizes; one call of add_up for each pass, as each is a message."""
+    shape = (10, 3, 4, 5)
+    x = states(*shape)
+    x.mean += REAL(offset)
+    whole = drawn(fl.tagi.BatchNorm2d(3))
+    whole.connect(shape[1:])
+    expected = whole.forward(x)
+    d, e = numbers(*shape, seed=3), -np.square(numbers(*shape, seed=4))
+    back = whole.backward(d, e, True)
+
+    parts = [slice(0, 7), slice(7, 10)]
+    layers = [drawn(fl.tagi.BatchNorm2d(3)) for _ in parts]
+    barrier, posted, calls = threading.Barrier(2), [None, None], [0, 0]
+
+    def work(rank: int) -> None:
+        def add_up(sums: np.ndarray) -> None:
+            assert sums.dtype == np.float64
+            assert sums.shape == (1 + 3 * 3,)
+            calls[rank] += 1
+            posted[rank] = sums.copy()
+            barrier.wait(60)
+            sums += posted[1 - rank]
+
+        layer, rows = layers[rank], parts[rank]
+        layer.connect(shape[1:])
+        layer.add_up = add_up
+        out = layer.forward(BaseHiddenStates(x.mean[rows], x.variance[rows], x.slope[rows]))
+        found = layer.backward(d[rows], e[rows], True)
+        results[rank] = (out.mean, out.variance, *found)
+
+    results: list = [None, None]
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == [1, 1]
+    wanted = (expected.mean, expected.variance, *back)
+    for number, one in enumerate(wanted):
+        found = np.concatenate([result[number] for result in results])
+        np.testing.assert_allclose(found, one, rtol=3e-6, atol=3e-6)
+    for layer in layers:
+        for found, one in zip(layer.statistics(), whole.statistics(), strict=True):
+            np.testing.assert_allclose(found, one, rtol=1e-6)
+    np.testing.assert_array_equal(layers[0].batch_mean, layers[1].batch_mean)
+    close(sum(layer.weight.mean_sum for layer in layers), whole.weight.mean_sum)
+    close(sum(layer.weight.variance_sum for layer in layers), whole.weight.variance_sum)
+    layers[0].set_training(False)
+    layers[0].forward(x)  # asks nobody
+    assert calls == [1, 1]
+
+
+def test_a_single_unit_has_its_own_variance() -> None:
+    layer = fl.tagi.BatchNorm2d(2)
+    layer.connect((2,))
+    out = layer.forward(BaseHiddenStates(numbers(1, 2), np.full((1, 2), 4, REAL)))
+    close(layer.batch_variance, [4, 4])
+    close(out.mean, np.zeros((1, 2)))
+    assert np.isfinite(out.variance).all()
+
+
+def test_a_network_keeps_the_statistics() -> None:
+    def make() -> fl.tagi.Sequential:
+        return fl.tagi.Sequential(
+            fl.tagi.Linear(4, 3),
+            fl.tagi.BatchNorm2d(3, bias=False),
+            fl.tagi.ReLU(),
+            fl.tagi.ResNetBlock(
+                fl.tagi.LayerBlock(fl.tagi.Linear(3, 3), fl.tagi.BatchNorm2d(3)),
+                fl.tagi.LayerNorm((3,)),
+            ),
+        )
+
+    net, other = make(), make()
+    for step in range(3):
+        net(numbers(5, 4, seed=step))
+    state = net.state_dict()
+    assert [each.size for each in state["BatchNorm2d.1"]] == [3, 3, 0, 0, 3, 3]
+    assert [each.size for each in state["LayerNorm.shortcut.3"]] == [3, 3, 3, 3]
+    other.load_state_dict(state)
+    found = net.get_norm_mean_var()
+    assert list(found) == ["BatchNorm2d()_1", "ResNetBlock(3,3)_3"]
+    inner = net.layers[3].main_block.layers[1]
+    for array, one in zip(
+        found["ResNetBlock(3,3)_3"], (*inner.statistics(), inner.batch_mean), strict=False
+    ):
+        np.testing.assert_array_equal(array[0], one)
+    for each in (net, other):
+        each.eval()
+    x = numbers(7, 4, seed=9)
+    for one, two in zip(net(x), other(x), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fl.tagi.BatchNorm2d(0), "at least 1 feature, got 0"),
+        (lambda: fl.tagi.BatchNorm2d(2, eps=0), "eps must be above 0"),
+        (lambda: fl.tagi.BatchNorm2d(2, momentum=1.5), "momentum must be from 0 to 1, got 1.5"),
+        (lambda: fl.tagi.BatchNorm2d(2).connect((3, 4, 4)), r"expected 2 channels or features"),
+        (lambda: fl.tagi.LayerNorm((2, 3)), r"channels, width, height\).*got \(2, 3\)"),
+        (lambda: fl.tagi.LayerNorm((2, 3, 4)).connect((3, 2, 4)), r"of \(2, 3, 4\), got"),
+        (lambda: fl.tagi.LayerNorm(5).connect((4,)), r"\(features\) of \(5,\), got"),
+    ],
+)
+def test_wrong_arguments(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+NETWORKS = {
+    "batch": "Sequential(Linear(4, 6), BatchNorm2d(6), ReLU(), Linear(6, 2))",
+    "layer": "Sequential(Linear(4, 6), LayerNorm((6,)), ReLU(), Linear(6, 2))",
+    "after an activation": "Sequential(Linear(4, 6), ReLU(), BatchNorm2d(6), Linear(6, 2))",
+    "layer, no bias": "Sequential(Linear(4, 6), LayerNorm((6,), bias=False), Linear(6, 2))",
+}
+IMAGE_NETWORKS = {
+    "batch": "Sequential(Conv2d(2, 3, 3, in_width=6, in_height=6), BatchNorm2d(3), ReLU(),"
+    " Linear(48, 2))",
+    "layer": "Sequential(Conv2d(2, 3, 3, in_width=6, in_height=6), LayerNorm((3, 4, 4)), ReLU(),"
+    " Linear(48, 2))",
+    "block": "Sequential(Conv2d(2, 3, 3, in_width=6, in_height=6), ReLU(), ResNetBlock(LayerBlock("
+    "Conv2d(3, 3, 3, padding=1, bias=False), ReLU(), BatchNorm2d(3)),"
+    " LayerBlock(Conv2d(3, 3, 1, bias=False), BatchNorm2d(3))), ReLU(), Linear(48, 2))",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_same_as_pytagi(name: str) -> None:
+    compare(NETWORKS[name], numbers(8, 4), numbers(8, 2, seed=1), np.full((8, 2), 0.1, REAL))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("Conv2d" not in fl.tagi.__all__, reason="needs Conv2d")
+@pytest.mark.parametrize("name", IMAGE_NETWORKS)
+def test_images_are_the_same_as_pytagi(name: str) -> None:
+    x, y = numbers(8, 2, 6, 6), numbers(8, 2, seed=1)
+    compare(IMAGE_NETWORKS[name], x, y, np.full((8, 2), 0.1, REAL))
+
+
+@pytest.mark.slow
+def test_evaluation_is_the_same_as_pytagi() -> None:
+    """On two threads: on one, its first batch replaces the running statistics."""
+    net = fl.tagi.Sequential(fl.tagi.Linear(4, 3), fl.tagi.BatchNorm2d(3), fl.tagi.Linear(3, 2))
+    batches = numbers(3, 8, 4)
+    mu, var, statistics = oracle_run(
+        """
+        net = Sequential(Linear(4, 3), BatchNorm2d(3), Linear(3, 2))
+        net.set_threads(2)
+        net.load_state_dict({k: tuple(a.tolist() for a in t) for k, t in params.items()})
+        for x in batches:
+            net(x.ravel())
+        statistics = {k: [np.ravel(a) for a in t] for k, t in net.get_norm_mean_var().items()}
+        net.eval()
+        result = (*map(np.array, net(batches[0].ravel())), statistics)
+        """,
+        params={name: entry[:4] for name, entry in net.state_dict().items()},
+        batches=batches,
+    )
+    for x in batches:
+        net(x)
+    found = net.get_norm_mean_var()
+    assert found.keys() == statistics.keys()
+    for one, two in zip(found["BatchNorm2d()_1"], statistics["BatchNorm2d()_1"], strict=True):
+        close(one[0], two)
+    net.eval()
+    own = net(batches[0].ravel())
+    close(own[0], mu)
+    close(own[1], var)

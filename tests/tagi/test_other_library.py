@@ -1,0 +1,68 @@
+"""Networks on GPUs compute with the library of their arrays alone; shown with a stand-in for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.tagi import Linear, OutputUpdater, ReLU, Sequential
+from tests.autograd.strict_library import StrictArray
+
+NETWORKS: dict[str, tuple[Callable[[], Sequential], tuple[int, ...]]] = {
+    "dense": (lambda: Sequential(Linear(6, 5), ReLU(), Linear(5, 4)), (6,)),
+}
+
+
+def train(net: Sequential, x: Any, update: str) -> Any:
+    random = np.random.default_rng(1)
+    updater = OutputUpdater(net.device)
+    for _ in range(3):
+        mean, variance = net(x)
+        states, deltas = net.output_z_buffer, net.input_delta_z_buffer
+        y = random.standard_normal(mean.size)
+        if update == "update":
+            updater.update(states, y, np.full(y.size, 0.1), deltas)
+        elif update == "indices":
+            index = random.integers(1, mean.shape[1] + 1, (len(mean), 2))
+            updater.update_using_indices(states, y[: index.size], [0.1], index, deltas)
+        else:
+            updater.update_heteros(states, y[::2], deltas)
+        net.backward()
+        net.step()
+    net.eval()
+    return (*net(x), net.state_dict())
+
+
+@pytest.mark.parametrize("update", ["update", "indices", "heteros"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_training_equals_numpy_s(name: str, update: str, strict: Any) -> None:
+    make, shape = NETWORKS[name]
+    x = np.random.default_rng(0).standard_normal((4, *shape), np.float32)
+    found = []
+    for device in ("cpu", "cuda"):
+        fl.set_seed(0)
+        net = make()
+        net.to_device(device)
+        assert net.device == ("cpu" if device == "cpu" else "cuda:0")
+        found.append(train(net, x, update))
+    (mean, variance, state), (same_mean, same_variance, same_state) = found
+    assert isinstance(same_mean, np.ndarray)  # what was passed was one
+    np.testing.assert_allclose(same_mean, mean, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(same_variance, variance, rtol=1e-5, atol=1e-6)
+    for key, arrays in state.items():
+        for one, other in zip(arrays, same_state[key], strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+def test_what_is_passed_on_the_gpu_comes_from_there(strict: Any) -> None:
+    net = Sequential(Linear(6, 5), ReLU())
+    net.to_device("cuda")
+    mean, variance = net(strict.asarray(np.ones((2, 6))))
+    assert isinstance(mean, StrictArray)
+    assert isinstance(variance, StrictArray)
+    flat, _ = net.get_outputs()
+    assert isinstance(flat, np.ndarray)
