@@ -61,12 +61,8 @@ class Sequential(Files):
         self.buckets: list[Bucket] = []
         self._shape: Shape | None = None  # of one sample, once the layers are connected
         self._from_states = False  # whether the last input was another network's output
-<<<<<<< HEAD
-        self._batch = 0
-        self._kept = False  # whether the layers have kept what a backward pass needs
-=======
         self.samples = 0
->>>>>>> main
+        self._kept = False  # whether the layers have kept what a backward pass needs
         self.gather_parameters()
         if self.layers[0].input_shape is not None:
             self._connect(self.layers[0].input_shape)
@@ -114,12 +110,8 @@ class Sequential(Files):
         """
         x = mu_x if isinstance(mu_x, BaseHiddenStates) else self._input(mu_x, var_x)
         self._from_states = x is mu_x
-<<<<<<< HEAD
-        self._batch = x.block_size
-        self._kept = self.training
-=======
         self.samples = x.block_size
->>>>>>> main
+        self._kept = self.training
         flat = not self._from_states and np.ndim(mu_x) == 1
         if self._from_states:
             x = x.shaped(self._shape_of_samples(x.mean.shape))
@@ -162,18 +154,8 @@ class Sequential(Files):
                 f"backward: expected {self.output_z_buffer.size} deltas, one for each output, got "
                 f"{d.size}"
             )
-<<<<<<< HEAD
-        wanted = self.input_state_update or self._from_states
         shape = self.output_z_buffer.mean.shape
-        d, e = d.reshape(shape), e.reshape(shape)
-        for number in range(len(self.layers) - 1, -1, -1):
-            deltas = self.layers[number].backward(d, e, wanted or number > 0)
-            if deltas is not None:
-                d, e = deltas
-        self.output_delta_z_buffer = BaseDeltaStates(d, e) if wanted else BaseDeltaStates()
-=======
-        return d, e
->>>>>>> main
+        return d.reshape(shape), e.reshape(shape)
 
     def step(self) -> None:
         """Change every parameter by what the last backward pass has found, in place.
