@@ -2,8 +2,8 @@
 
 With the sums d and e of a backward pass, the variance s and the cap factor c, an element changes
 by ``clip(s d, +-sqrt(s) / c)`` in its mean and by ``clip(s^2 e, +-sqrt(s) / c)`` in its variance,
-which becomes 1e-5 where it would not be positive. That the bound of both is the same has no reason
-in units; it is what pytagi does, and what its accuracies were measured with.
+which becomes 1e-5 where it would not be positive. That both have the same bound has no reason in
+units; it is what pytagi does, and what its accuracies were measured with.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ class BaseLayer(abc.ABC):
         """Set the sums of the parameters, call ``on_sums``; return the deltas of the input.
 
         Args:
-            d, e: deltas of the output's means and variances; as many elements as it has. They may
-                be changed.
+            d, e: deltas of the output's means and variances, ``[batch, *output_shape]`` or another
+                shape of as many elements, float32. They may be changed.
             wanted: whether the deltas of the input are needed; if not, it returns None. They are
                 those of the units *before* the activation that made the input: multiplied by its
                 slope and its square.

@@ -137,7 +137,11 @@ class Sequential(Files):
         self.output_delta_z_buffer = BaseDeltaStates(d, e) if wanted else BaseDeltaStates()
 
     def check_deltas(self) -> tuple[Array, Array]:
-        """Return what a backward pass begins with; raises what it does."""
+        """Return what a backward pass begins with.
+
+        Raises:
+            RuntimeError, ValueError: as :meth:`backward`.
+        """
         d, e = self.input_delta_z_buffer.mean, self.input_delta_z_buffer.variance
         if d is None or e is None:
             raise RuntimeError(

@@ -1,0 +1,226 @@
+"""Train a TAGI ResNet on several processes: pytagi's example, on CPUs as well as GPUs.
+
+    mpirun -n 2 python examples/ddp_cifar_resnet.py --model small
+    mpirun -n 8 python examples/ddp_cifar_resnet.py --data-dir cifar-10-batches-bin --device cuda
+
+With --data-dir it learns CIFAR-10, from a folder with the files of its binary version,
+data_batch_1.bin to data_batch_5.bin and test_batch.bin. Without, it learns scikit-learn's digits,
+enlarged to 32 x 32 pixels: a ResNet-18 takes a CPU hours for each epoch of CIFAR-10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import flashlight_py as fl
+from flashlight_py.tagi import nn
+
+CLASSES = 10
+# Of CIFAR-10's red, green and blue, from 0 to 1.
+MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)[:, None, None]
+DEVIATION = np.array([0.2470, 0.2435, 0.2616], np.float32)[:, None, None]
+RECORD = 1 + 3 * 32 * 32  # bytes: a label, then the pixels of each colour
+MARGIN = 4  # pixels around an image, that a cut may take in
+
+Array = npt.NDArray[np.float32]
+Labels = npt.NDArray[np.int64]
+Samples = tuple[Array, Labels]
+
+
+def main(options: argparse.Namespace) -> None:
+    # Meet the other processes. Every one runs this same program, with a rank of its own.
+    fl.distributed_init()
+    if options.device == "cuda":
+        options.device = fl.distributed.use_local_device()  # each process has a GPU of its own
+    fl.tagi.manual_seed(options.seed)
+    train, test = load_digits() if options.data_dir is None else load_cifar(options.data_dir)
+    source = "digits, enlarged" if options.data_dir is None else f"CIFAR-10 from {options.data_dir}"
+    say(f"Data: {source}; {len(train[1])} images to learn, {len(test[1])} to test")
+
+    net = (small_resnet if options.model == "small" else resnet18)(options.gain_w, options.gain_b)
+    net.to_device(options.device)
+    model = nn.DDPSequential(net, average=options.average, sync=options.sync_batch_norm)
+    tree = fl.tagi.HRCSoftmaxMetric(num_classes=CLASSES)
+    utils = fl.tagi.Utils()
+    updater = nn.OutputUpdater(net.device)
+
+    # One seed on all ranks: the shares do not overlap. As many samples each: as many steps each.
+    sampler = fl.DistributedSampler(len(train[1]), seed=options.seed, drop_last=True)
+    share = fl.DistributedSampler(len(test[1]), shuffle=False)
+    for epoch in range(options.num_epochs):
+        begin = time.perf_counter()
+        sampler.set_epoch(epoch)
+        random = np.random.default_rng([options.seed, epoch, fl.get_world_rank()])
+        wrong, seen = 0, 0
+        model.train()
+        for indices in in_batches(list(sampler), options.batch_size):
+            images = cut(train[0][indices], random, flip=options.data_dir is not None)
+            labels = train[1][indices]
+            directions, nodes, _ = utils.label_to_obs(labels, CLASSES)
+            mean, variance = model(images)
+            updater.update_using_indices(
+                model.output_z_buffer,
+                directions,
+                options.sigma_v**2,
+                nodes,
+                model.input_delta_z_buffer,
+            )
+            model.backward()
+            model.step()
+            wrong += int(np.sum(tree.get_predicted_labels(mean, variance) != labels))
+            seen += len(labels)
+
+        # Running statistics are of each rank's own samples, unless they are taken together.
+        model.average_statistics()
+        model.eval()
+        test_wrong = 0
+        for indices in in_batches(list(share), options.batch_size):
+            predicted = tree.get_predicted_labels(*model(test[0][indices]))
+            test_wrong += int(np.sum(predicted != test[1][indices]))
+        counts = fl.all_reduce(np.array([wrong, seen, test_wrong]))
+        error, test_error = counts[0] / counts[1], counts[2] / len(test[1])
+        seconds = time.perf_counter() - begin
+        say(
+            f"Epoch {epoch + 1}/{options.num_epochs} | train error: {error:.2%} | "
+            f"test error: {test_error:.2%} | {seconds:.1f} s"
+        )
+
+
+def resnet18(gain_w: float, gain_b: float) -> nn.Sequential:
+    """ResNet-18 for images of 32 x 32 pixels, as in pytagi's example."""
+    blocks: list[nn.BaseLayer] = [residual(64, 64, gain_w), residual(64, 64, gain_w)]
+    for channels in (128, 256, 512):
+        blocks += [residual(channels // 2, channels, gain_w), residual(channels, channels, gain_w)]
+    last = nn.Linear(512, 11, gain_weight=gain_w, gain_bias=gain_b)
+    return nn.Sequential(*stem(64, gain_w), *blocks, nn.AvgPool2d(4), last)
+
+
+def small_resnet(gain_w: float, gain_b: float) -> nn.Sequential:
+    """Two blocks, of 16 and 32 channels: for the digits, or to try things out."""
+    blocks = [residual(16, 16, gain_w), residual(16, 32, gain_w)]
+    last = nn.Linear(32, 11, gain_weight=gain_w, gain_bias=gain_b)
+    return nn.Sequential(*stem(16, gain_w), *blocks, nn.AvgPool2d(16), last)
+
+
+def stem(channels: int, gain: float) -> list[nn.BaseLayer]:
+    """Return the layers before the blocks."""
+    first = nn.Conv2d(
+        3, channels, 3, bias=False, padding=1, in_width=32, in_height=32, gain_weight=gain
+    )
+    return [first, nn.MixtureReLU(), nn.BatchNorm2d(channels)]
+
+
+def residual(before: int, after: int, gain: float) -> nn.ResNetBlock:
+    """Two convolutions beside a shortcut; with more channels than before, half the pixels.
+
+    The activation stands before the normalisation: the other order lets variances grow.
+    """
+    stride = after // before
+    main = nn.LayerBlock(
+        # Half the pixels: one more row and column at the right and at the bottom only.
+        nn.Conv2d(before, after, 3, False, stride, 1, padding_type=stride, gain_weight=gain),
+        nn.MixtureReLU(),
+        nn.BatchNorm2d(after),
+        nn.Conv2d(after, after, 3, bias=False, padding=1, gain_weight=gain),
+        nn.MixtureReLU(),
+        nn.BatchNorm2d(after),
+    )
+    if stride == 1:
+        return nn.ResNetBlock(main)
+    shortcut = nn.LayerBlock(
+        nn.Conv2d(before, after, 2, bias=False, stride=2, gain_weight=gain),
+        nn.MixtureReLU(),
+        nn.BatchNorm2d(after),
+    )
+    return nn.ResNetBlock(main, shortcut)
+
+
+def load_cifar(folder: Path) -> tuple[Samples, Samples]:
+    """Return CIFAR-10's images (n, 3, 32, 32), each colour of mean 0 and deviation 1: to learn, to
+    test.
+    """
+
+    def read(*names: str) -> Samples:
+        files = [np.fromfile(folder / name, np.uint8).reshape(-1, RECORD) for name in names]
+        records = np.concatenate(files)
+        pixels = records[:, 1:].reshape(-1, 3, 32, 32).astype(np.float32) / 255
+        return ((pixels - MEAN) / DEVIATION).astype(np.float32), records[:, 0].astype(np.int64)
+
+    return read(*(f"data_batch_{n}.bin" for n in range(1, 6))), read("test_batch.bin")
+
+
+def load_digits() -> tuple[Samples, Samples]:
+    """Return scikit-learn's digits, each pixel as 4 x 4 in three colours: to learn, to test."""
+    from sklearn.datasets import load_digits as load
+    from sklearn.model_selection import train_test_split
+
+    data: Any = load()
+    images = data.images.astype(np.float32)
+    images = (images - images.mean()) / images.std()
+    images = images.repeat(4, axis=1).repeat(4, axis=2)[:, None].repeat(3, axis=1)
+    # The same on every rank.
+    parts = train_test_split(images, data.target, test_size=0.2, random_state=0)
+    seen, held_out, seen_labels, held_out_labels = parts
+    return (seen, seen_labels), (held_out, held_out_labels)
+
+
+def cut(images: Array, random: np.random.Generator, flip: bool) -> Array:
+    """Move each image by up to ``MARGIN`` pixels; mirror half of them if ``flip``."""
+    around = ((0, 0), (0, 0), (MARGIN, MARGIN), (MARGIN, MARGIN))
+    wide = np.pad(images, around, constant_values=images.min())
+    moved = np.empty_like(images)
+    for image, source in zip(moved, wide, strict=True):
+        top, left = random.integers(0, 2 * MARGIN + 1, 2)
+        image[...] = source[:, top : top + 32, left : left + 32]
+        if flip and random.random() < 0.5:
+            image[...] = image[:, :, ::-1].copy()
+    return moved
+
+
+def in_batches(indices: list[int], size: int) -> Iterator[list[int]]:
+    """Yield them in lists of ``size``; the last may be shorter."""
+    for start in range(0, len(indices), size):
+        yield indices[start : start + size]
+
+
+def say(line: str) -> None:
+    """Print on rank 0 only."""
+    if fl.is_main_process():
+        print(line, flush=True)
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line; refuse what could only fail later, before anything starts."""
+    parser = argparse.ArgumentParser(description="Train a TAGI ResNet on several processes.")
+    add = parser.add_argument
+    add("--num-epochs", type=int, default=2)
+    add("--batch-size", type=int, default=128, help="samples per process and step")
+    add("--sigma-v", type=float, default=0.1, help="deviation of the errors of what is observed")
+    add("--gain-w", type=float, default=0.1, help="factor of the weights' first deviations")
+    add("--gain-b", type=float, default=0.1, help="the same of the last layer's biases")
+    add("--data-dir", type=Path, help="of CIFAR-10's binary version; without: digits")
+    add("--model", choices=["resnet18", "small"], default="resnet18")
+    add("--sync-batch-norm", action="store_true", help="of the samples of all processes")
+    add("--average", action="store_true", help="average what processes learn, as pytagi does")
+    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--seed", type=int, default=42)
+    options = parser.parse_args()
+    if min(options.num_epochs, options.batch_size) < 1 or options.sigma_v <= 0:
+        parser.error("--num-epochs and --batch-size are from 1 on, --sigma-v is above 0")
+    if options.data_dir is not None and not (options.data_dir / "test_batch.bin").is_file():
+        parser.error(f"--data-dir: {options.data_dir} has no test_batch.bin of CIFAR-10")
+    if options.data_dir is None and importlib.util.find_spec("sklearn") is None:
+        parser.error("the digits come with scikit-learn: pip install 'flashlight-py[examples]'")
+    return options
+
+
+if __name__ == "__main__":
+    main(read_options())

@@ -1,0 +1,137 @@
+"""Read handwritten digits with TAGI, on as many processes as there are.
+
+    python examples/tagi_digits.py
+    mpirun -n 4 python examples/tagi_digits.py --model cnn
+
+The 1,797 images of 8 x 8 pixels come with scikit-learn. Batches are of all processes together, so
+that any number of them learns the same, but for rounding. With --average, as pytagi does it, what
+processes learn is averaged instead of added up: the more processes, the slower it learns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from typing import Any
+
+import numpy as np
+
+import flashlight_py as fl
+from flashlight_py.tagi import nn
+
+CLASSES = 10
+
+
+def main(options: argparse.Namespace) -> None:
+    # Meet the other processes. Every one runs this same program, with a rank of its own.
+    fl.distributed_init()
+    fl.tagi.manual_seed(options.seed)
+    train, test = load_digits()
+
+    # All processes start from the parameters of rank 0. From then on backward() adds up what each
+    # has learnt from its part of the batch, and step() is the same everywhere. With sync, batch
+    # normalisation takes the statistics of the whole batch, too.
+    net = cnn() if options.model == "cnn" else mlp()
+    model = nn.DDPSequential(net, average=options.average, sync=True)
+
+    # Ten classes are the leaves of a binary tree: a sample teaches the four nodes on its path.
+    tree = fl.tagi.HRCSoftmaxMetric(num_classes=CLASSES)
+    utils = fl.tagi.Utils()
+    updater = nn.OutputUpdater(net.device)
+    error_variance = options.sigma_v**2
+
+    batches = fl.ShardedDataset(train, options.batch_size, seed=options.seed)
+    mine = fl.DistributedDataContainer(test)  # of the test's samples, a share for each process
+    begin = time.perf_counter()
+    for epoch in range(options.num_epochs):
+        batches.set_epoch(epoch)
+        model.train()
+        for images, labels in batches:
+            directions, nodes, _ = utils.label_to_obs(labels, CLASSES)
+            model(images)
+            updater.update_using_indices(
+                model.output_z_buffer,
+                directions,
+                error_variance,
+                nodes,
+                model.input_delta_z_buffer,
+            )
+            model.backward()
+            model.step()
+
+        model.eval()
+        images, labels = (np.stack(part) for part in zip(*mine, strict=True))
+        right = tree.get_predicted_labels(*model(images)) == labels
+        counts = fl.all_reduce(np.array([right.sum(), right.size]))
+        seconds = time.perf_counter() - begin
+        if fl.is_main_process():
+            accuracy = f"{counts[0] / counts[1]:.2%}"
+            print(f"Epoch {epoch + 1}: accuracy {accuracy} after {seconds:.1f} s", flush=True)
+
+
+def mlp() -> nn.Sequential:
+    """Two hidden layers; one output for each node of the tree."""
+    return nn.Sequential(
+        nn.Linear(64, 128),
+        nn.ReLU(),
+        nn.Linear(128, 128),
+        nn.ReLU(),
+        nn.Linear(128, 11),
+    )
+
+
+def cnn() -> nn.Sequential:
+    """Two convolutions, each normalised after its activation, which keeps TAGI stable."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1, in_width=8, in_height=8),
+        nn.MixtureReLU(),
+        nn.BatchNorm2d(16),
+        nn.AvgPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.MixtureReLU(),
+        nn.BatchNorm2d(32),
+        nn.AvgPool2d(2),
+        nn.Linear(32 * 2 * 2, 64),
+        nn.MixtureReLU(),
+        nn.Linear(64, 11),
+    )
+
+
+def load_digits() -> tuple[fl.dataset.TensorDataset, fl.dataset.TensorDataset]:
+    """Return images (n, 1, 8, 8), of mean 0 and deviation 1, with labels: to learn, to test."""
+    from sklearn.datasets import load_digits as load
+    from sklearn.model_selection import train_test_split
+
+    data: Any = load()
+    images = data.images.astype(np.float32)[:, None]
+    # The same on every rank.
+    parts = train_test_split(images, data.target, test_size=0.2, random_state=0)
+    seen, held_out, seen_labels, held_out_labels = parts
+    mean, deviation = seen.mean(), seen.std()
+    return (
+        fl.dataset.TensorDataset([(seen - mean) / deviation, seen_labels]),
+        fl.dataset.TensorDataset([(held_out - mean) / deviation, held_out_labels]),
+    )
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line; refuse what could only fail later, before anything starts."""
+    parser = argparse.ArgumentParser(description="Read digits with TAGI on several processes.")
+    add = parser.add_argument
+    add("--model", choices=["mlp", "cnn"], default="mlp")
+    add("--num-epochs", type=int, default=10)
+    add("--batch-size", type=int, default=16, help="samples of all processes together")
+    add("--sigma-v", type=float, default=0.5, help="deviation of the errors of what is observed")
+    add("--average", action="store_true", help="average what processes learn, as pytagi does")
+    add("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if min(options.num_epochs, options.batch_size) < 1 or options.sigma_v <= 0:
+        parser.error("--num-epochs and --batch-size are from 1 on, --sigma-v is above 0")
+    if importlib.util.find_spec("sklearn") is None:
+        parser.error("the digits come with scikit-learn: pip install 'flashlight-py[examples]'")
+    return options
+
+
+if __name__ == "__main__":
+    main(read_options())
