@@ -14,7 +14,7 @@ from flashlight_py.tagi.capped_step import FLOOR, cap_factor
 from flashlight_py.tagi.layer import BaseLayer, Shape
 from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
 from flashlight_py.tagi.parameters import Bucket, on_device
-from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates
+from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, real
 
 
 class Sequential:
@@ -61,6 +61,7 @@ class Sequential:
         self._shape: Shape | None = None  # of one sample, once the layers are connected
         self._from_states = False  # whether the last input was another network's output
         self.samples = 0
+        self._kept = False  # whether the layers have kept what a backward pass needs
         self.gather_parameters()
         if self.layers[0].input_shape is not None:
             self._connect(self.layers[0].input_shape)
@@ -109,6 +110,7 @@ class Sequential:
         x = mu_x if isinstance(mu_x, BaseHiddenStates) else self._input(mu_x, var_x)
         self._from_states = x is mu_x
         self.samples = x.block_size
+        self._kept = self.training
         flat = not self._from_states and np.ndim(mu_x) == 1
         if self._from_states:
             x = x.shaped(self._shape_of_samples(x.mean.shape))
@@ -141,14 +143,18 @@ class Sequential:
                 "backward: no deltas since the last forward pass; call a method of OutputUpdater "
                 "with net.output_z_buffer and net.input_delta_z_buffer first"
             )
-        if not self.training:
-            raise RuntimeError("backward: the network is in evaluation; call train() before net(x)")
+        if not self._kept:
+            raise RuntimeError(
+                "backward: the last forward pass was one of evaluation, which keeps nothing; call "
+                "train() before net(x)"
+            )
         if d.size != self.output_z_buffer.size:
             raise ValueError(
                 f"backward: expected {self.output_z_buffer.size} deltas, one for each output, got "
                 f"{d.size}"
             )
-        return d, e
+        shape = self.output_z_buffer.mean.shape
+        return d.reshape(shape), e.reshape(shape)
 
     def step(self) -> None:
         """Change every parameter by what the last backward pass has found, in place.
@@ -312,9 +318,9 @@ class Sequential:
         return f"Sequential({', '.join(map(repr, self.layers))})"
 
     def _input(self, mu_x: Any, var_x: Any) -> BaseHiddenStates:
-        mean = _real("mu_x", mu_x, self.device)
+        mean = real("mu_x", mu_x, self.device)
         shape = (-1, *self._shape_of_samples(mean.shape))
-        variance = None if var_x is None else _real("var_x", var_x, self.device)
+        variance = None if var_x is None else real("var_x", var_x, self.device)
         if variance is not None and variance.size != mean.size:
             raise ValueError(
                 f"var_x: expected {mean.size} elements, as mu_x has, got {variance.size}"
@@ -328,7 +334,7 @@ class Sequential:
     def _shape_of_samples(self, shape: tuple[int, ...]) -> Shape:
         """Connect the layers, if need be, for an input of ``shape``; return that of a sample."""
         size = math.prod(shape)
-        if size == 0:
+        if size == 0 or not shape:
             raise ValueError(f"{self.layers[0]}: a batch needs at least one sample, got {shape}")
         own, known = shape[1:], self._shape
         if known is not None and (
@@ -345,13 +351,15 @@ class Sequential:
         self._connect(own)
         return own
 
-    def _connect(self, shape: Shape) -> None:
-        before = "the input"
-        own = shape
+    def _connect(self, own: Shape) -> None:
+        """Connect the layers for samples of this shape, or leave them as they were."""
+        shape, before = own, "the input"
         for number, layer in enumerate(self.layers):
             try:
                 shape = layer.connect(shape)
             except ValueError as error:
+                if self._shape is not None:
+                    self._connect(self._shape)
                 raise ValueError(f"layer {number}, {layer}, after {before}: {error}") from error
             before = f"layer {number}, {layer}"
         self._shape = own
@@ -364,10 +372,3 @@ class Sequential:
             mean, variance = to_device(mean, "cpu"), to_device(variance, "cpu")
         shape = (-1,) if flat else mean.shape
         return mean.copy().reshape(shape), variance.copy().reshape(shape)
-
-
-def _real(name: str, values: Any, device: str) -> Array:
-    array: Array = values if is_cupy(values) else np.asarray(values)
-    if array.dtype.kind not in "fiub":
-        raise TypeError(f"{name}: expected real numbers, got an array of {array.dtype}")
-    return to_device(array.astype(REAL, copy=False), device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array, array_module, is_cupy, to_device
 
 REAL = np.dtype(np.float32)  # of every array of a network
 
@@ -135,3 +137,15 @@ class BaseDeltaStates:
 
 def _flat_or_empty(array: Array | None) -> Array:
     return np.empty(0, REAL) if array is None else array.reshape(-1)
+
+
+def real(name: str, values: Any, device: str) -> Array:
+    """Return ``values``, called ``name`` in errors, as float32 on ``device``; a copy if need be.
+
+    Raises:
+        TypeError: they are no real numbers.
+    """
+    array: Array = values if is_cupy(values) else np.asarray(values)
+    if array.dtype.kind not in "fiub":
+        raise TypeError(f"{name}: expected real numbers, got an array of {array.dtype}")
+    return to_device(array.astype(REAL, copy=False), device)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module, to_device
-from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates
+from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, real
 
 
 class OutputUpdater:
@@ -22,6 +22,7 @@ class OutputUpdater:
         model_device: where the network is, such as its attribute ``device``.
 
     Raises:
+        TypeError: when called: observations or variances are no real numbers.
         ValueError: when called: an array has another number of elements, a variance is negative,
             or indices are out of range. Nothing was changed.
     """
@@ -125,16 +126,16 @@ class OutputUpdater:
 
     def _of(self, name: str, values: Any, shape: tuple[int, ...]) -> Array:
         """Return ``values`` as an array of this shape, where the network is."""
-        array: Array = np.asarray(values) if isinstance(values, list | tuple) else values
+        array = real(name, values, self.device)
         if array.size != int(np.prod(shape)):
             raise ValueError(
                 f"{name}: expected {int(np.prod(shape))} elements, one for each of the outputs "
                 f"observed {shape}, got {array.size} {array.shape}"
             )
-        return to_device(array.astype(REAL), self.device).reshape(shape)
+        return array.reshape(shape)
 
     def _variances(self, values: Any, shape: tuple[int, ...]) -> Array:
-        array = np.asarray(to_device(values, "cpu"), REAL)
+        array = real("var_obs", values, "cpu")
         if array.size and not array.min() >= 0:
             raise ValueError(f"var_obs: variances are not negative, got {array.min()}")
         if array.size != int(np.prod(shape)) and array.size and (array == array.flat[0]).all():

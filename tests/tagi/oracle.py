@@ -235,6 +235,7 @@ def compare(
     heteros: bool = False,
     *,
     here: str | None = None,
+    params: dict[str, Entry] | None = None,
     steps: int = 1,
     seed: int = 0,
     rtol: float = 1e-5,
@@ -247,7 +248,7 @@ def compare(
 
     Args:
         network: evaluated with the names of ``pytagi.nn`` there, of ``fl.tagi`` here.
-        x, y, var_y, idx, var_x, heteros, steps, seed: as for :func:`oracle_step`.
+        x, y, var_y, idx, var_x, heteros, params, steps, seed: as for :func:`oracle_step`.
         here: the expression for this package, where it differs, such as by an option.
         rtol: of an element.
         atol: of an array's largest element: sums of many numbers that nearly cancel are as exact.
@@ -256,8 +257,9 @@ def compare(
         What the oracle has made, then what this package has.
     """
     data = {"x": x, "y": y, "var_y": var_y, "idx": idx, "var_x": var_x}
-    there = oracle_step(network, **data, heteros=heteros, steps=steps, seed=seed)
-    ours = own_step(here or network, there.before, **data, heteros=heteros, steps=steps)
+    options = {"heteros": heteros, "steps": steps}
+    there = oracle_step(network, **data, **options, params=params, seed=seed)
+    ours = own_step(here or network, there.before, **data, **options)
     close = functools.partial(assert_close, rtol=rtol, atol=atol)
     close("output means", ours.mu, there.mu)
     close("output variances", ours.var, there.var)

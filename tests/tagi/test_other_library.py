@@ -21,7 +21,7 @@ def train(net: Sequential, x: Any, update: str) -> Any:
     random = np.random.default_rng(1)
     updater = OutputUpdater(net.device)
     for _ in range(3):
-        mean, variance = net(x)
+        mean, _ = net(x)
         states, deltas = net.output_z_buffer, net.input_delta_z_buffer
         y = random.standard_normal(mean.size)
         if update == "update":

@@ -1,0 +1,67 @@
+"""The bounded step: native code, NumPy and the real pytagi do the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flashlight_py.tagi.capped_step import Step, cap_factor, step_in_numpy
+from flashlight_py.tagi.native import native
+from tests.tagi.oracle import compare
+
+
+@pytest.mark.parametrize(
+    ("batch", "cap"), [(0, 0.1), (1, 0.1), (2, 2.0), (255, 2.0), (256, 3.0), (4096, 3.0)]
+)
+def test_the_bound_is_by_the_batch(batch: int, cap: float) -> None:
+    assert cap_factor(batch) == cap
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 2, 255, 256])
+def test_steps_that_are_bounded_are_pytagi_s(batch: int) -> None:
+    rng = np.random.default_rng(batch)
+    x, y = 3 * rng.standard_normal((batch, 4)), 5000 * rng.standard_normal((batch, 3))
+    net = "Sequential(Linear(4, 6), ReLU(), Linear(6, 3))"
+    there, _ = compare(net, x, y, np.full(y.shape, 1e-4), rtol=1e-4, atol=2e-5)
+    change = there.after["Linear.2"][0] - there.before["Linear.2"][0]
+    bound = np.sqrt(there.before["Linear.2"][1]) / cap_factor(batch)
+    np.testing.assert_allclose(np.abs(change).max(), bound.max(), rtol=1e-4)
+
+
+def arrays(size: int) -> tuple[np.ndarray, ...]:
+    """Return means, variances and sums, some of them at and beyond every limit."""
+    rng = np.random.default_rng(size)
+    mean = rng.standard_normal(size).astype(np.float32)
+    variance = rng.uniform(0, 1, size).astype(np.float32) ** 4
+    d = (rng.standard_normal(size) * 10.0 ** rng.integers(-4, 5, size)).astype(np.float32)
+    e = (rng.standard_normal(size) * 10.0 ** rng.integers(-4, 9, size)).astype(np.float32)
+    for number, (s, sum_d, sum_e) in enumerate(
+        [(0, 1, 1), (1e-45, 1e30, -1e30), (1, np.nan, 0), (1, 0, np.nan), (1, np.inf, -np.inf)]
+    ):
+        if number < size:
+            variance[number], d[number], e[number] = s, sum_d, sum_e
+    return mean, variance, d, e
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 17, 1000, 4099])
+@pytest.mark.parametrize(("batch", "scale"), [(1, 1.0), (16, 1.0), (256, 0.25)])
+def test_native_code_has_the_bits_of_numpy(size: int, batch: int, scale: float) -> None:
+    if native() is None:
+        pytest.skip("the native kernels are not built")
+    ours, reference = arrays(size), arrays(size)
+    with np.errstate(all="ignore"):
+        step_in_numpy(*reference, 1 / cap_factor(batch), scale)
+    Step(*ours)(cap_factor(batch), scale)
+    for own, expected in zip(ours, reference, strict=True):
+        np.testing.assert_array_equal(own, expected)
+    assert (ours[1] > 0).all()
+
+
+def test_without_native_code_numpy_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashlight_py.tagi.capped_step.native", lambda: None)
+    ours, reference = arrays(50), arrays(50)
+    with np.errstate(all="ignore"):
+        Step(*ours)(2.0, 1.0)
+        step_in_numpy(*reference, 0.5, 1.0)
+    np.testing.assert_array_equal(ours[0], reference[0])

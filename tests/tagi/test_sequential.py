@@ -1,0 +1,343 @@
+"""Networks: what they take, what they return, what they refuse, what their state is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py import tagi
+from flashlight_py.tagi import nn
+from tests.tagi.oracle import oracle_run
+
+X = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
+Y = np.random.default_rng(1).standard_normal((6, 2)).astype(np.float32)
+
+
+def network(*middle: nn.BaseLayer, seed: int = 1) -> nn.Sequential:
+    tagi.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), *middle, nn.Linear(8, 2))
+
+
+def learn(net: nn.Sequential, x: Any, y: Any = Y) -> None:
+    """Do one step."""
+    net(x)
+    nn.OutputUpdater(net.device).update(net.output_z_buffer, y, 0.1, net.input_delta_z_buffer)
+    net.backward()
+    net.step()
+
+
+def test_flat_inputs_have_flat_outputs_and_shaped_ones_shaped() -> None:
+    net = network()
+    shaped, flat = net(X), net(X.ravel())
+    assert shaped[0].shape == shaped[1].shape == (6, 2)
+    assert flat[0].shape == flat[1].shape == (12,)
+    assert shaped[0].dtype == shaped[1].dtype == np.float32
+    np.testing.assert_array_equal(shaped[0].ravel(), flat[0])
+    np.testing.assert_array_equal(net(X.reshape(6, 2, 2))[0], shaped[0])
+    np.testing.assert_array_equal(net.get_outputs()[0], flat[0])
+    np.testing.assert_array_equal(net.output_to_host(), flat[0])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int64", "bool"])
+@pytest.mark.parametrize("layout", ["C", "F", "strided", "reversed", "read-only", "list"])
+def test_inputs_may_have_any_dtype_and_layout(dtype: str, layout: str) -> None:
+    plain = (np.arange(24).reshape(6, 4) % 5 > 2).astype(dtype)
+    x: Any = {
+        "C": plain,
+        "F": np.asfortranarray(plain),
+        "strided": np.repeat(plain, 2, axis=1)[:, ::2],
+        "reversed": plain[::-1].copy()[::-1],
+        "read-only": plain.copy(),
+        "list": plain.tolist(),
+    }[layout]
+    if layout == "read-only":
+        x.flags.writeable = False
+    one, other = network(), network()
+    learn(one, plain.astype(np.float32))
+    learn(other, x)
+    for own, expected in zip(other.parameters(), one.parameters(), strict=True):
+        for a, b in zip(own, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_what_is_returned_is_the_caller_s() -> None:
+    net = network()
+    mean, variance = net(X)
+    again = mean.copy()
+    mean[...] = variance[...] = 7
+    np.testing.assert_array_equal(net.get_outputs()[0], again.ravel())
+    np.testing.assert_array_equal(net(X)[0], again)
+    inputs = X.copy()
+    learn(net, inputs)
+    np.testing.assert_array_equal(inputs, X)
+
+
+def test_batches_may_have_any_size_one_after_the_other() -> None:
+    """A batch larger than the first one ends pytagi's process."""
+    net = network()
+    for size in (2, 6, 1, 300, 3):
+        x, y = np.tile(X, (50, 1))[:size], np.tile(Y, (50, 1))[:size]
+        alone = network()
+        alone.params_from(net)
+        learn(net, x, y)
+        learn(alone, x, y)
+        for own, expected in zip(net.parameters(), alone.parameters(), strict=True):
+            np.testing.assert_array_equal(own[0], expected[0])
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (
+            np.zeros((6, 5)),
+            r"layer 0, Linear\(4,8\), after the input: expected 4 features a sample",
+        ),
+        (
+            np.zeros(10),
+            r"Linear\(4,8\): 10 elements are no whole number of samples of shape \(4,\)",
+        ),
+        (np.zeros((0, 4)), r"Linear\(4,8\): a batch needs at least one sample, got \(0, 4\)"),
+        (np.zeros(0), r"Linear\(4,8\): a batch needs at least one sample"),
+        (3.0, r"Linear\(4,8\): a batch needs at least one sample, got \(\)"),
+    ],
+)
+def test_wrong_sizes_name_the_layer_and_change_nothing(x: Any, message: str) -> None:
+    net = network()
+    expected = net(X)[0]
+    with pytest.raises(ValueError, match=message):
+        net(x)
+    np.testing.assert_array_equal(net(X)[0], expected)
+
+
+def test_a_layer_behind_others_is_named_with_the_one_before_it() -> None:
+    message = r"layer 2, Linear\(7,2\), after layer 1, ReLU\(\): expected 7 features .* \(8,\)"
+    with pytest.raises(ValueError, match=message):
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(7, 2))
+
+
+@pytest.mark.parametrize("x", [np.zeros((6, 4), complex), [["a"] * 4] * 6, None, [None] * 4])
+def test_inputs_are_real_numbers(x: Any) -> None:
+    with pytest.raises(TypeError, match="mu_x: expected real numbers, got an array of"):
+        network()(x)
+    if x is not None:
+        with pytest.raises(TypeError, match="var_x: expected real numbers, got an array of"):
+            network()(X, x)
+
+
+@pytest.mark.parametrize(
+    ("var_x", "message"),
+    [
+        (np.full((6, 3), 0.1), "var_x: expected 24 elements, as mu_x has, got 18"),
+        (np.full((6, 4), -0.1), "var_x: variances are not negative"),
+        (np.full((6, 4), np.nan), "var_x: variances are not negative, and not NaN"),
+    ],
+)
+def test_wrong_variances_are_refused(var_x: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        network()(X, var_x)
+
+
+def test_a_network_is_of_layers() -> None:
+    with pytest.raises(TypeError, match=r"expected layers of fl\.tagi, got int as number 1"):
+        nn.Sequential(nn.ReLU(), 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="needs at least one layer"):
+        nn.Sequential()
+
+
+def test_a_backward_pass_needs_deltas_of_the_last_forward_pass() -> None:
+    net = network()
+    with pytest.raises(RuntimeError, match="no deltas since the last forward pass"):
+        net.backward()
+    learn(net, X)
+    net(X)
+    with pytest.raises(RuntimeError, match="no deltas since the last forward pass"):
+        net.backward()
+    net.input_delta_z_buffer.mean = net.input_delta_z_buffer.variance = np.zeros((3, 2), np.float32)
+    with pytest.raises(ValueError, match="expected 12 deltas, one for each output, got 6"):
+        net.backward()
+
+
+def test_a_backward_pass_needs_a_forward_pass_of_training() -> None:
+    net = network()
+    learn(net, X)
+    net.eval()
+    net(X)
+    net.train()  # too late
+    nn.OutputUpdater().update(net.output_z_buffer, Y, 0.1, net.input_delta_z_buffer)
+    with pytest.raises(RuntimeError, match="the last forward pass was one of evaluation"):
+        net.backward()
+    net(X)
+    net.eval()  # harmless
+    nn.OutputUpdater().update(net.output_z_buffer, Y, 0.1, net.input_delta_z_buffer)
+    net.backward()
+
+
+def test_deltas_may_be_set_by_hand() -> None:
+    one, other = network(), network()
+    learn(one, X)
+    other(X)
+    buffer = one.input_delta_z_buffer
+    other.set_delta_z(buffer.delta_mu, buffer.delta_var.tolist())
+    np.testing.assert_array_equal(other.delta_z_to_host(), buffer.delta_mu)
+    other.backward()
+    other.step()
+    np.testing.assert_array_equal(other.layers[0].mu_w, one.layers[0].mu_w)
+    with pytest.raises(ValueError, match=r"expected 12 elements each, .* got 3 and 3"):
+        other.set_delta_z([1, 2, 3], [1, 2, 3])
+
+
+def test_state_is_taken_whole_or_not_at_all() -> None:
+    net, other = network(), network(seed=2)
+    state = net.state_dict()
+    assert list(state) == ["Linear.0", "Linear.2"]
+    assert [each.shape for each in state["Linear.0"]] == [(32,), (32,), (8,), (8,)]
+    expected = other.state_dict()
+    wrong = state | {"Linear.2": state["Linear.0"]}
+    with pytest.raises(ValueError, match=r"nothing was loaded: 'Linear.2' has arrays of \[32, 32"):
+        other.load_state_dict(wrong)
+    with pytest.raises(ValueError, match=r"missing 'Linear.2'; unexpected 'Linear.3'"):
+        other.load_state_dict({"Linear.0": state["Linear.0"], "Linear.3": state["Linear.2"]})
+    np.testing.assert_array_equal(other.state_dict()["Linear.0"][0], expected["Linear.0"][0])
+    other.load_state_dict({name: [a.tolist() for a in entry] for name, entry in state.items()})
+    for name, entry in other.state_dict().items():
+        for own, real in zip(entry, state[name], strict=True):
+            np.testing.assert_array_equal(own, real)
+
+
+def test_state_is_a_copy() -> None:
+    net = network()
+    state, expected = net.state_dict(), net(X)[0]
+    for entry in state.values():
+        for array in entry:
+            array[...] = 0
+    np.testing.assert_array_equal(net(X)[0], expected)
+
+
+def test_parameters_can_be_taken_from_another_network() -> None:
+    net, other = network(), network(seed=2)
+    learn(net, X)
+    assert not np.allclose(net(X)[0], other(X)[0])
+    other.params_from(net)
+    np.testing.assert_array_equal(net(X)[0], other(X)[0])
+    learn(net, X)  # they are apart from then on
+    assert not np.array_equal(net(X)[0], other(X)[0])
+    with pytest.raises(ValueError, match=r"nothing was loaded: missing 'Linear.3'"):
+        network(nn.ReLU()).params_from(net)
+
+
+def test_layers_without_biases_have_empty_ones() -> None:
+    net = nn.Sequential(nn.Linear(4, 2, bias=False))
+    assert [each.size for each in net.state_dict()["Linear.0"]] == [8, 8, 0, 0]
+    learn(net, X)
+    assert net.layers[0].delta_mu_b.size == 0
+
+
+def test_a_layer_s_arrays_can_be_set() -> None:
+    net = network()
+    layer = net.layers[0]
+    layer.mu_w = np.arange(32.0).reshape(8, 4)
+    np.testing.assert_array_equal(net.state_dict()["Linear.0"][0], np.arange(32))
+    with pytest.raises(ValueError, match=r"Linear\(4,8\): weight has 32 elements, got 3"):
+        layer.mu_w = np.zeros(3)
+    with pytest.raises(AttributeError, match="follows from the sums of a backward pass"):
+        layer.delta_mu_w = np.zeros(32)
+
+
+def test_what_the_input_learns_is_asked_for() -> None:
+    net = network()
+    learn(net, X)
+    with pytest.raises(RuntimeError, match="input_state_update = True"):
+        net.get_input_states()
+    net.input_state_update = True
+    learn(net, X)
+    d, e = net.get_input_states()
+    assert d.shape == e.shape == (24,)
+    assert (e <= 0).all()
+
+
+INPUTS_LEARN = """
+    net = Sequential(Linear(4, 8), ReLU(), Linear(8, 2))
+    net.set_threads(1)
+    net.input_state_update = True
+    net(x, v)
+    state = net.state_dict()
+    OutputUpdater("cpu").update(net.output_z_buffer, y, s, net.input_delta_z_buffer)
+    net.backward()
+    d, e = (np.array(each, np.float32) for each in net.get_input_states())
+    result = state, d, e
+"""
+
+
+@pytest.mark.slow
+def test_the_input_learns_as_in_pytagi() -> None:
+    v, s = np.full(24, 0.2, np.float32), np.full(12, 0.1, np.float32)
+    state, d, e = oracle_run(INPUTS_LEARN, x=X.ravel(), v=v, y=Y.ravel(), s=s)
+    net = network()
+    net.load_state_dict(state)
+    net.input_state_update = True
+    net(X, v)
+    nn.OutputUpdater().update(net.output_z_buffer, Y, s, net.input_delta_z_buffer)
+    net.backward()
+    np.testing.assert_allclose(net.get_input_states()[0], d[:24], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(net.get_input_states()[1], e[:24], rtol=1e-4, atol=1e-5)
+
+
+def chain(seed: int) -> tuple[nn.Sequential, nn.Sequential]:
+    """Return the two halves of an autoencoder."""
+    tagi.manual_seed(seed)
+    encoder = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3), nn.ReLU())
+    return encoder, nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 4))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_chain_of_two_networks_learns_as_one(flat: bool) -> None:
+    encoder, decoder = chain(3)
+    tagi.manual_seed(3)
+    whole = nn.Sequential(
+        *(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3), nn.ReLU()),
+        *(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 4)),
+    )
+    x = X.ravel() if flat else X
+    updater = nn.OutputUpdater()
+    for _ in range(3):
+        encoder(x)
+        decoder(encoder.output_z_buffer)
+        updater.update(decoder.output_z_buffer, X, 0.1, decoder.input_delta_z_buffer)
+        decoder.backward()
+        decoder.step()
+        encoder.input_delta_z_buffer.copy_from(decoder.output_delta_z_buffer, 18)
+        encoder.backward()
+        encoder.step()
+        learn(whole, X, X)
+    halves = encoder.parameters() + decoder.parameters()
+    for own, expected in zip(halves, whole.parameters(), strict=True):
+        for a, b in zip(own, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_deltas_that_are_not_there_cannot_be_copied() -> None:
+    encoder, decoder = chain(3)
+    with pytest.raises(ValueError, match="the source has no deltas"):
+        encoder.input_delta_z_buffer.copy_from(decoder.output_delta_z_buffer)
+    learn(decoder, X[:, :3], X)
+    with pytest.raises(ValueError, match="asked for 99 elements of 24"):
+        encoder.input_delta_z_buffer.copy_from(decoder.input_delta_z_buffer, 99)
+    decoder.input_delta_z_buffer.reset_zeros()
+    assert not decoder.input_delta_z_buffer.delta_mu.any()
+
+
+def test_a_network_describes_itself() -> None:
+    net = network()
+    assert repr(net) == "Sequential(Linear(4,8), ReLU(), Linear(8,2))"
+    assert net.get_layer_stack_info() == "0: Linear(4,8)\n1: ReLU()\n2: Linear(8,2)"
+    assert set(net.get_neg_var_w_counter().values()) == {0}
+    assert net.device == "cpu"
+    net.to_device("cpu")
+    net.set_threads(4)
+    net.preinit_layer()
+    net.params_to_device()
+    net.params_to_host()
+    with pytest.raises(ValueError, match="device must be"):
+        net.to_device("tpu")

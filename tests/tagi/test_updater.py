@@ -1,0 +1,155 @@
+"""Observations and what they teach the outputs: plain, of chosen outputs, heteroscedastic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py.tagi import nn
+from tests.tagi.oracle import compare
+
+RNG = np.random.default_rng(1)
+X, Y = RNG.standard_normal((6, 3)), RNG.standard_normal((6, 4))
+ERRORS = RNG.uniform(0.01, 0.5, Y.shape)
+NET = "Sequential(Linear(3, 5), ReLU(), Linear(5, 4))"
+
+
+def pairs(noise: float) -> dict[str, Any]:
+    """Return parameters of a Linear(3, 4) whose odd outputs, variances, are about ``noise``."""
+    weight = RNG.standard_normal((4, 3)) * [[1], [0.01], [1], [0.01]]
+    entry = (weight, np.full(12, 0.1), [0.5, noise, 0.2, noise], [0.2, 0.05, 0.2, 0.05])
+    return {"Linear.0": tuple(np.array(each, np.float32).ravel() for each in entry)}
+
+
+@pytest.mark.slow
+def test_unobserved_outputs_teach_nothing_as_in_pytagi() -> None:
+    y = Y.copy()
+    y[1] = y[2, 3] = y[4, 0] = np.nan
+    there, _ = compare(NET, X, y, ERRORS)
+    assert not there.output_deltas[0].reshape(6, 4)[1].any()
+
+
+@pytest.mark.slow
+def test_chosen_outputs_as_in_pytagi() -> None:
+    indices = np.array([[1, 3], [2, 4], [4, 1], [1, 2], [3, 4], [2, 3]])
+    compare(NET, X, Y[:, :2], ERRORS[:, :2], idx=indices)
+    compare(NET, X, Y[:, :2], ERRORS[:, :2], idx=indices.astype(np.float64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3])
+def test_errors_of_predicted_variance_as_in_pytagi(steps: int) -> None:
+    compare("Sequential(Linear(3, 4))", X, Y[:, :2], heteros=True, params=pairs(2.0), steps=steps)
+
+
+def states(batch: int = 2, outputs: int = 4) -> nn.BaseHiddenStates:
+    """Return outputs of a network."""
+    rng = np.random.default_rng(0)
+    mean = rng.standard_normal((batch, outputs)).astype(np.float32)
+    return nn.BaseHiddenStates(mean, np.full_like(mean, 0.5), np.full_like(mean, 0.7))
+
+
+def test_deltas_are_the_update_of_a_gaussian() -> None:
+    """Without an activation the posterior is that of one observation with a Gaussian error."""
+    out, deltas = states(), nn.BaseDeltaStates()
+    out.slope = None
+    y, error = np.ones((2, 4)), 0.25
+    nn.OutputUpdater().update(out, y, error, deltas)
+    gain = 0.5 / (0.5 + error)
+    posterior = out.mu_a + out.var_a * deltas.delta_mu
+    np.testing.assert_allclose(posterior, (1 - gain) * out.mu_a + gain * 1, rtol=1e-6)
+    np.testing.assert_allclose(
+        out.var_a + out.var_a**2 * deltas.delta_var, 0.5 * (1 - gain), rtol=1e-6
+    )
+
+
+def test_predicted_variance_of_errors_moves_towards_what_is_seen() -> None:
+    mean = np.array([[0.0, 1.0], [0.0, 1.0]], np.float32)
+    out, deltas = nn.BaseHiddenStates(mean, np.full_like(mean, 0.1)), nn.BaseDeltaStates()
+    nn.OutputUpdater().update_heteros(out, [[0.0], [4.0]], deltas)
+    small, large = deltas.delta_mu.reshape(2, 2)[:, 1]
+    assert small < 0 < large
+
+
+def test_a_chosen_output_may_be_unobserved() -> None:
+    """pytagi 0.2.1 lets the NaN through."""
+    deltas = nn.BaseDeltaStates()
+    y, indices = [[0.1, np.nan], [np.nan, 0.2]], [[1, 2], [3, 4]]
+    nn.OutputUpdater().update_using_indices(states(), y, 0.1, indices, deltas)
+    expected = [[True, False, False, False], [False, False, False, True]]
+    np.testing.assert_array_equal(deltas.delta_mu.reshape(2, 4) != 0, expected)
+    np.testing.assert_array_equal(deltas.delta_var.reshape(2, 4) != 0, expected)
+
+
+def test_an_unobserved_pair_learns_nothing() -> None:
+    """pytagi 0.2.1 lets the NaN through."""
+    out, deltas = states(2, 4), nn.BaseDeltaStates()
+    nn.OutputUpdater().update_heteros(out, np.array([[0.1, np.nan], [np.nan, 0.2]]), deltas)
+    d, e = deltas.delta_mu.reshape(4, 2), deltas.delta_var.reshape(4, 2)
+    assert not d[[1, 2]].any()
+    assert not e[[1, 2]].any()
+    assert np.isfinite(d).all()
+    assert d[[0, 3]].all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "bool"])
+def test_observations_may_have_any_dtype_layout_and_shape(dtype: str) -> None:
+    out, y = states(3, 4), (np.arange(12).reshape(3, 4) % 3).astype(dtype)
+    updater, expected, found = nn.OutputUpdater(), nn.BaseDeltaStates(), nn.BaseDeltaStates()
+    updater.update(out, y.astype(np.float32), np.full((3, 4), 0.1, np.float32), expected)
+    for values in (y, np.asfortranarray(y), np.repeat(y, 2, 1)[:, ::2], y.ravel(), y.tolist()):
+        for errors in (0.1, [0.1] * 20, np.full(12, 0.1), np.full((1, 1), 0.1)):
+            updater.update(out, values, errors, found)
+            np.testing.assert_allclose(found.delta_mu, expected.delta_mu, rtol=1e-6)
+            np.testing.assert_allclose(found.delta_var, expected.delta_var, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("y", "errors", "message"),
+    [
+        (np.zeros((2, 3)), 0.1, r"mu_obs: expected 8 elements, .*got 6 \(2, 3\)"),
+        (np.zeros((3, 4)), 0.1, r"mu_obs: expected 8 elements, .*got 12 \(3, 4\)"),
+        (0.5, 0.1, r"mu_obs: expected 8 elements, .*got 1 \(\)"),
+        (np.zeros((2, 4)), np.arange(9), r"var_obs: expected 8 elements, .*got 9 \(9,\)"),
+        (np.zeros((2, 4)), -0.1, "var_obs: variances are not negative, got -0.1"),
+        (np.zeros((2, 4)), np.nan, "var_obs: variances are not negative, got nan"),
+    ],
+)
+def test_wrong_observations_are_refused(y: Any, errors: Any, message: str) -> None:
+    deltas = nn.BaseDeltaStates()
+    with pytest.raises(ValueError, match=message):
+        nn.OutputUpdater().update(states(), y, errors, deltas)
+    assert deltas.mean is None
+
+
+@pytest.mark.parametrize("values", [np.zeros((2, 4), complex), [["a"] * 4] * 2, None])
+def test_observations_are_real_numbers(values: Any) -> None:
+    with pytest.raises(TypeError, match="mu_obs: expected real numbers, got an array of"):
+        nn.OutputUpdater().update(states(), values, 0.1, nn.BaseDeltaStates())
+    with pytest.raises(TypeError, match="var_obs: expected real numbers, got an array of"):
+        nn.OutputUpdater().update(states(), np.zeros((2, 4)), values, nn.BaseDeltaStates())
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        ([[0], [1]], "indices are from 1 to 4, the number of outputs; got 0 to 1"),
+        ([[1], [5]], "indices are from 1 to 4, the number of outputs; got 1 to 5"),
+        ([1, 2, 3], "expected as many indices for each of 2 samples, got 3"),
+        ([[1, 2], [2, 3]], r"mu_obs: expected 4 elements, .*got 2"),
+    ],
+)
+def test_wrong_indices_are_refused(indices: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        nn.OutputUpdater().update_using_indices(
+            states(), [0.1, 0.2], 0.1, indices, nn.BaseDeltaStates()
+        )
+
+
+def test_an_odd_number_of_outputs_is_no_pairs() -> None:
+    with pytest.raises(ValueError, match=r"outputs are pairs .* the network has 3"):
+        nn.OutputUpdater().update_heteros(states(2, 3), np.zeros(2), nn.BaseDeltaStates())
+    with pytest.raises(ValueError, match="mu_obs: expected 4 elements"):
+        nn.OutputUpdater().update_heteros(states(2, 4), np.zeros((2, 4)), nn.BaseDeltaStates())
