@@ -27,3 +27,6 @@ void fl_tagi_sum_windows(const fl_tagi_windows *windows, const float *images, fl
 /* The adjoint: what each window has, times `factor`, added to its places, which begin with 0. */
 void fl_tagi_spread_windows(const fl_tagi_windows *windows, const float *deltas, float *images,
                             ptrdiff_t image_step, ptrdiff_t channel_step, float factor);
+/* Moments of max(z, 0) for flat arrays of `size` elements; see flashlight_py/tagi/mixtures.py. */
+void fl_tagi_mixture_relu(const float *mean, const float *variance, float *mean_out,
+                          float *variance_out, float *slope_out, size_t size);
