@@ -27,6 +27,18 @@ void fl_tagi_sum_windows(const fl_tagi_windows *windows, const float *images, fl
 /* The adjoint: what each window has, times `factor`, added to its places, which begin with 0. */
 void fl_tagi_spread_windows(const fl_tagi_windows *windows, const float *deltas, float *images,
                             ptrdiff_t image_step, ptrdiff_t channel_step, float factor);
+
+/* The largest mean of each window, its variance (unless NULL), and its place in the window, row by
+   row; steps as of fl_tagi_sum_windows, the same of all three. */
+void fl_tagi_largest(const fl_tagi_windows *windows, const float *mean, const float *variance,
+                     float *means, float *variances, int32_t *taken, ptrdiff_t image_step,
+                     ptrdiff_t channel_step);
+
+/* Add what each window has to the place that was taken. */
+void fl_tagi_spread_taken(const fl_tagi_windows *windows, const float *deltas,
+                          ptrdiff_t image_step, ptrdiff_t channel_step, const int32_t *taken,
+                          ptrdiff_t taken_image_step, ptrdiff_t taken_channel_step,
+                          float *images);
 /* Moments of max(z, 0) for flat arrays of `size` elements; see flashlight_py/tagi/mixtures.py. */
 void fl_tagi_mixture_relu(const float *mean, const float *variance, float *mean_out,
                           float *variance_out, float *slope_out, size_t size);
