@@ -17,9 +17,11 @@ from flashlight_py.tagi.activations import (
     Tanh,
 )
 from flashlight_py.tagi.blocks import LayerBlock, ResNetBlock
+from flashlight_py.tagi.convolution import Conv2d, ConvTranspose2d
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.linear import Linear
 from flashlight_py.tagi.normalization import BatchNorm2d, LayerNorm
+from flashlight_py.tagi.pooling import AvgPool2d, MaxPool2d
 from flashlight_py.tagi.sequential import Sequential
 from flashlight_py.tagi.softmax import ClosedFormSoftmax, Remax, Softmax
 from flashlight_py.tagi.states import BaseDeltaStates, BaseHiddenStates
@@ -29,11 +31,14 @@ if TYPE_CHECKING:
     from flashlight_py.parallel.tagi import DDPConfig, DDPSequential
 
 __all__ = [
+    "AvgPool2d",
     "BaseDeltaStates",
     "BaseHiddenStates",
     "BaseLayer",
     "BatchNorm2d",
     "ClosedFormSoftmax",
+    "Conv2d",
+    "ConvTranspose2d",
     "DDPConfig",
     "DDPSequential",
     "EvenExp",
@@ -41,6 +46,7 @@ __all__ = [
     "LayerNorm",
     "LeakyReLU",
     "Linear",
+    "MaxPool2d",
     "MixtureReLU",
     "MixtureSigmoid",
     "MixtureTanh",

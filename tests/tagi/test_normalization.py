@@ -292,7 +292,6 @@ def test_the_same_as_pytagi(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("Conv2d" not in fl.tagi.__all__, reason="needs Conv2d")
 @pytest.mark.parametrize("name", IMAGE_NETWORKS)
 def test_images_are_the_same_as_pytagi(name: str) -> None:
     x, y = numbers(8, 2, 6, 6), numbers(8, 2, seed=1)
