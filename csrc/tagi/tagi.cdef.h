@@ -2,10 +2,6 @@
 void fl_tagi_step(float *mean, float *variance, const float *mean_sum, const float *variance_sum,
                   size_t size, float inverse_cap);
 
-/* Moments of max(z, 0) for flat arrays of `size` elements; see flashlight_py/tagi/mixtures.py. */
-void fl_tagi_mixture_relu(const float *mean, const float *variance, float *mean_out,
-                          float *variance_out, float *slope_out, size_t size);
-
 /* Square windows over images whose rows are contiguous, and which of them a call is about: those of
    images [images, images_end), in output rows [rows, rows_end). Steps are in elements. */
 typedef struct {
@@ -31,3 +27,6 @@ void fl_tagi_sum_windows(const fl_tagi_windows *windows, const float *images, fl
 /* The adjoint: what each window has, times `factor`, added to its places, which begin with 0. */
 void fl_tagi_spread_windows(const fl_tagi_windows *windows, const float *deltas, float *images,
                             ptrdiff_t image_step, ptrdiff_t channel_step, float factor);
+/* Moments of max(z, 0) for flat arrays of `size` elements; see flashlight_py/tagi/mixtures.py. */
+void fl_tagi_mixture_relu(const float *mean, const float *variance, float *mean_out,
+                          float *variance_out, float *slope_out, size_t size);

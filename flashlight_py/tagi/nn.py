@@ -18,11 +18,14 @@ from flashlight_py.tagi.activations import (
 )
 from flashlight_py.tagi.blocks import LayerBlock, ResNetBlock
 from flashlight_py.tagi.convolution import Conv2d, ConvTranspose2d
+from flashlight_py.tagi.embedding import Embedding
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.linear import Linear
 from flashlight_py.tagi.normalization import BatchNorm2d, LayerNorm
 from flashlight_py.tagi.pooling import AvgPool2d, MaxPool2d
+from flashlight_py.tagi.recurrent import LSTM
 from flashlight_py.tagi.sequential import Sequential
+from flashlight_py.tagi.smoothing import SLSTM, SLinear
 from flashlight_py.tagi.softmax import ClosedFormSoftmax, Remax, Softmax
 from flashlight_py.tagi.states import BaseDeltaStates, BaseHiddenStates
 from flashlight_py.tagi.updater import OutputUpdater
@@ -41,7 +44,9 @@ __all__ = [
     "ConvTranspose2d",
     "DDPConfig",
     "DDPSequential",
+    "Embedding",
     "EvenExp",
+    "LSTM",
     "LayerBlock",
     "LayerNorm",
     "LeakyReLU",
@@ -54,6 +59,8 @@ __all__ = [
     "ReLU",
     "Remax",
     "ResNetBlock",
+    "SLSTM",
+    "SLinear",
     "Sequential",
     "Sigmoid",
     "Softmax",
