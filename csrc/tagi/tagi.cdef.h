@@ -42,3 +42,30 @@ void fl_tagi_spread_taken(const fl_tagi_windows *windows, const float *deltas,
 /* Moments of max(z, 0) for flat arrays of `size` elements; see flashlight_py/tagi/mixtures.py. */
 void fl_tagi_mixture_relu(const float *mean, const float *variance, float *mean_out,
                           float *variance_out, float *slope_out, size_t size);
+
+/* Units as rows of `positions` contiguous elements, one for each sample and feature; see
+   flashlight_py/tagi/standardize.py. Steps are in elements; all arrays of a call have the same. */
+typedef struct {
+  ptrdiff_t batch, features, positions, batch_step, feature_step;
+} fl_tagi_rows;
+
+/* Of a row: t = (m - center) scale; means t weight + bias; variances t^2 weight_variance + v gain +
+   bias_variance. */
+typedef struct {
+  float center, scale, weight, bias, weight_variance, gain, bias_variance;
+} fl_tagi_affine;
+
+/* The sum of each row; the sum of squares of its differences to the row's center. */
+void fl_tagi_row_sums(const fl_tagi_rows *rows, const float *units, double *sums);
+void fl_tagi_row_squares(const fl_tagi_rows *rows, const float *units, const float *centers,
+                         double *sums);
+
+void fl_tagi_standardize(const fl_tagi_rows *rows, const float *mean, const float *variance,
+                         const fl_tagi_affine *affine, float *t_out, float *mean_out,
+                         float *variance_out);
+
+/* Four sums of each row, `[4, batch, features]`: of t d, t^2 e, d, e. And, unless d_out is NULL, d
+   and e times the row's `back` (and slope, unless that is NULL), and times its square. */
+void fl_tagi_standardize_back(const fl_tagi_rows *rows, const float *t, const float *d,
+                              const float *e, const float *slope, const float *back, double *sums,
+                              float *d_out, float *e_out);
