@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashlight_py.tagi.activations import ReLU
 from flashlight_py.tagi.blocks import LayerBlock, ResNetBlock
+from flashlight_py.tagi.hierarchical import HRCSoftmax
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.linear import Linear
 from flashlight_py.tagi.normalization import BatchNorm2d, LayerNorm
@@ -24,6 +25,7 @@ __all__ = [
     "BatchNorm2d",
     "DDPConfig",
     "DDPSequential",
+    "HRCSoftmax",
     "LayerBlock",
     "LayerNorm",
     "Linear",
