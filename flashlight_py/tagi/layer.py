@@ -61,6 +61,8 @@ class BaseLayer(abc.ABC):
 
     # Layers without parameters are left out of files and dictionaries of parameters.
     has_state: ClassVar[bool] = True
+    # Whether its inputs are no units, such as indices, which no other layer can make.
+    first_only: ClassVar[bool] = False
 
     mu_w, var_w = _Flat("weight", "mean"), _Flat("weight", "variance")
     mu_b, var_b = _Flat("biases", "mean"), _Flat("biases", "variance")

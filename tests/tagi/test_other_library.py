@@ -9,10 +9,57 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.tagi import Linear, OutputUpdater, ReLU, Sequential
+from flashlight_py.tagi import (
+    BatchNorm2d,
+    ClosedFormSoftmax,
+    EvenExp,
+    LayerBlock,
+    LayerNorm,
+    LeakyReLU,
+    Linear,
+    MixtureReLU,
+    MixtureSigmoid,
+    MixtureTanh,
+    OutputUpdater,
+    ReLU,
+    Remax,
+    ResNetBlock,
+    Sequential,
+    Sigmoid,
+    Softmax,
+    Softplus,
+    Tanh,
+)
 from tests.autograd.strict_library import StrictArray
 
 NETWORKS: dict[str, tuple[Callable[[], Sequential], tuple[int, ...]]] = {
+    "mixtures": (
+        lambda: Sequential(
+            MixtureReLU(), Linear(6, 5), MixtureTanh(), Linear(5, 4), MixtureSigmoid(), Remax()
+        ),
+        (6,),
+    ),
+    "activations": (
+        lambda: Sequential(
+            Linear(6, 5), LeakyReLU(), Sigmoid(), Linear(5, 5), Tanh(), Softplus(), Linear(5, 4)
+        ),
+        (6,),
+    ),
+    "softmax": (lambda: Sequential(Linear(6, 5), Softmax(), Linear(5, 4), EvenExp()), (6,)),
+    "shares": (lambda: Sequential(Linear(6, 4), ClosedFormSoftmax()), (6,)),
+    "blocks and norms": (
+        lambda: Sequential(
+            BatchNorm2d(2),
+            LayerNorm((2, 3, 2)),
+            Linear(12, 6),
+            ResNetBlock(
+                LayerBlock(Linear(6, 6), MixtureReLU(), BatchNorm2d(6, bias=False)),
+                ResNetBlock(Linear(6, 6)),
+            ),
+            Linear(6, 4),
+        ),
+        (2, 2, 3),
+    ),
     "dense": (lambda: Sequential(Linear(6, 5), ReLU(), Linear(5, 4)), (6,)),
 }
 
