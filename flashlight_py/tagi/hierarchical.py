@@ -7,7 +7,6 @@ many as there are classes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,21 +19,22 @@ from flashlight_py.tagi.tails import tails
 ERROR_VARIANCE = 1 / 9
 
 
-@dataclass
 class HRCSoftmax:
     """The tree of some classes; :meth:`Utils.get_hierarchical_softmax` makes it.
 
     Attributes:
-        obs: for each class, what is observed on its path: +1 or -1; flat, ``classes * num_obs``.
-        idx: for each class, the outputs that are observed, counted from 1; as ``obs``.
+        obs: for each class, what is observed on its path: +1 or -1; flat, ``classes * num_obs``
+            elements, float32.
+        idx: for each class, the outputs that are observed, counted from 1; as ``obs``, int32.
         num_obs: how many observations a class is, the levels of the tree.
         len: how many outputs the network needs.
     """
 
-    obs: Array = field(default_factory=lambda: np.empty(0, REAL))
-    idx: Array = field(default_factory=lambda: np.empty(0, np.int32))
-    num_obs: int = 0
-    len: int = 0
+    def __init__(self) -> None:
+        self.obs: Array = np.empty(0, REAL)
+        self.idx: Array = np.empty(0, np.int32)
+        self.num_obs = 0
+        self.len = 0
 
 
 def tree_of(num_classes: int) -> HRCSoftmax:
@@ -57,9 +57,10 @@ def tree_of(num_classes: int) -> HRCSoftmax:
     idx = nodes[:, :-1] + 1
     idx[:, 1:] += np.cumsum(sizes)[: levels - 1]
     obs = 1 - 2 * (nodes[:, 1:] & 1)
-    return HRCSoftmax(
-        obs.astype(REAL).reshape(-1), idx.astype(np.int32).reshape(-1), levels, int(idx.max())
-    )
+    tree = HRCSoftmax()
+    tree.obs, tree.idx = obs.astype(REAL).reshape(-1), idx.astype(np.int32).reshape(-1)
+    tree.num_obs, tree.len = levels, int(idx.max())
+    return tree
 
 
 def observations(labels: Any, num_classes: int) -> tuple[Array, Array, int]:

@@ -178,7 +178,7 @@ class Utils:
         """Return what a window sees, and what follows it, as it moves over a time series.
 
         Args:
-            data: ``[steps, num_features]`` or flat.
+            data: shape ``[steps, num_features]`` or flat.
             output_col: which features are to be predicted, from 0.
             input_seq_len, output_seq_len: steps of the window, and of what follows.
             num_features: of a step.
@@ -256,22 +256,22 @@ class Normalizer:
 
     @staticmethod
     def standardize(data: Array, mu: Array, std: Array) -> Array:
-        """Return ``(data - mu) / std``."""
+        """Return ``(data - mu) / std``, of the shape that these have together."""
         return (data - mu) / (std + SMALL)
 
     @staticmethod
     def unstandardize(norm_data: Array, mu: Array, std: Array) -> Array:
-        """Return what was standardised: ``norm_data * std + mu``."""
+        """Return what was standardised: ``norm_data * std + mu``, of their common shape."""
         return norm_data * (std + SMALL) + mu
 
     @staticmethod
     def unstandardize_std(norm_std: Array, std: Array) -> Array:
-        """Return a standard deviation of standardised data in the scale of the data."""
+        """Return deviations of standardised data, any shape, in the scale of the data."""
         return norm_std * (std + SMALL)
 
     @staticmethod
     def max_min_norm(data: Array, max_value: Array, min_value: Array) -> Array:
-        """Return data scaled so that ``min_value`` becomes 0 and ``max_value`` 1.
+        """Return data, any shape, scaled so that ``min_value`` becomes 0 and ``max_value`` 1.
 
         Raises:
             ValueError: a maximum is below its minimum.
@@ -282,20 +282,20 @@ class Normalizer:
 
     @staticmethod
     def max_min_unnorm(norm_data: Array, max_value: Array, min_value: Array) -> Array:
-        """Return what was scaled by :meth:`max_min_norm`."""
+        """Return what was scaled by :meth:`max_min_norm`, of the same shape."""
         return norm_data * (max_value - min_value + SMALL) + min_value
 
     @staticmethod
     def max_min_unnorm_std(norm_std: Array, max_value: Array, min_value: Array) -> Array:
-        """Return a standard deviation of scaled data in the scale of the data."""
+        """Return deviations of scaled data, any shape, in the scale of the data."""
         return norm_std * (max_value - min_value + SMALL)
 
     @staticmethod
     def compute_mean_std(data: Array) -> tuple[Array, Array]:
-        """Return mean and standard deviation along the first axis; NaN is left out."""
+        """Return mean and standard deviation along the first dimension; NaN is left out."""
         return np.nanmean(data, axis=0), np.nanstd(data, axis=0)
 
     @staticmethod
     def compute_max_min(data: Array) -> tuple[Array, Array]:
-        """Return the largest and smallest elements along the first axis; NaN is left out."""
+        """Return the largest and smallest elements along the first dimension, without NaN."""
         return np.nanmax(data, axis=0), np.nanmin(data, axis=0)
