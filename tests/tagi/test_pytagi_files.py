@@ -101,7 +101,7 @@ def test_files_of_every_layer_travel_both_ways(tmp_path: Path, kind: str) -> Non
     for own, real in zip(net(x), expected, strict=True):
         np.testing.assert_allclose(own, real, 1e-4, 1e-5)
     if kind == "blocks":  # pytagi leaves out what is inside them
-        with pytest.raises(ValueError, match="pytagi leaves out .* inside blocks"):
+        with pytest.raises(ValueError, match=r"pytagi leaves out .* inside blocks"):
             net.load_csv(tmp_path / "there")
     else:
         net.load_csv(tmp_path / "there")
