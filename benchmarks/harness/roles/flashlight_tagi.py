@@ -42,12 +42,10 @@ class Flashlight(Role):
         work = WORKS[task["work"]]
         net: nn.Sequential = eval(work.network, dict(vars(nn)))
         net.load_state_dict(beginning(net.state_dict()))
-        x, labels = (
-            each.reshape(work.batch, -1)[self.rank :: self.size] for each in batch_of(work)
-        )
-        x = np.ascontiguousarray(x).reshape(-1)
+        inputs, labels = batch_of(work)
+        x = inputs.reshape(work.batch, -1)[self.rank :: self.size].reshape(-1)
         model = nn.DDPSequential(net, average=False) if self.size > 1 else net
-        obs, idx, _ = fl.tagi.Utils().label_to_obs(labels, CLASSES)
+        obs, idx, _ = fl.tagi.Utils().label_to_obs(labels[self.rank :: self.size], CLASSES)
         errors = np.full(obs.size, ERROR_VARIANCE, np.float32)
         updater = nn.OutputUpdater(net.device)
 

@@ -67,7 +67,7 @@ def batch_of(work: Work) -> tuple[Floats, NDArray[np.int64]]:
 def beginning(state: Mapping[str, Any]) -> State:
     """Return parameters for a network with this state: the same, whoever has made it."""
     random = np.random.default_rng(2)
-    result = {}
+    result: State = {}
     for name in sorted(state):
         mean, variance, bias, bias_variance = (
             np.asarray(each, np.float32) for each in state[name][:4]
