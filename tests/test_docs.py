@@ -35,7 +35,7 @@ PACKAGES = (
     "nn",
     "optim",
 )
-PACKAGES += ("parallel", "parallel.functional", "trace")
+PACKAGES += ("parallel", "parallel.functional", "tagi", "trace")
 # A parameter whose name says that it is a duration or a size must have its unit in the docstring.
 UNITS = {"timeout": "seconds", "interval": "seconds", "bytes": "bytes"}
 
@@ -68,10 +68,16 @@ def members(class_name: str, cls: type) -> Iterator[tuple[str, Any, str]]:
         function = getattr(function, "__func__", function)
         if inspect.isfunction(function) and not name.startswith("_"):
             own = inspect.getdoc(getattr(cls, name)) or ""
-            yield f"{class_name}.{name}", function, own + referred(own)
+            yield f"{class_name}.{name}", function, own + referred(own) + overridden(cls, name)
         if name == "__init__" and inspect.isfunction(member):
             # How to construct an object is documented by its class.
             yield class_name + "()", member, inspect.getdoc(cls) or ""
+
+
+def overridden(cls: type, name: str) -> str:
+    """The docstrings of the methods that this one overrides: what they say holds for it, too."""
+    found = (getattr(base, name, None) for base in cls.__mro__[1:])
+    return "".join(f"\n\n{inspect.getdoc(each)}" for each in found if inspect.isfunction(each))
 
 
 def referred(doc: str) -> str:

@@ -37,7 +37,7 @@ def test_every_public_name_is_described() -> None:
     names = {f.rpartition(".")[2] for f in DESCRIBED}
     public = [name for name in fl.__all__ if callable(getattr(fl, name))]
     assert not [name for name in public if name not in names]
-    for package in (fl.nn, fl.optim, fl.dataset, fl.meter, fl.errors, fl.functional):
+    for package in (fl.nn, fl.optim, fl.dataset, fl.meter, fl.errors, fl.functional, fl.tagi):
         offered = [n for n in package.__all__ if inspect.isclass(getattr(package, n))]
         assert not [name for name in offered if name not in names], package.__name__
 

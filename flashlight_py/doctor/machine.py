@@ -28,6 +28,7 @@ _EXTENSIONS = {
     "gloo": ("Gloo over TCP between hosts", "shared memory and MPI remain"),
     "fast": ("all_reduce of small arrays in a quarter of a microsecond", "it takes a few more"),
     "tree": ("synchronize in native code", "it is done in Python"),
+    "tagi": ("the kernels of fl.tagi", "it computes with NumPy alone, some times slower"),
     "nccl": ("NCCL between GPUs (the binding; the library is below)", "CuPy arrays need MPI"),
 }
 _PACKAGES = {

@@ -61,6 +61,8 @@ class BaseLayer(abc.ABC):
 
     # Layers without parameters are left out of files and dictionaries of parameters.
     has_state: ClassVar[bool] = True
+    # Whether its inputs are no units, such as indices, which no other layer can make.
+    first_only: ClassVar[bool] = False
 
     mu_w, var_w = _Flat("weight", "mean"), _Flat("weight", "variance")
     mu_b, var_b = _Flat("biases", "mean"), _Flat("biases", "variance")
@@ -94,8 +96,8 @@ class BaseLayer(abc.ABC):
         """Set the sums of the parameters, call ``on_sums``; return the deltas of the input.
 
         Args:
-            d, e: deltas of the output's means and variances; as many elements as it has. They may
-                be changed.
+            d, e: deltas of the output's means and variances, ``[batch, *output_shape]`` or another
+                shape of as many elements, float32. They may be changed.
             wanted: whether the deltas of the input are needed; if not, it returns None. They are
                 those of the units *before* the activation that made the input: multiplied by its
                 slope and its square.

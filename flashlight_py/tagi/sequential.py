@@ -14,10 +14,12 @@ from flashlight_py.tagi.capped_step import FLOOR, cap_factor
 from flashlight_py.tagi.layer import BaseLayer, Shape
 from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
 from flashlight_py.tagi.parameters import Bucket, on_device
+from flashlight_py.tagi.pytagi_files import Files
+from flashlight_py.tagi.recurrence import Recurrence
 from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, real
 
 
-class Sequential:
+class Sequential(Recurrence, Files):
     """A network of layers in a row, trained by observing its outputs, without gradients.
 
     A step of training is ``net(x)``, a method of :class:`OutputUpdater`, ``net.backward()``,
@@ -31,13 +33,13 @@ class Sequential:
         output_delta_z_buffer: the deltas of the network's input, after a backward pass with
             ``input_state_update``, or of which the input was another network's output.
         input_state_update: whether a backward pass goes on to the input.
-        num_samples: how many time steps a smoother keeps.
         samples: of the last forward pass.
         device: ``"cpu"`` or ``"cuda:<index>"``.
 
     Raises:
         TypeError: something is no layer of ``fl.tagi``, or there is none.
-        ValueError: a layer cannot take what the one before makes; names both.
+        ValueError: a layer cannot take what the one before makes; names both. Or one that must
+            be the first is not.
     """
 
     def __init__(self, *layers: BaseLayer) -> None:
@@ -47,13 +49,16 @@ class Sequential:
                     f"Sequential: expected layers of fl.tagi, got {type(layer).__name__} as "
                     f"number {number}"
                 )
+            if number and layer.first_only:
+                raise ValueError(
+                    f"Sequential: {layer} must be the first layer, not number {number}"
+                )
         if not layers:
             raise TypeError("Sequential: a network needs at least one layer")
         self.layers = list(layers)
         self.device = "cpu"
         self.training = True
         self.input_state_update = False
-        self.num_samples = 0
         self.output_z_buffer = BaseHiddenStates(np.empty((0, 0), REAL))
         self.input_delta_z_buffer = BaseDeltaStates()
         self.output_delta_z_buffer = BaseDeltaStates()
@@ -136,7 +141,11 @@ class Sequential:
         self.output_delta_z_buffer = BaseDeltaStates(d, e) if wanted else BaseDeltaStates()
 
     def check_deltas(self) -> tuple[Array, Array]:
-        """Return what a backward pass begins with; raises what it does."""
+        """Return what a backward pass begins with.
+
+        Raises:
+            RuntimeError, ValueError: as :meth:`backward`.
+        """
         d, e = self.input_delta_z_buffer.mean, self.input_delta_z_buffer.variance
         if d is None or e is None:
             raise RuntimeError(

@@ -78,7 +78,7 @@ class BaseHiddenStates:
 
 class BaseDeltaStates:
     """What a batch of units learns: posterior mean = mean + variance * ``delta_mu``, posterior
-    variance = variance + variance ** 2 * ``delta_var``.
+    variance = variance + variance ** 2 * ``delta_var``. Arrays ``[batch, *shape]``, float32.
 
     An :class:`OutputUpdater` fills the network's ``input_delta_z_buffer``; its backward pass uses
     it up.

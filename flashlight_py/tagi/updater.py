@@ -54,6 +54,9 @@ class OutputUpdater:
         """Observe some outputs of each sample: those in ``selected_idx``, ``[batch, k]``, from 1.
 
         ``mu_obs`` and ``var_obs`` have the same shape. The other outputs learn nothing.
+
+        Raises:
+            ValueError, TypeError: as the class says.
         """
         mean = output_states.mean
         batch, outputs = len(mean), output_states.actual_size
@@ -91,6 +94,9 @@ class OutputUpdater:
         error. ``mu_obs`` has one element for each pair; NaN: not observed. (Deka, Nguyen and
         Goulet, Analytically tractable heteroscedastic uncertainty quantification in Bayesian neural
         networks for regression tasks, Neurocomputing 572, 2024.)
+
+        Raises:
+            ValueError, TypeError: as the class says; or the number of outputs is odd.
         """
         shape = output_states.mean.shape
         if output_states.actual_size % 2:

@@ -1,0 +1,257 @@
+"""The LSTM of Gaussian units: gates, cells, and what flows back through time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from flashlight_py.device import Array, array_module, to_device
+from flashlight_py.tagi.init import gaussian, spread
+from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
+from flashlight_py.tagi.lstm_cell import PAIRS, States, cell_backward, cell_forward
+from flashlight_py.tagi.parameters import Parameter
+from flashlight_py.tagi.states import REAL, BaseHiddenStates
+
+Window: TypeAlias = Literal["recurrent", "independent"]
+
+WINDOWS = ("recurrent", "independent")
+
+
+class LSTM(BaseLayer):
+    r"""A long short-term memory: ``[batch, seq_len * input_size]`` to ``[batch, seq_len *
+    output_size]``, the time steps of a sample one after the other.
+
+    With x\ :sub:`t` joined to h\ :sub:`t-1`, the gates f, i and o are sigmoids, g a tanh, of
+    linear layers, linearised at their means; ``c_t = f c_{t-1} + i g`` and ``h_t = o tanh(c_t)``.
+    Means and variances of the products contain the covariances of their factors
+    (:mod:`flashlight_py.tagi.lstm_cell`; Vuong, Nguyen and Goulet, Coupling LSTM neural
+    networks and state-space models through analytically tractable inference, International Journal
+    of Forecasting, 2025).
+
+    **Over a window.** h and c flow from step to step with their prior moments, from 0 at the first.
+    Back through time: let (d, e) be the deltas of a unit. Those of a unit u are the sums over the
+    units y computed from it of ``k d_y`` and ``k**2 e_y``, with ``k = cov(u, y) / var(u)``, as in
+    every layer. h_t is read by the output at t and, through all gates of the next step, by c_{t+1}
+    and h_{t+1}. c_t is read by h_t, with ``k = o / cosh(c_t)**2``, and by c_{t+1}, with ``k =
+    f_{t+1}``. An input x_t is read by the same units as h_{t-1}. What it does to h_t goes through
+    four gates and is added before it is squared; so is what it does to c_t, beside h_t, through
+    three. The means' deltas are the gradient of the linearised network; the variances' take what
+    comes by h_t and by c_{t+1} for independent, as those of two outputs of a linear layer are.
+
+    **From call to call.** With ``seq_len=1`` and a batch of one sample, a call begins with the h
+    and c that the call before it left: their posterior moments, if there was a backward pass. Other
+    batches begin with 0, and a batch of more samples clears what was carried.
+
+    Args:
+        input_size, output_size: of one time step; at least 1.
+        seq_len: how many time steps a sample has; at least 1.
+        bias: whether the gates have biases.
+        gain_weight, gain_bias: factors of the standard deviations that the parameters start with.
+        init_method: ``"He"``: means of N(0, 1 / n), n = input_size + output_size; ``"Xavier"``: of
+            N(0, 2 / (n + output_size)). Variances are theirs times the squares of the gains.
+        window: ``"independent"``: every time step of a window begins with h = c = 0, as in pytagi
+            0.2.1, which makes the window a batch.
+
+    The weights are those of f, i, g and o, one after the other, each ``[output_size, input_size +
+    output_size]``; so are the biases.
+
+    Raises:
+        ValueError: a size is below 1, or ``init_method`` or ``window`` is none of those.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        seq_len: int,
+        bias: bool = True,
+        gain_weight: float = 1.0,
+        gain_bias: float = 1.0,
+        init_method: str = "He",
+        *,
+        window: Window = "recurrent",
+    ) -> None:
+        super().__init__()
+        if min(input_size, output_size, seq_len) < 1:
+            raise ValueError(
+                f"{self.get_layer_name()}: sizes and seq_len must be at least 1, got {input_size}, "
+                f"{output_size} and {seq_len}"
+            )
+        if window not in WINDOWS:
+            raise ValueError(f"window must be one of {', '.join(WINDOWS)}, got {window!r}")
+        self.seq_len, self.window = seq_len, window
+        self._inputs, self._outputs = input_size, output_size  # of one time step
+        self.input_shape, self.output_shape = (seq_len * input_size,), (seq_len * output_size,)
+        both = input_size + output_size
+        deviation = spread(init_method, both, output_size)
+        self.weight: Parameter = gaussian((4, output_size, both), deviation, gain_weight)
+        self.biases = gaussian((4, output_size), deviation, gain_bias) if bias else None
+        self._carried: States | None = None  # [1, output_size] each; None: 0
+        self._x = BaseHiddenStates(np.empty((0, self.input_size)))
+        # Of the last forward pass: inputs with h of the step before, slopes, products of weights.
+        self._joined: Array = np.empty((0, 0, 0))
+        self._slopes: Array = self._joined
+        self._products: Array = self._joined
+
+    def connect(self, shape: Shape) -> Shape:
+        """Take inputs of ``seq_len * input_size`` elements of any shape."""
+        assert self.output_shape is not None
+        if int(np.prod(shape)) != self.input_size:
+            raise ValueError(
+                f"expected {self.input_size} elements a sample, {self.seq_len} time steps of "
+                f"{self._inputs}, got shape {shape}"
+            )
+        return self.output_shape
+
+    def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
+        """Return ``[batch, seq_len * output_size]``."""
+        x = x.shaped((self.input_size,))
+        xp, batch = array_module(x.mean), len(x.mean)
+        ni, no = self._inputs, self._outputs
+        weight = self.weight.mean.reshape(4 * no, ni + no)
+        spread_ = self.weight.variance.reshape(4 * no, ni + no)
+        left, right = PAIRS
+        products = (self.weight.mean[left] * self.weight.mean[right]).reshape(-1, ni + no)
+
+        # What the inputs contribute to all gates of all time steps.
+        own = self._by_step(x.mean, ni)
+        steps, rows = own.shape[:2]
+        joined = xp.zeros((steps, rows, ni + no), REAL)
+        joined[..., :ni] = own
+        flat = joined[..., :ni].reshape(-1, ni)
+        z = flat @ weight[:, :ni].T
+        moment = flat * flat
+        u = xp.zeros((steps * rows, 8 * no), REAL)
+        if x.variance is not None:
+            variance = self._by_step(x.variance, ni).reshape(-1, ni)
+            moment += variance
+            xp.matmul(variance, products[: 8 * no, :ni].T, out=u)
+        u[:, : 4 * no] += moment @ spread_[:, :ni].T
+        if self.biases is not None:
+            z += self.biases.mean.reshape(-1)
+            u[:, : 4 * no] += self.biases.variance.reshape(-1)
+        z, u = z.reshape(steps, rows, 4 * no), u.reshape(steps, rows, 8 * no)
+
+        carries = self._carries(batch)
+        states = self._carried if carries else None
+        h = xp.empty((2, steps, rows, no), REAL)
+        slopes = xp.empty((steps, rows, 6, no), REAL)
+        for t in range(steps):
+            if states is not None:
+                mean, variance = states[:2]
+                joined[t, :, ni:] = mean
+                z[t] += mean @ weight[:, ni:].T
+                u[t, :, : 5 * no] += variance @ products[: 5 * no, ni:].T
+                u[t, :, : 4 * no] += (variance + mean * mean) @ spread_[:, ni:].T
+            states = cell_forward(
+                z[t].reshape(rows, 4, no), u[t].reshape(rows, 8, no), states, slopes[t]
+            )
+            h[0, t], h[1, t] = states[:2]
+        self._carried = states if carries else None
+        if self.training:
+            self._x, self._joined, self._slopes, self._products = x, joined, slopes, products
+        return BaseHiddenStates(self._by_sample(h[0]), self._by_sample(h[1]))
+
+    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
+        """Set the sums of the gates' parameters over batch and time; return deltas of the input."""
+        joined, slopes, products = self._joined, self._slopes, self._products
+        xp = array_module(joined)
+        steps, rows, ni, no = *joined.shape[:2], self._inputs, self._outputs
+        weight = self.weight.mean.reshape(4 * no, ni + no)
+        d_out, e_out = self._by_step(d, no), self._by_step(e, no)
+        if self._carried is not None:
+            self._carried = posterior(self._carried, d_out[0], e_out[0], slopes[0, :, 4])
+        dz = xp.empty((steps, rows, 4, no), REAL)
+        coefficients = xp.empty((steps, rows, 10, no), REAL)
+        later = None  # what the next step sends back: deltas of h, then of c
+        for t in range(steps - 1, -1, -1):
+            dh, eh = d_out[t], e_out[t]
+            dc = ec = None
+            if later is not None:
+                dh, eh, (dc, ec) = dh + later[0], eh + later[1], later[2]
+            cells = cell_backward(dh, eh, dc, ec, slopes[t], dz[t], coefficients[t])
+            if t:
+                later = (
+                    dz[t].reshape(rows, -1) @ weight[:, ni:],
+                    coefficients[t].reshape(rows, -1) @ products[:, ni:],
+                    cells,
+                )
+        dz, coefficients = dz.reshape(-1, 4 * no), coefficients.reshape(-1, 10 * no)
+        joined = joined.reshape(-1, ni + no)
+        ez = coefficients[:, : 4 * no]
+        xp.matmul(dz.T, joined, out=self.weight.mean_sum.reshape(4 * no, -1))
+        xp.matmul(ez.T, joined * joined, out=self.weight.variance_sum.reshape(4 * no, -1))
+        if self.biases is not None:
+            dz.sum(axis=0, out=self.biases.mean_sum.reshape(-1))
+            ez.sum(axis=0, out=self.biases.variance_sum.reshape(-1))
+        self._sums_are_complete()
+        if not wanted:
+            return None
+        dx, ex = dz @ weight[:, :ni], coefficients @ products[:, :ni]
+        shape = (steps, rows, ni)
+        dx, ex = self._by_sample(dx.reshape(shape)), self._by_sample(ex.reshape(shape))
+        return times_slope(dx, ex, self._x.slope)
+
+    @property
+    def carries_states(self) -> bool:
+        """Whether h and c go from call to call, where the batch is one sample."""
+        return self.seq_len == 1
+
+    def get_states(self) -> States:
+        """Return what the next call begins with: four flat copies on the CPU."""
+        if self._carried is None:
+            return States(*(np.zeros(self._outputs, REAL) for _ in States._fields))
+        return States(*(np.array(to_device(each, "cpu")).reshape(-1) for each in self._carried))
+
+    def set_states(self, states: Sequence[Any] | None) -> None:
+        """Let the next call begin with these; None: with 0. ``output_size`` elements each."""
+        if states is None:
+            self._carried = None
+            return
+        xp = array_module(self.weight.mean)
+        self._carried = States(
+            *(xp.array(np.asarray(each, REAL)).reshape(1, self._outputs) for each in states)
+        )
+
+    def to_device(self, device: str) -> None:
+        """Move the states that are carried."""
+        if self._carried is not None:
+            self._carried = States(*(to_device(each, device) for each in self._carried))
+
+    def get_layer_info(self) -> str:
+        """Return its kind and the sizes of one time step, such as ``"LSTM(1,8)"``."""
+        return f"{self.get_layer_name()}({self._inputs},{self._outputs})"
+
+    def _carries(self, batch: int) -> bool:
+        return self.carries_states and batch == 1
+
+    def _by_step(self, array: Array, width: int) -> Array:
+        """Return ``[steps, rows, width]`` of ``[batch, seq_len * width]``."""
+        if self.window == "independent":
+            return array.reshape(1, -1, width)
+        return array.reshape(-1, self.seq_len, width).swapaxes(0, 1)
+
+    def _by_sample(self, array: Array) -> Array:
+        """Return ``[batch, seq_len * width]`` of ``[steps, rows, width]``."""
+        width = self.seq_len * array.shape[2]
+        if self.window == "independent":
+            return array.reshape(-1, width)
+        return array.swapaxes(0, 1).reshape(-1, width)
+
+
+def posterior(states: States, d: Array, e: Array, slope: Array) -> States:
+    """Return the posterior moments of h and c by the deltas of h; ``slope`` is cov(h, c) / var(c).
+
+    A variance that would be negative is 0.
+    """
+    xp = array_module(d)
+    h, v_h, c, v_c = states
+    t = v_c * slope
+    return States(
+        h + v_h * d,
+        xp.maximum(v_h + v_h * v_h * e, 0),
+        c + t * d,
+        xp.maximum(v_c + t * t * e, 0),
+    )

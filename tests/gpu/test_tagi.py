@@ -1,0 +1,57 @@
+"""TAGI networks on 1, 2 and 4 GPU ranks learn what one process on the CPU does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.tagi import (
+    BatchNorm2d,
+    DDPSequential,
+    Linear,
+    MixtureReLU,
+    OutputUpdater,
+    ReLU,
+    Sequential,
+)
+from tests.gpu import verbs
+
+pytestmark = pytest.mark.gpu
+
+SAMPLES, STEPS = 24, 10
+NETWORKS = {
+    "dense": lambda: Sequential(Linear(6, 32), ReLU(), Linear(32, 3)),
+    "mixture": lambda: Sequential(Linear(6, 32), MixtureReLU(), BatchNorm2d(32), Linear(32, 3)),
+}
+
+
+def train(rank: int, size: int, device: str, network: str) -> dict[str, Any]:
+    """Train on this rank's share, one batch of everything per step; return the state."""
+    fl.set_seed(rank)
+    if device == "cuda":
+        verbs.cupy()
+        device = fl.distributed.use_local_device()
+    net = NETWORKS[network]()
+    net.to_device(device)
+    model = DDPSequential(net, average=False, sync=True)
+    random = np.random.default_rng(1)
+    x, y = random.standard_normal((SAMPLES, 6)), random.standard_normal((SAMPLES, 3))
+    updater = OutputUpdater(net.device)
+    for _ in range(STEPS):
+        model(x[rank::size])
+        updater.update(model.output_z_buffer, y[rank::size], 0.3, model.input_delta_z_buffer)
+        model.backward()
+        model.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_what_ranks_learn_equals_one_process_on_the_cpu(ranks: Any, network: str) -> None:
+    expected = train(0, 1, "cpu", network)
+    for found in ranks.run(train, "cuda", network):
+        for name, arrays in expected.items():
+            for one, other in zip(found[name], arrays, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4, err_msg=name)

@@ -1,0 +1,150 @@
+"""Embedding: what it looks up, what its rows learn, and which indices it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flashlight_py import tagi
+from flashlight_py.tagi import nn
+from tests.tagi.oracle import oracle_step, own_step
+
+NETWORK = "Sequential(Embedding(7, 3, 2, 0.5, {padding}), Linear(6, 1))"
+INDICES = np.array([[0, 6], [3, 3], [6, 1], [0, 2]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", [-1, 3])
+def test_first_step_is_pytagi_s(padding: int) -> None:
+    """Its deltas of variances lack a factor, and it never clears its sums: not compared."""
+    network = NETWORK.format(padding=padding)
+    y = np.array([[0.5], [-1.0], [2.0], [0.0]])
+    there = oracle_step(network, INDICES, y, np.full((4, 1), 0.3))
+    ours = own_step(network, there.before, INDICES, y, np.full((4, 1), 0.3))
+    np.testing.assert_allclose(ours.mu, there.mu, 1e-5, 1e-6)
+    np.testing.assert_allclose(ours.var, there.var, 1e-5, 1e-6)
+    for which in (0, 2):
+        np.testing.assert_allclose(
+            ours.deltas["Embedding.0"][which], there.deltas["Embedding.0"][which], 1e-4, 1e-6
+        )
+    variances = there.before["Embedding.0"][1]
+    np.testing.assert_allclose(  # with the factor that it lacks
+        ours.deltas["Embedding.0"][1], there.deltas["Embedding.0"][1] * variances, 1e-4, 1e-6
+    )
+    for which in range(4):
+        np.testing.assert_allclose(
+            ours.after["Linear.1"][which], there.after["Linear.1"][which], 1e-4, 1e-5
+        )
+
+
+def test_rows_learn_the_sums_of_their_places() -> None:
+    """A row's deltas are those of a Linear of one-hot inputs, place by place."""
+    tagi.manual_seed(1)
+    layer = nn.Embedding(5, 2, 3)
+    net = nn.Sequential(layer)
+    x = np.array([[0, 4, 4], [2, 0, 4]])
+    mean, variance = net(x)
+    np.testing.assert_array_equal(mean, layer.mu_w.reshape(5, 2)[x].reshape(2, 6))
+    np.testing.assert_array_equal(variance, np.ones((2, 6)))
+    rng = np.random.default_rng(0)
+    for _ in range(2):  # the sums of a pass are its own
+        d, e = rng.normal(size=(2, 2, 3, 2))
+        net(x)
+        net.set_delta_z(d, e)
+        net.backward()
+        one_hot = np.eye(5)[x]
+        for sums, deltas in ((layer.delta_mu_w, d), (layer.delta_var_w, e)):
+            expected = np.einsum("bpk,bpj->kj", one_hot, deltas)
+            np.testing.assert_allclose(sums.reshape(5, 2), expected, rtol=1e-5)
+
+
+def test_moments_and_deltas_are_those_of_draws() -> None:
+    """An index that stands twice in a sample is one row: the posterior is that of draws."""
+    tagi.manual_seed(2)
+    layer = nn.Embedding(3, 1, scale=0.7)
+    net = nn.Sequential(layer, nn.Linear(2, 1, bias=False))
+    linear = net.layers[1]
+    linear.mu_w, linear.var_w = [1.0, 2.0], [0.0, 0.0]
+    x = np.array([[2, 0]])
+    mean, variance = net(x)
+    rows = np.random.default_rng(0).normal(layer.mu_w, np.sqrt(layer.var_w), (200_000, 3))
+    z = rows[:, 2] + 2 * rows[:, 0]
+    np.testing.assert_allclose(mean[0], z.mean(), atol=0.01)
+    np.testing.assert_allclose(variance[0], z.var(), rtol=0.02)
+    nn.OutputUpdater().update(net.output_z_buffer, [[1.0]], 0.1, net.input_delta_z_buffer)
+    net.backward()
+    gain = np.cov(rows.T, z)[3, :3] / (z.var() + 0.1)
+    np.testing.assert_allclose(layer.delta_mu_w, gain * (1 - mean[0]), rtol=0.03, atol=0.01)
+    expected = -gain * np.cov(rows.T, z)[3, :3]
+    np.testing.assert_allclose(layer.delta_var_w, expected, rtol=0.03, atol=0.01)
+
+
+def test_padding_is_zero_and_never_learns() -> None:
+    tagi.manual_seed(3)
+    layer = nn.Embedding(4, 3, padding_idx=2)
+    net = nn.Sequential(layer, nn.Linear(6, 2))
+    x = np.array([[2, 1], [3, 2]])
+    layer.var_w = rows = np.random.default_rng(0).uniform(0.5, 1, 12).astype(np.float32)
+    before = layer.mu_w.reshape(4, 3)
+    np.testing.assert_array_equal(before[2], 0)
+    for _ in range(3):
+        net(x)
+        nn.OutputUpdater().update(net.output_z_buffer, np.ones(4), 0.1, net.input_delta_z_buffer)
+        net.backward()
+        net.step()
+    moments = nn.Sequential(layer)(x)
+    for array in moments:
+        np.testing.assert_array_equal(array.reshape(2, 2, 3)[[0, 1], [0, 1]], 0)
+    after, variances = layer.mu_w.reshape(4, 3), layer.var_w.reshape(4, 3)
+    for row in (0, 2):  # 0 was in no sample
+        np.testing.assert_array_equal(after[row], before[row])
+        np.testing.assert_array_equal(variances[row], rows.reshape(4, 3)[row])
+    for row in (1, 3):
+        assert (after[row] != before[row]).any()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint64, np.float16, np.float64, bool])
+def test_indices_are_of_any_dtype_and_strides(dtype: type) -> None:
+    net = nn.Sequential(nn.Embedding(2, 3))
+    x = np.array([[0, 1, 1], [1, 0, 0]])
+    expected = net(x)[0]
+    given = np.asfortranarray(x.astype(dtype))
+    np.testing.assert_array_equal(net(given)[0], expected)
+    np.testing.assert_array_equal(net(x.ravel().astype(dtype))[0], expected.ravel())
+
+
+@pytest.mark.parametrize("wrong", [-1, 7, 1.5, np.nan, np.inf, 1e30])
+def test_what_is_no_index_is_refused_before_anything(wrong: float) -> None:
+    layer = nn.Embedding(7, 2, 2)
+    net = nn.Sequential(layer, nn.Linear(4, 1))
+    with pytest.raises(ValueError, match=r"Embedding\(7->2\): indices are whole numbers from 0 to"):
+        net(np.array([[0, 1], [wrong, 2]]))
+
+
+def test_sizes_that_fit_nothing() -> None:
+    for arguments in ((0, 2), (3, 0), (3, 2, -1), (2**24 + 1, 1)):
+        with pytest.raises(ValueError, match="Embedding: expected 1 to 16777216 embeddings"):
+            nn.Embedding(*arguments)
+    for padding in (-2, 3):
+        with pytest.raises(ValueError, match=f"padding_idx is an index below 3, .* got {padding}"):
+            nn.Embedding(3, 2, padding_idx=padding)
+    with pytest.raises(ValueError, match="must be the first layer, not number 1"):
+        nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2))
+    with pytest.raises(ValueError, match="indices are known exactly; they have no variances"):
+        nn.Sequential(nn.Embedding(3, 2))(np.array([[1]]), np.array([[0.1]]))
+    net = nn.Sequential(nn.Embedding(3, 2, 4), nn.Linear(8, 1))
+    with pytest.raises(ValueError, match="expected 4 indices a sample, got shape"):
+        net(np.zeros((2, 3)))
+
+
+def test_number_of_indices_is_that_of_the_first_batch() -> None:
+    net = nn.Sequential(nn.Embedding(3, 2), nn.Linear(8, 1))
+    assert net(np.zeros((5, 4)))[0].shape == (5, 1)
+    assert net(np.zeros((9, 4)))[0].shape == (9, 1)
+    with pytest.raises(ValueError, match="expected 8 features"):
+        net(np.zeros((5, 3)))
+    net.input_state_update = True
+    net(np.zeros((5, 4)))
+    nn.OutputUpdater().update(net.output_z_buffer, np.ones(5), 0.1, net.input_delta_z_buffer)
+    net.backward()
+    np.testing.assert_array_equal(net.get_input_states(), np.zeros((2, 20)))

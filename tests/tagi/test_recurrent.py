@@ -1,0 +1,318 @@
+"""LSTM: beside pytagi, beside draws, and back through time beside derivatives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flashlight_py import tagi
+from flashlight_py.tagi import nn
+from tests.tagi.oracle import compare
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def observe(net: nn.Sequential, y: np.ndarray, var_y: float = 0.1) -> None:
+    nn.OutputUpdater().update(net.output_z_buffer, y, var_y, net.input_delta_z_buffer)
+    net.backward()
+
+
+def sigmoid(z: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-z))
+
+
+def exact_step(
+    w: np.ndarray, b: np.ndarray, x: np.ndarray, h: np.ndarray, c: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return h and c of an LSTM of numbers: ``w`` [..., 4, no, ni + no], any leading axes."""
+    z = np.einsum("...qkj,...j->...qk", w, np.concatenate([x, h], -1)) + b
+    f, i, g, o = np.moveaxis(z, -2, 0)
+    c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+    return sigmoid(o) * np.tanh(c), c
+
+
+# --- pytagi -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("certain", [True, False])
+@pytest.mark.parametrize(("batch", "window"), [(1, 1), (5, 1), (1, 4), (5, 4)])
+def test_pytagi_s_windows(batch: int, window: int, certain: bool, steps: int) -> None:
+    """One sample of one time step carries its states from step to step; nothing else does."""
+    x, y = random(batch, window), random(batch, 1)
+    there = f"Sequential(LSTM(1, 8, {window}), LSTM(8, 5, {window}), Linear({5 * window}, 1))"
+    here = there.replace(f" {window})", f" {window}, window='independent')", 2)
+    var_x = None if certain else np.full(x.shape, 0.2)
+    compare(there, x, y, np.full(y.shape, 0.3), var_x=var_x, here=here, steps=steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments", ["True, 0.5, 0.2, 'Xavier'", "False", "False, 2.0", "True, 1.0, 1.0, 'He'"]
+)
+def test_arguments_mean_what_they_do_in_pytagi(arguments: str) -> None:
+    network = f"Sequential(LSTM(2, 3, 1, {arguments}), Linear(3, 2))"
+    there, _ = compare(network, random(6, 2), random(6, 2, seed=1), np.full((6, 2), 0.2))
+    own = eval(network, dict(vars(nn))).state_dict()
+    for which in (1, 3):
+        np.testing.assert_allclose(own["LSTM.0"][which], there.before["LSTM.0"][which], 1e-6)
+
+
+# --- forward ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("uncertain", ["weights and cells", "inputs"])
+def test_moments_of_a_step_are_those_of_draws(uncertain: str) -> None:
+    """To first order: variances are small beside the curvature of the gates.
+
+    What f and the product of i and g share by their inputs is not counted, here nor in pytagi: so
+    either the parameters and c vary, which the gates share none of, or the inputs, with c = 0.
+    """
+    tagi.manual_seed(4)
+    weights = uncertain != "inputs"
+    layer = nn.LSTM(2, 3, 1, *(True, 0.1, 0.1) if weights else (True, 1e-4, 1e-4))
+    layer.mu_w = 2 * layer.mu_w
+    net = nn.Sequential(layer)
+    rng = np.random.default_rng(1)
+    h, c, none = rng.normal(size=3), rng.normal(size=3), np.zeros(3)
+    states = (h, none, c, np.full(3, 0.01)) if weights else (h, none, none, none)
+    net.set_lstm_states({0: states})
+    x, var_x = np.array([[0.8, -1.2]]), np.full((1, 2), 0 if weights else 0.01)
+    mean, variance = net(x, var_x)
+    draws = 300_000
+    w = rng.normal(layer.mu_w, np.sqrt(layer.var_w), (draws, 60)).reshape(draws, 4, 3, 5)
+    b = rng.normal(layer.mu_b, np.sqrt(layer.var_b), (draws, 12)).reshape(draws, 4, 3)
+    h, c = (rng.normal(m, np.sqrt(v), (draws, 3)) for m, v in (states[:2], states[2:]))
+    h, c = exact_step(w, b, rng.normal(x, np.sqrt(var_x), (draws, 2)), h, c)
+    own = net.get_lstm_states()[0]
+    np.testing.assert_allclose(own[2], c.mean(0), atol=0.004)
+    np.testing.assert_allclose(own[3], c.var(0), rtol=0.06)
+    np.testing.assert_allclose(mean[0], h.mean(0), atol=0.004)
+    np.testing.assert_allclose(variance[0], h.var(0), rtol=0.06)
+
+
+@pytest.mark.parametrize("certain", [True, False])
+def test_window_is_calls_that_carry_priors(certain: bool) -> None:
+    tagi.manual_seed(0)
+    window = nn.Sequential(nn.LSTM(2, 4, 6), nn.LSTM(4, 3, 6))
+    single = nn.Sequential(nn.LSTM(2, 4, 1), nn.LSTM(4, 3, 1))
+    single.load_state_dict(window.state_dict())
+    x, var_x = random(3, 12), None if certain else np.abs(random(3, 12, seed=1))
+    mean, variance = window(x, var_x)
+    for sample in range(3):
+        single.reset_lstm_states()
+        for t in range(6):
+            now = slice(2 * t, 2 * t + 2)
+            one = single(x[sample, now], None if var_x is None else var_x[sample, now])
+            out = slice(3 * t, 3 * t + 3)
+            np.testing.assert_allclose(one[0], mean[sample, out], 1e-5, 1e-6)
+            np.testing.assert_allclose(one[1], variance[sample, out], 1e-5, 1e-7)
+
+
+def test_the_past_changes_what_follows_and_nothing_before() -> None:
+    tagi.manual_seed(0)
+    net = nn.Sequential(nn.LSTM(1, 4, 5))
+    apart = nn.Sequential(nn.LSTM(1, 4, 5, window="independent"))
+    apart.params_from(net)
+    x = random(2, 5)
+    other = x[:, [1, 0, 2, 3, 4]]  # the first two time steps change places
+    for which in range(2):
+        before, after = (net(each)[which].reshape(2, 5, 4) for each in (x, other))
+        assert (np.abs(before - after) > 1e-7).all()
+        before, after = (apart(each)[which].reshape(2, 5, 4) for each in (x, other))
+        np.testing.assert_array_equal(before[:, 2:], after[:, 2:])
+    late = x.copy()
+    late[:, 4] += 1
+    np.testing.assert_array_equal(net(late)[0][:, :16], net(x)[0][:, :16])
+
+
+def test_shapes_and_batches_do_not_matter() -> None:
+    net = nn.Sequential(nn.LSTM(3, 2, 4), nn.Linear(8, 1))
+    x = random(7, 4, 3)
+    mean, variance = net(x)
+    for given in (x.reshape(7, 12), np.asfortranarray(x), x.astype(np.float64)[::1]):
+        for own, expected in zip(net(given), (mean, variance), strict=True):
+            np.testing.assert_array_equal(own, expected)
+    np.testing.assert_array_equal(net(x.ravel())[0], mean.ravel())
+    np.testing.assert_allclose(net(x[2:3])[0], mean[2:3], 1e-5, 1e-6)
+
+
+# --- backward ---------------------------------------------------------------------------------
+
+
+def exact(w: np.ndarray, b: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Return h of all time steps of ``x`` [T, ni], flat, from h = c = 0."""
+    h = c = np.zeros(w.shape[1])
+    outputs = []
+    for now in x:
+        h, c = exact_step(w, b, now, h, c)
+        outputs.append(h)
+    return np.concatenate(outputs)
+
+
+def certain_lstm(ni: int, no: int, steps: int) -> tuple[nn.Sequential, np.ndarray, np.ndarray]:
+    """Return a network whose parameters have next to no variance, its weights and its biases."""
+    net = nn.Sequential(nn.LSTM(ni, no, steps, gain_weight=1e-4, gain_bias=1e-4))
+    net.input_state_update = True
+    layer = net.layers[0]
+    w = layer.mu_w.astype(np.float64).reshape(4, no, ni + no)
+    return net, 2 * w, layer.mu_b.astype(np.float64).reshape(4, no)
+
+
+def difference(function, at: np.ndarray, step: float = 1e-5) -> np.ndarray:  # type: ignore[no-untyped-def]
+    """Return the derivatives of ``function(at)``, one row for each element of ``at``."""
+    rows = []
+    for place in np.ndindex(at.shape):
+        there = [at.copy(), at.copy()]
+        there[0][place] += step
+        there[1][place] -= step
+        rows.append((function(there[0]) - function(there[1])) / (2 * step))
+    return np.array(rows)
+
+
+def test_deltas_of_means_are_the_gradient_through_time() -> None:
+    tagi.manual_seed(5)
+    net, w, b = certain_lstm(2, 3, 4)
+    layer = net.layers[0]
+    layer.mu_w = w
+    x, d = random(2, 8), random(2, 12, seed=1)
+    mean, _ = net(x)
+    np.testing.assert_allclose(mean, [exact(w, b, each.reshape(4, 2)) for each in x], 1e-4, 1e-5)
+    net.set_delta_z(d, np.zeros_like(d))
+    net.backward()
+
+    def score(w: np.ndarray, b: np.ndarray, x: np.ndarray) -> float:
+        return sum(d[n] @ exact(w, b, x[n].reshape(4, 2)) for n in range(2))
+
+    tolerance = {"rtol": 1e-3, "atol": 1e-4}
+    of_w = difference(lambda at: score(at, b, x), w)
+    np.testing.assert_allclose(layer.weight.mean_sum.ravel(), of_w, **tolerance)
+    of_b = difference(lambda at: score(w, at, x), b)
+    np.testing.assert_allclose(layer.biases.mean_sum.ravel(), of_b, **tolerance)
+    of_x = difference(lambda at: score(w, b, at), x)
+    np.testing.assert_allclose(net.get_input_states()[0], of_x, **tolerance)
+
+
+def test_deltas_of_variances_follow_what_reads_each_unit() -> None:
+    """Slopes by differences of one time step; the recursion as the docstring of LSTM has it."""
+    tagi.manual_seed(6)
+    ni, no, steps = 2, 3, 4
+    net, w, b = certain_lstm(ni, no, steps)
+    layer = net.layers[0]
+    layer.mu_w = w
+    x, e = random(1, ni * steps), -np.abs(random(steps, no, seed=1))
+    net(x)
+    net.set_delta_z(np.zeros(e.size), e.ravel())
+    net.backward()
+
+    states = [(np.zeros(no), np.zeros(no))]
+    inputs = x.reshape(steps, ni)
+    for now in inputs:
+        states.append(exact_step(w, b, now, *states[-1]))
+    of_h, of_c = np.zeros(no), np.zeros(no)  # what the step after sends
+    sums_w, sums_b, of_x = np.zeros(w.shape), np.zeros(b.shape), []
+    for t in range(steps - 1, -1, -1):
+        c, joined = states[t][1], np.concatenate([inputs[t], states[t][0]])
+
+        def both(joined: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+            return np.concatenate(exact_step(w, b, joined[:ni], joined[ni:], c))
+
+        eh, ec = e[t] + of_h, of_c
+        slopes = difference(lambda at: both(at, b, c), joined) ** 2  # noqa: B023
+        back = slopes[:, :no] @ eh + slopes[:, no:] @ ec
+        of_x.insert(0, back[:ni])
+        of_h = back[ni:]
+        own = difference(lambda at: both(joined, b, at), c)  # noqa: B023
+        r = np.diag(own[:, :no]) / np.diag(own[:, no:])  # of h by c: h changes by c alone
+        total_c = r**2 * eh + ec
+        of_c = np.diag(own[:, no:]) ** 2 * total_c
+        gates = difference(lambda at: both(joined, at, c), b).reshape(4, no, 2 * no)  # noqa: B023
+        every = np.arange(no)
+        effect = gates[:3, every, no + every] ** 2 * total_c
+        effect = np.concatenate([effect, gates[3:, every, every] ** 2 * eh])
+        sums_b += effect
+        sums_w += effect[..., None] * joined**2
+    tolerance = {"rtol": 2e-3, "atol": 1e-5}
+    np.testing.assert_allclose(layer.weight.variance_sum, sums_w, **tolerance)
+    np.testing.assert_allclose(layer.biases.variance_sum, sums_b, **tolerance)
+    np.testing.assert_allclose(net.get_input_states()[1], np.concatenate(of_x), **tolerance)
+
+
+def test_posterior_of_an_early_input_is_that_of_draws() -> None:
+    """The last h is observed; what it teaches the first input is their covariance, over time."""
+    tagi.manual_seed(8)
+    net = nn.Sequential(nn.LSTM(1, 1, 3, gain_weight=1e-3, gain_bias=1e-3))
+    net.input_state_update = True
+    layer = net.layers[0]
+    layer.mu_w = np.array([[0.5, 0.3], [0.7, -0.4], [1.5, 0.9], [0.4, 0.6]])
+    layer.mu_b = np.array([1.0, 0.5, 0.0, 0.7])
+    x, var_x = np.array([[0.3, -0.2, 0.1]]), np.full((1, 3), 0.001)
+    mean, variance = net(x, var_x)
+    y = np.full((1, 3), np.nan)
+    y[0, 2] = mean[0, 2] + 0.1
+    observe(net, y, 0.001)
+    rng = np.random.default_rng(2)
+    draws = 200_000
+    w = layer.mu_w.reshape(4, 1, 2)
+    units = rng.normal(x, np.sqrt(0.001), (draws, 3))
+    h = c = np.zeros((draws, 1))
+    for t in range(3):
+        h, c = exact_step(w, layer.mu_b.reshape(4, 1), units[:, t : t + 1], h, c)
+    covariances = np.array([np.cov(units[:, t], h[:, 0])[0, 1] for t in range(3)])
+    gain = covariances / (variance[0, 2] + 0.001)
+    means, variances = net.get_input_states()
+    np.testing.assert_allclose(0.001 * means, gain * 0.1, rtol=0.03)
+    # What comes by h and by c counts for independent: of the last input, which has one way, exact.
+    np.testing.assert_allclose(1e-6 * variances[2], -gain[2] * covariances[2], rtol=0.06)
+    assert (variances < 0).all()
+
+
+def test_sums_of_a_batch_are_those_of_its_samples() -> None:
+    tagi.manual_seed(0)
+    net = nn.Sequential(nn.LSTM(1, 6, 4), nn.LSTM(6, 3, 4), nn.Linear(12, 1))
+    x, y = random(5, 4), random(5, 1)
+
+    def sums(rows: slice) -> np.ndarray:
+        net(x[rows])
+        observe(net, y[rows])
+        return net.buckets[0].sums.copy()
+
+    apart = sum(sums(slice(n, n + 1)) for n in range(5))
+    np.testing.assert_allclose(sums(slice(0, 5)), apart, rtol=1e-3, atol=1e-4)
+
+
+def test_deltas_of_the_input_have_the_slope_of_its_activation() -> None:
+    """pytagi leaves it out: here it is as before every other layer."""
+    tagi.manual_seed(0)
+    net = nn.Sequential(nn.ReLU(), nn.LSTM(2, 3, 2))
+    net.input_state_update = True
+    net(np.array([[1.0, -2.0, -3.0, 4.0]]), np.ones((1, 4)))
+    observe(net, np.ones(6))
+    for deltas in net.get_input_states():
+        np.testing.assert_array_equal(deltas != 0, [True, False, False, True])
+
+
+def test_an_lstm_learns_what_only_its_past_says() -> None:
+    """The target is the first of four inputs: windows without recurrence see it just as well, but
+    an output read at the last time step alone needs the recurrence.
+    """
+    tagi.manual_seed(1)
+    window = nn.LSTM(1, 12, 4)
+    net = nn.Sequential(window, nn.LSTM(12, 12, 4), nn.Linear(48, 1))
+    linear = net.layers[2]
+    rng = np.random.default_rng(0)
+    x = rng.choice([-1.0, 1.0], (2000, 4))
+    last = np.zeros((1, 48), np.float32)
+    last[:, 36:] = 1
+    linear.mu_w = linear.mu_w.reshape(1, 48) * last
+    linear.var_w = linear.var_w.reshape(1, 48) * last + 1e-12 * (1 - last)
+    for start in range(0, 1600, 10):
+        rows = slice(start, start + 10)
+        net(x[rows])
+        observe(net, x[rows, 0], 0.05)
+        net.step()
+    error = net(x[1600:])[0][:, 0] - x[1600:, 0]
+    assert np.sqrt(np.mean(error**2)) < 0.4

@@ -1,0 +1,224 @@
+"""SLSTM, SLinear and the smoother: beside pytagi, and beside their formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from flashlight_py import tagi
+from flashlight_py.tagi import nn
+from tests.tagi.oracle import oracle_run
+
+STEPS = 9
+
+SERIES = """
+net = Sequential(SLSTM(2, 5, 1), SLSTM(5, 4, 1), SLinear(4, 1))
+net.num_samples = len(x)
+if {load}:
+    net.load_state_dict(parameters)
+net.set_threads(1)
+net.input_state_update = True
+parameters = net.state_dict()
+updater, outputs, smoothed = OutputUpdater("cpu"), [], []
+for epoch in range(2):
+    for now, target in zip(x, y):
+        outputs.append([np.array(each) for each in net(now)])
+        updater.update(net.output_z_buffer, target, error, net.input_delta_z_buffer)
+        net.backward()
+        net.step()
+    smoothed.append([np.array(each) for each in net.smoother()])
+smoothed.append([np.array(each) for each in net.get_outputs_smoother()])
+states = [
+    {{k: [np.array(a) for a in v] for k, v in net.get_lstm_states(t).items()}}
+    for t in range(-1, len(x))
+]
+result = parameters, outputs, smoothed, states
+"""
+
+
+def series() -> dict[str, np.ndarray]:
+    """Return inputs and targets, some of them missing, and the variance of an observation."""
+    rng = np.random.default_rng(0)
+    t = np.arange(STEPS)
+    x = np.stack([np.sin(t), np.cos(0.5 * t)], 1).astype(np.float32)
+    y = (np.sin(t + 1) + 0.1 * rng.standard_normal(STEPS)).astype(np.float32).reshape(-1, 1)
+    y[[0, 1, 5]] = np.nan
+    return {"x": x, "y": y, "error": np.full(1, 0.2, np.float32)}
+
+
+@pytest.mark.slow
+def test_pytagi_smooths_alike() -> None:
+    given = series()
+    parameters, outputs, smoothed, states = oracle_run(SERIES.format(load=False), **given)
+    space = {**vars(nn), "np": np, **given, "parameters": parameters}
+    exec(SERIES.format(load=True), space)
+    _, own_outputs, own_smoothed, own_states = space["result"]
+    np.testing.assert_allclose(own_outputs, outputs, 1e-4, 1e-5)
+    np.testing.assert_allclose(own_smoothed, smoothed, 1e-4, 1e-5)
+    for own, real in zip(own_states, states, strict=True):
+        assert own.keys() == real.keys()
+        for layer, arrays in real.items():
+            for number in range(4):
+                np.testing.assert_allclose(own[layer][number], arrays[number], 1e-4, 1e-5)
+
+
+def run(net: nn.Sequential, y: np.ndarray) -> Iterator[None]:
+    """Observe a series, and stop after each time step, before the parameters change."""
+    for now, target in zip(series()["x"], y, strict=False):
+        net(now)
+        nn.OutputUpdater().update(net.output_z_buffer, target, 0.2, net.input_delta_z_buffer)
+        net.backward()
+        yield
+
+
+def test_states_are_those_of_the_formulas() -> None:
+    """Step by step in float64, of what the layer has shown while it went forward."""
+    tagi.manual_seed(2)
+    net = nn.Sequential(nn.SLSTM(2, 3, 1), nn.SLinear(3, 2))
+    net.num_samples = STEPS
+    layer = net.layers[0]
+    y = np.random.default_rng(1).standard_normal((STEPS, 2))
+    for _ in run(net, y):
+        net.step()
+    kept = [[np.asarray(each, np.float64) for each in [*s.prior, *s.posterior]] for s in layer.kept]
+    cells, hidden = (
+        [np.asarray(each, np.float64) for each in covariances]
+        for covariances in ([s.cell for s in layer.kept], [s.hidden for s in layer.kept])
+    )
+    h, c = (kept[-1][4], kept[-1][5]), (kept[-1][6], kept[-1][7])
+    expected = [(*h, *c)]
+    for t in range(STEPS - 2, -1, -1):
+        now, after = kept[t], kept[t + 1]
+        sums = np.zeros((2, 3))
+        for j in range(3):
+            for k in range(3):
+                gain = hidden[t + 1][j, k] / after[1][k]
+                sums[:, j] += gain * (h[0][k] - after[0][k]), gain**2 * (h[1][k] - after[1][k])
+        gain = cells[t + 1] / after[3]
+        h = now[4] + sums[0], now[5] + sums[1]
+        c = now[6] + gain * (c[0] - after[2]), now[7] + gain**2 * (c[1] - after[3])
+        expected.append((*h, *c))
+    mean, variance = net.smoother()
+    for t, moments in enumerate(reversed(expected)):
+        for own, each in zip(net.get_lstm_states(t)[0], moments, strict=True):
+            np.testing.assert_allclose(own, each, 1e-4, 1e-6)
+    # The outputs: of the last parameters, every time step and every output.
+    linear = nn.Sequential(nn.Linear(3, 2))
+    linear.load_state_dict({"Linear.0": net.state_dict()["SLinear.1"]})
+    states = [net.get_lstm_states(t)[0] for t in range(STEPS)]
+    for own, each in zip(
+        (mean, variance),
+        linear(np.stack([s[0] for s in states]), np.stack([s[1] for s in states])),
+        strict=True,
+    ):
+        np.testing.assert_allclose(own.reshape(STEPS, 2), each, 1e-5)
+
+
+def test_covariances_are_those_of_draws() -> None:
+    """Of c with the c before it; of h with the h before it, which varies alone."""
+    tagi.manual_seed(1)
+    net = nn.Sequential(nn.SLSTM(1, 2, 1, gain_weight=1e-4, gain_bias=1e-4))
+    net.num_samples = 2
+    layer = net.layers[0]
+    rng = np.random.default_rng(0)
+    h, c, v = np.array([0.3, -0.2]), np.array([0.5, 1.0]), np.full(2, 1e-3)
+    w, b = layer.mu_w.reshape(4, 2, 3).astype(float), layer.mu_b.reshape(4, 2).astype(float)
+    draws = 200_000
+    h_draws, c_draws = (rng.normal(m, np.sqrt(1e-3), (draws, 2)) for m in (h, c))
+    for var_h, var_c in ((v, 0 * v), (0 * v, v)):
+        net.set_lstm_states({0: (h, var_h, c, var_c)})
+        net(np.array([[0.7]]))
+        net.set_delta_z(np.zeros(2), np.zeros(2))
+        net.backward()
+        before = [
+            d if var.any() else np.broadcast_to(m, d.shape)
+            for d, var, m in ((h_draws, var_h, h), (c_draws, var_c, c))
+        ]
+        joined = np.concatenate([np.full((draws, 1), 0.7), before[0]], 1)
+        f, i, g, o = np.moveaxis(np.einsum("qkj,nj->nqk", w, joined) + b, 1, 0)
+        f, i, o = (1 / (1 + np.exp(-each)) for each in (f, i, o))
+        c_now = f * before[1] + i * np.tanh(g)
+        h_now = o * np.tanh(c_now)
+        step = layer.kept[-1]
+        if var_h.any():
+            expected = np.cov(before[0].T, h_now.T)[:2, 2:]
+            np.testing.assert_allclose(step.hidden, expected, rtol=0.05, atol=1e-5)
+        else:
+            expected = np.diag(np.cov(before[1].T, c_now.T)[:2, 2:])
+            np.testing.assert_allclose(step.cell, expected, rtol=0.02)
+
+
+def test_what_follows_changes_what_was() -> None:
+    """A gap in the observations is filled by those on its other side, and is less uncertain."""
+    results = []
+    for last in (-2.0, 2.0, np.nan):
+        tagi.manual_seed(0)
+        net = nn.Sequential(nn.SLSTM(2, 4, 1), nn.SLinear(4, 1))
+        net.num_samples = STEPS
+        y = np.full((STEPS, 1), np.nan)
+        y[-1] = last
+        for _ in run(net, y):
+            pass
+        results.append(net.smoother())
+    low, high, nothing = results
+    assert (low[0][-3:] < nothing[0][-3:]).all()
+    assert (high[0][-3:] > nothing[0][-3:]).all()
+    assert (low[1][-3:] < nothing[1][-3:]).all()
+
+
+def test_a_series_begins_anew() -> None:
+    tagi.manual_seed(0)
+    net = nn.Sequential(nn.SLSTM(2, 4, 1), nn.SLinear(4, 1))
+    net.num_samples = STEPS
+    assert net.num_samples == STEPS
+    y = series()["y"]
+    for _ in run(net, y[:4]):
+        pass
+    first = net.smoother()
+    assert [each.shape for each in first] == [(4,), (4,)]  # as many as there were
+    np.testing.assert_array_equal(net.get_lstm_states()[0], np.zeros((4, 4)))
+    for _ in run(net, y[:2]):
+        pass
+    net.reset_lstm_states()
+    for _ in run(net, y[:4]):
+        states = net.get_lstm_states()
+        net(np.ones(2))  # a look ahead is not kept
+        net.set_lstm_states(states)
+    np.testing.assert_array_equal(net.smoother(), first)
+
+
+def test_time_steps_are_counted() -> None:
+    net = nn.Sequential(nn.SLSTM(2, 4, 1), nn.SLinear(4, 1))
+    for _ in run(net, np.ones((3, 1))):  # a network that is not going to be smoothed
+        pass
+    with pytest.raises(RuntimeError, match=r"SLSTM\(2,4\) has kept no time step; set net.num_sam"):
+        net.smoother()
+    with pytest.raises(RuntimeError, match="call smoother"):
+        net.get_outputs_smoother()
+    net.num_samples = 3
+    with pytest.raises(RuntimeError, match=r"SLSTM\(2,4\): 3 time steps are kept, as many as net"):
+        for _ in run(net, np.ones((4, 1))):
+            pass
+    net.smoother()
+    for step in (-2, 3):
+        with pytest.raises(ValueError, match=f"one of 3 smoothed time steps, from 0, got {step}"):
+            net.get_lstm_states(step)
+
+
+def test_what_cannot_be_smoothed() -> None:
+    with pytest.raises(ValueError, match="SLSTM: seq_len must be 1, a time step of a series, got"):
+        nn.SLSTM(2, 4, 5)
+    with pytest.raises(ValueError, match="SLSTM: sizes and seq_len must be at least 1"):
+        nn.SLSTM(0, 4, 1)
+    with pytest.raises(ValueError, match=r"SLSTM\(2,4\): expected one sample, the next time step"):
+        nn.Sequential(nn.SLSTM(2, 4, 1))(np.ones((3, 2)))
+    with pytest.raises(ValueError, match="the network has no SLSTM"):
+        nn.Sequential(nn.LSTM(2, 4, 1), nn.SLinear(4, 1)).smoother()
+    net = nn.Sequential(nn.SLSTM(2, 4, 1), nn.Linear(4, 1))
+    net.num_samples = STEPS
+    for _ in run(net, np.ones((2, 1))):
+        pass
+    with pytest.raises(ValueError, match=r"cannot smooth 'Linear\.1', only SLSTM and SLinear"):
+        net.smoother()
