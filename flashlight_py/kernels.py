@@ -15,6 +15,7 @@ __all__ = [
     "add_bias_relu",
     "capped_step",
     "mean_square_error",
+    "mixture_relu",
     "relu_slope",
     "scaled_difference",
     "sgd",
@@ -150,6 +151,57 @@ def _capped_step() -> Any:
         variance = next > 0 ? next : 1e-5f;
         """,
         "flashlight_capped_step",
+    )
+
+
+def mixture_relu(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
+    """Return means, variances and slopes of max(z, 0), new; all float32, of one shape.
+
+    The formula is that of ``csrc/tagi/activations.inc``.
+    """
+    import cupy
+
+    moments = cupy.empty_like(mean), cupy.empty_like(mean), cupy.empty_like(mean)
+    _mixture_relu()(mean, variance, *moments)
+    return moments
+
+
+@functools.cache
+def _mixture_relu() -> Any:
+    import cupy
+
+    def polynomial(*numbers: float) -> str:
+        text = f"{numbers[-1]}f"
+        for number in reversed(numbers[:-1]):
+            text = f"({text} * a + {number}f)"
+        return text
+
+    above = polynomial(1.25331406, 0.5594689599, 0.1323146197, 0.01466118099)
+    below = polynomial(
+        1.0, 2.04215612, 1.864438885, 0.9872392362, 0.3270594715, 0.06597974371, 0.007334719276
+    )
+    return cupy.ElementwiseKernel(
+        "float32 mean, float32 variance",
+        "float32 mean_out, float32 variance_out, float32 slope_out",
+        f"""
+        const float m = mean, v = variance < 1.17549435e-38f ? 1.17549435e-38f : variance;
+        const float s = sqrt(v);
+        const float size = m < 0 ? -m : m;
+        const float a = size / s > 10 ? 10 : size / s;
+        const double half_square = (double)m * m / (2. * v);
+        const float p = 0.39894228f * (float)exp(half_square < 52 ? -half_square : -52.);
+        const float big_h = {above} / {below};
+        const float big_g = (1 - a * big_h) / (1 + a * a);
+        const float q = p * (big_h + a * big_g);
+        const float g = p * big_g;
+        const float h = p * big_h - g * g;
+        const float moment = (m > 0 ? m : 0) + s * g;
+        const float spread = v * ((m > 0 ? 1 - 2 * q : 0) + h);
+        mean_out = moment < 1e-6f ? 1e-6f : moment;
+        variance_out = spread < 1e-6f ? 1e-6f : spread;
+        slope_out = m > 0 ? 1 - q : q;
+        """,
+        "flashlight_mixture_relu",
     )
 
 

@@ -5,15 +5,29 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flashlight_py.tagi.activations import ReLU
+from flashlight_py.tagi.activations import (
+    EvenExp,
+    LeakyReLU,
+    MixtureReLU,
+    MixtureSigmoid,
+    MixtureTanh,
+    ReLU,
+    Sigmoid,
+    Softplus,
+    Tanh,
+)
 from flashlight_py.tagi.blocks import LayerBlock, ResNetBlock
+from flashlight_py.tagi.convolution import Conv2d, ConvTranspose2d
 from flashlight_py.tagi.embedding import Embedding
+from flashlight_py.tagi.hierarchical import HRCSoftmax
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.linear import Linear
 from flashlight_py.tagi.normalization import BatchNorm2d, LayerNorm
+from flashlight_py.tagi.pooling import AvgPool2d, MaxPool2d
 from flashlight_py.tagi.recurrent import LSTM
 from flashlight_py.tagi.sequential import Sequential
 from flashlight_py.tagi.smoothing import SLSTM, SLinear
+from flashlight_py.tagi.softmax import ClosedFormSoftmax, Remax, Softmax
 from flashlight_py.tagi.states import BaseDeltaStates, BaseHiddenStates
 from flashlight_py.tagi.updater import OutputUpdater
 
@@ -21,23 +35,39 @@ if TYPE_CHECKING:
     from flashlight_py.parallel.tagi import DDPConfig, DDPSequential
 
 __all__ = [
+    "AvgPool2d",
     "BaseDeltaStates",
     "BaseHiddenStates",
     "BaseLayer",
     "BatchNorm2d",
+    "ClosedFormSoftmax",
+    "Conv2d",
+    "ConvTranspose2d",
     "DDPConfig",
     "DDPSequential",
     "Embedding",
+    "EvenExp",
+    "HRCSoftmax",
     "LSTM",
     "LayerBlock",
     "LayerNorm",
+    "LeakyReLU",
     "Linear",
+    "MaxPool2d",
+    "MixtureReLU",
+    "MixtureSigmoid",
+    "MixtureTanh",
     "OutputUpdater",
     "ReLU",
+    "Remax",
     "ResNetBlock",
     "SLSTM",
     "SLinear",
     "Sequential",
+    "Sigmoid",
+    "Softmax",
+    "Softplus",
+    "Tanh",
 ]
 
 

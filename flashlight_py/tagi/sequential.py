@@ -14,11 +14,12 @@ from flashlight_py.tagi.capped_step import FLOOR, cap_factor
 from flashlight_py.tagi.layer import BaseLayer, Shape
 from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
 from flashlight_py.tagi.parameters import Bucket, on_device
+from flashlight_py.tagi.pytagi_files import Files
 from flashlight_py.tagi.recurrence import Recurrence
 from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, real
 
 
-class Sequential(Recurrence):
+class Sequential(Recurrence, Files):
     """A network of layers in a row, trained by observing its outputs, without gradients.
 
     A step of training is ``net(x)``, a method of :class:`OutputUpdater`, ``net.backward()``,

@@ -9,10 +9,76 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.tagi import Linear, OutputUpdater, ReLU, Sequential
+from flashlight_py.tagi import (
+    BatchNorm2d,
+    ClosedFormSoftmax,
+    EvenExp,
+    LayerBlock,
+    LayerNorm,
+    LeakyReLU,
+    Linear,
+    MixtureReLU,
+    MixtureSigmoid,
+    MixtureTanh,
+    OutputUpdater,
+    ReLU,
+    Remax,
+    ResNetBlock,
+    Sequential,
+    Sigmoid,
+    Softmax,
+    Softplus,
+    Tanh,
+    nn,
+)
 from tests.autograd.strict_library import StrictArray
 
 NETWORKS: dict[str, tuple[Callable[[], Sequential], tuple[int, ...]]] = {
+    "images": (
+        lambda: Sequential(
+            nn.Conv2d(2, 3, 3, padding=1),
+            nn.MixtureReLU(),
+            nn.BatchNorm2d(3),
+            nn.AvgPool2d(2, 2),
+            nn.ResNetBlock(
+                nn.LayerBlock(nn.Conv2d(3, 4, 3, padding=1, stride=2, padding_type=2)),
+                nn.LayerBlock(nn.Conv2d(3, 4, 2, stride=2)),
+            ),
+            nn.ConvTranspose2d(4, 2, 2, stride=2),
+            nn.MaxPool2d(2, 2),
+            nn.LayerNorm((2, 2, 2)),
+            Linear(8, 4),
+        ),
+        (2, 8, 8),
+    ),
+    "recurrent": (lambda: Sequential(nn.LSTM(2, 3, 3), nn.LSTM(3, 2, 3), Linear(6, 4)), (6,)),
+    "mixtures": (
+        lambda: Sequential(
+            MixtureReLU(), Linear(6, 5), MixtureTanh(), Linear(5, 4), MixtureSigmoid(), Remax()
+        ),
+        (6,),
+    ),
+    "activations": (
+        lambda: Sequential(
+            Linear(6, 5), LeakyReLU(), Sigmoid(), Linear(5, 5), Tanh(), Softplus(), Linear(5, 4)
+        ),
+        (6,),
+    ),
+    "softmax": (lambda: Sequential(Linear(6, 5), Softmax(), Linear(5, 4), EvenExp()), (6,)),
+    "shares": (lambda: Sequential(Linear(6, 4), ClosedFormSoftmax()), (6,)),
+    "blocks and norms": (
+        lambda: Sequential(
+            BatchNorm2d(2),
+            LayerNorm((2, 3, 2)),
+            Linear(12, 6),
+            ResNetBlock(
+                LayerBlock(Linear(6, 6), MixtureReLU(), BatchNorm2d(6, bias=False)),
+                ResNetBlock(Linear(6, 6)),
+            ),
+            Linear(6, 4),
+        ),
+        (2, 2, 3),
+    ),
     "dense": (lambda: Sequential(Linear(6, 5), ReLU(), Linear(5, 4)), (6,)),
 }
 

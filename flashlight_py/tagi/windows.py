@@ -1,0 +1,262 @@
+"""Square windows over images: as columns of a matrix, and back.
+
+Images are ``[batch, channels, height, width]``. They may lie in memory in any order of batch and
+channels: a convolution writes its output channel by channel, as its product of matrices leaves it,
+and the layers behind it read that as it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from numpy.typing import DTypeLike
+
+from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.tagi.native import native
+from flashlight_py.tagi.states import REAL
+
+
+class Part(NamedTuple):
+    """Which windows: those of some images, in some rows of the output."""
+
+    images: slice
+    rows: slice
+    columns: slice  # where they are among all windows: image by image, row by row
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of ``kernel`` x ``kernel``, ``stride`` apart, over images of ``height`` x ``width``.
+
+    ``before`` and ``after`` are how many rows and columns of zeros there are above and to the left
+    of the images, and below and to the right.
+    """
+
+    kernel: int
+    stride: int
+    before: int
+    after: int
+    height: int
+    width: int
+
+    @property
+    def out_height(self) -> int:
+        """How many windows there are below each other."""
+        return (self.height + self.before + self.after - self.kernel) // self.stride + 1
+
+    @property
+    def out_width(self) -> int:
+        """How many windows there are beside each other."""
+        return (self.width + self.before + self.after - self.kernel) // self.stride + 1
+
+    def parts(self, batch: int, columns: int) -> Iterator[Part]:
+        """Divide the windows of ``batch`` images into parts of about ``columns``, at most so many
+        where a row has not more.
+        """
+        rows, height = max(1, columns // self.out_width), self.out_height
+        if rows >= height:
+            for images in _evenly(batch, rows // height):
+                size = height * self.out_width
+                places = slice(images.start * size, images.stop * size)
+                yield Part(images, slice(0, height), places)
+            return
+        for image in range(batch):
+            for part in _evenly(height, rows):
+                first = (image * height + part.start) * self.out_width
+                places = slice(first, first + (part.stop - part.start) * self.out_width)
+                yield Part(slice(image, image + 1), part, places)
+
+    def padded(self, images: Array) -> Array:
+        """Return copies of the images with zeros around them."""
+        xp, around = array_module(images), (self.before, self.after)
+        padded: Array = xp.pad(images, ((0, 0), (0, 0), around, around))
+        return padded
+
+    def inner(self, padded: Array) -> Array:
+        """Return the images inside their padding; a view."""
+        end = (self.before + self.height, self.before + self.width)
+        images: Array = padded[:, :, self.before : end[0], self.before : end[1]]
+        return images
+
+    def at(self, padded: Array, y: int, x: int) -> Array:
+        """Return the element (y, x) of every window, ``[batch, channels, out_height, out_width]``;
+        a view.
+        """
+        return self.along(self.down(padded, y), x)
+
+    def down(self, padded: Array, y: int) -> Array:
+        """Return row ``y`` of every row of windows, as wide as it is; a view."""
+        end = y + (self.out_height - 1) * self.stride + 1
+        rows: Array = padded[:, :, y : end : self.stride]
+        return rows
+
+    def along(self, rows: Array, x: int) -> Array:
+        """Return element ``x`` of every window of these rows; a view."""
+        end = x + (self.out_width - 1) * self.stride + 1
+        elements: Array = rows[:, :, :, x : end : self.stride]
+        return elements
+
+    def whole(self, batch: int) -> Part:
+        """Return the part that all windows of ``batch`` images are."""
+        size = batch * self.out_height * self.out_width
+        return Part(slice(0, batch), slice(0, self.out_height), slice(0, size))
+
+
+def _evenly(size: int, most: int) -> Iterator[slice]:
+    """Yield slices of 0 to ``size``, as few as have at most ``most``, and about equal."""
+    count = -(-size // most)
+    for number in range(count):
+        yield slice(size * number // count, size * (number + 1) // count)
+
+
+def channel_first(images: Array) -> Array:
+    """Return ``[channels, batch * height * width]``: a view where they lie so, or else a copy."""
+    matrix: Array = images.transpose(1, 0, 2, 3).reshape(images.shape[1], -1)
+    return matrix
+
+
+def batch_first(matrix: Array, shape: tuple[int, ...]) -> Array:
+    """Return ``[channels, batch * height * width]`` as images of ``shape``; a view."""
+    batch, channels, height, width = shape
+    return matrix.reshape(channels, batch, height, width).transpose(1, 0, 2, 3)
+
+
+def readable(mean: Array, variance: Array | None = None) -> tuple[Array, Array | None]:
+    """Return images with contiguous rows and the same strides: themselves, or else copies."""
+    alike = variance is None or variance.strides == mean.strides
+    if alike and mean.strides[3] == mean.itemsize:
+        return mean, variance
+    return mean.copy(), None if variance is None else variance.copy()
+
+
+def patches(
+    windows: Windows, part: Part, mean: Array, variance: Array | None, out: tuple[Array, ...]
+) -> None:
+    """Write windows of a part as columns, ``[channels * kernel**2, windows]``.
+
+    Args:
+        windows: over the images.
+        part: which of them.
+        mean: images with contiguous rows.
+        variance: images with the same strides, see :func:`readable`; or None.
+        out: contiguous arrays: for windows of ``mean``; if there is a variance, for those of
+            ``variance`` and of ``mean**2 + variance``; otherwise, if it has two, of ``mean**2``.
+    """
+    module = None if is_cupy(mean) else native()
+    if module is None:
+        patches_in_numpy(windows, part, mean, variance, out)
+        return
+    from_buffer, null = module.ffi.from_buffer, module.ffi.NULL
+    addresses = [from_buffer("float[]", each) for each in out]
+    if variance is None:  # there is no output of variances
+        addresses[1:1] = [null]
+        addresses = [*addresses, null][:3]
+    module.lib.fl_tagi_patches(
+        described(module, windows, part, mean),
+        address(module, mean),
+        null if variance is None else address(module, variance),
+        *addresses,
+    )
+
+
+def patches_in_numpy(
+    windows: Windows, part: Part, mean: Array, variance: Array | None, out: tuple[Array, ...]
+) -> None:
+    """Do what the kernel does."""
+    xp, k = array_module(mean), windows.kernel
+
+    def taken(images: Array, out: Array) -> None:
+        padded = windows.padded(images[part.images])
+        columns = out.reshape(images.shape[1], k, k, padded.shape[0], -1, windows.out_width)
+        for y in range(k):
+            for x in range(k):
+                found = windows.at(padded, y, x)[:, :, part.rows]
+                columns[:, y, x] = found.transpose(1, 0, 2, 3)
+
+    taken(mean, out[0])
+    if variance is not None:
+        taken(variance, out[1])
+        xp.multiply(out[0], out[0], out=out[2])
+        out[2][...] += out[1]
+    elif len(out) > 1:
+        xp.multiply(out[0], out[0], out=out[1])
+
+
+def add_patches(windows: Windows, part: Part, columns: Array, images: Array) -> None:
+    """Add columns, as of :func:`patches`, to the places that they are of, in place: its adjoint.
+
+    Args:
+        windows: over the images.
+        part: which of them.
+        columns: contiguous.
+        images: with contiguous rows.
+    """
+    module = None if is_cupy(images) else native()
+    if module is None:
+        add_patches_in_numpy(windows, part, columns, images)
+        return
+    module.lib.fl_tagi_add_patches(
+        described(module, windows, part, images),
+        module.ffi.from_buffer("float[]", columns),
+        address(module, images),
+    )
+
+
+def add_patches_in_numpy(windows: Windows, part: Part, columns: Array, images: Array) -> None:
+    """Do what the kernel does, in the same order of additions."""
+    k, chosen = windows.kernel, images[part.images]
+    padded = windows.padded(chosen)
+    split = columns.reshape(images.shape[1], k, k, len(chosen), -1, windows.out_width)
+    for y in range(k):
+        for x in range(k):
+            windows.at(padded, y, x)[:, :, part.rows] += split[:, y, x].transpose(1, 0, 2, 3)
+    chosen[...] = windows.inner(padded)
+
+
+def contiguous(images: Array) -> Array:
+    """Return images of which each channel is contiguous: the same object, or else a copy."""
+    strides = (images.shape[3] * images.itemsize, images.itemsize)
+    return images if images.strides[2:] == strides else images.copy()
+
+
+def empty_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike = REAL) -> Array:
+    """Return new images for the batch of ``x``, in the order of batch and channels that it has."""
+    xp, batch = array_module(x), x.shape[0]
+    channels, height, width = shape
+    if x.strides[0] < x.strides[1]:
+        stacked: Array = xp.empty((channels, batch, height, width), dtype)
+        return stacked.transpose(1, 0, 2, 3)
+    images: Array = xp.empty((batch, channels, height, width), dtype)
+    return images
+
+
+def described(module: object, windows: Windows, part: Part, images: Array) -> object:
+    """Return the struct that the kernels know the windows by."""
+    batch_step, channel_step, row_step, _ = (step // REAL.itemsize for step in images.strides)
+    return module.ffi.new(  # type: ignore[attr-defined]
+        "fl_tagi_windows *",
+        (
+            images.shape[1],
+            windows.height,
+            windows.width,
+            windows.out_width,
+            windows.kernel,
+            windows.stride,
+            windows.before,
+            part.images.start,
+            part.images.stop,
+            part.rows.start,
+            part.rows.stop,
+            batch_step,
+            channel_step,
+            row_step,
+        ),
+    )
+
+
+def address(module: object, images: Array) -> object:
+    """Return the address of an array that need not be contiguous."""
+    start = images.__array_interface__["data"][0]
+    return module.ffi.cast("float *", start)  # type: ignore[attr-defined]

@@ -1,0 +1,324 @@
+"""Activations: their moments against formulas in float64, draws, and the real pytagi."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.tagi import activations, mixtures, softmax
+from flashlight_py.tagi.native import native
+from flashlight_py.tagi.states import BaseHiddenStates
+from flashlight_py.tagi.tails import tails
+from tests.tagi.oracle import compare
+
+REAL = np.float32
+MEANS = [0, 1e-8, 1e-3, 0.1, 0.5, 0.99, 1, 1.01, 2, 3, 5, 8, 13, 40, 1e3, 1e6]
+VARIANCES = [0, 1e-30, 1e-12, 1e-8, 1e-6, 1e-4, 0.01, 0.1, 0.5, 1, 2, 10, 100, 1e4, 1e8]
+GRID = tuple(
+    each.ravel().astype(REAL) for each in np.meshgrid([*MEANS, *(-m for m in MEANS)], VARIANCES)
+)
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(REAL)
+
+
+def cdf(x: float) -> float:
+    return math.erfc(-x / math.sqrt(2)) / 2
+
+
+def pdf(x: float) -> float:
+    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi) if abs(x) < 38 else 0.0
+
+
+def mixture_relu(m: float, v: float) -> tuple[float, float, float]:
+    """As pytagi writes it; exact enough above the floor."""
+    s = math.sqrt(max(v, 1e-38))
+    p, d = cdf(m / s), pdf(m / s)
+    mean = m * p + s * d
+    variance = -mean * mean + 2 * mean * m - m * s * d + (v - m * m) * p
+    return max(mean, 1e-6), max(variance, 1e-6), p
+
+
+def mixture_tanh(m: float, v: float) -> tuple[float, float, float]:
+    s = math.sqrt(max(v, 1e-38))
+    lower, upper = (1 + m) / s, (1 - m) / s
+    pl, pu, dl, du = cdf(lower), cdf(upper), pdf(lower), pdf(upper)
+    mean = (m + 1) * pl + (m - 1) * pu + s * (dl - du) - m
+    variance = (
+        pl * (v - m * m - 2 * m - 1)
+        + pu * (v - m * m + 2 * m - 1)
+        + s * (du * (m - 1) - dl * (m + 1))
+        - mean * mean + 2 * mean * m + m * m - v + 2
+    )  # fmt: skip
+    return mean, max(variance, 1e-6), pl + pu - 1
+
+
+def mixture_sigmoid(m: float, v: float) -> tuple[float, float, float]:
+    mean, variance, slope = mixture_tanh(m, v)
+    return mean / 2 + 0.5, max(variance / 4, 1e-6), slope / 2
+
+
+EXACT = ["mixture_relu", "mixture_relu_in_numpy", "mixture_tanh", "mixture_sigmoid"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_moments(name: str) -> None:
+    """Where the plain formula, in float64, is exact to better than float32 (and its floor)."""
+    m, v = GRID
+    usable = (np.square(m, dtype=np.float64) < 1e9) & (v < 1e5)
+    m, v = m[usable], v[usable]
+    found = getattr(mixtures, name)(m, v)
+    plain = globals()[name.removesuffix("_in_numpy")]
+    expected = np.array([plain(float(a), float(b)) for a, b in zip(m, v, strict=True)])
+    for number, each in enumerate(found):
+        assert each.dtype == REAL
+        np.testing.assert_allclose(each, expected[:, number], rtol=1e-6, atol=2e-9)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_nothing_is_lost_in_the_tails(name: str) -> None:
+    m, v = GRID
+    mean, variance, slope = getattr(mixtures, name)(m, v)
+    assert np.isfinite([mean, variance, slope]).all()
+    assert (variance >= 1e-6).all()
+    assert (slope >= 0).all()
+    assert (slope <= 1).all()
+    bounds = {"mixture_relu": (0, np.inf), "mixture_tanh": (-1, 1), "mixture_sigmoid": (0, 1)}
+    low, high = bounds[name.removesuffix("_in_numpy")]
+    assert (mean >= low).all()
+    assert (mean <= high).all()
+    # No more uncertain than before it was cut off.
+    assert (variance <= np.maximum(v * REAL(1 + 1e-6), REAL(1e-6))).all()
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_not_a_number_is_not_hidden(name: str) -> None:
+    moments = getattr(mixtures, name)
+    nan, one = np.array([np.nan], REAL), np.ones(1, REAL)
+    assert np.isnan(moments(nan, one)).all()
+    assert np.isnan(moments(one, nan)).all()
+
+
+def test_native_code_is_numpy_s() -> None:
+    """Also for images with the channels first, for parts, and for no unit at all."""
+    if native() is None:
+        pytest.skip("the kernels are not built")
+    rng = np.random.default_rng(0)
+    m = (3 * rng.standard_normal((40, 30, 7, 11))).astype(REAL)
+    v = np.exp(2 * rng.standard_normal(m.shape)).astype(REAL)
+    channels_first = tuple(np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1) for a in (m, v))
+    cases = [(m, v), channels_first, (m, channels_first[1]), (m[::2, :, 1:5], v[::2, :, 1:5])]
+    for mean, variance in [*cases, (m[:0], v[:0])]:
+        found = mixtures.mixture_relu(mean, variance)
+        expected = mixtures.mixture_relu_in_numpy(mean, variance)
+        for one, other in zip(found, expected, strict=True):
+            assert one.shape == mean.shape
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-12)
+    assert mixtures.mixture_relu(*channels_first)[0].strides == channels_first[0].strides
+
+
+@pytest.mark.parametrize("name", ["mixture_relu", "mixture_tanh", "mixture_sigmoid", "exponential"])
+def test_the_moments_are_those_of_draws(name: str) -> None:
+    function = {
+        "mixture_relu": lambda z: np.maximum(z, 0),
+        "mixture_tanh": lambda z: np.clip(z, -1, 1),
+        "mixture_sigmoid": lambda z: np.clip((z + 1) / 2, 0, 1),
+        "exponential": np.exp,
+    }[name]
+    moments = getattr(activations, name)
+    normal = np.random.default_rng(0).standard_normal(1_000_000)
+    for m, v in [(0, 1), (0.7, 0.3), (-0.7, 0.3), (1.2, 0.1), (-1.5, 2), (0.2, 0.25)]:
+        z = m + math.sqrt(v) * normal
+        a = function(z)
+        mean, variance, slope = (
+            float(x[0]) for x in moments(np.full(1, m, REAL), np.full(1, v, REAL))
+        )
+        wide = 5e-3 * (1 + variance)
+        assert abs(mean - a.mean()) < wide
+        assert abs(variance / a.var() - 1) < (0.06 if name == "exponential" else 0.01)
+        assert abs(slope - np.cov(a, z)[0, 1] / v) < 5e-3 * (1 + slope)
+
+
+def logistic(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+FIRST_ORDER = {
+    "relu": (lambda m: max(m, 0), lambda m: float(m > 0)),
+    "leaky_relu": (lambda m: max(m, 0.1 * m), lambda m: 1 if m > 0 else 0.1),
+    "sigmoid": (logistic, lambda m: logistic(m) * logistic(-m)),
+    "tanh": (math.tanh, lambda m: 4 * logistic(2 * m) * logistic(-2 * m)),
+    "softplus": (lambda m: math.log1p(math.exp(-abs(m))) + max(m, 0), logistic),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_linearised_at_the_mean(name: str) -> None:
+    value, slope_of = FIRST_ORDER[name]
+    m, v = GRID
+    mean, variance, slope = getattr(activations, name)(m, v)
+    slopes = np.array([slope_of(float(each)) for each in m])
+    for found, expected in (
+        (mean, np.array([value(float(each)) for each in m])),
+        (variance, slopes**2 * v),
+        (slope, slopes),
+    ):
+        assert found.dtype == REAL
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-7)
+
+
+def test_the_exponential_stays_finite() -> None:
+    m, v = GRID
+    found = activations.exponential(m, v)
+    assert np.isfinite(found).all()
+    inside = (abs(m) + v) < 40
+    wide, spread = m[inside].astype(np.float64), v[inside].astype(np.float64)
+    mean = np.exp(wide + spread / 2)
+    np.testing.assert_allclose(found[0][inside], mean, rtol=1e-6)
+    np.testing.assert_allclose(found[1][inside], mean**2 * np.expm1(spread), rtol=1e-6, atol=1e-44)
+
+
+def test_the_tails_by_their_series() -> None:
+    """Beyond 6 by the asymptotic series, as differences lose all there; below by math.erfc."""
+    for a in (0.0, 0.3, 0.66, 0.67, 2.0, 5.6, 5.7):
+        q, g, h = (float(each[0]) for each in tails(np.array([a])))
+        assert math.isclose(q, cdf(-a), rel_tol=1e-14)
+        assert math.isclose(g, pdf(a) - a * cdf(-a), rel_tol=1e-12)
+        assert math.isclose(h, (a * a + 1) * cdf(-a) - a * pdf(a) - g * g, rel_tol=1e-10)
+    for a in (12.0, 30.0):
+        q, g, h = (float(each[0]) for each in tails(np.array([a])))
+        x = 1 / a**2
+        assert math.isclose(g, pdf(a) * x * (1 - 3 * x + 15 * x**2 - 105 * x**3), rel_tol=1e-3)
+        assert math.isclose(h, 2 * pdf(a) * x / a * (1 - 6 * x + 45 * x**2), rel_tol=1e-2)
+
+
+def plain_remax(m: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+    parts = np.array([mixture_relu(float(a), float(b)) for a, b in zip(m, v, strict=True)]).T
+    total, total_v = parts[0].sum(), parts[1].sum()
+    lam, lam_t = np.log(1 + parts[1] / parts[0] ** 2), math.log(1 + total_v / total**2)
+    kap, kap_t = np.log(parts[0]) - lam / 2, math.log(total) - lam_t / 2
+    c = np.log(1 + parts[1] / (parts[0] * total))
+    w = lam + lam_t - 2 * c
+    a = np.maximum(1e-6, np.exp(kap - kap_t + w / 2))
+    a /= a.sum()
+    variance = (np.exp(w) - 1) * a**2
+    covariance = (np.exp(lam - c) - 1) * a * parts[0] / parts[2]
+    return a, variance, np.minimum(np.sqrt(variance * v), covariance) / v
+
+
+def plain_closed_form(m: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+    e, s = np.exp(m + v / 2), np.exp(2 * m + v) * (np.exp(v) - 1)
+    lam = math.log(1 + s.sum() / e.sum() ** 2)
+    kap = math.log(e.sum()) - lam / 2
+    c = np.log(1 + s / (e * e.sum()))
+    w = v + lam - 2 * c
+    a = np.exp(m - kap + w / 2)
+    return a, (np.exp(w) - 1) * a**2, a * (v - c) / v
+
+
+def plain_softmax(m: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+    p = np.exp(m) / np.exp(m).sum()
+    slope = p * (1 - p)
+    return p, slope**2 * (v + v[m.argmax()]), slope
+
+
+@pytest.mark.parametrize("name", ["softmax", "remax", "closed_form_softmax"])
+def test_shares_of_a_whole(name: str) -> None:
+    plain = {"softmax": plain_softmax, "remax": plain_remax}.get(name, plain_closed_form)
+    m, v = 2 * numbers(7, 5), 0.05 + np.square(numbers(7, 5, seed=1))
+    found = getattr(softmax, name)(m, v)
+    for row in range(len(m)):
+        expected = plain(m[row].astype(np.float64), v[row].astype(np.float64))
+        for each, one in zip(found, expected, strict=True):
+            np.testing.assert_allclose(each[row], one, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["softmax", "remax", "closed_form_softmax"])
+def test_shares_stay_finite(name: str) -> None:
+    """Of units far apart, of no or of much variance, where e^z is beyond float32."""
+    m = np.array([[0, 0, 0], [1e3, -1e3, 0], [-1e4, -1e4, -1e4], [1e4, 1e4, 0], [3, 2, 1]], REAL)
+    for v in (0, 1e-20, 1, 50, 1e4):
+        mean, variance, slope = getattr(softmax, name)(m, np.full_like(m, v))
+        assert np.isfinite([mean, variance, slope]).all(), v
+        assert (variance >= 0).all()
+        assert (mean >= 0).all()
+        if name != "closed_form_softmax":
+            np.testing.assert_allclose(mean.sum(axis=1), 1, rtol=1e-5)
+    slope = getattr(softmax, name)(m[:1], np.full((1, 3), 1e-6, REAL))[2]
+    if name == "closed_form_softmax":  # the limit is that of the softmax
+        np.testing.assert_allclose(slope, 1 / 3 * 2 / 3, rtol=1e-3)
+
+
+ALL = ["ReLU", "LeakyReLU", "Sigmoid", "Tanh", "Softplus", "MixtureReLU", "MixtureSigmoid",
+       "MixtureTanh", "Softmax", "Remax", "ClosedFormSoftmax", "EvenExp"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_layers(name: str) -> None:
+    """Any shape and strides; no parameters; the slopes of two activations in a row multiply."""
+    layer = getattr(fl.tagi, name)()
+    assert repr(layer) == f"{name}()"
+    assert not layer.has_state
+    assert layer.connect((2, 3, 4)) == (2, 3, 4)
+    m, v, slope = numbers(5, 2, 3, 4), np.square(numbers(5, 2, 3, 4, seed=1)), numbers(5, 2, 3, 4)
+    once = layer.forward(BaseHiddenStates(m, v))
+    again = layer.forward(BaseHiddenStates(m, v, slope))
+    np.testing.assert_array_equal(again.slope, once.slope * slope)
+    swapped = (np.ascontiguousarray(each.swapaxes(0, 1)).swapaxes(0, 1) for each in (m, v))
+    other = layer.forward(BaseHiddenStates(*swapped))
+    for which in ("mean", "variance", "slope"):
+        array = getattr(once, which)
+        assert array.dtype == REAL
+        assert array.shape == m.shape
+        np.testing.assert_allclose(getattr(other, which), array, rtol=1e-6)
+    known = layer.forward(BaseHiddenStates(m))
+    zero = layer.forward(BaseHiddenStates(m, np.zeros_like(m)))
+    np.testing.assert_array_equal(known.mean, zero.mean)
+    assert np.isfinite([known.mean, known.variance, known.slope]).all()
+    np.testing.assert_array_equal(m, numbers(5, 2, 3, 4))  # not changed
+
+
+def test_pairs_of_a_value_and_its_variance() -> None:
+    layer, old = fl.tagi.EvenExp(), fl.tagi.EvenExp(slope_times_variance=True)
+    with pytest.raises(ValueError, match=r"even number of units, got samples of \(3,\)"):
+        layer.connect((3,))
+    x = BaseHiddenStates(numbers(4, 6), np.square(numbers(4, 6, seed=1)))
+    out, before = layer.forward(x), old.forward(x)
+    for found, kept in ((out.mean, x.mean), (out.variance, x.variance)):
+        np.testing.assert_array_equal(found[:, ::2], kept[:, ::2])
+    assert (out.slope[:, ::2] == 1).all()
+    np.testing.assert_array_equal(out.slope[:, 1::2], out.mean[:, 1::2])
+    np.testing.assert_allclose(
+        before.slope[:, 1::2], x.variance[:, 1::2] * out.mean[:, 1::2], rtol=1e-6
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["ReLU", "Sigmoid", "Tanh", "MixtureReLU", "MixtureSigmoid", "MixtureTanh"]
+)
+def test_the_same_as_pytagi(name: str) -> None:
+    network = f"Sequential(Linear(4, 6), {name}(), Linear(6, 5), {name}(), Linear(5, 2))"
+    x, y = numbers(8, 4), numbers(8, 2, seed=1)
+    compare(network, x, y, np.full((8, 2), 0.1, REAL), rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Remax", "ClosedFormSoftmax", "Softmax"])
+def test_shares_are_the_same_as_pytagi(name: str) -> None:
+    """As many samples as classes: in other cases pytagi's Softmax uses wrong elements."""
+    network = f"Sequential(Linear(4, 8), ReLU(), Linear(8, 5), {name}())"
+    y = np.eye(5, dtype=REAL)
+    compare(network, numbers(5, 4), y, np.full((5, 5), 0.1, REAL), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_pairs_are_the_same_as_pytagi() -> None:
+    network = "Sequential(Linear(4, 8), ReLU(), Linear(8, 6), EvenExp({}))"
+    here = network.format("slope_times_variance=True")
+    x, y = numbers(7, 4), numbers(7, 3, seed=1)
+    compare(network.format(""), x, y, heteros=True, here=here, rtol=1e-4)

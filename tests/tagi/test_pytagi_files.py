@@ -1,0 +1,262 @@
+"""pytagi's files, in both directions, and files that are not what they should be."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py import tagi
+from flashlight_py.tagi import nn
+from tests.tagi.oracle import oracle_run
+
+DENSE = "Sequential(Linear(4, 8), ReLU(), Linear(8, 8, bias=False), ReLU(), Linear(8, 2))"
+X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+
+Outputs = tuple[np.ndarray, np.ndarray]
+
+
+def make(network: str, seed: int = 1) -> nn.Sequential:
+    tagi.manual_seed(seed)
+    net: nn.Sequential = eval(network, dict(vars(nn)))
+    return net
+
+
+def there(network: str, call: str, file: Path, x: np.ndarray) -> Outputs:
+    """Call a method of the real network with a file, then return its outputs."""
+    program = f"""
+        net = eval(network)
+        net.set_threads(1)
+        net.{call}(file)
+        net.eval()
+        result = tuple(np.array(each) for each in net(x))
+    """
+    outputs: Outputs = oracle_run(program, network=network, file=str(file), x=x.ravel())
+    return outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["", "_csv"])
+def test_files_travel_both_ways(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "net"
+    expected = there(DENSE, f"save{kind}", file, X)
+    net = make(DENSE)
+    getattr(net, f"load{kind}")(file)
+    tolerance = 1e-4 if kind else 1e-5
+    for own, real in zip(net(X.ravel()), expected, strict=True):
+        np.testing.assert_allclose(own, real, tolerance, 1e-5)
+    own_file = tmp_path / "own"
+    getattr(net, f"save{kind}")(own_file)
+    for own, real in zip(there(DENSE, f"load{kind}", own_file, X), expected, strict=True):
+        np.testing.assert_allclose(own, real, tolerance, 1e-5)
+    for path in tmp_path.glob("net*"):  # to the byte
+        assert (tmp_path / path.name.replace("net", "own")).read_bytes() == path.read_bytes()
+
+
+IMAGES = "Conv2d(1, 4, 3, padding=1, in_width=8, in_height=8)"
+BLOCK = (
+    "ResNetBlock(LayerBlock(Conv2d(4, 6, 3, padding=1), MixtureReLU(), BatchNorm2d(6)), "
+    "LayerBlock(Conv2d(4, 6, 1), BatchNorm2d(6)))"
+)
+NETWORKS = {
+    "convolutions": (
+        f"{IMAGES}, ReLU(), BatchNorm2d(4), AvgPool2d(2, 2), Conv2d(4, 3, 3, bias=False), "
+        "MaxPool2d(2, 2), Linear(3, 2)"
+    ),
+    "blocks": f"{IMAGES}, ReLU(), {BLOCK}, ReLU(), AvgPool2d(8), Linear(6, 2)",
+    "transposed": f"{IMAGES}, ReLU(), ConvTranspose2d(4, 2, 3, True, 2, 1, 2), Linear(512, 2)",
+    "norms": "Linear(64, 8), ReLU(), BatchNorm2d(8, bias=False), Linear(8, 2)",
+    "LSTM": "LSTM(64, 4, 1), Linear(4, 2)",
+    "embedding": "Embedding(10, 4, 64), Linear(256, 2)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_files_of_every_layer_travel_both_ways(tmp_path: Path, kind: str) -> None:
+    network = f"Sequential({NETWORKS[kind]})"
+    program = """
+        net = eval(network)
+        net.set_threads(1)
+        net(x)
+        net.save(folder + "/there")
+        net.save_csv(folder + "/there")
+        net.eval()
+        net.reset_lstm_states()
+        result = tuple(np.array(each) for each in net(x))
+    """
+    x = np.random.default_rng(0).standard_normal(128).astype(np.float32)
+    if kind == "embedding":
+        x = (np.arange(128) % 10).astype(np.float32)
+    expected = oracle_run(program, network=network, folder=str(tmp_path), x=x)
+    net = make(network)
+    net.load(tmp_path / "there")
+    net.save(tmp_path / "here")
+    assert (tmp_path / "here").read_bytes() == (tmp_path / "there").read_bytes()
+    net.eval()
+    for own, real in zip(net(x), expected, strict=True):
+        np.testing.assert_allclose(own, real, 1e-4, 1e-5)
+    if kind == "blocks":  # pytagi leaves out what is inside them
+        with pytest.raises(ValueError, match=r"pytagi leaves out .* inside blocks"):
+            net.load_csv(tmp_path / "there")
+    else:
+        net.load_csv(tmp_path / "there")
+    net.save_csv(tmp_path / "own")
+    net.load_csv(tmp_path / "own")
+
+
+@pytest.mark.slow
+def test_what_pytagi_leaves_behind_a_layer_norm_is_skipped(tmp_path: Path) -> None:
+    """As many numbers as its last batch had samples: pytagi cannot read its own file again."""
+    network = f"Sequential({IMAGES}, LayerNorm((4, 8, 8)), Linear(256, 3), LayerNorm((3,)))"
+    program = """
+        net = eval(network)
+        net.set_threads(1)
+        net(x)
+        net.save(file)
+        result = tuple(np.array(each) for each in net(x))
+    """
+    x = np.random.default_rng(0).standard_normal(5 * 64).astype(np.float32)
+    file = tmp_path / "net"
+    expected = oracle_run(program, network=network, file=str(file), x=x)
+    net = make(network)
+    net.load(file)
+    for own, real in zip(net(x), expected, strict=True):
+        np.testing.assert_allclose(own, real, 1e-4, 1e-5)
+    size = file.stat().st_size
+    net.save(file)  # a fresh network of pytagi's takes this
+    assert file.stat().st_size == size - 2 * 2 * 5 * 4
+    again = "net = eval(network); net.load(file); net.set_threads(1)\nresult = net(x)"
+    outputs = oracle_run(again, network=network, file=str(file), x=x)
+    for own, real in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(own, real, 1e-4, 1e-5)
+
+
+def saved(tmp_path: Path, network: str = DENSE) -> tuple[nn.Sequential, Path]:
+    net, file = make(network), tmp_path / "folder" / "net.bin"
+    net.save(file)
+    net.save_csv(file)
+    return net, file
+
+
+def equal(one: nn.Sequential, other: nn.Sequential) -> bool:
+    return all(
+        np.array_equal(a, b)
+        for own, real in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+        for a, b in zip(own, real, strict=True)
+    )
+
+
+def test_a_binary_file_is_exact_and_csv_has_six_digits(tmp_path: Path) -> None:
+    net, file = saved(tmp_path)
+    other = make(DENSE, seed=2)
+    assert not equal(other, net)
+    other.load(str(file))
+    assert equal(other, net)
+    other = make(DENSE, seed=2)
+    other.load_csv(str(file))
+    np.testing.assert_allclose(other(X)[0], net(X)[0], 1e-4, 1e-5)
+    assert sorted(path.name for path in file.parent.iterdir()) == [
+        "net.bin",
+        *(f"net.bin_{ending}.csv" for ending in ("1_mw", "2_Sw", "3_mb", "4_Sb")),
+    ]
+    assert len(Path(f"{file}_3_mb.csv").read_text().splitlines()) == 10
+
+
+def test_a_name_without_a_folder_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytagi makes a folder of that name, and then cannot write the file."""
+    monkeypatch.chdir(tmp_path)
+    net = make(DENSE)
+    net.save("net.bin")
+    other = make(DENSE, seed=2)
+    other.load("net.bin")
+    assert equal(other, net)
+
+
+def head(info: str) -> bytes:
+    return struct.pack("<Q", len(info)) + info.encode()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: b"", r"it ends before Linear.0, Linear\(4,8\)"),
+        (lambda data: data[:5], r"it ends before Linear.0, Linear\(4,8\)"),
+        (lambda data: data[:25], r"it ends within Linear.0, Linear\(4,8\)"),
+        (lambda data: data[:-1], r"it ends within Linear.4, Linear\(8,2\)"),
+        (lambda data: data + b"\0" * 4, "it goes on for 4 bytes after the last layer"),
+        (lambda data: b"\xff" * len(data), r"expected 'Linear\(4,8\)' for Linear.0, found"),
+        (
+            lambda data: data.replace(head("Linear(8,2)"), head("Linear(2,8)")),
+            r"expected 'Linear\(8,2\)' for Linear.4, found 'Linear\(2,8\)'",
+        ),
+        (
+            lambda data: data.replace(head("Linear(8,8)"), head("LSTM(8,8)")),
+            r"expected 'Linear\(8,8\)' for Linear.2, found 'LSTM\(8,8\)'",
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_whole(tmp_path: Path, change: Any, message: str) -> None:
+    _, file = saved(tmp_path)
+    file.write_bytes(change(file.read_bytes()))
+    net = make(DENSE, seed=2)
+    with pytest.raises(ValueError, match=f"net.bin is not this network's: {message}.*Nothing was"):
+        net.load(file)
+    assert equal(net, make(DENSE, seed=2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: "", r"_3_mb.csv has 0 values, the network 10"),
+        (lambda text: text + "0.5\n", r"_3_mb.csv has 11 values, the network 10"),
+        (lambda text: "x" + text, r"_3_mb.csv has something that is no number: .*'x"),
+        (lambda text: text.replace("\n", ","), r"_3_mb.csv has something that is no number"),
+    ],
+)
+def test_wrong_text_is_refused_whole(tmp_path: Path, change: Any, message: str) -> None:
+    _, file = saved(tmp_path)
+    biases = Path(f"{file}_3_mb.csv")
+    biases.write_text(change(biases.read_text()))
+    net = make(DENSE, seed=2)
+    with pytest.raises(ValueError, match=f"load_csv: .*{message}"):
+        net.load_csv(file)
+    assert equal(net, make(DENSE, seed=2))
+
+
+def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    """pytagi prints a line and goes on with what it had."""
+    with pytest.raises(FileNotFoundError):
+        make(DENSE).load(tmp_path / "none")
+    with pytest.raises(FileNotFoundError):
+        make(DENSE).load_csv(tmp_path / "none")
+
+
+def test_a_file_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, file = saved(tmp_path)
+    before = file.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    net.layers[0].mu_w = np.zeros(32)
+    with pytest.raises(OSError, match="no space left"):
+        net.save(file)
+    assert file.read_bytes() == before
+    assert len(list(file.parent.iterdir())) == 5  # and nothing else
+
+
+def test_text_keeps_what_is_no_plain_number(tmp_path: Path) -> None:
+    net, file = saved(tmp_path)
+    net.layers[0].mu_w = np.array([np.nan, np.inf, -np.inf, 1e-30] * 8)
+    net.save_csv(file)
+    other = make(DENSE, seed=2)
+    other.load_csv(file)
+    np.testing.assert_allclose(other.layers[0].mu_w, net.layers[0].mu_w, 1e-5)

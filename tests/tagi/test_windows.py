@@ -1,0 +1,109 @@
+"""Windows as columns: the kernels beside NumPy, and both directions beside each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flashlight_py.tagi import pools
+from flashlight_py.tagi import windows as module
+from flashlight_py.tagi.native import native
+from flashlight_py.tagi.windows import Windows
+
+F = np.float32
+ALL = [
+    Windows(3, 1, 1, 1, 6, 7),
+    Windows(3, 1, 0, 0, 5, 20),
+    Windows(3, 2, 0, 1, 6, 8),
+    Windows(2, 3, 1, 1, 6, 9),
+    Windows(1, 2, 0, 0, 5, 7),
+    Windows(5, 1, 4, 4, 2, 3),
+]
+
+
+def images(over: Windows, rng: np.random.Generator, first: bool) -> np.ndarray:
+    """Return a batch of 5 with 3 channels, which lie channel by channel, or image by image."""
+    values = rng.standard_normal((3, 5, over.height, over.width)).astype(F)
+    return values.transpose(1, 0, 2, 3) if first else values.reshape(5, 3, over.height, over.width)
+
+
+@pytest.mark.skipif(native() is None, reason="the native kernels of fl.tagi were not built")
+@pytest.mark.parametrize("over", ALL)
+@pytest.mark.parametrize("first", [False, True])
+def test_the_kernels_make_what_numpy_makes(over: Windows, first: bool) -> None:
+    """To the last bit: of means alone, with squares, with variances; and back."""
+    rng = np.random.default_rng(0)
+    mean, back = images(over, rng, first), images(over, rng, first)
+    variance = np.abs(images(over, rng, first))
+    for part in over.parts(5, 2 * over.out_width):
+        count = part.columns.stop - part.columns.start
+        for kinds, v in ((1, None), (2, None), (3, variance)):
+            own, reference = np.full((2, kinds, 3 * over.kernel**2, count), np.nan, F)
+            module.patches(over, part, mean, v, tuple(own))
+            module.patches_in_numpy(over, part, mean, v, tuple(reference))
+            np.testing.assert_array_equal(own, reference)
+        columns = rng.standard_normal((3 * over.kernel**2, count)).astype(F)
+        expected = back.copy()
+        module.add_patches_in_numpy(over, part, columns, expected)
+        module.add_patches(over, part, columns, back)
+        np.testing.assert_array_equal(back, expected)
+
+
+@pytest.mark.parametrize("over", ALL)
+@pytest.mark.parametrize("columns", [1, 40, 10_000])
+def test_adding_columns_is_the_adjoint_of_making_them(over: Windows, columns: int) -> None:
+    """<patches(x), y> == <x, add_patches(y)>, over parts that cover all windows once."""
+    rng = np.random.default_rng(1)
+    x = rng.integers(-9, 9, (5, 3, over.height, over.width)).astype(F)
+    back, left, covered = np.zeros_like(x), 0.0, 0
+    for part in over.parts(5, columns):
+        assert part.columns.start == covered
+        covered = part.columns.stop
+        found = np.empty((3 * over.kernel**2, covered - part.columns.start), F)
+        module.patches(over, part, x, None, (found,))
+        y = rng.integers(-9, 9, found.shape).astype(F)
+        left += (found * y).sum()
+        module.add_patches(over, part, y, back)
+    assert covered == 5 * over.out_height * over.out_width
+    assert left == (x * back).sum()
+
+
+@pytest.mark.skipif(native() is None, reason="the native kernels of fl.tagi were not built")
+@pytest.mark.parametrize("over", ALL)
+@pytest.mark.parametrize("first", [False, True])
+def test_sums_of_windows_are_those_of_numpy(over: Windows, first: bool) -> None:
+    """To the last bit; the adjoint, too."""
+    rng = np.random.default_rng(2)
+    x = images(over, rng, first)
+    sums = pools.sum_windows(over, x, 1 / 9)
+    expected = np.empty_like(sums)
+    pools.sum_windows_in_numpy(over, x, 1 / 9, expected)
+    np.testing.assert_array_equal(sums, expected)
+    deltas = rng.standard_normal(sums.shape).astype(F)
+    spread = pools.spread_windows(over, deltas, 1 / 9, x)
+    expected = np.empty_like(spread)
+    pools.spread_windows_in_numpy(over, deltas, 1 / 9, expected)
+    np.testing.assert_array_equal(spread, expected)
+    assert np.isclose((sums * deltas).sum(), (x * spread).sum(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(native() is None, reason="the native kernels of fl.tagi were not built")
+@pytest.mark.parametrize("over", [over for over in ALL if over.after < over.kernel])
+@pytest.mark.parametrize("first", [False, True])
+def test_largest_elements_are_those_of_numpy(over: Windows, first: bool) -> None:
+    """Also equal ones, and what is no number; the way back differs by rounding."""
+    rng = np.random.default_rng(3)
+    mean = np.round(images(over, rng, first))
+    mean[rng.uniform(size=mean.shape) < 0.3] = np.nan
+    variance = np.abs(images(over, rng, not first))
+    own = pools.largest(over, mean, variance)
+    expected = tuple(np.empty_like(each) for each in own)
+    pools.largest_in_numpy(over, mean, variance, *expected)
+    for found, wanted in zip(own, expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert pools.largest(over, mean, None)[1] is None
+    deltas = rng.standard_normal(own[0].shape).astype(F)
+    spread = pools.spread_taken(over, deltas, own[2], mean)
+    wanted = np.zeros_like(spread)
+    pools.spread_taken_in_numpy(over, deltas, own[2], wanted)
+    np.testing.assert_allclose(spread, wanted, rtol=1e-5, atol=1e-6)
