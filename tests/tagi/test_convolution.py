@@ -306,6 +306,13 @@ def test_a_layer_describes_itself_as_pytagi_s(text: str, expected: str) -> None:
             "expected 2 channels, got images of shape",
         ),
         (
+            lambda: nn.Sequential(
+                nn.Conv2d(1, 2, 3, in_width=6, in_height=5),
+                nn.Conv2d(2, 1, 2, in_width=3, in_height=4),
+            ),
+            r"in_height and in_width are \(4, 3\), got images of \(2, 3, 4\)",
+        ),
+        (
             lambda: nn.Sequential(nn.Linear(5, 7), nn.Conv2d(1, 1, 3, in_width=4, in_height=4)),
             r"expected 16 elements a sample, images of \(1, 4, 4\), got \(7,\)",
         ),
