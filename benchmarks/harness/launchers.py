@@ -30,13 +30,17 @@ ONE_THREAD = {
 
 @dataclass(frozen=True)
 class Library:
-    """A library in its environment, and the role that its ranks play."""
+    """A library in its environment, and the role that its ranks play.
+
+    ``libraries`` are folders of shared libraries that its processes need, as in LD_LIBRARY_PATH.
+    """
 
     title: str
     role: str
     python: Path
     launcher: Launcher = "direct"
     options: Mapping[str, Any] = field(default_factory=dict)
+    libraries: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,12 +38,15 @@ def nothing() -> None:
 class Prepared:
     """A call that can be repeated; what to report of it; and what proves its result right.
 
-    ``check`` is collective and raises RuntimeError if the result is wrong.
+    ``check`` is collective and raises RuntimeError if the result is wrong. ``clock`` is what the
+    seconds are read from; ``time.process_time`` counts what the process computes, whatever else
+    the machine does.
     """
 
     call: Call
     detail: Any = None
     check: Call = nothing
+    clock: Callable[[], float] = time.perf_counter
 
 
 class Role(abc.ABC):

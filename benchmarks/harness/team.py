@@ -191,6 +191,9 @@ def _environment(library: Library, variables: Mapping[str, str]) -> dict[str, st
     """The caller's environment, which wins, with the library's own programs found first."""
     merged = {**variables, **os.environ}
     merged["PATH"] = f"{library.python.parent}{os.pathsep}{merged.get('PATH', '')}"
+    if library.libraries:
+        paths = [library.libraries, *filter(None, [merged.get("LD_LIBRARY_PATH")])]
+        merged["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
     merged.pop("PYTHONPATH", None)
     return merged
 

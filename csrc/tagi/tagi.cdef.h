@@ -1,3 +1,22 @@
+/* How many samples an LSTM has, of how many time steps, and the units of a time step. */
+typedef struct {
+  size_t rows, steps, inputs, outputs;
+} fl_tagi_lstm;
+
+/* All time steps of all samples; see flashlight_py/tagi/lstm_window.py. NULL: no biases; no
+   variances of inputs; begin with 0. Otherwise `states`, of one sample, is where h and c with their
+   variances are, `[4, outputs]`, and are written. */
+void fl_tagi_lstm_forward(const fl_tagi_lstm *lstm, const float *weight,
+                          const float *weight_variance, const float *bias,
+                          const float *bias_variance, const float *x, const float *x_variance,
+                          float *h, float *h_variance, float *joined, float *slopes,
+                          float *states);
+
+/* Back through time: deltas of the inputs of the gates, and unless NULL of x. */
+void fl_tagi_lstm_backward(const fl_tagi_lstm *lstm, const float *weight, const float *slopes,
+                           const float *d, const float *e, float *dz, float *ez, float *dx,
+                           float *ex);
+
 /* The step of flat arrays of `size` elements; see flashlight_py/tagi/capped_step.py. */
 void fl_tagi_step(float *mean, float *variance, const float *mean_sum, const float *variance_sum,
                   size_t size, float inverse_cap);
@@ -27,6 +46,18 @@ void fl_tagi_sum_windows(const fl_tagi_windows *windows, const float *images, fl
 /* The adjoint: what each window has, times `factor`, added to its places, which begin with 0. */
 void fl_tagi_spread_windows(const fl_tagi_windows *windows, const float *deltas, float *images,
                             ptrdiff_t image_step, ptrdiff_t channel_step, float factor);
+
+/* The largest mean of each window, its variance (unless NULL), and its place in the window, row by
+   row; steps as of fl_tagi_sum_windows, the same of all three. */
+void fl_tagi_largest(const fl_tagi_windows *windows, const float *mean, const float *variance,
+                     float *means, float *variances, int32_t *taken, ptrdiff_t image_step,
+                     ptrdiff_t channel_step);
+
+/* Add what each window has to the place that was taken. */
+void fl_tagi_spread_taken(const fl_tagi_windows *windows, const float *deltas,
+                          ptrdiff_t image_step, ptrdiff_t channel_step, const int32_t *taken,
+                          ptrdiff_t taken_image_step, ptrdiff_t taken_channel_step,
+                          float *images);
 /* Moments of max(z, 0) for flat arrays of `size` elements; see flashlight_py/tagi/mixtures.py. */
 void fl_tagi_mixture_relu(const float *mean, const float *variance, float *mean_out,
                           float *variance_out, float *slope_out, size_t size);

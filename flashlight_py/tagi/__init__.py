@@ -9,12 +9,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.random import set_seed as manual_seed
-from flashlight_py.tagi import nn
+from flashlight_py.tagi import cuda, metric, nn
+from flashlight_py.tagi.metric import HRCSoftmaxMetric
+from flashlight_py.tagi.utilities import Normalizer, Utils, exponential_scheduler
 
 if TYPE_CHECKING:
     from flashlight_py.tagi.nn import *
 
-__all__ = [*nn.__all__, "manual_seed", "nn"]
+__all__ = [
+    *nn.__all__,
+    "HRCSoftmaxMetric",
+    "Normalizer",
+    "Utils",
+    "cuda",
+    "exponential_scheduler",
+    "manual_seed",
+    "metric",
+    "nn",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ from flashlight_py.tagi.activations import (
 from flashlight_py.tagi.blocks import LayerBlock, ResNetBlock
 from flashlight_py.tagi.convolution import Conv2d, ConvTranspose2d
 from flashlight_py.tagi.embedding import Embedding
+from flashlight_py.tagi.hierarchical import HRCSoftmax
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.linear import Linear
 from flashlight_py.tagi.normalization import BatchNorm2d, LayerNorm
@@ -46,6 +47,7 @@ __all__ = [
     "DDPSequential",
     "Embedding",
     "EvenExp",
+    "HRCSoftmax",
     "LSTM",
     "LayerBlock",
     "LayerNorm",

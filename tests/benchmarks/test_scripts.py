@@ -105,6 +105,17 @@ def test_compression_reports_bytes_times_and_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_steps_of_tagi_without_a_peer(tmp_path: Path) -> None:
+    output, result = run(tmp_path, "tagi.py", "--works", "mlp-16", "mlp-256")
+    assert "- ABSENT pytagi: not installed" in output
+    assert "| MLP 784-128-128-11, batch 16 | - |" in output
+    alone, shared = result["measurements"]
+    assert list(alone["seconds"]) == ["flashlight_py"]
+    assert list(shared["seconds"]) == ["flashlight_py, 1 rank", "flashlight_py, 2 ranks"]
+    assert [verdict["reached"] is None for verdict in result["verdicts"]] == [True, False]
+
+
+@pytest.mark.slow
 def test_the_launcher_is_timed_beside_bare_processes(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [sys.executable, str(BENCHMARKS / "launch.py"), "--rounds", "1", "--json", str(file)]

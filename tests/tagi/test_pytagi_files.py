@@ -57,6 +57,85 @@ def test_files_travel_both_ways(tmp_path: Path, kind: str) -> None:
         assert (tmp_path / path.name.replace("net", "own")).read_bytes() == path.read_bytes()
 
 
+IMAGES = "Conv2d(1, 4, 3, padding=1, in_width=8, in_height=8)"
+BLOCK = (
+    "ResNetBlock(LayerBlock(Conv2d(4, 6, 3, padding=1), MixtureReLU(), BatchNorm2d(6)), "
+    "LayerBlock(Conv2d(4, 6, 1), BatchNorm2d(6)))"
+)
+NETWORKS = {
+    "convolutions": (
+        f"{IMAGES}, ReLU(), BatchNorm2d(4), AvgPool2d(2, 2), Conv2d(4, 3, 3, bias=False), "
+        "MaxPool2d(2, 2), Linear(3, 2)"
+    ),
+    "blocks": f"{IMAGES}, ReLU(), {BLOCK}, ReLU(), AvgPool2d(8), Linear(6, 2)",
+    "transposed": f"{IMAGES}, ReLU(), ConvTranspose2d(4, 2, 3, True, 2, 1, 2), Linear(512, 2)",
+    "norms": "Linear(64, 8), ReLU(), BatchNorm2d(8, bias=False), Linear(8, 2)",
+    "LSTM": "LSTM(64, 4, 1), Linear(4, 2)",
+    "embedding": "Embedding(10, 4, 64), Linear(256, 2)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_files_of_every_layer_travel_both_ways(tmp_path: Path, kind: str) -> None:
+    network = f"Sequential({NETWORKS[kind]})"
+    program = """
+        net = eval(network)
+        net.set_threads(1)
+        net(x)
+        net.save(folder + "/there")
+        net.save_csv(folder + "/there")
+        net.eval()
+        net.reset_lstm_states()
+        result = tuple(np.array(each) for each in net(x))
+    """
+    x = np.random.default_rng(0).standard_normal(128).astype(np.float32)
+    if kind == "embedding":
+        x = (np.arange(128) % 10).astype(np.float32)
+    expected = oracle_run(program, network=network, folder=str(tmp_path), x=x)
+    net = make(network)
+    net.load(tmp_path / "there")
+    net.save(tmp_path / "here")
+    assert (tmp_path / "here").read_bytes() == (tmp_path / "there").read_bytes()
+    net.eval()
+    for own, real in zip(net(x), expected, strict=True):
+        np.testing.assert_allclose(own, real, 1e-4, 1e-5)
+    if kind == "blocks":  # pytagi leaves out what is inside them
+        with pytest.raises(ValueError, match=r"pytagi leaves out .* inside blocks"):
+            net.load_csv(tmp_path / "there")
+    else:
+        net.load_csv(tmp_path / "there")
+    net.save_csv(tmp_path / "own")
+    net.load_csv(tmp_path / "own")
+
+
+@pytest.mark.slow
+def test_what_pytagi_leaves_behind_a_layer_norm_is_skipped(tmp_path: Path) -> None:
+    """As many numbers as its last batch had samples: pytagi cannot read its own file again."""
+    network = f"Sequential({IMAGES}, LayerNorm((4, 8, 8)), Linear(256, 3), LayerNorm((3,)))"
+    program = """
+        net = eval(network)
+        net.set_threads(1)
+        net(x)
+        net.save(file)
+        result = tuple(np.array(each) for each in net(x))
+    """
+    x = np.random.default_rng(0).standard_normal(5 * 64).astype(np.float32)
+    file = tmp_path / "net"
+    expected = oracle_run(program, network=network, file=str(file), x=x)
+    net = make(network)
+    net.load(file)
+    for own, real in zip(net(x), expected, strict=True):
+        np.testing.assert_allclose(own, real, 1e-4, 1e-5)
+    size = file.stat().st_size
+    net.save(file)  # a fresh network of pytagi's takes this
+    assert file.stat().st_size == size - 2 * 2 * 5 * 4
+    again = "net = eval(network); net.load(file); net.set_threads(1)\nresult = net(x)"
+    outputs = oracle_run(again, network=network, file=str(file), x=x)
+    for own, real in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(own, real, 1e-4, 1e-5)
+
+
 def saved(tmp_path: Path, network: str = DENSE) -> tuple[nn.Sequential, Path]:
     net, file = make(network), tmp_path / "folder" / "net.bin"
     net.save(file)

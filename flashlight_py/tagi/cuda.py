@@ -1,0 +1,80 @@
+"""What CUDA offers here. Nothing raises where there is no driver, no device or no CuPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashlight_py import _native
+from flashlight_py.errors import BackendUnavailableError
+
+
+def is_available() -> bool:
+    """Return whether a network can be moved to a CUDA device."""
+    return get_device_count() > 0
+
+
+def is_nccl_available() -> bool:
+    """Return whether NCCL's library can be loaded, and this package's binding of it is built."""
+    try:
+        _native.load("nccl")
+    except BackendUnavailableError:
+        return False
+    return True
+
+
+def get_device_count() -> int:
+    """Return how many CUDA devices CuPy finds; 0 without CuPy, too."""
+    runtime = _runtime()
+    return 0 if runtime is None else int(runtime.getDeviceCount())
+
+
+def get_current_device() -> int:
+    """Return the index of the device that CuPy uses in this thread; -1: there is none."""
+    runtime = _runtime()
+    return -1 if runtime is None else int(runtime.getDevice())
+
+
+def set_device(device_index: int) -> bool:
+    """Let CuPy use this device in this thread; return whether there is one of this index."""
+    runtime = _runtime()
+    if runtime is None or not is_device_available(device_index):
+        return False
+    runtime.setDevice(device_index)
+    return True
+
+
+def is_device_available(device_index: int) -> bool:
+    """Return whether there is a device of this index."""
+    return 0 <= device_index < get_device_count()
+
+
+def get_device_properties(device_index: int) -> str:
+    """Return the device's name and compute capability; empty: there is no such device."""
+    runtime = _runtime()
+    if runtime is None or not is_device_available(device_index):
+        return ""
+    found = runtime.getDeviceProperties(device_index)
+    return f"{found['name'].decode()}, compute capability {found['major']}.{found['minor']}"
+
+
+def get_device_memory(device_index: int) -> tuple[int, int]:
+    """Return the device's memory in bytes: total, free. Zeros: there is no such device."""
+    if not is_device_available(device_index):
+        return 0, 0
+    import cupy
+
+    with cupy.cuda.Device(device_index):
+        free, total = cupy.cuda.runtime.memGetInfo()
+    return int(total), int(free)
+
+
+def _runtime() -> Any | None:
+    """Return CuPy's runtime, None where there is no CuPy, driver or device."""
+    try:
+        from cupy.cuda import runtime
+    except ImportError:
+        return None
+    try:
+        return runtime if runtime.getDeviceCount() else None
+    except runtime.CUDARuntimeError:
+        return None

@@ -1,0 +1,114 @@
+"""How good predictions are. Arrays may have any shape and dtype; NaN counts as not observed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array, to_device
+from flashlight_py.tagi.hierarchical import probabilities, tree_of
+
+
+class HRCSoftmaxMetric:
+    """Predicted classes, and how many are wrong, of a network whose outputs are a tree's nodes.
+
+    Args:
+        num_classes: at least 2.
+
+    Attributes:
+        hrc_softmax: the tree; ``hrc_softmax.len`` is how many outputs the network needs.
+
+    Raises:
+        ValueError: there are fewer than two classes.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+        self.hrc_softmax = tree_of(num_classes)
+
+    def error_rate(self, m_pred: Any, v_pred: Any, label: Any) -> float:
+        """Return the share of samples whose most probable class is not their label, 0 to 1.
+
+        Args:
+            m_pred, v_pred: means and variances of the outputs, ``[batch, outputs]`` or flat.
+            label: ``[batch]``, from 0.
+
+        Raises:
+            ValueError: sizes differ from what the tree needs.
+        """
+        return classification_error(self.get_predicted_labels(m_pred, v_pred), label)
+
+    def get_predicted_labels(self, m_pred: Any, v_pred: Any) -> Array:
+        """Return the most probable class of each sample, ``[batch]``, int32.
+
+        Raises:
+            ValueError: sizes differ from what the tree needs.
+        """
+        probable: Array = probabilities(m_pred, v_pred, self.hrc_softmax).argmax(axis=1)
+        return probable.astype(np.int32)
+
+
+def mse(prediction: Any, observation: Any) -> float:
+    """Return the mean of the squared errors.
+
+    Raises:
+        ValueError: the arrays have different numbers of elements; one element goes with all.
+    """
+    predicted, observed = _alike("mse", prediction=prediction, observation=observation)
+    return float(np.nanmean((predicted - observed) ** 2))
+
+
+def rmse(prediction: Any, observation: Any) -> float:
+    """Return the root of the mean of the squared errors.
+
+    Raises:
+        ValueError: as :func:`mse`.
+    """
+    predicted, observed = _alike("rmse", prediction=prediction, observation=observation)
+    return float(np.sqrt(np.nanmean((predicted - observed) ** 2)))
+
+
+def log_likelihood(prediction: Any, observation: Any, std: Any) -> float:
+    """Return the mean logarithm of the density of the observations.
+
+    Args:
+        prediction: means of the predicted distributions.
+        observation: what was observed.
+        std: standard deviations of the predictions, the observations' errors included.
+
+    Raises:
+        ValueError: the arrays have different numbers of elements; one element goes with all.
+    """
+    predicted, observed, deviation = _alike(
+        "log_likelihood", prediction=prediction, observation=observation, std=std
+    )
+    densities = -0.5 * np.log(2 * np.pi * deviation**2)
+    return float(np.nanmean(densities - 0.5 * ((observed - predicted) / deviation) ** 2))
+
+
+def classification_error(prediction: Any, label: Any) -> float:
+    """Return the share of predicted classes that are not the labels, 0 to 1.
+
+    Raises:
+        ValueError: there are not as many predictions as labels.
+    """
+    predicted, labels = (np.asarray(to_device(each, "cpu")) for each in (prediction, label))
+    if predicted.size != labels.size:
+        raise ValueError(
+            f"classification_error: {predicted.size} predictions and {labels.size} labels"
+        )
+    return float(np.mean(predicted.reshape(-1) != labels.reshape(-1)))
+
+
+def _alike(what: str, **arrays: Any) -> list[Array]:
+    """Return the arrays flat, float64: NumPy would broadcast ``(n,)`` with ``(n, 1)`` to a square.
+
+    Raises:
+        ValueError: they have different numbers of elements, other than one.
+    """
+    flat = [np.asarray(to_device(each, "cpu"), np.float64).reshape(-1) for each in arrays.values()]
+    if len({each.size for each in flat} - {1}) > 1:
+        sizes = ", ".join(f"{name} {np.shape(values)}" for name, values in arrays.items())
+        raise ValueError(f"{what}: arrays of different numbers of elements: {sizes}")
+    return flat

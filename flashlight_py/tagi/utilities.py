@@ -1,0 +1,301 @@
+"""What pytagi's scripts need beside networks: labels, data sets, windows, scales, schedules."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array
+from flashlight_py.tagi.hierarchical import (
+    HRCSoftmax,
+    checked_labels,
+    observations,
+    probabilities,
+    tree_of,
+)
+from flashlight_py.tagi.states import REAL, real
+
+FileName = str | os.PathLike[str]
+
+IMAGES, LABELS = 2051, 2049  # the numbers that MNIST's files begin with
+CIFAR_IMAGE = 3 * 32 * 32  # bytes, behind one of the label
+SMALL = 1e-10  # what pytagi adds to scales, so that nothing is divided by 0
+
+
+class Utils:
+    """Functions for labels of a class tree, data sets and time series, named as pytagi's."""
+
+    def label_to_obs(self, labels: Any, num_classes: int) -> tuple[Array, Array, int]:
+        """Return what to observe for each label, for ``update_using_indices``.
+
+        Args:
+            labels: from 0, any shape.
+            num_classes: at least 2.
+
+        Returns:
+            Values, +1 or -1, float32; outputs, from 1, int32; and how many there are for each
+            label. The two arrays are flat, sample by sample.
+
+        Raises:
+            ValueError: a label is none of the classes, or there are fewer than two classes.
+        """
+        return observations(labels, num_classes)
+
+    def label_to_one_hot(self, labels: Any, num_classes: int) -> Array:
+        """Return 1 at each label's place, else 0: ``labels * num_classes``, flat, float32.
+
+        Raises:
+            ValueError: a label is none of the classes.
+        """
+        chosen = checked_labels(labels, num_classes)
+        hot: Array = np.zeros((chosen.size, num_classes), REAL)
+        hot[np.arange(chosen.size), chosen] = 1
+        return hot.reshape(-1)
+
+    def get_labels(
+        self, ma: Any, Sa: Any, hr_softmax: HRCSoftmax, num_classes: int, batch_size: int
+    ) -> tuple[Array, Array]:
+        """Return the most probable class of each sample, and the probability of every class.
+
+        Args:
+            ma, Sa: means and variances of the outputs, ``[batch, outputs]`` or flat.
+            hr_softmax: the tree of ``num_classes`` classes.
+            num_classes: of the tree.
+            batch_size: how many samples there are.
+
+        Returns:
+            ``[batch_size]``, int32, and ``[batch_size * num_classes]``, float32.
+
+        Raises:
+            ValueError: sizes are not those of the tree and the batch.
+        """
+        values = self._probabilities(ma, Sa, hr_softmax, num_classes)
+        if len(values) != batch_size:
+            raise ValueError(f"expected outputs of {batch_size} samples, got {len(values)}")
+        return values.argmax(axis=1).astype(np.int32), values.reshape(-1)
+
+    def get_errors(
+        self,
+        ma: Any,
+        Sa: Any,
+        labels: Any,
+        hr_softmax: HRCSoftmax,
+        num_classes: int,
+        batch_size: int,
+    ) -> tuple[Array, Array]:
+        """Return 1 for each sample whose most probable class is not its label, else 0.
+
+        Args:
+            ma, Sa, hr_softmax, num_classes, batch_size: as for :meth:`get_labels`.
+            labels: ``[batch_size]``, from 0.
+
+        Returns:
+            ``[batch_size]``, int32, and the probabilities as from :meth:`get_labels`.
+
+        Raises:
+            ValueError: sizes are not those of the tree and the batch.
+        """
+        predicted, values = self.get_labels(ma, Sa, hr_softmax, num_classes, batch_size)
+        right = checked_labels(labels, num_classes)
+        if right.size != batch_size:
+            raise ValueError(f"expected {batch_size} labels, got {right.size}")
+        return (predicted != right).astype(np.int32), values
+
+    def get_hierarchical_softmax(self, num_classes: int) -> HRCSoftmax:
+        """Return the tree of ``num_classes`` classes.
+
+        Raises:
+            ValueError: there are fewer than two classes.
+        """
+        return tree_of(num_classes)
+
+    def obs_to_label_prob(
+        self, ma: Any, Sa: Any, hr_softmax: HRCSoftmax, num_classes: int
+    ) -> Array:
+        """Return the probability of every class, ``[samples * num_classes]``, float32.
+
+        Args:
+            ma, Sa, hr_softmax, num_classes: as for :meth:`get_labels`; one sample or more.
+
+        Raises:
+            ValueError: sizes are not those of the tree.
+        """
+        return self._probabilities(ma, Sa, hr_softmax, num_classes).reshape(-1)
+
+    def load_mnist_images(
+        self, image_file: FileName, label_file: FileName, num_images: int
+    ) -> tuple[Array, Array]:
+        """Return the first ``num_images`` images of MNIST's files; 0: all.
+
+        Returns:
+            Pixels, flat, float32 from 0 to 1, and labels, int32.
+
+        Raises:
+            ValueError: a file is no such file, is cut off, or they have different numbers.
+            OSError: a file cannot be read.
+        """
+        images, labels = _idx(Path(image_file), IMAGES, 3), _idx(Path(label_file), LABELS, 1)
+        if len(images) != len(labels):
+            raise ValueError(
+                f"{image_file} has {len(images)} images, {label_file} {len(labels)} labels"
+            )
+        count = num_images or len(images)
+        return images[:count].reshape(-1) / REAL.type(255), labels[:count].astype(np.int32)
+
+    def load_cifar_images(self, image_file: FileName, num: int) -> tuple[Array, Array]:
+        """Return the first ``num`` images of a file of CIFAR-10's binary version; 0: all.
+
+        Returns:
+            Pixels, flat, channels first, float32 from 0 to 1, and labels, int32.
+
+        Raises:
+            ValueError: it is no such file.
+            OSError: it cannot be read.
+        """
+        data = np.fromfile(image_file, np.uint8)
+        if data.size == 0 or data.size % (1 + CIFAR_IMAGE):
+            raise ValueError(
+                f"{image_file} is no file of CIFAR-10's binary version: expected images of "
+                f"{1 + CIFAR_IMAGE} bytes, got {data.size} bytes"
+            )
+        rows = data.reshape(-1, 1 + CIFAR_IMAGE)
+        rows = rows[: num or len(rows)]
+        return rows[:, 1:].reshape(-1) / REAL.type(255), rows[:, 0].astype(np.int32)
+
+    def create_rolling_window(
+        self,
+        data: Any,
+        output_col: Sequence[int] | Array,
+        input_seq_len: int,
+        output_seq_len: int,
+        num_features: int,
+        stride: int,
+    ) -> tuple[Array, Array]:
+        """Return what a window sees, and what follows it, as it moves over a time series.
+
+        Args:
+            data: shape ``[steps, num_features]`` or flat.
+            output_col: which features are to be predicted, from 0.
+            input_seq_len, output_seq_len: steps of the window, and of what follows.
+            num_features: of a step.
+            stride: steps from one window to the next.
+
+        Returns:
+            ``[windows, input_seq_len * num_features]`` and ``[windows, output_seq_len *
+            len(output_col)]``, float32.
+
+        Raises:
+            ValueError: there is not one window in the data, or a column is none of its features.
+        """
+        values = real("data", data, "cpu").reshape(-1)
+        columns = np.asarray(output_col, np.int64).reshape(-1)
+        if values.size % num_features:
+            raise ValueError(f"{values.size} elements are no steps of {num_features} features")
+        if columns.size and not (columns.min() >= 0 and columns.max() < num_features):
+            raise ValueError(f"output_col: columns are from 0 to {num_features - 1}")
+        steps = values.reshape(-1, num_features)
+        count = (len(steps) - input_seq_len - output_seq_len) // stride + 1
+        if count < 1:
+            raise ValueError(
+                f"{len(steps)} steps are no window of {input_seq_len} and {output_seq_len} more"
+            )
+        begin = np.arange(count)[:, None] * stride
+        seen = steps[begin + np.arange(input_seq_len)]
+        ahead = steps[begin + input_seq_len + np.arange(output_seq_len)][:, :, columns]
+        return seen.reshape(count, -1), ahead.reshape(count, -1)
+
+    def get_upper_triu_cov(self, batch_size: int, num_data: int, sigma: float) -> Array:
+        """Return covariance matrices of independent elements, their upper triangles row by row.
+
+        ``sigma ** 2`` on the diagonal, 0 beside it; flat, float32, one after the other for
+        ``batch_size`` samples of ``num_data`` elements.
+        """
+        triangle = np.eye(num_data, dtype=REAL)[np.triu_indices(num_data)] * REAL.type(sigma) ** 2
+        return np.tile(triangle, batch_size)
+
+    @staticmethod
+    def _probabilities(ma: Any, Sa: Any, hr_softmax: HRCSoftmax, num_classes: int) -> Array:
+        if hr_softmax.obs.size != num_classes * hr_softmax.num_obs or not hr_softmax.len:
+            raise ValueError(f"the tree is not of {num_classes} classes")
+        return probabilities(ma, Sa, hr_softmax)
+
+
+def _idx(path: Path, number: int, dimensions: int) -> Array:
+    """Return what a file of MNIST's format has, uint8."""
+    data = path.read_bytes()
+    head = 4 * (1 + dimensions)
+    sizes = np.frombuffer(data[:head], ">i4").tolist() if len(data) >= head else [0]
+    if sizes[0] != number or len(data) != head + int(np.prod(sizes[1:])):
+        raise ValueError(
+            f"{path} is no whole file of MNIST's format: expected the number {number} and "
+            f"{dimensions} sizes, then as many bytes; got {len(data)} bytes, {sizes}"
+        )
+    return np.frombuffer(data, np.uint8, offset=head).reshape(sizes[1:])
+
+
+def exponential_scheduler(
+    curr_v: float, min_v: float, decaying_factor: float, curr_iter: int
+) -> float:
+    """Return ``curr_v * decaying_factor ** curr_iter``, at least ``min_v``."""
+    return float(np.maximum(curr_v * decaying_factor**curr_iter, min_v))
+
+
+class Normalizer:
+    """Scales of data, and the way back. Arrays broadcast as NumPy's; each result is new.
+
+    Args:
+        method: what it is for; kept, and not used.
+    """
+
+    def __init__(self, method: str | None = None) -> None:
+        self.method = method
+
+    @staticmethod
+    def standardize(data: Array, mu: Array, std: Array) -> Array:
+        """Return ``(data - mu) / std``, of the shape that these have together."""
+        return (data - mu) / (std + SMALL)
+
+    @staticmethod
+    def unstandardize(norm_data: Array, mu: Array, std: Array) -> Array:
+        """Return what was standardised: ``norm_data * std + mu``, of their common shape."""
+        return norm_data * (std + SMALL) + mu
+
+    @staticmethod
+    def unstandardize_std(norm_std: Array, std: Array) -> Array:
+        """Return deviations of standardised data, any shape, in the scale of the data."""
+        return norm_std * (std + SMALL)
+
+    @staticmethod
+    def max_min_norm(data: Array, max_value: Array, min_value: Array) -> Array:
+        """Return data, any shape, scaled so that ``min_value`` becomes 0 and ``max_value`` 1.
+
+        Raises:
+            ValueError: a maximum is below its minimum.
+        """
+        if not np.all(np.greater_equal(max_value, min_value)):
+            raise ValueError("max_min_norm: a maximum is below its minimum")
+        return (data - min_value) / (max_value - min_value + SMALL)
+
+    @staticmethod
+    def max_min_unnorm(norm_data: Array, max_value: Array, min_value: Array) -> Array:
+        """Return what was scaled by :meth:`max_min_norm`, of the same shape."""
+        return norm_data * (max_value - min_value + SMALL) + min_value
+
+    @staticmethod
+    def max_min_unnorm_std(norm_std: Array, max_value: Array, min_value: Array) -> Array:
+        """Return deviations of scaled data, any shape, in the scale of the data."""
+        return norm_std * (max_value - min_value + SMALL)
+
+    @staticmethod
+    def compute_mean_std(data: Array) -> tuple[Array, Array]:
+        """Return mean and standard deviation along the first dimension; NaN is left out."""
+        return np.nanmean(data, axis=0), np.nanstd(data, axis=0)
+
+    @staticmethod
+    def compute_max_min(data: Array) -> tuple[Array, Array]:
+        """Return the largest and smallest elements along the first dimension, without NaN."""
+        return np.nanmax(data, axis=0), np.nanmin(data, axis=0)

@@ -1,0 +1,61 @@
+"""Checkpoints of this package hold networks of fl.tagi."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.tagi import nn
+
+X = np.random.default_rng(0).standard_normal((8, 3))
+Y = X[:, :2] - X[:, 1:]
+
+
+def network(width: int = 5, seed: int = 0) -> nn.Sequential:
+    fl.tagi.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(3, width), nn.ReLU(), nn.BatchNorm2d(width), nn.Linear(width, 2, bias=False)
+    )
+
+
+def learn(net: nn.Sequential, steps: int) -> None:
+    for _ in range(steps):
+        net(X)
+        nn.OutputUpdater().update(net.output_z_buffer, Y, 0.1, net.input_delta_z_buffer)
+        net.backward()
+        net.step()
+
+
+def state_of(net: nn.Sequential) -> list[np.ndarray]:
+    return [array for entry in net.state_dict().values() for array in entry]
+
+
+def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    whole, begun, resumed = network(), network(), network(seed=1)
+    learn(whole, 6)
+    learn(begun, 3)
+    fl.save(tmp_path, begun, step=3)
+    found = fl.load(tmp_path, resumed)
+    assert found is not None
+    assert found.step == 3
+    learn(resumed, 3)
+    for own, expected in zip(state_of(resumed), state_of(whole), strict=True):
+        np.testing.assert_array_equal(own, expected)
+    for net in (whole, resumed):  # running statistics are part of it
+        net.eval()
+    np.testing.assert_array_equal(resumed(X)[1], whole(X)[1])
+
+
+def test_another_network_s_checkpoint_is_refused(tmp_path: Path) -> None:
+    fl.save(tmp_path, network())
+    other = network(width=6)
+    expected = state_of(other)
+    with pytest.raises(ValueError, match=r"nothing was loaded: 'Linear\.0' has arrays of \[15, 15"):
+        fl.load(tmp_path, other)
+    with pytest.raises(ValueError, match=r"nothing was loaded: unexpected"):
+        fl.load(tmp_path, nn.Sequential(nn.Linear(3, 5)))
+    for own, before in zip(state_of(other), expected, strict=True):
+        np.testing.assert_array_equal(own, before)

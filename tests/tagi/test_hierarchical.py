@@ -1,0 +1,124 @@
+"""The tree of classes: its nodes, what is observed, how probable a class is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py import tagi
+from flashlight_py.tagi.hierarchical import probabilities, tree_of
+from tests.tagi.oracle import oracle_run
+
+CLASSES = [2, 3, 4, 5, 7, 8, 9, 10, 15, 16, 17, 31, 33, 100, 127, 128, 129, 1000]
+
+TREES = """
+    utils = pytagi.Utils()
+    result = {}
+    for n in classes:
+        tree = utils.get_hierarchical_softmax(n)
+        m = np.random.default_rng(n).standard_normal((3, tree.len)).astype(np.float32)
+        v = np.random.default_rng(n + 1).uniform(0, 2, (3, tree.len)).astype(np.float32)
+        labels, values = utils.get_labels(m.ravel(), v.ravel(), tree, n, 3)
+        # Its get_errors() calls this with an argument too many.
+        wrong, _ = utils._cpp_backend.get_error_wrapper(m.ravel(), v.ravel(), [0, 1, 1], n, 3)
+        one = utils.obs_to_label_prob(m[1], v[1], tree, n)
+        obs = utils.label_to_obs([n - 1, 0, n // 2], n)
+        hot = utils.label_to_one_hot([n - 1, 0, n // 2], n)
+        result[n] = (np.array(tree.obs), np.array(tree.idx), tree.num_obs, tree.len, m, v,
+                     labels, values, wrong, one, obs, hot)
+"""
+
+
+@pytest.mark.slow
+def test_trees_and_probabilities_are_pytagi_s() -> None:
+    utils = tagi.Utils()
+    for n, real in oracle_run(TREES, classes=CLASSES).items():
+        obs, idx, num_obs, length, m, v, labels, values, wrong, one, of_labels, hot = real
+        tree = utils.get_hierarchical_softmax(n)
+        np.testing.assert_array_equal(tree.obs, obs)
+        np.testing.assert_array_equal(tree.idx, idx)
+        assert (tree.num_obs, tree.len) == (num_obs, length)
+        for mean, variance in ((m, v), (m.ravel(), v.ravel())):
+            own_labels, own_values = utils.get_labels(mean, variance, tree, n, 3)
+            np.testing.assert_array_equal(own_labels, labels)
+            np.testing.assert_allclose(own_values, values, rtol=1e-5, atol=1e-8)
+            own_wrong, _ = utils.get_errors(mean, variance, [0, 1, 1], tree, n, 3)
+            np.testing.assert_array_equal(own_wrong, wrong)
+        own_one = utils.obs_to_label_prob(m[1], v[1], tree, n)
+        np.testing.assert_allclose(own_one, one, rtol=1e-5, atol=1e-8)
+        own = utils.label_to_obs(np.array([n - 1, 0, n // 2]), n)
+        for a, b in zip(own, of_labels, strict=True):
+            np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(utils.label_to_one_hot([n - 1, 0, n // 2], n), hot)
+
+
+@pytest.mark.parametrize(
+    ("n", "outputs"), [(2, 1), (3, 3), (4, 3), (10, 11), (100, 102), (1000, 1001)]
+)
+def test_a_tree_has_about_as_many_nodes_as_classes(n: int, outputs: int) -> None:
+    tree = tree_of(n)
+    assert tree.len == outputs
+    paths = set(map(tuple, np.stack([tree.idx, tree.obs], 1).reshape(n, -1).tolist()))
+    assert len(paths) == n  # no two classes are the same
+    assert tree.idx.min() == 1
+    assert set(tree.obs.tolist()) == {-1, 1}
+
+
+@pytest.mark.parametrize("n", [2, 4, 64])
+def test_probabilities_of_a_whole_tree_add_up_to_one(n: int) -> None:
+    rng, tree = np.random.default_rng(0), tree_of(n)
+    m, v = rng.standard_normal((5, tree.len)), rng.uniform(0, 3, (5, tree.len))
+    np.testing.assert_allclose(probabilities(m, v, tree).sum(1), 1, rtol=1e-6)
+
+
+def test_probabilities_are_those_of_draws() -> None:
+    """A class is where, at each node of its path, the output and an error have the path's sign."""
+    rng, n, draws = np.random.default_rng(0), 5, 200_000
+    tree = tree_of(n)
+    m, v = rng.standard_normal(tree.len), rng.uniform(0.1, 2, tree.len)
+    z = rng.normal(m, np.sqrt(v + 1 / 9), (draws, tree.len))
+    obs, idx = tree.obs.reshape(n, -1), tree.idx.reshape(n, -1) - 1
+    shares = [np.mean((np.sign(z[:, idx[c]]) == obs[c]).all(1)) for c in range(n)]
+    np.testing.assert_allclose(probabilities(m, v, tree)[0], shares, atol=0.005)
+
+
+def test_what_is_observed_is_found_again() -> None:
+    n, tree, utils = 10, tree_of(10), tagi.Utils()
+    labels = np.arange(n)
+    obs, idx, count = utils.label_to_obs(labels, n)
+    outputs = np.zeros((n, tree.len))
+    np.put_along_axis(outputs, idx.reshape(n, count) - 1, obs.reshape(n, count), 1)
+    metric = tagi.HRCSoftmaxMetric(n)
+    np.testing.assert_array_equal(metric.get_predicted_labels(outputs, 0.01 + 0 * outputs), labels)
+    assert metric.error_rate(outputs.ravel(), 0.01 + 0 * outputs.ravel(), labels) == 0
+    assert metric.error_rate(outputs, 0.01 + 0 * outputs, labels[::-1]) == 1
+
+
+@pytest.mark.parametrize("labels", [[10], [-1], [0.5], [np.nan], np.full((2, 2), 11)])
+def test_a_label_that_is_no_class_is_refused(labels: Any) -> None:
+    """pytagi reads beyond the end of the tree."""
+    with pytest.raises(ValueError, match="labels are from 0 to 9, got"):
+        tagi.Utils().label_to_obs(labels, 10)
+    with pytest.raises(ValueError, match="labels are from 0 to 9, got"):
+        tagi.Utils().label_to_one_hot(labels, 10)
+
+
+def test_sizes_must_be_the_tree_s() -> None:
+    utils, tree = tagi.Utils(), tree_of(10)
+    m = np.zeros((2, 11))
+    with pytest.raises(ValueError, match=r"at least 2 classes, got 1"):
+        tagi.HRCSoftmaxMetric(1)
+    with pytest.raises(ValueError, match=r"expected means and .* 11 outputs .* 20 and 20"):
+        utils.get_labels(np.zeros((2, 10)), np.zeros((2, 10)), tree, 10, 2)
+    with pytest.raises(ValueError, match=r"expected means and .* 11 outputs .* 22 and 11"):
+        utils.get_labels(m, m[0], tree, 10, 2)
+    with pytest.raises(ValueError, match="expected outputs of 3 samples, got 2"):
+        utils.get_labels(m, m, tree, 10, 3)
+    with pytest.raises(ValueError, match="the tree is not of 9 classes"):
+        utils.get_labels(m, m, tree, 9, 2)
+    with pytest.raises(ValueError, match="the tree is not of 9 classes"):
+        utils.obs_to_label_prob(m, m, tagi.HRCSoftmax(), 9)
+    with pytest.raises(ValueError, match="expected 2 labels, got 3"):
+        utils.get_errors(m, m, [1, 2, 3], tree, 10, 2)

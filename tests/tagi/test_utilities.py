@@ -1,0 +1,218 @@
+"""Metrics, data sets, windows, scales; and CUDA's questions where there is none."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py import tagi
+from flashlight_py.tagi import cuda, metric
+from tests.tagi.oracle import oracle_run
+
+RNG = np.random.default_rng(0)
+A, B, S = RNG.standard_normal(12), RNG.standard_normal(12), RNG.uniform(0.1, 1, 12)
+
+
+@pytest.mark.slow
+def test_metrics_are_pytagi_s() -> None:
+    program = """
+        from pytagi import metric
+        hole = b.copy()
+        hole[3] = np.nan
+        labels = np.arange(12) % 3
+        result = (metric.mse(a, hole), metric.rmse(a, b), metric.log_likelihood(a, hole, s),
+                  metric.classification_error(labels, labels // 2))
+    """
+    hole, labels = B.copy(), np.arange(12) % 3
+    hole[3] = np.nan
+    own = (
+        metric.mse(A, hole),
+        metric.rmse(A, B),
+        metric.log_likelihood(A, hole, S),
+        metric.classification_error(labels, labels // 2),
+    )
+    np.testing.assert_allclose(own, oracle_run(program, a=A, b=B, s=S), rtol=1e-12)
+
+
+def test_shapes_do_not_matter_but_sizes_do() -> None:
+    """NumPy broadcasts (12,) with (12, 1) to 144 differences, silently."""
+    expected = metric.mse(A, B)
+    assert metric.mse(A.reshape(12, 1), B) == expected
+    assert metric.mse(A.reshape(3, 4).tolist(), B) == expected
+    assert metric.rmse(A, B.reshape(4, 3)) == pytest.approx(expected**0.5)
+    assert metric.mse(A, 0.5) == pytest.approx(np.mean((A - 0.5) ** 2))
+    assert metric.log_likelihood(A, B, 0.3) == metric.log_likelihood(A, B, np.full((1, 1), 0.3))
+    assert metric.classification_error([[1], [2]], [1, 3]) == 0.5
+    for call in (lambda: metric.mse(A, B[:6]), lambda: metric.rmse(A.reshape(3, 4), B[:4])):
+        with pytest.raises(ValueError, match="mse: arrays of different numbers of elements"):
+            call()
+    with pytest.raises(ValueError, match=r"prediction \(12,\), observation \(12,\), std \(3,\)"):
+        metric.log_likelihood(A, B, S[:3])
+    with pytest.raises(ValueError, match="3 predictions and 2 labels"):
+        metric.classification_error([1, 2, 3], [1, 2])
+
+
+def test_a_likelihood_is_a_gaussian_s() -> None:
+    assert metric.log_likelihood(0.0, 0.0, 1.0) == pytest.approx(-0.5 * np.log(2 * np.pi))
+    assert metric.log_likelihood(1.0, 3.0, 2.0) == pytest.approx(-0.5 * np.log(8 * np.pi) - 0.5)
+
+
+def mnist(folder: Path, count: int = 3) -> tuple[Path, Path, np.ndarray]:
+    """Write two files in MNIST's format."""
+    pixels = RNG.integers(0, 256, (count, 4, 5), np.uint8)
+    images, labels = folder / "images", folder / "labels"
+    images.write_bytes(struct.pack(">4i", 2051, count, 4, 5) + pixels.tobytes())
+    labels.write_bytes(struct.pack(">2i", 2049, count) + bytes(range(count)))
+    return images, labels, pixels
+
+
+def cifar(folder: Path, count: int = 3) -> tuple[Path, np.ndarray]:
+    """Write a file in the format of CIFAR-10's binary version."""
+    rows = RNG.integers(0, 256, (count, 3073), np.uint8)
+    rows[:, 0] %= 10
+    (folder / "batch.bin").write_bytes(rows.tobytes())
+    return folder / "batch.bin", rows
+
+
+def test_images_of_mnist(tmp_path: Path) -> None:
+    images, labels, pixels = mnist(tmp_path)
+    for wanted, count in ((0, 3), (2, 2), (9, 3)):
+        x, y = tagi.Utils().load_mnist_images(str(images), labels, wanted)
+        assert x.dtype == np.float32
+        np.testing.assert_allclose(x, pixels[:count].ravel() / 255, rtol=1e-6)
+        np.testing.assert_array_equal(y, range(count))
+
+
+def test_images_of_cifar(tmp_path: Path) -> None:
+    file, rows = cifar(tmp_path)
+    for wanted, count in ((0, 3), (2, 2), (9, 3)):
+        x, y = tagi.Utils().load_cifar_images(str(file), wanted)
+        assert x.dtype == np.float32
+        np.testing.assert_allclose(x, rows[:count, 1:].ravel() / 255, rtol=1e-6)
+        np.testing.assert_array_equal(y, rows[:count, 0])
+
+
+@pytest.mark.slow
+def test_files_of_images_are_read_as_pytagi_reads_them(tmp_path: Path) -> None:
+    images, labels, _ = mnist(tmp_path)
+    file, _ = cifar(tmp_path)
+    utils = tagi.Utils()
+    own = utils.load_mnist_images(images, labels, 2), utils.load_cifar_images(file, 2)
+    program = """
+        utils = pytagi.Utils()
+        result = utils.load_mnist_images(*mnist, 2), utils.load_cifar_images(cifar, 2)
+    """
+    real = oracle_run(program, mnist=[str(images), str(labels)], cifar=str(file))
+    for a, b in zip(own, real, strict=True):
+        np.testing.assert_allclose(a[0], b[0], rtol=1e-6)
+        np.testing.assert_array_equal(a[1], b[1])
+
+
+@pytest.mark.parametrize(
+    "change", [lambda data: data[:-1], lambda data: b"", lambda data: b"PNG" * 9]
+)
+def test_files_that_are_none_are_refused(tmp_path: Path, change: Any) -> None:
+    images, labels, _ = mnist(tmp_path)
+    file, _ = cifar(tmp_path)
+    for path in (images, file):
+        path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ValueError, match="images is no whole file of MNIST's format"):
+        tagi.Utils().load_mnist_images(images, labels, 0)
+    with pytest.raises(ValueError, match=r"batch\.bin is no file of CIFAR-10's binary version"):
+        tagi.Utils().load_cifar_images(file, 0)
+
+
+def test_images_need_labels(tmp_path: Path) -> None:
+    images, _, _ = mnist(tmp_path)
+    (tmp_path / "two").mkdir()
+    _, labels, _ = mnist(tmp_path / "two", count=2)
+    with pytest.raises(ValueError, match=r"has 3 images, .* 2 labels"):
+        tagi.Utils().load_mnist_images(images, labels, 0)
+    with pytest.raises(FileNotFoundError):
+        tagi.Utils().load_mnist_images(tmp_path / "none", labels, 0)
+
+
+WINDOWS = [((20, 1), [0], 5, 1, 1), ((20, 3), [1], 4, 2, 2), ((11, 2), [0], 3, 3, 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "columns", "seen", "ahead", "stride"), WINDOWS)
+def test_windows_are_pytagi_s(
+    shape: tuple[int, int], columns: list[int], seen: int, ahead: int, stride: int
+) -> None:
+    data = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    own = tagi.Utils().create_rolling_window(data, columns, seen, ahead, shape[1], stride)
+    program = "result = pytagi.Utils().create_rolling_window(data, *arguments)"
+    arguments = (columns, seen, ahead, shape[1], stride)
+    for a, b in zip(own, oracle_run(program, data=data, arguments=arguments), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_windows_may_predict_several_columns() -> None:
+    data = np.arange(24.0).reshape(8, 3)
+    x, y = tagi.Utils().create_rolling_window(data.ravel(), np.array([2, 0]), 2, 2, 3, 3)
+    np.testing.assert_array_equal(x, [[0, 1, 2, 3, 4, 5], [9, 10, 11, 12, 13, 14]])
+    np.testing.assert_array_equal(y, [[8, 6, 11, 9], [17, 15, 20, 18]])
+    with pytest.raises(ValueError, match="3 steps are no window of 3 and 1 more"):
+        tagi.Utils().create_rolling_window(data[:3], [0], 3, 1, 3, 1)
+    with pytest.raises(ValueError, match="24 elements are no steps of 5 features"):
+        tagi.Utils().create_rolling_window(data, [0], 3, 1, 5, 1)
+    with pytest.raises(ValueError, match="columns are from 0 to 2"):
+        tagi.Utils().create_rolling_window(data, [3], 3, 1, 3, 1)
+
+
+@pytest.mark.slow
+def test_covariances_and_schedules_are_pytagi_s() -> None:
+    program = """
+        from pytagi import exponential_scheduler
+        result = (pytagi.Utils().get_upper_triu_cov(2, 4, 0.3),
+                  [exponential_scheduler(2.0, 0.5, 0.9, i) for i in range(20)])
+    """
+    covariances, schedule = oracle_run(program)
+    np.testing.assert_allclose(tagi.Utils().get_upper_triu_cov(2, 4, 0.3), covariances, rtol=1e-6)
+    own = [tagi.exponential_scheduler(2.0, 0.5, 0.9, i) for i in range(20)]
+    np.testing.assert_allclose(own, schedule)
+
+
+def test_scales_lead_there_and_back() -> None:
+    data = RNG.normal(3, 5, (50, 4))
+    data[7, 2] = np.nan
+    scale = tagi.Normalizer("standardize")
+    mean, deviation = scale.compute_mean_std(data)
+    scaled = scale.standardize(data, mean, deviation)
+    np.testing.assert_allclose(np.nanstd(scaled, 0), 1)
+    np.testing.assert_allclose(scale.unstandardize(scaled, mean, deviation), data)
+    np.testing.assert_allclose(scale.unstandardize_std(np.ones(4), deviation), deviation)
+    largest, smallest = scale.compute_max_min(data)
+    scaled = scale.max_min_norm(data, largest, smallest)
+    assert (np.nanmin(scaled), np.nanmax(scaled)) == (0, pytest.approx(1))
+    np.testing.assert_allclose(scale.max_min_unnorm(scaled, largest, smallest), data)
+    np.testing.assert_allclose(
+        scale.max_min_unnorm_std(np.ones(4), largest, smallest), largest - smallest
+    )
+    with pytest.raises(ValueError, match="a maximum is below its minimum"):
+        scale.max_min_norm(data, smallest, largest)
+
+
+def test_without_a_driver_cuda_s_answers_are_no() -> None:
+    """pytagi raises: "CUDA driver version is insufficient"."""
+    if cuda.get_device_count():
+        pytest.skip("there is a CUDA device")
+    assert cuda.is_available() is False
+    assert cuda.is_nccl_available() in (True, False)
+    assert cuda.get_current_device() == -1
+    assert cuda.set_device(0) is False
+    assert cuda.is_device_available(0) is False
+    assert cuda.get_device_properties(0) == ""
+    assert cuda.get_device_memory(0) == (0, 0)
+
+
+def test_every_name_of_pytagi_is_here() -> None:
+    names = ["manual_seed", "cuda", "metric", "HRCSoftmaxMetric", "HRCSoftmax", "Normalizer"]
+    for name in [*names, "Utils", "exponential_scheduler", "nn"]:
+        assert name in tagi.__all__
+        assert getattr(tagi, name) is not None
