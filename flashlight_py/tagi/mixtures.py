@@ -84,15 +84,16 @@ def between_in_numpy(mean: Array, variance: Array, share: float, shift: float) -
 
 def _each(function: Any, ffi: Any, mean: Array, variance: Array, *options: float) -> Moments:
     """Call ``function`` with flat arrays as they lie; results lie as ``mean`` does."""
-    if not (mean.flags.c_contiguous and variance.flags.c_contiguous):
+    lies_right = mean.flags.c_contiguous and variance.flags.c_contiguous
+    if not (lies_right and mean.dtype == variance.dtype == REAL):
         # Such as images with the channels first: another order of dimensions, without gaps.
         order = sorted(range(mean.ndim), key=lambda axis: -mean.strides[axis])
         back = [order.index(axis) for axis in range(mean.ndim)]
         moments = _each(
             function,
             ffi,
-            np.ascontiguousarray(mean.transpose(order)),
-            np.ascontiguousarray(variance.transpose(order)),
+            np.ascontiguousarray(mean.transpose(order), REAL),
+            np.ascontiguousarray(variance.transpose(order), REAL),
             *options,
         )
         m, v, slope = (each.transpose(back) for each in moments)

@@ -127,11 +127,13 @@ def test_native_code_is_numpy_s(moments, in_numpy) -> None:
     m = (3 * rng.standard_normal((40, 30, 7, 11))).astype(REAL)
     v = np.exp(2 * rng.standard_normal(m.shape)).astype(REAL)
     channels_first = tuple(np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1) for a in (m, v))
-    cases = [(m, v), channels_first, (m, channels_first[1]), (m[::2, :, 1:5], v[::2, :, 1:5])]
+    wide = (m.astype(np.float64), v.astype(np.float64))
+    cases = [(m, v), wide, channels_first, (m, channels_first[1]), (m[::2, :, 1:5], v[::2, :, 1:5])]
     for mean, variance in [*cases, (m[:0], v[:0])]:
         found, expected = moments(mean, variance), in_numpy(mean, variance)
         for one, other in zip(found, expected, strict=True):
             assert one.shape == mean.shape
+            assert one.dtype == REAL
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-12)
     assert moments(*channels_first)[0].strides == channels_first[0].strides
 
