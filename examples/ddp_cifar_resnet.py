@@ -104,17 +104,15 @@ def resnet18(gain_w: float, gain_b: float) -> nn.Sequential:
 
 
 def small_resnet(gain_w: float, gain_b: float) -> nn.Sequential:
-    """Two blocks, of 16 and 32 channels: for the digits, or to try things out."""
+    """Two blocks, of 16 and 32 channels, on 8 x 8 pixels: for digits, or to try things out."""
     blocks = [residual(16, 16, gain_w), residual(16, 32, gain_w)]
     last = nn.Linear(32, 11, gain_weight=gain_w, gain_bias=gain_b)
-    return nn.Sequential(*stem(16, gain_w), *blocks, nn.AvgPool2d(16), last)
+    return nn.Sequential(nn.AvgPool2d(4), *stem(16, gain_w), *blocks, nn.AvgPool2d(4), last)
 
 
 def stem(channels: int, gain: float) -> list[nn.BaseLayer]:
     """Return the layers before the blocks."""
-    first = nn.Conv2d(
-        3, channels, 3, bias=False, padding=1, in_width=32, in_height=32, gain_weight=gain
-    )
+    first = nn.Conv2d(3, channels, 3, bias=False, padding=1, gain_weight=gain)
     return [first, nn.MixtureReLU(), nn.BatchNorm2d(channels)]
 
 

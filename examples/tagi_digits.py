@@ -85,15 +85,15 @@ def cnn() -> nn.Sequential:
     """Two convolutions, each normalised after its activation, which keeps TAGI stable."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1, in_width=8, in_height=8),
-        nn.MixtureReLU(),
+        nn.ReLU(),
         nn.BatchNorm2d(16),
         nn.AvgPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1),
-        nn.MixtureReLU(),
+        nn.ReLU(),
         nn.BatchNorm2d(32),
         nn.AvgPool2d(2),
         nn.Linear(32 * 2 * 2, 64),
-        nn.MixtureReLU(),
+        nn.ReLU(),
         nn.Linear(64, 11),
     )
 

@@ -36,9 +36,13 @@ struct Kernels {
   decltype(&patches_baseline::add_patches) add_patches;
   decltype(&patches_baseline::sum_windows) sum_windows;
   decltype(&patches_baseline::spread_windows) spread_windows;
+  decltype(&patches_baseline::largest) largest;
+  decltype(&patches_baseline::spread_taken) spread_taken;
 };
 
-#define FL_KERNELS(set) {set::patches, set::add_patches, set::sum_windows, set::spread_windows}
+#define FL_KERNELS(set)                                                                         \
+  {set::patches,        set::add_patches, set::sum_windows, \
+   set::spread_windows, set::largest,     set::spread_taken}
 
 Kernels choose() {
 #ifdef FL_SEVERAL_KERNELS
@@ -74,4 +78,19 @@ void fl_tagi_sum_windows(const fl_tagi_windows* windows, const float* images, fl
 void fl_tagi_spread_windows(const fl_tagi_windows* windows, const float* deltas, float* images,
                             ptrdiff_t image_step, ptrdiff_t channel_step, float factor) {
   fl::tagi::kernels.spread_windows(*windows, deltas, images, image_step, channel_step, factor);
+}
+
+void fl_tagi_largest(const fl_tagi_windows* windows, const float* mean, const float* variance,
+                     float* means, float* variances, int32_t* taken, ptrdiff_t image_step,
+                     ptrdiff_t channel_step) {
+  fl::tagi::kernels.largest(*windows, mean, variance, means, variances, taken, image_step,
+                            channel_step);
+}
+
+void fl_tagi_spread_taken(const fl_tagi_windows* windows, const float* deltas,
+                          ptrdiff_t image_step, ptrdiff_t channel_step, const int32_t* taken,
+                          ptrdiff_t taken_image_step, ptrdiff_t taken_channel_step,
+                          float* images) {
+  fl::tagi::kernels.spread_taken(*windows, deltas, image_step, channel_step, taken,
+                                 taken_image_step, taken_channel_step, images);
 }

@@ -1,3 +1,22 @@
+/* How many samples an LSTM has, of how many time steps, and the units of a time step. */
+typedef struct {
+  size_t rows, steps, inputs, outputs;
+} fl_tagi_lstm;
+
+/* All time steps of all samples; see flashlight_py/tagi/lstm_window.py. NULL: no biases; no
+   variances of inputs; begin with 0. Otherwise `states`, of one sample, is where h and c with their
+   variances are, `[4, outputs]`, and are written. */
+void fl_tagi_lstm_forward(const fl_tagi_lstm *lstm, const float *weight,
+                          const float *weight_variance, const float *bias,
+                          const float *bias_variance, const float *x, const float *x_variance,
+                          float *h, float *h_variance, float *joined, float *slopes,
+                          float *states);
+
+/* Back through time: deltas of the inputs of the gates, and unless NULL of x. */
+void fl_tagi_lstm_backward(const fl_tagi_lstm *lstm, const float *weight, const float *slopes,
+                           const float *d, const float *e, float *dz, float *ez, float *dx,
+                           float *ex);
+
 /* The step of flat arrays of `size` elements; see flashlight_py/tagi/capped_step.py. */
 void fl_tagi_step(float *mean, float *variance, const float *mean_sum, const float *variance_sum,
                   size_t size, float inverse_cap);
@@ -27,6 +46,45 @@ void fl_tagi_sum_windows(const fl_tagi_windows *windows, const float *images, fl
 /* The adjoint: what each window has, times `factor`, added to its places, which begin with 0. */
 void fl_tagi_spread_windows(const fl_tagi_windows *windows, const float *deltas, float *images,
                             ptrdiff_t image_step, ptrdiff_t channel_step, float factor);
+
+/* The largest mean of each window, its variance (unless NULL), and its place in the window, row by
+   row; steps as of fl_tagi_sum_windows, the same of all three. */
+void fl_tagi_largest(const fl_tagi_windows *windows, const float *mean, const float *variance,
+                     float *means, float *variances, int32_t *taken, ptrdiff_t image_step,
+                     ptrdiff_t channel_step);
+
+/* Add what each window has to the place that was taken. */
+void fl_tagi_spread_taken(const fl_tagi_windows *windows, const float *deltas,
+                          ptrdiff_t image_step, ptrdiff_t channel_step, const int32_t *taken,
+                          ptrdiff_t taken_image_step, ptrdiff_t taken_channel_step,
+                          float *images);
 /* Moments of max(z, 0) for flat arrays of `size` elements; see flashlight_py/tagi/mixtures.py. */
 void fl_tagi_mixture_relu(const float *mean, const float *variance, float *mean_out,
                           float *variance_out, float *slope_out, size_t size);
+
+/* Units as rows of `positions` contiguous elements, one for each sample and feature; see
+   flashlight_py/tagi/standardize.py. Steps are in elements; all arrays of a call have the same. */
+typedef struct {
+  ptrdiff_t batch, features, positions, batch_step, feature_step;
+} fl_tagi_rows;
+
+/* Of a row: t = (m - center) scale; means t weight + bias; variances t^2 weight_variance + v gain +
+   bias_variance. */
+typedef struct {
+  float center, scale, weight, bias, weight_variance, gain, bias_variance;
+} fl_tagi_affine;
+
+/* The sum of each row; the sum of squares of its differences to the row's center. */
+void fl_tagi_row_sums(const fl_tagi_rows *rows, const float *units, double *sums);
+void fl_tagi_row_squares(const fl_tagi_rows *rows, const float *units, const float *centers,
+                         double *sums);
+
+void fl_tagi_standardize(const fl_tagi_rows *rows, const float *mean, const float *variance,
+                         const fl_tagi_affine *affine, float *t_out, float *mean_out,
+                         float *variance_out);
+
+/* Four sums of each row, `[4, batch, features]`: of t d, t^2 e, d, e. And, unless d_out is NULL, d
+   and e times the row's `back` (and slope, unless that is NULL), and times its square. */
+void fl_tagi_standardize_back(const fl_tagi_rows *rows, const float *t, const float *d,
+                              const float *e, const float *slope, const float *back, double *sums,
+                              float *d_out, float *e_out);

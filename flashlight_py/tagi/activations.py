@@ -24,7 +24,7 @@ class Activation(BaseLayer):
     """The base of activations: the same shape, no parameters."""
 
     has_state = False
-    moments: ClassVar[staticmethod[[Array, Array], Moments]]
+    _function: ClassVar[staticmethod[[Array, Array], Moments]]
 
     def connect(self, shape: Shape) -> Shape:
         """Take inputs of any shape."""
@@ -49,11 +49,11 @@ class Activation(BaseLayer):
         return f"{self.get_layer_name()}()"
 
     def _moments(self, mean: Array, variance: Array) -> Moments:
-        return type(self).moments(mean, variance)
+        return type(self)._function(mean, variance)
 
 
 def relu(mean: Array, variance: Array) -> Moments:
-    """Return 0 below 0, the units themselves above."""
+    """Return 0 below 0, the units themselves above, linearised."""
     slope = (mean > 0).astype(REAL)
     return mean * slope, variance * slope, slope
 
@@ -106,49 +106,49 @@ def exponential(mean: Array, variance: Array) -> Moments:
 class ReLU(Activation):
     """``max(z, 0)``, linearised at the mean."""
 
-    moments = staticmethod(relu)
+    _function = staticmethod(relu)
 
 
 class LeakyReLU(Activation):
     """``max(z, z / 10)``, linearised at the mean."""
 
-    moments = staticmethod(leaky_relu)
+    _function = staticmethod(leaky_relu)
 
 
 class Sigmoid(Activation):
     """``1 / (1 + e^-z)``, linearised at the mean."""
 
-    moments = staticmethod(sigmoid)
+    _function = staticmethod(sigmoid)
 
 
 class Tanh(Activation):
     """``tanh(z)``, linearised at the mean."""
 
-    moments = staticmethod(tanh)
+    _function = staticmethod(tanh)
 
 
 class Softplus(Activation):
     """``ln(1 + e^z)``, linearised at the mean."""
 
-    moments = staticmethod(softplus)
+    _function = staticmethod(softplus)
 
 
 class MixtureReLU(Activation):
     """``max(z, 0)``, with the exact moments of a Gaussian that is cut off."""
 
-    moments = staticmethod(mixture_relu)
+    _function = staticmethod(mixture_relu)
 
 
 class MixtureSigmoid(Activation):
     """``max(0, min((z + 1) / 2, 1))``, with the exact moments of a Gaussian that is cut off."""
 
-    moments = staticmethod(mixture_sigmoid)
+    _function = staticmethod(mixture_sigmoid)
 
 
 class MixtureTanh(Activation):
     """``max(-1, min(z, 1))``, with the exact moments of a Gaussian that is cut off."""
 
-    moments = staticmethod(mixture_tanh)
+    _function = staticmethod(mixture_tanh)
 
 
 class EvenExp(Activation):

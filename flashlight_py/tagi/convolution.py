@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
@@ -21,8 +23,8 @@ from flashlight_py.tagi.windows import (
 )
 
 # How many bytes of columns are made before they are used: what the cache of a core holds; on a GPU,
-# what keeps it busy.
-CACHED, CACHED_ON_GPU = 3 << 20, 1 << 28
+# what keeps it busy. But at least so many columns, as each part reads all weights.
+CACHED, CACHED_ON_GPU, COLUMNS = 1 << 21, 1 << 28, 256
 
 
 class _Convolution(ImageLayer):
@@ -300,10 +302,30 @@ def _columns(
     ``[kinds, inputs, columns]``, which all parts share.
     """
     memory = CACHED_ON_GPU if is_cupy(like) else CACHED
-    parts = list(windows.parts(batch, memory // (REAL.itemsize * inputs * kinds)))
+    columns = max(COLUMNS, memory // (REAL.itemsize * inputs * kinds))
+    parts = list(windows.parts(batch, columns))
     counts = [part.columns.stop - part.columns.start for part in parts]
-    shared = array_module(like).empty(kinds * inputs * max(counts), REAL)
+    shared = _scratch(kinds * inputs * max(counts), like)
     return [
         (part, shared[: kinds * inputs * count].reshape(kinds, inputs, count))
         for part, count in zip(parts, counts, strict=True)
     ]
+
+
+class _Kept(threading.local):
+    """Memory that a thread keeps: to map its pages each time takes as long as to fill them."""
+
+    memory = np.empty(0, REAL)
+
+
+_kept = _Kept()
+
+
+def _scratch(size: int, like: Array) -> Array:
+    """Return ``size`` elements of any values, for use until the next call on this thread."""
+    if is_cupy(like):
+        pooled: Array = array_module(like).empty(size, REAL)  # CuPy keeps memory itself
+        return pooled
+    if _kept.memory.size < size:
+        _kept.memory = np.empty(size, REAL)
+    return _kept.memory[:size]

@@ -10,8 +10,9 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, to_device
 from flashlight_py.tagi.init import constant
-from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
+from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape
 from flashlight_py.tagi.parameters import Parameter
+from flashlight_py.tagi.standardize import row_sums, standardize, standardize_back
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
 # Of one normalization or several: running means, running variances, means and variances of the
@@ -51,48 +52,35 @@ class Normalization(BaseLayer):
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
         """Return moments of the same shape."""
         rows = (len(x.mean), self.num_weights, self._positions)
-        v = None if x.variance is None else x.variance.reshape(rows)
-        t, r = self._standardize(x.mean.reshape(rows), v)
-        weight, biases = _column(self.weight.mean), self.biases
-        spread = _column(self.weight.variance)
-        mean = t * weight
-        variance = t * t
-        variance *= spread
-        if v is not None:
-            variance += v * (r * r * (weight * weight + spread))
-        if biases is not None:
-            mean += _column(biases.mean)
-            variance += _column(biases.variance)
+        m, v = x.mean.reshape(rows), None if x.variance is None else x.variance.reshape(rows)
+        center, spread = self._statistics(m, v)
+        scale = (1 / array_module(m).sqrt(spread + self.eps)).astype(REAL)
+        t, mean, variance = standardize(m, v, center.astype(REAL), scale, self.weight, self.biases)
         if self.training:
-            self._t, self._back, self._slope = t, r * weight, x.slope
+            self._t, self._back = t, scale * self.weight.mean
+            self._slope = None if x.slope is None else x.slope.reshape(rows)
         return BaseHiddenStates(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape))
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
         """Set sums of ``t d`` and ``t^2 e``; return ``d r W`` and ``e (r W)^2`` times slopes."""
         t = self._t
-        d, e = d.reshape(t.shape), e.reshape(t.shape)
-        self.weight.mean_sum[...] = _sums_of_products(t, d, 0)
-        self.weight.variance_sum[...] = _sums_of_products(t * t, e, 0)
+        deltas = d.reshape(t.shape), e.reshape(t.shape)
+        sums, back = standardize_back(t, *deltas, self._slope, self._back, wanted)
+        self.weight.mean_sum[...], self.weight.variance_sum[...] = sums[:2]
         if self.biases is not None:
-            d.sum(axis=2).sum(axis=0, out=self.biases.mean_sum)
-            e.sum(axis=2).sum(axis=0, out=self.biases.variance_sum)
+            self.biases.mean_sum[...], self.biases.variance_sum[...] = sums[2:]
         self._sums_are_complete()
-        if not wanted:
+        if back is None:
             return None
         assert self.input_shape is not None
         shape = (len(t), *self.input_shape)
-        d, e = d * self._back, e * (self._back * self._back)
-        return times_slope(d.reshape(shape), e.reshape(shape), self._slope)
+        return back[0].reshape(shape), back[1].reshape(shape)
 
     @abc.abstractmethod
-    def _standardize(self, m: Array, v: Array | None) -> tuple[Array, Array]:
-        """Return t, a new array, and r, for ``[batch, features, positions]``."""
-
-    def _scaled(self, t: Array, variance: Array) -> tuple[Array, Array]:
-        """Return t, multiplied in place, and r, from differences to the mean."""
-        r = (1 / array_module(t).sqrt(variance + self.eps)).astype(REAL)
-        t *= r
-        return t, r
+    def _statistics(self, m: Array, v: Array | None) -> tuple[Array, Array]:
+        """Return mean and variance by which to normalize ``[batch, features, positions]``; they
+        broadcast to ``[batch, features]``.
+        """
 
     def _connect(self, shape: Shape, positions: int) -> Shape:
         self._positions = positions
@@ -170,36 +158,34 @@ class BatchNorm2d(Normalization):
         self.batch_mean = to_device(self.batch_mean, device)
         self.batch_variance = to_device(self.batch_variance, device)
 
-    def _standardize(self, m: Array, v: Array | None) -> tuple[Array, Array]:
+    def _statistics(self, m: Array, v: Array | None) -> tuple[Array, Array]:
         if not self.training:
-            t = m - _column(self.running_mean)
-            return self._scaled(t, _column(self.running_variance))
-        mean, variance, t = self._batch_statistics(m, v)
+            return self.running_mean, self.running_variance
+        mean, variance = self._of_batch(m, v)
         self.batch_mean, self.batch_variance = mean.astype(REAL), variance.astype(REAL)
         for running, batch in zip(self.statistics(), (mean, variance), strict=True):
             running[...] = self.momentum * running + (1 - self.momentum) * batch
-        return self._scaled(t, _column(variance))
+        return mean, variance
 
-    def _batch_statistics(self, m: Array, v: Array | None) -> tuple[Array, Array, Array]:
-        """Return mean and variance, in float64, and the differences of ``m`` to the mean.
+    def _of_batch(self, m: Array, v: Array | None) -> tuple[Array, Array]:
+        """Return mean and variance of each feature, float64.
 
         Squares are those of differences to the mean of this process, and float64 from there on: so
         nothing is lost where means are large beside their differences.
         """
         xp = array_module(m)
         n = float(m.shape[0] * m.shape[2])
-        mean = _sums(m, 0) / n
-        t = m - _column(mean.astype(REAL))
-        squares = _sums_of_products(t, t, 0)
-        units = xp.zeros_like(mean) if v is None else _sums(v, 0)
+        mean = row_sums(m).sum(axis=0) / n
+        squares = row_sums(m, mean).sum(axis=0)
+        units = xp.zeros_like(mean) if v is None else row_sums(v).sum(axis=0)
         if self.add_up is None:
-            return mean, (squares + units) / max(n - 1, 1), t
+            return mean, (squares + units) / max(n - 1, 1)
         sums = xp.concatenate([xp.full(1, n), mean * n, squares + mean * mean * n, units])
         self.add_up(sums)
         total, (more, squares, units) = sums[0], sums[1:].reshape(3, -1)
         mean = more / total
         squares = xp.maximum(squares - mean * mean * total, 0)
-        return mean, (squares + units) / xp.maximum(total - 1, 1), m - _column(mean.astype(REAL))
+        return mean, (squares + units) / xp.maximum(total - 1, 1)
 
 
 class LayerNorm(Normalization):
@@ -248,14 +234,13 @@ class LayerNorm(Normalization):
             )
         return self._connect(shape, math.prod(self.normalized_shape[1:]))
 
-    def _standardize(self, m: Array, v: Array | None) -> tuple[Array, Array]:
+    def _statistics(self, m: Array, v: Array | None) -> tuple[Array, Array]:
         n = m.shape[1] * m.shape[2]
-        t = m - (_sums(m, 1) / n).astype(REAL)[:, None, None]
-        variance = _sums_of_products(t, t, 1)
+        mean = row_sums(m).sum(axis=1, keepdims=True) / n
+        variance = row_sums(m, mean).sum(axis=1, keepdims=True)
         if v is not None:
-            variance += _sums(v, 1)
-        variance /= max(n - 1, 1)
-        return self._scaled(t, variance[:, None, None])
+            variance += row_sums(v).sum(axis=1, keepdims=True)
+        return mean, variance / max(n - 1, 1)
 
 
 def norm_mean_var(layers: Iterable[BaseLayer]) -> NormMeanVar:
@@ -266,19 +251,3 @@ def norm_mean_var(layers: Iterable[BaseLayer]) -> NormMeanVar:
         for which in ("running_mean", "running_variance", "batch_mean", "batch_variance")
     )
     return running_means, running_variances, means, variances
-
-
-def _column(of_features: Array) -> Array:
-    return of_features[:, None]
-
-
-def _sums(units: Array, axis: int) -> Array:
-    """Return sums over positions and ``axis``: pairwise over positions, then in float64."""
-    sums: Array = units.sum(axis=2).sum(axis=axis, dtype=np.float64)
-    return sums
-
-
-def _sums_of_products(a: Array, b: Array, axis: int) -> Array:
-    products = array_module(a).einsum("bcp,bcp->bc", a, b)
-    sums: Array = products.sum(axis=axis, dtype=np.float64)
-    return sums

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array
 from flashlight_py.tagi.images import ImageLayer, images_of
 from flashlight_py.tagi.layer import Deltas, Shape, times_slope
+from flashlight_py.tagi.pools import largest, spread_taken, spread_windows, sum_windows
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
-from flashlight_py.tagi.windows import empty_like, spread_windows, sum_windows
 
 
 class _Pool(ImageLayer):
@@ -101,22 +101,8 @@ class MaxPool2d(_Pool):
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
         """Return ``[batch, *output_shape]``."""
         assert self.input_shape is not None
-        assert self.output_shape is not None
         x = x.shaped(self.input_shape)
-        xp, over = array_module(x.mean), self._over
-        padded = over.padded(x.mean, np.nan)
-        padded_v = None if x.variance is None else over.padded(x.variance)
-        mean = empty_like(x.mean, images_of(self.output_shape))
-        mean[...] = np.nan
-        variance = None if padded_v is None else xp.zeros_like(mean)
-        taken = xp.zeros_like(mean, dtype=np.int32)
-        for place, (y, x_) in enumerate(self._places()):
-            found = over.at(padded, y, x_)
-            better = (found > mean) | xp.isnan(mean)
-            xp.copyto(mean, found, where=better)
-            xp.copyto(taken, place, where=better)
-            if padded_v is not None:
-                xp.copyto(variance, over.at(padded_v, y, x_), where=better)
+        mean, variance, taken = largest(self._over, x.mean, x.variance)
         if self.training:
             self._slope, self._like, self._taken = x.slope, x.mean, taken
         return BaseHiddenStates(mean, variance)
@@ -125,15 +111,8 @@ class MaxPool2d(_Pool):
         """Return ``d`` and ``e`` to the elements that were taken, added up, times slopes."""
         if not wanted:
             return None
-        return times_slope(self._returned(d), self._returned(e), self._slope)
-
-    def _returned(self, deltas: Array) -> Array:
-        over, like, taken = self._over, self._like, self._taken
-        deltas = deltas.reshape(taken.shape)
-        padded = over.padded(array_module(like).zeros_like(like))
-        for place, (y, x) in enumerate(self._places()):
-            over.at(padded, y, x)[...] += deltas * (taken == place)
-        return over.inner(padded)
-
-    def _places(self) -> list[tuple[int, int]]:
-        return [(y, x) for y in range(self.kernel_size) for x in range(self.kernel_size)]
+        over, taken, like = self._over, self._taken, self._like
+        back, back_e = (
+            spread_taken(over, each.reshape(taken.shape), taken, like) for each in (d, e)
+        )
+        return times_slope(back, back_e, self._slope)

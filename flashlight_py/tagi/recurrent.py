@@ -10,7 +10,8 @@ import numpy as np
 from flashlight_py.device import Array, array_module, to_device
 from flashlight_py.tagi.init import gaussian, spread
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
-from flashlight_py.tagi.lstm_cell import PAIRS, States, cell_backward, cell_forward
+from flashlight_py.tagi.lstm_cell import States
+from flashlight_py.tagi.lstm_window import Pass, window_backward, window_forward
 from flashlight_py.tagi.parameters import Parameter
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
@@ -82,6 +83,7 @@ class LSTM(BaseLayer):
         if window not in WINDOWS:
             raise ValueError(f"window must be one of {', '.join(WINDOWS)}, got {window!r}")
         self.seq_len, self.window = seq_len, window
+        self._apart = window == "independent"
         self._inputs, self._outputs = input_size, output_size  # of one time step
         self.input_shape, self.output_shape = (seq_len * input_size,), (seq_len * output_size,)
         both = input_size + output_size
@@ -90,10 +92,8 @@ class LSTM(BaseLayer):
         self.biases = gaussian((4, output_size), deviation, gain_bias) if bias else None
         self._carried: States | None = None  # [1, output_size] each; None: 0
         self._x = BaseHiddenStates(np.empty((0, self.input_size)))
-        # Of the last forward pass: inputs with h of the step before, slopes, products of weights.
-        self._joined: Array = np.empty((0, 0, 0))
-        self._slopes: Array = self._joined
-        self._products: Array = self._joined
+        nothing = np.empty((0, 0, input_size + output_size))
+        self._kept = Pass(nothing, nothing[..., None], False)  # of the last forward pass
 
     def connect(self, shape: Shape) -> Shape:
         """Take inputs of ``seq_len * input_size`` elements of any shape."""
@@ -108,91 +108,44 @@ class LSTM(BaseLayer):
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
         """Return ``[batch, seq_len * output_size]``."""
         x = x.shaped((self.input_size,))
-        xp, batch = array_module(x.mean), len(x.mean)
-        ni, no = self._inputs, self._outputs
-        weight = self.weight.mean.reshape(4 * no, ni + no)
-        spread_ = self.weight.variance.reshape(4 * no, ni + no)
-        left, right = PAIRS
-        products = (self.weight.mean[left] * self.weight.mean[right]).reshape(-1, ni + no)
-
-        # What the inputs contribute to all gates of all time steps.
-        own = self._by_step(x.mean, ni)
-        steps, rows = own.shape[:2]
-        joined = xp.zeros((steps, rows, ni + no), REAL)
-        joined[..., :ni] = own
-        flat = joined[..., :ni].reshape(-1, ni)
-        z = flat @ weight[:, :ni].T
-        moment = flat * flat
-        u = xp.zeros((steps * rows, 8 * no), REAL)
-        if x.variance is not None:
-            variance = self._by_step(x.variance, ni).reshape(-1, ni)
-            moment += variance
-            xp.matmul(variance, products[: 8 * no, :ni].T, out=u)
-        u[:, : 4 * no] += moment @ spread_[:, :ni].T
-        if self.biases is not None:
-            z += self.biases.mean.reshape(-1)
-            u[:, : 4 * no] += self.biases.variance.reshape(-1)
-        z, u = z.reshape(steps, rows, 4 * no), u.reshape(steps, rows, 8 * no)
-
-        carries = self._carries(batch)
-        states = self._carried if carries else None
-        h = xp.empty((2, steps, rows, no), REAL)
-        slopes = xp.empty((steps, rows, 6, no), REAL)
-        for t in range(steps):
-            if states is not None:
-                mean, variance = states[:2]
-                joined[t, :, ni:] = mean
-                z[t] += mean @ weight[:, ni:].T
-                u[t, :, : 5 * no] += variance @ products[: 5 * no, ni:].T
-                u[t, :, : 4 * no] += (variance + mean * mean) @ spread_[:, ni:].T
-            states = cell_forward(
-                z[t].reshape(rows, 4, no), u[t].reshape(rows, 8, no), states, slopes[t]
-            )
-            h[0, t], h[1, t] = states[:2]
-        self._carried = states if carries else None
+        batch = len(x.mean)
+        carry = self.carries_states and batch == 1
+        # Time steps that are independent are samples.
+        rows, steps = (batch * self.seq_len, 1) if self._apart else (batch, self.seq_len)
+        mean, variance, self._carried, kept = window_forward(
+            self.weight,
+            self.biases,
+            x.mean.reshape(rows, -1),
+            None if x.variance is None else x.variance.reshape(rows, -1),
+            steps,
+            self._carried if carry else None,
+            carry,
+        )
         if self.training:
-            self._x, self._joined, self._slopes, self._products = x, joined, slopes, products
-        return BaseHiddenStates(self._by_sample(h[0]), self._by_sample(h[1]))
+            self._x, self._kept = x, kept
+        return BaseHiddenStates(mean.reshape(batch, -1), variance.reshape(batch, -1))
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
         """Set the sums of the gates' parameters over batch and time; return deltas of the input."""
-        joined, slopes, products = self._joined, self._slopes, self._products
+        joined, slopes, _ = self._kept
         xp = array_module(joined)
-        steps, rows, ni, no = *joined.shape[:2], self._inputs, self._outputs
-        weight = self.weight.mean.reshape(4 * no, ni + no)
-        d_out, e_out = self._by_step(d, no), self._by_step(e, no)
+        width = self._outputs if self._apart else self.output_size
+        d, e = d.reshape(-1, width), e.reshape(-1, width)
         if self._carried is not None:
-            self._carried = posterior(self._carried, d_out[0], e_out[0], slopes[0, :, 4])
-        dz = xp.empty((steps, rows, 4, no), REAL)
-        coefficients = xp.empty((steps, rows, 10, no), REAL)
-        later = None  # what the next step sends back: deltas of h, then of c
-        for t in range(steps - 1, -1, -1):
-            dh, eh = d_out[t], e_out[t]
-            dc = ec = None
-            if later is not None:
-                dh, eh, (dc, ec) = dh + later[0], eh + later[1], later[2]
-            cells = cell_backward(dh, eh, dc, ec, slopes[t], dz[t], coefficients[t])
-            if t:
-                later = (
-                    dz[t].reshape(rows, -1) @ weight[:, ni:],
-                    coefficients[t].reshape(rows, -1) @ products[:, ni:],
-                    cells,
-                )
-        dz, coefficients = dz.reshape(-1, 4 * no), coefficients.reshape(-1, 10 * no)
-        joined = joined.reshape(-1, ni + no)
-        ez = coefficients[:, : 4 * no]
-        xp.matmul(dz.T, joined, out=self.weight.mean_sum.reshape(4 * no, -1))
-        xp.matmul(ez.T, joined * joined, out=self.weight.variance_sum.reshape(4 * no, -1))
+            self._carried = posterior(self._carried, d, e, slopes[0, :, 4])
+        back = window_backward(self.weight, self._kept, d, e, wanted)
+        joined = joined.reshape(-1, joined.shape[2])
+        gates = len(back.dz[0])
+        xp.matmul(back.dz.T, joined, out=self.weight.mean_sum.reshape(gates, -1))
+        xp.matmul(back.ez.T, joined * joined, out=self.weight.variance_sum.reshape(gates, -1))
         if self.biases is not None:
-            dz.sum(axis=0, out=self.biases.mean_sum.reshape(-1))
-            ez.sum(axis=0, out=self.biases.variance_sum.reshape(-1))
+            back.dz.sum(axis=0, out=self.biases.mean_sum.reshape(-1))
+            back.ez.sum(axis=0, out=self.biases.variance_sum.reshape(-1))
         self._sums_are_complete()
-        if not wanted:
+        if back.dx is None or back.ex is None:
             return None
-        dx, ex = dz @ weight[:, :ni], coefficients @ products[:, :ni]
-        shape = (steps, rows, ni)
-        dx, ex = self._by_sample(dx.reshape(shape)), self._by_sample(ex.reshape(shape))
-        return times_slope(dx, ex, self._x.slope)
+        shape = self._x.mean.shape
+        return times_slope(back.dx.reshape(shape), back.ex.reshape(shape), self._x.slope)
 
     @property
     def carries_states(self) -> bool:
@@ -223,22 +176,6 @@ class LSTM(BaseLayer):
     def get_layer_info(self) -> str:
         """Return its kind and the sizes of one time step, such as ``"LSTM(1,8)"``."""
         return f"{self.get_layer_name()}({self._inputs},{self._outputs})"
-
-    def _carries(self, batch: int) -> bool:
-        return self.carries_states and batch == 1
-
-    def _by_step(self, array: Array, width: int) -> Array:
-        """Return ``[steps, rows, width]`` of ``[batch, seq_len * width]``."""
-        if self.window == "independent":
-            return array.reshape(1, -1, width)
-        return array.reshape(-1, self.seq_len, width).swapaxes(0, 1)
-
-    def _by_sample(self, array: Array) -> Array:
-        """Return ``[batch, seq_len * width]`` of ``[steps, rows, width]``."""
-        width = self.seq_len * array.shape[2]
-        if self.window == "independent":
-            return array.reshape(-1, width)
-        return array.swapaxes(0, 1).reshape(-1, width)
 
 
 def posterior(states: States, d: Array, e: Array, slope: Array) -> States:

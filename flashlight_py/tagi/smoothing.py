@@ -102,7 +102,7 @@ class SLSTM(LSTM):
 
     def _covariances(self) -> tuple[Array, Array]:
         """Return those of the last forward pass, as a :class:`TimeStep` has them."""
-        k, no = self._slopes[0, 0], self._outputs
+        k, no = self._kept.slopes[0, 0], self._outputs
         xp = array_module(k)
         if self._before is None:
             return xp.zeros(no, k.dtype), xp.zeros((no, no), k.dtype)

@@ -80,7 +80,7 @@ def closed_form_softmax(mean: Array, variance: Array) -> Moments:
 class _OverClasses(Activation):
     def _moments(self, mean: Array, variance: Array) -> Moments:
         rows = (len(mean), -1)
-        moments = type(self).moments(mean.reshape(rows), variance.reshape(rows))
+        moments = type(self)._function(mean.reshape(rows), variance.reshape(rows))
         m, v, slope = (each.reshape(mean.shape) for each in moments)
         return m, v, slope
 
@@ -88,19 +88,19 @@ class _OverClasses(Activation):
 class Softmax(_OverClasses):
     """``e^z`` over its sum, linearised at the means; the slope is that of each unit alone."""
 
-    moments = staticmethod(softmax)
+    _function = staticmethod(softmax)
 
 
 class Remax(_OverClasses):
     """``max(z, 0)`` over its sum: probabilities in closed form, which stay in bounds."""
 
-    moments = staticmethod(remax)
+    _function = staticmethod(remax)
 
 
 class ClosedFormSoftmax(_OverClasses):
     """``e^z`` over its sum in closed form; less stable than ``Remax`` where variances are large."""
 
-    moments = staticmethod(closed_form_softmax)
+    _function = staticmethod(closed_form_softmax)
 
 
 def _log_normal(mean: Array, variance: Array) -> tuple[Array, Array]:

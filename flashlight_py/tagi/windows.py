@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from numpy.typing import DTypeLike
+
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.tagi.native import native
 from flashlight_py.tagi.states import REAL
@@ -66,10 +68,10 @@ class Windows:
                 places = slice(first, first + (part.stop - part.start) * self.out_width)
                 yield Part(slice(image, image + 1), part, places)
 
-    def padded(self, images: Array, value: float = 0) -> Array:
-        """Return copies of the images with the padding around them."""
+    def padded(self, images: Array) -> Array:
+        """Return copies of the images with zeros around them."""
         xp, around = array_module(images), (self.before, self.after)
-        padded: Array = xp.pad(images, ((0, 0), (0, 0), around, around), constant_values=value)
+        padded: Array = xp.pad(images, ((0, 0), (0, 0), around, around))
         return padded
 
     def inner(self, padded: Array) -> Array:
@@ -152,9 +154,9 @@ def patches(
         addresses[1:1] = [null]
         addresses = [*addresses, null][:3]
     module.lib.fl_tagi_patches(
-        _described(module, windows, part, mean),
-        _address(module, mean),
-        null if variance is None else _address(module, variance),
+        described(module, windows, part, mean),
+        address(module, mean),
+        null if variance is None else address(module, variance),
         *addresses,
     )
 
@@ -196,9 +198,9 @@ def add_patches(windows: Windows, part: Part, columns: Array, images: Array) -> 
         add_patches_in_numpy(windows, part, columns, images)
         return
     module.lib.fl_tagi_add_patches(
-        _described(module, windows, part, images),
+        described(module, windows, part, images),
         module.ffi.from_buffer("float[]", columns),
-        _address(module, images),
+        address(module, images),
     )
 
 
@@ -213,93 +215,24 @@ def add_patches_in_numpy(windows: Windows, part: Part, columns: Array, images: A
     chosen[...] = windows.inner(padded)
 
 
-def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
-    """Return the sum of each window times ``factor``, ``[batch, channels, out_height,
-    out_width]``; in the order of batch and channels that the images have.
-    """
-    images, _ = readable(images)
-    sums = empty_like(images, (images.shape[1], windows.out_height, windows.out_width))
-    module = None if is_cupy(images) else native()
-    if module is None:
-        sum_windows_in_numpy(windows, images, factor, sums)
-        return sums
-    module.lib.fl_tagi_sum_windows(
-        _described(module, windows, windows.whole(len(images)), images),
-        _address(module, images),
-        _address(module, sums),
-        *(step // REAL.itemsize for step in sums.strides[:2]),
-        factor,
-    )
-    return sums
-
-
-def sum_windows_in_numpy(windows: Windows, images: Array, factor: float, sums: Array) -> None:
-    """Do what the kernel does, in the same order of additions: down, then along the rows."""
-    padded = windows.padded(images)
-    down = windows.down(padded, 0).copy()
-    for y in range(1, windows.kernel):
-        down += windows.down(padded, y)
-    sums[...] = 0
-    for x in range(windows.kernel):
-        sums += windows.along(down, x)
-    sums *= REAL.type(factor)
-
-
-def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) -> Array:
-    """Return images that have ``factor`` times the delta of each window at its places, added up:
-    the adjoint of :func:`sum_windows`.
-
-    Args:
-        windows: over the images.
-        deltas: ``[batch, channels, out_height, out_width]``.
-        factor: of all.
-        like: images of the shape, batch and channels lying in the order, that those returned have.
-    """
-    images, deltas = empty_like(like, like.shape[1:]), contiguous(deltas)
-    module = None if is_cupy(images) else native()
-    if module is None:
-        spread_windows_in_numpy(windows, deltas, factor, images)
-        return images
-    module.lib.fl_tagi_spread_windows(
-        _described(module, windows, windows.whole(len(images)), images),
-        _address(module, deltas),
-        _address(module, images),
-        *(step // REAL.itemsize for step in deltas.strides[:2]),
-        factor,
-    )
-    return images
-
-
-def spread_windows_in_numpy(windows: Windows, deltas: Array, factor: float, images: Array) -> None:
-    """Do what the kernel does, in the same order of additions."""
-    padded = windows.padded(array_module(images).zeros_like(images))
-    rows = array_module(images).zeros_like(windows.down(padded, 0))
-    deltas = deltas * REAL.type(factor)
-    for x in range(windows.kernel):
-        windows.along(rows, x)[...] += deltas
-    for y in range(windows.kernel):
-        windows.down(padded, y)[...] += rows
-    images[...] = windows.inner(padded)
-
-
 def contiguous(images: Array) -> Array:
     """Return images of which each channel is contiguous: the same object, or else a copy."""
     strides = (images.shape[3] * images.itemsize, images.itemsize)
     return images if images.strides[2:] == strides else images.copy()
 
 
-def empty_like(x: Array, shape: tuple[int, ...]) -> Array:
+def empty_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike = REAL) -> Array:
     """Return new images for the batch of ``x``, in the order of batch and channels that it has."""
     xp, batch = array_module(x), x.shape[0]
     channels, height, width = shape
     if x.strides[0] < x.strides[1]:
-        stacked: Array = xp.empty((channels, batch, height, width), REAL)
+        stacked: Array = xp.empty((channels, batch, height, width), dtype)
         return stacked.transpose(1, 0, 2, 3)
-    images: Array = xp.empty((batch, channels, height, width), REAL)
+    images: Array = xp.empty((batch, channels, height, width), dtype)
     return images
 
 
-def _described(module: object, windows: Windows, part: Part, images: Array) -> object:
+def described(module: object, windows: Windows, part: Part, images: Array) -> object:
     """Return the struct that the kernels know the windows by."""
     batch_step, channel_step, row_step, _ = (step // REAL.itemsize for step in images.strides)
     return module.ffi.new(  # type: ignore[attr-defined]
@@ -323,7 +256,7 @@ def _described(module: object, windows: Windows, part: Part, images: Array) -> o
     )
 
 
-def _address(module: object, images: Array) -> object:
+def address(module: object, images: Array) -> object:
     """Return the address of an array that need not be contiguous."""
-    address = images.__array_interface__["data"][0]
-    return module.ffi.cast("float *", address)  # type: ignore[attr-defined]
+    start = images.__array_interface__["data"][0]
+    return module.ffi.cast("float *", start)  # type: ignore[attr-defined]

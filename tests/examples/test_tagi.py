@@ -58,3 +58,25 @@ def test_the_curve_is_learnt_and_the_band_is_wide_where_nothing_was_seen(tmp_pat
 )
 def test_bad_options_of_the_regression_are_refused(options: list[object], complaint: str) -> None:
     assert complaint in refused("tagi_regression.py", *options)
+
+
+FORECAST = ("tagi_time_series.py", "--num-epochs", 5, "--samples", 400)
+
+
+def test_the_series_is_forecast_by_its_windows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "forecast.png"
+    output = printed(*FORECAST, "--plot", file)
+    error, repeated, _, ahead = numbers(output)
+    assert error < 0.08 < repeated
+    assert ahead < repeated
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_number_of_processes_does_not_change_the_forecast() -> None:
+    alone, together = (numbers(printed(*FORECAST, ranks=ranks)) for ranks in (1, 2))
+    assert alone == pytest.approx(together, abs=0.002)
+
+
+def test_bad_options_of_the_forecast_are_refused() -> None:
+    assert "--samples: more than a window of 12" in refused("tagi_time_series.py", "--samples", 12)

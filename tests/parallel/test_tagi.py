@@ -13,11 +13,14 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.tagi import (
+    LSTM,
     BatchNorm2d,
+    Conv2d,
     DDPConfig,
     DDPSequential,
     LayerBlock,
     Linear,
+    MixtureReLU,
     OutputUpdater,
     ReLU,
     ResNetBlock,
@@ -41,6 +44,17 @@ def residual() -> Sequential:
     inner = ResNetBlock(LayerBlock(Linear(8, 8), ReLU(), Linear(8, 8)))
     outer = ResNetBlock(LayerBlock(Linear(6, 8), ReLU(), inner), LayerBlock(Linear(6, 8)))
     return Sequential(outer, ReLU(), Linear(8, 3))
+
+
+def convolutional() -> Sequential:
+    """On images of 3 x 2 pixels; LSTM and convolutions beside dense layers."""
+    return Sequential(
+        Conv2d(1, 4, 2, in_width=3, in_height=2),
+        MixtureReLU(),
+        Linear(8, 8),
+        LSTM(4, 3, 2),
+        Linear(6, 3),
+    )
 
 
 def normalised() -> Sequential:
@@ -107,7 +121,7 @@ def check_close(state: Any, expected: Any, tolerance: float = 1e-6) -> None:
 
 @by_backend
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("make", [dense, residual])
+@pytest.mark.parametrize("make", [dense, residual, convolutional])
 def test_sums_are_those_of_one_process(
     pool: Any, backend: str, size: int, make: Callable[[], Sequential]
 ) -> None:

@@ -223,6 +223,7 @@ def test_batches_may_grow_and_shrink() -> None:
 
 def test_large_images_are_divided_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts, which a cache holds, make no difference."""
+    monkeypatch.setattr("flashlight_py.tagi.convolution.COLUMNS", 1)
     rng = np.random.default_rng(5)
     for kind in (nn.Conv2d, nn.ConvTranspose2d):
         layer = kind(2, 3, 3, padding=1)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.tagi import standardize
+from flashlight_py.tagi.native import native
 from flashlight_py.tagi.states import BaseHiddenStates
 from tests.tagi.oracle import compare, oracle_run
 
@@ -107,6 +109,43 @@ def test_images_that_lie_with_the_channels_first(case: str) -> None:
         results.append((out.mean, out.variance, d, e, layer.weight.mean_sum))
     for first, second in zip(*results, strict=True):
         close(second, first)
+
+
+@pytest.mark.parametrize("positions", [8, 16, 21, 40])
+def test_native_code_is_numpy_s(positions: int) -> None:
+    """Rows of whole lanes and others; as they lie one after the other, across, and with gaps."""
+    if native() is None:
+        pytest.skip("the kernels are not built")
+    shape = (5, 3, positions)
+    m, d = 2 + numbers(*shape), numbers(*shape, seed=1)
+    v, e, slope = (np.square(numbers(*shape, seed=seed)) for seed in (2, 3, 4))
+    across = tuple(
+        np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1) for a in (m, v, d, e, slope)
+    )
+    gaps = tuple(np.repeat(a, 2, axis=0)[::2] for a in (m, v, d, e, slope))
+    weight, biases = drawn(fl.tagi.BatchNorm2d(3)).parameters_in_use
+    for center in (numbers(3), numbers(5, 1)):
+        scale = np.exp(center)
+        for arrays in ((m, v, d, e, slope), across, gaps, (m, *across[1:])):
+            for bias, variance, j in ((biases, arrays[1], arrays[4]), (None, None, None)):
+                for centers in (None, center):
+                    wide = None if centers is None else np.broadcast_to(centers, shape[:2])
+                    close(
+                        standardize.row_sums(arrays[0], centers),
+                        standardize.row_sums_in_numpy(arrays[0], wide),
+                    )
+                given = (arrays[0], variance, center, scale, weight, bias)
+                found = standardize.standardize(*given)
+                for one, two in zip(found, standardize.standardize_in_numpy(*given), strict=True):
+                    np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-6)
+                for wanted in (True, False):
+                    given = (found[0], *arrays[2:4], j, scale, wanted)
+                    sums, deltas = standardize.standardize_back(*given)
+                    sums_2, deltas_2 = standardize.standardize_back_in_numpy(*given)
+                    close(sums, sums_2)
+                    assert (deltas is None) == (deltas_2 is None) == (not wanted)
+                    for one, two in zip(deltas or (), deltas_2 or (), strict=True):
+                        np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-6)
 
 
 def test_known_inputs_have_no_variance() -> None:
@@ -292,7 +331,6 @@ def test_the_same_as_pytagi(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("Conv2d" not in fl.tagi.__all__, reason="needs Conv2d")
 @pytest.mark.parametrize("name", IMAGE_NETWORKS)
 def test_images_are_the_same_as_pytagi(name: str) -> None:
     x, y = numbers(8, 2, 6, 6), numbers(8, 2, seed=1)

@@ -29,10 +29,29 @@ from flashlight_py.tagi import (
     Softmax,
     Softplus,
     Tanh,
+    nn,
 )
 from tests.autograd.strict_library import StrictArray
 
 NETWORKS: dict[str, tuple[Callable[[], Sequential], tuple[int, ...]]] = {
+    "images": (
+        lambda: Sequential(
+            nn.Conv2d(2, 3, 3, padding=1),
+            nn.MixtureReLU(),
+            nn.BatchNorm2d(3),
+            nn.AvgPool2d(2, 2),
+            nn.ResNetBlock(
+                nn.LayerBlock(nn.Conv2d(3, 4, 3, padding=1, stride=2, padding_type=2)),
+                nn.LayerBlock(nn.Conv2d(3, 4, 2, stride=2)),
+            ),
+            nn.ConvTranspose2d(4, 2, 2, stride=2),
+            nn.MaxPool2d(2, 2),
+            nn.LayerNorm((2, 2, 2)),
+            Linear(8, 4),
+        ),
+        (2, 8, 8),
+    ),
+    "recurrent": (lambda: Sequential(nn.LSTM(2, 3, 3), nn.LSTM(3, 2, 3), Linear(6, 4)), (6,)),
     "mixtures": (
         lambda: Sequential(
             MixtureReLU(), Linear(6, 5), MixtureTanh(), Linear(5, 4), MixtureSigmoid(), Remax()

@@ -1,0 +1,145 @@
+"""Forecast a noisy sine with two LSTMs of TAGI, on as many processes as there are.
+
+    python examples/tagi_time_series.py --plot forecast.png
+    mpirun -n 2 python examples/tagi_time_series.py
+
+Network and options are those of pytagi's example. A window of the series goes in; what comes out is
+the next value, and how far to trust it. To look further ahead the network reads its own forecasts,
+and their variances with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+import flashlight_py as fl
+from flashlight_py.tagi import nn
+
+Array = npt.NDArray[np.float32]
+
+PERIOD = 24  # time steps
+NOISE = 0.05  # deviation of the errors of the observations, of a sine of amplitude 1
+WINDOW = 12
+AHEAD = 3 * PERIOD
+
+
+def main(options: argparse.Namespace) -> None:
+    # Meet the other processes. Every one runs this same program, with a rank of its own.
+    fl.distributed_init()
+    fl.tagi.manual_seed(options.seed)
+    random = np.random.default_rng(options.seed)
+
+    # A series to learn from, and its continuation. The network's first variances are meant for
+    # quantities of mean 0 and deviation 1.
+    time = np.arange(options.samples + 200)
+    curve = np.sin(2 * np.pi * time / PERIOD).astype(np.float32)
+    series = curve + NOISE * random.standard_normal(curve.shape, np.float32)
+    mean, deviation = series[: options.samples].mean(), series[: options.samples].std()
+    series, curve = (series - mean) / deviation, (curve - mean) / deviation
+    inputs, targets = windows(series[: options.samples])
+
+    # The LSTMs read a window step by step; the last layer reads what they say at every step.
+    net = nn.Sequential(
+        nn.LSTM(1, 8, WINDOW),
+        nn.LSTM(8, 8, WINDOW),
+        nn.Linear(8 * WINDOW, 1),
+    )
+    model = nn.DDPSequential(net, average=False)
+    updater = nn.OutputUpdater(net.device)
+
+    # Learn: forward, compare with what was observed, back, step. Each batch is of all processes.
+    data = fl.dataset.TensorDataset([inputs, targets])
+    batches = fl.ShardedDataset(data, options.batch_size, seed=options.seed)
+    for epoch in range(options.num_epochs):
+        batches.set_epoch(epoch)
+        sigma_v = max(options.sigma_v * 0.9**epoch, min(options.sigma_v, 0.3))
+        for x, y in batches:
+            model(x)
+            updater.update(model.output_z_buffer, y, sigma_v**2, model.input_delta_z_buffer)
+            model.backward()
+            model.step()
+
+    # Forecast the continuation: one time step from each window, then many from the first.
+    model.eval()
+    unseen, truth = series[options.samples - WINDOW :], curve[options.samples :, None]
+    one_step, _ = model(windows(unseen)[0])
+    forecast, variance = look_ahead(model, unseen[:WINDOW])
+    if fl.is_main_process():
+        repeated = rmse(unseen[WINDOW - 1 : -1, None], truth)
+        print(f"Root mean squared error, in deviations of the series: {rmse(one_step, truth):.3f}")
+        print(f"If the last value is repeated: {repeated:.3f}")
+        print(f"Over {AHEAD} steps from its own forecasts: {rmse(forecast, truth[:AHEAD, 0]):.3f}")
+        if options.plot:
+            plot(options.plot, unseen, truth[:AHEAD, 0], forecast, np.sqrt(variance))
+
+
+def windows(series: Array) -> tuple[Array, Array]:
+    """Return all windows ``[n, WINDOW]`` of a series, and the value after each, ``[n, 1]``."""
+    both = np.lib.stride_tricks.sliding_window_view(series, WINDOW + 1)
+    return both[:, :-1], both[:, -1:]
+
+
+def look_ahead(model: nn.DDPSequential, window: Array) -> tuple[Array, Array]:
+    """Return means and variances of what follows; the network reads those of its own forecasts."""
+    means, variances = list(window), [np.float32(0)] * WINDOW
+    for _ in range(AHEAD):
+        mean, variance = model(np.array(means[-WINDOW:]), np.array(variances[-WINDOW:]))
+        means.append(mean[0])
+        variances.append(variance[0])
+    return np.array(means[WINDOW:]), np.array(variances[WINDOW:])
+
+
+def rmse(forecast: Array, truth: Array) -> float:
+    """Return the root mean squared error."""
+    return float(np.sqrt(np.mean((forecast - truth) ** 2)))
+
+
+def plot(file: Path, unseen: Array, truth: Array, forecast: Array, deviation: Array) -> None:
+    """Draw the window, the forecast with its band, and what really followed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    ahead = np.arange(AHEAD)
+    low, high = forecast - 2 * deviation, forecast + 2 * deviation
+    axes.fill_between(ahead, low, high, color="#8fb8e0", label="95 %", linewidth=0)
+    axes.plot(ahead, forecast, color="#1f5fa8", label="forecast")
+    axes.plot(ahead, truth, color="black", linestyle="--", linewidth=1.2, label="true curve")
+    seen = unseen[: WINDOW + AHEAD]
+    axes.scatter(np.arange(len(seen)) - WINDOW, seen, s=8, c="#c0392b", label="observations")
+    axes.axvline(-0.5, color="gray", linewidth=0.8)
+    axes.set(xlabel="time steps ahead", ylabel="series")
+    figure.legend(loc="outside upper center", fontsize="small", ncols=4, frameon=False)
+    axes.grid(alpha=0.25)
+    figure.savefig(file, dpi=120)
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line; refuse what could only fail later, before anything starts."""
+    parser = argparse.ArgumentParser(description="Forecast a noisy sine on several processes.")
+    add = parser.add_argument
+    add("--num-epochs", type=int, default=10)
+    add("--batch-size", type=int, default=5, help="of all processes together")
+    add("--sigma-v", type=float, default=1.0, help="deviation of the errors; it falls to 0.3")
+    add("--samples", type=int, default=500, help="time steps to learn from")
+    add("--seed", type=int, default=0)
+    add("--plot", type=Path, metavar="FILE.png", help="draw the forecast with its band")
+    options = parser.parse_args()
+    if min(options.num_epochs, options.batch_size) < 1 or options.sigma_v <= 0:
+        parser.error("--num-epochs and --batch-size are from 1 on, --sigma-v is above 0")
+    if options.samples <= WINDOW:
+        parser.error(f"--samples: more than a window of {WINDOW}, got {options.samples}")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'flashlight-py[plot]'")
+    if options.plot and not options.plot.absolute().parent.is_dir():
+        parser.error(f"the folder of {options.plot} does not exist")
+    return options
+
+
+if __name__ == "__main__":
+    main(read_options())
