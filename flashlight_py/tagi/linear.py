@@ -10,6 +10,8 @@ from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
 from flashlight_py.tagi.parameters import Parameter
 from flashlight_py.tagi.states import BaseHiddenStates
 
+FEW = 100  # samples
+
 
 class Linear(BaseLayer):
     """``z = x @ W.T + b`` of independent Gaussians: ``[batch, input_size]`` to ``[batch,
@@ -47,7 +49,7 @@ class Linear(BaseLayer):
         self.weight: Parameter = gaussian((output_size, input_size), deviation, gain_weight)
         self.biases = gaussian((output_size,), deviation, gain_bias) if bias else None
         self._x = BaseHiddenStates(np.empty((0, input_size)))
-        self._square = np.empty((0, 0))  # of the means of the weights, until the backward pass
+        self._square: Array | None = None  # of the weights' means, until the backward pass
 
     def connect(self, shape: Shape) -> Shape:
         """Take inputs of ``input_size`` elements of any shape."""
@@ -60,15 +62,16 @@ class Linear(BaseLayer):
         """Return ``[batch, output_size]``."""
         x = x.shaped((self.input_size,))
         weight, biases = self.weight, self.biases
-        square = array_module(x.mean).square(weight.mean)
-        mean = x.mean @ weight.mean.T
+        mean = _times_transposed(x.mean, weight.mean)
         moment = x.mean * x.mean  # of the inputs, the second
+        square = None
         if x.variance is None:
-            variance = moment @ weight.variance.T
+            variance = _times_transposed(moment, weight.variance)
         else:
             moment += x.variance
-            variance = x.variance @ square.T
-            variance += moment @ weight.variance.T
+            square = array_module(x.mean).square(weight.mean)
+            variance = _times_transposed(x.variance, square)
+            variance += _times_transposed(moment, weight.variance)
         if biases is not None:
             mean += biases.mean
             variance += biases.variance
@@ -89,4 +92,13 @@ class Linear(BaseLayer):
         self._sums_are_complete()
         if not wanted:
             return None
-        return times_slope(d @ weight.mean, e @ self._square, x.slope)
+        square = xp.square(weight.mean) if self._square is None else self._square
+        return times_slope(d @ weight.mean, e @ square, x.slope)
+
+
+def _times_transposed(x: Array, matrix: Array) -> Array:
+    """Return ``x @ matrix.T``, the other way round where BLAS is faster so: for small batches."""
+    if len(x) < FEW:
+        product: Array = (matrix @ x.T).T
+        return product
+    return x @ matrix.T
