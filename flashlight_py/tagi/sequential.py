@@ -347,9 +347,8 @@ class Sequential(Recurrence, Files):
             raise ValueError(f"{self.layers[0]}: a batch needs at least one sample, got {shape}")
         own, known = shape[1:], self._shape
         if known is not None and (
-            own == known
-            or (len(shape) == 1 and size % math.prod(known) == 0)
-            or (len(shape) > 1 and math.prod(own) == math.prod(known))
+            (len(shape) == 1 and size % math.prod(known) == 0)
+            or (math.prod(own) == math.prod(known) and _reads_as(own, known))
         ):
             return known
         if len(shape) == 1:
@@ -381,3 +380,9 @@ class Sequential(Recurrence, Files):
             mean, variance = to_device(mean, "cpu"), to_device(variance, "cpu")
         shape = (-1,) if flat else mean.shape
         return mean.copy().reshape(shape), variance.copy().reshape(shape)
+
+
+def _reads_as(own: Shape, known: Shape) -> bool:
+    """Return whether samples of two shapes differ at most by dimensions of 1, or one is flat."""
+    own, known = (tuple(size for size in shape if size > 1) for shape in (own, known))
+    return own == known or min(len(own), len(known)) <= 1
