@@ -62,8 +62,9 @@ def main(options: argparse.Namespace) -> None:
         wrong, seen = 0, 0
         model.train()
         for indices in in_batches(list(sampler), options.batch_size):
-            images = cut(train[0][indices], random, flip=options.data_dir is not None)
-            labels = train[1][indices]
+            images, labels = train[0][indices], train[1][indices]
+            if options.data_dir is not None:  # digits are centred, and none mirrored is one
+                images = cut_and_flip(images, random)
             directions, nodes, _ = utils.label_to_obs(labels, CLASSES)
             mean, variance = model(images)
             updater.update_using_indices(
@@ -170,15 +171,15 @@ def load_digits() -> tuple[Samples, Samples]:
     return (seen, seen_labels), (held_out, held_out_labels)
 
 
-def cut(images: Array, random: np.random.Generator, flip: bool) -> Array:
-    """Move each image by up to ``MARGIN`` pixels; mirror half of them if ``flip``."""
+def cut_and_flip(images: Array, random: np.random.Generator) -> Array:
+    """Move each image by up to ``MARGIN`` pixels, and mirror half of them."""
     around = ((0, 0), (0, 0), (MARGIN, MARGIN), (MARGIN, MARGIN))
-    wide = np.pad(images, around, constant_values=images.min())
+    wide = np.pad(images, around)
     moved = np.empty_like(images)
     for image, source in zip(moved, wide, strict=True):
         top, left = random.integers(0, 2 * MARGIN + 1, 2)
         image[...] = source[:, top : top + 32, left : left + 32]
-        if flip and random.random() < 0.5:
+        if random.random() < 0.5:
             image[...] = image[:, :, ::-1].copy()
     return moved
 

@@ -132,7 +132,7 @@ def plot(
     size = 3 if options.heteros else 16
     axes.scatter(x, y, s=size, c="#c0392b", zorder=3, label=f"{len(x)} observations")
     axes.set(xlabel="x", ylabel="y", xlim=(at[0], at[-1]))
-    axes.legend(loc="upper left", fontsize="small", frameon=False)
+    figure.legend(loc="outside upper center", ncols=3, fontsize="small", frameon=False)
     axes.grid(alpha=0.25)
     figure.savefig(options.plot, dpi=120)
 

@@ -62,6 +62,11 @@ void fl_tagi_spread_taken(const fl_tagi_windows *windows, const float *deltas,
 void fl_tagi_mixture_relu(const float *mean, const float *variance, float *mean_out,
                           float *variance_out, float *slope_out, size_t size);
 
+/* The same of max(-1, min(z, 1)) times `share` plus `shift`. */
+void fl_tagi_mixture_between(const float *mean, const float *variance, float *mean_out,
+                             float *variance_out, float *slope_out, size_t size, float share,
+                             float shift);
+
 /* Units as rows of `positions` contiguous elements, one for each sample and feature; see
    flashlight_py/tagi/standardize.py. Steps are in elements; all arrays of a call have the same. */
 typedef struct {

@@ -57,8 +57,9 @@ class _Convolution(ImageLayer):
                 f"{in_width} and {in_height}"
             )
         self._channels = (in_channels, out_channels)
-        if in_width:
-            self.input_shape = (in_channels, in_height, in_width)
+        self._stated = (in_height, in_width) if in_width else None
+        if self._stated is not None:
+            self.input_shape = (in_channels, *self._stated)
         deviation = spread(init_method, kernel_size**2 * in_channels, kernel_size**2 * out_channels)
         first, second = self._order(in_channels, out_channels)
         shape = (first, second, kernel_size, kernel_size)
@@ -93,6 +94,8 @@ class _Convolution(ImageLayer):
         images = images_of(shape)
         if images[0] != self.in_channels:
             raise ValueError(f"expected {self.in_channels} channels, got images of shape {shape}")
+        if self._stated not in (None, images[1:]):
+            raise ValueError(f"in_height and in_width are {self._stated}, got images of {images}")
         return images
 
     def _add_biases(self, mean: Array, variance: Array) -> None:

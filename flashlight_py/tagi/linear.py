@@ -10,6 +10,8 @@ from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
 from flashlight_py.tagi.parameters import Parameter
 from flashlight_py.tagi.states import BaseHiddenStates
 
+FEW = 100  # samples
+
 
 class Linear(BaseLayer):
     """``z = x @ W.T + b`` of independent Gaussians: ``[batch, input_size]`` to ``[batch,
@@ -47,7 +49,8 @@ class Linear(BaseLayer):
         self.weight: Parameter = gaussian((output_size, input_size), deviation, gain_weight)
         self.biases = gaussian((output_size,), deviation, gain_bias) if bias else None
         self._x = BaseHiddenStates(np.empty((0, input_size)))
-        self._square = np.empty((0, 0))  # of the means of the weights, until the backward pass
+        self._squares = self._x.mean  # of the inputs' means
+        self._square: Array | None = None  # of the weights' means, until the backward pass
 
     def connect(self, shape: Shape) -> Shape:
         """Take inputs of ``input_size`` elements of any shape."""
@@ -60,20 +63,20 @@ class Linear(BaseLayer):
         """Return ``[batch, output_size]``."""
         x = x.shaped((self.input_size,))
         weight, biases = self.weight, self.biases
-        square = array_module(x.mean).square(weight.mean)
-        mean = x.mean @ weight.mean.T
-        moment = x.mean * x.mean  # of the inputs, the second
+        mean = _times_transposed(x.mean, weight.mean)
+        squares = x.mean * x.mean
+        square = None
         if x.variance is None:
-            variance = moment @ weight.variance.T
+            variance = _times_transposed(squares, weight.variance)
         else:
-            moment += x.variance
-            variance = x.variance @ square.T
-            variance += moment @ weight.variance.T
+            square = array_module(x.mean).square(weight.mean)
+            variance = _times_transposed(x.variance, square)
+            variance += _times_transposed(squares + x.variance, weight.variance)
         if biases is not None:
             mean += biases.mean
             variance += biases.variance
         if self.training:
-            self._x, self._square = x, square
+            self._x, self._squares, self._square = x, squares, square
         return BaseHiddenStates(mean, variance)
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
@@ -82,11 +85,20 @@ class Linear(BaseLayer):
         xp = array_module(x.mean)
         d, e = d.reshape(len(x.mean), -1), e.reshape(len(x.mean), -1)
         xp.matmul(d.T, x.mean, out=weight.mean_sum)
-        xp.matmul(e.T, xp.square(x.mean), out=weight.variance_sum)
+        xp.matmul(e.T, self._squares, out=weight.variance_sum)
         if biases is not None:
             d.sum(axis=0, out=biases.mean_sum)
             e.sum(axis=0, out=biases.variance_sum)
         self._sums_are_complete()
         if not wanted:
             return None
-        return times_slope(d @ weight.mean, e @ self._square, x.slope)
+        square = xp.square(weight.mean) if self._square is None else self._square
+        return times_slope(d @ weight.mean, e @ square, x.slope)
+
+
+def _times_transposed(x: Array, matrix: Array) -> Array:
+    """Return ``x @ matrix.T``, the other way round where BLAS is faster so: for small batches."""
+    if len(x) < FEW:
+        product: Array = (matrix @ x.T).T
+        return product
+    return x @ matrix.T

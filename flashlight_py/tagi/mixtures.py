@@ -45,18 +45,24 @@ def mixture_relu_in_numpy(mean: Array, variance: Array) -> Moments:
 
 def mixture_tanh(mean: Array, variance: Array) -> Moments:
     """Return the moments of max(-1, min(z, 1)), variances at least 1e-6; slopes are P(|z| < 1)."""
-    m, v, j = _between(mean, variance)
-    return m.astype(REAL), _floored(v), j.astype(REAL)
+    return _between(mean, variance, 1, 0)
 
 
 def mixture_sigmoid(mean: Array, variance: Array) -> Moments:
     """Return those of (mixture_tanh + 1) / 2: z between -1 and 1 becomes a line from 0 to 1."""
-    m, v, j = _between(mean, variance)
-    return (m / 2 + 0.5).astype(REAL), _floored(v / 4), (j / 2).astype(REAL)
+    return _between(mean, variance, 0.5, 0.5)
 
 
-def _between(mean: Array, variance: Array) -> Moments:
-    """Return the moments of max(-1, min(z, 1)) in float64.
+def _between(mean: Array, variance: Array, share: float, shift: float) -> Moments:
+    """Return the moments of max(-1, min(z, 1)) times ``share`` plus ``shift``."""
+    kernel = None if is_cupy(mean) else native()
+    if kernel is None:
+        return between_in_numpy(mean, variance, share, shift)
+    return _each(kernel.lib.fl_tagi_mixture_between, kernel.ffi, mean, variance, share, shift)
+
+
+def between_in_numpy(mean: Array, variance: Array, share: float, shift: float) -> Moments:
+    """Do what the kernels do.
 
     For a mean of at least 0, as the rest is symmetric: z is cut off at 1, much or little of it,
     and in the tail at -1. The covariance of z and of what one cut takes away is v P(it cuts), by
@@ -71,26 +77,30 @@ def _between(mean: Array, variance: Array) -> Moments:
     moments = xp.where(inside, abs(m), 1) + s * (far_g - g)
     cut = xp.where(inside, g, g - near)  # how much the cut at 1 takes, on average
     kept = xp.where(inside, 1 - 2 * q, 0) + h + (far_h - 2 * far_q) + 2 * cut * far_g
-    return xp.sign(m) * moments, v * kept, xp.where(inside, 1 - q, q) - far_q
+    slope = xp.where(inside, 1 - q, q) - far_q
+    mean = xp.sign(m) * moments * share + shift
+    return mean.astype(REAL), _floored(v * kept * share**2), (slope * share).astype(REAL)
 
 
-def _each(function: Any, ffi: Any, mean: Array, variance: Array) -> Moments:
+def _each(function: Any, ffi: Any, mean: Array, variance: Array, *options: float) -> Moments:
     """Call ``function`` with flat arrays as they lie; results lie as ``mean`` does."""
-    if not (mean.flags.c_contiguous and variance.flags.c_contiguous):
+    lies_right = mean.flags.c_contiguous and variance.flags.c_contiguous
+    if not (lies_right and mean.dtype == variance.dtype == REAL):
         # Such as images with the channels first: another order of dimensions, without gaps.
         order = sorted(range(mean.ndim), key=lambda axis: -mean.strides[axis])
         back = [order.index(axis) for axis in range(mean.ndim)]
         moments = _each(
             function,
             ffi,
-            np.ascontiguousarray(mean.transpose(order)),
-            np.ascontiguousarray(variance.transpose(order)),
+            np.ascontiguousarray(mean.transpose(order), REAL),
+            np.ascontiguousarray(variance.transpose(order), REAL),
+            *options,
         )
         m, v, slope = (each.transpose(back) for each in moments)
         return m, v, slope
     moments = np.empty_like(mean), np.empty_like(mean), np.empty_like(mean)
     flat = [ffi.from_buffer("float[]", array) for array in (mean, variance, *moments)]
-    function(*flat, mean.size)
+    function(*flat, mean.size, *options)
     return moments
 
 

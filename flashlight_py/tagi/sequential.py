@@ -39,7 +39,7 @@ class Sequential(Recurrence, Files):
     Raises:
         TypeError: something is no layer of ``fl.tagi``, or there is none.
         ValueError: a layer cannot take what the one before makes; names both. Or one that must
-            be the first is not.
+            be the first is not, or one stands in two places.
     """
 
     def __init__(self, *layers: BaseLayer) -> None:
@@ -67,9 +67,21 @@ class Sequential(Recurrence, Files):
         self._from_states = False  # whether the last input was another network's output
         self.samples = 0
         self._kept = False  # whether the layers have kept what a backward pass needs
+        self._check_that_each_is_there_once()
         self.gather_parameters()
         if self.layers[0].input_shape is not None:
             self._connect(self.layers[0].input_shape)
+
+    def _check_that_each_is_there_once(self) -> None:
+        """Refuse a layer that stands in two places: it keeps the input of one alone."""
+        names: dict[int, str] = {}
+        for name, layer in self.named_layers():
+            first = names.setdefault(id(layer), name)
+            if first != name and layer.keeps_input:
+                raise ValueError(
+                    f"Sequential: {first} and {name} are the same object; make a layer for each "
+                    "place"
+                )
 
     def named_layers(self) -> Iterator[tuple[str, BaseLayer]]:
         """Yield every layer, also those inside blocks, by the names that pytagi gives them."""
@@ -347,9 +359,8 @@ class Sequential(Recurrence, Files):
             raise ValueError(f"{self.layers[0]}: a batch needs at least one sample, got {shape}")
         own, known = shape[1:], self._shape
         if known is not None and (
-            own == known
-            or (len(shape) == 1 and size % math.prod(known) == 0)
-            or (len(shape) > 1 and math.prod(own) == math.prod(known))
+            (len(shape) == 1 and size % math.prod(known) == 0)
+            or (math.prod(own) == math.prod(known) and _reads_as(own, known))
         ):
             return known
         if len(shape) == 1:
@@ -381,3 +392,9 @@ class Sequential(Recurrence, Files):
             mean, variance = to_device(mean, "cpu"), to_device(variance, "cpu")
         shape = (-1,) if flat else mean.shape
         return mean.copy().reshape(shape), variance.copy().reshape(shape)
+
+
+def _reads_as(own: Shape, known: Shape) -> bool:
+    """Return whether samples of two shapes differ at most by dimensions of 1, or one is flat."""
+    own, known = (tuple(size for size in shape if size > 1) for shape in (own, known))
+    return own == known or min(len(own), len(known)) <= 1

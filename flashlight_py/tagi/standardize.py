@@ -139,7 +139,9 @@ class _Rows:
     @classmethod
     def of(cls, units: Array) -> _Rows | None:
         """Return the rows of ``units``, or None where NumPy or CuPy do better."""
-        if is_cupy(units) or units.shape[2] < SHORTEST or units.strides[2] != REAL.itemsize:
+        if is_cupy(units) or units.dtype != REAL:
+            return None
+        if units.shape[2] < SHORTEST or units.strides[2] != REAL.itemsize:
             return None
         module = native()
         return None if module is None else cls(module, units)
@@ -159,7 +161,8 @@ class _Rows:
 
     def _placed(self, array: Array) -> Array:
         """Return units as they are or as a copy that lies as ``lead`` does; others as they are."""
-        if array.shape != self.lead.shape or array.strides == self.lead.strides:
+        same = array.dtype == REAL and array.strides == self.lead.strides
+        if array.shape != self.lead.shape or same:
             return array
         copy = np.empty_like(self.lead)
         copy[...] = array

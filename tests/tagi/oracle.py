@@ -143,7 +143,7 @@ def oracle() -> Oracle:
 
 
 def oracle_run(program: str, **arrays: Any) -> Any:
-    """Return what ``program`` has left in ``result``, executed beside the real pytagi.
+    """Return what ``program`` leaves in ``result``, if anything, executed beside the real pytagi.
 
     It sees ``np``, ``pytagi``, all names of ``pytagi.nn``, and ``arrays`` by their names. What is
     returned must be a pickle of NumPy and Python's own types.

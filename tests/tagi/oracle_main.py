@@ -94,10 +94,10 @@ def step(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(request: dict[str, Any]) -> Any:
-    """Execute a program with the arrays that it names; return its ``result``."""
+    """Execute a program with the arrays that it names; return its ``result``, if any."""
     space = NAMES | request["arrays"]
     exec(request["program"], space)
-    return space["result"]
+    return space.get("result")
 
 
 def main() -> None:

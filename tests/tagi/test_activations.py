@@ -15,7 +15,7 @@ from flashlight_py.tagi.tails import tails
 from tests.tagi.oracle import compare
 
 REAL = np.float32
-MEANS = [0, 1e-8, 1e-3, 0.1, 0.5, 0.99, 1, 1.01, 2, 3, 5, 8, 13, 40, 1e3, 1e6]
+MEANS = [0, 1e-8, 1e-3, 0.1, 0.5, 0.99, 1, 1.01, 2, 3, 5, 8, 13, 40, 1e3, 1e6, 1e30]
 VARIANCES = [0, 1e-30, 1e-12, 1e-8, 1e-6, 1e-4, 0.01, 0.1, 0.5, 1, 2, 10, 100, 1e4, 1e8]
 GRID = tuple(
     each.ravel().astype(REAL) for each in np.meshgrid([*MEANS, *(-m for m in MEANS)], VARIANCES)
@@ -103,7 +103,23 @@ def test_what_is_not_a_number_is_not_hidden(name: str) -> None:
     assert np.isnan(moments(one, nan)).all()
 
 
-def test_native_code_is_numpy_s() -> None:
+def tanh_in_numpy(mean: np.ndarray, variance: np.ndarray) -> mixtures.Moments:
+    return mixtures.between_in_numpy(mean, variance, 1, 0)
+
+
+def sigmoid_in_numpy(mean: np.ndarray, variance: np.ndarray) -> mixtures.Moments:
+    return mixtures.between_in_numpy(mean, variance, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("moments", "in_numpy"),
+    [
+        (mixtures.mixture_relu, mixtures.mixture_relu_in_numpy),
+        (mixtures.mixture_tanh, tanh_in_numpy),
+        (mixtures.mixture_sigmoid, sigmoid_in_numpy),
+    ],
+)
+def test_native_code_is_numpy_s(moments, in_numpy) -> None:
     """Also for images with the channels first, for parts, and for no unit at all."""
     if native() is None:
         pytest.skip("the kernels are not built")
@@ -111,14 +127,15 @@ def test_native_code_is_numpy_s() -> None:
     m = (3 * rng.standard_normal((40, 30, 7, 11))).astype(REAL)
     v = np.exp(2 * rng.standard_normal(m.shape)).astype(REAL)
     channels_first = tuple(np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1) for a in (m, v))
-    cases = [(m, v), channels_first, (m, channels_first[1]), (m[::2, :, 1:5], v[::2, :, 1:5])]
+    wide = (m.astype(np.float64), v.astype(np.float64))
+    cases = [(m, v), wide, channels_first, (m, channels_first[1]), (m[::2, :, 1:5], v[::2, :, 1:5])]
     for mean, variance in [*cases, (m[:0], v[:0])]:
-        found = mixtures.mixture_relu(mean, variance)
-        expected = mixtures.mixture_relu_in_numpy(mean, variance)
+        found, expected = moments(mean, variance), in_numpy(mean, variance)
         for one, other in zip(found, expected, strict=True):
             assert one.shape == mean.shape
+            assert one.dtype == REAL
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-12)
-    assert mixtures.mixture_relu(*channels_first)[0].strides == channels_first[0].strides
+    assert moments(*channels_first)[0].strides == channels_first[0].strides
 
 
 @pytest.mark.parametrize("name", ["mixture_relu", "mixture_tanh", "mixture_sigmoid", "exponential"])

@@ -221,6 +221,21 @@ def test_batches_may_grow_and_shrink() -> None:
     np.testing.assert_array_equal(flat, all_at_once.ravel())
 
 
+def test_images_may_change_their_shape_between_batches() -> None:
+    """Also to one of as many elements, which is no other way to read the same image."""
+    rng = np.random.default_rng(6)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.AvgPool2d(2))
+    for height, width in ((4, 6), (6, 4), (2, 12), (8, 8), (4, 6)):
+        x = rng.standard_normal((2, 2, height, width))
+        mean, _ = net(x)
+        fresh = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.AvgPool2d(2))
+        fresh.load_state_dict(net.state_dict())
+        np.testing.assert_array_equal(mean, fresh(x)[0])
+    with pytest.raises(ValueError, match="do not cover a height of 3"):
+        net(np.zeros((2, 2, 3, 16)))
+    np.testing.assert_array_equal(net(x.reshape(2, 48))[0], mean)  # flat samples, of the last shape
+
+
 def test_large_images_are_divided_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts, which a cache holds, make no difference."""
     monkeypatch.setattr("flashlight_py.tagi.convolution.COLUMNS", 1)
@@ -289,6 +304,13 @@ def test_a_layer_describes_itself_as_pytagi_s(text: str, expected: str) -> None:
         (
             lambda: nn.Sequential(nn.Conv2d(2, 1, 3))(np.zeros((1, 3, 5, 5))),
             "expected 2 channels, got images of shape",
+        ),
+        (
+            lambda: nn.Sequential(
+                nn.Conv2d(1, 2, 3, in_width=6, in_height=5),
+                nn.Conv2d(2, 1, 2, in_width=3, in_height=4),
+            ),
+            r"in_height and in_width are \(4, 3\), got images of \(2, 3, 4\)",
         ),
         (
             lambda: nn.Sequential(nn.Linear(5, 7), nn.Conv2d(1, 1, 3, in_width=4, in_height=4)),

@@ -126,13 +126,14 @@ def test_native_code_is_numpy_s(positions: int) -> None:
     weight, biases = drawn(fl.tagi.BatchNorm2d(3)).parameters_in_use
     for center in (numbers(3), numbers(5, 1)):
         scale = np.exp(center)
-        for arrays in ((m, v, d, e, slope), across, gaps, (m, *across[1:])):
+        wide = (m, v.astype(np.float64), d, *across[3:])
+        for arrays in ((m, v, d, e, slope), across, gaps, (m, *across[1:]), wide):
             for bias, variance, j in ((biases, arrays[1], arrays[4]), (None, None, None)):
                 for centers in (None, center):
-                    wide = None if centers is None else np.broadcast_to(centers, shape[:2])
+                    by_row = None if centers is None else np.broadcast_to(centers, shape[:2])
                     close(
                         standardize.row_sums(arrays[0], centers),
-                        standardize.row_sums_in_numpy(arrays[0], wide),
+                        standardize.row_sums_in_numpy(arrays[0], by_row),
                     )
                 given = (arrays[0], variance, center, scale, weight, bias)
                 found = standardize.standardize(*given)
