@@ -147,7 +147,8 @@ class OutputUpdater:
         array = real("var_obs", values, "cpu")
         if array.size and not array.min() >= 0:
             raise ValueError(f"var_obs: variances are not negative, got {array.min()}")
-        if array.size != math.prod(shape) and array.size and (array == array.flat[0]).all():
+        outputs = math.prod(shape)
+        if (array.size == 1 or array.size > outputs) and (array == array.flat[0]).all():
             return to_device(array.reshape(-1)[:1], self.device)
         return self._of("var_obs", array, shape)
 
