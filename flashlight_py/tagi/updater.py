@@ -69,7 +69,7 @@ class OutputUpdater:
                 f"got {indices.size}"
             )
         indices = indices.reshape(batch, -1).astype(np.int64)
-        if indices.size and not (1 <= indices.min() and indices.max() <= outputs):
+        if indices.size and not (indices.min() >= 1 and indices.max() <= outputs):
             raise ValueError(
                 f"update_using_indices: indices are from 1 to {outputs}, the number of outputs; "
                 f"got {indices.min()} to {indices.max()}"
