@@ -49,7 +49,9 @@ class Linear(BaseLayer):
         self.weight: Parameter = gaussian((output_size, input_size), deviation, gain_weight)
         self.biases = gaussian((output_size,), deviation, gain_bias) if bias else None
         self._x = BaseHiddenStates(np.empty((0, input_size)))
-        self._square: Array | None = None  # of the weights' means, until the backward pass
+        # Squares of the weights' means, and of the inputs', where the forward pass needed them.
+        self._square: Array | None = None
+        self._moment: Array | None = None
 
     def connect(self, shape: Shape) -> Shape:
         """Take inputs of ``input_size`` elements of any shape."""
@@ -77,6 +79,7 @@ class Linear(BaseLayer):
             variance += biases.variance
         if self.training:
             self._x, self._square = x, square
+            self._moment = moment if x.variance is None else None
         return BaseHiddenStates(mean, variance)
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
@@ -85,7 +88,8 @@ class Linear(BaseLayer):
         xp = array_module(x.mean)
         d, e = d.reshape(len(x.mean), -1), e.reshape(len(x.mean), -1)
         xp.matmul(d.T, x.mean, out=weight.mean_sum)
-        xp.matmul(e.T, xp.square(x.mean), out=weight.variance_sum)
+        moment = xp.square(x.mean) if self._moment is None else self._moment
+        xp.matmul(e.T, moment, out=weight.variance_sum)
         if biases is not None:
             d.sum(axis=0, out=biases.mean_sum)
             e.sum(axis=0, out=biases.variance_sum)
