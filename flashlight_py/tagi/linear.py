@@ -49,9 +49,8 @@ class Linear(BaseLayer):
         self.weight: Parameter = gaussian((output_size, input_size), deviation, gain_weight)
         self.biases = gaussian((output_size,), deviation, gain_bias) if bias else None
         self._x = BaseHiddenStates(np.empty((0, input_size)))
-        # Squares of the weights' means, and of the inputs', where the forward pass needed them.
-        self._square: Array | None = None
-        self._moment: Array | None = None
+        self._squares = self._x.mean  # of the inputs' means
+        self._square: Array | None = None  # of the weights' means, until the backward pass
 
     def connect(self, shape: Shape) -> Shape:
         """Take inputs of ``input_size`` elements of any shape."""
@@ -65,21 +64,19 @@ class Linear(BaseLayer):
         x = x.shaped((self.input_size,))
         weight, biases = self.weight, self.biases
         mean = _times_transposed(x.mean, weight.mean)
-        moment = x.mean * x.mean  # of the inputs, the second
+        squares = x.mean * x.mean
         square = None
         if x.variance is None:
-            variance = _times_transposed(moment, weight.variance)
+            variance = _times_transposed(squares, weight.variance)
         else:
-            moment += x.variance
             square = array_module(x.mean).square(weight.mean)
             variance = _times_transposed(x.variance, square)
-            variance += _times_transposed(moment, weight.variance)
+            variance += _times_transposed(squares + x.variance, weight.variance)
         if biases is not None:
             mean += biases.mean
             variance += biases.variance
         if self.training:
-            self._x, self._square = x, square
-            self._moment = moment if x.variance is None else None
+            self._x, self._squares, self._square = x, squares, square
         return BaseHiddenStates(mean, variance)
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
@@ -88,8 +85,7 @@ class Linear(BaseLayer):
         xp = array_module(x.mean)
         d, e = d.reshape(len(x.mean), -1), e.reshape(len(x.mean), -1)
         xp.matmul(d.T, x.mean, out=weight.mean_sum)
-        moment = xp.square(x.mean) if self._moment is None else self._moment
-        xp.matmul(e.T, moment, out=weight.variance_sum)
+        xp.matmul(e.T, self._squares, out=weight.variance_sum)
         if biases is not None:
             d.sum(axis=0, out=biases.mean_sum)
             e.sum(axis=0, out=biases.variance_sum)
