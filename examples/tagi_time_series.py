@@ -57,7 +57,9 @@ def main(options: argparse.Namespace) -> None:
     batches = fl.ShardedDataset(data, options.batch_size, seed=options.seed)
     for epoch in range(options.num_epochs):
         batches.set_epoch(epoch)
-        sigma_v = max(options.sigma_v * 0.9**epoch, min(options.sigma_v, 0.3))
+        sigma_v = fl.tagi.exponential_scheduler(
+            options.sigma_v, min_v=min(options.sigma_v, 0.3), decaying_factor=0.9, curr_iter=epoch
+        )
         for x, y in batches:
             model(x)
             updater.update(model.output_z_buffer, y, sigma_v**2, model.input_delta_z_buffer)

@@ -27,7 +27,8 @@ ffi.set_source(
     sources=[f"csrc/{name}" for name in (*COMMON, *SOURCES)],  # relative to setup.py
     depends=[
         f"csrc/{path.relative_to(CSRC)}"
-        for path in sorted([*CSRC.glob("*/*.h"), *CSRC.glob("*/*.inc")])
+        for folder in ("common", "reduce", "shm")
+        for path in sorted([*CSRC.glob(f"{folder}/*.h"), *CSRC.glob(f"{folder}/*.inc")])
     ],
     include_dirs=["."],
     # No contraction into fused multiply-adds: the same bits on every machine.

@@ -24,6 +24,7 @@ class Activation(BaseLayer):
     """The base of activations: the same shape, no parameters."""
 
     has_state = False
+    keeps_input = False
     _function: ClassVar[staticmethod[[Array, Array], Moments]]
 
     def connect(self, shape: Shape) -> Shape:

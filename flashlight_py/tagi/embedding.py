@@ -88,7 +88,7 @@ class Embedding(BaseLayer):
         if not valid.all():
             raise ValueError(
                 f"{self}: indices are whole numbers from 0 to {self.num_embeddings - 1}, got "
-                f"{given[~valid][0]}"
+                f"{float(given[~valid][0]):g}"
             )
         indices = given.astype(np.int64)
         mean, variance = self.weight.mean[indices], self.weight.variance[indices]

@@ -61,6 +61,8 @@ class BaseLayer(abc.ABC):
 
     # Layers without parameters are left out of files and dictionaries of parameters.
     has_state: ClassVar[bool] = True
+    # Those that keep nothing for the backward pass may stand in several places.
+    keeps_input: ClassVar[bool] = True
     # Whether its inputs are no units, such as indices, which no other layer can make.
     first_only: ClassVar[bool] = False
 

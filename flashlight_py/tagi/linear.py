@@ -49,6 +49,7 @@ class Linear(BaseLayer):
         self.weight: Parameter = gaussian((output_size, input_size), deviation, gain_weight)
         self.biases = gaussian((output_size,), deviation, gain_bias) if bias else None
         self._x = BaseHiddenStates(np.empty((0, input_size)))
+        self._squares = self._x.mean  # of the inputs' means
         self._square: Array | None = None  # of the weights' means, until the backward pass
 
     def connect(self, shape: Shape) -> Shape:
@@ -63,20 +64,19 @@ class Linear(BaseLayer):
         x = x.shaped((self.input_size,))
         weight, biases = self.weight, self.biases
         mean = _times_transposed(x.mean, weight.mean)
-        moment = x.mean * x.mean  # of the inputs, the second
+        squares = x.mean * x.mean
         square = None
         if x.variance is None:
-            variance = _times_transposed(moment, weight.variance)
+            variance = _times_transposed(squares, weight.variance)
         else:
-            moment += x.variance
             square = array_module(x.mean).square(weight.mean)
             variance = _times_transposed(x.variance, square)
-            variance += _times_transposed(moment, weight.variance)
+            variance += _times_transposed(squares + x.variance, weight.variance)
         if biases is not None:
             mean += biases.mean
             variance += biases.variance
         if self.training:
-            self._x, self._square = x, square
+            self._x, self._squares, self._square = x, squares, square
         return BaseHiddenStates(mean, variance)
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
@@ -85,7 +85,7 @@ class Linear(BaseLayer):
         xp = array_module(x.mean)
         d, e = d.reshape(len(x.mean), -1), e.reshape(len(x.mean), -1)
         xp.matmul(d.T, x.mean, out=weight.mean_sum)
-        xp.matmul(e.T, xp.square(x.mean), out=weight.variance_sum)
+        xp.matmul(e.T, self._squares, out=weight.variance_sum)
         if biases is not None:
             d.sum(axis=0, out=biases.mean_sum)
             e.sum(axis=0, out=biases.variance_sum)

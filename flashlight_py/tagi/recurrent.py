@@ -163,10 +163,8 @@ class LSTM(BaseLayer):
         if states is None:
             self._carried = None
             return
-        xp = array_module(self.weight.mean)
-        self._carried = States(
-            *(xp.array(np.asarray(each, REAL)).reshape(1, self._outputs) for each in states)
-        )
+        copies = (np.array(to_device(each, "cpu"), REAL).reshape(1, -1) for each in states)
+        self._carried = States(*map(array_module(self.weight.mean).asarray, copies))
 
     def to_device(self, device: str) -> None:
         """Move the states that are carried."""

@@ -39,7 +39,7 @@ class Sequential(Recurrence, Files):
     Raises:
         TypeError: something is no layer of ``fl.tagi``, or there is none.
         ValueError: a layer cannot take what the one before makes; names both. Or one that must
-            be the first is not.
+            be the first is not, or one stands in two places.
     """
 
     def __init__(self, *layers: BaseLayer) -> None:
@@ -67,9 +67,21 @@ class Sequential(Recurrence, Files):
         self._from_states = False  # whether the last input was another network's output
         self.samples = 0
         self._kept = False  # whether the layers have kept what a backward pass needs
+        self._check_that_each_is_there_once()
         self.gather_parameters()
         if self.layers[0].input_shape is not None:
             self._connect(self.layers[0].input_shape)
+
+    def _check_that_each_is_there_once(self) -> None:
+        """Refuse a layer that stands in two places: it keeps the input of one alone."""
+        names: dict[int, str] = {}
+        for name, layer in self.named_layers():
+            first = names.setdefault(id(layer), name)
+            if first != name and layer.keeps_input:
+                raise ValueError(
+                    f"Sequential: {first} and {name} are the same object; make a layer for each "
+                    "place"
+                )
 
     def named_layers(self) -> Iterator[tuple[str, BaseLayer]]:
         """Yield every layer, also those inside blocks, by the names that pytagi gives them."""

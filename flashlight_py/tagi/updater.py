@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -67,17 +69,18 @@ class OutputUpdater:
                 f"got {indices.size}"
             )
         indices = indices.reshape(batch, -1).astype(np.int64)
-        if indices.size and not (indices.min() >= 1 and indices.max() <= outputs):
+        if indices.size and not (1 <= indices.min() and indices.max() <= outputs):
             raise ValueError(
                 f"update_using_indices: indices are from 1 to {outputs}, the number of outputs; "
                 f"got {indices.min()} to {indices.max()}"
             )
         xp = array_module(mean)
-        places = xp.asarray((indices - 1 + np.arange(batch)[:, None] * outputs).reshape(-1))
+        indices += _places_before(batch, outputs)
+        places = xp.asarray(indices.reshape(-1))
         chosen = BaseHiddenStates(
-            output_states.mu_a[places],
-            None if output_states.variance is None else output_states.var_a[places],
-            None if output_states.slope is None else output_states.jcb[places],
+            output_states.mu_a.take(places),
+            None if output_states.variance is None else output_states.var_a.take(places),
+            None if output_states.slope is None else output_states.jcb.take(places),
         )
         observed = self._of("mu_obs", mu_obs, places.shape)
         errors = self._variances(var_obs, places.shape)
@@ -133,9 +136,9 @@ class OutputUpdater:
     def _of(self, name: str, values: Any, shape: tuple[int, ...]) -> Array:
         """Return ``values`` as an array of this shape, where the network is."""
         array = real(name, values, self.device)
-        if array.size != int(np.prod(shape)):
+        if array.size != math.prod(shape):
             raise ValueError(
-                f"{name}: expected {int(np.prod(shape))} elements, one for each of the outputs "
+                f"{name}: expected {math.prod(shape)} elements, one for each of the outputs "
                 f"observed {shape}, got {array.size} {array.shape}"
             )
         return array.reshape(shape)
@@ -144,9 +147,15 @@ class OutputUpdater:
         array = real("var_obs", values, "cpu")
         if array.size and not array.min() >= 0:
             raise ValueError(f"var_obs: variances are not negative, got {array.min()}")
-        if array.size != int(np.prod(shape)) and array.size and (array == array.flat[0]).all():
+        if array.size != math.prod(shape) and array.size and (array == array.flat[0]).all():
             return to_device(array.reshape(-1)[:1], self.device)
         return self._of("var_obs", array, shape)
+
+
+@functools.lru_cache(4)
+def _places_before(batch: int, outputs: int) -> Array:
+    """Return the places of each sample's outputs among all, flat, for output 0: ``[batch, 1]``."""
+    return np.arange(batch)[:, None] * outputs - 1
 
 
 def _innovations(units: BaseHiddenStates, observed: Array, errors: Array) -> tuple[Array, Array]:
@@ -157,7 +166,10 @@ def _innovations(units: BaseHiddenStates, observed: Array, errors: Array) -> tup
         gain = 1 / total if units.slope is None else units.slope / total
         d = gain * (observed - units.mean)
     e = -gain if units.slope is None else -gain * units.slope
-    learnt = xp.isfinite(d) & xp.isfinite(gain)
-    if learnt.all():
-        return d, e + xp.zeros_like(d)
+    if e.shape != d.shape:
+        e = e + xp.zeros_like(d)
+    # One product of all says whether all are finite.
+    if math.isfinite(xp.vdot(d, e)):
+        return d, e
+    learnt = xp.isfinite(d) & xp.isfinite(e)
     return xp.where(learnt, d, 0), xp.where(learnt, e, 0)

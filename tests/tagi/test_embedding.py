@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -148,3 +150,25 @@ def test_number_of_indices_is_that_of_the_first_batch() -> None:
     nn.OutputUpdater().update(net.output_z_buffer, np.ones(5), 0.1, net.input_delta_z_buffer)
     net.backward()
     np.testing.assert_array_equal(net.get_input_states(), np.zeros((2, 20)))
+
+
+def test_rows_learn_on_a_gpu(strict: Any) -> None:
+    """With a stand-in for CuPy."""
+    found = []
+    for device in ("cpu", "cuda"):
+        tagi.manual_seed(3)
+        net = nn.Sequential(nn.Embedding(5, 3, 2, padding_idx=1), nn.Linear(6, 1))
+        net.to_device(device)
+        x = np.array([[0, 1], [4, 4], [2, 0]])
+        for _ in range(2):
+            moments = net(x)
+            nn.OutputUpdater(net.device).update(
+                net.output_z_buffer, np.ones(3), 0.1, net.input_delta_z_buffer
+            )
+            net.backward()
+            net.step()
+        found.append([*moments, *net.state_dict()["Embedding.0"]])
+        with pytest.raises(ValueError, match="whole numbers from 0 to 4, got 7"):
+            net(np.array([[0, 7]]))
+    for own, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(own, expected, 1e-4, 1e-6)

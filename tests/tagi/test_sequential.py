@@ -341,3 +341,12 @@ def test_a_network_describes_itself() -> None:
     net.params_to_host()
     with pytest.raises(ValueError, match="device must be"):
         net.to_device("tpu")
+
+
+def test_a_layer_stands_in_one_place() -> None:
+    layer, relu = nn.Linear(3, 3), nn.ReLU()
+    with pytest.raises(ValueError, match=r"Linear\.0 and Linear\.2 are the same object"):
+        nn.Sequential(layer, relu, layer)
+    # What keeps nothing may be used again.
+    net = nn.Sequential(nn.Linear(3, 3), relu, nn.Linear(3, 3), relu)
+    assert net(np.ones((2, 3)))[0].shape == (2, 3)

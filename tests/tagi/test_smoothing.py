@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,9 +67,10 @@ def test_pytagi_smooths_alike() -> None:
 
 def run(net: nn.Sequential, y: np.ndarray) -> Iterator[None]:
     """Observe a series, and stop after each time step, before the parameters change."""
+    updater = nn.OutputUpdater(net.device)
     for now, target in zip(series()["x"], y, strict=False):
         net(now)
-        nn.OutputUpdater().update(net.output_z_buffer, target, 0.2, net.input_delta_z_buffer)
+        updater.update(net.output_z_buffer, target, 0.2, net.input_delta_z_buffer)
         net.backward()
         yield
 
@@ -222,3 +224,20 @@ def test_what_cannot_be_smoothed() -> None:
         pass
     with pytest.raises(ValueError, match=r"cannot smooth 'Linear\.1', only SLSTM and SLinear"):
         net.smoother()
+
+
+def test_a_series_on_a_gpu(strict: Any) -> None:
+    """States, smoother and what is read of both, with a stand-in for CuPy."""
+    found = []
+    for device in ("cpu", "cuda"):
+        tagi.manual_seed(3)
+        net = nn.Sequential(nn.SLSTM(2, 4, 1), nn.SLSTM(4, 3, 1), nn.SLinear(3, 1))
+        net(np.ones(2))
+        net.to_device(device)  # with the states that it carries
+        net.num_samples = 4
+        for _ in run(net, series()["y"][:4]):
+            net.set_lstm_states(net.get_lstm_states())
+        found.append([*net.smoother(), *net.get_lstm_states(2)[1]])
+    for own, expected in zip(*found, strict=True):
+        assert isinstance(own, np.ndarray)
+        np.testing.assert_allclose(own, expected, 1e-4, 1e-6)
