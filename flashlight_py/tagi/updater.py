@@ -69,7 +69,7 @@ class OutputUpdater:
                 f"got {indices.size}"
             )
         indices = indices.reshape(batch, -1).astype(np.int64)
-        if indices.size and not (1 <= indices.min() and indices.max() <= outputs):
+        if indices.size and not (indices.min() >= 1 and indices.max() <= outputs):
             raise ValueError(
                 f"update_using_indices: indices are from 1 to {outputs}, the number of outputs; "
                 f"got {indices.min()} to {indices.max()}"
@@ -147,7 +147,8 @@ class OutputUpdater:
         array = real("var_obs", values, "cpu")
         if array.size and not array.min() >= 0:
             raise ValueError(f"var_obs: variances are not negative, got {array.min()}")
-        if array.size != math.prod(shape) and array.size and (array == array.flat[0]).all():
+        outputs = math.prod(shape)
+        if (array.size == 1 or array.size > outputs) and (array == array.flat[0]).all():
             return to_device(array.reshape(-1)[:1], self.device)
         return self._of("var_obs", array, shape)
 

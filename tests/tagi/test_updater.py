@@ -112,6 +112,7 @@ def test_observations_may_have_any_dtype_layout_and_shape(dtype: str) -> None:
         (np.zeros((2, 3)), 0.1, r"mu_obs: expected 8 elements, .*got 6 \(2, 3\)"),
         (np.zeros((3, 4)), 0.1, r"mu_obs: expected 8 elements, .*got 12 \(3, 4\)"),
         (0.5, 0.1, r"mu_obs: expected 8 elements, .*got 1 \(\)"),
+        (np.zeros((2, 4)), np.ones(3), r"var_obs: expected 8 elements, .*got 3 \(3,\)"),
         (np.zeros((2, 4)), np.arange(9), r"var_obs: expected 8 elements, .*got 9 \(9,\)"),
         (np.zeros((2, 4)), -0.1, "var_obs: variances are not negative, got -0.1"),
         (np.zeros((2, 4)), np.nan, "var_obs: variances are not negative, got nan"),
