@@ -31,6 +31,8 @@ AHEAD = 3 * PERIOD
 def main(options: argparse.Namespace) -> None:
     # Meet the other processes. Every one runs this same program, with a rank of its own.
     fl.distributed_init()
+    if options.batch_size < fl.get_world_size():
+        raise SystemExit(f"--batch-size: a sample for each of {fl.get_world_size()} processes")
     fl.tagi.manual_seed(options.seed)
     random = np.random.default_rng(options.seed)
 
@@ -52,9 +54,10 @@ def main(options: argparse.Namespace) -> None:
     model = nn.DDPSequential(net, average=False)
     updater = nn.OutputUpdater(net.device)
 
-    # Learn: forward, compare with what was observed, back, step. Each batch is of all processes.
+    # Learn: forward, compare with what was observed, back, step. Each batch is of all processes,
+    # and a shorter one at the end, which might not have a sample for each, is left out.
     data = fl.dataset.TensorDataset([inputs, targets])
-    batches = fl.ShardedDataset(data, options.batch_size, seed=options.seed)
+    batches = fl.ShardedDataset(data, options.batch_size, seed=options.seed, drop_last=True)
     for epoch in range(options.num_epochs):
         batches.set_epoch(epoch)
         sigma_v = fl.tagi.exponential_scheduler(

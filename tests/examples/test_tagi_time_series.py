@@ -1,0 +1,46 @@
+"""examples/tagi_time_series.py as a user starts it: alone, and by MPI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.examples.test_tagi import numbers, printed, refused
+
+PROGRAM = "tagi_time_series.py"
+SHORT = ("--num-epochs", 5, "--samples", 400)
+
+
+def test_the_series_is_forecast_by_its_windows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "forecast.png"
+    error, repeated, _, ahead = numbers(printed(PROGRAM, *SHORT, "--plot", file))
+    assert error < 0.08 < repeated
+    assert ahead < repeated
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_number_of_processes_does_not_change_the_forecast() -> None:
+    alone, together = (numbers(printed(PROGRAM, *SHORT, ranks=ranks)) for ranks in (1, 2))
+    assert alone == pytest.approx(together, abs=0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_its_own_length_is_enough_with_any_seed(ranks: int) -> None:
+    for seed in range(3):
+        error, *_ = numbers(printed(PROGRAM, "--seed", seed, ranks=ranks))
+        assert error < 0.08
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--samples", 12], "--samples: more than a window of 12, got 12"),
+        (["--batch-size", 0], "--num-epochs and --batch-size are from 1 on"),
+        (["--plot", "/no/folder/p.png"], "the folder of /no/folder/p.png"),
+    ],
+)
+def test_bad_options_are_refused(options: list[object], complaint: str) -> None:
+    assert complaint in refused(PROGRAM, *options)
