@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array
 from flashlight_py.distributed import (
     DistributedConstants,
     ProcessGroup,
@@ -355,8 +355,7 @@ class DeltaSync(PassSync):
     def give_zeros(self) -> None:
         """Take part with no samples, on the way forward and on the way back."""
         for norm in self._norms:
-            statistics = array_module(norm.running_mean).zeros(1 + 3 * norm.num_features)
-            all_reduce(statistics, group=self.reducer.group)
+            norm.forward_nothing()
         for bucket in self._buckets:
             bucket.sums[...] = 0
             self.reducer.add(bucket.sums)

@@ -105,6 +105,16 @@ class BaseLayer(abc.ABC):
                 slope and its square.
         """
 
+    def forward_nothing(self) -> None:  # noqa: B027  (most do nothing together)
+        """Take part in what processes do together in a forward pass, without any sample."""
+
+    def backward_nothing(self) -> None:
+        """Set the sums of the parameters for a batch without samples; call ``on_sums``."""
+        for parameter in self.parameters_in_use:
+            parameter.mean_sum[...] = 0
+            parameter.variance_sum[...] = 0
+        self._sums_are_complete()
+
     @property
     def parameters_in_use(self) -> list[Parameter]:
         """The parameters that it has, the weight first."""

@@ -162,10 +162,21 @@ class BatchNorm2d(Normalization):
         if not self.training:
             return self.running_mean, self.running_variance
         mean, variance = self._of_batch(m, v)
+        self._follow(mean, variance)
+        return mean, variance
+
+    def _follow(self, mean: Array, variance: Array) -> None:
         self.batch_mean, self.batch_variance = mean.astype(REAL), variance.astype(REAL)
         for running, batch in zip(self.statistics(), (mean, variance), strict=True):
             running[...] = self.momentum * running + (1 - self.momentum) * batch
-        return mean, variance
+
+    def forward_nothing(self) -> None:
+        """Follow the other processes' statistics, if there are any."""
+        if self.training and self.add_up is not None:
+            sums = array_module(self.running_mean).zeros(1 + 3 * self.num_features)
+            self.add_up(sums)
+            if float(sums[0]):
+                self._follow(*_mean_and_variance(sums))
 
     def _of_batch(self, m: Array, v: Array | None) -> tuple[Array, Array]:
         """Return mean and variance of each feature, float64.
@@ -182,10 +193,16 @@ class BatchNorm2d(Normalization):
             return mean, (squares + units) / max(n - 1, 1)
         sums = xp.concatenate([xp.full(1, n), mean * n, squares + mean * mean * n, units])
         self.add_up(sums)
-        total, (more, squares, units) = sums[0], sums[1:].reshape(3, -1)
-        mean = more / total
-        squares = xp.maximum(squares - mean * mean * total, 0)
-        return mean, (squares + units) / xp.maximum(total - 1, 1)
+        return _mean_and_variance(sums)
+
+
+def _mean_and_variance(sums: Array) -> tuple[Array, Array]:
+    """Return those of each feature from n and the sums of means, their squares, and variances."""
+    xp = array_module(sums)
+    total, (more, squares, units) = sums[0], sums[1:].reshape(3, -1)
+    mean = more / total
+    squares = xp.maximum(squares - mean * mean * total, 0)
+    return mean, (squares + units) / xp.maximum(total - 1, 1)
 
 
 class LayerNorm(Normalization):

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.device import Array, device_of, is_cupy, to_device
+from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 from flashlight_py.tagi import state
+from flashlight_py.tagi.buffers import Buffers
 from flashlight_py.tagi.capped_step import FLOOR, cap_factor
 from flashlight_py.tagi.layer import BaseLayer, Shape
 from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
@@ -19,7 +20,7 @@ from flashlight_py.tagi.recurrence import Recurrence
 from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, real
 
 
-class Sequential(Recurrence, Files):
+class Sequential(Buffers, Recurrence, Files):
     """A network of layers in a row, trained by observing its outputs, without gradients.
 
     A step of training is ``net(x)``, a method of :class:`OutputUpdater`, ``net.backward()``,
@@ -33,7 +34,7 @@ class Sequential(Recurrence, Files):
         output_delta_z_buffer: the deltas of the network's input, after a backward pass with
             ``input_state_update``, or of which the input was another network's output.
         input_state_update: whether a backward pass goes on to the input.
-        samples: of the last forward pass.
+        samples: how many the last forward pass had. One without any teaches nothing.
         device: ``"cpu"`` or ``"cuda:<index>"``.
 
     Raises:
@@ -55,13 +56,10 @@ class Sequential(Recurrence, Files):
                 )
         if not layers:
             raise TypeError("Sequential: a network needs at least one layer")
+        super().__init__()
         self.layers = list(layers)
-        self.device = "cpu"
         self.training = True
         self.input_state_update = False
-        self.output_z_buffer = BaseHiddenStates(np.empty((0, 0), REAL))
-        self.input_delta_z_buffer = BaseDeltaStates()
-        self.output_delta_z_buffer = BaseDeltaStates()
         self.buckets: list[Bucket] = []
         self._shape: Shape | None = None  # of one sample, once the layers are connected
         self._from_states = False  # whether the last input was another network's output
@@ -120,8 +118,7 @@ class Sequential(Recurrence, Files):
             is.
 
         Raises:
-            ValueError: the number of elements does not fit the network, there is no sample, or a
-                variance is negative.
+            ValueError: the number of elements does not fit the network, or a variance is negative.
             TypeError: they are no real numbers.
         """
         x = mu_x if isinstance(mu_x, BaseHiddenStates) else self._input(mu_x, var_x)
@@ -131,11 +128,21 @@ class Sequential(Recurrence, Files):
         flat = not self._from_states and np.ndim(mu_x) == 1
         if self._from_states:
             x = x.shaped(self._shape_of_samples(x.mean.shape))
-        for layer in self.layers:
-            x = layer.forward(x)
+        if self.samples:
+            for layer in self.layers:
+                x = layer.forward(x)
+        else:
+            x = self._forward_nothing(x)
         self.output_z_buffer = x
         self.input_delta_z_buffer.mean = None
         return self._output(flat, is_cupy(mu_x))
+
+    def _forward_nothing(self, x: BaseHiddenStates) -> BaseHiddenStates:
+        for _, layer in self.named_layers():
+            layer.forward_nothing()
+        shape = self.layers[-1].output_shape
+        assert shape is not None  # of layers that are connected
+        return BaseHiddenStates(array_module(x.mean).empty((0, *shape), REAL))
 
     def backward(self) -> None:
         """Go back from the deltas of the outputs to the sums of every parameter.
@@ -146,6 +153,11 @@ class Sequential(Recurrence, Files):
         """
         d, e = self.check_deltas()
         wanted = self.input_state_update or self._from_states
+        if not self.samples:
+            for _, layer in reversed([*self.named_layers()]):
+                layer.backward_nothing()
+            self.output_delta_z_buffer = BaseDeltaStates(d, e) if wanted else BaseDeltaStates()
+            return
         for number in range(len(self.layers) - 1, -1, -1):
             deltas = self.layers[number].backward(d, e, wanted or number > 0)
             if deltas is not None:
@@ -214,55 +226,6 @@ class Sequential(Recurrence, Files):
         self.gather_parameters()
         for layer in self.layers:
             layer.to_device(self.device)
-
-    def params_to_device(self) -> None:
-        """Do nothing: parameters are where the network is."""
-
-    def params_to_host(self) -> None:
-        """Do nothing: what reads parameters copies them."""
-
-    def get_outputs(self) -> tuple[Array, Array]:
-        """Return the means and variances of the last forward pass, flat, on the CPU; copies."""
-        return self._output(True, False)
-
-    def output_to_host(self) -> Array:
-        """Return the means of the last forward pass, flat, on the CPU; a copy."""
-        return self.get_outputs()[0]
-
-    def delta_z_to_host(self) -> Array:
-        """Return the deltas of the outputs' means, flat, on the CPU; a copy."""
-        return np.array(to_device(self.input_delta_z_buffer.delta_mu, "cpu"))
-
-    def set_delta_z(self, delta_mu: Any, delta_var: Any) -> None:
-        """Set the deltas of the outputs by hand, for the next backward pass.
-
-        Raises:
-            ValueError: there are others than outputs of the last forward pass.
-        """
-        shape = self.output_z_buffer.mean.shape
-        d, e = (np.array(to_device(each, "cpu"), REAL) for each in (delta_mu, delta_var))
-        if d.size != self.output_z_buffer.size or e.size != d.size:
-            raise ValueError(
-                f"set_delta_z: expected {self.output_z_buffer.size} elements each, one for each "
-                f"output, got {d.size} and {e.size}"
-            )
-        self.input_delta_z_buffer.mean = to_device(d.reshape(shape), self.device)
-        self.input_delta_z_buffer.variance = to_device(e.reshape(shape), self.device)
-
-    def get_input_states(self) -> tuple[Array, Array]:
-        """Return the deltas of the input's means and variances, flat, on the CPU; copies.
-
-        Raises:
-            RuntimeError: the last backward pass did not go so far; set ``input_state_update``.
-        """
-        deltas = self.output_delta_z_buffer
-        if deltas.mean is None:
-            raise RuntimeError(
-                "get_input_states: the last backward pass ended at the first layer; set "
-                "net.input_state_update = True before it"
-            )
-        flat = (deltas.delta_mu, deltas.delta_var)
-        return np.array(to_device(flat[0], "cpu")), np.array(to_device(flat[1], "cpu"))
 
     def parameters(self) -> list[tuple[Array, Array, Array, Array]]:
         """Return mean and variance of weights, then of biases, of each layer that has some.
@@ -340,13 +303,14 @@ class Sequential(Recurrence, Files):
 
     def _input(self, mu_x: Any, var_x: Any) -> BaseHiddenStates:
         mean = real("mu_x", mu_x, self.device)
-        shape = (-1, *self._shape_of_samples(mean.shape))
+        own = self._shape_of_samples(mean.shape)
+        shape = (mean.size // math.prod(own), *own)
         variance = None if var_x is None else real("var_x", var_x, self.device)
         if variance is not None and variance.size != mean.size:
             raise ValueError(
                 f"var_x: expected {mean.size} elements, as mu_x has, got {variance.size}"
             )
-        if variance is not None and not variance.min() >= 0:
+        if variance is not None and variance.size and not variance.min() >= 0:
             raise ValueError("var_x: variances are not negative, and not NaN")
         return BaseHiddenStates(
             mean.reshape(shape), None if variance is None else variance.reshape(shape)
@@ -355,8 +319,8 @@ class Sequential(Recurrence, Files):
     def _shape_of_samples(self, shape: tuple[int, ...]) -> Shape:
         """Connect the layers, if need be, for an input of ``shape``; return that of a sample."""
         size = math.prod(shape)
-        if size == 0 or not shape:
-            raise ValueError(f"{self.layers[0]}: a batch needs at least one sample, got {shape}")
+        if not shape or 0 in shape[1:]:
+            raise ValueError(f"{self.layers[0]}: expected a batch of samples, got {shape}")
         own, known = shape[1:], self._shape
         if known is not None and (
             (len(shape) == 1 and size % math.prod(known) == 0)
@@ -383,15 +347,6 @@ class Sequential(Recurrence, Files):
                 raise ValueError(f"layer {number}, {layer}, after {before}: {error}") from error
             before = f"layer {number}, {layer}"
         self._shape = own
-
-    def _output(self, flat: bool, on_gpu: bool) -> tuple[Array, Array]:
-        moments = self.output_z_buffer
-        both = (moments.mean, moments.variance)
-        mean, variance = (np.zeros(moments.mean.shape, REAL) if a is None else a for a in both)
-        if not on_gpu:
-            mean, variance = to_device(mean, "cpu"), to_device(variance, "cpu")
-        shape = (-1,) if flat else mean.shape
-        return mean.copy().reshape(shape), variance.copy().reshape(shape)
 
 
 def _reads_as(own: Shape, known: Shape) -> bool:

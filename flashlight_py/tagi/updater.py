@@ -63,12 +63,12 @@ class OutputUpdater:
         mean = output_states.mean
         batch, outputs = len(mean), output_states.actual_size
         indices = np.asarray(to_device(selected_idx, "cpu"))
-        if batch == 0 or indices.size % batch:
+        if indices.size % batch if batch else indices.size:
             raise ValueError(
                 f"update_using_indices: expected as many indices for each of {batch} samples, "
                 f"got {indices.size}"
             )
-        indices = indices.reshape(batch, -1).astype(np.int64)
+        indices = indices.reshape(batch, indices.size // max(1, batch)).astype(np.int64)
         if indices.size and not (indices.min() >= 1 and indices.max() <= outputs):
             raise ValueError(
                 f"update_using_indices: indices are from 1 to {outputs}, the number of outputs; "

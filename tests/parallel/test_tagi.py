@@ -31,8 +31,13 @@ from tests.distributed.harness import run_outcomes
 BACKENDS = ["gloo", "shm"]
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
 TRAIN = 50  # steps
-# Samples of each rank, in turn: also one batch that is smaller, and one without equal shares.
-SHARES = {1: [(7,), (3,)], 2: [(4, 3), (2, 1)], 3: [(3, 3, 1), (1, 1, 1)], 4: [(2, 2, 2, 1)] * 2}
+# Samples of each rank, in turn: the second batch is smaller, and leaves nothing for some ranks.
+SHARES = {
+    1: [(7,), (3,)],
+    2: [(4, 3), (2, 0)],
+    3: [(3, 3, 1), (0, 2, 1)],
+    4: [(2, 2, 2, 1), (1, 1, 1, 0)],
+}
 
 
 def dense() -> Sequential:
