@@ -93,3 +93,14 @@ void fl_tagi_standardize(const fl_tagi_rows *rows, const float *mean, const floa
 void fl_tagi_standardize_back(const fl_tagi_rows *rows, const float *t, const float *d,
                               const float *e, const float *slope, const float *back, double *sums,
                               float *d_out, float *e_out);
+
+/* Outputs of a network, flat, and how many of them are observed: in all, and of each sample. */
+typedef struct {
+  const float *mean, *variance, *slope; /* NULL: all variances are 0, all slopes 1 */
+  size_t each, observed, observed_each;
+} fl_tagi_outputs;
+
+/* The deltas of what is observed; see flashlight_py/tagi/observation.py. Without indices (NULL) that
+   is every output. errors_step 0: all have the first error's variance. */
+void fl_tagi_observe(const fl_tagi_outputs *outputs, const int64_t *indices, const float *observed,
+                     const float *errors, size_t errors_step, float *d, float *e);

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array, array_module, to_device
+from flashlight_py.tagi.observation import deltas_of
 from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, real
 
 
@@ -43,7 +43,7 @@ class OutputUpdater:
         mean = output_states.mean
         observed = self._of("mu_obs", mu_obs, mean.shape)
         errors = self._variances(var_obs, mean.shape)
-        delta_states.mean, delta_states.variance = _innovations(output_states, observed, errors)
+        delta_states.mean, delta_states.variance = deltas_of(output_states, None, observed, errors)
 
     def update_using_indices(
         self,
@@ -68,25 +68,17 @@ class OutputUpdater:
                 f"update_using_indices: expected as many indices for each of {batch} samples, "
                 f"got {indices.size}"
             )
-        indices = indices.reshape(batch, indices.size // max(1, batch)).astype(np.int64)
+        indices = indices.reshape(batch, indices.size // max(1, batch)).astype(np.int64, copy=False)
         if indices.size and not (indices.min() >= 1 and indices.max() <= outputs):
             raise ValueError(
                 f"update_using_indices: indices are from 1 to {outputs}, the number of outputs; "
                 f"got {indices.min()} to {indices.max()}"
             )
-        xp = array_module(mean)
-        indices += _places_before(batch, outputs)
-        places = xp.asarray(indices.reshape(-1))
-        chosen = BaseHiddenStates(
-            output_states.mu_a.take(places),
-            None if output_states.variance is None else output_states.var_a.take(places),
-            None if output_states.slope is None else output_states.jcb.take(places),
+        observed = self._of("mu_obs", mu_obs, indices.shape)
+        errors = self._variances(var_obs, indices.shape)
+        delta_states.mean, delta_states.variance = deltas_of(
+            output_states, indices, observed, errors
         )
-        observed = self._of("mu_obs", mu_obs, places.shape)
-        errors = self._variances(var_obs, places.shape)
-        d, e = xp.zeros(mean.size, REAL), xp.zeros(mean.size, REAL)
-        d[places], e[places] = _innovations(chosen, observed, errors)
-        delta_states.mean, delta_states.variance = d.reshape(mean.shape), e.reshape(mean.shape)
 
     def update_heteros(
         self, output_states: BaseHiddenStates, mu_obs: Any, delta_states: BaseDeltaStates
@@ -151,26 +143,3 @@ class OutputUpdater:
         if (array.size == 1 or array.size > outputs) and (array == array.flat[0]).all():
             return to_device(array.reshape(-1)[:1], self.device)
         return self._of("var_obs", array, shape)
-
-
-@functools.lru_cache(4)
-def _places_before(batch: int, outputs: int) -> Array:
-    """Return the places of each sample's outputs among all, flat, for output 0: ``[batch, 1]``."""
-    return np.arange(batch)[:, None] * outputs - 1
-
-
-def _innovations(units: BaseHiddenStates, observed: Array, errors: Array) -> tuple[Array, Array]:
-    """Return slope (y - m) / (v + errors) and -slope^2 / (v + errors); 0 where y is NaN."""
-    xp = array_module(units.mean)
-    total = errors if units.variance is None else units.variance + errors
-    with np.errstate(divide="ignore", invalid="ignore"):
-        gain = 1 / total if units.slope is None else units.slope / total
-        d = gain * (observed - units.mean)
-    e = -gain if units.slope is None else -gain * units.slope
-    if e.shape != d.shape:
-        e = e + xp.zeros_like(d)
-    # One product of all says whether all are finite.
-    if math.isfinite(xp.vdot(d, e)):
-        return d, e
-    learnt = xp.isfinite(d) & xp.isfinite(e)
-    return xp.where(learnt, d, 0), xp.where(learnt, e, 0)
