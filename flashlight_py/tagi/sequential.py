@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,15 +11,15 @@ import numpy as np
 from flashlight_py.device import Array, device_of, is_cupy, to_device
 from flashlight_py.tagi import state
 from flashlight_py.tagi.capped_step import FLOOR, cap_factor
+from flashlight_py.tagi.gathered import Gathered
 from flashlight_py.tagi.layer import BaseLayer, Shape
 from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
-from flashlight_py.tagi.parameters import Bucket, on_device
 from flashlight_py.tagi.pytagi_files import Files
 from flashlight_py.tagi.recurrence import Recurrence
 from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, real
 
 
-class Sequential(Recurrence, Files):
+class Sequential(Gathered, Recurrence, Files):
     """A network of layers in a row, trained by observing its outputs, without gradients.
 
     A step of training is ``net(x)``, a method of :class:`OutputUpdater`, ``net.backward()``,
@@ -62,7 +62,6 @@ class Sequential(Recurrence, Files):
         self.output_z_buffer = BaseHiddenStates(np.empty((0, 0), REAL))
         self.input_delta_z_buffer = BaseDeltaStates()
         self.output_delta_z_buffer = BaseDeltaStates()
-        self.buckets: list[Bucket] = []
         self._shape: Shape | None = None  # of one sample, once the layers are connected
         self._from_states = False  # whether the last input was another network's output
         self.samples = 0
@@ -87,21 +86,6 @@ class Sequential(Recurrence, Files):
         """Yield every layer, also those inside blocks, by the names that pytagi gives them."""
         for number, layer in enumerate(self.layers):
             yield from layer.named_layers(str(number))
-
-    def gather_parameters(
-        self, make: Callable[[list[BaseLayer]], list[Bucket]] | None = None
-    ) -> None:
-        """Let the parameters lie in the buckets that ``make`` returns; None: in one.
-
-        ``make`` is passed the layers with parameters, in the order in which a backward pass
-        completes their sums.
-        """
-        layers = [layer for _, layer in self.named_layers() if layer.parameters_in_use][::-1]
-        if make is None:
-            parameters = [each for layer in layers for each in layer.parameters_in_use]
-            self.buckets = [Bucket(parameters, on_device(self.device))]
-        else:
-            self.buckets = make(layers)
 
     def __call__(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
         """Return means and variances of the outputs; see :meth:`forward`."""
@@ -151,6 +135,7 @@ class Sequential(Recurrence, Files):
             if deltas is not None:
                 d, e = deltas
         self.output_delta_z_buffer = BaseDeltaStates(d, e) if wanted else BaseDeltaStates()
+        self.input_delta_z_buffer.mean = None  # layers may have changed the arrays
 
     def check_deltas(self) -> tuple[Array, Array]:
         """Return what a backward pass begins with.
@@ -339,9 +324,9 @@ class Sequential(Recurrence, Files):
         return f"Sequential({', '.join(map(repr, self.layers))})"
 
     def _input(self, mu_x: Any, var_x: Any) -> BaseHiddenStates:
-        mean = real("mu_x", mu_x, self.device)
+        mean = real("mu_x", mu_x, self.device, own=True)
         shape = (-1, *self._shape_of_samples(mean.shape))
-        variance = None if var_x is None else real("var_x", var_x, self.device)
+        variance = None if var_x is None else real("var_x", var_x, self.device, own=True)
         if variance is not None and variance.size != mean.size:
             raise ValueError(
                 f"var_x: expected {mean.size} elements, as mu_x has, got {variance.size}"

@@ -50,11 +50,13 @@ def load_state_dict(network: Named, state: Mapping[str, Any]) -> None:
             problems += _misfits(name, layer, state[name])
     if problems:
         raise ValueError(f"load_state_dict: nothing was loaded: {'; '.join(problems)}")
+    # All of them before the first is set: some may be no numbers.
+    entries = {name: [np.asarray(values, REAL) for values in state[name]] for name in layers}
     for name, layer in layers.items():
-        for which, values in zip(FOUR, state[name], strict=False):
-            setattr(layer, which, np.asarray(values, REAL))
-        for home, values in zip(layer.statistics(), state[name][len(FOUR) :], strict=False):
-            home[...] = array_module(home).asarray(np.asarray(values, REAL)).reshape(home.shape)
+        for which, values in zip(FOUR, entries[name], strict=False):
+            setattr(layer, which, values)
+        for home, values in zip(layer.statistics(), entries[name][len(FOUR) :], strict=False):
+            home[...] = array_module(home).asarray(values).reshape(home.shape)
 
 
 def _misfits(name: str, layer: BaseLayer, entry: Sequence[Any]) -> list[str]:

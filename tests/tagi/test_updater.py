@@ -113,6 +113,7 @@ def test_observations_may_have_any_dtype_layout_and_shape(dtype: str) -> None:
         (np.zeros((3, 4)), 0.1, r"mu_obs: expected 8 elements, .*got 12 \(3, 4\)"),
         (0.5, 0.1, r"mu_obs: expected 8 elements, .*got 1 \(\)"),
         (np.zeros((2, 4)), np.arange(9), r"var_obs: expected 8 elements, .*got 9 \(9,\)"),
+        (np.zeros((2, 4)), np.ones(3), r"var_obs: expected 8 elements, .*got 3 \(3,\)"),
         (np.zeros((2, 4)), -0.1, "var_obs: variances are not negative, got -0.1"),
         (np.zeros((2, 4)), np.nan, "var_obs: variances are not negative, got nan"),
     ],
@@ -138,6 +139,8 @@ def test_observations_are_real_numbers(values: Any) -> None:
         ([[0], [1]], "indices are from 1 to 4, the number of outputs; got 0 to 1"),
         ([[1], [5]], "indices are from 1 to 4, the number of outputs; got 1 to 5"),
         ([1, 2, 3], "expected as many indices for each of 2 samples, got 3"),
+        ([[1.5], [2]], "indices are whole numbers"),
+        ([[np.nan], [2]], "indices are whole numbers"),
         ([[1, 2], [2, 3]], r"mu_obs: expected 4 elements, .*got 2"),
     ],
 )
