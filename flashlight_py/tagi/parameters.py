@@ -50,11 +50,15 @@ class Parameter:
 
         Raises:
             AttributeError: ``which`` is a delta, which follows from a backward pass.
+            ValueError: a variance is negative. Nothing was changed.
         """
         if which not in ("mean", "variance"):
             raise AttributeError(f"{which} follows from the sums of a backward pass")
         home: Array = getattr(self, which)
-        home[...] = array_module(home).asarray(np.asarray(values, REAL)).reshape(home.shape)
+        found = np.asarray(values, REAL)
+        if which == "variance" and (found < 0).any():
+            raise ValueError(f"variances are not negative, got {found.min()}")
+        home[...] = array_module(home).asarray(found).reshape(home.shape)
 
 
 Allocate = Callable[[int], Array]

@@ -273,7 +273,8 @@ class Sequential(Gathered, Recurrence, Files):
         """Take what ``state_dict()`` returned, of this library's or pytagi's; any sequences.
 
         Raises:
-            ValueError: names or sizes are not this network's; names them. Nothing was changed.
+            ValueError: names or sizes are not this network's, or a variance is negative; names
+                them. Nothing was changed.
         """
         state.load_state_dict(self, state_dict)
 

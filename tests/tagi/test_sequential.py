@@ -211,13 +211,19 @@ def test_state_is_taken_whole_or_not_at_all() -> None:
             np.testing.assert_array_equal(own, real)
 
 
-def test_state_that_is_no_number_changes_nothing() -> None:
+def test_state_that_cannot_be_changes_nothing() -> None:
     net = network()
     before = net.state_dict()
     wrong = {name: list(arrays) for name, arrays in network(seed=2).state_dict().items()}
     wrong["Linear.2"][3] = ["a", "b"]
     with pytest.raises(ValueError, match="could not convert"):
         net.load_state_dict(wrong)
+    wrong["Linear.2"][3] = [0.1, -0.1]
+    with pytest.raises(ValueError, match=r"'Linear.2' has negative variances"):
+        net.load_state_dict(wrong)
+    with pytest.raises(ValueError, match="variances are not negative, got -1"):
+        net.layers[0].var_w = -np.ones(32)
+    np.testing.assert_array_equal(net.layers[0].var_w, before["Linear.0"][1])
     np.testing.assert_array_equal(net.layers[0].mu_w, before["Linear.0"][0])
 
 
