@@ -95,7 +95,8 @@ class DDPSequential:
     well.
 
     With ``average=False`` training is that of one process with all ranks' samples in one batch,
-    however unequal their shares; the step's bound is that of all samples together. With
+    however unequal their shares; the step's bound is that of all samples together. (An LSTM that
+    carries states from call to call, by batches of one sample, goes by each rank's own batch.) With
     ``average=True``, as in pytagi by default, the sums are divided by the number of ranks: evidence
     is lost, and the more ranks the slower the network learns.
 
@@ -202,7 +203,7 @@ class DDPSequential:
 
         Sends nothing.
         """
-        self.model.step_as_for(self.sync.samples)
+        self.model.step()
 
     def train(self) -> None:
         """As ``Sequential.train``."""
@@ -258,8 +259,8 @@ class DDPSequential:
 class DeltaSync(PassSync):
     """Adds up the sums of a network's backward passes over the ranks, bucket by bucket.
 
-    ``samples``: how many the last pass had on all ranks together; where sums are averaged, on the
-    mean rank.
+    The network's ``learnt`` becomes how many samples the last pass had on all ranks together; where
+    sums are averaged, on the mean rank.
     """
 
     def __init__(
@@ -272,7 +273,6 @@ class DeltaSync(PassSync):
     ) -> None:
         self._ranks = group_or_world(group).size
         super().__init__(EagerReducer(1 / self._ranks if average else 1.0, group=group))
-        self.samples = 0
         self._average = average
         self._model = model
         norms = [layer for _, layer in model.named_layers() if isinstance(layer, BatchNorm2d)]
@@ -357,7 +357,7 @@ class DeltaSync(PassSync):
 
     def _finish(self) -> None:
         self.reducer.finalize()
-        self.samples = round(float(self._buckets[-1].extra[0]))
+        self._model.learnt = round(float(self._buckets[-1].extra[0]))
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
         """Return 1, or what turns the mean over all ranks into that over those with data."""

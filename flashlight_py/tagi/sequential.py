@@ -34,6 +34,8 @@ class Sequential(Gathered, Recurrence, Files):
             ``input_state_update``, or of which the input was another network's output.
         input_state_update: whether a backward pass goes on to the input.
         samples: of the last forward pass.
+        learnt: samples of the last backward pass, with those of other processes where it added
+            theirs.
         device: ``"cpu"`` or ``"cuda:<index>"``.
 
     Raises:
@@ -64,7 +66,7 @@ class Sequential(Gathered, Recurrence, Files):
         self.output_delta_z_buffer = BaseDeltaStates()
         self._shape: Shape | None = None  # of one sample, once the layers are connected
         self._from_states = False  # whether the last input was another network's output
-        self.samples = 0
+        self.samples = self.learnt = 0
         self._kept = False  # whether the layers have kept what a backward pass needs
         self._check_that_each_is_there_once()
         self.gather_parameters()
@@ -135,6 +137,7 @@ class Sequential(Gathered, Recurrence, Files):
             if deltas is not None:
                 d, e = deltas
         self.output_delta_z_buffer = BaseDeltaStates(d, e) if wanted else BaseDeltaStates()
+        self.learnt = self.samples
         self.input_delta_z_buffer.mean = None  # layers may have changed the arrays
 
     def check_deltas(self) -> tuple[Array, Array]:
@@ -168,11 +171,7 @@ class Sequential(Gathered, Recurrence, Files):
         Each by at most its standard deviation over 0.1 for one sample, over 2 for batches below 256
         samples, and over 3 from there on.
         """
-        self.step_as_for(self.samples)
-
-    def step_as_for(self, samples: int) -> None:
-        """Step with the bound of a batch of so many samples."""
-        cap = cap_factor(samples)
+        cap = cap_factor(self.learnt)
         for bucket in self.buckets:
             bucket.step(cap)
 

@@ -78,3 +78,22 @@ def wrapped_too_early(rank: int, size: int, folder: str) -> str:
 def test_a_network_that_was_wrapped_before_there_were_ranks_is_refused(tmp_path: Path) -> None:
     with RankPool(2, init=None) as ranks:
         ranks.run(wrapped_too_early, str(tmp_path))
+
+
+def stepped_by_the_network(rank: int, size: int) -> Any:
+    fl.set_seed(rank)
+    model = DDPSequential(dense(), average=False)
+    x = np.linspace(-1, 1, 18).reshape(3, 6)[rank : 2 * rank + 1]  # 1 sample, and 2
+    model(x)
+    OutputUpdater().update(
+        model.output_z_buffer, np.ones(3 * len(x)), 0.1, model.input_delta_z_buffer
+    )
+    model.backward()
+    model.eval()
+    model(np.ones((300, 6)))  # nothing of a step
+    model.model.step()
+    return model.state_dict()
+
+
+def test_the_network_s_own_step_has_the_bound_of_all_samples(pool: Any) -> None:
+    check_same_bits(pool(2).run(stepped_by_the_network))
