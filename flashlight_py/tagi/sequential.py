@@ -121,7 +121,7 @@ class Sequential(Gathered, Recurrence, Files):
             x = layer.forward(x)
         self.output_z_buffer = x
         self.input_delta_z_buffer.mean = None
-        return self._output(flat, is_cupy(mu_x))
+        return _returned(x, flat, is_cupy(mu_x))  # x: other threads may evaluate meanwhile
 
     def backward(self) -> None:
         """Go back from the deltas of the outputs to the sums of every parameter.
@@ -207,7 +207,7 @@ class Sequential(Gathered, Recurrence, Files):
 
     def get_outputs(self) -> tuple[Array, Array]:
         """Return the means and variances of the last forward pass, flat, on the CPU; copies."""
-        return self._output(True, False)
+        return _returned(self.output_z_buffer, True, False)
 
     def output_to_host(self) -> Array:
         """Return the means of the last forward pass, flat, on the CPU; a copy."""
@@ -369,14 +369,14 @@ class Sequential(Gathered, Recurrence, Files):
             before = f"layer {number}, {layer}"
         self._shape = own
 
-    def _output(self, flat: bool, on_gpu: bool) -> tuple[Array, Array]:
-        moments = self.output_z_buffer
-        both = (moments.mean, moments.variance)
-        mean, variance = (np.zeros(moments.mean.shape, REAL) if a is None else a for a in both)
-        if not on_gpu:
-            mean, variance = to_device(mean, "cpu"), to_device(variance, "cpu")
-        shape = (-1,) if flat else mean.shape
-        return mean.copy().reshape(shape), variance.copy().reshape(shape)
+
+def _returned(moments: BaseHiddenStates, flat: bool, on_gpu: bool) -> tuple[Array, Array]:
+    both = (moments.mean, moments.variance)
+    mean, variance = (np.zeros(moments.mean.shape, REAL) if a is None else a for a in both)
+    if not on_gpu:
+        mean, variance = to_device(mean, "cpu"), to_device(variance, "cpu")
+    shape = (-1,) if flat else mean.shape
+    return mean.copy().reshape(shape), variance.copy().reshape(shape)
 
 
 def _reads_as(own: Shape, known: Shape) -> bool:

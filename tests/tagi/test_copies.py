@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -63,3 +65,19 @@ def test_the_input_is_the_caller_s_again_after_the_forward_pass() -> None:
     net.step()
     learn(other, X)
     np.testing.assert_array_equal(net.layers[0].mu_w, other.layers[0].mu_w)
+
+
+def test_a_network_may_be_evaluated_by_several_threads() -> None:
+    net = network(nn.BatchNorm2d(8))
+    net.eval()
+    inputs = [X + number for number in range(4)]
+    expected = [net(x)[0] for x in inputs]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            got = list(threads.map(lambda number: net(inputs[number % 4])[0], range(4000)))
+    finally:
+        sys.setswitchinterval(interval)
+    for number, mean in enumerate(got):
+        np.testing.assert_array_equal(mean, expected[number % 4])
