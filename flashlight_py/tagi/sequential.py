@@ -170,6 +170,9 @@ class Sequential(Gathered, Recurrence, Files):
 
         Each by at most its standard deviation over 0.1 for one sample, over 2 for batches below 256
         samples, and over 3 from there on.
+
+        Raises:
+            RuntimeError: another network was made of one of the layers since.
         """
         cap = cap_factor(self.learnt)
         for bucket in self.buckets:

@@ -81,3 +81,13 @@ def test_a_network_may_be_evaluated_by_several_threads() -> None:
         sys.setswitchinterval(interval)
     for number, mean in enumerate(got):
         np.testing.assert_array_equal(mean, expected[number % 4])
+
+
+def test_layers_learn_in_the_last_network_made_of_them() -> None:
+    net = network()
+    part = nn.Sequential(*net.layers[:2])
+    with pytest.raises(RuntimeError, match="another network was made of the same layers"):
+        learn(net, X)
+    before = net.layers[0].mu_w
+    learn(part, X, np.ones((6, 8)))
+    assert not np.array_equal(net.layers[0].mu_w, before)
