@@ -78,7 +78,7 @@ class DDPConfig:
                 f"{where}: the config says rank {given[0]} of {given[1]}. Leave both out: the "
                 "world knows them"
             )
-        if self.device_ids and len(self.device_ids) <= group.rank:
+        if self.device_ids and len(self.device_ids) < group.size:  # the same on every rank
             raise ValueError(
                 f"{where}: device_ids has {len(self.device_ids)} entries; pass one for each rank, "
                 "or none"

@@ -311,6 +311,8 @@ def misuse(rank: int, size: int) -> None:
         DDPSequential(Sequential(ReLU()))
     with pytest.raises(ValueError, match="the config says rank 5 of 9"):
         DDPSequential(dense(), DDPConfig(rank=5, world_size=9))
+    with pytest.raises(ValueError, match="device_ids has 1 entries; pass one for each rank"):
+        DDPSequential(dense(), DDPConfig([0]))  # on every rank, also on that which has one
     with pytest.raises(ValueError, match="backend must be one of"):
         DDPConfig(backend="pigeon")
     model = DDPSequential(dense(), DDPConfig(rank=rank, world_size=size), average=False)
