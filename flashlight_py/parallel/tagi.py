@@ -78,7 +78,7 @@ class DDPConfig:
                 f"{where}: the config says rank {given[0]} of {given[1]}. Leave both out: the "
                 "world knows them"
             )
-        if self.device_ids and len(self.device_ids) <= group.rank:
+        if self.device_ids and len(self.device_ids) < group.size:  # the same on every rank
             raise ValueError(
                 f"{where}: device_ids has {len(self.device_ids)} entries; pass one for each rank, "
                 "or none"
@@ -95,7 +95,8 @@ class DDPSequential:
     well.
 
     With ``average=False`` training is that of one process with all ranks' samples in one batch,
-    however unequal their shares; the step's bound is that of all samples together. With
+    however unequal their shares; the step's bound is that of all samples together. (An LSTM that
+    carries states from call to call, by batches of one sample, goes by each rank's own batch.) With
     ``average=True``, as in pytagi by default, the sums are divided by the number of ranks: evidence
     is lost, and the more ranks the slower the network learns.
 
@@ -202,7 +203,7 @@ class DDPSequential:
 
         Sends nothing.
         """
-        self.model.step_as_for(self.sync.samples)
+        self.model.step()
 
     def train(self) -> None:
         """As ``Sequential.train``."""
@@ -258,8 +259,8 @@ class DDPSequential:
 class DeltaSync(PassSync):
     """Adds up the sums of a network's backward passes over the ranks, bucket by bucket.
 
-    ``samples``: how many the last pass had on all ranks together; where sums are averaged, on the
-    mean rank.
+    The network's ``learnt`` becomes how many samples the last pass had on all ranks together; where
+    sums are averaged, on the mean rank.
     """
 
     def __init__(
@@ -272,17 +273,16 @@ class DeltaSync(PassSync):
     ) -> None:
         self._ranks = group_or_world(group).size
         super().__init__(EagerReducer(1 / self._ranks if average else 1.0, group=group))
-        self.samples = 0
         self._average = average
         self._model = model
-        self._norms = [
-            layer for _, layer in model.named_layers() if sync and isinstance(layer, BatchNorm2d)
-        ]
-        for norm in self._norms:
-            norm.add_up = functools.partial(all_reduce, group=group)
+        norms = [layer for _, layer in model.named_layers() if isinstance(layer, BatchNorm2d)]
+        for norm in norms:  # also those that were wrapped with sync before
+            norm.add_up = functools.partial(all_reduce, group=group) if sync else None
+        self._norms = norms if sync else []
         model.gather_parameters(functools.partial(self._make_buckets, limit))
         self._buckets = model.buckets
         self._passed = 0  # buckets that this pass has passed to the reducer
+        self._in_pass = False
         self._weight = 1.0
 
     def _make_buckets(self, limit: int, layers: Sequence[BaseLayer]) -> list[Bucket]:
@@ -317,12 +317,18 @@ class DeltaSync(PassSync):
                 "backward: the network's parameters were moved after DDPSequential was made; move "
                 "it before, or wrap it again on every rank"
             )
+        ranks = group_or_world(self.reducer.group).size
+        if ranks != self._ranks:
+            raise RuntimeError(
+                f"backward: there are {ranks} ranks, and there were {self._ranks} when "
+                "DDPSequential was made; call distributed_init before it, or wrap the network again"
+            )
         self._model.check_deltas()
         if self.weigh is None:
             self._weight = 1.0
         elif not self._norms:
             self._weight = self.weigh(True)
-        completed = False
+        completed, self._in_pass = False, True
         try:
             self._model.backward()
             self._finish()
@@ -331,10 +337,15 @@ class DeltaSync(PassSync):
             if not completed:
                 self.reducer.abandon()
             self._pending = list(self._layers)
-            self._passed = 0
+            self._passed, self._in_pass = 0, False
 
     def _on_sums(self, number: int, _: BaseLayer) -> None:
         """A layer's sums are complete: pass on each bucket that is, in order."""
+        if not self._in_pass:
+            raise RuntimeError(
+                "backward: this network is trained by a DDPSequential; call its backward(), "
+                "as it adds up over the ranks"
+            )
         self._pending[number] -= 1
         while self._passed < len(self._buckets) and not self._pending[self._passed]:
             bucket = self._buckets[self._passed]
@@ -346,7 +357,7 @@ class DeltaSync(PassSync):
 
     def _finish(self) -> None:
         self.reducer.finalize()
-        self.samples = round(float(self._buckets[-1].extra[0]))
+        self._model.learnt = round(float(self._buckets[-1].extra[0]))
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
         """Return 1, or what turns the mean over all ranks into that over those with data."""
@@ -373,5 +384,13 @@ def _statistics(model: Sequential) -> list[Array]:
 
 
 def _describe(name: str, layer: BaseLayer) -> str:
+    """Return what must be the same on every rank: not the sizes of images, which one rank may know
+    already, and another not yet.
+    """
+    settings = [
+        f"{key}={value}"
+        for key, value in vars(layer).items()
+        if not key.startswith("_") and key != "training" and isinstance(value, int | float | str)
+    ]
     shapes = [str(each.mean.shape) for each in layer.parameters_in_use]
-    return f"{name}: {layer.get_layer_info()} {' '.join(shapes)}"
+    return f"{name}: {' '.join([*settings, *shapes])}"

@@ -35,7 +35,7 @@ class Buffers:
 
     def get_outputs(self) -> tuple[Array, Array]:
         """Return the means and variances of the last forward pass, flat, on the CPU; copies."""
-        return self._output(True, False)
+        return returned(self.output_z_buffer, True, False)
 
     def output_to_host(self) -> Array:
         """Return the means of the last forward pass, flat, on the CPU; a copy."""
@@ -76,11 +76,12 @@ class Buffers:
         flat = (deltas.delta_mu, deltas.delta_var)
         return np.array(to_device(flat[0], "cpu")), np.array(to_device(flat[1], "cpu"))
 
-    def _output(self, flat: bool, on_gpu: bool) -> tuple[Array, Array]:
-        moments = self.output_z_buffer
-        both = (moments.mean, moments.variance)
-        mean, variance = (np.zeros(moments.mean.shape, REAL) if a is None else a for a in both)
-        if not on_gpu:
-            mean, variance = to_device(mean, "cpu"), to_device(variance, "cpu")
-        shape = (-1,) if flat else mean.shape
-        return mean.copy().reshape(shape), variance.copy().reshape(shape)
+
+def returned(moments: BaseHiddenStates, flat: bool, on_gpu: bool) -> tuple[Array, Array]:
+    """Return copies of means and variances, flat or in their shape, on the CPU or as they lie."""
+    both = (moments.mean, moments.variance)
+    mean, variance = (np.zeros(moments.mean.shape, REAL) if a is None else a for a in both)
+    if not on_gpu:
+        mean, variance = to_device(mean, "cpu"), to_device(variance, "cpu")
+    shape = (-1,) if flat else mean.shape
+    return mean.copy().reshape(shape), variance.copy().reshape(shape)

@@ -79,6 +79,10 @@ class BaseLayer(abc.ABC):
         self.training = True
         self.on_sums: Callable[[BaseLayer], None] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is no part of the training that the layer takes part in."""
+        return self.__dict__ | {"on_sums": None}
+
     @abc.abstractmethod
     def connect(self, shape: Shape) -> Shape:
         """Return the shape of a sample of the output for inputs of ``shape``.

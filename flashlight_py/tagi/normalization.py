@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -132,6 +133,10 @@ class BatchNorm2d(Normalization):
         self.running_variance = np.ones(num_features, REAL)
         self.batch_mean, self.batch_variance = np.zeros((2, num_features), REAL)
         self.add_up: Callable[[Array], None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy takes the statistics of its own batches."""
+        return super().__getstate__() | {"add_up": None}
 
     def connect(self, shape: Shape) -> Shape:
         """Take images of ``num_features`` channels, or as many features.

@@ -50,11 +50,15 @@ class Parameter:
 
         Raises:
             AttributeError: ``which`` is a delta, which follows from a backward pass.
+            ValueError: a variance is negative. Nothing was changed.
         """
         if which not in ("mean", "variance"):
             raise AttributeError(f"{which} follows from the sums of a backward pass")
         home: Array = getattr(self, which)
-        home[...] = array_module(home).asarray(np.asarray(values, REAL)).reshape(home.shape)
+        found = np.asarray(values, REAL)
+        if which == "variance" and (found < 0).any():
+            raise ValueError(f"variances are not negative, got {found.min()}")
+        home[...] = array_module(home).asarray(found).reshape(home.shape)
 
 
 Allocate = Callable[[int], Array]
@@ -102,10 +106,22 @@ class Bucket:
             each.mean_sum = self.sums[start:end].reshape(shape)
             each.variance_sum = self.sums[self.size + start : self.size + end].reshape(shape)
             start = end
+        self._homes = [each.mean for each in parameters]
         self._step = Step(
             self.mean, self.variance, self.sums[: self.size], self.sums[self.size : 2 * self.size]
         )
 
     def step(self, cap: float) -> None:
-        """Change means and variances in place, each by at most ``sqrt(variance) / cap``."""
+        """Change means and variances in place, each by at most ``sqrt(variance) / cap``.
+
+        Raises:
+            RuntimeError: parameters have been moved to other buckets since.
+        """
+        if any(
+            each.mean is not home for each, home in zip(self.parameters, self._homes, strict=True)
+        ):
+            raise RuntimeError(
+                "step: another network was made of the same layers since, and their parameters lie "
+                "in its memory now; step that one, or make each network of layers of its own"
+            )
         self._step(cap)

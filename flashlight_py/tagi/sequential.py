@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 from flashlight_py.tagi import state
-from flashlight_py.tagi.buffers import Buffers
+from flashlight_py.tagi.buffers import Buffers, returned
 from flashlight_py.tagi.capped_step import FLOOR, cap_factor
+from flashlight_py.tagi.gathered import Gathered
 from flashlight_py.tagi.layer import BaseLayer, Shape
 from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
-from flashlight_py.tagi.parameters import Bucket, on_device
 from flashlight_py.tagi.pytagi_files import Files
 from flashlight_py.tagi.recurrence import Recurrence
 from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, real
 
 
-class Sequential(Buffers, Recurrence, Files):
+class Sequential(Buffers, Gathered, Recurrence, Files):
     """A network of layers in a row, trained by observing its outputs, without gradients.
 
     A step of training is ``net(x)``, a method of :class:`OutputUpdater`, ``net.backward()``,
@@ -35,6 +35,8 @@ class Sequential(Buffers, Recurrence, Files):
             ``input_state_update``, or of which the input was another network's output.
         input_state_update: whether a backward pass goes on to the input.
         samples: how many the last forward pass had. One without any teaches nothing.
+        learnt: samples of the last backward pass, with those of other processes where it added
+            theirs.
         device: ``"cpu"`` or ``"cuda:<index>"``.
 
     Raises:
@@ -60,10 +62,9 @@ class Sequential(Buffers, Recurrence, Files):
         self.layers = list(layers)
         self.training = True
         self.input_state_update = False
-        self.buckets: list[Bucket] = []
         self._shape: Shape | None = None  # of one sample, once the layers are connected
         self._from_states = False  # whether the last input was another network's output
-        self.samples = 0
+        self.samples = self.learnt = 0
         self._kept = False  # whether the layers have kept what a backward pass needs
         self._check_that_each_is_there_once()
         self.gather_parameters()
@@ -85,21 +86,6 @@ class Sequential(Buffers, Recurrence, Files):
         """Yield every layer, also those inside blocks, by the names that pytagi gives them."""
         for number, layer in enumerate(self.layers):
             yield from layer.named_layers(str(number))
-
-    def gather_parameters(
-        self, make: Callable[[list[BaseLayer]], list[Bucket]] | None = None
-    ) -> None:
-        """Let the parameters lie in the buckets that ``make`` returns; None: in one.
-
-        ``make`` is passed the layers with parameters, in the order in which a backward pass
-        completes their sums.
-        """
-        layers = [layer for _, layer in self.named_layers() if layer.parameters_in_use][::-1]
-        if make is None:
-            parameters = [each for layer in layers for each in layer.parameters_in_use]
-            self.buckets = [Bucket(parameters, on_device(self.device))]
-        else:
-            self.buckets = make(layers)
 
     def __call__(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
         """Return means and variances of the outputs; see :meth:`forward`."""
@@ -135,7 +121,7 @@ class Sequential(Buffers, Recurrence, Files):
             x = self._forward_nothing(x)
         self.output_z_buffer = x
         self.input_delta_z_buffer.mean = None
-        return self._output(flat, is_cupy(mu_x))
+        return returned(x, flat, is_cupy(mu_x))  # x: other threads may evaluate meanwhile
 
     def _forward_nothing(self, x: BaseHiddenStates) -> BaseHiddenStates:
         for _, layer in self.named_layers():
@@ -156,13 +142,14 @@ class Sequential(Buffers, Recurrence, Files):
         if not self.samples:
             for _, layer in reversed([*self.named_layers()]):
                 layer.backward_nothing()
-            self.output_delta_z_buffer = BaseDeltaStates(d, e) if wanted else BaseDeltaStates()
-            return
-        for number in range(len(self.layers) - 1, -1, -1):
-            deltas = self.layers[number].backward(d, e, wanted or number > 0)
-            if deltas is not None:
-                d, e = deltas
+        else:
+            for number in range(len(self.layers) - 1, -1, -1):
+                deltas = self.layers[number].backward(d, e, wanted or number > 0)
+                if deltas is not None:
+                    d, e = deltas
         self.output_delta_z_buffer = BaseDeltaStates(d, e) if wanted else BaseDeltaStates()
+        self.learnt = self.samples
+        self.input_delta_z_buffer.mean = None  # layers may have changed the arrays
 
     def check_deltas(self) -> tuple[Array, Array]:
         """Return what a backward pass begins with.
@@ -194,12 +181,11 @@ class Sequential(Buffers, Recurrence, Files):
 
         Each by at most its standard deviation over 0.1 for one sample, over 2 for batches below 256
         samples, and over 3 from there on.
-        """
-        self.step_as_for(self.samples)
 
-    def step_as_for(self, samples: int) -> None:
-        """Step with the bound of a batch of so many samples."""
-        cap = cap_factor(samples)
+        Raises:
+            RuntimeError: another network was made of one of the layers since.
+        """
+        cap = cap_factor(self.learnt)
         for bucket in self.buckets:
             bucket.step(cap)
 
@@ -251,7 +237,8 @@ class Sequential(Buffers, Recurrence, Files):
         """Take what ``state_dict()`` returned, of this library's or pytagi's; any sequences.
 
         Raises:
-            ValueError: names or sizes are not this network's; names them. Nothing was changed.
+            ValueError: names or sizes are not this network's, or a variance is negative; names
+                them. Nothing was changed.
         """
         state.load_state_dict(self, state_dict)
 
@@ -302,10 +289,10 @@ class Sequential(Buffers, Recurrence, Files):
         return f"Sequential({', '.join(map(repr, self.layers))})"
 
     def _input(self, mu_x: Any, var_x: Any) -> BaseHiddenStates:
-        mean = real("mu_x", mu_x, self.device)
+        mean = real("mu_x", mu_x, self.device, own=True)
         own = self._shape_of_samples(mean.shape)
         shape = (mean.size // math.prod(own), *own)
-        variance = None if var_x is None else real("var_x", var_x, self.device)
+        variance = None if var_x is None else real("var_x", var_x, self.device, own=True)
         if variance is not None and variance.size != mean.size:
             raise ValueError(
                 f"var_x: expected {mean.size} elements, as mu_x has, got {variance.size}"

@@ -40,27 +40,35 @@ def load_state_dict(network: Named, state: Mapping[str, Any]) -> None:
     Entries of four arrays, as pytagi's, leave running statistics as they are.
 
     Raises:
-        ValueError: names or sizes differ; names them.
+        ValueError: names or sizes differ, or a variance is negative; names them.
     """
     layers = {name: layer for name, layer in network.named_layers() if layer.has_state}
     problems = [f"missing {name!r}" for name in layers if name not in state]
     problems += [f"unexpected {name!r}" for name in state if name not in layers]
-    for name, layer in layers.items():
-        if name in state:
-            problems += _misfits(name, layer, state[name])
+    # All of them before the first is set: some may be no numbers.
+    entries = {
+        name: [np.asarray(values, REAL) for values in state[name]]
+        for name in layers
+        if name in state
+    }
+    for name, arrays in entries.items():
+        problems += _misfits(name, layers[name], arrays)
     if problems:
         raise ValueError(f"load_state_dict: nothing was loaded: {'; '.join(problems)}")
     for name, layer in layers.items():
-        for which, values in zip(FOUR, state[name], strict=False):
-            setattr(layer, which, np.asarray(values, REAL))
-        for home, values in zip(layer.statistics(), state[name][len(FOUR) :], strict=False):
-            home[...] = array_module(home).asarray(np.asarray(values, REAL)).reshape(home.shape)
+        for which, values in zip(FOUR, entries[name], strict=False):
+            setattr(layer, which, values)
+        for home, values in zip(layer.statistics(), entries[name][len(FOUR) :], strict=False):
+            home[...] = array_module(home).asarray(values).reshape(home.shape)
 
 
-def _misfits(name: str, layer: BaseLayer, entry: Sequence[Any]) -> list[str]:
+def _misfits(name: str, layer: BaseLayer, arrays: Sequence[Array]) -> list[str]:
     expected = [layer.num_weights] * 2 + [layer.num_biases] * 2
     statistics = [int(each.size) for each in layer.statistics()]
-    found = [int(np.size(values)) for values in entry]
-    if found in (expected, expected + statistics):
-        return []
-    return [f"{name!r} has arrays of {found} elements, expected {expected + statistics}"]
+    found = [int(each.size) for each in arrays]
+    if found not in (expected, expected + statistics):
+        return [f"{name!r} has arrays of {found} elements, expected {expected + statistics}"]
+    # Of every pair, the second ones are variances.
+    if any((each < 0).any() for each in arrays[1::2]):
+        return [f"{name!r} has negative variances"]
+    return []

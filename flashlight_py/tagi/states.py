@@ -139,8 +139,10 @@ def _flat_or_empty(array: Array | None) -> Array:
     return np.empty(0, REAL) if array is None else array.reshape(-1)
 
 
-def real(name: str, values: Any, device: str) -> Array:
+def real(name: str, values: Any, device: str, own: bool = False) -> Array:
     """Return ``values``, called ``name`` in errors, as float32 on ``device``; a copy if need be.
+
+    ``own``: always a contiguous copy, for what is kept after the caller has its array back.
 
     Raises:
         TypeError: they are no real numbers.
@@ -148,4 +150,4 @@ def real(name: str, values: Any, device: str) -> Array:
     array: Array = values if is_cupy(values) else np.asarray(values)
     if array.dtype.kind not in "fiub":
         raise TypeError(f"{name}: expected real numbers, got an array of {array.dtype}")
-    return to_device(array.astype(REAL, copy=False), device)
+    return to_device(array.astype(REAL, order="C" if own else "K", copy=own), device)

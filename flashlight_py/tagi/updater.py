@@ -68,6 +68,8 @@ class OutputUpdater:
                 f"update_using_indices: expected as many indices for each of {batch} samples, "
                 f"got {indices.size}"
             )
+        if indices.dtype.kind not in "iu" and not np.equal(indices, np.floor(indices)).all():
+            raise ValueError("update_using_indices: indices are whole numbers")
         indices = indices.reshape(batch, indices.size // max(1, batch)).astype(np.int64, copy=False)
         if indices.size and not (indices.min() >= 1 and indices.max() <= outputs):
             raise ValueError(
@@ -139,7 +141,7 @@ class OutputUpdater:
         array = real("var_obs", values, "cpu")
         if array.size and not array.min() >= 0:
             raise ValueError(f"var_obs: variances are not negative, got {array.min()}")
-        outputs = math.prod(shape)
-        if (array.size == 1 or array.size > outputs) and (array == array.flat[0]).all():
+        more = array.size == 1 or array.size > math.prod(shape)
+        if more and (array == array.flat[0]).all():
             return to_device(array.reshape(-1)[:1], self.device)
         return self._of("var_obs", array, shape)

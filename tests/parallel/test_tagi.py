@@ -280,8 +280,8 @@ def other_arguments(rank: int, size: int) -> str:
 
 def test_a_mismatch_names_the_layer_or_the_argument(pool: Any) -> None:
     for message in pool(2).run(other_layers):
-        assert "the networks differ in layer 2 (rank(s) 0: Linear.2: Linear(16,3)" in message
-        assert "rank(s) 1: Linear.2: Linear(16,4)" in message
+        assert "the networks differ in layer 2 (rank(s) 0: Linear.2: (3, 16)" in message
+        assert "rank(s) 1: Linear.2: (4, 16)" in message
     for message in pool(2).run(other_arguments):
         assert "average (" in message
 
@@ -316,6 +316,8 @@ def misuse(rank: int, size: int) -> None:
         DDPSequential(Sequential(ReLU()))
     with pytest.raises(ValueError, match="the config says rank 5 of 9"):
         DDPSequential(dense(), DDPConfig(rank=5, world_size=9))
+    with pytest.raises(ValueError, match="device_ids has 1 entries; pass one for each rank"):
+        DDPSequential(dense(), DDPConfig([0]))  # on every rank, also on that which has one
     with pytest.raises(ValueError, match="backend must be one of"):
         DDPConfig(backend="pigeon")
     model = DDPSequential(dense(), DDPConfig(rank=rank, world_size=size), average=False)

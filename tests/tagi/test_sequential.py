@@ -150,6 +150,8 @@ def test_a_backward_pass_needs_deltas_of_the_last_forward_pass() -> None:
     with pytest.raises(RuntimeError, match="no deltas since the last forward pass"):
         net.backward()
     learn(net, X)
+    with pytest.raises(RuntimeError, match="no deltas since the last forward pass"):
+        net.backward()  # a second time
     net(X)
     with pytest.raises(RuntimeError, match="no deltas since the last forward pass"):
         net.backward()
@@ -175,11 +177,14 @@ def test_a_backward_pass_needs_a_forward_pass_of_training() -> None:
 
 def test_deltas_may_be_set_by_hand() -> None:
     one, other = network(), network()
-    learn(one, X)
-    other(X)
+    one(X)
     buffer = one.input_delta_z_buffer
+    nn.OutputUpdater("cpu").update(one.output_z_buffer, Y, 0.1, buffer)
+    other(X)
     other.set_delta_z(buffer.delta_mu, buffer.delta_var.tolist())
     np.testing.assert_array_equal(other.delta_z_to_host(), buffer.delta_mu)
+    one.backward()
+    one.step()
     other.backward()
     other.step()
     np.testing.assert_array_equal(other.layers[0].mu_w, one.layers[0].mu_w)
@@ -203,6 +208,22 @@ def test_state_is_taken_whole_or_not_at_all() -> None:
     for name, entry in other.state_dict().items():
         for own, real in zip(entry, state[name], strict=True):
             np.testing.assert_array_equal(own, real)
+
+
+def test_state_that_cannot_be_changes_nothing() -> None:
+    net = network()
+    before = net.state_dict()
+    wrong = {name: list(arrays) for name, arrays in network(seed=2).state_dict().items()}
+    wrong["Linear.2"][3] = ["a", "b"]
+    with pytest.raises(ValueError, match="could not convert"):
+        net.load_state_dict(wrong)
+    wrong["Linear.2"][3] = [0.1, -0.1]
+    with pytest.raises(ValueError, match=r"'Linear.2' has negative variances"):
+        net.load_state_dict(wrong)
+    with pytest.raises(ValueError, match="variances are not negative, got -1"):
+        net.layers[0].var_w = -np.ones(32)
+    np.testing.assert_array_equal(net.layers[0].var_w, before["Linear.0"][1])
+    np.testing.assert_array_equal(net.layers[0].mu_w, before["Linear.0"][0])
 
 
 def test_state_is_a_copy() -> None:
@@ -320,7 +341,8 @@ def test_deltas_that_are_not_there_cannot_be_copied() -> None:
     encoder, decoder = chain(3)
     with pytest.raises(ValueError, match="the source has no deltas"):
         encoder.input_delta_z_buffer.copy_from(decoder.output_delta_z_buffer)
-    learn(decoder, X[:, :3], X)
+    decoder(X[:, :3])
+    decoder.set_delta_z(X, X)
     with pytest.raises(ValueError, match="asked for 99 elements of 24"):
         encoder.input_delta_z_buffer.copy_from(decoder.input_delta_z_buffer, 99)
     decoder.input_delta_z_buffer.reset_zeros()

@@ -139,6 +139,8 @@ def test_observations_are_real_numbers(values: Any) -> None:
         ([[0], [1]], "indices are from 1 to 4, the number of outputs; got 0 to 1"),
         ([[1], [5]], "indices are from 1 to 4, the number of outputs; got 1 to 5"),
         ([1, 2, 3], "expected as many indices for each of 2 samples, got 3"),
+        ([[1.5], [2]], "indices are whole numbers"),
+        ([[np.nan], [2]], "indices are whole numbers"),
         ([[1, 2], [2, 3]], r"mu_obs: expected 4 elements, .*got 2"),
     ],
 )

@@ -1,0 +1,99 @@
+"""What DDPSequential makes of a network, and when the network must be wrapped anew."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.tagi import Conv2d, DDPSequential, Linear, OutputUpdater, Sequential
+from tests.distributed.harness import RankPool
+from tests.parallel.test_tagi import check_same_bits, dense, normalised, train
+
+
+def wrapped_after_rank_0_has_seen_images(rank: int, size: int, stride: int) -> str:
+    net = Sequential(Conv2d(1, 2, 2, stride=stride if rank else 1), Linear(4, 2))
+    if rank == 0:
+        net(np.zeros((1, 1, 3, 2)))
+    try:
+        DDPSequential(net)
+    except fl.errors.MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_networks_differ_by_their_settings_not_by_what_they_have_seen(pool: Any) -> None:
+    assert pool(2).run(wrapped_after_rank_0_has_seen_images, 1) == ["", ""]
+    for message in pool(2).run(wrapped_after_rank_0_has_seen_images, 2):
+        assert "stride=1" in message
+        assert "stride=2" in message
+
+
+def wrapped_twice(rank: int, size: int) -> Any:
+    fl.set_seed(rank)
+    net = normalised()
+    DDPSequential(net, sync=True)
+    model = DDPSequential(net, average=False)
+    with fl.join(model):  # messages of the first one's statistics would have no answer
+        train(model, range(2 + rank), lambda step: slice(rank, rank + 2), lambda _: 4)
+    return model.state_dict()
+
+
+def test_a_network_may_be_wrapped_again_without_sync(pool: Any) -> None:
+    check_same_bits(pool(2).run(wrapped_twice))
+
+
+def passed_by(rank: int, size: int) -> Any:
+    fl.set_seed(rank)
+    net = dense()
+    DDPSequential(net, average=False)
+    own = copy.deepcopy(net)  # is no part of it
+    train(own, range(1), lambda _: slice(rank, rank + 2), lambda _: 4)
+    net(np.ones((2, 6)))
+    OutputUpdater().update(net.output_z_buffer, np.ones(6), 0.1, net.input_delta_z_buffer)
+    with pytest.raises(RuntimeError, match="trained by a DDPSequential; call its backward"):
+        net.backward()
+    return own.state_dict()
+
+
+def test_the_network_s_own_backward_pass_is_refused(pool: Any) -> None:
+    """Its sums would be this rank's alone, and the ranks' parameters differ from then on."""
+    one, other = pool(2).run(passed_by)
+    assert not np.array_equal(one["Linear.0"][0], other["Linear.0"][0])
+
+
+def wrapped_too_early(rank: int, size: int, folder: str) -> str:
+    model = DDPSequential(dense())
+    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params={"FILE_PATH": folder})
+    with pytest.raises(RuntimeError, match="there are 2 ranks, and there were 1") as caught:
+        train(model, range(1), lambda _: slice(None), lambda _: 4)
+    fl.distributed_shutdown()
+    return str(caught.value)
+
+
+def test_a_network_that_was_wrapped_before_there_were_ranks_is_refused(tmp_path: Path) -> None:
+    with RankPool(2, init=None) as ranks:
+        ranks.run(wrapped_too_early, str(tmp_path))
+
+
+def stepped_by_the_network(rank: int, size: int) -> Any:
+    fl.set_seed(rank)
+    model = DDPSequential(dense(), average=False)
+    x = np.linspace(-1, 1, 18).reshape(3, 6)[rank : 2 * rank + 1]  # 1 sample, and 2
+    model(x)
+    OutputUpdater().update(
+        model.output_z_buffer, np.ones(3 * len(x)), 0.1, model.input_delta_z_buffer
+    )
+    model.backward()
+    model.eval()
+    model(np.ones((300, 6)))  # nothing of a step
+    model.model.step()
+    return model.state_dict()
+
+
+def test_the_network_s_own_step_has_the_bound_of_all_samples(pool: Any) -> None:
+    check_same_bits(pool(2).run(stepped_by_the_network))
