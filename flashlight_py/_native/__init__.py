@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from flashlight_py.errors import BackendUnavailableError
 
-__all__ = ["load", "left_out"]
+__all__ = ["load", "optional", "left_out"]
 
 # What an extension needs on the system, and the Debian package that has it.
 _LIBRARIES = {"gloo": ("libgloo", "libgloo-dev")}
@@ -26,6 +29,21 @@ def load(name: str) -> ModuleType:
     except ImportError as error:
         reason = left_out(name) or f"{error}. {_remedy(name)}"
         raise BackendUnavailableError(f"the {name} backend is not available: {reason}") from error
+
+
+@functools.cache
+def optional(name: str, without: str) -> Any | None:
+    """Return the extension module as :func:`load`, or None, where it is missing, with a warning.
+
+    Args:
+        name: of the extension.
+        without: what its absence means, as a sentence begins.
+    """
+    try:
+        return load(name)
+    except BackendUnavailableError as error:
+        logging.getLogger("flashlight_py").warning("%s: %s", without, error)
+        return None
 
 
 def left_out(name: str) -> str:

@@ -179,13 +179,13 @@ def _before_forward(sync: GradientSync, module: Module) -> None:
         give_state(module, state, 0, sync.reducer.group)
 
 
-def gradient_sync_of(module: object, caller: str) -> GradientSync:
+def gradient_sync_of(module: Module, caller: str) -> GradientSync:
     """Return what :func:`distribute_module_grads` has installed.
 
     Raises:
         ValueError: nothing; the message says that ``caller`` needs it.
     """
-    sync = _synchronizers.get(module) if isinstance(module, Module) else None
+    sync = _synchronizers.get(module)
     if sync is None:
         raise ValueError(f"{caller}: call distribute_module_grads on this module first")
     return sync

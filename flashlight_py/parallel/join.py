@@ -129,14 +129,13 @@ def join(
         optimizer: one whose state shall be the same on every rank afterwards.
 
     Raises:
-        TypeError: ``optimizer`` is none of ``fl.optim``.
+        TypeError: ``optimizer`` is none of ``fl.optim``, or ``module`` is neither.
         ValueError: ``distribute_module_grads`` was not called for this module, or another join is
             open on this rank.
         MismatchError: a rank called other collectives in the body, or did not use ``join``.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    of_module = getattr(module, "sync", None)  # that of a DDPSequential
-    sync = of_module if isinstance(of_module, PassSync) else gradient_sync_of(module, "join")
+    sync = _sync_of(module)
     if optimizer is not None and not isinstance(optimizer, FirstOrderOptimizer):
         raise TypeError(f"join: expected an optimizer of fl.optim, got {type(optimizer).__name__}")
     group = sync.reducer.group or current_world().group
@@ -156,6 +155,17 @@ def join(
         module.synchronize(root)
     if optimizer is not None:
         synchronize(optimizer, root, group)
+
+
+def _sync_of(module: Module | DDPSequential) -> PassSync:
+    if isinstance(module, Module):
+        return gradient_sync_of(module, "join")
+    sync = getattr(module, "sync", None)
+    if not isinstance(sync, PassSync):
+        raise TypeError(
+            f"join: expected a fl.nn.Module or a fl.tagi.DDPSequential, got {type(module).__name__}"
+        )
+    return sync
 
 
 _open: list[Joined] = []

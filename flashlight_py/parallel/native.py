@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.errors import BackendUnavailableError
 
-_log = logging.getLogger("flashlight_py")
 _STEP = 0x9E3779B97F4A7C15
 
 
-@functools.cache
-def native() -> ModuleType | None:
+def native() -> Any | None:
     """Return the native module, or None, with a warning, where it is missing."""
-    try:
-        return _native.load("tree")
-    except BackendUnavailableError as error:
-        _log.warning("synchronize takes some microseconds longer for each array: %s", error)
-        return None
+    return _native.optional("tree", "synchronize takes some microseconds longer for each array")
 
 
 def digest(data: bytes) -> int:

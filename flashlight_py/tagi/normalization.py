@@ -57,9 +57,9 @@ class Normalization(BaseLayer):
         center, spread = self._statistics(m, v)
         scale = (1 / array_module(m).sqrt(spread + self.eps)).astype(REAL)
         t, mean, variance = standardize(m, v, center.astype(REAL), scale, self.weight, self.biases)
-        if self.training:
-            self._t, self._back = t, scale * self.weight.mean
-            self._slope = None if x.slope is None else x.slope.reshape(rows)
+        # Also in evaluation: in a network that trains, it may be this layer alone that does not.
+        self._t, self._back = t, scale * self.weight.mean
+        self._slope = None if x.slope is None else x.slope.reshape(rows)
         return BaseHiddenStates(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape))
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:

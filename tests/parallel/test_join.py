@@ -338,6 +338,9 @@ def test_arguments() -> None:
     model = build()
     with pytest.raises(ValueError, match="distribute_module_grads"), fl.join(model):
         pass
+    net = fl.tagi.Sequential(fl.tagi.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"fl\.tagi\.DDPSequential, got Sequential"), fl.join(net):  # type: ignore[arg-type]
+        pass
     fl.distribute_module_grads(model)
     with pytest.raises(TypeError, match="optimizer"), fl.join(model, "sgd"):  # type: ignore[arg-type]
         pass

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.tagi import standardize
+from flashlight_py.tagi import nn, standardize
 from flashlight_py.tagi.native import native
 from flashlight_py.tagi.states import BaseHiddenStates
 from tests.tagi.oracle import compare, oracle_run
@@ -367,3 +367,29 @@ def test_evaluation_is_the_same_as_pytagi() -> None:
     own = net(batches[0].ravel())
     close(own[0], mu)
     close(own[1], var)
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_a_frozen_norm_sends_back_through_what_it_has_passed(images: bool) -> None:
+    """In a network that trains it may keep its running statistics; other batches leave no trace."""
+    layer = nn.BatchNorm2d(3)
+    before = nn.Conv2d(2, 3, 1, in_width=4, in_height=4) if images else nn.Linear(6, 3)
+    net = nn.Sequential(before, layer, nn.Linear(48 if images else 3, 2))
+    x = np.random.default_rng(0).standard_normal((2, 5, 2, 4, 4) if images else (2, 5, 6))
+    updater = nn.OutputUpdater()
+    found = []
+    for batches in ([x[0], x[1][:3]], [x[1][:3]]):
+        layer.training = True
+        state = net.state_dict()
+        for number, batch in enumerate(batches):
+            layer.training = len(batches) == 2 and number == 0
+            if not layer.training:
+                net.load_state_dict(state)
+            net(batch)
+            updater.update(
+                net.output_z_buffer, np.ones((len(batch), 2)), 1, net.input_delta_z_buffer
+            )
+            net.backward()
+        found.append([bucket.sums.copy() for bucket in net.buckets])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
