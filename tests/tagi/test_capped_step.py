@@ -58,6 +58,25 @@ def test_native_code_has_the_bits_of_numpy(size: int, batch: int) -> None:
     assert (ours[1] > 0).all()
 
 
+@pytest.mark.parametrize("batch", [1, 16, 256])
+def test_native_code_has_the_bits_of_numpy_at_the_bounds(batch: int) -> None:
+    """Below every bound, at it, and beyond, in blocks of one kind and of several."""
+    if native() is None:
+        pytest.skip("the native kernels are not built")
+    cap, rng = cap_factor(batch), np.random.default_rng(0)
+    variance = rng.uniform(1e-4, 1, 8192).astype(np.float32)
+    share = np.repeat([0.3, 0.99, 0.995, 1, 1 - 1e-7, 1 + 1e-7, 1.01, 3], 1024)  # of the bound
+    share[::7] = rng.choice(share, share[::7].size)
+    bound = share * np.sqrt(variance) / cap
+    sums = (bound / variance).astype(np.float32), (-bound / variance**2).astype(np.float32)
+    mean = rng.standard_normal(8192).astype(np.float32)
+    ours, reference = ([mean.copy(), variance.copy(), *sums] for _ in range(2))
+    step_in_numpy(*reference, 1 / cap)
+    Step(*ours)(cap)
+    for own, expected in zip(ours, reference, strict=True):
+        np.testing.assert_array_equal(own, expected)
+
+
 def test_without_native_code_numpy_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashlight_py.tagi.capped_step.native", lambda: None)
     ours, reference = arrays(50), arrays(50)
