@@ -26,10 +26,15 @@ from flashlight_py.tagi import (
     ResNetBlock,
     Sequential,
 )
+from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import run_outcomes
 
 BACKENDS = ["gloo", "shm"]
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
+ranks = ranks_in(
+    *(("single", 1), ("gloo", 2), ("gloo", 3), ("gloo", 4), ("shm", 2), ("shm", 3), ("shm", 4)),
+    *(("hierarchical", 4), ("mpi", 2), ("mpi", 3)),
+)
 TRAIN = 50  # steps
 # Samples of each rank, in turn: the second batch is smaller, and leaves nothing for some ranks.
 SHARES = {
@@ -124,16 +129,11 @@ def check_close(state: Any, expected: Any, tolerance: float = 1e-6) -> None:
             np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-@by_backend
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("make", [dense, residual, convolutional])
-def test_sums_are_those_of_one_process(
-    pool: Any, backend: str, size: int, make: Callable[[], Sequential]
-) -> None:
-    world = pool(size, params={"BACKEND": backend}) if size > 1 else pool(1)
-    states = world.run(together, make, {})
+def test_sums_are_those_of_one_process(ranks: Any, make: Callable[[], Sequential]) -> None:
+    states = ranks.run(together, make, {})
     check_same_bits(states)
-    check_close(states[0], alone(make, size))
+    check_close(states[0], alone(make, len(states)))
 
 
 @by_backend
