@@ -141,7 +141,7 @@ class DDPSequential:
         self.model = model
         self.config = config or DDPConfig()
         if self.config.world_size > 1 and not is_distributed_init():
-            distributed_init()  # a script of pytagi has never heard of it
+            distributed_init()  # scripts of pytagi do not call it
         members = group_or_world(group)
         self.config.check(members)
         limit = DistributedConstants.COALESCE_CACHE_SIZE if bucket_bytes is None else bucket_bytes

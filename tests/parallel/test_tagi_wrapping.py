@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.tagi import Conv2d, DDPSequential, Linear, OutputUpdater, Sequential
-from tests.distributed.harness import RankPool
+from tests.distributed.harness import RankPool, mpirun_command
 from tests.parallel.test_tagi import check_same_bits, dense, normalised, train
 
 
@@ -97,3 +99,37 @@ def stepped_by_the_network(rank: int, size: int) -> Any:
 
 def test_the_network_s_own_step_has_the_bound_of_all_samples(pool: Any) -> None:
     check_same_bits(pool(2).run(stepped_by_the_network))
+
+
+SCRIPT_OF_PYTAGI = """
+import numpy as np
+from mpi4py import MPI
+import flashlight_py.tagi as pytagi
+from flashlight_py.tagi.nn import DDPConfig, DDPSequential, Linear, OutputUpdater, Sequential
+
+comm = MPI.COMM_WORLD
+rank, world_size = comm.Get_rank(), comm.Get_size()
+pytagi.manual_seed(42 + rank)
+config = DDPConfig(device_ids=[], backend="nccl", rank=rank, world_size=world_size)
+model = DDPSequential(Sequential(Linear(4, 2)), config, average=True)
+model(np.full(8, rank + 1, np.float32))
+OutputUpdater(model.get_device_with_index()).update(
+    model.output_z_buffer, np.ones(4), np.full(4, 0.1), model.input_delta_z_buffer
+)
+model.backward()
+model.step()
+model.barrier()
+weights = comm.gather(model.model.state_dict()["Linear.0"][0].tobytes(), root=0)
+if rank == 0:
+    print("equal" if len(set(weights)) == 1 else "apart")
+"""
+
+
+def test_a_script_of_pytagi_runs_with_other_imports(tmp_path: Path) -> None:
+    """It knows MPI, and nothing of distributed_init: the config says that there are several."""
+    pytest.importorskip("mpi4py")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT_OF_PYTAGI)
+    command = [*mpirun_command(2), sys.executable, "-W", "error", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
