@@ -17,6 +17,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable, on_backward_end
 from flashlight_py.device import Array, array_module, is_cupy
@@ -84,9 +85,14 @@ def _new_flat(size: int, like: Array, group: ProcessGroup | None) -> Array:
     """Return zeros, on the CPU in memory that needs no copy to be reduced. Collective."""
     if is_cupy(like):
         flat: Array = array_module(like).zeros(size, like.dtype)
-    else:
-        flat = shared_empty(size, like.dtype, group)
-        flat[...] = 0
+        return flat
+    return shared_zeros(size, like.dtype, group)
+
+
+def shared_zeros(size: int, dtype: DTypeLike, group: ProcessGroup | None) -> Array:
+    """Return zeros in memory that collectives reduce where it is. Collective, blocking."""
+    flat = shared_empty(size, dtype, group)
+    flat[...] = 0
     return flat
 
 

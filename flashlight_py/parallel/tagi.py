@@ -20,14 +20,13 @@ from flashlight_py.distributed import (
     barrier,
     distributed_init,
     is_distributed_init,
-    shared_empty,
 )
 from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.buckets import plan_buckets
 from flashlight_py.distributed.reducer import EagerReducer
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.parallel.agreement import check_entries_agree, check_settings_agree
-from flashlight_py.parallel.gradient_sync import PassSync
+from flashlight_py.parallel.gradient_sync import PassSync, shared_zeros
 from flashlight_py.parallel.synchronize import synchronize
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.normalization import BatchNorm2d
@@ -301,7 +300,8 @@ class DeltaSync(PassSync):
                 layer.on_sums = functools.partial(self._on_sums, number)
             # At the end of the last one travels how many samples there were.
             extra = 1 if bucket is planned[-1] else 0
-            sums = on_device(device) if device != "cpu" else functools.partial(_shared, group=group)
+            shared = functools.partial(shared_zeros, dtype=REAL, group=group)
+            sums = shared if device == "cpu" else on_device(device)
             buckets.append(Bucket(parameters, on_device(device), sums, extra))
         return buckets
 
@@ -371,12 +371,6 @@ class DeltaSync(PassSync):
             bucket.sums[...] = 0
             self.reducer.add(bucket.sums)
         self._finish()
-
-
-def _shared(size: int, group: ProcessGroup | None) -> Array:
-    array = shared_empty(size, REAL, group)
-    array[...] = 0
-    return array
 
 
 def _statistics(model: Sequential) -> list[Array]:
