@@ -109,7 +109,7 @@ def test_a_small_resnet_learns_digits_and_says_so() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--sync-batch-norm",)], ids=["local", "sync"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_best_epoch_of_a_small_resnet(ranks: int, more: tuple[str, ...]) -> None:
     """A single epoch may fail by far, as it is known of such networks; the best one counts."""
     job = ("--model", "small", "--num-epochs", 5, "--batch-size", 64 // ranks, *more)
