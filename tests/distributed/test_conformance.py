@@ -20,15 +20,26 @@ FOR_ALL = [name for name in REDUCTIONS if not BY_NAME[name].rooted]
 WIDTHS = ("int8", "float16", "complex128")
 
 
-def test_reductions_of_every_dtype_layout_and_op(ranks: Any) -> None:
-    single = ("bfloat16", "bool", "int8", "uint8")  # their bytes have no order that is swapped
-    pairs = itertools.product(DTYPES, LAYOUTS)
-    cases = [(d, layout) for d, layout in pairs if d not in single or layout != "swapped bytes"]
+NO_ORDER = ("bfloat16", "bool", "int8", "uint8")  # their bytes have none that is swapped
+CASES = [
+    (dtype, layout)
+    for dtype, layout in itertools.product(DTYPES, LAYOUTS)
+    if dtype not in NO_ORDER or layout != "swapped bytes"
+]
+
+
+def test_reductions_of_every_dtype_and_of_every_layout(ranks: Any) -> None:
+    some = [(d, lay) for d, lay in CASES if d == "float32" or lay == "strided"]
     # Of the others: what differs between them is not the arithmetic.
-    few = [(d, lay) for d, lay in cases if d == "float32" or (lay == "strided" and d in WIDTHS)]
-    some = {verb: few if verb != REDUCTIONS[0] else cases for verb in REDUCTIONS}
-    every = [(verb, *case) for verb, cases in some.items() for case in cases]
+    few = [(d, lay) for d, lay in some if d in ("float32", *WIDTHS)]
+    of = {verb: few if verb != REDUCTIONS[0] else some for verb in REDUCTIONS}
+    every = [(verb, *case) for verb, cases in of.items() for case in cases]
     ranks.run_each(conformance.every_op, every)
+
+
+@pytest.mark.slow
+def test_reductions_of_every_dtype_in_every_layout(ranks: Any) -> None:
+    ranks.run_each(conformance.every_op, [(REDUCTIONS[0], *case) for case in CASES])
 
 
 def test_reductions_of_sizes_around_every_threshold(ranks: Any) -> None:
