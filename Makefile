@@ -35,7 +35,7 @@ setup: $(READY) ## install what is missing: libgloo-dev, .venv, this package (in
 example: $(READY) ## train flashlight's example on 4 real processes
 	$(IN_VENV) time mpirun -n $(RANKS) python examples/DistributedTraining.py --epochs $(EPOCHS)
 
-test: lint ## lint, types, then every test that is not marked slow: 8 minutes on 2 cores
+test: lint ## lint, types, then every test that is not marked slow: 7 minutes on 2 cores
 	$(IN_VENV) python -m pytest -m "not slow" $(PYTEST)
 
 test-slow: $(READY) oracle ## the slow tests: packaging, sanitizers, long failure rounds, documents' programs
