@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.tagi.native import native
+from flashlight_py.tagi.native import address, native
 from flashlight_py.tagi.states import REAL
 from flashlight_py.tagi.windows import (
     Windows,
-    address,
     contiguous,
     described,
     empty_like,
@@ -111,14 +110,13 @@ def largest(
     if module is None:
         largest_in_numpy(windows, mean, variance, best, best_v, taken)
         return best, best_v, taken
-    null = module.ffi.NULL
     module.lib.fl_tagi_largest(
         described(module, windows, windows.whole(len(mean)), mean),
         address(module, mean),
-        null if variance is None else address(module, variance),
+        address(module, variance),
         address(module, best),
-        null if best_v is None else address(module, best_v),
-        module.ffi.cast("int32_t *", address(module, taken)),
+        address(module, best_v),
+        address(module, taken, "int32_t *"),
         *_steps(best),
     )
     return best, best_v, taken
@@ -167,7 +165,7 @@ def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> 
         described(module, windows, windows.whole(len(images)), images),
         address(module, deltas),
         *_steps(deltas),
-        module.ffi.cast("int32_t *", address(module, taken)),
+        address(module, taken, "int32_t *"),
         *_steps(taken),
         address(module, images),
     )

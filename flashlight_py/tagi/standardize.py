@@ -13,7 +13,7 @@ import numpy as np
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.tagi.layer import Deltas, times_slope
 from flashlight_py.tagi.mixtures import Moments
-from flashlight_py.tagi.native import native
+from flashlight_py.tagi.native import address, native
 from flashlight_py.tagi.parameters import Parameter
 from flashlight_py.tagi.states import REAL
 
@@ -151,12 +151,8 @@ class _Rows:
 
         Rows are so long that nothing else has their shape.
         """
-        ffi = self._module.ffi
         placed = [None if each is None else self._placed(each) for each in arrays]
-        pointers = [
-            ffi.NULL if each is None else ffi.cast("void *", each.__array_interface__["data"][0])
-            for each in placed
-        ]
+        pointers = [address(self._module, each, "void *") for each in placed]
         getattr(self._module.lib, f"fl_tagi_{name}")(self._described, *pointers)
 
     def _placed(self, array: Array) -> Array:

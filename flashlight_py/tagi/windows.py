@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.tagi.native import native
+from flashlight_py.tagi.native import address, native
 from flashlight_py.tagi.states import REAL
 
 
@@ -148,15 +148,15 @@ def patches(
     if module is None:
         patches_in_numpy(windows, part, mean, variance, out)
         return
-    from_buffer, null = module.ffi.from_buffer, module.ffi.NULL
-    addresses = [from_buffer("float[]", each) for each in out]
+    addresses = [module.ffi.from_buffer("float[]", each) for each in out]
     if variance is None:  # there is no output of variances
+        null = module.ffi.NULL
         addresses[1:1] = [null]
         addresses = [*addresses, null][:3]
     module.lib.fl_tagi_patches(
         described(module, windows, part, mean),
         address(module, mean),
-        null if variance is None else address(module, variance),
+        address(module, variance),
         *addresses,
     )
 
@@ -232,10 +232,10 @@ def empty_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike = REAL) -> Arr
     return images
 
 
-def described(module: object, windows: Windows, part: Part, images: Array) -> object:
+def described(module: Any, windows: Windows, part: Part, images: Array) -> Any:
     """Return the struct that the kernels know the windows by."""
     batch_step, channel_step, row_step, _ = (step // REAL.itemsize for step in images.strides)
-    return module.ffi.new(  # type: ignore[attr-defined]
+    return module.ffi.new(
         "fl_tagi_windows *",
         (
             images.shape[1],
@@ -254,9 +254,3 @@ def described(module: object, windows: Windows, part: Part, images: Array) -> ob
             row_step,
         ),
     )
-
-
-def address(module: object, images: Array) -> object:
-    """Return the address of an array that need not be contiguous."""
-    start = images.__array_interface__["data"][0]
-    return module.ffi.cast("float *", start)  # type: ignore[attr-defined]
