@@ -18,10 +18,12 @@ __all__ = [
     "set_state_of",
     "state_dict",
     "state_of",
+    "use",
 ]
 
 _seed: int | None = None
 _generators: dict[str, Any] = {}
+_used: Any = None  # in place of NumPy's; see use()
 
 
 def set_seed(seed: int) -> None:
@@ -46,9 +48,20 @@ def set_seed(seed: int) -> None:
 def generator(library: ModuleType = np) -> Any:
     """Return the generator (``numpy.random.Generator`` or CuPy's) for arrays of ``library``."""
     name = library.__name__
+    if _used is not None and library is np:
+        return _used
     if name not in _generators:
         _generators[name] = library.random.default_rng(_seed)
     return _generators[name]
+
+
+def use(instead: np.random.Generator | None) -> None:
+    """Let what draws for NumPy arrays draw from ``instead`` from now on; None: as before.
+
+    The package's own generator stays where it is meanwhile; ``state_dict`` is its state.
+    """
+    global _used  # noqa: PLW0603 - as in set_seed
+    _used = instead
 
 
 def state_dict() -> dict[str, Any]:
