@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +23,8 @@ __all__ = [
 
 _seed: int | None = None
 _generators: dict[str, Any] = {}
-_used: Any = None  # in place of NumPy's; see use()
+_make: Callable[[], np.random.Generator] | None = None  # what is in NumPy's place; see use()
+_made: Any = None  # by it
 
 
 def set_seed(seed: int) -> None:
@@ -48,20 +49,28 @@ def set_seed(seed: int) -> None:
 def generator(library: ModuleType = np) -> Any:
     """Return the generator (``numpy.random.Generator`` or CuPy's) for arrays of ``library``."""
     name = library.__name__
-    if _used is not None and library is np:
-        return _used
+    if _make is not None and library is np:
+        return _made_now(_make)
     if name not in _generators:
         _generators[name] = library.random.default_rng(_seed)
     return _generators[name]
 
 
-def use(instead: np.random.Generator | None) -> None:
-    """Let what draws for NumPy arrays draw from ``instead`` from now on; None: as before.
+def use(make: Callable[[], np.random.Generator] | None) -> None:
+    """Let what draws for NumPy arrays draw from what ``make`` returns from now on; None: as before.
 
-    The package's own generator stays where it is meanwhile; ``state_dict`` is its state.
+    It is called by the first draw. The package's own generator stays where it is meanwhile;
+    ``state_dict`` has its state.
     """
-    global _used  # noqa: PLW0603 - as in set_seed
-    _used = instead
+    global _make, _made
+    _make, _made = make, None
+
+
+def _made_now(make: Callable[[], np.random.Generator]) -> Any:
+    global _made  # noqa: PLW0603 - as in set_seed
+    if _made is None:
+        _made = make()
+    return _made
 
 
 def state_dict() -> dict[str, Any]:

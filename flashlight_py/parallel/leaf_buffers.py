@@ -7,6 +7,7 @@ what the first leaf has made of them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ class Buffers:
     """
 
     def __init__(self, module: Module, names: Sequence[str], group: ProcessGroup | None) -> None:
-        self._module, self._names, self._group = module, list(names), group
+        # Not kept alive: what is known of distributed modules goes with them.
+        self._module, self._names, self._group = weakref.ref(module), list(names), group
         self._before: dict[str, Any] = {}
         self._first: dict[str, Any] = {}
         if names:
@@ -64,12 +66,12 @@ class Buffers:
             self._set({name: self._before[name] + mean for name, mean in means.items()})
         if self._others:
             self._set(self._first or {name: self._before[name] for name in self._others})
-            give_state(self._module, self._now(self._others), 0, self._group)
+            give_state(self._owner(), self._now(self._others), 0, self._group)
 
     def _now(self, names: Sequence[str]) -> dict[str, Any]:
         if not names:
             return {}
-        found = self._module.buffers
+        found = self._owner().buffers
         return {name: found[name] for name in names}
 
     def _set(self, values: Mapping[str, Array]) -> None:
@@ -78,7 +80,12 @@ class Buffers:
             if isinstance(now[name], np.ndarray):
                 now[name][...] = value
             else:
-                put_buffer(self._module, name, value.item())
+                put_buffer(self._owner(), name, value.item())
+
+    def _owner(self) -> Module:
+        module = self._module()
+        assert module is not None, "whoever runs a step has it"
+        return module
 
 
 def _is_floating(value: object) -> bool:

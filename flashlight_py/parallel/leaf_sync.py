@@ -143,7 +143,7 @@ class LeafSync(Hooked):
         for rows in self._rows:
             for param, view in zip(rows.params, rows.gradients(self._height), strict=True):
                 param.buffer = view
-        random.use(np.random.default_rng([self._key, leaf]))
+        random.use(functools.partial(np.random.default_rng, [self._key, leaf]))
 
     def _require_gradient(self) -> None:
         if self._error:

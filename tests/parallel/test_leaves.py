@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
+import os
 import re
+import subprocess
+import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +21,7 @@ import flashlight_py as fl
 from flashlight_py import random as numbers
 from flashlight_py.distributed import blas
 from flashlight_py.parallel import arithmetic
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import ranks_in, two_hosts
 
 F = fl.autograd.functions
 SLOW = [("shm", 4), ("gloo", 2), ("mpi", 3)]
@@ -106,6 +111,18 @@ def train(
 def test_any_number_of_ranks_computes_the_same_bits(ranks: Any, kind: str, leaves: int) -> None:
     expected = train(0, 1, kind, leaves=leaves)
     assert set(ranks.run(train, kind, STEPS, leaves)) == {expected}
+
+
+WORLDS = [({"BACKEND": name}, n) for name in ("shm", "gloo") for n in range(2, 9)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_thousand_steps_on_one_to_eight_ranks(pool: Any, kind: str) -> None:
+    expected = train(0, 1, kind, 1000)
+    assert set(pool(4, env=two_hosts).run(train, kind, 1000)) == {expected}
+    for params, size in WORLDS:
+        assert set(pool(size, params=params).run(train, kind, 1000)) == {expected}, (params, size)
 
 
 def gradients(rank: int, size: int, leaves: int, step: int) -> list[Any]:
@@ -287,6 +304,50 @@ def test_ranks_at_different_batches(pool: Any, what: str, words: str) -> None:
     assert found[0].startswith("MismatchError")
     for text in found:
         assert re.search(words, text), text
+
+
+OTHER_CORE = """
+import sys
+import flashlight_py as fl
+fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, int(sys.argv[1]), 2, {"FILE_PATH": sys.argv[2]})
+try:
+    fl.distribute_module_grads(fl.nn.Linear(2, 2), leaves=8)
+except fl.errors.MismatchError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_another_core_type_of_openblas_is_found(tmp_path: Path) -> None:
+    if not blas.use_one_thread()[0]:
+        pytest.skip("NumPy's BLAS is no OpenBLAS")
+    command = [sys.executable, "-c", OTHER_CORE]
+    cores: list[dict[str, str]] = [{}, {"OPENBLAS_CORETYPE": "Nehalem"}]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "meet")],
+            env={**os.environ, **core},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, core in enumerate(cores)
+    ]
+    for process in processes:
+        text, _ = process.communicate(timeout=60)
+        assert re.search(r"BLAS core type differs \(rank\(s\) 0: .*; rank\(s\) 1: Nehalem on", text)
+
+
+def module_is_collected(rank: int, size: int) -> bool:
+    model = Net()
+    fl.distribute_module_grads(model, leaves=4)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    return gone() is None
+
+
+def test_a_module_that_is_gone_takes_its_rows_along() -> None:
+    assert module_is_collected(0, 1)
 
 
 def other_arithmetic(rank: int, size: int, name: str, value: str) -> str:
