@@ -75,6 +75,7 @@ if TYPE_CHECKING:
         broadcast_parameters as broadcast_parameters,
         distribute_module_grads as distribute_module_grads,
         functional as functional,
+        leaves as leaves,
         no_sync as no_sync,
         sync_meter as sync_meter,
     )
@@ -132,6 +133,7 @@ _NAMES = [
     "all_reduce_parameters",
     "all_reduce_gradients",
     "distribute_module_grads",
+    "leaves",
     "no_sync",
     "join",
     "synchronize",
@@ -179,6 +181,7 @@ _HOMES = {
         "distribute_module_grads",
         "functional",
         "join",
+        "leaves",
         "no_sync",
         "sync_meter",
         "synchronize",

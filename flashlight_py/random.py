@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -18,10 +18,13 @@ __all__ = [
     "set_state_of",
     "state_dict",
     "state_of",
+    "use",
 ]
 
 _seed: int | None = None
 _generators: dict[str, Any] = {}
+_make: Callable[[], np.random.Generator] | None = None  # what is in NumPy's place; see use()
+_made: Any = None  # by it
 
 
 def set_seed(seed: int) -> None:
@@ -46,9 +49,28 @@ def set_seed(seed: int) -> None:
 def generator(library: ModuleType = np) -> Any:
     """Return the generator (``numpy.random.Generator`` or CuPy's) for arrays of ``library``."""
     name = library.__name__
+    if _make is not None and library is np:
+        return _made_now(_make)
     if name not in _generators:
         _generators[name] = library.random.default_rng(_seed)
     return _generators[name]
+
+
+def use(make: Callable[[], np.random.Generator] | None) -> None:
+    """Let what draws for NumPy arrays draw from what ``make`` returns from now on; None: as before.
+
+    It is called by the first draw. The package's own generator stays where it is meanwhile;
+    ``state_dict`` has its state.
+    """
+    global _make, _made
+    _make, _made = make, None
+
+
+def _made_now(make: Callable[[], np.random.Generator]) -> Any:
+    global _made  # noqa: PLW0603 - as in set_seed
+    if _made is None:
+        _made = make()
+    return _made
 
 
 def state_dict() -> dict[str, Any]:

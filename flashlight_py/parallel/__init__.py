@@ -11,6 +11,7 @@ from flashlight_py.parallel.data_parallel import (
 )
 from flashlight_py.parallel.gradcheck import gradcheck_over_ranks
 from flashlight_py.parallel.join import Joined, join
+from flashlight_py.parallel.leaves import leaves
 from flashlight_py.parallel.optimizer import DistributedOptimizer
 from flashlight_py.parallel.parameters import (
     PeriodicAveraging,
@@ -28,6 +29,7 @@ __all__ = [
     "all_reduce_parameters",
     "broadcast_parameters",
     "distribute_module_grads",
+    "leaves",
     "no_sync",
     "join",
     "Joined",

@@ -125,8 +125,8 @@ def _bring_home(param: Variable) -> None:
 
 
 def is_synchronised(param: Variable) -> bool:
-    """Return whether a ``GradientSync`` reduces the gradient of ``param`` in every pass."""
-    return isinstance(_owner_of(param), GradientSync)
+    """Return whether the gradient of ``param`` is reduced over the ranks by itself."""
+    return isinstance(_owner_of(param), Hooked)
 
 
 def _owner_of(param: Variable) -> object:
@@ -161,7 +161,21 @@ class PassSync(abc.ABC):
         """
 
 
-class GradientSync(PassSync):
+class Hooked:
+    """What reduces the gradients of ``params``, which have its methods for hooks."""
+
+    def __init__(self, params: Sequence[Variable]) -> None:
+        self._params = params
+
+    def detach(self) -> None:
+        """Let go of the parameters, but of those that have another hook since."""
+        for param in self._params:
+            if _owner_of(param) is self:
+                param.clear_grad_hook()
+                param.grad_buffer = None
+
+
+class GradientSync(PassSync, Hooked):
     """Passes units to ``reducer`` in order, as hooks complete them, and finishes with the pass.
 
     ``flags``: space for a number of each parameter in the array of the last unit; None: whether it
@@ -176,11 +190,11 @@ class GradientSync(PassSync):
         flags: Array | None = None,
         averages: bool = False,
     ) -> None:
-        super().__init__(reducer)
+        PassSync.__init__(self, reducer)
+        Hooked.__init__(self, [param for unit in units for param in unit.params])
         self.enabled = True
         self.averages = averages
         self._units = units
-        self._params = [param for unit in units for param in unit.params]
         self._flags = flags
         self._unused: list[Variable] = []  # of those that this pass has passed on; mostly none
         self._given = 0  # units that this pass has passed to the reducer
@@ -188,13 +202,6 @@ class GradientSync(PassSync):
         for unit in units:
             for param in unit.params:
                 param.register_grad_hook(functools.partial(self._on_ready, unit))
-
-    def detach(self) -> None:
-        """Let go of the parameters, but of those that have another hook since."""
-        for param in self._params:
-            if _owner_of(param) is self:
-                param.clear_grad_hook()
-                param.grad_buffer = None
 
     def _on_ready(self, unit: Unit, _: Variable) -> None:
         """Autograd: the gradient of one of the unit's parameters is complete."""

@@ -130,8 +130,8 @@ def join(
 
     Raises:
         TypeError: ``optimizer`` is none of ``fl.optim``, or ``module`` is neither.
-        ValueError: ``distribute_module_grads`` was not called for this module, or another join is
-            open on this rank.
+        ValueError: ``distribute_module_grads`` was not called for this module, or with ``leaves``,
+            or another join is open on this rank.
         MismatchError: a rank called other collectives in the body, or did not use ``join``.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """

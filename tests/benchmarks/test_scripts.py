@@ -85,6 +85,19 @@ def test_overlap_measures_all_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_leaves_cost_something_and_give_one_value(tmp_path: Path) -> None:
+    options = ("--width", "16", "--batch", "8", "--steps", "4", "--bits-ranks", "1", "2")
+    output, result = run(tmp_path, "leaves.py", *options)
+    assert [m["task"] for m in result["measurements"]] == [
+        "training step",
+        "bits, SGD",
+        "bits, Adam",
+    ]
+    assert output.count("1 SHA-256 value(s)") == 2
+    assert result["verdicts"][-1]["reached"] is True
+
+
+@pytest.mark.slow
 def test_synchronize_is_measured_beside_a_broadcast(tmp_path: Path) -> None:
     output, result = run(tmp_path, "synchronize.py", "--sizes", "1024000")
     assert len(result["measurements"][0]["seconds"]) == 4
