@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
+from flashlight_py.optim.reference import sum_of_squares
 
 if TYPE_CHECKING:
     from flashlight_py.optim.clip import Summing
@@ -64,6 +65,14 @@ class Placement(ABC):
         All arrays of a piece are contiguous, of one dimension and of one length. They are views:
         what is written to them is written to the parameter.
         """
+
+    def sum_of_squares(self, variable: Variable) -> float:
+        """Return that of the whole gradient, in float64, the same on all processes.
+
+        For rules that need a norm. This one is for gradients that every process can read.
+        """
+        assert variable.grad is not None
+        return sum_of_squares(variable.grad)
 
     @abstractmethod
     def whole(self, state: Array) -> Array:
