@@ -260,7 +260,7 @@ def _accumulate(leaf: Variable, contribution: Array, incoming: Array) -> None:
     if buffer is not None:
         if not isinstance(buffer, GradSink):
             leaf.grad = _accumulate_in_buffer(buffer, held, contribution)
-        elif contribution is not buffer:  # a vjp may have passed it there already
+        elif not isinstance(contribution, GradSink):  # else a vjp has passed it there already
             buffer.add(leaf, contribution, _is_new(contribution, incoming))
     elif held is not None:
         held += contribution

@@ -54,9 +54,7 @@ class Layout:
     length: int
 
 
-def plan(
-    shapes: Sequence[Sequence[int]], itemsize: int, ranks: int, bucket_bytes: int
-) -> Layout:
+def plan(shapes: Sequence[Sequence[int]], itemsize: int, ranks: int, bucket_bytes: int) -> Layout:
     """Return where parameters of ``shapes`` lie, which are in the order of their gradients.
 
     Example:
