@@ -18,7 +18,7 @@ from flashlight_py.parallel.parameters import (
     broadcast_parameters,
 )
 from flashlight_py.parallel.sampler import DistributedSampler
-from flashlight_py.parallel.sharded import fully_shard
+from flashlight_py.parallel.fully_sharded import fully_shard
 from flashlight_py.parallel.sharded_dataset import ShardedDataset
 from flashlight_py.parallel.synchronize import sync_meter, synchronize
 
