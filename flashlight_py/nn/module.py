@@ -113,7 +113,10 @@ class Module(ABC):
         return self
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the arrays of all parameters and buffers by name: the module's own, not copies."""
+        """Return the arrays of all parameters and buffers by name: the module's own, not copies.
+
+        Parameters that GPUs share (``fl.fully_shard``) are gathered: copies, and collective.
+        """
         parameters = {name: variable.data for name, variable in self.named_params().items()}
         return {**parameters, **self.buffers}
 
@@ -126,10 +129,13 @@ class Module(ABC):
             ValueError: names all entries that are missing, unexpected, or of another shape.
             TypeError: an entry cannot be cast, such as complex to float.
         """
-        own = self.state_dict()
+        own: dict[str, Variable | Array] = {**self.named_params(), **self.buffers}
         _check_state(state, own)
-        for name, array in own.items():
-            array[...] = to_device(state[name], device_of(array))
+        for name, held in own.items():
+            if isinstance(held, Variable):
+                held.assign(state[name])
+            else:
+                held[...] = to_device(state[name], device_of(held))
 
     def astype(self: SomeModule, dtype: Any) -> SomeModule:
         """Cast all parameters and floating buffers; drops gradients. Returns the module.
@@ -177,7 +183,7 @@ class Module(ABC):
                 setattr(module, name, change(getattr(module, name)))
 
 
-def _check_state(state: Mapping[str, Array], own: Mapping[str, Array]) -> None:
+def _check_state(state: Mapping[str, Array], own: Mapping[str, Variable | Array]) -> None:
     problems = [f"missing {name!r}" for name in own if name not in state]
     problems += [f"unexpected {name!r}" for name in state if name not in own]
     shared = [name for name in own if name in state]

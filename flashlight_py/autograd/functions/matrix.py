@@ -35,17 +35,21 @@ def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
 
 
 def _linear_2d(x: Variable, weight: Variable, bias: Variable | None) -> Variable:
-    rows, w = x.data, weight.data
-    out = rows.dot(w.T)
+    rows = x.data
+    out = rows.dot(weight.data.T)
 
     def weight_vjp(grad: Array) -> Any:
         return grad.T.dot(rows, out=_buffer_for(weight, grad, rows))
 
+    # The weight is read again when it is needed: a sharded one is not kept until then.
+    def x_vjp(grad: Array) -> Any:
+        return grad.dot(weight.data)
+
     # The parameters come first: their hooks fire while the input's gradient is still to compute.
     if bias is None:
-        return record(out, (weight, weight_vjp), (x, lambda grad: grad.dot(w)))
+        return record(out, (weight, weight_vjp), (x, x_vjp))
     out += bias.data
-    return record(out, (weight, weight_vjp), (bias, _sum_rows), (x, lambda grad: grad.dot(w)))
+    return record(out, (weight, weight_vjp), (bias, _sum_rows), (x, x_vjp))
 
 
 def linear_relu(x: Input, weight: Input, bias: Input) -> Variable:
@@ -67,8 +71,8 @@ def linear_relu(x: Input, weight: Input, bias: Input) -> Variable:
 
 
 def _fused(x: Variable, weight: Variable, bias: Variable) -> Variable:
-    rows, w = x.data, weight.data
-    out = rows.dot(w.T)
+    rows = x.data
+    out = rows.dot(weight.data.T)
     kernels.add_bias_relu(out, bias.data)
     slope = _SlopeOnce(out)
 
@@ -80,7 +84,7 @@ def _fused(x: Variable, weight: Variable, bias: Variable) -> Variable:
         out,
         (weight, weight_vjp),
         (bias, lambda grad: _sum_rows(slope(grad))),
-        (x, lambda grad: slope(grad).dot(w)),
+        (x, lambda grad: slope(grad).dot(weight.data)),
     )
 
 
@@ -152,11 +156,10 @@ def matmul(a: Operand, b: Operand) -> Variable:
 
 
 def _matmul(x: Variable, y: Variable) -> Variable:
-    p, q = x.data, y.data
     return record(
-        p @ q,
-        (x, lambda grad: grad @ _transposed(q)),
-        (y, lambda grad: _transposed(p) @ grad),
+        x.data @ y.data,
+        (x, lambda grad: grad @ _transposed(y.data)),
+        (y, lambda grad: _transposed(x.data) @ grad),
     )
 
 
