@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array, array_module, device_of, to_device
+from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 from flashlight_py.distributed import ProcessGroup, Work
 from flashlight_py.optim.placement import Placement
 from flashlight_py.optim.reference import sum_of_squares
@@ -94,7 +94,7 @@ class Flat:
             assert whole is not None
             assert work is not None
             work.wait()
-            if isinstance(whole, np.ndarray):
+            if not is_cupy(whole):
                 whole.flags.writeable = False  # it is a copy: what is written there would be lost
             self._whole, self.arrays = whole, self._views(whole)
         return self.arrays
@@ -148,18 +148,17 @@ class Reduction:
     def __init__(self, flat: Flat, gradients: Array, used: list[bool]) -> None:
         self.flat = flat
         self.used = used  # by this rank
-        self._gradients: Array | None = gradients
         part = array_module(flat.part).empty((1, flat.row), flat.dtype)
         self._part = part.reshape(-1)
-        self._work = flat.group.reduce_scatter(
+        self._work: Work | None = flat.group.reduce_scatter(
             gradients, 1.0 / flat.group.size, out=part, async_op=True
         )
 
     def wait(self) -> None:
         """Block until it has ended, and free the gradients that were reduced."""
-        if self._gradients is not None:
-            self._work.wait()
-            self._gradients = None
+        work, self._work = self._work, None  # which keeps the gradients
+        if work is not None:
+            work.wait()
 
     def add(self, used: Sequence[bool]) -> None:
         """Add this rank's part to the parameters' gradients: of those that were ``used``."""
