@@ -184,12 +184,7 @@ def test_two_layers_are_gathered_at_a_time_and_the_next_one_beforehand(ranks: An
     forward = [f"gather {n}" for n in range(LAYERS)]
     backward = [f"{what} {n}" for n in range(LAYERS - 1, 0, -1) for what in ("gather", "reduce")]
     # The last layer is there from the forward pass; the weight of the first is not needed.
-    expected = [
-        *forward,
-        "reduce 11",
-        *(each for each in backward if each[-2:] != "11"),
-        "reduce 0",
-    ]
+    expected = [*forward, "reduce 11", *backward[2:], "reduce 0"]
     for most, happened in ranks.run(peak):
         assert most < LAYERS / ranks.size + 4.2
         assert happened == expected
@@ -218,7 +213,7 @@ def test_a_step_inside_the_backward_pass_is_the_step_after_it(ranks: Any) -> Non
 def fail_midway(rank: int, size: int) -> None:
     """Every rank raises in the same place; the next pass is as if that one had not been."""
     model, other = build("sgd"), build("sgd")
-    for each in (model, other):
+    for each in (other, model):
         shards = shard_by_gathering(each)
         one_pass(each, 0, rank, size)
     layer = model[2].layer.weight
@@ -314,7 +309,7 @@ def test_stays_in_the_library_of_its_arrays(strict: Any, monkeypatch: pytest.Mon
     states = []
     for library in (np, strict):
         model = fl.nn.Sequential(
-            fl.nn.Linear(6, 8, dtype="float64"), fl.nn.ReLU(), fl.nn.Linear(8, 2, dtype="float64")
+            fl.nn.Linear(6, 8, dtype="float64"), fl.nn.Tanh(), fl.nn.Linear(8, 2, dtype="float64")
         )
         arrays = first, np.linspace(-1, 1, 8), second, np.linspace(-1, 1, 2)
         for param, array in zip(model.params(), arrays, strict=True):
@@ -322,7 +317,7 @@ def test_stays_in_the_library_of_its_arrays(strict: Any, monkeypatch: pytest.Mon
         if library is strict:
             group: Any = OneRank()
             shard_by_gathering(model, group)
-        optimizer = fl.optim.AdamOptimizer(model.params(), 0.01)
+        optimizer = fl.optim.SGDOptimizer(model.params(), 0.01, 0.9)
         for _ in range(2):
             optimizer.zero_grad()
             for _ in range(2):
@@ -330,7 +325,7 @@ def test_stays_in_the_library_of_its_arrays(strict: Any, monkeypatch: pytest.Mon
             optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
         model.load_state_dict(model.state_dict())
-        arrays = [*model.state_dict().values(), *optimizer.state_dict()["square"]]
+        arrays = [*model.state_dict().values(), *optimizer.state_dict()["velocity"]]
         states.append([fl.device.to_device(array, "cpu") for array in arrays])
     for got, expected in zip(states[1], states[0], strict=True):
         np.testing.assert_allclose(got, expected, 0, 1e-12)
