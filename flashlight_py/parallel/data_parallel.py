@@ -33,6 +33,7 @@ from flashlight_py.parallel.gradient_sync import (
     used_on_any_rank,
 )
 from flashlight_py.parallel.parameters import give_state, require_module
+from flashlight_py.parallel.sharded import refuse_sharded
 
 # Which modules are distributed; a module that is gone takes its entry along.
 _synchronizers: weakref.WeakKeyDictionary[Module, GradientSync] = weakref.WeakKeyDictionary()
@@ -88,11 +89,12 @@ def distribute_module_grads(
             ``ignore`` holds something else.
         ValueError: ``reducer`` is passed beside ``scale``, ``hook``, ``group`` or
             ``bucket_bytes``; ``bucket_bytes`` is not positive; ``ignore`` names what the module
-            has not; there is nothing to train.
+            has not; there is nothing to train, or a parameter is sharded.
         MismatchError: ranks' modules differ; names the first parameter that does.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
+    refuse_sharded("distribute_module_grads", module.params())
     given = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
     if reducer is not None:
         _refuse_beside_reducer(given)
@@ -225,9 +227,11 @@ def all_reduce_gradients(
 
     Raises:
         TypeError: ``module`` is no Module.
+        ValueError: a parameter is sharded.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
+    refuse_sharded("all_reduce_gradients", module.params())
     params = [param for param in module.params() if param.calc_grad]
     used = used_on_any_rank((param.grad is not None for param in params), group)
     there = [param for param, anywhere in zip(params, used, strict=True) if anywhere]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,33 @@ def test_two_layers_are_gathered_at_a_time_and_the_next_one_beforehand(ranks: An
         assert happened == expected
 
 
+def save_and_load(rank: int, size: int, loaded: str, saved: str) -> Any:
+    """Load what another number of ranks has saved, step, save; return the states."""
+    model = build("adam", seed=3)
+    if saved:
+        shard_by_gathering(model)
+    optimizer = optimizer_of(model, "adam")
+    found = fl.load(loaded, model, optimizer=optimizer)
+    one_pass(model, 0 if found is None else found.step, rank, size)
+    optimizer.step()
+    where = saved or loaded
+    fl.save(where, model, optimizer=optimizer, step=1 if found is None else found.step + 1)
+    return {name: array.copy() for name, array in model.state_dict().items()}
+
+
+def test_checkpoints_are_those_of_the_whole(ranks: Any, tmp_path: Path) -> None:
+    """Saved by one process, gone on from by the ranks, and gone on from by one process again."""
+    first, second, alone = (str(tmp_path / name) for name in ("first", "second", "alone"))
+    for _ in range(3):
+        save_and_load(0, 1, alone, "")
+    save_and_load(0, 1, first, "")
+    ranks.run(save_and_load, first, second)
+    after = save_and_load(0, 1, second, "")
+    whole = build("adam")
+    fl.load(alone, whole)
+    same(after, whole.state_dict())
+
+
 def step_inside(rank: int, size: int, within: bool) -> Any:
     model = build("adam")
     shard_by_gathering(model, None, step_in_backward=within)
@@ -260,8 +288,20 @@ def refusals(rank: int, size: int) -> None:
     shard_by_gathering(model)
     with pytest.raises(ValueError, match=r"'0\.weight' is sharded already; call it once"):
         shard_by_gathering(model)
+    optimizer = optimizer_of(model, "sgd")
+    for refused in (
+        fl.distribute_module_grads,
+        fl.broadcast_parameters,
+        fl.all_reduce_parameters,
+        fl.all_reduce_gradients,
+        lambda _: fl.DistributedOptimizer(optimizer),
+        lambda _: fl.synchronize({"optimizer": optimizer}),
+        lambda each: fl.synchronize([each[0].weight]),
+    ):
+        with pytest.raises(ValueError, match=r"parameter 0 \(shape .*\) is sharded by"):
+            refused(model)
     with pytest.raises(ValueError, match="neither distribute_module_grads nor a gradient buffer"):
-        fl.distribute_module_grads(model)
+        model[0].weight.grad_buffer = np.zeros((7, 6))
     with pytest.raises(ValueError, match=r"stays float64 of shape \(7, 6\), got float32"):
         model.astype("float32")
     with pytest.raises(ValueError, match="read-only"):
