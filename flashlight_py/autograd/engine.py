@@ -140,6 +140,11 @@ def after_node(callback: Callable[[], None]) -> None:
         _current.after.append(callback)
 
 
+def in_backward() -> bool:
+    """Return whether a backward pass runs on this thread."""
+    return _current.callbacks is not None
+
+
 def backward_from_node(root: Node, seed: Array, retain_graph: bool) -> None:
     """Send ``seed``, the gradient of ``root``'s result, to every leaf below ``root``."""
     _run(_walk, root, seed, retain_graph)
@@ -254,9 +259,11 @@ def _add_to_node(
 
 def _accumulate(leaf: Variable, contribution: Array, incoming: Array) -> None:
     """Add a contribution to ``leaf.grad``, which shares memory with nothing but its buffer."""
-    array, held, buffer = leaf.data, leaf.grad, leaf.buffer
-    if contribution.shape != array.shape or contribution.dtype != array.dtype:
-        contribution = _fit(contribution, array.shape, array.dtype)
+    buffer = leaf.buffer  # first: with a sharded parameter it begins a gradient of this pass
+    held = leaf.grad
+    like = leaf.data if buffer is None else buffer
+    if contribution.shape != like.shape or contribution.dtype != like.dtype:
+        contribution = _fit(contribution, like.shape, like.dtype)
     if buffer is not None:
         if not isinstance(buffer, GradSink):
             leaf.grad = _accumulate_in_buffer(buffer, held, contribution)

@@ -116,14 +116,13 @@ class Module(ABC):
     def state_dict(self) -> dict[str, Array]:
         """Return the arrays of all parameters and buffers by name: the module's own, not copies.
 
+        Parameters that GPUs share (``fl.fully_shard``) are gathered: copies, and collective.
+
         Raises:
             TornStateError: the module is sharded, and a rank ended in the middle of a step.
         """
         for shards in self._shards():
             shards.check("state_dict")
-        return self._state()
-
-    def _state(self) -> dict[str, Array]:
         parameters = {name: variable.data for name, variable in self.named_params().items()}
         return {**parameters, **self.buffers}
 
@@ -142,13 +141,16 @@ class Module(ABC):
             ValueError: names all entries that are missing, unexpected, or of another shape.
             TypeError: an entry cannot be cast, such as complex to float.
         """
-        own = self._state()
+        own: dict[str, Variable | Array] = {**self.named_params(), **self.buffers}
         _check_state(state, own)
         with ExitStack() as stack:
             for shards in self._shards():
                 stack.enter_context(shards.loading())
-            for name, array in own.items():
-                array[...] = to_device(state[name], device_of(array))
+            for name, held in own.items():
+                if isinstance(held, Variable):
+                    held.assign(state[name])
+                else:
+                    held[...] = to_device(state[name], device_of(held))
 
     def astype(self: SomeModule, dtype: Any) -> SomeModule:
         """Cast all parameters and floating buffers; drops gradients. Returns the module.
@@ -189,7 +191,7 @@ class Module(ABC):
                 yield name, value
 
     def _replace_arrays(self, change: Callable[[Array], Array]) -> None:
-        if self._shards():
+        if any(type(v) is Variable and v.placement is not None for v in self.params()):
             raise ValueError(
                 "the module is sharded, so its parameters stay where they are; call astype() and "
                 "to() before fully_shard"
@@ -202,7 +204,7 @@ class Module(ABC):
                 setattr(module, name, change(getattr(module, name)))
 
 
-def _check_state(state: Mapping[str, Array], own: Mapping[str, Array]) -> None:
+def _check_state(state: Mapping[str, Array], own: Mapping[str, Variable | Array]) -> None:
     problems = [f"missing {name!r}" for name in own if name not in state]
     problems += [f"unexpected {name!r}" for name in state if name not in own]
     shared = [name for name in own if name in state]

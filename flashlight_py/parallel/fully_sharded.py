@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array, to_device
+from flashlight_py.device import Array, is_cupy, to_device
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.nn import Module
@@ -28,6 +28,7 @@ from flashlight_py.parallel.segment import HostMemory, Hosts
 from flashlight_py.parallel.shard_buckets import Buckets, bucket_bytes
 from flashlight_py.parallel.shard_layout import Layout, UnitPlan, plan
 from flashlight_py.parallel.shard_sync import ShardSync, Unit
+from flashlight_py.parallel.zero import shard_by_gathering
 
 # What ends the name of a layout of parameters that do not learn; before it stands their dtype.
 FROZEN = " frozen"
@@ -87,14 +88,35 @@ def fully_shard(
     check_modules_agree(named, members)
     if not any(param.calc_grad for param in named.values()):
         raise ValueError("fully_shard: the module has no parameter with calc_grad")
-    for old in {id(p.placement): p.placement for p in named.values() if p.placement}.values():
-        old.shards.check("fully_shard")
+    if any(is_cupy(param.data) for param in named.values()):
+        _shard_gpus(module, members, step_in_backward, across_hosts)
+        return
+    _undo(module)
     release(module)
     broadcast_parameters(module, group=members)
     shards = HostShards(_in_order(module), members, across_hosts)
     shards.sync.ignored = frozenset(named)
     install(module, shards.sync)
     module.before_forward = functools.partial(_before_forward, shards)
+
+
+def _shard_gpus(
+    module: Module, members: ProcessGroup, step_in_backward: bool, across_hosts: bool
+) -> None:
+    if across_hosts:
+        raise ValueError(
+            "fully_shard: across_hosts is for parameters on the CPU; on GPUs each has a part of "
+            "everything in any case"
+        )
+    shard_by_gathering(module, members, step_in_backward)
+
+
+def _undo(module: Module) -> None:
+    """Let this rank have parameters of its own again, where the module is sharded."""
+    for param in module.params():
+        if param.placement is not None:
+            param.placement.shards.check("fully_shard")
+            param.placement, param.data = None, np.array(param.data)
 
 
 def _in_order(module: Module) -> list[Variable]:

@@ -36,14 +36,18 @@ def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
 
 
 def _linear_2d(x: Variable, weight: Variable, bias: Variable | None) -> Variable:
-    rows, w = x.data, weight.data
-    out = rows.dot(w.T)
+    rows = x.data
+    out = rows.dot(weight.data.T)
 
     def weight_vjp(grad: Array) -> Any:
         return _into_gradient(weight, grad, rows)
 
+    # The weight is read again when it is needed: a sharded one is not kept until then.
+    def x_vjp(grad: Array) -> Any:
+        return grad.dot(weight.data)
+
     # The parameters come first: their hooks fire while the input's gradient is still to compute.
-    edges = [(weight, weight_vjp), (x, lambda grad: grad.dot(w))]
+    edges = [(weight, weight_vjp), (x, x_vjp)]
     if bias is not None:
         out += bias.data
         edges.insert(1, (bias, _sum_rows))
@@ -71,8 +75,8 @@ def linear_relu(x: Input, weight: Input, bias: Input) -> Variable:
 
 
 def _fused(x: Variable, weight: Variable, bias: Variable) -> Variable:
-    rows, w = x.data, weight.data
-    out = rows.dot(w.T)
+    rows = x.data
+    out = rows.dot(weight.data.T)
     kernels.add_bias_relu(out, bias.data)
     slope = _SlopeOnce(out)
 
@@ -83,7 +87,7 @@ def _fused(x: Variable, weight: Variable, bias: Variable) -> Variable:
         out,
         (weight, weight_vjp),
         (bias, lambda grad: _sum_rows(slope(grad))),
-        (x, lambda grad: slope(grad).dot(w)),
+        (x, lambda grad: slope(grad).dot(weight.data)),
     )
 
 
@@ -157,11 +161,10 @@ def matmul(a: Operand, b: Operand) -> Variable:
 
 
 def _matmul(x: Variable, y: Variable) -> Variable:
-    p, q = x.data, y.data
     return record(
-        p @ q,
-        (x, lambda grad: grad @ _transposed(q)),
-        (y, lambda grad: _transposed(p) @ grad),
+        x.data @ y.data,
+        (x, lambda grad: grad @ _transposed(y.data)),
+        (y, lambda grad: _transposed(x.data) @ grad),
     )
 
 
