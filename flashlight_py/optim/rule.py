@@ -144,8 +144,8 @@ class RuleOptimizer(FirstOrderOptimizer):
 
 def _zeros(variable: Variable) -> Array:
     """Return state for a parameter: zeros, of float32 where it is narrower."""
-    data = variable.data
-    dtype = "float32" if data.dtype.char == "e" else data.dtype
+    dtype = "float32" if variable.dtype.char == "e" else variable.dtype
     if variable.placement is not None:
         return variable.placement.zeros(dtype)  # type: ignore[no-any-return]
+    data = variable.data
     return array_module(data).zeros(data.shape, dtype)  # type: ignore[no-any-return]
