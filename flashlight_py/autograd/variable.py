@@ -35,8 +35,9 @@ class Variable:
         TypeError: not an array, or ``calc_grad`` with a dtype that has no gradient.
     """
 
-    # data, hook, buffer and node are for the library's own use: .array is data with checks.
-    __slots__ = ("__weakref__", "_calc_grad", "buffer", "data", "grad", "hook", "node")
+    # data, hook, buffer, node and placement are for the library's own use: .array is data with
+    # checks; placement says where a sharded module's parameter lies (optim.placement).
+    __slots__ = ("__weakref__", "_calc_grad", "buffer", "data", "grad", "hook", "node", "placement")
 
     # NumPy arrays leave `array + variable` to the variable instead of looping over elements.
     __array_ufunc__ = None
@@ -46,6 +47,7 @@ class Variable:
     node: Node | None
     hook: GradHook | None
     buffer: Array | None
+    placement: Any
 
     def __init__(self, array: Array, calc_grad: bool = False) -> None:
         if array.__class__ is not np.ndarray:
@@ -57,6 +59,7 @@ class Variable:
         self.node = None
         self.hook = None
         self.buffer = None
+        self.placement = None
         self._calc_grad = calc_grad
 
     @property
@@ -306,7 +309,7 @@ def record(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) -> Variable
         array = np.asarray(array)
     result = Variable.__new__(Variable)
     result.data = array
-    result.grad = result.hook = result.buffer = None
+    result.grad = result.hook = result.buffer = result.placement = None
     edges = tuple([(x.node or x, vjp) for x, vjp in inputs if x._calc_grad])
     result._calc_grad = bool(edges)
     if recording.is_outline:

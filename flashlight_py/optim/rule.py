@@ -1,0 +1,104 @@
+"""Optimizers that are a rule: how each element changes by its gradient, its state and numbers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+from flashlight_py.autograd import Variable
+from flashlight_py.device import Array, array_module
+from flashlight_py.optim import reference
+from flashlight_py.optim.optimizer import FirstOrderOptimizer
+
+# The name of a rule of optim.reference, and the numbers that it takes.
+Rule = tuple[str, tuple[float, ...]]
+
+
+class RuleOptimizer(FirstOrderOptimizer):
+    """What the optimizers of this package share; each only says its rule and its state's names.
+
+    It steps parameters of sharded modules too, beside others: their state is made by their
+    placement, and each process steps its own pieces. Then making it, ``step``, ``state_dict`` and
+    ``load_state_dict`` are collective.
+    """
+
+    # Whether the rule needs all elements of a parameter's gradient at once.
+    needs_whole_gradient: ClassVar[bool] = False
+
+    def __init__(self, params: Iterable[Variable], lr: float, states: Sequence[str]) -> None:
+        super().__init__(params, lr)
+        self._steps = [0] * len(self.params)
+        self._states = {name: [_zeros(variable) for variable in self.params] for name in states}
+
+    def step(self, grad_scale: float = 1.0) -> None:
+        """Change every parameter that has a gradient, in place; gradients stay as they are.
+
+        Args:
+            grad_scale: a factor by which gradients count, such as one that limits their norm.
+
+        Raises:
+            RuntimeError: a parameter was sharded after the optimizer was made; nothing was changed.
+        """
+        self._check_placements()
+        with ExitStack() as stack:
+            for shards in self._shards:
+                stack.enter_context(shards.changing(f"{type(self).__name__}.step"))
+            for position, variable in enumerate(self.params):
+                if variable.grad is not None:
+                    self.step_pieces(position, self._pieces(position), grad_scale)
+
+    def step_pieces(
+        self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float = 1.0
+    ) -> None:
+        """Take one step of a parameter, of which this process has ``pieces``, in place.
+
+        For what shards a module; the caller sees to it that no process reads what changes.
+
+        Args:
+            position: of the parameter in ``params``.
+            pieces: each is (parameter, gradient, *states), arrays of one shape, writable; the
+                gradient may be a list of arrays, which count as their sum, added in its order.
+            grad_scale: a factor by which gradients count.
+        """
+        self._steps[position] += 1
+        rule, numbers = self._rule(position, grad_scale)
+        for piece in pieces:
+            reference.change(rule, piece, numbers, grad_scale)
+
+    def states_of(self, position: int) -> tuple[Array, ...]:
+        """Return the state of parameter ``position`` in the order of a piece; not copies."""
+        return tuple(entries[position] for entries in self._states.values())
+
+    @abstractmethod
+    def _rule(self, position: int, grad_scale: float) -> Rule:
+        """Return what a parameter's step number ``self._steps[position]`` is done with."""
+
+    def _pieces(self, position: int) -> Iterable[Sequence[Array]]:
+        variable, states = self.params[position], self.states_of(position)
+        if variable.placement is not None:
+            return variable.placement.pieces(variable, states)  # type: ignore[no-any-return]
+        assert variable.grad is not None
+        return [(variable.data, variable.grad, *states)]
+
+    def _check_placements(self) -> None:
+        known = set(map(id, self._shards))
+        for position, variable in enumerate(self.params):
+            if variable.placement is not None and id(variable.placement.shards) not in known:
+                raise RuntimeError(
+                    f"{type(self).__name__}.step: parameter {position} (shape {variable.shape}) "
+                    "was sharded after the optimizer was made; make the optimizer afterwards"
+                )
+
+    def _state(self) -> dict[str, list[Any]]:
+        return dict(self._states)
+
+
+def _zeros(variable: Variable) -> Array:
+    """Return state for a parameter: zeros, of float32 where it is narrower."""
+    data = variable.data
+    dtype = "float32" if data.dtype.char == "e" else data.dtype
+    if variable.placement is not None:
+        return variable.placement.zeros(dtype)  # type: ignore[no-any-return]
+    return array_module(data).zeros(data.shape, dtype)  # type: ignore[no-any-return]
