@@ -118,8 +118,17 @@ class Module(ABC):
         return self
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the arrays of all parameters and buffers by name: the module's own, not copies."""
-        parameters = {name: variable.data for name, variable in self.named_params().items()}
+        """Return the arrays of all parameters and buffers by name: the module's own, not copies.
+
+        Parameters that are cut between ranks (``fl.parallel.shard_linear``) are whole: then they
+        are copies, and it is collective.
+        """
+        parameters = {
+            name: variable.data
+            if variable.placement is None
+            else variable.placement.value(variable)
+            for name, variable in self.named_params().items()
+        }
         return {**parameters, **self.buffers}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
@@ -131,7 +140,9 @@ class Module(ABC):
             ValueError: names all entries that are missing, unexpected, or of another shape.
             TypeError: an entry cannot be cast, such as complex to float.
         """
-        own = self.state_dict()
+        named = self.named_params()
+        state = _parts(named, state)
+        own = {**{name: variable.data for name, variable in named.items()}, **self.buffers}
         _check_state(state, own)
         for name, array in own.items():
             array[...] = to_device(state[name], device_of(array))
@@ -180,6 +191,13 @@ class Module(ABC):
         for _, module in self._walk():
             for name in module._buffer_names:
                 setattr(module, name, change(getattr(module, name)))
+
+
+def _parts(named: Mapping[str, Variable], state: Mapping[str, Array]) -> Mapping[str, Array]:
+    """Return ``state`` with this process's part of what is cut between ranks."""
+    cut = {name: variable.placement for name, variable in named.items() if variable.placement}
+    parts = {name: placement.part(state[name]) for name, placement in cut.items() if name in state}
+    return {**state, **parts} if parts else state
 
 
 def _check_state(state: Mapping[str, Array], own: Mapping[str, Array]) -> None:

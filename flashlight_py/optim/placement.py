@@ -81,3 +81,23 @@ class Placement(ABC):
     @abstractmethod
     def put(self, state: Array, value: Any) -> None:
         """Set ``state`` to ``value``, an array of the parameter's shape that all processes have."""
+
+    def value(self, variable: Variable) -> Array:
+        """Return the whole parameter, as state dicts have it; may be collective."""
+        return variable.data
+
+    def whole_shape(self, variable: Variable) -> tuple[int, ...]:
+        """Return the shape of the whole parameter."""
+        return variable.shape
+
+    def part(self, value: Array) -> Array:
+        """Return what of a whole parameter is in the variable's array.
+
+        Raises:
+            ValueError: ``value`` has another shape than the whole parameter.
+        """
+        return value
+
+    def words(self) -> str:
+        """Return what is this process's own about the parameter, to be compared; else nothing."""
+        return ""
