@@ -36,7 +36,7 @@ LIBRARY = "flashlight_parts"
 EACH, HOST = "every rank loads its own", "host_array"
 PLAIN, AGAIN = "results are kept", "recompute"
 WHOLE, CUT = "1 rank", "shard_linear, 2 ranks"
-DEEP = {"width": 512, "depth": 16, "batch": 512}
+DEEP = {"width": 256, "depth": 16, "batch": 2048}
 QUICK = {"width": 64, "depth": 4, "batch": 64}
 ROW_BYTES = 4096
 

@@ -111,7 +111,7 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
     """
     parts: dict[Repeated, list[Part]] = {}  # those that this pass visits
     pending = count_consumers([root], (), parts)
-    repeated: dict[Repeated, Sequence[Variable]] = {}
+    repeated: dict[Repeated, Sequence[Node | None]] = {}
     grads = {root: seed}
     owned: set[Node] = set()  # nodes whose gradient is a sum made here, hence ours to add into
     ready = [root]

@@ -137,29 +137,29 @@ def start_of(
     part: Part,
     pending: dict[Target, int],
     parts: dict[Repeated, list[Part]],
-    repeated: dict[Repeated, Sequence[Variable]],
+    repeated: dict[Repeated, Sequence[Node | None]],
 ) -> Node:
     """Return the node that stands for ``part`` in the graph of its computation, done again."""
     whole = (part.edges or ())[0][0]
     assert isinstance(whole, Repeated)
     if whole not in repeated:
-        repeated[whole] = results = whole.repeat()
-        _replace(parts[whole], results, pending, parts)
-    node = repeated[whole][part.place].node
+        repeated[whole] = nodes = [result.node for result in whole.repeat()]
+        _replace(parts[whole], nodes, pending, parts)
+    node = repeated[whole][part.place]
     assert node is not None
     return node
 
 
 def _replace(
     visited: Sequence[Part],
-    results: Sequence[Variable],
+    nodes: Sequence[Node | None],
     pending: dict[Target, int],
     parts: dict[Repeated, list[Part]],
 ) -> None:
-    """Let ``pending`` count what the graph of ``results`` has, in place of what parts announced."""
+    """Let ``pending`` count what the graph of ``nodes`` has, in place of what parts announced."""
     announced = [target for part in visited for target, _ in (part.edges or ())[1:]]
-    nodes = [results[part.place].node for part in visited if part.place < len(results)]
-    starts = [node for node in nodes if node is not None]
+    found = [nodes[part.place] for part in visited if part.place < len(nodes)]
+    starts = [node for node in found if node is not None]
     counts = count_consumers(starts, announced, parts)
     leaves = {target for target in counts if not isinstance(target, Node)}
     known = set(announced)
