@@ -12,7 +12,7 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.arrays import dtype_code
 from flashlight_py.distributed.exchange import Steps
-from flashlight_py.distributed.host_memory import Layout, array_of_host, check_dtype
+from flashlight_py.distributed.host_array import Layout, array_of_host, check_dtype
 from flashlight_py.distributed.membership import of
 from flashlight_py.distributed.numbers import whole
 from flashlight_py.distributed.running import refusing
