@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     )
     from flashlight_py.distributed.api import *
     from flashlight_py.launch import spawn as spawn
+    from flashlight_py.nn import recompute as recompute
     from flashlight_py.parallel import (
         DistributedDataContainer as DistributedDataContainer,
         DistributedOptimizer as DistributedOptimizer,
@@ -137,6 +138,7 @@ _NAMES = [
     "leaves",
     "fully_shard",
     "no_sync",
+    "recompute",
     "join",
     "synchronize",
     "sync_meter",
@@ -171,6 +173,7 @@ _HOMES = {
     "autograd": ["Variable", "gradcheck", "input", "no_grad", "param"],
     "checkpoint": ["Checkpoint", "load", "save"],
     "launch": ["spawn"],
+    "nn": ["recompute"],
     "parallel": [
         "DistributedDataContainer",
         "DistributedOptimizer",

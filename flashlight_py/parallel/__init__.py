@@ -20,6 +20,7 @@ from flashlight_py.parallel.parameters import (
     broadcast_parameters,
 )
 from flashlight_py.parallel.sampler import DistributedSampler
+from flashlight_py.parallel.shard_linear import shard_linear
 from flashlight_py.parallel.sharded_dataset import ShardedDataset
 from flashlight_py.parallel.synchronize import sync_meter, synchronize
 
@@ -42,4 +43,5 @@ __all__ = [
     "DistributedDataContainer",
     "DistributedSampler",
     "ShardedDataset",
+    "shard_linear",
 ]
