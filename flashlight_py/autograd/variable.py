@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from flashlight_py.autograd.engine import (
+    GradSink,
     Node,
     OrderedNode,
     Vjp,
@@ -51,7 +52,7 @@ class Variable:
     grad: Array | None
     node: Node | None
     hook: GradHook | None
-    buffer: Array | None
+    buffer: Array | GradSink | None
     placement: Any
 
     def __init__(self, array: Array, calc_grad: bool = False) -> None:
@@ -73,7 +74,8 @@ class Variable:
 
         Raises:
             TypeError: the new value is no array, or of another dtype.
-            ValueError: the new array has another shape.
+            ValueError: the new array has another shape, or the variable is a parameter of a
+                sharded module.
         """
         return self.data
 
@@ -81,6 +83,11 @@ class Variable:
     def array(self, value: Array) -> None:
         value = _as_array(value)
         _require_same(value, self, "Variable.array")
+        if self.placement is not None:
+            raise ValueError(
+                "Variable.array: this parameter is of a sharded module, whose arrays lie in memory "
+                "that ranks have in common; load_state_dict copies values into it"
+            )
         self.data = value
 
     @property
@@ -116,13 +123,14 @@ class Variable:
 
         With a buffer, the first contribution after ``grad`` was None is written into it (by the
         matrix product itself where possible), later ones are added in place, and ``grad`` is the
-        buffer itself. It may be a view into a larger array.
+        buffer itself. It may be a view into a larger array. The gradient of a sharded module's
+        parameter goes elsewhere (see ``fl.fully_shard``): then this is None.
 
         Raises:
             TypeError: the buffer is no array or of another dtype than the variable.
             ValueError: it has another shape, is read-only, or the variable is no leaf.
         """
-        return self.buffer
+        return None if isinstance(self.buffer, GradSink) else self.buffer
 
     @grad_buffer.setter
     def grad_buffer(self, buffer: Array | None) -> None:

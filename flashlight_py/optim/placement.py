@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import DTypeLike
@@ -39,6 +39,17 @@ class Shards(ABC):
         Raises:
             ValueError: the module was sharded in a way that this optimizer cannot step.
         """
+
+    def check(self, what: str) -> None:  # noqa: B027  (optional: where nothing can be torn)
+        """Refuse ``what``, in words, where a process has ended in the middle of a change.
+
+        Raises:
+            TornStateError: one has.
+        """
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Return the context in which this process sets all parameters of the module."""
+        return nullcontext()
 
     @abstractmethod
     def changing(self, what: str) -> AbstractContextManager[None]:

@@ -18,6 +18,7 @@ from flashlight_py.parallel.parameters import (
     broadcast_parameters,
 )
 from flashlight_py.parallel.sampler import DistributedSampler
+from flashlight_py.parallel.sharded import fully_shard
 from flashlight_py.parallel.sharded_dataset import ShardedDataset
 from flashlight_py.parallel.synchronize import sync_meter, synchronize
 
@@ -28,6 +29,7 @@ __all__ = [
     "all_reduce_parameters",
     "broadcast_parameters",
     "distribute_module_grads",
+    "fully_shard",
     "no_sync",
     "join",
     "Joined",

@@ -22,10 +22,12 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import (
     check_modules_agree,
     digest_of_values,
+    refuse_sharded,
     warn_of_differing,
 )
 from flashlight_py.parallel.gradient_sync import (
     GradientSync,
+    PassSync,
     buffers_of,
     flat_buckets,
     gradient_of,
@@ -33,10 +35,9 @@ from flashlight_py.parallel.gradient_sync import (
     used_on_any_rank,
 )
 from flashlight_py.parallel.parameters import give_state, require_module
-from flashlight_py.parallel.sharded import refuse_sharded
 
 # Which modules are distributed; a module that is gone takes its entry along.
-_synchronizers: weakref.WeakKeyDictionary[Module, GradientSync] = weakref.WeakKeyDictionary()
+_synchronizers: weakref.WeakKeyDictionary[Module, PassSync] = weakref.WeakKeyDictionary()
 
 
 def distribute_module_grads(
@@ -89,18 +90,18 @@ def distribute_module_grads(
             ``ignore`` holds something else.
         ValueError: ``reducer`` is passed beside ``scale``, ``hook``, ``group`` or
             ``bucket_bytes``; ``bucket_bytes`` is not positive; ``ignore`` names what the module
-            has not; there is nothing to train, or a parameter is sharded.
+            has not; there is nothing to train; the module is sharded.
         MismatchError: ranks' modules differ; names the first parameter that does.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
-    refuse_sharded("distribute_module_grads", module.params())
     given = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
     if reducer is not None:
         _refuse_beside_reducer(given)
     limit = DistributedConstants.COALESCE_CACHE_SIZE if bucket_bytes is None else bucket_bytes
     if limit <= 0:
         raise ValueError(f"distribute_module_grads: bucket_bytes must be positive, got {limit}")
+    refuse_sharded("distribute_module_grads", module.params(), "its gradients are means already")
     ignored = _names(module, ignore)
     named = {name: param for name, param in module.named_params().items() if name not in ignored}
     in_order = [param for param in named.values() if param.calc_grad][::-1]  # as a pass ends them
@@ -111,19 +112,29 @@ def distribute_module_grads(
     digests = check_modules_agree(
         named, members, digest_of_values(named.values()) if members.size > 1 else 0
     )
-    if module in _synchronizers:
-        _synchronizers[module].detach()
+    release(module)
     if reducer is not None:
         sync = GradientSync(one_by_one(in_order), reducer)
     else:
         sync = _bucketed(in_order, scale, hook, group, limit)
     sync.ignored = ignored
-    _synchronizers[module] = sync
-    if getattr(module.before_forward, "func", None) is _before_forward:
-        module.before_forward = None  # of an earlier call
+    install(module, sync)
     if broadcast_buffers and any(name not in ignored for name in module.buffers):
         module.before_forward = functools.partial(_before_forward, sync)
     warn_of_differing("distribute_module_grads", digests, members)
+
+
+def release(module: Module) -> None:
+    """Undo an earlier call for ``module``, if there was one."""
+    if module in _synchronizers:
+        _synchronizers.pop(module).detach()
+    if getattr(module.before_forward, "func", None) is _before_forward:
+        module.before_forward = None
+
+
+def install(module: Module, sync: PassSync) -> None:
+    """Let ``sync`` be what :func:`no_sync` and :func:`join` find for ``module``."""
+    _synchronizers[module] = sync
 
 
 def _bucketed(
@@ -181,7 +192,7 @@ def _before_forward(sync: GradientSync, module: Module) -> None:
         give_state(module, state, 0, sync.reducer.group)
 
 
-def gradient_sync_of(module: Module, caller: str) -> GradientSync:
+def gradient_sync_of(module: Module, caller: str) -> PassSync:
     """Return what :func:`distribute_module_grads` has installed.
 
     Raises:
@@ -189,7 +200,9 @@ def gradient_sync_of(module: Module, caller: str) -> GradientSync:
     """
     sync = _synchronizers.get(module)
     if sync is None:
-        raise ValueError(f"{caller}: call distribute_module_grads on this module first")
+        raise ValueError(
+            f"{caller}: call distribute_module_grads or fully_shard on this module first"
+        )
     return sync
 
 
@@ -227,12 +240,12 @@ def all_reduce_gradients(
 
     Raises:
         TypeError: ``module`` is no Module.
-        ValueError: a parameter is sharded.
+        ValueError: it is sharded.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
-    refuse_sharded("all_reduce_gradients", module.params())
     params = [param for param in module.params() if param.calc_grad]
+    refuse_sharded("all_reduce_gradients", params, "its gradients are means already")
     used = used_on_any_rank((param.grad is not None for param in params), group)
     there = [param for param, anywhere in zip(params, used, strict=True) if anywhere]
     reduce_all([gradient_of(param) for param in there], scale, group)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
+from flashlight_py.autograd.engine import GradSink
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 from flashlight_py.distributed import ProcessGroup, Work
 from flashlight_py.optim.placement import Placement
@@ -251,27 +252,20 @@ class PartedVariable(Variable):
 
     @data.setter
     def data(self, value: Array) -> None:
-        if value.shape != self.shape or value.dtype != self.dtype:
-            raise ValueError(
-                f"this parameter is sharded and stays {self.dtype} of shape {self.shape}, got "
-                f"{value.dtype} of shape {value.shape}; call astype() before fl.fully_shard"
-            )
-        if device_of(value) != device_of(self.placement.flat.part):
-            raise ValueError(
-                f"this parameter is sharded and stays on {device_of(self.placement.flat.part)}, "
-                f"got an array on {device_of(value)}; call to() before fl.fully_shard"
-            )
-        self.assign(value)
+        raise ValueError(
+            "this parameter is sharded, so there is no array of this process to replace; "
+            "load_state_dict copies values into it"
+        )
 
     @property
-    def buffer(self) -> Array | None:
+    def buffer(self) -> Array | GradSink | None:
         """Where a backward pass is to write all of the gradient; None outside of one."""
         placement = self.placement
         homes = placement.shards.homes_of(placement.flat)
         return None if homes is None else homes[placement.position]
 
     @buffer.setter
-    def buffer(self, value: Array | None) -> None:
+    def buffer(self, value: Array | GradSink | None) -> None:
         if value is not None:
             raise ValueError(
                 "this parameter is sharded: its gradients are reduced where fl.fully_shard has "
