@@ -124,11 +124,6 @@ def on_backward_end(callback: EndCallback) -> None:
     _current.callbacks.append(callback)
 
 
-def in_backward() -> bool:
-    """Return whether a backward pass runs on this thread."""
-    return _current.callbacks is not None
-
-
 def is_last_contribution(leaf: Variable) -> bool:
     """Return whether the running pass has one contribution to ``leaf`` left, which it computes."""
     return _current.pending is not None and _current.pending.get(leaf) == 1
@@ -143,6 +138,11 @@ def after_node(callback: Callable[[], None]) -> None:
         callback()
     else:
         _current.after.append(callback)
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass runs on this thread."""
+    return _current.callbacks is not None
 
 
 def backward_from_node(root: Node, seed: Array, retain_graph: bool) -> None:

@@ -9,6 +9,7 @@ from flashlight_py.parallel.data_parallel import (
     distribute_module_grads,
     no_sync,
 )
+from flashlight_py.parallel.fully_sharded import fully_shard
 from flashlight_py.parallel.gradcheck import gradcheck_over_ranks
 from flashlight_py.parallel.join import Joined, join
 from flashlight_py.parallel.optimizer import DistributedOptimizer
@@ -18,7 +19,6 @@ from flashlight_py.parallel.parameters import (
     broadcast_parameters,
 )
 from flashlight_py.parallel.sampler import DistributedSampler
-from flashlight_py.parallel.sharded import fully_shard
 from flashlight_py.parallel.sharded_dataset import ShardedDataset
 from flashlight_py.parallel.synchronize import sync_meter, synchronize
 

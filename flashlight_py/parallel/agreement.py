@@ -166,16 +166,3 @@ def by_rank(entries: Sequence[str]) -> str:
     for rank, entry in enumerate(entries):
         seen.setdefault(entry, []).append(rank)
     return "; ".join(f"rank(s) {', '.join(map(str, ranks))}: {e}" for e, ranks in seen.items())
-
-
-def refuse_sharded(what: str, params: Iterable[Variable], remedy: str) -> None:
-    """Refuse ``what`` for parameters that ranks have in common.
-
-    Raises:
-        ValueError: one of ``params`` is of a sharded module.
-    """
-    if any(param.placement is not None for param in params):
-        raise ValueError(
-            f"{what}: the module is sharded by fully_shard, so its parameters and gradients lie in "
-            f"memory that ranks have in common; {remedy}"
-        )

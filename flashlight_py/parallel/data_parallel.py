@@ -22,7 +22,6 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import (
     check_modules_agree,
     digest_of_values,
-    refuse_sharded,
     warn_of_differing,
 )
 from flashlight_py.parallel.gradient_sync import (
@@ -35,6 +34,7 @@ from flashlight_py.parallel.gradient_sync import (
     used_on_any_rank,
 )
 from flashlight_py.parallel.parameters import give_state, require_module
+from flashlight_py.parallel.sharded import refuse_sharded
 
 # Which modules are distributed; a module that is gone takes its entry along.
 _synchronizers: weakref.WeakKeyDictionary[Module, PassSync] = weakref.WeakKeyDictionary()
@@ -90,18 +90,18 @@ def distribute_module_grads(
             ``ignore`` holds something else.
         ValueError: ``reducer`` is passed beside ``scale``, ``hook``, ``group`` or
             ``bucket_bytes``; ``bucket_bytes`` is not positive; ``ignore`` names what the module
-            has not; there is nothing to train; the module is sharded.
+            has not; there is nothing to train, or a parameter is sharded.
         MismatchError: ranks' modules differ; names the first parameter that does.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
+    refuse_sharded("distribute_module_grads", module.params())
     given = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
     if reducer is not None:
         _refuse_beside_reducer(given)
     limit = DistributedConstants.COALESCE_CACHE_SIZE if bucket_bytes is None else bucket_bytes
     if limit <= 0:
         raise ValueError(f"distribute_module_grads: bucket_bytes must be positive, got {limit}")
-    refuse_sharded("distribute_module_grads", module.params(), "its gradients are means already")
     ignored = _names(module, ignore)
     named = {name: param for name, param in module.named_params().items() if name not in ignored}
     in_order = [param for param in named.values() if param.calc_grad][::-1]  # as a pass ends them
@@ -240,12 +240,12 @@ def all_reduce_gradients(
 
     Raises:
         TypeError: ``module`` is no Module.
-        ValueError: it is sharded.
+        ValueError: a parameter is sharded.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
+    refuse_sharded("all_reduce_gradients", module.params())
     params = [param for param in module.params() if param.calc_grad]
-    refuse_sharded("all_reduce_gradients", params, "its gradients are means already")
     used = used_on_any_rank((param.grad is not None for param in params), group)
     there = [param for param, anywhere in zip(params, used, strict=True) if anywhere]
     reduce_all([gradient_of(param) for param in there], scale, group)

@@ -141,7 +141,7 @@ class PassSync(abc.ABC):
     ``weigh(first)``, where it is set, says before each array is passed to ``reducer`` what to
     multiply it by; ``first``: it begins a pass. A weight of 0: nothing of this rank was used.
     ``enabled``: not within ``no_sync``. ``ignored``: names of the module's parameters and buffers
-    that are each rank's own.
+    that are each rank's own. ``is_shared``: ranks have the optimizer's state in common.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -149,6 +149,7 @@ class PassSync(abc.ABC):
         self.weigh: Callable[[bool], float] | None = None
         self.ignored: frozenset[str] = frozenset()
         self.enabled = True
+        self.is_shared = False
 
     def detach(self) -> None:  # noqa: B027  (optional: where there is nothing to let go of)
         """Let go of the parameters, but of those that have another hook since."""

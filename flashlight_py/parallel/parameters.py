@@ -10,11 +10,8 @@ from flashlight_py.distributed.numbers import whole_number
 from flashlight_py.distributed.reducer import reduce_all
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.nn import Module
-from flashlight_py.parallel.agreement import (
-    check_modules_agree,
-    check_settings_agree,
-    refuse_sharded,
-)
+from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
+from flashlight_py.parallel.sharded import refuse_sharded
 from flashlight_py.parallel.synchronize import synchronize, synchronize_for
 from flashlight_py.parallel.tree import put_buffer
 
@@ -35,7 +32,8 @@ def broadcast_parameters(module: Module, root: int = 0, group: ProcessGroup | No
 
     Raises:
         TypeError: ``module`` is no Module.
-        ValueError: ``root`` is no rank of the group, or an array is read-only.
+        ValueError: ``root`` is no rank of the group, an array is read-only, or a parameter is
+            sharded.
         MismatchError: ranks' modules differ; names the first parameter or buffer that does.
         DistributedError: as :func:`flashlight_py.all_reduce`; nothing was changed.
 
@@ -63,14 +61,14 @@ def all_reduce_parameters(module: Module, group: ProcessGroup | None = None) -> 
 
     Raises:
         TypeError: ``module`` is no Module.
-        ValueError: it is sharded (:func:`flashlight_py.fully_shard`).
+        ValueError: a parameter is sharded.
         MismatchError: ranks' modules differ; names the first parameter that does.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
+    refuse_sharded("all_reduce_parameters", module.params())
     members = group_or_world(group)
     params = module.named_params()
-    refuse_sharded("all_reduce_parameters", params.values(), "all ranks have the same already")
     check_modules_agree(params, members)
     reduce_all([param.data for param in params.values()], 1.0 / members.size, group)
 
@@ -105,7 +103,7 @@ class PeriodicAveraging:
 
     def __init__(self, module: Module, every: int, group: ProcessGroup | None = None) -> None:
         require_module(module)
-        refuse_sharded("PeriodicAveraging", module.params(), "all ranks train one model")
+        refuse_sharded("PeriodicAveraging", module.params())
         self._every = whole_number("PeriodicAveraging", "every", every, least=1)
         self._module = module
         self._group = group

@@ -107,6 +107,7 @@ class ShardSync(PassSync):
         self, group: ProcessGroup, memory: HostMemory, buckets: Buckets, units: list[Unit]
     ) -> None:
         super().__init__(InlineReducer(1.0, group=group))
+        self.is_shared = True
         self._group, self._memory, self._buckets, self._units = group, memory, buckets, units
         for unit in units:
             unit.sinks = [Sink(self, unit, whole) for whole in unit.wholes]

@@ -306,7 +306,7 @@ def refusals(rank: int, size: int) -> None:
         lambda _: fl.synchronize({"optimizer": optimizer}),
         lambda each: fl.synchronize([each[0].weight]),
     ):
-        with pytest.raises(ValueError, match=r"sharded (over the ranks )?by fully_shard"):
+        with pytest.raises(ValueError, match=r"parameter 0 \(shape .*\) is sharded by"):
             refused(model)
     with pytest.raises(ValueError, match="neither distribute_module_grads nor a gradient buffer"):
         model[0].weight.grad_buffer = np.zeros((7, 6))

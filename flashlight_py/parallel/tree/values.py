@@ -10,7 +10,7 @@ from __future__ import annotations
 import array as stdlib_array
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,8 +22,8 @@ from flashlight_py.distributed.foreign import is_of
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.optimizer import DistributedOptimizer
+from flashlight_py.parallel.sharded import refuse_sharded
 from flashlight_py.parallel.tree.description import array_text, dtype_text, text
-from flashlight_py.parallel.zero_flat import PartedVariable
 
 NUMBER, ARRAY, GPU_ARRAY, PARTS = range(4)
 
@@ -63,22 +63,13 @@ def is_immutable(value: object) -> bool:
 
 
 def _data_of(variable: Variable) -> Array:
-    _refuse_parted([variable])
+    refuse_sharded("synchronize", [variable])
     if variable.has_history:
         raise ValueError(
             f"this Variable (shape {variable.shape}) was computed from others and needs a "
             "gradient, which would be silently wrong; put its array into the tree: x.array"
         )
     return variable.data
-
-
-def _refuse_parted(variables: Iterable[Variable]) -> None:
-    """Refuse parameters whose arrays are copies, and state of which each rank has another part."""
-    if any(isinstance(variable, PartedVariable) for variable in variables):
-        raise ValueError(
-            "parameters here are sharded over the ranks by fully_shard, which keeps them and their "
-            "optimizer's state the same; leave them out of the tree"
-        )
 
 
 def _array(value: Array) -> Answer:
@@ -117,14 +108,14 @@ def _state(value: Any) -> dict[str, Any] | None:
         ValueError: a parameter is sharded.
     """
     if isinstance(value, Module):
-        _refuse_parted(value.params())
+        refuse_sharded("synchronize", value.params())
         return dict(value.state_dict())
     if is_of(value, "torch.nn", "Module"):
         return _tensors_of(value)
     if isinstance(value, DistributedOptimizer):
         return {"optimizer": value.optimizer}
     if isinstance(value, FirstOrderOptimizer):
-        _refuse_parted(value.params)
+        refuse_sharded("synchronize", value.params)
         return {name: part for name, part in vars(value).items() if name != "params"}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if is_immutable(value):
