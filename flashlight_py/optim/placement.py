@@ -31,6 +31,7 @@ class Shards(ABC):
     """
 
     group: Summing
+    steps = False  # inside the backward pass, so that there are no gradients afterwards
 
     @abstractmethod
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
