@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
-from flashlight_py.optim.reference import sum_of_squares
+from flashlight_py.optim.squares import sum_of_squares
 
 if TYPE_CHECKING:
     from flashlight_py.optim.clip import Summing

@@ -17,7 +17,7 @@ from flashlight_py.autograd.engine import GradSink
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 from flashlight_py.distributed import ProcessGroup, Work
 from flashlight_py.optim.placement import Placement
-from flashlight_py.optim.reference import sum_of_squares
+from flashlight_py.optim.squares import sum_of_squares
 
 if TYPE_CHECKING:
     from flashlight_py.parallel.zero import GatheredShards
