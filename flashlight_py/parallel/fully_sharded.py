@@ -23,6 +23,7 @@ from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.optim.placement import Placement, Shards
 from flashlight_py.optim.rule import RuleOptimizer
+from flashlight_py.optim.squares import sum_of_squares
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.data_parallel import install, release
 from flashlight_py.parallel.parameters import broadcast_parameters, give_state, require_module
@@ -334,6 +335,13 @@ class HostPlacement(Placement):
         assert variable.grad is not None
         arrays = [data, variable.grad.reshape(-1), *(state.reshape(-1) for state in states)]
         return [tuple([array[piece] for array in arrays]) for piece in self._pieces]
+
+    def sum_of_squares(self, variable: Variable) -> float:
+        """Return that of the whole gradient; collective across hosts. See ``Placement``."""
+        if not self.shards.memory.across:
+            return super().sum_of_squares(variable)
+        parts = [sum_of_squares(grad) for _, grad in self.pieces(variable, ())]
+        return float(self.shards.members.all_reduce(np.array([sum(parts)]))[0])
 
     def whole(self, state: Array) -> Array:
         """Return ``state`` in the parameter's shape; collective across hosts."""
