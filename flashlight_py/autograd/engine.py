@@ -51,6 +51,7 @@ class GradSink:
 
     __slots__ = ()
 
+    is_stepped = False  # whether the leaf may change as soon as it has its last contribution
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
 

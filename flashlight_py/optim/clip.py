@@ -48,7 +48,7 @@ def clip_grad_norm(
     Raises:
         TypeError: ``params`` is not an iterable of variables, or ``max_norm`` is no number.
         ValueError: ``params`` is empty without a group, ``max_norm`` is negative, or some
-            parameters are sharded together and others not.
+            parameters are sharded together and others not, or with ``step_in_backward``.
         DistributedError: with a group, or sharded parameters, as :func:`flashlight_py.all_reduce`.
     """
     limit = check_at_least_zero("max_norm", max_norm)
@@ -71,9 +71,14 @@ def _own_gradients(params: Iterable[Variable]) -> tuple[list[Array], Shards | No
     grads: list[Array] = []
     found: dict[int | None, Shards | None] = {}
     for param in params:
+        placement = param.placement
+        if placement is not None and placement.shards.steps:
+            raise ValueError(
+                "clip_grad_norm: the module is sharded with step_in_backward=True, so there are no "
+                "gradients after a pass; shard it without, to clip"
+            )
         if param.grad is None:
             continue
-        placement = param.placement
         shards = None if placement is None else placement.shards
         found[None if shards is None else id(shards)] = shards
         if placement is None:

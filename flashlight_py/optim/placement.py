@@ -34,6 +34,7 @@ class Shards(ABC):
 
     group: Summing
     in_common: ClassVar[bool] = True
+    steps = False  # inside the backward pass, so that there are no gradients afterwards
 
     @abstractmethod
     def attach(self, optimizer: FirstOrderOptimizer) -> None:

@@ -89,6 +89,13 @@ class RuleOptimizer(FirstOrderOptimizer):
     def _rule(self, position: int, grad_scale: float) -> Rule:
         """Return what a parameter's step number ``self._steps[position]`` is done with."""
 
+    def step_more_pieces(
+        self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float = 1.0
+    ) -> None:
+        """Go on with the step of a parameter that ``step_pieces`` has begun, as it does."""
+        self._steps[position] -= 1
+        self.step_pieces(position, pieces, grad_scale)
+
     def _step_own(self, grad_scale: float) -> None:
         """Step the parameters that have no placement."""
         module = native()

@@ -299,9 +299,15 @@ def no_sync(module: Module) -> Iterator[None]:
     itself, but every rank must leave out the same passes.
 
     Raises:
-        ValueError: ``distribute_module_grads`` was not called for this module, or with ``leaves``.
+        ValueError: neither ``distribute_module_grads`` nor ``fully_shard`` was called for this
+            module, or the former with ``leaves``, or the latter with ``step_in_backward``.
     """
     sync = gradient_sync_of(module, "no_sync")
+    if sync.steps:
+        raise ValueError(
+            "no_sync: the module is sharded with step_in_backward=True: every backward pass is a "
+            "step, so gradients cannot add up"
+        )
     before, sync.enabled = sync.enabled, False
     try:
         yield

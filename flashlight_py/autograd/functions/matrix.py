@@ -52,7 +52,7 @@ def _linear_2d(x: Variable, weight: Variable, bias: Variable | None) -> Variable
     if bias is not None:
         out += bias.data
         edges.insert(1, (bias, _sum_rows))
-    if isinstance(weight.buffer, GradSink):  # which may change the weight
+    if isinstance(weight.buffer, GradSink) and weight.buffer.is_stepped:
         edges.insert(0, edges.pop())
     return record(out, *edges)
 
