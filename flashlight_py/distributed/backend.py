@@ -34,6 +34,7 @@ class Backend(abc.ABC):
     size: int
     processes: Sequence[str] = ()  # which process each rank is, for messages
     team: object = None  # the same for the backends that one group is made of
+    hosts: Sequence[Sequence[int]] = ()  # ranks that share memory, where not all of them do
     count: Sequence[int] = (0,)  # how many calls users have made in its group, where that is known
 
     @abc.abstractmethod
