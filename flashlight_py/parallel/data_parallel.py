@@ -94,7 +94,8 @@ def distribute_module_grads(
         broadcast_buffers: before each forward pass in training, send every rank the buffers (see
             ``Module.add_buffer``) of the group's rank 0: collective and blocking, by ``module(x)``
             on every rank; not within ``no_sync``, nor within ``join``, whose end does it. A
-            module without buffers sends nothing.
+            module without buffers sends nothing. With ``leaves`` each leaf begins with the
+            buffers of the step's beginning, and they change by the mean of the leaves' changes.
 
     Raises:
         TypeError: ``module`` is no Module, ``leaves`` is no integer, ``hook`` is not callable
