@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -23,8 +23,8 @@ __all__ = [
 
 _seed: int | None = None
 _generators: dict[str, Any] = {}
-_make: Callable[[], np.random.Generator] | None = None  # what is in NumPy's place; see use()
-_made: Any = None  # by it
+_entropy: Sequence[int] | None = None  # of what is in NumPy's place; see use()
+_kept: dict[str, Any] = {}  # what it is in the place of
 
 
 def set_seed(seed: int) -> None:
@@ -43,39 +43,39 @@ def set_seed(seed: int) -> None:
     if seed < 0:
         raise ValueError(f"set_seed needs a seed of at least 0, got {seed}")
     _seed = int(seed)
+    use(None)
     _generators.clear()
 
 
 def generator(library: ModuleType = np) -> Any:
     """Return the generator (``numpy.random.Generator`` or CuPy's) for arrays of ``library``."""
     name = library.__name__
-    if _make is not None and library is np:
-        return _made_now(_make)
     if name not in _generators:
-        _generators[name] = library.random.default_rng(_seed)
+        seed = _entropy if library is np and _entropy is not None else _seed
+        _generators[name] = library.random.default_rng(seed)
     return _generators[name]
 
 
-def use(make: Callable[[], np.random.Generator] | None) -> None:
-    """Let what draws for NumPy arrays draw from what ``make`` returns from now on; None: as before.
+def use(entropy: Sequence[int] | None) -> None:
+    """Let what draws for NumPy arrays draw from a stream of its own; None: as before.
 
-    It is called by the first draw. The package's own generator stays where it is meanwhile;
-    ``state_dict`` has its state.
+    Each call begins another stream, from ``entropy``: integers, at least 0. The package's own
+    generator stays where it is meanwhile, and ``state_dict`` has its state.
     """
-    global _make, _made
-    _make, _made = make, None
-
-
-def _made_now(make: Callable[[], np.random.Generator]) -> Any:
-    global _made  # noqa: PLW0603 - as in set_seed
-    if _made is None:
-        _made = make()
-    return _made
+    global _entropy  # noqa: PLW0603 - as in set_seed
+    stream = _generators.pop(np.__name__, None)
+    if _entropy is None and stream is not None:
+        _kept[np.__name__] = stream
+    if entropy is None:
+        _generators.update(_kept)
+        _kept.clear()
+    _entropy = entropy
 
 
 def state_dict() -> dict[str, Any]:
     """Return the seed, and the state of each generator that has been used: dicts and copies."""
-    states = {name: state_of(generator) for name, generator in _generators.items()}
+    own = {**_generators, **_kept}
+    states = {name: state_of(generator) for name, generator in own.items()}
     return {"seed": _seed, "generators": states}
 
 
@@ -86,6 +86,7 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
         ModuleNotFoundError: a generator of CuPy's was saved, and CuPy is not installed.
     """
     global _seed  # noqa: PLW0603 - as in set_seed
+    use(None)
     _generators.clear()
     for name, of_generator in state["generators"].items():
         set_state_of(generator(importlib.import_module(name)), of_generator)

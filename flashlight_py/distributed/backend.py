@@ -34,8 +34,12 @@ class Backend(abc.ABC):
     size: int
     processes: Sequence[str] = ()  # which process each rank is, for messages
     team: object = None  # the same for the backends that one group is made of
-    hosts: Sequence[Sequence[int]] = ()  # ranks that share memory, where not all of them do
     count: Sequence[int] = (0,)  # how many calls users have made in its group, where that is known
+
+    @property
+    def hosts(self) -> Sequence[Sequence[int]]:
+        """The ranks that share memory with each other; by a network alone each is by itself."""
+        return [[rank] for rank in range(self.size)]
 
     @abc.abstractmethod
     def start(self, call: Call) -> Work:

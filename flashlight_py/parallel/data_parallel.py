@@ -132,20 +132,21 @@ def distribute_module_grads(
     )
     if module in _synchronizers:
         _synchronizers[module].detach()
+    if leaves is not None:
+        buffers = [name for name in module.buffers if broadcast_buffers and name not in ignored]
+        _synchronizers[module] = _leaf_by_leaf(module, in_order, buffers, leaves, group)
+        warn_of_differing("distribute_module_grads", digests, members)
+        return
+    if reducer is not None:
+        sync = GradientSync(one_by_one(in_order), reducer)
+    else:
+        sync = _bucketed(in_order, scale, hook, group, limit)
+    sync.ignored = ignored
+    _synchronizers[module] = sync
     if getattr(module.before_forward, "func", None) is _before_forward:
         module.before_forward = None  # of an earlier call
-    buffers = [name for name in module.buffers if broadcast_buffers and name not in ignored]
-    if leaves is not None:
-        _synchronizers[module] = _leaf_by_leaf(module, in_order, buffers, leaves, group)
-    else:
-        if reducer is not None:
-            sync = GradientSync(one_by_one(in_order), reducer)
-        else:
-            sync = _bucketed(in_order, scale, hook, group, limit)
-        sync.ignored = ignored
-        _synchronizers[module] = sync
-        if buffers:
-            module.before_forward = functools.partial(_before_forward, sync)
+    if broadcast_buffers and any(name not in ignored for name in module.buffers):
+        module.before_forward = functools.partial(_before_forward, sync)
     warn_of_differing("distribute_module_grads", digests, members)
 
 
@@ -156,6 +157,8 @@ def _leaf_by_leaf(
     leaves: int,
     group: ProcessGroup | None,
 ) -> LeafSync:
+    if getattr(module.before_forward, "func", None) is _before_forward:
+        module.before_forward = None  # of an earlier call
     members = group_or_world(group)
     check_arithmetic("distribute_module_grads", leaves, members)
     random.generator()  # so that there is one, whose state is part of what follows

@@ -31,10 +31,10 @@ def hosts_of(members: ProcessGroup) -> Hosts:
     Hosts with unequal numbers of ranks, or with ranks that are no neighbours, count as one, which
     then turns out to share no memory.
     """
-    hosts = members.backend().hosts
-    per_host = len(hosts[0]) if hosts else 0
-    expected = [[*range(at, at + per_host)] for at in range(0, members.size, max(1, per_host))]
-    if not hosts or list(map(list, hosts)) != expected or per_host == 1:
+    hosts = [list(ranks) for ranks in members.backend().hosts]
+    per_host = len(hosts[0])
+    expected = [[*range(at, at + per_host)] for at in range(0, members.size, per_host)]
+    if len(hosts) == 1 or per_host == 1 or hosts != expected:
         return Hosts(members, None)
     host, place = divmod(members.rank, per_host)
     return Hosts(members.split(host), members.split(place))

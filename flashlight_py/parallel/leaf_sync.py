@@ -46,7 +46,7 @@ class LeafSync(Hooked):
         leaves: int,
         group: ProcessGroup | None,
     ) -> None:
-        super().__init__(params)
+        self._params = params
         self.leaves = leaves
         self.group = group
         self.members = group_or_world(group)
@@ -145,7 +145,7 @@ class LeafSync(Hooked):
         for rows in self._rows:
             for param, view in zip(rows.params, rows.gradients(self._height), strict=True):
                 param.buffer = view
-        random.use(functools.partial(np.random.default_rng, [self._key, leaf]))
+        random.use([self._key, leaf])
 
     def _require_gradient(self) -> None:
         if self._error:
@@ -223,7 +223,6 @@ class LeafSync(Hooked):
 
     def _reduce(self) -> None:
         """Make the gradients the mean over the batch. Collective, blocking."""
-        random.use(None)
         self._compare()
         for rows in self._rows:
             rows.add_up(self._count, self._scale)

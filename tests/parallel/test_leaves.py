@@ -100,6 +100,7 @@ def train(
         optimizer.zero_grad()
         for x, y in fl.leaves(model, *batch(step)):
             backward(model, x, y)
+            numbers.generator().random()  # of the leaf's, also after its backward pass
         optimizer.step()
     if folder:
         fl.save(folder, module=model, optimizer=optimizer, rng=True, step=begin + steps)

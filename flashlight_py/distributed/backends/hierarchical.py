@@ -79,7 +79,7 @@ class HierarchicalBackend(HierarchicalMessages):
         checked: bool = True,
     ) -> None:
         self.rank, self.size = rank, flat.size
-        self.hosts = [list(host) for host in hosts]
+        self._hosts = [list(host) for host in hosts]
         self.timeout = timeout
         self._leaders = min(len(host) for host in hosts)
         self._inside, self._between, self._flat = inside, between, flat
@@ -92,7 +92,7 @@ class HierarchicalBackend(HierarchicalMessages):
         self._far = between_hosts(timeout, 3 if checked else 1)
         self._patience = between_hosts(self._far)
         self._agreement = Agreement(inside, between, flat, timeout) if checked else None
-        self._host_of = {r: h for h, host in enumerate(self.hosts) for r in host}
+        self._host_of = {r: h for h, host in enumerate(self._hosts) for r in host}
         self._callers = Callers(f"rank {rank} of {flat.size}", self._parts)
         self._steps = {
             ALL_REDUCE: self._all_reduce,
@@ -102,6 +102,11 @@ class HierarchicalBackend(HierarchicalMessages):
         self._thread: ThreadPoolExecutor | None = None
         self._searches = Searches()
         self._running: list[FutureWork] = []
+
+    @property
+    def hosts(self) -> Sequence[Sequence[int]]:
+        """The ranks of each host; see ``Backend``."""
+        return self._hosts
 
     def start(self, call: Call) -> Work:
         """Start ``call``; see ``Backend``."""
@@ -137,7 +142,7 @@ class HierarchicalBackend(HierarchicalMessages):
         array: Array = call.array
         home = self._host_of[call.root]
         if self._host_of[self.rank] == home:
-            local = self.hosts[home].index(call.root)
+            local = self._hosts[home].index(call.root)
             self._inside.start(Call(BROADCAST, array, root=local)).wait()
         self._exchange(array.reshape(-1), lambda part: Call(BROADCAST, part, root=home))
         return array
@@ -156,7 +161,7 @@ class HierarchicalBackend(HierarchicalMessages):
         """Reduce inside the hosts, then between them to the root's."""
         array: Array = call.array
         home = self._host_of[call.root]
-        place = self.hosts[home].index(call.root)
+        place = self._hosts[home].index(call.root)
         leader = place if place < self._leaders else 0  # of every host; only leaders are joined
         total = array.astype(np.float32) if _is_narrow(array) else array.copy()
         self._inside.start(Call(REDUCE, total, call.op, root=leader)).wait()

@@ -31,6 +31,7 @@ _LEAVING_SECONDS = 0.5
 class HierarchicalMessages(Backend):
     """The messages of a backend over several hosts."""
 
+    _hosts: list[list[int]]  # the ranks of each
     _host_of: dict[int, int]
     _inside: Backend
     _flat: Backend
@@ -61,12 +62,12 @@ class HierarchicalMessages(Backend):
 
     def _ways(self) -> list[tuple[Backend, Sequence[int]]]:
         """Return what carries messages to this rank, and whom it knows as which rank."""
-        host = self.hosts[self._host_of[self.rank]]
+        host = self._hosts[self._host_of[self.rank]]
         ways = (self._inside, host), (self._flat, range(self.size))
         return [way for way in ways if way[0].size > 1]
 
     def _way_to(self, rank: int) -> tuple[Backend, int]:
-        host = self.hosts[self._host_of[self.rank]]
+        host = self._hosts[self._host_of[self.rank]]
         return (self._inside, host.index(rank)) if rank in host else (self._flat, rank)
 
 
