@@ -99,7 +99,7 @@ def read_options() -> argparse.Namespace:
     parser = common_arguments("Time training steps leaf by leaf.", [1, 8], "")
     add = parser.add_argument
     add("--width", type=int, default=1024, help="of the layers")
-    add("--batch", type=int, default=512, help="samples of the global batch")
+    add("--batch", type=int, default=1024, help="samples of the global batch")
     add("--steps", type=int, default=1000, help="after which bits are compared")
     add("--bits-ranks", type=int, nargs="+", default=list(range(1, 9)), help="that train for bits")
     return parser.parse_args()

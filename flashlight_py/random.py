@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,8 +26,8 @@ __all__ = [
 
 _seed: int | None = None
 _generators: dict[str, Any] = {}
-_make: Callable[[], np.random.Generator] | None = None  # what is in NumPy's place; see use()
-_made: Any = None  # by it
+_entropy: Sequence[int] | None = None  # of what is in NumPy's place; see use()
+_kept: dict[str, Any] = {}  # what it is in the place of
 # What blocks of noting() have seen so far, the innermost last: generators as they were before.
 _notes: list[dict[str, tuple[Any, Any]]] = []
 
@@ -48,18 +48,17 @@ def set_seed(seed: int) -> None:
     if seed < 0:
         raise ValueError(f"set_seed needs a seed of at least 0, got {seed}")
     _seed = int(seed)
+    use(None)
     _generators.clear()
 
 
 def generator(library: ModuleType = np) -> Any:
     """Return the generator (``numpy.random.Generator`` or CuPy's) for arrays of ``library``."""
     name = library.__name__
-    if _make is not None and library is np:
-        found = _made_now(_make)
-    else:
-        if name not in _generators:
-            _generators[name] = library.random.default_rng(_seed)
-        found = _generators[name]
+    if name not in _generators:
+        seed = _entropy if library is np and _entropy is not None else _seed
+        _generators[name] = library.random.default_rng(seed)
+    found = _generators[name]
     for noted in _notes:
         if name not in noted:
             noted[name] = found, _copied_state(found)
@@ -112,26 +111,26 @@ def _put_back(generator: Any, state: Any) -> None:
         bits._state[...] = state
 
 
-def use(make: Callable[[], np.random.Generator] | None) -> None:
-    """Let what draws for NumPy arrays draw from what ``make`` returns from now on; None: as before.
+def use(entropy: Sequence[int] | None) -> None:
+    """Let what draws for NumPy arrays draw from a stream of its own; None: as before.
 
-    It is called by the first draw. The package's own generator stays where it is meanwhile;
-    ``state_dict`` has its state.
+    Each call begins another stream, from ``entropy``: integers, at least 0. The package's own
+    generator stays where it is meanwhile, and ``state_dict`` has its state.
     """
-    global _make, _made
-    _make, _made = make, None
-
-
-def _made_now(make: Callable[[], np.random.Generator]) -> Any:
-    global _made  # noqa: PLW0603 - as in set_seed
-    if _made is None:
-        _made = make()
-    return _made
+    global _entropy  # noqa: PLW0603 - as in set_seed
+    stream = _generators.pop(np.__name__, None)
+    if _entropy is None and stream is not None:
+        _kept[np.__name__] = stream
+    if entropy is None:
+        _generators.update(_kept)
+        _kept.clear()
+    _entropy = entropy
 
 
 def state_dict() -> dict[str, Any]:
     """Return the seed, and the state of each generator that has been used: dicts and copies."""
-    states = {name: state_of(generator) for name, generator in _generators.items()}
+    own = {**_generators, **_kept}
+    states = {name: state_of(generator) for name, generator in own.items()}
     return {"seed": _seed, "generators": states}
 
 
@@ -142,6 +141,7 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
         ModuleNotFoundError: a generator of CuPy's was saved, and CuPy is not installed.
     """
     global _seed  # noqa: PLW0603 - as in set_seed
+    use(None)
     _generators.clear()
     for name, of_generator in state["generators"].items():
         set_state_of(generator(importlib.import_module(name)), of_generator)

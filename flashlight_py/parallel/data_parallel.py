@@ -96,7 +96,8 @@ def distribute_module_grads(
         broadcast_buffers: before each forward pass in training, send every rank the buffers (see
             ``Module.add_buffer``) of the group's rank 0: collective and blocking, by ``module(x)``
             on every rank; not within ``no_sync``, nor within ``join``, whose end does it. A
-            module without buffers sends nothing.
+            module without buffers sends nothing. With ``leaves`` each leaf begins with the
+            buffers of the step's beginning, and they change by the mean of the leaves' changes.
 
     Raises:
         TypeError: ``module`` is no Module, ``leaves`` is no integer, ``hook`` is not callable
@@ -138,15 +139,16 @@ def distribute_module_grads(
     buffers = [name for name in module.buffers if broadcast_buffers and name not in ignored]
     if leaves is not None:
         install(module, _leaf_by_leaf(module, in_order, buffers, leaves, group))
+        warn_of_differing("distribute_module_grads", digests, members)
+        return
+    if reducer is not None:
+        sync = GradientSync(one_by_one(in_order), reducer)
     else:
-        if reducer is not None:
-            sync = GradientSync(one_by_one(in_order), reducer)
-        else:
-            sync = _bucketed(in_order, scale, hook, group, limit)
-        sync.ignored = ignored
-        install(module, sync)
-        if buffers:
-            module.before_forward = functools.partial(_before_forward, sync)
+        sync = _bucketed(in_order, scale, hook, group, limit)
+    sync.ignored = ignored
+    install(module, sync)
+    if buffers:
+        module.before_forward = functools.partial(_before_forward, sync)
     warn_of_differing("distribute_module_grads", digests, members)
 
 
@@ -157,6 +159,8 @@ def _leaf_by_leaf(
     leaves: int,
     group: ProcessGroup | None,
 ) -> LeafSync:
+    if getattr(module.before_forward, "func", None) is _before_forward:
+        module.before_forward = None  # of an earlier call
     members = group_or_world(group)
     check_arithmetic("distribute_module_grads", leaves, members)
     random.generator()  # so that there is one, whose state is part of what follows

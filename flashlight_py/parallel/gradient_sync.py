@@ -170,10 +170,9 @@ class PassSync(abc.ABC):
 
 
 class Hooked:
-    """What reduces the gradients of ``params``, which have its methods for hooks."""
+    """What reduces the gradients of ``_params``, which have its methods for hooks."""
 
-    def __init__(self, params: Sequence[Variable]) -> None:
-        self._params = params
+    _params: Sequence[Variable]
 
     def detach(self) -> None:
         """Let go of the parameters, but of those that have another hook since."""
@@ -198,10 +197,10 @@ class GradientSync(Hooked, PassSync):
         flags: Array | None = None,
         averages: bool = False,
     ) -> None:
-        PassSync.__init__(self, reducer)
-        Hooked.__init__(self, [param for unit in units for param in unit.params])
+        super().__init__(reducer)
         self.averages = averages
         self._units = units
+        self._params = [param for unit in units for param in unit.params]
         self._flags = flags
         self._unused: list[Variable] = []  # of those that this pass has passed on; mostly none
         self._given = 0  # units that this pass has passed to the reducer

@@ -27,8 +27,8 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import differing_arguments, of_all_ranks
 from flashlight_py.parallel.gradient_sync import Hooked
 from flashlight_py.parallel.leaf_buffers import Buffers
-from flashlight_py.parallel.leaf_rows import Rows, merges_after
-from flashlight_py.parallel.leaf_tree import Plan, plan, rows_needed
+from flashlight_py.parallel.leaf_rows import Rows, hosts_of, merges_after
+from flashlight_py.parallel.leaf_tree import MERGE, ops_of, rows_needed
 
 
 class LeafSync(Hooked):
@@ -46,12 +46,12 @@ class LeafSync(Hooked):
         leaves: int,
         group: ProcessGroup | None,
     ) -> None:
-        super().__init__(params)
+        self._params = params
         self.leaves = leaves
         self.group = group
         self.members = group_or_world(group)
         self._buffers = Buffers(module, buffers, group)
-        depth = rows_needed(leaves, self.members.size)
+        depth, hosts = rows_needed(leaves, self.members.size), hosts_of(self.members)
         floating = self._buffers.floating()
         dtypes = dict.fromkeys([p.dtype for p in params] + [b.dtype for b in floating.values()])
         self._rows = [
@@ -61,6 +61,7 @@ class LeafSync(Hooked):
                 dtype,
                 depth,
                 self.members,
+                hosts,
             )
             for dtype in dtypes
         ]
@@ -97,11 +98,11 @@ class LeafSync(Hooked):
         """
         self._begin(rows, facts)
         try:
-            for leaf in self._plan.leaves:
+            for leaf in self._mine:
                 self._select(leaf)
                 yield self._positions(leaf)
                 self._require_gradient()
-            if not self._plan.leaves:
+            if not self._mine:
                 self._reduce()
         finally:
             self._end()
@@ -117,8 +118,9 @@ class LeafSync(Hooked):
             )
         self._batch = rows
         count = min(rows, self.leaves)
-        shared = all(each.is_shared for each in self._rows)
-        self._plan: Plan = plan(count, self.members.rank, self.members.size, not shared)
+        self._count = count
+        self._ops = ops_of(count, self.members.rank, self.members.size)
+        self._mine = [op for op in self._ops if op != MERGE]
         sizes = [len(self._positions(leaf)) for leaf in range(count)]
         # Equal leaves are weighed at the end, all at once; not where a sum may not fit its dtype.
         narrow = any(each.dtype.itemsize < 4 for each in self._rows)
@@ -143,7 +145,7 @@ class LeafSync(Hooked):
         for rows in self._rows:
             for param, view in zip(rows.params, rows.gradients(self._height), strict=True):
                 param.buffer = view
-        random.use(functools.partial(np.random.default_rng, [self._key, leaf]))
+        random.use([self._key, leaf])
 
     def _require_gradient(self) -> None:
         if self._error:
@@ -190,7 +192,7 @@ class LeafSync(Hooked):
         if completed:
             self._is_done = True
             self._take_gradient()
-            if self._leaf == self._plan.leaves[-1]:
+            if self._leaf == self._mine[-1]:
                 self._reduce()
         else:
             for param in self._params:
@@ -213,7 +215,7 @@ class LeafSync(Hooked):
                 view[...] = changes[name]
             if self._weights is not None:
                 rows.scale(row, self._weights[leaf])
-        merges = merges_after(self._plan.ops, self._plan.ops.index(leaf))
+        merges = merges_after(self._ops, self._ops.index(leaf))
         if merges:
             for rows in self._rows:
                 rows.merge(row - merges, merges + 1)
@@ -221,11 +223,10 @@ class LeafSync(Hooked):
 
     def _reduce(self) -> None:
         """Make the gradients the mean over the batch. Collective, blocking."""
-        random.use(None)
         self._compare()
         for rows in self._rows:
-            rows.add_up(self._plan, self._scale)
-        if self.members.size > 1 and any(rows.is_shared for rows in self._rows):
+            rows.add_up(self._count, self._scale)
+        if any(rows.is_shared for rows in self._rows):
             self.members.barrier()
         used = self._used.tolist()
         means: dict[str, Array] = {}

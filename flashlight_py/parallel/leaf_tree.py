@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,71 +63,92 @@ def stack_after(ops: Sequence[int]) -> tuple[list[range], int]:
     return stack, deepest
 
 
-def additions(sums: Sequence[range], count: int) -> list[tuple[int, int]]:
-    """Return how sums of subtrees become that of all ``count`` leaves: (a, b): add number b to a.
+def additions(sums: Sequence[range], count: int, within: range) -> list[tuple[int, int]]:
+    """Return how sums of subtrees become that of a larger one: (a, b): add number b to number a.
 
-    ``sums`` are the leaves of each, in order. The result is number 0.
+    ``sums`` are the leaves of each, in order; ``within`` those of the larger subtree, of ``count``
+    in all. The result is number 0.
 
     Example:
-        >>> additions([range(2), range(2, 3), range(3, 4)], 4)
+        >>> additions([range(2), range(2, 3), range(3, 4)], 4, range(4))
         [(1, 2), (0, 1)]
     """
-    stack: list[int] = []
-    found = []
     starts = {leaves.start: number for number, leaves in enumerate(sums)}
-    inside = {leaf for leaves in sums for leaf in leaves if leaf != leaves.start}
-    pending: list[tuple[int, int]] = []  # of the stack: the leaves that each entry has
-    for op in program(range(count), count):
+    stack: list[range] = []
+    found = []
+    for op in program(within, count):
         if op != MERGE:
-            stack.append(starts.get(op, -1))
-            pending.append((op, op + 1))
+            stack.append(range(op, op + 1))
             continue
-        right, left = stack.pop(), stack.pop()
-        (_, end), (begin, middle) = pending.pop(), pending.pop()
-        pending.append((begin, end))
-        if middle not in inside:  # not within one of the sums
-            found.append((left, right))
-        stack.append(left)
+        right = stack.pop()
+        if right.start in starts:  # else the node is in one of the sums
+            found.append((starts[stack[-1].start], starts[right.start]))
+        stack[-1] = range(stack[-1].start, right.stop)
     return found
 
 
 @functools.lru_cache(maxsize=256)
-def plan(count: int, rank: int, ranks: int, merged: bool) -> Plan:
-    """Return the plan of ``rank`` for a batch in which ``count`` leaves have rows."""
-    programs = [_program_of(count, each, ranks, merged) for each in range(ranks)]
-    stacks = [stack_after(ops)[0] for ops in programs]
-    sums = [leaves for stack in stacks for leaves in stack]
-    return Plan(programs[rank], [len(stack) for stack in stacks], additions(sums, count))
+def ops_of(count: int, rank: int, ranks: int) -> tuple[int, ...]:
+    """Return the program of ``rank`` for a batch in which ``count`` leaves have rows.
 
-
-def _program_of(count: int, rank: int, ranks: int, merged: bool) -> list[int]:
+    After its last leaf nothing is merged: one pass over memory adds up all that is left.
+    """
     ops = program(contiguous_share(count, rank, ranks), count)
-    while not merged and ops and ops[-1] == MERGE:
+    while ops and ops[-1] == MERGE:
         ops.pop()
-    return ops
+    return tuple(ops)
+
+
+@functools.lru_cache(maxsize=256)
+def reduction(count: int, ranks: int, per_host: int) -> Reduction:
+    """Return how what is on the stacks of all ranks becomes one sum.
+
+    ``per_host`` neighbouring ranks see each other's.
+    """
+    stacks = [stack_after(ops_of(count, rank, ranks))[0] for rank in range(ranks)]
+    hosts = []
+    for first in range(0, ranks, per_host):
+        on_host = range(first, first + per_host)
+        places = [(rank - first, row) for rank in on_host for row in range(len(stacks[rank]))]
+        sums = [leaves for rank in on_host for leaves in stacks[rank]]
+        hosts.append(_host(places, sums, count))
+    subtrees = [each.leaves for host in hosts for each in host]
+    return Reduction(hosts, additions(subtrees, count, range(count)))
+
+
+def _host(places: list[tuple[int, int]], sums: list[range], count: int) -> list[Subtree]:
+    if not sums:
+        return []
+    found = []
+    for leaves in stack_after(program(range(sums[0].start, sums[-1].stop), count))[0]:
+        inside = [number for number, each in enumerate(sums) if each.start in leaves]
+        steps = additions([sums[number] for number in inside], count, leaves)
+        found.append(Subtree(leaves, [places[number] for number in inside], steps))
+    return found
+
+
+class Subtree(NamedTuple):
+    """A sum that a host hands on: of which (local rank, row), and by which additions."""
+
+    leaves: range
+    places: list[tuple[int, int]]
+    steps: list[tuple[int, int]]
+
+
+class Reduction(NamedTuple):
+    """The subtrees of each host, in order, and the additions of all of them."""
+
+    hosts: list[list[Subtree]]
+    steps: list[tuple[int, int]]
 
 
 def rows_needed(leaves: int, ranks: int) -> int:
     """Return the deepest stack of any rank, in any batch that is cut into at most ``leaves``."""
     return max(
-        stack_after(_program_of(count, rank, ranks, True))[1]
+        stack_after(ops_of(count, rank, ranks))[1]
         for count in range(1, leaves + 1)
         for rank in range(min(ranks, count))
     )
-
-
-class Plan:
-    """What a rank does in a step.
-
-    ``ops``: its program. ``merged`` programs end with the sums of complete subtrees; else the last
-    leaf is left on the stack with all that waits for it, and one pass over memory adds up
-    everything. ``heights``: how many sums each rank has then. ``steps``: the additions of the sums
-    of all ranks, in rank order.
-    """
-
-    def __init__(self, ops: list[int], heights: list[int], steps: list[tuple[int, int]]) -> None:
-        self.ops, self.heights, self.steps = ops, heights, steps
-        self.leaves = [op for op in ops if op != MERGE]
 
 
 def fold(

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from flashlight_py.dataset.shares import contiguous_share
-from flashlight_py.parallel.leaf_tree import MERGE, fold, plan, program, rows_needed, stack_after
+from flashlight_py.parallel.leaf_tree import (
+    MERGE,
+    fold,
+    ops_of,
+    program,
+    reduction,
+    rows_needed,
+    stack_after,
+)
 
 
-def in_words(ops: list[int]) -> list[str]:
+def in_words(ops: Sequence[int]) -> list[str]:
     """What a program leaves on its stack."""
     stack: list[str] = []
     for op in ops:
@@ -27,22 +38,31 @@ def test_the_tree_of_eight_leaves() -> None:
     assert in_words(program(range(3, 6), 8)) == ["3", "(4+5)"]
 
 
-@pytest.mark.parametrize("merged", [True, False])
-def test_any_number_of_ranks_adds_up_the_same_tree(merged: bool) -> None:
-    for count in range(1, 10):
-        (expected,) = in_words(program(range(count), count))
-        for ranks in range(1, 12):
-            sums = []
-            for rank in range(ranks):
-                mine = plan(count, rank, ranks, merged)
-                assert mine.leaves == list(contiguous_share(count, rank, ranks))
-                stack, deepest = stack_after(mine.ops)
-                assert len(stack) == mine.heights[rank]
-                assert deepest <= rows_needed(count, ranks)
-                sums += in_words(mine.ops)
-            for a, b in mine.steps:
-                sums[a] = f"({sums[a]}+{sums[b]})"
-            assert sums[0] == expected, (count, ranks)
+@pytest.mark.parametrize("hosts", ["one", "two", "as many as ranks"])
+def test_any_number_of_ranks_adds_up_the_same_tree(hosts: str) -> None:
+    for count, ranks in itertools.product(range(1, 10), range(1, 12)):
+        per_host = {"one": ranks, "two": ranks // 2}.get(hosts, 1)
+        if not per_host or ranks % per_host:
+            continue
+        stacks = []
+        for rank in range(ranks):
+            ops = ops_of(count, rank, ranks)
+            assert [op for op in ops if op != MERGE] == [*contiguous_share(count, rank, ranks)]
+            assert stack_after(ops)[1] <= rows_needed(count, ranks)
+            stacks.append(in_words(ops))
+        plan = reduction(count, ranks, per_host)
+        sums = []
+        for host, subtrees in enumerate(plan.hosts):
+            for subtree in subtrees:
+                parts = [stacks[host * per_host + place][row] for place, row in subtree.places]
+                sums.append(added(parts, subtree.steps))
+        assert added(sums, plan.steps) == in_words(program(range(count), count))[0], (count, ranks)
+
+
+def added(sums: list[str], steps: Sequence[tuple[int, int]]) -> str:
+    for a, b in steps:
+        sums[a] = f"({sums[a]}+{sums[b]})"
+    return sums[0]
 
 
 def test_a_rank_holds_few_rows() -> None:
