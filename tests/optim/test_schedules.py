@@ -46,8 +46,8 @@ SCHEDULES: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
     ),
     "exponential": (lambda lib, o: lib.ExponentialLR(o, 0.9), BASE * 0.9**T),
     "linear": (
-        lambda lib, o: lib.LinearLR(o, start_factor=0.5, end_factor=2, total_iters=6),
-        np.interp(T, [0, 6], [BASE / 2, BASE * 2]),
+        lambda lib, o: lib.LinearLR(o, start_factor=0.5, end_factor=0.75, total_iters=6),
+        np.interp(T, [0, 6], [BASE / 2, BASE * 0.75]),
     ),
     "lambda": (lambda lib, o: lib.LambdaLR(o, lambda t: 1 / (1 + t)), BASE / (1 + T)),
     "cosine": (
