@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from flashlight_py.distributed.api import *
     from flashlight_py.launch import spawn as spawn
     from flashlight_py.parallel import (
+        DataParallel as DataParallel,
         DistributedDataContainer as DistributedDataContainer,
         DistributedOptimizer as DistributedOptimizer,
         DistributedSampler as DistributedSampler,
@@ -141,6 +142,7 @@ _NAMES = [
     "load",
     "Checkpoint",
     "spawn",
+    "DataParallel",
     "DistributedOptimizer",
     "PeriodicAveraging",
     "DistributedDataContainer",
@@ -168,6 +170,7 @@ _HOMES = {
     "checkpoint": ["Checkpoint", "load", "save"],
     "launch": ["spawn"],
     "parallel": [
+        "DataParallel",
         "DistributedDataContainer",
         "DistributedOptimizer",
         "DistributedSampler",

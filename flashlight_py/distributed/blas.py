@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,11 +61,7 @@ def limit(threads: int) -> None:
     if not found:
         _said = "not set: NumPy's is no OpenBLAS; OMP_NUM_THREADS or its own variable chooses them"
         return
-    for each in found:
-        had = each.ask("get_num_threads")
-        if had == each.default() and had > threads:
-            each.set(threads)
-            _limited.append((each, had))
+    _limited.extend(limit_each(threads))
     if _limited:
         _said = f"{threads}, this rank's share of the cores; {_VARIABLES[0]} chooses otherwise"
     else:
@@ -76,8 +72,28 @@ def restore() -> None:
     """Restore the number of threads that each OpenBLAS had before ``limit``."""
     global _said  # noqa: PLW0603  (see above)
     _said = ""
-    while _limited:
-        library, threads = _limited.pop()
+    restore_each(_limited)
+    _limited.clear()
+
+
+def limit_each(threads: int) -> list[tuple[_OpenBlas, int]]:
+    """Have each OpenBLAS whose threads nobody has chosen compute with ``threads``.
+
+    Returns:
+        Those of which that is fewer than before, and how many they had: for ``restore_each``.
+    """
+    limited = []
+    for each in _loaded():
+        had = each.ask("get_num_threads")
+        if had == each.default() and had > threads:
+            each.set(threads)
+            limited.append((each, had))
+    return limited
+
+
+def restore_each(limited: Iterable[tuple[_OpenBlas, int]]) -> None:
+    """Undo ``limit_each``."""
+    for library, threads in limited:
         library.set(threads)
 
 

@@ -6,9 +6,13 @@ import importlib.util
 import io
 import pickle
 import types
+from collections.abc import Callable
 from typing import Any
 
 _MAIN = ("__main__", "__mp_main__")  # multiprocessing's name for the script that a child imports
+
+# As ``pickle.Pickler.persistent_id``: what stands for a value in the pickle; None: itself.
+StandIn = Callable[[Any], Any]
 
 
 class _WithoutMain(pickle.Pickler):
@@ -23,7 +27,9 @@ class _WithoutMain(pickle.Pickler):
         return NotImplemented
 
 
-def dumps(value: Any, main_can_be_imported: bool = True) -> bytes:
+def dumps(
+    value: Any, main_can_be_imported: bool = True, stand_in: StandIn = lambda value: None
+) -> bytes:
     """Pickle ``value``; ``pickle.loads`` reads it, on the other side too.
 
     cloudpickle, where installed, serves what pickle cannot send: lambdas, closures, and whatever
@@ -32,22 +38,25 @@ def dumps(value: Any, main_can_be_imported: bool = True) -> bytes:
     Raises:
         TypeError: neither can pickle it; says what to do.
     """
+    kind = pickle.Pickler if main_can_be_imported else _WithoutMain
     try:
-        return _plain(value, main_can_be_imported)
+        return _pickled(kind, value, stand_in)
     except Exception as error:  # noqa: BLE001 - pickle runs code of the objects, which may raise all
         plain_error = error
-    return _by_cloudpickle(value, plain_error)
+    return _by_cloudpickle(value, stand_in, plain_error)
 
 
-def _plain(value: Any, main_can_be_imported: bool) -> bytes:
-    if main_can_be_imported:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+def _pickled(kind: type[pickle.Pickler], value: Any, stand_in: StandIn) -> bytes:
+    class Pickler(kind):  # type: ignore[valid-type, misc]
+        def persistent_id(self, value: Any) -> Any:
+            return stand_in(value)
+
     buffer = io.BytesIO()
-    _WithoutMain(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
-def _by_cloudpickle(value: Any, plain_error: Exception) -> bytes:
+def _by_cloudpickle(value: Any, stand_in: StandIn, plain_error: Exception) -> bytes:
     if importlib.util.find_spec("cloudpickle") is None:
         raise TypeError(
             f"cannot be pickled: {plain_error}; define functions and classes at the top level of "
@@ -56,7 +65,6 @@ def _by_cloudpickle(value: Any, plain_error: Exception) -> bytes:
     import cloudpickle
 
     try:
-        pickled: bytes = cloudpickle.dumps(value)
+        return _pickled(cloudpickle.Pickler, value, stand_in)
     except Exception as error:
         raise TypeError(f"cannot be pickled, not by cloudpickle either: {error}") from error
-    return pickled
