@@ -53,9 +53,8 @@ def limit(threads: int) -> None:
     Choosing is setting a variable that it reads, or another number than its default before.
     """
     global _said  # noqa: PLW0603  (the libraries are the process's, too)
-    chosen = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
-    if chosen:
-        _said = f"as {chosen[0]} says"
+    if choice := chosen():
+        _said = f"as {choice} says"
         return
     found = list(_loaded())
     if not found:
@@ -74,6 +73,12 @@ def restore() -> None:
     _said = ""
     restore_each(_limited)
     _limited.clear()
+
+
+def chosen() -> str:
+    """Return the setting by which somebody has chosen the threads; empty: nobody has."""
+    settings = (f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ)
+    return next(settings, "")
 
 
 def limit_each(threads: int) -> list[tuple[_OpenBlas, int]]:

@@ -14,11 +14,9 @@ from typing import Any
 
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.failures import Failure, describe_exit
+from flashlight_py.launch.loop import code_of
 from flashlight_py.launch.ranks import without_place
 from flashlight_py.launch.spawning import RANK_MAIN, interpreter, pack_task
-
-# How long a process whose link has ended may take to end itself, in seconds, before it is killed.
-_ENDING_SECONDS = 5.0
 
 
 class Worker:
@@ -107,9 +105,9 @@ class Worker:
         self._link.close()
 
     def _ended(self) -> RankFailedError:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_ENDING_SECONDS)
-        code = self._process.returncode
-        error = self.error("has closed its link" if code is None else describe_exit(code))
-        error.exit_code = code
+        # Not reaped, so that end() still reaches what it has left in its group.
+        end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        assert end is not None, "waitid returns None only with WNOHANG"
+        error = self.error(describe_exit(code_of(end)))
+        error.exit_code = code_of(end)
         return error

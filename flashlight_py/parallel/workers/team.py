@@ -72,7 +72,7 @@ class Team:
             self._workers.append(Worker(name, serve, args, fds, variables))
         for worker in self._workers:
             worker.wait_for_start()
-        if variables:
+        if not blas.chosen():
             self._limited += blas.limit_each(max(1, cores // (count + 1)))
 
     def holds(self, params: Sequence[Variable]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,9 @@ class DataParallel(Module):
                 ``if __name__ == "__main__":``. In ``backward()``: the workers have ended since.
             OSError: the system starts no more processes, or has no more memory.
         """
-        form, parts = take_apart(inputs, is_data)
+        if self.nprocs == 1:
+            return self.module(*inputs)
+        form, parts = take_apart(inputs, is_data, _can_import_main())
         counts = _shares(_rows(parts), self.nprocs)
         if len(counts) < 2:
             return self.module(*inputs)
@@ -149,7 +152,7 @@ class DataParallel(Module):
 
         It takes all Variables of the module that it meets, also those that ``params()`` does not.
         """
-        form, params = take_apart(self.module, is_parameter, main_can_be_imported(WHAT))
+        form, params = take_apart(self.module, is_parameter, _can_import_main())
         self._params: list[Variable] = params
         for number, param in enumerate(params):
             if is_cupy(param.data):
@@ -161,6 +164,12 @@ class DataParallel(Module):
             self.close()
             self._team, self._sent = Team(self.nprocs - 1, params, self._cores), None
         return self._team, None if form == self._sent else form
+
+
+@cache
+def _can_import_main() -> bool:
+    """Return whether the workers can import this process's script."""
+    return main_can_be_imported(WHAT)
 
 
 def _rows(parts: Sequence[Part]) -> int:
