@@ -7,6 +7,7 @@ import io
 import pickle
 import types
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 _MAIN = ("__main__", "__mp_main__")  # multiprocessing's name for the script that a child imports
@@ -27,9 +28,7 @@ class _WithoutMain(pickle.Pickler):
         return NotImplemented
 
 
-def dumps(
-    value: Any, main_can_be_imported: bool = True, stand_in: StandIn = lambda value: None
-) -> bytes:
+def dumps(value: Any, main_can_be_imported: bool = True, stand_in: StandIn | None = None) -> bytes:
     """Pickle ``value``; ``pickle.loads`` reads it, on the other side too.
 
     cloudpickle, where installed, serves what pickle cannot send: lambdas, closures, and whatever
@@ -46,17 +45,24 @@ def dumps(
     return _by_cloudpickle(value, stand_in, plain_error)
 
 
-def _pickled(kind: type[pickle.Pickler], value: Any, stand_in: StandIn) -> bytes:
-    class Pickler(kind):  # type: ignore[valid-type, misc]
-        def persistent_id(self, value: Any) -> Any:
-            return stand_in(value)
-
+def _pickled(kind: Any, value: Any, stand_in: StandIn | None) -> bytes:
+    if kind is pickle.Pickler and stand_in is None:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)  # without a copy
     buffer = io.BytesIO()
-    Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    pickler = (_standing_in(kind) if stand_in else kind)(buffer, pickle.HIGHEST_PROTOCOL)
+    if stand_in:
+        pickler.stand_in = stand_in
+    pickler.dump(value)
     return buffer.getvalue()
 
 
-def _by_cloudpickle(value: Any, stand_in: StandIn, plain_error: Exception) -> bytes:
+@cache
+def _standing_in(kind: Any) -> Any:
+    """Return a pickler of this kind that asks its ``stand_in`` about each object."""
+    return type(kind.__name__, (kind,), {"persistent_id": lambda self, value: self.stand_in(value)})
+
+
+def _by_cloudpickle(value: Any, stand_in: StandIn | None, plain_error: Exception) -> bytes:
     if importlib.util.find_spec("cloudpickle") is None:
         raise TypeError(
             f"cannot be pickled: {plain_error}; define functions and classes at the top level of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Iterable, Sequence
@@ -69,9 +70,10 @@ class Memory:
 
     def _view(self, place: Place) -> Array:
         kind = place.dtype
-        if not np.prod(place.shape):
+        size = math.prod(place.shape) * kind.itemsize
+        if not size:
             return np.empty(place.shape, kind)
-        end = place.offset + int(np.prod(place.shape)) * kind.itemsize
+        end = place.offset + size
         if self._map is None or len(self._map) < end:
             self._map = mmap.mmap(self.fd, 0)  # the old one goes with the last array in it
         return np.ndarray(place.shape, kind, self._map, place.offset)

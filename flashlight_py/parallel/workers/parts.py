@@ -48,11 +48,16 @@ def take_apart(
 def put_together(form: bytes, find: Callable[[int, bool | None], Any]) -> Any:
     """Return the value of ``form``, with what ``find`` returns for the number of each part."""
 
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, stand_in: StandIn) -> Any:
-            return find(*stand_in)
+    unpickler = _Unpickler(io.BytesIO(form))
+    unpickler.find = find
+    return unpickler.load()
 
-    return Unpickler(io.BytesIO(form)).load()
+
+class _Unpickler(pickle.Unpickler):
+    find: Callable[[int, bool | None], Any]
+
+    def persistent_load(self, stand_in: StandIn) -> Any:
+        return self.find(*stand_in)
 
 
 def is_parameter(value: Any) -> bool:
