@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,12 @@ def test_what_cannot_be_wrapped_or_computed_is_refused(strict: Any) -> None:
     model = fl.DataParallel(Net(), nprocs=2)
     with pytest.raises(TypeError, match="an input is a CuPy array"):
         model(fl.input(strict.asarray(np.ones((4, 6)))))
+    with pytest.raises(TypeError, match="an input holds Python objects"):
+        model(np.array([None] * 4))
+    model.module.lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"DataParallel: the module cannot be pickled.*lock"):
+        model(rows(0, 0))
+    del model.module.lock
     model.module.out.weight.data = strict.asarray(model.module.out.weight.data)
     with pytest.raises(TypeError, match=r"parameter \d \(shape \(3, 8\)\) is on a GPU"):
         model(fl.input(np.ones((4, 6))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -102,7 +102,7 @@ class DataParallel(Module):
         """
         if self.nprocs == 1:
             return self.module(*inputs)
-        form, parts = take_apart(inputs, is_data, _can_import_main())
+        form, parts = _apart("an input", inputs, is_data)
         counts = _shares(_rows(parts), self.nprocs)
         if len(counts) < 2:
             return self.module(*inputs)
@@ -121,7 +121,7 @@ class DataParallel(Module):
         own_parts = [_first_rows(part, counts[0]) for part in parts]
         result = self.module.forward(*put_together(form, lambda number, _: own_parts[number]))
         answers = team.answers()
-        result_form, results = take_apart(result, is_data)
+        result_form, results = _apart("a result", result, is_data)
         shares = [
             ShareResult(answer, team.results(worker, answer.places))
             for worker, answer in enumerate(answers)
@@ -152,7 +152,7 @@ class DataParallel(Module):
 
         It takes all Variables of the module that it meets, also those that ``params()`` does not.
         """
-        form, params = take_apart(self.module, is_parameter, _can_import_main())
+        form, params = _apart("the module", self.module, is_parameter)
         self._params: list[Variable] = params
         for number, param in enumerate(params):
             if is_cupy(param.data):
@@ -172,12 +172,20 @@ def _can_import_main() -> bool:
     return main_can_be_imported(WHAT)
 
 
+def _apart(what: str, value: Any, is_part: Callable[[Any], bool]) -> tuple[bytes, list[Any]]:
+    try:
+        return take_apart(value, is_part, _can_import_main())
+    except TypeError as error:
+        raise TypeError(f"{WHAT}: {what} {error}") from error
+
+
 def _rows(parts: Sequence[Part]) -> int:
     """Return the first dimension of all inputs; 0 where there are none, or none has one."""
     shapes = [part.shape for part in parts]
     for part in parts:
-        if is_cupy(array_of(part)):
-            raise TypeError(f"{WHAT}: an input is a CuPy array; this is for NumPy arrays")
+        if is_cupy(array_of(part)) or part.dtype.hasobject:
+            kind = "holds Python objects" if part.dtype.hasobject else "is a CuPy array"
+            raise TypeError(f"{WHAT}: an input {kind}; this is for NumPy arrays of numbers")
     rows = {shape[0] if shape else None for shape in shapes}
     if len(rows) > 1 or None in rows:
         raise ValueError(
