@@ -145,6 +145,16 @@ def test_the_launcher_is_timed_beside_bare_processes(tmp_path: Path) -> None:
     assert [len(m["seconds"]) for m in json.loads(file.read_text())["measurements"]] == [3, 3]
 
 
+@pytest.mark.slow
+def test_steps_of_several_processes_beside_one(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    command = [sys.executable, str(BENCHMARKS / "data_parallel.py"), "--quick", "--nprocs", "2"]
+    command += ["--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "| 32 |" in done.stdout
+    assert [len(m["seconds"]) for m in json.loads(file.read_text())["measurements"]] == [3, 3]
+
+
 def test_checkpoints_are_measured_beside_dd(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     options = ("--quick", "--folder", str(tmp_path), "--json", str(file))
