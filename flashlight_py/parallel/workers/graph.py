@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.autograd.engine import Vjp, on_backward_end
+from flashlight_py.autograd.engine import on_backward_end
+from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.variable import record, record_in_order
 from flashlight_py.device import Array
 from flashlight_py.parallel.workers.parts import Part, array_of

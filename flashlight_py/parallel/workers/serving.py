@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.autograd.engine import Node, Target
+from flashlight_py.autograd.graph import Node, Target
 from flashlight_py.autograd.variable import record
 from flashlight_py.device import Array
 from flashlight_py.launch.failures import Failure
