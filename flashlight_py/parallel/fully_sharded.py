@@ -23,7 +23,7 @@ from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.optim.placement import Placement, Shards
 from flashlight_py.optim.rule import RuleOptimizer
-from flashlight_py.optim.squares import sum_of_squares
+from flashlight_py.optim.squares import BLOCK, sum_of_squares, sums_of_squares
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.data_parallel import install, release
 from flashlight_py.parallel.parameters import broadcast_parameters, give_state, require_module
@@ -256,6 +256,19 @@ class HostShards(Shards):
         self._optimizers = [ref for ref in self._optimizers if ref() is not None]
         self._optimizers.append(weakref.ref(optimizer))
         self._states, self._taken = {}, Counter()
+
+    def sum_of_squares(self, variables: Sequence[Variable]) -> float:
+        """Return that of all gradients, the same for any number of ranks; see ``Shards``."""
+        if self.memory.across:
+            return super().sum_of_squares(variables)
+        local, parts = self.memory.hosts.local, [np.zeros(0)]
+        for variable in variables:
+            assert variable.grad is not None
+            sums = np.zeros(-(-variable.size // BLOCK))
+            mine = slice(local.rank, None, local.size)
+            sums[mine] = sums_of_squares(variable.grad, mine)
+            parts.append(sums)
+        return float(sum(local.all_reduce(np.concatenate(parts)).tolist()))
 
     def _stepper_of(self, param: Variable) -> Stepper | None:
         return self._steppers.get(param)
