@@ -36,6 +36,11 @@ class Backend(abc.ABC):
     team: object = None  # the same for the backends that one group is made of
     count: Sequence[int] = (0,)  # how many calls users have made in its group, where that is known
 
+    @property
+    def hosts(self) -> Sequence[Sequence[int]]:
+        """The ranks that share memory with each other; by a network alone each is by itself."""
+        return [[rank] for rank in range(self.size)]
+
     @abc.abstractmethod
     def start(self, call: Call) -> Work:
         """Start ``call``; ``Work.wait`` blocks and returns the result.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from math import sqrt
 from typing import Any
 
 from flashlight_py.autograd import Variable
@@ -53,14 +53,22 @@ class AdamOptimizer(RuleOptimizer):
         super().__init__(params, lr, ["mean", "square"])
 
     def _rule(self, position: int, grad_scale: float) -> Rule:
-        beta1, beta2, time = self.beta1, self.beta2, self._steps[position]
+        # Called at every step, also of models for which it is half of the time.
+        beta1, beta2, lr, decay = self.beta1, self.beta2, self._lr, self.weight_decay
+        time = self._steps[position]
+        rate, root = lr / (1 - beta1**time), 1 / sqrt(1 - beta2**time)
+        shrink, penalty = (1 - lr * decay, 0.0) if self.decoupled else (1.0, decay)
         return "adam", (
-            *(beta1, 1 - beta1, beta2, 1 - beta2, self.eps),
-            self._lr / (1 - beta1**time),
-            1 / math.sqrt(1 - beta2**time),
-            1 - self._lr * self.weight_decay if self.decoupled else 1.0,
-            0.0 if self.decoupled else self.weight_decay,
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            self.eps,
+            rate,
+            root,
+            shrink,
+            penalty,
         )
 
     def _state(self) -> dict[str, list[Any]]:
-        return {"steps": self._steps, **self._states}
+        return {"steps": self._steps, **super()._state()}

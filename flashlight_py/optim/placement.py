@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
-from flashlight_py.optim.reference import sum_of_squares
+from flashlight_py.optim.squares import sum_of_squares
 
 if TYPE_CHECKING:
     from flashlight_py.optim.clip import Summing
@@ -31,6 +31,7 @@ class Shards(ABC):
     """
 
     group: Summing
+    steps = False  # inside the backward pass, so that there are no gradients afterwards
 
     @abstractmethod
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
@@ -39,6 +40,17 @@ class Shards(ABC):
         Raises:
             ValueError: the module was sharded in a way that this optimizer cannot step.
         """
+
+    def check(self, what: str) -> None:  # noqa: B027  (optional: where nothing can be torn)
+        """Refuse ``what``, in words, where a process has ended in the middle of a change.
+
+        Raises:
+            TornStateError: one has.
+        """
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Return the context in which this process sets all parameters of the module."""
+        return nullcontext()
 
     @abstractmethod
     def changing(self, what: str) -> AbstractContextManager[None]:
@@ -53,6 +65,7 @@ class Placement(ABC):
     """Where one parameter, its gradient and its optimizers' state lie."""
 
     shards: Shards
+    is_cut = False  # a process has its part alone, and steps it like a parameter of its own
 
     @abstractmethod
     def zeros(self, dtype: DTypeLike) -> Array:

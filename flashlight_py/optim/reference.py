@@ -9,32 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from flashlight_py.autograd.narrow import widened
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module
 
-__all__ = ["change", "sum_of_squares"]
+__all__ = ["change"]
 
 Results = tuple[Array, ...]
 
 RULES: dict[str, Callable[..., Results]] = {}
 
 
-def change(rule: str, piece: Sequence[Any], numbers: Sequence[float], grad_scale: float) -> None:
+def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale: float) -> None:
     """Change the arrays of ``piece`` in place, as ``rule`` says; its gradient stays as it is.
 
     What is narrower than float32 is computed in float32, and rounded once.
 
     Args:
         rule: the name of one of the rules below.
-        piece: parameter, gradient, states, all of one shape; the gradient may be a list of arrays,
-            which are summed in its order.
         numbers: what the rule takes, in the order of its parameters.
+        piece: parameter, list of gradients, states, all of one shape; the gradients count as their
+            sum, added in their order.
         grad_scale: the factor of the gradient.
     """
-    param, grad, *states = piece
-    first, *others = grad if isinstance(grad, (list, tuple)) else [grad]
+    param, (first, *others), *states = piece
     wide = widened(param)
     total = widened(first)
     for other in others:
@@ -46,24 +43,6 @@ def change(rule: str, piece: Sequence[Any], numbers: Sequence[float], grad_scale
     results = RULES[rule](wide, total, *map(widened, states), *typed)
     for array, result in zip((param, *states), results, strict=True):
         array[...] = result
-
-
-def sum_of_squares(grad: Array) -> float:
-    """Return the sum of the squares of all elements, in float64. Blocks until it is computed.
-
-    In blocks of 65,536 elements, in which element ``i`` is added to sum ``i % 16``, in order; at
-    last the 16 sums are added, one after the other. So NumPy arrays have the same sum everywhere.
-    """
-    if is_cupy(grad):
-        wide = grad.astype(np.float64).reshape(-1)
-        return float(wide.dot(wide))
-    flat, sums = grad.reshape(-1), np.zeros(16)
-    for start in range(0, flat.size, 65536):
-        squares = np.zeros((min(65536, flat.size - start) + 15) // 16 * 16)
-        block = flat[start : start + 65536]
-        np.multiply(block, block, out=squares[: block.size], dtype=np.float64)
-        sums += np.add.reduce(squares.reshape(-1, 16), axis=0)
-    return float(np.add.accumulate(sums)[-1])
 
 
 def _rule(function: Callable[..., Results]) -> Callable[..., Results]:
@@ -124,3 +103,103 @@ def adam(
     mean = mean * beta1 + grad * rest1
     square = square * beta2 + grad * grad * rest2
     return param * shrink - mean / (_sqrt(square) * root + eps) * rate, mean, square
+
+
+@_rule
+def amsgrad(
+    param: Array,
+    grad: Array,
+    mean: Array,
+    square: Array,
+    largest: Array,
+    beta1: float,
+    rest1: float,
+    beta2: float,
+    rest2: float,
+    eps: float,
+    lr: float,
+    shrink: float,
+) -> Results:
+    """Return what AMSgrad makes of a parameter."""
+    mean = mean * beta1 + grad * rest1
+    square = square * beta2 + grad * grad * rest2
+    largest = array_module(largest).maximum(largest, square)
+    return param * shrink - mean / (_sqrt(largest) + eps) * lr, mean, square, largest
+
+
+@_rule
+def adagrad(
+    param: Array, grad: Array, square: Array, eps: float, lr: float, shrink: float
+) -> Results:
+    """Return what Adagrad makes of a parameter."""
+    square = square + grad * grad
+    return param * shrink - grad / (_sqrt(square) + eps) * lr, square
+
+
+@_rule
+def rmsprop(
+    param: Array,
+    grad: Array,
+    square: Array,
+    rho: float,
+    rest: float,
+    eps: float,
+    lr: float,
+    shrink: float,
+) -> Results:
+    """Return what RMSprop makes of a parameter."""
+    square = square * rho + grad * grad * rest
+    return param * shrink - grad / (_sqrt(square) + eps) * lr, square
+
+
+@_rule
+def rmsprop_centered(
+    param: Array,
+    grad: Array,
+    square: Array,
+    mean: Array,
+    rho: float,
+    rest: float,
+    eps: float,
+    lr: float,
+    shrink: float,
+) -> Results:
+    """Return what RMSprop with the variance, which rounding does not make negative, makes of it."""
+    square = square * rho + grad * grad * rest
+    mean = mean * rho + grad * rest
+    variance = array_module(square).maximum(square - mean * mean, 0)
+    return param * shrink - grad / (_sqrt(variance) + eps) * lr, square, mean
+
+
+@_rule
+def adadelta(
+    param: Array,
+    grad: Array,
+    square: Array,
+    change: Array,
+    rho: float,
+    rest: float,
+    eps: float,
+    lr: float,
+    shrink: float,
+) -> Results:
+    """Return what Adadelta makes of a parameter; ``change`` is the mean square of changes."""
+    square = square * rho + grad * grad * rest
+    delta = _sqrt((change + eps) / (square + eps)) * grad
+    return param * shrink - delta * lr, square, change * rho + delta * delta * rest
+
+
+@_rule
+def novograd(
+    param: Array,
+    grad: Array,
+    mean: Array,
+    beta1: float,
+    rest1: float,
+    inverse: float,
+    lr: float,
+    decay: float,
+) -> Results:
+    """Return what NovoGrad makes of a parameter; ``inverse`` is 1 by the gradients' norm."""
+    mean = mean * beta1 + _decayed(grad * inverse, param, decay) * rest1
+    return param - mean * lr, mean

@@ -50,4 +50,4 @@ class SGDOptimizer(RuleOptimizer):
         return "momentum", (self._lr, self.momentum, self.weight_decay, bool(self.nesterov))
 
     def _state(self) -> dict[str, list[Any]]:
-        return {"velocity": [], **self._states}
+        return {"velocity": [], **super()._state()}

@@ -26,6 +26,7 @@ from flashlight_py.parallel.agreement import (
 )
 from flashlight_py.parallel.gradient_sync import (
     GradientSync,
+    PassSync,
     buffers_of,
     flat_buckets,
     gradient_of,
@@ -33,9 +34,10 @@ from flashlight_py.parallel.gradient_sync import (
     used_on_any_rank,
 )
 from flashlight_py.parallel.parameters import give_state, require_module
+from flashlight_py.parallel.sharded import refuse_sharded
 
 # Which modules are distributed; a module that is gone takes its entry along.
-_synchronizers: weakref.WeakKeyDictionary[Module, GradientSync] = weakref.WeakKeyDictionary()
+_synchronizers: weakref.WeakKeyDictionary[Module, PassSync] = weakref.WeakKeyDictionary()
 
 
 def distribute_module_grads(
@@ -88,11 +90,12 @@ def distribute_module_grads(
             ``ignore`` holds something else.
         ValueError: ``reducer`` is passed beside ``scale``, ``hook``, ``group`` or
             ``bucket_bytes``; ``bucket_bytes`` is not positive; ``ignore`` names what the module
-            has not; there is nothing to train.
+            has not; there is nothing to train, or a parameter is sharded.
         MismatchError: ranks' modules differ; names the first parameter that does.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
+    refuse_sharded("distribute_module_grads", module.params(), may_be_cut=True)
     given = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
     if reducer is not None:
         _refuse_beside_reducer(given)
@@ -109,19 +112,29 @@ def distribute_module_grads(
     digests = check_modules_agree(
         named, members, digest_of_values(named.values()) if members.size > 1 else 0
     )
-    if module in _synchronizers:
-        _synchronizers[module].detach()
+    release(module)
     if reducer is not None:
         sync = GradientSync(one_by_one(in_order), reducer)
     else:
         sync = _bucketed(in_order, scale, hook, group, limit)
     sync.ignored = ignored
-    _synchronizers[module] = sync
-    if getattr(module.before_forward, "func", None) is _before_forward:
-        module.before_forward = None  # of an earlier call
+    install(module, sync)
     if broadcast_buffers and any(name not in ignored for name in module.buffers):
         module.before_forward = functools.partial(_before_forward, sync)
     warn_of_differing("distribute_module_grads", digests, members)
+
+
+def release(module: Module) -> None:
+    """Undo an earlier call for ``module``, if there was one."""
+    if module in _synchronizers:
+        _synchronizers.pop(module).detach()
+    if getattr(module.before_forward, "func", None) is _before_forward:
+        module.before_forward = None
+
+
+def install(module: Module, sync: PassSync) -> None:
+    """Let ``sync`` be what :func:`no_sync` and :func:`join` find for ``module``."""
+    _synchronizers[module] = sync
 
 
 def _bucketed(
@@ -179,7 +192,7 @@ def _before_forward(sync: GradientSync, module: Module) -> None:
         give_state(module, state, 0, sync.reducer.group)
 
 
-def gradient_sync_of(module: Module, caller: str) -> GradientSync:
+def gradient_sync_of(module: Module, caller: str) -> PassSync:
     """Return what :func:`distribute_module_grads` has installed.
 
     Raises:
@@ -187,7 +200,9 @@ def gradient_sync_of(module: Module, caller: str) -> GradientSync:
     """
     sync = _synchronizers.get(module)
     if sync is None:
-        raise ValueError(f"{caller}: call distribute_module_grads on this module first")
+        raise ValueError(
+            f"{caller}: call distribute_module_grads or fully_shard on this module first"
+        )
     return sync
 
 
@@ -199,9 +214,15 @@ def no_sync(module: Module) -> Iterator[None]:
     itself, but every rank must leave out the same passes.
 
     Raises:
-        ValueError: ``distribute_module_grads`` was not called for this module.
+        ValueError: neither ``distribute_module_grads`` nor ``fully_shard`` was called for this
+            module, or the latter with ``step_in_backward``.
     """
     sync = gradient_sync_of(module, "no_sync")
+    if sync.steps:
+        raise ValueError(
+            "no_sync: the module is sharded with step_in_backward=True: every backward pass is a "
+            "step, so gradients cannot add up"
+        )
     before, sync.enabled = sync.enabled, False
     try:
         yield
@@ -225,9 +246,11 @@ def all_reduce_gradients(
 
     Raises:
         TypeError: ``module`` is no Module.
+        ValueError: a parameter is sharded.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
+    refuse_sharded("all_reduce_gradients", module.params())
     params = [param for param in module.params() if param.calc_grad]
     used = used_on_any_rank((param.grad is not None for param in params), group)
     there = [param for param, anywhere in zip(params, used, strict=True) if anywhere]

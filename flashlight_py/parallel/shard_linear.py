@@ -22,7 +22,7 @@ from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Linear
 from flashlight_py.optim.optimizer import FirstOrderOptimizer
 from flashlight_py.optim.placement import Placement, Shards
-from flashlight_py.optim.reference import sum_of_squares
+from flashlight_py.optim.squares import sum_of_squares
 from flashlight_py.parallel.agreement import (
     by_rank,
     check_modules_agree,
@@ -184,6 +184,8 @@ class Cut(Shards):
 
 class CutParameter(Placement):
     """A parameter of which this rank has its part alone."""
+
+    is_cut = True
 
     def __init__(self, variable: Variable, cut: Cut, whole_shape: tuple[int, ...]) -> None:
         self.shards = cut

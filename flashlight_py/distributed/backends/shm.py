@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,11 @@ class ShmBackend(NativeBackend):
             self._group, answer_to_interrupts(native, "fl_shm_interrupted")
         )
         self.lib.fl_shm_on_mismatch(self._group, answer_where(native, "fl_shm_where"))
+
+    @property
+    def hosts(self) -> Sequence[Sequence[int]]:
+        """All ranks: they share memory; see ``Backend``."""
+        return [range(self.size)]
 
     def _map(self, path: str, create: bool) -> Any:
         group = self.lib.fl_shm_open(
