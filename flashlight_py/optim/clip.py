@@ -33,7 +33,7 @@ def clip_grad_norm(
     without a group: the norm is the same on every rank. Where ranks have different parameters, as
     parts of one model, pass their group: the squares are summed over it, in one small message, and
     all ranks scale by the same factor. Of a sharded module's parameters each rank scales its own
-    pieces: that is collective, too.
+    pieces: that is collective, too, as it is with parameters that ``shard_linear`` has cut.
 
     Args:
         params: the variables whose gradients to scale; of this rank alone, and possibly none,
@@ -53,10 +53,13 @@ def clip_grad_norm(
     """
     limit = check_at_least_zero("max_norm", max_norm)
     params = as_param_list(params, may_be_empty=group is not None)
-    grads, shards = _own_gradients(params)
+    cut = [param for param in params if _is_cut(param)]
+    grads, shards = _own_gradients(param for param in params if not _is_cut(param))
     squares = np.array([sum(_sum_of_squares(grad) for grad in grads)], np.float64)
     if shards is not None:
         shards.group.all_reduce(squares)
+    squares += sum(param.placement.sum_of_squares(param) for param in cut)
+    grads += [param.grad for param in cut if param.grad is not None]
     if group is not None:
         group.all_reduce(squares)
     norm = math.sqrt(squares[0])
@@ -64,6 +67,11 @@ def clip_grad_norm(
         for grad in grads:
             _scale(grad, limit / norm)
     return norm
+
+
+def _is_cut(param: Variable) -> bool:
+    """Return whether other ranks have other parts of the gradient that this rank has."""
+    return param.grad is not None and param.placement is not None and param.placement.is_cut
 
 
 def _own_gradients(params: Iterable[Variable]) -> tuple[list[Array], Shards | None]:

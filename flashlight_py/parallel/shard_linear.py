@@ -57,8 +57,8 @@ def shard_linear(
     ``state_dict`` is collective, and ``load_state_dict`` takes whole arrays, on any number of
     ranks. ``fl.save`` and ``fl.load`` work on that. Optimizers and gradient hooks belong to the
     arrays of before: make them afterwards. Ranks that hold the same part may train on different
-    data with ``distribute_module_grads(module, group=...)`` of them. ``clip_grad_norm`` sees this
-    rank's part alone. Copies of the layer belong to the same group.
+    data with ``distribute_module_grads(module, group=...)`` of them. Copies of the layer belong to
+    the same group.
 
     Collective, blocking, as is calling the layer: forward a row layer, backward a column layer.
 

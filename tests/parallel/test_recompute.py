@@ -10,7 +10,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py import nn
-from tests.distributed.conformance import ranks_in
+from tests.distributed.conformance import BACKENDS, ranks_in
 
 ranks = ranks_in(("shm", 2), slow=[("gloo", 3)])
 
@@ -43,6 +43,32 @@ def trained(rank: int, again: Callable[[Any], Any], bucket_bytes: int) -> list[b
                 net(x).sum().backward()
         optimizer.step()
     return [array.tobytes() for array in (*net.state_dict().values(), x.grad)]
+
+
+def sharded(rank: int, again: Callable[[Any], Any], step_in_backward: bool) -> list[bytes]:
+    """Train without collectives inside: a shared model is changed as soon as nobody needs it."""
+    fl.set_seed(1)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh())
+    net = nn.Sequential(again(block), again(nn.Linear(4, 4)), again(block), nn.Linear(4, 2))
+    fl.fully_shard(net, step_in_backward=step_in_backward)
+    optimizer = fl.optim.AdamOptimizer(net.params(), 0.1)
+    rng = np.random.default_rng(rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = fl.param(rng.standard_normal((3, 4)).astype(np.float32))
+        net(x).sum().backward()
+        optimizer.step()
+    return [array.tobytes() for array in (*net.state_dict().values(), x.grad)]
+
+
+def same_bits_sharded(rank: int, size: int, step_in_backward: bool) -> None:
+    plain = sharded(rank, lambda module: module, step_in_backward)
+    assert sharded(rank, fl.recompute, step_in_backward) == plain
+
+
+@pytest.mark.parametrize("step_in_backward", [False, True])
+def test_a_sharded_model_is_trained_as_before(pool: Any, step_in_backward: bool) -> None:
+    pool(2, **BACKENDS["shm"][1]).run(same_bits_sharded, step_in_backward)
 
 
 def same_bits(rank: int, size: int, bucket_bytes: int) -> list[bytes]:

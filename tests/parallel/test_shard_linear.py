@@ -50,8 +50,9 @@ def train(net: Any, optimizer: Any, steps: int = 3) -> list[Any]:
         x = fl.param(data(3, 4) if step % 2 else data(2, 3, 4))
         loss = (net(x) * net(x)).mean()
         loss.backward()
+        norm = fl.optim.clip_grad_norm(net.params(), 0.1)
         optimizer.step()
-        found += [x.grad, loss.array]
+        found += [x.grad, loss.array, norm]
     return found
 
 
