@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py import nn
+from flashlight_py.parallel.zero import shard_by_gathering
 from tests.distributed.conformance import BACKENDS, ranks_in
 
 ranks = ranks_in(("shm", 2), slow=[("gloo", 3)])
@@ -45,12 +47,19 @@ def trained(rank: int, again: Callable[[Any], Any], bucket_bytes: int) -> list[b
     return [array.tobytes() for array in (*net.state_dict().values(), x.grad)]
 
 
-def sharded(rank: int, again: Callable[[Any], Any], step_in_backward: bool) -> list[bytes]:
-    """Train without collectives inside: a shared model is changed as soon as nobody needs it."""
+SHARDED: dict[str, Callable[[Any], Any]] = {
+    "in shared memory": fl.fully_shard,
+    "stepped inside": functools.partial(fl.fully_shard, step_in_backward=True),
+    "by gathering": shard_by_gathering,
+}
+
+
+def sharded(rank: int, again: Callable[[Any], Any], how: str) -> list[bytes]:
+    """Train a model that changes, or whose parameters go, as soon as nobody needs them."""
     fl.set_seed(1)
     block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh())
     net = nn.Sequential(again(block), again(nn.Linear(4, 4)), again(block), nn.Linear(4, 2))
-    fl.fully_shard(net, step_in_backward=step_in_backward)
+    SHARDED[how](net)
     optimizer = fl.optim.AdamOptimizer(net.params(), 0.1)
     rng = np.random.default_rng(rank)
     for _ in range(3):
@@ -61,14 +70,12 @@ def sharded(rank: int, again: Callable[[Any], Any], step_in_backward: bool) -> l
     return [array.tobytes() for array in (*net.state_dict().values(), x.grad)]
 
 
-def same_bits_sharded(rank: int, size: int, step_in_backward: bool) -> None:
-    plain = sharded(rank, lambda module: module, step_in_backward)
-    assert sharded(rank, fl.recompute, step_in_backward) == plain
+def same_bits_sharded(rank: int, size: int, how: str) -> None:
+    assert sharded(rank, fl.recompute, how) == sharded(rank, lambda module: module, how)
 
 
-@pytest.mark.parametrize("step_in_backward", [False, True])
-def test_a_sharded_model_is_trained_as_before(pool: Any, step_in_backward: bool) -> None:
-    pool(2, **BACKENDS["shm"][1]).run(same_bits_sharded, step_in_backward)
+def test_a_sharded_model_is_trained_as_before(pool: Any) -> None:
+    pool(2, **BACKENDS["shm"][1]).run_each(same_bits_sharded, [(how,) for how in SHARDED])
 
 
 def same_bits(rank: int, size: int, bucket_bytes: int) -> list[bytes]:
