@@ -163,6 +163,26 @@ def test_one_process_needs_no_init(tmp_path: Path) -> None:
         shard(nn.Sequential(), "row")  # type: ignore[arg-type]
 
 
+def test_on_another_array_library(strict: Any) -> None:
+    net = network()
+    expected = train(network(), fl.optim.SGDOptimizer(net.params(), 0.0), 1)[1]
+    for variable in net.params():
+        variable.data = strict.asarray(variable.data)
+    cut(net)
+    optimizer = fl.optim.AdamOptimizer(net.params(), 0.01)
+    x = fl.param(strict.asarray(data(2, 3, 4)))
+    loss = (net(x) * net(x)).mean()
+    loss.backward()
+    optimizer.step()
+    assert_close(loss.numpy(), expected)
+    whole = net.state_dict()
+    assert {name: type(array) for name, array in whole.items()} == dict.fromkeys(
+        whole, strict.ndarray
+    )
+    net.load_state_dict(whole)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 def data_parallel_of_parts(rank: int, size: int) -> None:
     """Two ranks hold a network together, and two such pairs train on different data."""
     pair, twins = fl.split(rank // 2), fl.split(rank % 2)
