@@ -126,7 +126,7 @@ def _undo(module: Module) -> None:
     for name, param in module.named_params().items():
         if param.placement is None:
             continue
-        if not param.placement.shards.in_common:
+        if param.placement.is_cut:
             raise ValueError(
                 f"fully_shard: {name} is cut between ranks by shard_linear already; shard the "
                 "module's other parts"

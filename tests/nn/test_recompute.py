@@ -194,7 +194,7 @@ def test_on_another_array_library(strict: Any) -> None:
     def gradients(again: Callable[[Any], Any]) -> list[Any]:
         fl.set_seed(5)
         block = nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), nn.Tanh()
         )
         net = nn.Sequential(again(block), nn.Linear(WIDTH, 2))
         for param in net.params():
