@@ -40,24 +40,20 @@ class ShareResult(NamedTuple):
 
 
 def join(
-    team: Team,
-    number: int,
+    graph: WorkersGraph,
     own: Sequence[Part],
     shares: Sequence[ShareResult],
     params: Sequence[Variable],
     inputs: Sequence[Part],
-    starts: Sequence[int],
 ) -> list[Part]:
-    """Return the results of forward pass ``number``, joined, with a graph through all shares.
+    """Return the results of a forward pass, joined, with a graph through all shares.
 
     Args:
-        team: the workers.
-        number: of the forward pass.
+        graph: of the workers that compute the others.
         own: the results of this process's share.
         shares: those of the workers, in order.
         params: the module's parameters, by number.
         inputs: the whole inputs, by number.
-        starts: in which row of the inputs each share begins, and where the last one ends.
 
     Raises:
         ValueError: a result has no dimensions, or the shares have results of different shapes.
@@ -66,7 +62,6 @@ def join(
         _joined([array_of(part), *(share.arrays[k] for share in shares)])
         for k, part in enumerate(_as_many(own, shares))
     ]
-    graph = _Graph(team, number, starts)
     collect = graph.collect(shares, params, inputs)
     ordered = [_in_order(part) for part in own]
     send = record_in_order(_NOTHING, (Variable(_NOTHING, True), graph.send))
@@ -85,8 +80,11 @@ def join(
     return results
 
 
-class _Graph:
-    """The workers' graphs of one forward pass. Nothing refers to it but the operations here."""
+class WorkersGraph:
+    """The workers' graphs of forward pass ``number``; they forget them when this object is gone.
+
+    Share s is the rows from ``starts[s]`` on. In the end only the operations here refer to it.
+    """
 
     def __init__(self, team: Team, number: int, starts: Sequence[int]) -> None:
         self._team, self._number, self._starts = team, number, starts
@@ -150,9 +148,11 @@ class _Graph:
             for worker, answer in enumerate(self._received())
             if (True, number) in answer.leaves
         ]
-        total = grads[0]
-        for nth, grad in enumerate(grads[1:]):
-            total = np.add(total, grad, out=total if nth else None)
+        if len(grads) == 1:
+            return grads[0]
+        total = np.asarray(grads[0] + grads[1])  # NumPy makes a scalar where there is no dimension
+        for grad in grads[2:]:
+            total += grad
         return total
 
     def _of_input(self, number: int) -> Array:
