@@ -30,7 +30,7 @@ from flashlight_py.parallel.parameters import broadcast_parameters, give_state, 
 from flashlight_py.parallel.segment import HostMemory, Hosts
 from flashlight_py.parallel.shard_buckets import Buckets, bucket_bytes
 from flashlight_py.parallel.shard_layout import Layout, UnitPlan, plan
-from flashlight_py.parallel.shard_stepping import SharedBuckets, Stepper, StepSync
+from flashlight_py.parallel.shard_stepping import Stepper, StepSync
 from flashlight_py.parallel.shard_sync import ShardSync, Unit
 from flashlight_py.parallel.zero import shard_by_gathering
 
@@ -207,11 +207,10 @@ class HostShards(Shards):
 
     def _sync(self, hosts: Hosts, nbytes: int, units: Sequence[Unit]) -> ShardSync:
         """Return what adds up gradients through buckets of ``nbytes``. Collective, blocking."""
-        if self.steps:
-            shared = SharedBuckets(hosts.local, nbytes)
-            return StepSync(self.members, self.memory, shared, units, self._stepper_of)
         scale = 1.0 / self.members.size if hosts.count == 1 else 1.0
-        buckets = Buckets(hosts.local, nbytes, scale)
+        buckets = Buckets(hosts.local, nbytes, scale, keeps=not self.steps)
+        if self.steps:
+            return StepSync(self.members, self.memory, buckets, units, self._stepper_of)
         return ShardSync(self.members, self.memory, buckets, units)
 
     def _placed(self, units: Sequence[tuple[str, UnitPlan, list[Variable]]]) -> list[Unit]:
