@@ -34,8 +34,8 @@ from flashlight_py.parallel.shard_stepping import Stepper, StepSync
 from flashlight_py.parallel.shard_sync import ShardSync, Unit
 from flashlight_py.parallel.zero import shard_by_gathering
 
-# Of all parameters: what is smaller costs a rank less memory than its interpreter does, and less time
-# to step alone than it takes ranks to wait for each other.
+# Of all parameters: what is smaller costs a rank less memory than its interpreter does, and less
+# time to step alone than it takes ranks to wait for each other.
 SMALL_BYTES = 4 << 20
 # What ends the name of a layout of parameters that do not learn; before it stands their dtype.
 FROZEN = " frozen"
