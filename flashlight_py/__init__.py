@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     )
     from flashlight_py.distributed.api import *
     from flashlight_py.launch import spawn as spawn
+    from flashlight_py.nn import recompute as recompute
     from flashlight_py.parallel import (
         DistributedDataContainer as DistributedDataContainer,
         DistributedOptimizer as DistributedOptimizer,
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
         distribute_module_grads as distribute_module_grads,
         fully_shard as fully_shard,
         functional as functional,
+        leaves as leaves,
         no_sync as no_sync,
         sync_meter as sync_meter,
     )
@@ -133,8 +135,10 @@ _NAMES = [
     "all_reduce_parameters",
     "all_reduce_gradients",
     "distribute_module_grads",
+    "leaves",
     "fully_shard",
     "no_sync",
+    "recompute",
     "join",
     "synchronize",
     "sync_meter",
@@ -169,6 +173,7 @@ _HOMES = {
     "autograd": ["Variable", "gradcheck", "input", "no_grad", "param"],
     "checkpoint": ["Checkpoint", "load", "save"],
     "launch": ["spawn"],
+    "nn": ["recompute"],
     "parallel": [
         "DistributedDataContainer",
         "DistributedOptimizer",
@@ -182,6 +187,7 @@ _HOMES = {
         "fully_shard",
         "functional",
         "join",
+        "leaves",
         "no_sync",
         "sync_meter",
         "synchronize",

@@ -28,6 +28,7 @@ from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.errors import CheckpointError
+from flashlight_py.parallel.data_parallel import is_leaf_by_leaf
 
 _log = logging.getLogger("flashlight_py")
 
@@ -84,6 +85,7 @@ def load(
         optimizer: made like the one that was saved.
         sampler: made like the one that was saved.
         rng: as it was given to ``save``: its generators are set in place, and the package's own.
+            Of a ``module`` that was distributed with ``leaves`` every rank gets those of rank 0.
         group: the ranks that load together, default the world.
 
     Returns:
@@ -173,14 +175,17 @@ def _restored(
         for name, part in parts.items():
             part.load_state_dict(tree[name])
         if rng:
-            _restore_random_numbers(members, rng, tree["ranks"])
+            is_alike = is_leaf_by_leaf(parts.get("module"))
+            _restore_random_numbers(members, rng, tree["ranks"], 0 if is_alike else members.rank)
     attempt.end(everyone("load", members, attempt.failure))
     return tree
 
 
-def _restore_random_numbers(members: ProcessGroup, rng: Any, ranks: Sequence[Any]) -> None:
-    if members.rank < len(ranks):
-        set_generator_states(rng, ranks[members.rank])
+def _restore_random_numbers(
+    members: ProcessGroup, rng: Any, ranks: Sequence[Any], whose: int
+) -> None:
+    if whose < len(ranks):
+        set_generator_states(rng, ranks[whose])
         return
     _log.warning(
         "%s: the checkpoint has random numbers of %d rank(s); this one keeps its own",

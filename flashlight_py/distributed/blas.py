@@ -34,6 +34,13 @@ class _OpenBlas:
     def set(self, threads: int) -> None:
         self.library[self.spelling.format("set_num_threads")](ctypes.c_int(threads))
 
+    def core_type(self) -> str:
+        """Return whose instructions it computes with, such as Haswell: other ones, other bits."""
+        name = self.library[self.spelling.format("get_corename")]
+        name.restype = ctypes.c_char_p
+        found: bytes = name()
+        return found.decode()
+
     def default(self) -> int:
         """Return the threads that it has unless somebody has chosen: one for each core."""
         config = self.library[self.spelling.format("get_config")]
@@ -72,8 +79,26 @@ def limit(threads: int) -> None:
         _said = f"{max(each.ask('get_num_threads') for each in found)}, as it was"
 
 
+def use_one_thread() -> tuple[int, str]:
+    """Have each OpenBLAS of this process compute with one thread, whoever has chosen more.
+
+    Returns:
+        How many threads they compute with now, 0 where there is no OpenBLAS, and their core types.
+    """
+    global _said  # noqa: PLW0603  (see above)
+    _said = "1, so that bits do not depend on them"
+    found = list(_loaded())
+    for each in found:
+        had = each.ask("get_num_threads")
+        if had != 1:
+            _limited.append((each, had))
+            each.set(1)
+    threads = max((each.ask("get_num_threads") for each in found), default=0)
+    return threads, ", ".join(sorted({each.core_type() for each in found}))
+
+
 def restore() -> None:
-    """Restore the number of threads that each OpenBLAS had before ``limit``."""
+    """Restore the number of threads that each OpenBLAS had before any was changed here."""
     global _said  # noqa: PLW0603  (see above)
     _said = ""
     while _limited:

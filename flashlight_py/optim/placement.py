@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from numpy.typing import DTypeLike
 
@@ -28,9 +28,12 @@ class Shards(ABC):
     """What the parameters of one sharded module have in common.
 
     ``group``: the processes that step them together; sums over it are those of the whole module.
+    ``in_common``: they have each parameter in common, so that one value is all of theirs; else each
+    has a part of it by itself.
     """
 
     group: Summing
+    in_common: ClassVar[bool] = True
     steps = False  # inside the backward pass, so that there are no gradients afterwards
 
     @abstractmethod
@@ -93,3 +96,23 @@ class Placement(ABC):
     @abstractmethod
     def put(self, state: Array, value: Any) -> None:
         """Set ``state`` to ``value``, an array of the parameter's shape that all processes have."""
+
+    def value(self, variable: Variable) -> Array:
+        """Return the whole parameter, as state dicts have it; may be collective."""
+        return variable.data
+
+    def whole_shape(self, variable: Variable) -> tuple[int, ...]:
+        """Return the shape of the whole parameter."""
+        return variable.shape
+
+    def part(self, value: Array) -> Array:
+        """Return what of a whole parameter is in the variable's array.
+
+        Raises:
+            ValueError: ``value`` has another shape than the whole parameter.
+        """
+        return value
+
+    def words(self) -> str:
+        """Return what is this process's own about the parameter, to be compared; else nothing."""
+        return ""

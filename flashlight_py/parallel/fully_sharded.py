@@ -123,10 +123,16 @@ def _shard_gpus(
 
 def _undo(module: Module) -> None:
     """Let this rank have parameters of its own again, where the module is sharded."""
-    for param in module.params():
-        if param.placement is not None:
-            param.placement.shards.check("fully_shard")
-            param.placement, param.data = None, np.array(param.data)
+    for name, param in module.named_params().items():
+        if param.placement is None:
+            continue
+        if not param.placement.shards.in_common:
+            raise ValueError(
+                f"fully_shard: {name} is cut between ranks by shard_linear already; shard the "
+                "module's other parts"
+            )
+        param.placement.shards.check("fully_shard")
+        param.placement, param.data = None, np.array(param.data)
 
 
 def _in_order(module: Module) -> list[Variable]:
