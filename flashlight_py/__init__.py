@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from flashlight_py.launch import spawn as spawn
     from flashlight_py.nn import recompute as recompute
     from flashlight_py.parallel import (
+        DataParallel as DataParallel,
         DistributedDataContainer as DistributedDataContainer,
         DistributedOptimizer as DistributedOptimizer,
         DistributedSampler as DistributedSampler,
@@ -147,6 +148,7 @@ _NAMES = [
     "load",
     "Checkpoint",
     "spawn",
+    "DataParallel",
     "DistributedOptimizer",
     "PeriodicAveraging",
     "DistributedDataContainer",
@@ -175,6 +177,7 @@ _HOMES = {
     "launch": ["spawn"],
     "nn": ["recompute"],
     "parallel": [
+        "DataParallel",
         "DistributedDataContainer",
         "DistributedOptimizer",
         "DistributedSampler",

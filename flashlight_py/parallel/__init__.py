@@ -23,6 +23,7 @@ from flashlight_py.parallel.sampler import DistributedSampler
 from flashlight_py.parallel.shard_linear import shard_linear
 from flashlight_py.parallel.sharded_dataset import ShardedDataset
 from flashlight_py.parallel.synchronize import sync_meter, synchronize
+from flashlight_py.parallel.workers import DataParallel
 
 __all__ = [
     "functional",
@@ -37,6 +38,7 @@ __all__ = [
     "join",
     "Joined",
     "synchronize",
+    "DataParallel",
     "DistributedOptimizer",
     "PeriodicAveraging",
     "sync_meter",
