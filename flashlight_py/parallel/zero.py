@@ -305,11 +305,11 @@ class GatheredShards(Shards):
             for flat in self._flats:
                 if flat.homes is not None:
                     flat.forget_gradients()
-            self._release(wait=completed)
             self._reductions, self._unsettled = [], []
             self._stepped = set()
             self._read = None
             self._in_pass = False
+            self._release(wait=completed)
 
     def _add_up(self) -> None:
         """Keep the gradients of parameters that any rank has used. Collective, blocking."""
