@@ -25,6 +25,7 @@ NEEDED = {
     "fast": "",
     "tree": "",
     "tagi": "",
+    "optim": "",
 }
 # What a system must have for the extension, as a program that includes it.
 HEADERS = {"gloo": ["gloo/context.h"], "shm": ["linux/futex.h"]}
@@ -176,9 +177,22 @@ TREE = numpy_extension(
     [f"csrc/tree/{name}.c" for name in ("digest", "module", "pack", "walk")],
     [f"csrc/tree/{name}.h" for name in ("memo", "text", "tree")],
 )
+OPTIM = numpy_extension(
+    "optim",
+    [f"csrc/optim/{name}.cc" for name in ("kernels", "module")],
+    [
+        *("csrc/optim/kernels.inc", "csrc/optim/optim.h"),
+        *("csrc/common/each_set.inc", "flashlight_py/optim/rules.inc"),
+    ],
+)
+# As csrc/tagi/build_tagi.py: the same bits everywhere, and square roots as vectors.
+OPTIM.extra_compile_args += ["-std=c++17", "-ffp-contract=off"]
+OPTIM.extra_compile_args += ["-fno-math-errno", "-fno-trapping-math"]
+OPTIM.include_dirs += ["."]
+OPTIM.language = "c++"
 
 setup(
-    ext_modules=[FAST, TREE],
+    ext_modules=[FAST, OPTIM, TREE],
     cffi_modules=[f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "tagi", "nccl")],
     cmdclass={"build_ext": BuildOptionalExtensions},
     options={

@@ -22,6 +22,7 @@ __all__ = [
     "GroupClosedError",
     "RankFailedError",
     "CheckpointError",
+    "TornStateError",
 ]
 
 
@@ -95,4 +96,12 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or none of those that are there can be used.
 
     Raised on every rank that saves or loads together.
+    """
+
+
+class TornStateError(DistributedError):
+    """A rank ended while it changed parameters that ranks have in common: some are half a step on.
+
+    Raised by whatever would use them: the module's next call, ``state_dict``, a step. Loading a
+    checkpoint makes them whole again.
     """

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "kernels": FRAMEWORK[:2],
     "autograd": FRAMEWORK[:4],
     "nn": FRAMEWORK[:5],
-    "optim": FRAMEWORK[:6],
+    "optim": (*FRAMEWORK[:6], "_native"),
     "dataset": ("errors", "device", "random"),
     "meter": ("errors", "device"),
     "distributed.rendezvous": ("errors",),

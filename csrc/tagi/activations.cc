@@ -8,8 +8,8 @@
 
 namespace fl::tagi::activations {
 namespace {
-#define FL_KERNELS "activations.inc"
-#include "each_set.inc"
+#define FL_KERNELS "csrc/tagi/activations.inc"
+#include "../common/each_set.inc"
 
 const auto mixture_relu = FL_CHOSEN(mixture_relu);
 const auto mixture_between = FL_CHOSEN(mixture_between);

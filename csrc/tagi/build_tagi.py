@@ -13,9 +13,11 @@ ffi.set_source(
     '#include "csrc/tagi/tagi.h"',
     source_extension=".cc",
     sources=sorted(f"csrc/tagi/{path.name}" for path in CSRC.glob("tagi/*.cc")),
-    depends=sorted(
-        f"csrc/tagi/{path.name}" for path in [*CSRC.glob("tagi/*.h"), *CSRC.glob("tagi/*.inc")]
-    ),
+    depends=[
+        "csrc/common/each_set.inc",
+        *sorted(f"csrc/tagi/{path.name}" for path in CSRC.glob("tagi/*.h")),
+        *sorted(f"csrc/tagi/{path.name}" for path in CSRC.glob("tagi/*.inc")),
+    ],
     include_dirs=["."],
     # No contraction into fused multiply-adds, the same bits on every machine; no errno and no
     # traps, so that square roots and comparisons are vectors.

@@ -9,8 +9,8 @@
 
 namespace fl::tagi::lstm {
 namespace {
-#define FL_KERNELS "lstm.inc"
-#include "each_set.inc"
+#define FL_KERNELS "csrc/tagi/lstm.inc"
+#include "../common/each_set.inc"
 
 const auto forward = FL_CHOSEN(forward);
 const auto backward = FL_CHOSEN(backward);

@@ -4,8 +4,8 @@
 
 namespace fl::tagi::norms {
 namespace {
-#define FL_KERNELS "norms.inc"
-#include "each_set.inc"
+#define FL_KERNELS "csrc/tagi/norms.inc"
+#include "../common/each_set.inc"
 
 const auto row_sums = FL_CHOSEN(row_sums);
 const auto row_squares = FL_CHOSEN(row_squares);

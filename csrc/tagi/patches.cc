@@ -7,8 +7,8 @@
 
 namespace fl::tagi::images {
 namespace {
-#define FL_KERNELS "patches.inc"
-#include "each_set.inc"
+#define FL_KERNELS "csrc/tagi/patches.inc"
+#include "../common/each_set.inc"
 
 const auto patches = FL_CHOSEN(patches);
 const auto add_patches = FL_CHOSEN(add_patches);

@@ -6,8 +6,8 @@
 
 namespace fl::tagi::steps {
 namespace {
-#define FL_KERNELS "step.inc"
-#include "each_set.inc"
+#define FL_KERNELS "csrc/tagi/step.inc"
+#include "../common/each_set.inc"
 
 const auto step = FL_CHOSEN(step);
 }  // namespace

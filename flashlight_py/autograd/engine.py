@@ -72,10 +72,33 @@ class OrderedNode(Node):
         self.turn = -next(_recorded)
 
 
+class GradSink:
+    """What takes a leaf's gradient in the place of an array: see ``Variable.grad_buffer``."""
+
+    __slots__ = ()
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+    def add(self, leaf: Variable, contribution: Array, is_new: bool) -> None:
+        """Take a contribution of the leaf's shape and dtype; only a new array may be kept."""
+        raise NotImplementedError
+
+    def product(self, leaf: Variable, a: Array, b: Array) -> Array | GradSink:
+        """Take ``a @ b``, and return this sink; or return the product, to be added."""
+        raise NotImplementedError
+
+
 class _Pass(threading.local):
-    """What the backward pass that runs on this thread has been asked to call when it ends."""
+    """What the backward pass that runs on this thread knows, and is to call.
+
+    ``callbacks``: when it ends. ``pending``: how many contributions each target still waits for.
+    ``after``: what to call when the node that is visited has sent all its gradients.
+    """
 
     callbacks: list[EndCallback] | None = None
+    pending: dict[Target, int] | None = None
+    after: list[Callable[[], None]] | None = None
 
 
 _current = _Pass()
@@ -101,6 +124,27 @@ def on_backward_end(callback: EndCallback) -> None:
     _current.callbacks.append(callback)
 
 
+def is_last_contribution(leaf: Variable) -> bool:
+    """Return whether the running pass has one contribution to ``leaf`` left, which it computes."""
+    return _current.pending is not None and _current.pending.get(leaf) == 1
+
+
+def after_node(callback: Callable[[], None]) -> None:
+    """Call ``callback`` once the node that the pass visits needs no inputs any more.
+
+    Outside of a pass over nodes it is called at once.
+    """
+    if _current.after is None:
+        callback()
+    else:
+        _current.after.append(callback)
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass runs on this thread."""
+    return _current.callbacks is not None
+
+
 def backward_from_node(root: Node, seed: Array, retain_graph: bool) -> None:
     """Send ``seed``, the gradient of ``root``'s result, to every leaf below ``root``."""
     _run(_walk, root, seed, retain_graph)
@@ -115,12 +159,15 @@ def _run(walk: Callable[..., None], *args: object) -> None:
     """Run one pass, then its end callbacks, whether it raised or not."""
     callbacks: list[EndCallback] = []
     outer, _current.callbacks = _current.callbacks, callbacks
+    around = _current.pending, _current.after
+    _current.pending = _current.after = None
     completed = False
     try:
         walk(*args)
         completed = True
     finally:
         _current.callbacks = outer
+        _current.pending, _current.after = around
         if callbacks:
             _call_all(callbacks, completed)
 
@@ -148,6 +195,8 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
     owned: set[Node] = set()  # nodes whose gradient is a sum made here, hence ours to add into
     ready = [root]
     ordered: list[tuple[int, OrderedNode]] = []  # a heap
+    after: list[Callable[[], None]] = []
+    _current.pending, _current.after = pending, after
     while ready or ordered:
         node = ready.pop() if ready else heappop(ordered)[1]
         grad = grads.pop(node)
@@ -167,6 +216,10 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
                     target.hook(target)
         if not retain_graph:
             node.edges = None
+        if after:
+            callbacks, after[:] = after[:], []
+            for callback in callbacks:
+                callback()
 
 
 def _count_consumers(root: Node) -> dict[Target, int]:
@@ -206,17 +259,27 @@ def _add_to_node(
 
 def _accumulate(leaf: Variable, contribution: Array, incoming: Array) -> None:
     """Add a contribution to ``leaf.grad``, which shares memory with nothing but its buffer."""
-    array, held, buffer = leaf.data, leaf.grad, leaf.buffer
-    if contribution.shape != array.shape or contribution.dtype != array.dtype:
-        contribution = _fit(contribution, array.shape, array.dtype)
+    buffer = leaf.buffer  # first: with a sharded parameter it begins a gradient of this pass
+    held = leaf.grad
+    like = leaf.data if buffer is None else buffer
+    if contribution.shape != like.shape or contribution.dtype != like.dtype:
+        contribution = _fit(contribution, like.shape, like.dtype)
     if buffer is not None:
-        leaf.grad = _accumulate_in_buffer(buffer, held, contribution)
+        if not isinstance(buffer, GradSink):
+            leaf.grad = _accumulate_in_buffer(buffer, held, contribution)
+        elif not isinstance(contribution, GradSink):  # else a vjp has passed it there already
+            buffer.add(leaf, contribution, _is_new(contribution, incoming))
     elif held is not None:
         held += contribution
-    elif contribution is incoming or contribution.base is not None or not contribution.shape:
-        leaf.grad = array_module(contribution).array(contribution)
-    else:
+    elif _is_new(contribution, incoming):
         leaf.grad = contribution
+    else:
+        leaf.grad = array_module(contribution).array(contribution)
+
+
+def _is_new(contribution: Array, incoming: Array) -> bool:
+    """Return whether nobody else has the array, or a view of it."""
+    return contribution is not incoming and contribution.base is None and bool(contribution.shape)
 
 
 def _accumulate_in_buffer(buffer: Array, held: Array | None, contribution: Array) -> Array:

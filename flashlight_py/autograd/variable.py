@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from flashlight_py.autograd.engine import (
+    GradSink,
     Node,
     OrderedNode,
     Vjp,
     backward_from_leaf,
     backward_from_node,
 )
-from flashlight_py.device import Array, array_module, is_cupy, to_device
+from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 
 GradHook: TypeAlias = "Callable[[Variable], None]"
 Input: TypeAlias = "Variable | Array"
@@ -40,8 +41,9 @@ class Variable:
         TypeError: not an array, or ``calc_grad`` with a dtype that has no gradient.
     """
 
-    # data, hook, buffer and node are for the library's own use: .array is data with checks.
-    __slots__ = ("__weakref__", "_calc_grad", "buffer", "data", "grad", "hook", "node")
+    # data, hook, buffer, node and placement are for the library's own use: .array is data with
+    # checks; placement says where a sharded module's parameter lies (optim.placement).
+    __slots__ = ("__weakref__", "_calc_grad", "buffer", "data", "grad", "hook", "node", "placement")
 
     # NumPy arrays leave `array + variable` to the variable instead of looping over elements.
     __array_ufunc__ = None
@@ -50,7 +52,8 @@ class Variable:
     grad: Array | None
     node: Node | None
     hook: GradHook | None
-    buffer: Array | None
+    buffer: Array | GradSink | None
+    placement: Any
 
     def __init__(self, array: Array, calc_grad: bool = False) -> None:
         if array.__class__ is not np.ndarray:
@@ -62,6 +65,7 @@ class Variable:
         self.node = None
         self.hook = None
         self.buffer = None
+        self.placement = None
         self._calc_grad = calc_grad
 
     @property
@@ -70,14 +74,20 @@ class Variable:
 
         Raises:
             TypeError: the new value is no array, or of another dtype.
-            ValueError: the new array has another shape.
+            ValueError: the new array has another shape, or the variable is a parameter of a
+                sharded module.
         """
         return self.data
 
     @array.setter
     def array(self, value: Array) -> None:
         value = _as_array(value)
-        _require_same(value, self.data, "Variable.array")
+        _require_same(value, self, "Variable.array")
+        if self.placement is not None and type(self) is Variable:
+            raise ValueError(
+                "Variable.array: this parameter is of a sharded module, whose arrays lie in memory "
+                "that ranks have in common; load_state_dict copies values into it"
+            )
         self.data = value
 
     @property
@@ -95,7 +105,7 @@ class Variable:
         if self.node is not None:
             raise ValueError("calc_grad can be set on leaves only; this is an operation's result")
         if value:
-            _require_floating(self.data)
+            _require_floating(self)
         self._calc_grad = bool(value)
 
     @property
@@ -113,20 +123,21 @@ class Variable:
 
         With a buffer, the first contribution after ``grad`` was None is written into it (by the
         matrix product itself where possible), later ones are added in place, and ``grad`` is the
-        buffer itself. It may be a view into a larger array.
+        buffer itself. It may be a view into a larger array. The gradient of a sharded module's
+        parameter goes elsewhere (see ``fl.fully_shard``): then this is None.
 
         Raises:
             TypeError: the buffer is no array or of another dtype than the variable.
             ValueError: it has another shape, is read-only, or the variable is no leaf.
         """
-        return self.buffer
+        return None if isinstance(self.buffer, GradSink) else self.buffer
 
     @grad_buffer.setter
     def grad_buffer(self, buffer: Array | None) -> None:
         if buffer is not None:
             self._require_leaf("a gradient buffer")
             buffer = _as_array(buffer)
-            _require_same(buffer, self.data, "Variable.grad_buffer")
+            _require_same(buffer, self, "Variable.grad_buffer")
             if not (is_cupy(buffer) or buffer.flags.writeable):
                 raise ValueError("Variable.grad_buffer must be writable, got a read-only array")
         self.buffer = buffer
@@ -150,6 +161,13 @@ class Variable:
     def dtype(self) -> np.dtype[Any]:
         """The array's dtype."""
         return self.data.dtype
+
+    def assign(self, value: Array) -> None:
+        """Copy ``value``, of the same shape, into the array: in place, across devices if need be.
+
+        Floating dtypes are cast. For the library's own use.
+        """
+        self.data[...] = to_device(value, device_of(self.data))
 
     def numpy(self) -> Array:
         """Return the value as a NumPy array: itself on the CPU, else a copy (blocks for it)."""
@@ -311,7 +329,7 @@ def record(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) -> Variable
         array = np.asarray(array)
     result = Variable.__new__(Variable)
     result.data = array
-    result.grad = result.hook = result.buffer = None
+    result.grad = result.hook = result.buffer = result.placement = None
     edges = tuple([(x.node or x, vjp) for x, vjp in inputs if x._calc_grad])
     result._calc_grad = bool(edges)
     result.node = Node(array.shape, array.dtype, edges) if edges else None
@@ -356,7 +374,7 @@ def _from_dlpack(value: Any) -> Array:
     return np.from_dlpack(value)
 
 
-def _require_floating(array: Array) -> None:
+def _require_floating(array: Array | Variable) -> None:
     if array.dtype.kind != "f":
         raise TypeError(
             f"a gradient needs a real floating dtype, got {array.dtype}; "
@@ -364,7 +382,7 @@ def _require_floating(array: Array) -> None:
         )
 
 
-def _require_same(value: Array, like: Array, what: str) -> None:
+def _require_same(value: Array, like: Array | Variable, what: str) -> None:
     if value.shape != like.shape:
         raise ValueError(f"{what} must have shape {like.shape}, got {value.shape}")
     if value.dtype != like.dtype:

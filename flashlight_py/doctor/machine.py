@@ -29,6 +29,7 @@ _EXTENSIONS = {
     "fast": ("all_reduce of small arrays in a quarter of a microsecond", "it takes a few more"),
     "tree": ("synchronize in native code", "it is done in Python"),
     "tagi": ("the kernels of fl.tagi", "it computes with NumPy alone, some times slower"),
+    "optim": ("the steps of optimizers", "they are done in NumPy, some ten times slower"),
     "nccl": ("NCCL between GPUs (the binding; the library is below)", "CuPy arrays need MPI"),
 }
 _PACKAGES = {

@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 from flashlight_py.optim.adam import AdamOptimizer
+from flashlight_py.optim.adaptive import (
+    AdadeltaOptimizer,
+    AdagradOptimizer,
+    AMSgradOptimizer,
+    NovogradOptimizer,
+    RMSPropOptimizer,
+)
 from flashlight_py.optim.clip import clip_grad_norm
 from flashlight_py.optim.optimizer import FirstOrderOptimizer
 from flashlight_py.optim.sgd import SGDOptimizer
 
-__all__ = ["FirstOrderOptimizer", "SGDOptimizer", "AdamOptimizer", "clip_grad_norm"]
+__all__ = [
+    "FirstOrderOptimizer",
+    "SGDOptimizer",
+    "AdamOptimizer",
+    "AMSgradOptimizer",
+    "AdagradOptimizer",
+    "AdadeltaOptimizer",
+    "RMSPropOptimizer",
+    "NovogradOptimizer",
+    "clip_grad_norm",
+]

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import sqrt
 from typing import Any
 
-from flashlight_py import kernels
 from flashlight_py.autograd import Variable
-from flashlight_py.autograd.narrow import widened
-from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.optim.optimizer import (
-    FirstOrderOptimizer,
-    check_at_least_zero,
-    check_below_one,
-    zeros_like,
-)
+from flashlight_py.optim.optimizer import check_at_least_zero, check_below_one
+from flashlight_py.optim.rule import Rule, RuleOptimizer
 
 
-class AdamOptimizer(FirstOrderOptimizer):
+class AdamOptimizer(RuleOptimizer):
     """Adam: steps scaled by running means of the gradient and of its square.
 
     ``m = beta1 * m + (1 - beta1) * g``; ``v = beta2 * v + (1 - beta2) * g * g``; then
@@ -51,66 +45,30 @@ class AdamOptimizer(FirstOrderOptimizer):
         *,
         decoupled: bool = True,
     ) -> None:
-        super().__init__(params, lr)
         self.beta1 = check_below_one("beta1", beta1)
         self.beta2 = check_below_one("beta2", beta2)
         self.eps = check_at_least_zero("eps", eps)
         self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
         self.decoupled = decoupled
-        self._steps = [0] * len(self.params)
-        self._mean = [widened(zeros_like(p)) for p in self.params]
-        self._square = [widened(zeros_like(p)) for p in self.params]
+        super().__init__(params, lr, ["mean", "square"])
 
-    def step(self) -> None:
-        """Change every parameter that has a gradient, in place; gradients stay as they are."""
-        for position, variable in enumerate(self.params):
-            if variable.grad is None:
-                continue
-            array = variable.data
-            if is_cupy(array):
-                self._fused(position, array, variable.grad)
-            else:
-                grad = self._with_decay(array, widened(variable.grad))
-                array -= self._scaled_mean(position, grad)
-
-    def _fused(self, position: int, array: Array, grad: Array) -> None:
-        self._steps[position] += 1
+    def _rule(self, position: int, grad_scale: float) -> Rule:
+        # Called at every step, also of models for which it is half of the time.
+        beta1, beta2, lr, decay = self.beta1, self.beta2, self._lr, self.weight_decay
         time = self._steps[position]
-        kernels.adam(
-            array,
-            grad,
-            self._mean[position],
-            self._square[position],
-            self.beta1,
-            self.beta2,
+        rate, root = lr / (1 - beta1**time), 1 / sqrt(1 - beta2**time)
+        shrink, penalty = (1 - lr * decay, 0.0) if self.decoupled else (1.0, decay)
+        return "adam", (
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
             self.eps,
-            rate=self._lr / (1 - self.beta1**time),
-            correction=1 - self.beta2**time,
-            shrink=1 - self._lr * self.weight_decay if self.decoupled else 1.0,
-            decay=0.0 if self.decoupled else self.weight_decay,
+            rate,
+            root,
+            shrink,
+            penalty,
         )
 
-    def _with_decay(self, array: Array, grad: Array) -> Array:
-        if self.weight_decay and self.decoupled:
-            array *= 1 - self._lr * self.weight_decay
-        elif self.weight_decay:
-            return grad + array * self.weight_decay
-        return grad
-
-    def _scaled_mean(self, position: int, grad: Array) -> Array:
-        """Fold ``grad`` into the running means; return what to subtract from the parameter."""
-        self._steps[position] += 1
-        time = self._steps[position]
-        mean, square = self._mean[position], self._square[position]
-        mean *= self.beta1
-        mean += grad * (1 - self.beta1)
-        square *= self.beta2
-        scaled = grad * grad
-        scaled *= 1 - self.beta2
-        square += scaled
-        divisor: Array = array_module(square).sqrt(square / (1 - self.beta2**time))
-        divisor += self.eps
-        return mean / divisor * (self._lr / (1 - self.beta1**time))
-
     def _state(self) -> dict[str, list[Any]]:
-        return {"steps": self._steps, "mean": self._mean, "square": self._square}
+        return {"steps": self._steps, **super()._state()}

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array, array_module, device_of, to_device
+from flashlight_py.device import device_of, to_device
+from flashlight_py.optim.placement import Shards
 
 
 class FirstOrderOptimizer(ABC):
@@ -28,7 +29,9 @@ class FirstOrderOptimizer(ABC):
     def __init__(self, params: Iterable[Variable], lr: float) -> None:
         self.params = as_param_list(params)
         self._lr = check_at_least_zero("lr", lr)
-        self._rates = constants_like(self.params, self._lr)
+        self._shards = _shards_of(self.params)
+        for shards in self._shards:
+            shards.attach(self)
 
     @property
     def lr(self) -> float:
@@ -43,7 +46,6 @@ class FirstOrderOptimizer(ABC):
     @lr.setter
     def lr(self, value: float) -> None:
         self._lr = check_at_least_zero("lr", value)
-        self._rates = constants_like(self.params, self._lr)
 
     @abstractmethod
     def step(self) -> None:
@@ -57,44 +59,71 @@ class FirstOrderOptimizer(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the learning rate and the state: lists with one entry per parameter.
 
-        The arrays in it are the optimizer's own, not copies.
+        The arrays in it are the optimizer's own, not copies; those of sharded parameters are
+        whole, in the parameter's shape, and may be copies (then it is collective).
         """
-        return {"lr": self._lr, **self._state()}
+        whole = {
+            name: [self._whole(position, entry) for position, entry in enumerate(entries)]
+            for name, entries in self._state().items()
+        }
+        return {"lr": self._lr, **whole}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy ``state`` into this optimizer, in place, across devices if need be.
 
-        Nothing is changed unless everything fits.
+        Nothing is changed unless everything fits. With sharded parameters collective: each process
+        has all of ``state`` and keeps its share.
 
         Raises:
             ValueError: the names, the number of parameters, or a shape differ; negative ``lr``.
         """
-        own = self.state_dict()
-        _check_names(state, own)
-        for name, entries in self._state().items():
-            _check_entries(name, state[name], entries)
+        own = self._state()
+        _check_names(state, {"lr", *own})
+        for name, entries in own.items():
+            self._check_entries(name, state[name], entries)
         self.lr = state["lr"]  # checked here, before the first copy
-        for name, entries in self._state().items():
-            _copy_entries(state[name], entries)
+        for name, entries in own.items():
+            self._copy_entries(state[name], entries)
 
     def _state(self) -> dict[str, list[Any]]:
         """Return what a rule keeps for each parameter: by name, arrays or numbers."""
         return {}
 
+    def _whole(self, position: int, entry: Any) -> Any:
+        placement = self.params[position].placement
+        return entry if placement is None or not hasattr(entry, "shape") else placement.whole(entry)
 
-def constants_like(variables: Iterable[Variable], value: float) -> list[Array]:
-    """Return ``value`` as an array without dimensions, of each variable's dtype and device.
+    def _check_entries(self, name: str, given: list[Any], own: list[Any]) -> None:
+        if len(given) != len(own):
+            raise ValueError(
+                f"load_state_dict: nothing was loaded: {name!r} is for {len(given)} parameters, "
+                f"this optimizer has {len(own)}"
+            )
+        for position, (new, old) in enumerate(zip(given, own, strict=True)):
+            expected = getattr(old, "shape", None)
+            if expected is not None and self.params[position].placement is not None:
+                expected = self.params[position].shape
+            if getattr(new, "shape", None) != expected:
+                raise ValueError(
+                    f"load_state_dict: nothing was loaded: {name!r} of parameter {position} has "
+                    f"shape {getattr(new, 'shape', None)}, expected {expected}"
+                )
 
-    NumPy takes half as long to multiply with such an array as with a Python number, and what an
-    optimizer does to a small parameter costs little else.
-    """
-    return [array_module(v.data).asarray(value, v.data.dtype) for v in variables]
+    def _copy_entries(self, given: list[Any], own: list[Any]) -> None:
+        for position, (new, old) in enumerate(zip(given, own, strict=True)):
+            placement = self.params[position].placement
+            if not hasattr(old, "shape"):
+                own[position] = new
+            elif placement is not None:
+                placement.put(old, new)
+            else:
+                old[...] = to_device(new, device_of(old))
 
 
-def zeros_like(variable: Variable) -> Array:
-    """Return zeros of the variable's shape and dtype on its device."""
-    data = variable.data
-    return array_module(data).zeros(data.shape, data.dtype)  # type: ignore[no-any-return]
+def _shards_of(variables: Iterable[Variable]) -> list[Shards]:
+    """Return what the variables' sharded modules have in common, each once, in order."""
+    placements = [v.placement for v in variables if v.placement is not None]
+    return list({id(placement.shards): placement.shards for placement in placements}.values())
 
 
 def check_at_least_zero(name: str, value: float) -> float:
@@ -147,31 +176,9 @@ def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> lis
     return variables
 
 
-def _check_names(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    if state.keys() != own.keys():
+def _check_names(state: Mapping[str, Any], own: set[str]) -> None:
+    if state.keys() != own:
         raise ValueError(
             f"load_state_dict: nothing was loaded: expected the entries {sorted(own)}, "
             f"got {sorted(state)}"
         )
-
-
-def _check_entries(name: str, given: list[Any], own: list[Any]) -> None:
-    if len(given) != len(own):
-        raise ValueError(
-            f"load_state_dict: nothing was loaded: {name!r} is for {len(given)} parameters, "
-            f"this optimizer has {len(own)}"
-        )
-    for position, (new, old) in enumerate(zip(given, own, strict=True)):
-        if getattr(new, "shape", None) != getattr(old, "shape", None):
-            raise ValueError(
-                f"load_state_dict: nothing was loaded: {name!r} of parameter {position} has "
-                f"shape {getattr(new, 'shape', None)}, expected {getattr(old, 'shape', None)}"
-            )
-
-
-def _copy_entries(given: list[Any], own: list[Any]) -> None:
-    for position, (new, old) in enumerate(zip(given, own, strict=True)):
-        if hasattr(old, "shape"):
-            old[...] = to_device(new, device_of(old))
-        else:
-            own[position] = new

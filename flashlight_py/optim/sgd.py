@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from flashlight_py import kernels
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array, is_cupy
-from flashlight_py.optim.optimizer import (
-    FirstOrderOptimizer,
-    check_at_least_zero,
-    constants_like,
-    zeros_like,
-)
+from flashlight_py.optim.optimizer import check_at_least_zero
+from flashlight_py.optim.rule import Rule, RuleOptimizer
 
 
-class SGDOptimizer(FirstOrderOptimizer):
+class SGDOptimizer(RuleOptimizer):
     """Stochastic gradient descent with momentum, weight decay and Nesterov's variant.
 
     ``g = grad + weight_decay * p``; ``v = momentum * v + g``; then ``p -= lr * v``, or with
@@ -43,41 +37,17 @@ class SGDOptimizer(FirstOrderOptimizer):
         weight_decay: float = 0,
         nesterov: bool = False,
     ) -> None:
-        super().__init__(params, lr)
         self.momentum = check_at_least_zero("momentum", momentum)
         self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
         self.nesterov = nesterov
         if nesterov and not momentum:
             raise ValueError("nesterov=True needs a momentum above 0")
-        self._momenta = constants_like(self.params, self.momentum)
-        self._velocity = [zeros_like(p) for p in self.params] if momentum else []
+        super().__init__(params, lr, ["velocity"] if momentum else [])
 
-    def step(self) -> None:
-        """Change every parameter that has a gradient, in place; gradients stay as they are."""
-        for position, variable in enumerate(self.params):
-            if variable.grad is None:
-                continue
-            array = variable.data
-            if is_cupy(array):
-                self._fused(position, array, variable.grad)
-            else:
-                array -= self._direction(position, array, variable.grad) * self._rates[position]
-
-    def _fused(self, position: int, array: Array, grad: Array) -> None:
-        velocity = self._velocity[position] if self.momentum else None
-        decay = self.weight_decay
-        kernels.sgd(array, grad, velocity, self._lr, self.momentum, decay, self.nesterov)
-
-    def _direction(self, position: int, array: Array, grad: Array) -> Array:
-        """Fold ``grad`` into the velocity; return the direction of the step."""
-        if self.weight_decay:
-            grad = grad + array * self.weight_decay
-        if not self.momentum:
-            return grad
-        momentum, velocity = self._momenta[position], self._velocity[position]
-        velocity *= momentum
-        velocity += grad
-        return grad + velocity * momentum if self.nesterov else velocity
+    def _rule(self, position: int, grad_scale: float) -> Rule:
+        if not self._states:
+            return "sgd", (self._lr, self.weight_decay)
+        return "momentum", (self._lr, self.momentum, self.weight_decay, bool(self.nesterov))
 
     def _state(self) -> dict[str, list[Any]]:
-        return {"velocity": self._velocity}
+        return {"velocity": [], **super()._state()}

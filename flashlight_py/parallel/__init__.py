@@ -9,6 +9,7 @@ from flashlight_py.parallel.data_parallel import (
     distribute_module_grads,
     no_sync,
 )
+from flashlight_py.parallel.fully_sharded import fully_shard
 from flashlight_py.parallel.gradcheck import gradcheck_over_ranks
 from flashlight_py.parallel.join import Joined, join
 from flashlight_py.parallel.leaves import leaves
@@ -30,6 +31,7 @@ __all__ = [
     "broadcast_parameters",
     "distribute_module_grads",
     "leaves",
+    "fully_shard",
     "no_sync",
     "join",
     "Joined",

@@ -31,6 +31,7 @@ from flashlight_py.parallel.agreement import (
 from flashlight_py.parallel.arithmetic import check_arithmetic
 from flashlight_py.parallel.gradient_sync import (
     GradientSync,
+    PassSync,
     buffers_of,
     flat_buckets,
     gradient_of,
@@ -39,9 +40,10 @@ from flashlight_py.parallel.gradient_sync import (
 )
 from flashlight_py.parallel.leaf_sync import LeafSync
 from flashlight_py.parallel.parameters import give_state, require_module
+from flashlight_py.parallel.sharded import refuse_sharded
 
 # Which modules are distributed; a module that is gone takes its entry along.
-_Synchronizer: TypeAlias = GradientSync | LeafSync
+_Synchronizer: TypeAlias = PassSync | LeafSync
 _synchronizers: weakref.WeakKeyDictionary[Module, _Synchronizer] = weakref.WeakKeyDictionary()
 
 
@@ -103,12 +105,15 @@ def distribute_module_grads(
         ValueError: ``reducer`` is passed beside ``scale``, ``hook``, ``group`` or
             ``bucket_bytes``; ``leaves`` beside these or ``reducer``, below 1, for CuPy arrays or
             where BLAS cannot be set to one thread; ``bucket_bytes`` is not positive; ``ignore``
-            names what the module has not; there is nothing to train.
+            names what the module has not; there is nothing to train; without ``leaves``, a
+            parameter is sharded.
         MismatchError: ranks' modules differ; names the first parameter that does. With ``leaves``:
             ranks compute with another NumPy, BLAS, core type or CPU features; names the hosts.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
+    if leaves is None:
+        refuse_sharded("distribute_module_grads", module.params())
     given = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
     if leaves is not None:
         leaves = whole_number("distribute_module_grads", "leaves", leaves, least=1)
@@ -130,23 +135,19 @@ def distribute_module_grads(
     digests = check_modules_agree(
         named, members, digest_of_values(named.values()) if members.size > 1 else 0
     )
-    if module in _synchronizers:
-        _synchronizers[module].detach()
+    release(module)
+    buffers = [name for name in module.buffers if broadcast_buffers and name not in ignored]
     if leaves is not None:
-        buffers = [name for name in module.buffers if broadcast_buffers and name not in ignored]
-        _synchronizers[module] = _leaf_by_leaf(module, in_order, buffers, leaves, group)
-        warn_of_differing("distribute_module_grads", digests, members)
-        return
-    if reducer is not None:
-        sync = GradientSync(one_by_one(in_order), reducer)
+        install(module, _leaf_by_leaf(module, in_order, buffers, leaves, group))
     else:
-        sync = _bucketed(in_order, scale, hook, group, limit)
-    sync.ignored = ignored
-    _synchronizers[module] = sync
-    if getattr(module.before_forward, "func", None) is _before_forward:
-        module.before_forward = None  # of an earlier call
-    if broadcast_buffers and any(name not in ignored for name in module.buffers):
-        module.before_forward = functools.partial(_before_forward, sync)
+        if reducer is not None:
+            sync = GradientSync(one_by_one(in_order), reducer)
+        else:
+            sync = _bucketed(in_order, scale, hook, group, limit)
+        sync.ignored = ignored
+        install(module, sync)
+        if buffers:
+            module.before_forward = functools.partial(_before_forward, sync)
     warn_of_differing("distribute_module_grads", digests, members)
 
 
@@ -157,13 +158,24 @@ def _leaf_by_leaf(
     leaves: int,
     group: ProcessGroup | None,
 ) -> LeafSync:
-    if getattr(module.before_forward, "func", None) is _before_forward:
-        module.before_forward = None  # of an earlier call
     members = group_or_world(group)
     check_arithmetic("distribute_module_grads", leaves, members)
     random.generator()  # so that there is one, whose state is part of what follows
     random.load_state_dict(broadcast_object(random.state_dict(), group=group))
     return LeafSync(module, params, buffers, leaves, group)
+
+
+def release(module: Module) -> None:
+    """Undo an earlier call for ``module``, if there was one."""
+    if module in _synchronizers:
+        _synchronizers.pop(module).detach()
+    if getattr(module.before_forward, "func", None) is _before_forward:
+        module.before_forward = None
+
+
+def install(module: Module, sync: _Synchronizer) -> None:
+    """Let ``sync`` be what :func:`no_sync` and :func:`join` find for ``module``."""
+    _synchronizers[module] = sync
 
 
 def _bucketed(
@@ -239,7 +251,7 @@ def _before_forward(sync: GradientSync, module: Module) -> None:
         give_state(module, state, 0, sync.reducer.group)
 
 
-def gradient_sync_of(module: Module, caller: str) -> GradientSync:
+def gradient_sync_of(module: Module, caller: str) -> PassSync:
     """Return what :func:`distribute_module_grads` has installed.
 
     Raises:
@@ -247,7 +259,9 @@ def gradient_sync_of(module: Module, caller: str) -> GradientSync:
     """
     sync = _synchronizers.get(module)
     if sync is None:
-        raise ValueError(f"{caller}: call distribute_module_grads on this module first")
+        raise ValueError(
+            f"{caller}: call distribute_module_grads or fully_shard on this module first"
+        )
     if isinstance(sync, LeafSync):
         raise ValueError(
             f"{caller}: the module was distributed with leaves={sync.leaves}, whose gradients are "
@@ -312,9 +326,11 @@ def all_reduce_gradients(
 
     Raises:
         TypeError: ``module`` is no Module.
+        ValueError: a parameter is sharded.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
+    refuse_sharded("all_reduce_gradients", module.params())
     params = [param for param in module.params() if param.calc_grad]
     used = used_on_any_rank((param.grad is not None for param in params), group)
     there = [param for param, anywhere in zip(params, used, strict=True) if anywhere]

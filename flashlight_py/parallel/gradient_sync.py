@@ -112,12 +112,12 @@ def _flat_bucket(params: list[Variable], flat: Array) -> Unit:
 
 def buffers_of(params: Sequence[Variable]) -> list[Array]:
     """Return where the gradients of these parameters lie in their bucket."""
-    return [param.buffer for param in params if param.buffer is not None]
+    return [param.grad_buffer for param in params if param.grad_buffer is not None]
 
 
 def _bring_home(param: Variable) -> None:
     """Make the gradient its part of the bucket, also if the pass left it out or a user set it."""
-    grad, home = param.grad, param.buffer
+    grad, home = param.grad, param.grad_buffer
     if grad is home or home is None:
         return
     home[...] = 0 if grad is None else grad
@@ -126,7 +126,7 @@ def _bring_home(param: Variable) -> None:
 
 def is_synchronised(param: Variable) -> bool:
     """Return whether the gradient of ``param`` is reduced over the ranks by itself."""
-    return isinstance(_owner_of(param), Hooked)
+    return isinstance(_owner_of(param), (PassSync, Hooked))
 
 
 def _owner_of(param: Variable) -> object:
@@ -140,13 +140,19 @@ class PassSync(abc.ABC):
 
     ``weigh(first)``, where it is set, says before each array is passed to ``reducer`` what to
     multiply it by; ``first``: it begins a pass. A weight of 0: nothing of this rank was used.
-    ``ignored``: names of the module's parameters and buffers that are each rank's own.
+    ``enabled``: not within ``no_sync``. ``ignored``: names of the module's parameters and buffers
+    that are each rank's own. ``is_shared``: ranks have the optimizer's state in common.
     """
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
         self.weigh: Callable[[bool], float] | None = None
         self.ignored: frozenset[str] = frozenset()
+        self.enabled = True
+        self.is_shared = False
+
+    def detach(self) -> None:  # noqa: B027  (optional: where there is nothing to let go of)
+        """Let go of the parameters, but of those that have another hook since."""
 
     @abc.abstractmethod
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
@@ -190,7 +196,6 @@ class GradientSync(Hooked, PassSync):
         averages: bool = False,
     ) -> None:
         super().__init__(reducer)
-        self.enabled = True
         self.averages = averages
         self._units = units
         self._params = [param for unit in units for param in unit.params]

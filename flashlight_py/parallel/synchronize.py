@@ -55,7 +55,8 @@ def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None
 
     Raises:
         ValueError: ``root`` is no rank of the group; or, raised on every rank, an array in some
-            rank's tree is read-only, or a Variable was computed from others and needs a gradient.
+            rank's tree is read-only, a Variable was computed from others and needs a gradient, or
+            a parameter is sharded.
         TypeError: on every rank: an array in some rank's tree holds Python objects.
         MismatchError: on every rank: the trees differ; names the first path that does, and what
             is there on which rank. Nothing was changed.

@@ -10,7 +10,16 @@ import pytest
 
 from flashlight_py.autograd import Variable, param
 from flashlight_py.nn import Linear
-from flashlight_py.optim import AdamOptimizer, FirstOrderOptimizer, SGDOptimizer
+from flashlight_py.optim import (
+    AdadeltaOptimizer,
+    AdagradOptimizer,
+    AdamOptimizer,
+    AMSgradOptimizer,
+    FirstOrderOptimizer,
+    NovogradOptimizer,
+    RMSPropOptimizer,
+    SGDOptimizer,
+)
 
 Make = Callable[[list[Variable]], FirstOrderOptimizer]
 
@@ -37,8 +46,23 @@ SETTINGS: list[tuple[str, Make, str, dict[str, Any]]] = [
         "AdamW",
         {"lr": 0.1, "weight_decay": 0.2},
     ),
+    ("adagrad", lambda p: AdagradOptimizer(p, 0.1), "Adagrad", {"lr": 0.1, "eps": 1e-8}),
+    ("rmsprop", lambda p: RMSPropOptimizer(p, 0.1, 0.8), "RMSprop", {"lr": 0.1, "alpha": 0.8}),
+    (
+        "centered",
+        lambda p: RMSPropOptimizer(p, 0.1, 0.8, use_first=True),
+        "RMSprop",
+        {"lr": 0.1, "alpha": 0.8, "centered": True},
+    ),
+    ("adadelta", lambda p: AdadeltaOptimizer(p, 0.5), "Adadelta", {"lr": 0.5, "eps": 1e-8}),
 ]
-MAKES = pytest.mark.parametrize("make", [s[1] for s in SETTINGS], ids=[s[0] for s in SETTINGS])
+# Rules that torch has not, or has in another form.
+OTHERS: dict[str, Make] = {
+    "amsgrad": lambda p: AMSgradOptimizer(p, 0.1, 0.8, 0.9),
+    "novograd": lambda p: NovogradOptimizer(p, 0.1, 0.8, 0.9, weight_decay=0.1),
+}
+EVERY = {**{setting[0]: setting[1] for setting in SETTINGS}, **OTHERS}
+MAKES = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
 
 
 def parameters(dtype: str = "float64") -> list[Variable]:
@@ -95,6 +119,47 @@ def test_adam_s_first_step_is_the_learning_rate_in_the_gradient_s_direction() ->
     """Kingma and Ba, section 2.1: with t = 1, m' / sqrt(v') is the sign of the gradient."""
     (_, variable) = run(SETTINGS[4][1], 1)
     np.testing.assert_allclose(variable.array, [-1.1], rtol=1e-7)
+
+
+def test_amsgrad_rule() -> None:
+    (variable, _) = run(lambda p: AMSgradOptimizer(p, 0.1, 0.8, 0.9, weight_decay=0.1), 4)
+    mean, square, largest = np.zeros((3, 2, 3))
+    expected = parameters()[0].array
+    for step in range(4):
+        grad = gradients(step)[0]
+        mean = 0.8 * mean + 0.2 * grad
+        square = 0.9 * square + 0.1 * grad**2
+        largest = np.maximum(largest, square)
+        expected = 0.9 * expected - 0.1 * mean / (np.sqrt(largest) + 1e-8)
+    np.testing.assert_allclose(variable.array, expected, rtol=1e-13)
+
+
+def test_novograd_rule() -> None:
+    (variable, _), (mean, norm) = run(OTHERS["novograd"], 4), (np.zeros((2, 3)), 0.0)
+    expected = parameters()[0].array
+    for step in range(4):
+        grad = gradients(step)[0]
+        norm = 0.9 * norm + 0.1 * np.sum(grad**2)
+        mean = 0.8 * mean + 0.2 * (grad / (np.sqrt(norm) + 1e-8) + 0.1 * expected)
+        expected = expected - 0.1 * mean
+    np.testing.assert_allclose(variable.array, expected, rtol=1e-13)
+
+
+def test_rounding_makes_no_nan_of_a_variance() -> None:
+    """The mean of squares of a constant is the square of its mean, less what rounding takes off."""
+    variable = param(np.ones(3, "float32"))
+    optimizer = RMSPropOptimizer([variable], 1e-3, 0.5, use_first=True)
+    for _ in range(60):
+        variable.grad = np.array([0.1, 0.3, 0.7], "float32")
+        optimizer.step()
+    assert np.isfinite(variable.array).all()
+
+
+def test_novograd_without_eps_takes_a_gradient_of_zeros_as_0() -> None:
+    variable = param(np.ones(3))
+    variable.grad = np.zeros(3)
+    NovogradOptimizer([variable], 0.1, eps=0).step()
+    assert variable.array.tolist() == [1, 1, 1]
 
 
 @MAKES
@@ -229,6 +294,8 @@ def test_wrong_arguments(
         (lambda p: AdamOptimizer(p, 0.1, beta2=-0.1), "beta2 must be at least 0"),
         (lambda p: AdamOptimizer(p, 0.1, eps=-1), "eps must be at least 0"),
         (lambda p: AdamOptimizer(p, 0.1, weight_decay=-1), "weight_decay must be at least 0"),
+        (lambda p: AdadeltaOptimizer(p, eps=0), "eps must be above 0"),
+        (lambda p: RMSPropOptimizer(p, 0.1, rho=1), "rho must be below 1"),
     ],
 )
 def test_settings_out_of_range(make: Make, match: str) -> None:

@@ -1,0 +1,214 @@
+"""Rules that scale steps by sums or means of squares of gradients, in flashlight's forms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from flashlight_py.autograd import Variable
+from flashlight_py.optim.optimizer import check_at_least_zero, check_below_one
+from flashlight_py.optim.rule import Rule, RuleOptimizer
+
+
+class AdagradOptimizer(RuleOptimizer):
+    """Adagrad (Duchi et al., JMLR 2011): steps scaled by the sum of all squares so far.
+
+    ``s = s + g * g``; ``p = (1 - weight_decay) * p - lr * g / (sqrt(s) + eps)``. Without
+    ``weight_decay`` that is torch's too, whose ``eps`` is 1e-10; torch's decay is an L2 penalty.
+
+    Args:
+        params: the variables to change.
+        lr: the learning rate, at least 0.
+        eps: keeps the divisor from 0, at least 0.
+        weight_decay: the share of a parameter that each step takes off, whatever ``lr`` is.
+
+    Raises:
+        TypeError: ``params`` is not an iterable of variables, or a number is none.
+        ValueError: a number is negative, or ``params`` is empty.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Variable],
+        lr: float = 1.0,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+    ) -> None:
+        self.eps = check_at_least_zero("eps", eps)
+        self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
+        super().__init__(params, lr, ["square"])
+
+    def _rule(self, position: int, grad_scale: float) -> Rule:
+        return "adagrad", (self.eps, self._lr, 1 - self.weight_decay)
+
+
+class RMSPropOptimizer(RuleOptimizer):
+    """RMSprop (Tieleman and Hinton, 2012): steps scaled by a running mean of squares.
+
+    ``s = rho * s + (1 - rho) * g * g``; ``p = (1 - weight_decay) * p - lr * g / (sqrt(s) + eps)``.
+    With ``use_first`` a running mean ``f`` of gradients is kept as well, and ``s - f * f``, at
+    least 0, stands in place of ``s`` (torch: ``centered``). Without ``weight_decay`` that is
+    torch's too; torch's decay is an L2 penalty.
+
+    Args:
+        params: the variables to change.
+        lr: the learning rate, at least 0.
+        rho: decay of the means, in ``0 <= rho < 1``.
+        eps: keeps the divisor from 0, at least 0.
+        weight_decay: the share of a parameter that each step takes off, whatever ``lr`` is.
+        use_first: scale by the variance instead of the mean of squares.
+
+    Raises:
+        TypeError: ``params`` is not an iterable of variables, or a number is none.
+        ValueError: a number is outside its range, or ``params`` is empty.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Variable],
+        lr: float,
+        rho: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        use_first: bool = False,
+    ) -> None:
+        self.rho = check_below_one("rho", rho)
+        self.eps = check_at_least_zero("eps", eps)
+        self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
+        super().__init__(params, lr, ["square", "mean"] if use_first else ["square"])
+
+    def _rule(self, position: int, grad_scale: float) -> Rule:
+        name = "rmsprop_centered" if "mean" in self._names else "rmsprop"
+        return name, (self.rho, 1 - self.rho, self.eps, self._lr, 1 - self.weight_decay)
+
+
+class AdadeltaOptimizer(RuleOptimizer):
+    """Adadelta (Zeiler, 2012): steps of the size of earlier ones, without a rate to choose.
+
+    ``s = rho * s + (1 - rho) * g * g``; ``d = sqrt((u + eps) / (s + eps)) * g``;
+    ``p = (1 - weight_decay) * p - lr * d``; ``u = rho * u + (1 - rho) * d * d``. Without
+    ``weight_decay`` that is torch's too, whose ``eps`` is 1e-6; torch's decay is an L2 penalty.
+
+    Args:
+        params: the variables to change.
+        lr: the learning rate, at least 0; 1 in the paper.
+        rho: decay of the means, in ``0 <= rho < 1``.
+        eps: the first steps' size, above 0.
+        weight_decay: the share of a parameter that each step takes off, whatever ``lr`` is.
+
+    Raises:
+        TypeError: ``params`` is not an iterable of variables, or a number is none.
+        ValueError: a number is outside its range, or ``params`` is empty.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Variable],
+        lr: float = 1.0,
+        rho: float = 0.9,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+    ) -> None:
+        self.rho = check_below_one("rho", rho)
+        self.eps = check_at_least_zero("eps", eps)
+        if not self.eps:
+            raise ValueError("eps must be above 0, got 0: no parameter would ever change")
+        self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
+        super().__init__(params, lr, ["square", "change"])
+
+    def _rule(self, position: int, grad_scale: float) -> Rule:
+        return "adadelta", (self.rho, 1 - self.rho, self.eps, self._lr, 1 - self.weight_decay)
+
+
+class AMSgradOptimizer(RuleOptimizer):
+    """AMSgrad (Reddi et al., ICLR 2018): Adam whose divisor never shrinks.
+
+    ``m = beta1 * m + (1 - beta1) * g``; ``v = beta2 * v + (1 - beta2) * g * g``;
+    ``w = max(w, v)``; ``p = (1 - weight_decay) * p - lr * m / (sqrt(w) + eps)``. As in the paper
+    and in flashlight nothing corrects the bias of ``m`` and ``v``; torch's does.
+
+    Args:
+        params: the variables to change.
+        lr: the learning rate, at least 0.
+        beta1: decay of the mean of gradients, in ``0 <= beta1 < 1``.
+        beta2: decay of the mean of squares, in ``0 <= beta2 < 1``.
+        eps: keeps the divisor from 0, at least 0.
+        weight_decay: the share of a parameter that each step takes off, whatever ``lr`` is.
+
+    Raises:
+        TypeError: ``params`` is not an iterable of variables, or a number is none.
+        ValueError: a number is outside its range, or ``params`` is empty.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Variable],
+        lr: float,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+    ) -> None:
+        self.beta1 = check_below_one("beta1", beta1)
+        self.beta2 = check_below_one("beta2", beta2)
+        self.eps = check_at_least_zero("eps", eps)
+        self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
+        super().__init__(params, lr, ["mean", "square", "largest"])
+
+    def _rule(self, position: int, grad_scale: float) -> Rule:
+        keep = (self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2)
+        return "amsgrad", (*keep, self.eps, self._lr, 1 - self.weight_decay)
+
+
+class NovogradOptimizer(RuleOptimizer):
+    """NovoGrad (Ginsburg et al., 2019): gradients count by their norm, one for each parameter.
+
+    With ``n``, the sum of the squares of a gradient: ``v = beta2 * v + (1 - beta2) * n``;
+    ``m = beta1 * m + (1 - beta1) * (g / (sqrt(v) + eps) + weight_decay * p)``; ``p -= lr * m``, as
+    in flashlight. The paper begins with ``v = n`` and has no factor ``1 - beta1``.
+
+    The norm needs all of a gradient, so this one cannot step inside the backward pass; and it is a
+    number in Python: on a GPU each parameter is waited for.
+
+    Args:
+        params: the variables to change.
+        lr: the learning rate, at least 0.
+        beta1: decay of the mean of gradients, in ``0 <= beta1 < 1``.
+        beta2: decay of the mean of squared norms, in ``0 <= beta2 < 1``.
+        eps: keeps the divisor from 0, at least 0; where it is 0, a gradient of zeros counts as 0.
+        weight_decay: the coefficient of decay, which is scaled by ``lr``; at least 0.
+
+    Raises:
+        TypeError: ``params`` is not an iterable of variables, or a number is none.
+        ValueError: a number is outside its range, or ``params`` is empty.
+    """
+
+    needs_whole_gradient: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Iterable[Variable],
+        lr: float,
+        beta1: float = 0.95,
+        beta2: float = 0.98,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+    ) -> None:
+        self.beta1 = check_below_one("beta1", beta1)
+        self.beta2 = check_below_one("beta2", beta2)
+        self.eps = check_at_least_zero("eps", eps)
+        self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
+        super().__init__(params, lr, ["mean"])
+        self._square_norms = [0.0] * len(self.params)
+
+    def _rule(self, position: int, grad_scale: float) -> Rule:
+        squares = self._sum_of_squares(position) * grad_scale**2
+        known = self.beta2 * self._square_norms[position] + (1 - self.beta2) * squares
+        self._square_norms[position] = known
+        divisor = math.sqrt(known) + self.eps
+        inverse = 1 / divisor if divisor else 0.0
+        return "novograd", (self.beta1, 1 - self.beta1, inverse, self._lr, self.weight_decay)
+
+    def _state(self) -> dict[str, list[Any]]:
+        return {"square_norms": self._square_norms, **super()._state()}

@@ -1,0 +1,151 @@
+"""Optimizers that are a rule: how each element changes by its gradient, its state and numbers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+from flashlight_py.autograd import Variable
+from flashlight_py.device import Array, array_module
+from flashlight_py.optim import reference
+from flashlight_py.optim.native import native
+from flashlight_py.optim.optimizer import FirstOrderOptimizer
+from flashlight_py.optim.squares import sum_of_squares
+
+# The name of a rule of optim.reference, and the numbers that it takes.
+Rule = tuple[str, tuple[float, ...]]
+
+
+class RuleOptimizer(FirstOrderOptimizer):
+    """What the optimizers of this package share; each only says its rule and its state's names.
+
+    It steps parameters of sharded modules too, beside others: their state is made by their
+    placement, and each process steps its own pieces. Then making it, ``step``, ``state_dict`` and
+    ``load_state_dict`` are collective.
+    """
+
+    # Whether the rule needs all elements of a parameter's gradient at once.
+    needs_whole_gradient: ClassVar[bool] = False
+
+    def __init__(self, params: Iterable[Variable], lr: float, states: Sequence[str]) -> None:
+        super().__init__(params, lr)
+        self._steps = [0] * len(self.params)
+        self._names = tuple(states)
+        self._states = tuple([_zeros(variable) for variable in self.params] for _ in states)
+
+    def step(self, grad_scale: float = 1.0) -> None:
+        """Change every parameter that has a gradient, in place; gradients stay as they are.
+
+        Args:
+            grad_scale: a factor by which gradients count, such as one that limits their norm.
+
+        Raises:
+            RuntimeError: a parameter was sharded after the optimizer was made; nothing was changed.
+        """
+        if not self._shards:
+            self._step_own(grad_scale)
+            return
+        self._check_placements()
+        with ExitStack() as stack:
+            for shards in self._shards:
+                stack.enter_context(shards.changing(f"{type(self).__name__}.step"))
+            self._step_own(grad_scale)
+            for position, variable in enumerate(self.params):
+                if variable.placement is not None and variable.grad is not None:
+                    pieces = variable.placement.pieces(variable, self.states_of(position))
+                    self.step_pieces(position, pieces, grad_scale)
+
+    def step_pieces(
+        self,
+        position: int,
+        pieces: Iterable[Sequence[Any]],
+        grad_scale: float = 1.0,
+        zero: bool = False,
+    ) -> None:
+        """Take one step of a parameter, of which this process has ``pieces``, in place.
+
+        For what shards a module; the caller sees to it that no process reads what changes.
+
+        Args:
+            position: of the parameter in ``params``.
+            pieces: each is (parameter, gradient, *states), arrays of one shape, writable; the
+                gradient may be a list of arrays, which count as their sum, added in its order.
+            grad_scale: a factor by which gradients count.
+            zero: whether the gradients are 0 afterwards; else they stay as they are.
+        """
+        self._steps[position] += 1
+        rule = self._rule(position, grad_scale)
+        for param, grad, *states in pieces:
+            grads = list(grad) if isinstance(grad, (list, tuple)) else [grad]
+            self._change(rule, (param, grads, *states), grad_scale, zero)
+
+    def states_of(self, position: int) -> tuple[Array, ...]:
+        """Return the state of parameter ``position`` in the order of a piece; not copies."""
+        return tuple(entries[position] for entries in self._states)
+
+    @abstractmethod
+    def _rule(self, position: int, grad_scale: float) -> Rule:
+        """Return what a parameter's step number ``self._steps[position]`` is done with."""
+
+    def _step_own(self, grad_scale: float) -> None:
+        """Step the parameters that have no placement."""
+        module = native()
+        left: Iterable[int] | None = range(len(self.params))
+        if module is not None:
+            left = module.step(
+                self.params,
+                self._states,
+                self._steps,
+                self._rule,
+                grad_scale,
+                self.needs_whole_gradient,
+                self._shards != [],
+            )
+            if left is None:
+                return
+        self._check_placements()
+        for position in left or ():
+            variable = self.params[position]
+            if variable.placement is None and variable.grad is not None:
+                piece = (variable.data, variable.grad, *self.states_of(position))
+                self.step_pieces(position, [piece], grad_scale)
+
+    @staticmethod
+    def _change(rule: Rule, piece: tuple[Any, ...], grad_scale: float, zero: bool) -> None:
+        module = native()
+        if module is not None and module.change(rule, piece, grad_scale, zero):
+            return
+        reference.change(*rule, piece, grad_scale)
+        for grad in piece[1] if zero else ():
+            grad[...] = 0
+
+    def _sum_of_squares(self, position: int) -> float:
+        """Return the sum of the squares of a parameter's gradient."""
+        variable = self.params[position]
+        if variable.placement is not None:
+            return float(variable.placement.sum_of_squares(variable))
+        assert variable.grad is not None
+        return sum_of_squares(variable.grad)
+
+    def _check_placements(self) -> None:
+        known = set(map(id, self._shards))
+        for position, variable in enumerate(self.params):
+            if variable.placement is not None and id(variable.placement.shards) not in known:
+                raise RuntimeError(
+                    f"{type(self).__name__}.step: parameter {position} (shape {variable.shape}) "
+                    "was sharded after the optimizer was made; make the optimizer afterwards"
+                )
+
+    def _state(self) -> dict[str, list[Any]]:
+        return dict(zip(self._names, self._states, strict=True))
+
+
+def _zeros(variable: Variable) -> Array:
+    """Return state for a parameter: zeros, of float32 where it is narrower."""
+    dtype = "float32" if variable.dtype.char == "e" else variable.dtype
+    if variable.placement is not None:
+        return variable.placement.zeros(dtype)  # type: ignore[no-any-return]
+    data = variable.data
+    return array_module(data).zeros(data.shape, dtype)  # type: ignore[no-any-return]

@@ -1,0 +1,36 @@
+"""The sum of the squares of a gradient, the same bits on every machine."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashlight_py.device import Array, is_cupy
+from flashlight_py.optim.native import native
+
+__all__ = ["sum_of_squares"]
+
+
+def sum_of_squares(grad: Array) -> float:
+    """Return the sum of the squares of all elements, in float64. Blocks until it is computed.
+
+    In blocks of 65,536 elements, in which element ``i`` is added to sum ``i % 16``, in order; at
+    last the 16 sums are added, one after the other. So NumPy arrays have the same sum everywhere.
+    """
+    if is_cupy(grad):
+        wide = grad.astype(np.float64).reshape(-1)
+        return float(wide.dot(wide))
+    module = native()
+    if module is not None and (sum_ := module.sum_of_squares(grad)) is not None:
+        return float(sum_)
+    return reference_sum(grad)
+
+
+def reference_sum(grad: Array) -> float:
+    """Return the sum of squares in the words of NumPy, to the bit that of csrc/optim."""
+    flat, sums = grad.reshape(-1), np.zeros(16)
+    for start in range(0, flat.size, 65536):
+        squares = np.zeros((min(65536, flat.size - start) + 15) // 16 * 16)
+        block = flat[start : start + 65536]
+        np.multiply(block, block, out=squares[: block.size], dtype=np.float64)
+        sums += np.add.reduce(squares.reshape(-1, 16), axis=0)
+    return float(np.add.accumulate(sums)[-1])

@@ -1,0 +1,268 @@
+"""The kernels of csrc/optim give the bits of optim.reference, and leave what does not fit to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py import _native, optim
+from flashlight_py.autograd import Variable, param
+from flashlight_py.optim import native, rule, squares
+
+MODULE = native.native()
+pytestmark = pytest.mark.skipif(MODULE is None, reason="csrc/optim was not built")
+
+Make = Callable[[list[Variable]], Any]
+RULES: dict[str, Make] = {
+    "sgd": lambda p: optim.SGDOptimizer(p, 0.1),
+    "sgd, decay": lambda p: optim.SGDOptimizer(p, 0.1, weight_decay=0.2),
+    "momentum": lambda p: optim.SGDOptimizer(p, 0.1, 0.9, 0.2),
+    "nesterov": lambda p: optim.SGDOptimizer(p, 0.1, 0.9, nesterov=True),
+    "adam": lambda p: optim.AdamOptimizer(p, 0.1, weight_decay=0.1),
+    "adam, L2": lambda p: optim.AdamOptimizer(p, 0.1, weight_decay=0.1, decoupled=False),
+    "amsgrad": lambda p: optim.AMSgradOptimizer(p, 0.1, weight_decay=0.1),
+    "adagrad": lambda p: optim.AdagradOptimizer(p, 0.1, weight_decay=0.1),
+    "rmsprop": lambda p: optim.RMSPropOptimizer(p, 0.1, weight_decay=0.1),
+    "centered": lambda p: optim.RMSPropOptimizer(p, 0.1, use_first=True),
+    "adadelta": lambda p: optim.AdadeltaOptimizer(p, weight_decay=0.1),
+    "novograd": lambda p: optim.NovogradOptimizer(p, 0.1, weight_decay=0.1),
+}
+EVERY_RULE = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+EVERY_SET = pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512"])
+SIZES = [*range(71), 2048, 5001]
+
+
+@pytest.fixture
+def use(request: Any) -> Iterator[Callable[[str], None]]:
+    """Switch to an instruction set for one test."""
+    assert MODULE is not None
+    before = MODULE.use("baseline")
+
+    def switch(name: str) -> None:
+        try:
+            MODULE.use(name)
+        except ValueError as error:
+            pytest.skip(str(error))
+
+    yield switch
+    MODULE.use(before)
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return what switches the native module off for the rest of the test."""
+
+    def off() -> None:
+        for module in (rule, squares):
+            monkeypatch.setattr(module, "native", lambda: None)
+
+    return off
+
+
+def draw(seed: int, dtype: str, sizes: list[int]) -> list[np.ndarray]:
+    """Return arrays that begin at any element, so that no vector is aligned."""
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(size + 1).astype(dtype)[1:] for size in sizes]
+
+
+def bits(optimizer: Any) -> list[Any]:
+    state = optimizer.state_dict()
+    entries = [entry for name in state.keys() - {"lr"} for entry in state[name]]
+    return [
+        np.asarray(array).tobytes() for array in [*(v.data for v in optimizer.params), *entries]
+    ]
+
+
+def stepped(make: Make, dtype: str, sizes: list[int]) -> list[Any]:
+    """Return all bits after three steps; every fourth parameter has no gradient at the second."""
+    optimizer = make([param(array) for array in draw(0, dtype, sizes)])
+    for number, scale in enumerate((1.0, 0.3, 1.0)):
+        for position, (variable, grad) in enumerate(
+            zip(optimizer.params, draw(number + 1, dtype, sizes), strict=True)
+        ):
+            variable.grad = None if number == 1 and position % 4 == 3 else grad
+        optimizer.step(scale)
+    return bits(optimizer)
+
+
+def in_slices(make: Make, dtype: str, zero: bool) -> list[Any]:
+    """Return all bits after two steps by pieces, with gradients in one to four slices."""
+    optimizer = make([param(array) for array in draw(0, dtype, [5000] * 4)])
+    for number in range(2):
+        for position, variable in enumerate(optimizer.params):
+            grads = draw(10 * number + position, dtype, [5000] * (position + 1))
+            variable.grad = grads[0].copy()  # of which NovoGrad takes the norm
+            states = optimizer.states_of(position)
+            cuts = [slice(0, 77), slice(77, 77), slice(77, 5000)]
+            pieces = [
+                (variable.data[c], [g[c] for g in grads], *(s[c] for s in states)) for c in cuts
+            ]
+            kept = [grad.copy() for grad in grads]
+            optimizer.step_pieces(position, pieces, 1 / 3, zero=zero)
+            for grad, before in zip(grads, kept, strict=True):
+                np.testing.assert_array_equal(grad, 0 * before if zero else before)
+    return bits(optimizer)
+
+
+@EVERY_RULE
+def test_all_instruction_sets_give_the_bits_of_the_reference(
+    make: Make, use: Any, without: Any
+) -> None:
+    found = {}
+    for name in ("baseline", "avx2", "avx512"):
+        try:
+            assert MODULE is not None
+            MODULE.use(name)
+        except ValueError:
+            continue  # not on this processor
+        for dtype in ("float32", "float64"):
+            found[name, dtype] = stepped(make, dtype, SIZES), in_slices(make, dtype, zero=True)
+    without()
+    for dtype in ("float32", "float64"):
+        expected = stepped(make, dtype, SIZES), in_slices(make, dtype, zero=False)
+        for (name, other), result in found.items():
+            assert other != dtype or result == expected, (name, dtype)
+
+
+@EVERY_SET
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sums_of_squares_are_the_reference_s(instructions: str, dtype: str, use: Any) -> None:
+    use(instructions)
+    for array in draw(3, dtype, [0, 1, 15, 16, 17, 70, 65535, 65536, 65537, 200_000]):
+        total = squares.sum_of_squares(array)
+        assert total == squares.reference_sum(array)
+        np.testing.assert_allclose(total, np.square(array, dtype="float64").sum(), rtol=1e-12)
+
+
+class Subclass(np.ndarray):
+    pass
+
+
+def unusual() -> dict[str, tuple[Any, Any]]:
+    """Return a parameter's array and its gradient, by what is unusual about it."""
+    values, grad = (rows.astype("float32") for rows in np.random.default_rng(0).random((2, 4, 6)))
+    shared = np.concatenate([values.ravel(), grad.ravel()])
+    return {
+        "float16": (values.astype("float16"), grad.astype("float16")),
+        "strides": (values[:, ::2], grad[:, ::2]),
+        "transposed": (values.T, grad.T),
+        "a gradient of other strides": (values, np.asfortranarray(grad)),
+        "a gradient of another dtype": (values, grad.astype("float64")),
+        "a gradient that is broadcast": (values, np.array(0.5, "float32")),
+        "a subclass": (values.view(Subclass), grad.view(Subclass)),
+        "byte order": (values.astype(">f4"), grad),
+        "overlapping": (shared[4:28], shared[:24]),
+    }
+
+
+@pytest.mark.parametrize("what", unusual())
+@pytest.mark.parametrize("make", [RULES["adam"], RULES["novograd"]])
+def test_what_does_not_fit_is_stepped_by_the_reference(make: Make, what: str, without: Any) -> None:
+    """Beside one that does."""
+
+    def run() -> list[Any]:
+        array, grad = unusual()[what]
+        variables = [param(np.ones(3)), param(np.ones(1))]
+        variables[0].grad, variables[1].grad = np.ones(3), grad
+        variables[1].data = array
+        optimizer = make(variables)
+        optimizer.step()
+        return bits(optimizer)
+
+    with_native = run()
+    without()
+    assert with_native == run()
+
+
+def test_what_fits_is_not_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(rule.reference, "change")
+    for make in RULES.values():
+        stepped(make, "float32", [3, 100])
+
+
+def test_a_read_only_parameter_is_an_error() -> None:
+    variable = param(np.ones(3))
+    variable.grad = np.ones(3)
+    variable.data.setflags(write=False)
+    with pytest.raises(ValueError, match="read-only"):
+        optim.SGDOptimizer([variable], 0.1).step()
+
+
+def test_infinite_parameters_stay_without_decay(without: Any) -> None:
+    for _ in range(2):
+        variable = param(np.array([np.inf, 1.0]))
+        variable.grad = np.zeros(2)
+        optim.AdamOptimizer([variable], 0.1, decoupled=False).step()
+        assert variable.data.tolist() == [np.inf, 1.0]
+        without()
+
+
+def test_settings_may_change_between_steps() -> None:
+    variable = param(np.ones(1))
+    variable.grad = np.ones(1)
+    optimizer = optim.SGDOptimizer([variable], 1.0)
+    optimizer.weight_decay = 2.0
+    optimizer.step()
+    assert variable.data.tolist() == [-2.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        (
+            (("sgd", (1.0,)), (np.ones(1), [np.ones(1)]), 1.0, False),
+            ValueError,
+            "no rule sgd with 1",
+        ),
+        ((("other", ()), (np.ones(1), [np.ones(1)]), 1.0, False), ValueError, "no rule other"),
+        ((("sgd", (1.0, 0.0)), (np.ones(1),), 1.0, False), ValueError, "a piece of sgd is"),
+        ((("sgd", (1.0, "0")), (np.ones(1), []), 1.0, False), TypeError, "real number"),
+        ((("sgd",), (np.ones(1), []), 1.0, False), IndexError, "range"),
+    ],
+)
+def test_the_module_checks_what_it_is_called_with(
+    arguments: Any, error: type[Exception], match: str
+) -> None:
+    assert MODULE is not None
+    with pytest.raises(error, match=match):
+        MODULE.change(*arguments)
+
+
+def test_it_checks_the_lists_of_a_step() -> None:
+    assert MODULE is not None
+    variable = param(np.ones(1))
+    variable.grad = np.ones(1)
+    with pytest.raises(TypeError, match="step\\(params, states"):
+        MODULE.step([variable])
+    for answer, match in [(("adam", (0.0,) * 9), "has 2 states, not 0"), (None, "a rule is")]:
+        with pytest.raises((ValueError, TypeError), match=match):
+            MODULE.step([variable], (), [0], lambda *_, a=answer: a, 1.0, False, False)
+    with pytest.raises(IndexError):
+        MODULE.step([variable], ([],), [0], lambda *_: None, 1.0, False, False)
+    with pytest.raises(AttributeError):
+        MODULE.step([1], (), [0], lambda *_: None, 1.0, False, False)
+    assert variable.data.tolist() == [1.0]
+
+
+def test_without_it_a_warning_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "flashlight_py._native._optim", None)
+    for cached in (_native.optional, native.native):
+        cached.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "flashlight_py"):
+            for _ in range(2):
+                variable = param(np.ones(1))
+                variable.grad = np.ones(1)
+                optim.SGDOptimizer([variable], 1.0).step()
+                assert variable.data.tolist() == [0.0]
+    finally:
+        for cached in (_native.optional, native.native):
+            cached.cache_clear()
+    assert len(caplog.records) == 1
+    assert "optimizers step in NumPy" in caplog.text
