@@ -64,7 +64,9 @@ if TYPE_CHECKING:
     )
     from flashlight_py.distributed.api import *
     from flashlight_py.launch import spawn as spawn
+    from flashlight_py.nn import recompute as recompute
     from flashlight_py.parallel import (
+        DataParallel as DataParallel,
         DistributedDataContainer as DistributedDataContainer,
         DistributedOptimizer as DistributedOptimizer,
         DistributedSampler as DistributedSampler,
@@ -137,6 +139,7 @@ _NAMES = [
     "leaves",
     "fully_shard",
     "no_sync",
+    "recompute",
     "join",
     "synchronize",
     "sync_meter",
@@ -145,6 +148,7 @@ _NAMES = [
     "load",
     "Checkpoint",
     "spawn",
+    "DataParallel",
     "DistributedOptimizer",
     "PeriodicAveraging",
     "DistributedDataContainer",
@@ -171,7 +175,9 @@ _HOMES = {
     "autograd": ["Variable", "gradcheck", "input", "no_grad", "param"],
     "checkpoint": ["Checkpoint", "load", "save"],
     "launch": ["spawn"],
+    "nn": ["recompute"],
     "parallel": [
+        "DataParallel",
         "DistributedDataContainer",
         "DistributedOptimizer",
         "DistributedSampler",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,8 @@ from flashlight_py.device import is_cupy
 __all__ = [
     "generator",
     "load_state_dict",
+    "noting",
+    "replaying",
     "set_seed",
     "set_state_of",
     "state_dict",
@@ -25,6 +28,8 @@ _seed: int | None = None
 _generators: dict[str, Any] = {}
 _entropy: Sequence[int] | None = None  # of what is in NumPy's place; see use()
 _kept: dict[str, Any] = {}  # what it is in the place of
+# What blocks of noting() have seen so far, the innermost last: generators as they were before.
+_notes: list[dict[str, tuple[Any, Any]]] = []
 
 
 def set_seed(seed: int) -> None:
@@ -53,7 +58,57 @@ def generator(library: ModuleType = np) -> Any:
     if name not in _generators:
         seed = _entropy if library is np and _entropy is not None else _seed
         _generators[name] = library.random.default_rng(seed)
-    return _generators[name]
+    found = _generators[name]
+    for noted in _notes:
+        if name not in noted:
+            noted[name] = found, _copied_state(found)
+    return found
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[dict[str, tuple[Any, Any]]]:
+    """Note what the block draws, so that ``replaying`` what is noted draws it again.
+
+    A generator of a GPU's arrays must be asked for (``generator``) within the block.
+    """
+    noted: dict[str, tuple[Any, Any]] = {}
+    _notes.append(noted)
+    try:
+        generator()
+        yield noted
+    finally:
+        _notes[:] = [other for other in _notes if other is not noted]
+
+
+@contextlib.contextmanager
+def replaying(noted: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
+    """Let the block draw what a block of ``noting`` drew; afterwards all go on as before."""
+    before = dict(_generators)
+    now = [(found, _copied_state(found)) for found, _ in noted.values()]
+    try:
+        for name, (found, state) in noted.items():
+            _generators[name] = found
+            _put_back(found, state)
+        yield
+    finally:
+        for found, state in now:
+            _put_back(found, state)
+        _generators.clear()
+        _generators.update(before)
+
+
+def _copied_state(generator: Any) -> Any:
+    """Return the state, where it is: a GPU is not waited for."""
+    bits = generator.bit_generator
+    return bits.state if isinstance(bits, np.random.BitGenerator) else bits._state.copy()
+
+
+def _put_back(generator: Any, state: Any) -> None:
+    bits = generator.bit_generator
+    if isinstance(bits, np.random.BitGenerator):
+        bits.state = state
+    else:
+        bits._state[...] = state
 
 
 def use(entropy: Sequence[int] | None) -> None:

@@ -11,18 +11,30 @@ memory. It also sums broadcast dimensions away and casts, so that no vjp has to.
 Operations that do more than compute, such as exchanging messages, can be recorded as ordered: a
 pass visits those in the reverse of the order of recording, whatever the graph looks like.
 
+What was computed without recording stands in the graph as ``Part``s (see ``graph``). Visited, they
+are computed again, recorded, and the walk goes on in that graph, which ends where the parts said
+that it would: everything is visited in the same order, and every hook called when it would be.
+
 All bookkeeping lives in local dictionaries: a pass that raises leaves nothing behind.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING, TypeAlias
 
+from flashlight_py.autograd.graph import (
+    Node,
+    Part,
+    Repeated,
+    Target,
+    Vjp,
+    count_consumers,
+    start_of,
+)
 from flashlight_py.autograd.narrow import total
 from flashlight_py.device import Array, array_module
 
@@ -31,45 +43,7 @@ if TYPE_CHECKING:
 
     from flashlight_py.autograd.variable import Variable
 
-Vjp: TypeAlias = Callable[[Array], Array]
-Target: TypeAlias = Union["Node", "Variable"]
 EndCallback: TypeAlias = Callable[[bool], None]
-
-
-class Node:
-    """One recorded operation; ``edges`` is None once a backward pass has freed it."""
-
-    __slots__ = ("dtype", "edges", "shape")
-
-    edges: tuple[tuple[Target, Vjp], ...] | None
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: np.dtype[np.generic],
-        edges: tuple[tuple[Target, Vjp], ...],
-    ) -> None:
-        self.shape = shape
-        self.dtype = dtype
-        self.edges = edges
-
-
-_recorded = itertools.count()
-
-
-class OrderedNode(Node):
-    """An operation that a pass visits before all ordered ones that were recorded earlier."""
-
-    __slots__ = ("turn",)
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: np.dtype[np.generic],
-        edges: tuple[tuple[Target, Vjp], ...],
-    ) -> None:
-        super().__init__(shape, dtype, edges)
-        self.turn = -next(_recorded)
 
 
 class GradSink:
@@ -77,6 +51,7 @@ class GradSink:
 
     __slots__ = ()
 
+    is_stepped = False  # whether the leaf may change as soon as it has its last contribution
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
 
@@ -190,23 +165,31 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
     Ordered nodes wait until nothing else is ready. Then the latest of those below ``root`` is among
     them, for whatever consumes it was recorded later, and has been visited.
     """
-    pending = _count_consumers(root)
+    parts: dict[Repeated, list[Part]] = {}  # those that this pass visits
+    pending = count_consumers([root], (), parts)
+    repeated: dict[Repeated, Sequence[Node | None]] = {}
     grads = {root: seed}
     owned: set[Node] = set()  # nodes whose gradient is a sum made here, hence ours to add into
     ready = [root]
-    ordered: list[tuple[int, OrderedNode]] = []  # a heap
+    ordered: list[tuple[int, Node]] = []  # a heap
     after: list[Callable[[], None]] = []
     _current.pending, _current.after = pending, after
     while ready or ordered:
         node = ready.pop() if ready else heappop(ordered)[1]
         grad = grads.pop(node)
-        for target, vjp in node.edges or ():
+        if type(node) is Part:
+            edges: tuple[tuple[Target, Vjp], ...] = (
+                (start_of(node, pending, parts, repeated), _itself),
+            )
+        else:
+            edges = node.edges or ()
+        for target, vjp in edges:
             contribution = vjp(grad)
             pending[target] -= 1
             if isinstance(target, Node):
                 _add_to_node(target, contribution, grads, owned)
                 if not pending[target]:
-                    if type(target) is OrderedNode:
+                    if target.turn is not None:
                         heappush(ordered, (target.turn, target))
                     else:
                         ready.append(target)
@@ -216,29 +199,12 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
                     target.hook(target)
         if not retain_graph:
             node.edges = None
-        if after:
-            callbacks, after[:] = after[:], []
-            for callback in callbacks:
-                callback()
+        while after:
+            after.pop(0)()
 
 
-def _count_consumers(root: Node) -> dict[Target, int]:
-    """Count, for every target below ``root``, the edges that will contribute to it."""
-    pending: dict[Target, int] = {}
-    unseen = [root]
-    while unseen:
-        edges = unseen.pop().edges
-        if edges is None:
-            raise RuntimeError(
-                "backward: this graph was freed by an earlier backward pass; compute the loss "
-                "again, or pass retain_graph=True to the earlier backward()"
-            )
-        for target, _ in edges:
-            count = pending.get(target, 0)
-            pending[target] = count + 1
-            if not count and isinstance(target, Node):
-                unseen.append(target)
-    return pending
+def _itself(grad: Array) -> Array:
+    return grad
 
 
 def _add_to_node(

@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from flashlight_py.autograd.engine import (
-    GradSink,
-    Node,
-    OrderedNode,
-    Vjp,
-    backward_from_leaf,
-    backward_from_node,
-)
+from flashlight_py.autograd.engine import GradSink, backward_from_leaf, backward_from_node
+from flashlight_py.autograd.graph import Node, OrderedNode, Outline, Vjp, recording
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 
 GradHook: TypeAlias = "Callable[[Variable], None]"
@@ -83,7 +77,7 @@ class Variable:
     def array(self, value: Array) -> None:
         value = _as_array(value)
         _require_same(value, self, "Variable.array")
-        if self.placement is not None and type(self) is Variable:
+        if self.placement is not None:
             raise ValueError(
                 "Variable.array: this parameter is of a sharded module, whose arrays lie in memory "
                 "that ranks have in common; load_state_dict copies values into it"
@@ -332,6 +326,9 @@ def record(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) -> Variable
     result.grad = result.hook = result.buffer = result.placement = None
     edges = tuple([(x.node or x, vjp) for x, vjp in inputs if x._calc_grad])
     result._calc_grad = bool(edges)
+    if recording.is_outline:
+        result.node = Outline(tuple([source for source, _ in edges])) if edges else None
+        return result
     result.node = Node(array.shape, array.dtype, edges) if edges else None
     return result
 
@@ -347,7 +344,9 @@ def record_in_order(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) ->
         inputs: each input with its vector-Jacobian product (see ``engine``).
     """
     result = record(array, *inputs)
-    if result.node is not None:
+    if isinstance(result.node, Outline):
+        result.node.ordered = True
+    elif result.node is not None:
         result.node = OrderedNode(result.node.shape, result.node.dtype, result.node.edges or ())
     return result
 

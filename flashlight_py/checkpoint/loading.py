@@ -64,6 +64,7 @@ def load(
     *,
     optimizer: Stateful | None = None,
     sampler: Stateful | None = None,
+    schedule: Stateful | None = None,
     rng: Any = None,
     group: ProcessGroup | None = None,
 ) -> Checkpoint | None:
@@ -81,9 +82,10 @@ def load(
 
     Args:
         path: the directory that was given to :func:`flashlight_py.save`; that of rank 0 counts.
-        module: made like the one that was saved, as the next two; None: not loaded.
+        module: made like the one that was saved, as the next three; None: not loaded.
         optimizer: made like the one that was saved.
         sampler: made like the one that was saved.
+        schedule: made like the one that was saved, for this optimizer.
         rng: as it was given to ``save``: its generators are set in place, and the package's own.
             Of a ``module`` that was distributed with ``leaves`` every rank gets those of rank 0.
         group: the ranks that load together, default the world.
@@ -99,7 +101,7 @@ def load(
         CheckpointError: there are checkpoints, and none can be used; on every rank. Says why.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    parts = given_parts(module=module, optimizer=optimizer, sampler=sampler)
+    parts = given_parts(module=module, optimizer=optimizer, sampler=sampler, schedule=schedule)
     check_parts("load", parts)
     check_generators("load", rng)
     members = group_or_world(group)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,19 +60,14 @@ def limit(threads: int) -> None:
     Choosing is setting a variable that it reads, or another number than its default before.
     """
     global _said  # noqa: PLW0603  (the libraries are the process's, too)
-    chosen = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
-    if chosen:
-        _said = f"as {chosen[0]} says"
+    if choice := chosen():
+        _said = f"as {choice} says"
         return
     found = list(_loaded())
     if not found:
         _said = "not set: NumPy's is no OpenBLAS; OMP_NUM_THREADS or its own variable chooses them"
         return
-    for each in found:
-        had = each.ask("get_num_threads")
-        if had == each.default() and had > threads:
-            each.set(threads)
-            _limited.append((each, had))
+    _limited.extend(limit_each(threads))
     if _limited:
         _said = f"{threads}, this rank's share of the cores; {_VARIABLES[0]} chooses otherwise"
     else:
@@ -101,8 +96,34 @@ def restore() -> None:
     """Restore the number of threads that each OpenBLAS had before any was changed here."""
     global _said  # noqa: PLW0603  (see above)
     _said = ""
-    while _limited:
-        library, threads = _limited.pop()
+    restore_each(_limited)
+    _limited.clear()
+
+
+def chosen() -> str:
+    """Return the setting by which somebody has chosen the threads; empty: nobody has."""
+    settings = (f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ)
+    return next(settings, "")
+
+
+def limit_each(threads: int) -> list[tuple[_OpenBlas, int]]:
+    """Have each OpenBLAS whose threads nobody has chosen compute with ``threads``.
+
+    Returns:
+        Those of which that is fewer than before, and how many they had: for ``restore_each``.
+    """
+    limited = []
+    for each in _loaded():
+        had = each.ask("get_num_threads")
+        if had == each.default() and had > threads:
+            each.set(threads)
+            limited.append((each, had))
+    return limited
+
+
+def restore_each(limited: Iterable[tuple[_OpenBlas, int]]) -> None:
+    """Undo ``limit_each``."""
+    for library, threads in limited:
         library.set(threads)
 
 

@@ -20,6 +20,7 @@ class _Forward(Protocol[Result_co]):
     """A module as type checkers see it: to call it returns what its ``forward`` does."""
 
     before_forward: Callable[[Module], None] | None
+    run: Callable[..., Any] | None
 
     def forward(self, *inputs: Any, **options: Any) -> Result_co: ...
 
@@ -37,6 +38,7 @@ class Module(ABC):
     training = True
     _buffer_names: tuple[str, ...] = ()
     before_forward: Callable[[Module], None] | None = None
+    run: Callable[..., Any] | None = None  # called in place of forward, with the module first
     _paused: tuple[Variable, ...] = ()  # own parameters whose calc_grad eval() switched off
 
     @abstractmethod
@@ -44,9 +46,12 @@ class Module(ABC):
         """Compute the module's result from its inputs."""
 
     def __call__(self: _Forward[Result_co], *inputs: Any) -> Result_co:
-        """Return ``forward(*inputs)``."""
+        """Return ``forward(*inputs)``, by way of ``run`` where that is set."""
         if self.before_forward is not None:
             self.before_forward(self)  # type: ignore[arg-type]  # self is a Module
+        if self.run is not None:
+            result: Result_co = self.run(self, *inputs)
+            return result
         return self.forward(*inputs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,14 +121,20 @@ class Module(ABC):
     def state_dict(self) -> dict[str, Array]:
         """Return the arrays of all parameters and buffers by name: the module's own, not copies.
 
-        Parameters that GPUs share (``fl.fully_shard``) are gathered: copies, and collective.
+        Parameters that are cut between ranks (``fl.parallel.shard_linear``, or ``fl.fully_shard``
+        on GPUs) are whole: then they are copies, and it is collective.
 
         Raises:
             TornStateError: the module is sharded, and a rank ended in the middle of a step.
         """
         for shards in self._shards():
             shards.check("state_dict")
-        parameters = {name: variable.data for name, variable in self.named_params().items()}
+        parameters = {
+            name: variable.data
+            if variable.placement is None
+            else variable.placement.value(variable)
+            for name, variable in self.named_params().items()
+        }
         return {**parameters, **self.buffers}
 
     def _shards(self) -> list[Any]:
@@ -141,7 +152,9 @@ class Module(ABC):
             ValueError: names all entries that are missing, unexpected, or of another shape.
             TypeError: an entry cannot be cast, such as complex to float.
         """
-        own: dict[str, Variable | Array] = {**self.named_params(), **self.buffers}
+        named = self.named_params()
+        state = _parts(named, state)
+        own: dict[str, Variable | Array] = {**named, **self.buffers}
         _check_state(state, own)
         with ExitStack() as stack:
             for shards in self._shards():
@@ -191,7 +204,7 @@ class Module(ABC):
                 yield name, value
 
     def _replace_arrays(self, change: Callable[[Array], Array]) -> None:
-        if any(type(v) is Variable and v.placement is not None for v in self.params()):
+        if self._shards():
             raise ValueError(
                 "the module is sharded, so its parameters stay where they are; call astype() and "
                 "to() before fully_shard"
@@ -202,6 +215,13 @@ class Module(ABC):
         for _, module in self._walk():
             for name in module._buffer_names:
                 setattr(module, name, change(getattr(module, name)))
+
+
+def _parts(named: Mapping[str, Variable], state: Mapping[str, Array]) -> Mapping[str, Array]:
+    """Return ``state`` with this process's part of what is cut between ranks."""
+    cut = {name: variable.placement for name, variable in named.items() if variable.placement}
+    parts = {name: placement.part(state[name]) for name, placement in cut.items() if name in state}
+    return {**state, **parts} if parts else state
 
 
 def _check_state(state: Mapping[str, Array], own: Mapping[str, Variable | Array]) -> None:

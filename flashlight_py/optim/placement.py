@@ -7,10 +7,11 @@ others have None, and all of theirs is their process's own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
@@ -28,9 +29,13 @@ class Shards(ABC):
     """What the parameters of one sharded module have in common.
 
     ``group``: the processes that step them together; sums over it are those of the whole module.
+    ``in_common``: they have each parameter in common, so that one value is all of theirs; else each
+    has a part of it by itself.
     """
 
     group: Summing
+    in_common: ClassVar[bool] = True
+    steps = False  # inside the backward pass, so that there are no gradients afterwards
 
     @abstractmethod
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
@@ -58,6 +63,17 @@ class Shards(ABC):
         Entered and left by all processes of the group: on entering none reads any more what is to
         change, on leaving all have changed it. ``what``, for errors: such as "AdamOptimizer.step".
         """
+
+    def own_gradients(self, variables: Iterable[Variable]) -> list[Array]:
+        """Return the gradients of what this process steps of ``variables``, all of them sharded."""
+        pieces = [piece for each in variables for piece in each.placement.pieces(each, ())]
+        return [grad for _, grad in pieces]
+
+    def sum_of_squares(self, variables: Sequence[Variable]) -> float:
+        """Return that of all gradients of ``variables``, the same on all processes. Collective."""
+        squares = np.array([sum(sum_of_squares(grad) for grad in self.own_gradients(variables))])
+        self.group.all_reduce(squares)
+        return float(squares[0])
 
 
 class Placement(ABC):
@@ -92,3 +108,23 @@ class Placement(ABC):
     @abstractmethod
     def put(self, state: Array, value: Any) -> None:
         """Set ``state`` to ``value``, an array of the parameter's shape that all processes have."""
+
+    def value(self, variable: Variable) -> Array:
+        """Return the whole parameter, as state dicts have it; may be collective."""
+        return variable.data
+
+    def whole_shape(self, variable: Variable) -> tuple[int, ...]:
+        """Return the shape of the whole parameter."""
+        return variable.shape
+
+    def part(self, value: Array) -> Array:
+        """Return what of a whole parameter is in the variable's array.
+
+        Raises:
+            ValueError: ``value`` has another shape than the whole parameter.
+        """
+        return value
+
+    def words(self) -> str:
+        """Return what is this process's own about the parameter, to be compared; else nothing."""
+        return ""

@@ -20,8 +20,10 @@ from flashlight_py.parallel.parameters import (
     broadcast_parameters,
 )
 from flashlight_py.parallel.sampler import DistributedSampler
+from flashlight_py.parallel.shard_linear import shard_linear
 from flashlight_py.parallel.sharded_dataset import ShardedDataset
 from flashlight_py.parallel.synchronize import sync_meter, synchronize
+from flashlight_py.parallel.workers import DataParallel
 
 __all__ = [
     "functional",
@@ -36,10 +38,12 @@ __all__ = [
     "join",
     "Joined",
     "synchronize",
+    "DataParallel",
     "DistributedOptimizer",
     "PeriodicAveraging",
     "sync_meter",
     "DistributedDataContainer",
     "DistributedSampler",
     "ShardedDataset",
+    "shard_linear",
 ]

@@ -141,6 +141,7 @@ def of_all_ranks(mine: object, group: ProcessGroup) -> list[Any]:
 def _describe(params: Mapping[str, Variable]) -> list[str]:
     return [
         f"{name}: {param.dtype} {tuple(param.shape)}{'' if param.calc_grad else ', frozen'}"
+        f"{'' if param.placement is None else param.placement.words()}"
         for name, param in params.items()
     ]
 

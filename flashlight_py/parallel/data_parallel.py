@@ -139,15 +139,16 @@ def distribute_module_grads(
     buffers = [name for name in module.buffers if broadcast_buffers and name not in ignored]
     if leaves is not None:
         install(module, _leaf_by_leaf(module, in_order, buffers, leaves, group))
+        warn_of_differing("distribute_module_grads", digests, members)
+        return
+    if reducer is not None:
+        sync = GradientSync(one_by_one(in_order), reducer)
     else:
-        if reducer is not None:
-            sync = GradientSync(one_by_one(in_order), reducer)
-        else:
-            sync = _bucketed(in_order, scale, hook, group, limit)
-        sync.ignored = ignored
-        install(module, sync)
-        if buffers:
-            module.before_forward = functools.partial(_before_forward, sync)
+        sync = _bucketed(in_order, scale, hook, group, limit)
+    sync.ignored = ignored
+    install(module, sync)
+    if buffers:
+        module.before_forward = functools.partial(_before_forward, sync)
     warn_of_differing("distribute_module_grads", digests, members)
 
 
@@ -300,9 +301,15 @@ def no_sync(module: Module) -> Iterator[None]:
     itself, but every rank must leave out the same passes.
 
     Raises:
-        ValueError: ``distribute_module_grads`` was not called for this module, or with ``leaves``.
+        ValueError: neither ``distribute_module_grads`` nor ``fully_shard`` was called for this
+            module, or the former with ``leaves``, or the latter with ``step_in_backward``.
     """
     sync = gradient_sync_of(module, "no_sync")
+    if sync.steps:
+        raise ValueError(
+            "no_sync: the module is sharded with step_in_backward=True: every backward pass is a "
+            "step, so gradients cannot add up"
+        )
     before, sync.enabled = sync.enabled, False
     try:
         yield

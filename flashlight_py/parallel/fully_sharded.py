@@ -17,18 +17,22 @@ from numpy.typing import DTypeLike
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, is_cupy, to_device
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.host_memory import hosts_of
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.optim.placement import Placement, Shards
+from flashlight_py.optim.rule import RuleOptimizer
+from flashlight_py.optim.squares import BLOCK, sum_of_squares, sums_of_squares
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.data_parallel import install, release
 from flashlight_py.parallel.parameters import broadcast_parameters, give_state, require_module
 from flashlight_py.parallel.segment import HostMemory, Hosts
 from flashlight_py.parallel.shard_buckets import Buckets, bucket_bytes
 from flashlight_py.parallel.shard_layout import Layout, UnitPlan, plan
+from flashlight_py.parallel.shard_stepping import SharedBuckets, Stepper, StepSync
 from flashlight_py.parallel.shard_sync import ShardSync, Unit
-from flashlight_py.parallel.zero import shard_by_gathering
+from flashlight_py.parallel.zero import GatheredShards, shard_by_gathering
 
 # What ends the name of a layout of parameters that do not learn; before it stands their dtype.
 FROZEN = " frozen"
@@ -58,7 +62,9 @@ def fully_shard(
     data-parallel training, and only ``across_hosts`` saves memory.
 
     Args:
-        module: the same on every rank but for its values; parameters on the CPU.
+        module: the same on every rank but for its values. Parameters that are CuPy arrays are
+            sharded over all ranks, and gathered module by module while they are used (ZeRO-3):
+            docs/sharding-gpu.md says what is different then.
         group: the process group, default the world.
         step_in_backward: step while the backward pass goes on, so that no gradient exists as a
             whole: ``grad`` is None afterwards, and ``step()`` does little. Excludes clipping,
@@ -68,7 +74,9 @@ def fully_shard(
 
     Raises:
         TypeError: ``module`` is no Module.
-        ValueError: it has no parameter with ``calc_grad``.
+        ValueError: it has no parameter with ``calc_grad``; ``step_in_backward`` is asked for
+            with ranks that do not all share memory; of parameters on GPUs: ``across_hosts`` is
+            asked for, or they are sharded already or have a gradient hook.
         MismatchError: ranks' modules or arguments differ; names what does.
         TornStateError: it was sharded before, and a rank ended in the middle of a step.
         DistributedError: as :func:`flashlight_py.all_reduce`.
@@ -94,7 +102,7 @@ def fully_shard(
     _undo(module)
     release(module)
     broadcast_parameters(module, group=members)
-    shards = HostShards(_in_order(module), members, across_hosts)
+    shards = HostShards(_in_order(module), members, step_in_backward, across_hosts)
     shards.sync.ignored = frozenset(named)
     install(module, shards.sync)
     module.before_forward = functools.partial(_before_forward, shards)
@@ -108,15 +116,23 @@ def _shard_gpus(
             "fully_shard: across_hosts is for parameters on the CPU; on GPUs each has a part of "
             "everything in any case"
         )
-    shard_by_gathering(module, members, step_in_backward)
+    shards = shard_by_gathering(module, members, step_in_backward)
+    install(module, shards.sync)
+    module.before_forward = functools.partial(_before_forward, shards)
 
 
 def _undo(module: Module) -> None:
     """Let this rank have parameters of its own again, where the module is sharded."""
-    for param in module.params():
-        if param.placement is not None:
-            param.placement.shards.check("fully_shard")
-            param.placement, param.data = None, np.array(param.data)
+    for name, param in module.named_params().items():
+        if param.placement is None:
+            continue
+        if not param.placement.shards.in_common:
+            raise ValueError(
+                f"fully_shard: {name} is cut between ranks by shard_linear already; shard the "
+                "module's other parts"
+            )
+        param.placement.shards.check("fully_shard")
+        param.placement, param.data = None, np.array(param.data)
 
 
 def _in_order(module: Module) -> list[Variable]:
@@ -130,7 +146,7 @@ def _in_order(module: Module) -> list[Variable]:
     return [param for layer in reversed(grouped) for param in layer]
 
 
-def _before_forward(shards: HostShards, module: Module) -> None:
+def _before_forward(shards: HostShards | GatheredShards, module: Module) -> None:
     """Refuse torn parameters; make the buffers the same, where all ranks begin the same pass."""
     shards.check("forward")
     sync = shards.sync
@@ -155,13 +171,23 @@ class HostShards(Shards):
     Args:
         params: in the order in which their gradients are sent.
         members: the ranks that train it together.
-        across_hosts: see :func:`fully_shard`.
+        step_in_backward, across_hosts: see :func:`fully_shard`.
     """
 
     def __init__(
-        self, params: Sequence[Variable], members: ProcessGroup, across_hosts: bool
+        self,
+        params: Sequence[Variable],
+        members: ProcessGroup,
+        step_in_backward: bool,
+        across_hosts: bool,
     ) -> None:
-        self.members = members
+        self.members, self.steps = members, step_in_backward
+        if step_in_backward and len(hosts_of(members)) > 1:
+            raise ValueError(
+                "fully_shard: step_in_backward needs ranks that all share memory: parameters would "
+                "change before other hosts' gradients are there. These ranks are on "
+                f"{len(hosts_of(members))} hosts (see fl.distributed.describe())"
+            )
         hosts = Hosts(members)
         self.group = _EachOnce(members, 1 if across_hosts else hosts.count)
         limit = bucket_bytes(hosts.local.size)
@@ -174,11 +200,10 @@ class HostShards(Shards):
             for name, those in by_name.items()
         }
         self.memory = HostMemory(hosts, layouts, across_hosts)
+        self._steppers: dict[Variable, Stepper] = {}
         self._optimizers: list[weakref.ref[FirstOrderOptimizer]] = []
         self._states: dict[tuple[str, str, int], Array] = {}
         self._taken: Counter[tuple[int, str]] = Counter()
-        scale = 1.0 / members.size if hosts.count == 1 else 1.0
-        buckets = Buckets(hosts.local, _largest(layouts), scale)
         units = [
             (name, unit_plan, [by_name[name][number] for number in unit_plan.numbers])
             for name, layout in layouts.items()
@@ -186,10 +211,19 @@ class HostShards(Shards):
         ]
         self.params = [param for _, _, those in units for param in those]
         sent = [unit for unit in self._placed(units) if not unit.name.endswith(FROZEN)]
-        self.sync = ShardSync(members, self.memory, buckets, sent)
+        self.sync = self._sync(hosts, _largest(layouts), sent)
         self.sync.step_all = self.step_all
         self.sync.install()
         hosts.local.barrier()  # all have copied what is theirs
+
+    def _sync(self, hosts: Hosts, nbytes: int, units: Sequence[Unit]) -> ShardSync:
+        """Return what adds up gradients through buckets of ``nbytes``. Collective, blocking."""
+        if self.steps:
+            shared = SharedBuckets(hosts.local, nbytes)
+            return StepSync(self.members, self.memory, shared, units, self._stepper_of)
+        scale = 1.0 / self.members.size if hosts.count == 1 else 1.0
+        buckets = Buckets(hosts.local, nbytes, scale)
+        return ShardSync(self.members, self.memory, buckets, units)
 
     def _placed(self, units: Sequence[tuple[str, UnitPlan, list[Variable]]]) -> list[Unit]:
         """Move the parameters; return what is sent together."""
@@ -210,12 +244,39 @@ class HostShards(Shards):
 
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
         """Begin new state for an optimizer, and remember it; see ``Shards``."""
+        if self.steps and (
+            not isinstance(optimizer, RuleOptimizer) or optimizer.needs_whole_gradient
+        ):
+            raise ValueError(
+                f"fully_shard(step_in_backward=True): {type(optimizer).__name__} cannot step a "
+                "part of a parameter by itself; shard the module without step_in_backward"
+            )
+        if self.steps and isinstance(optimizer, RuleOptimizer):
+            self._steppers.update((p, (optimizer, i)) for i, p in enumerate(optimizer.params))
         self._optimizers = [ref for ref in self._optimizers if ref() is not None]
         self._optimizers.append(weakref.ref(optimizer))
         self._states, self._taken = {}, Counter()
 
+    def sum_of_squares(self, variables: Sequence[Variable]) -> float:
+        """Return that of all gradients, the same for any number of ranks; see ``Shards``."""
+        if self.memory.across:
+            return super().sum_of_squares(variables)
+        local, parts = self.memory.hosts.local, [np.zeros(0)]
+        for variable in variables:
+            assert variable.grad is not None
+            sums = np.zeros(-(-variable.size // BLOCK))
+            mine = slice(local.rank, None, local.size)
+            sums[mine] = sums_of_squares(variable.grad, mine)
+            parts.append(sums)
+        return float(sum(local.all_reduce(np.concatenate(parts)).tolist()))
+
+    def _stepper_of(self, param: Variable) -> Stepper | None:
+        return self._steppers.get(param)
+
     def changing(self, what: str) -> AbstractContextManager[None]:
         """Return the context in which this process may write its pieces; see ``Shards``."""
+        if isinstance(self.sync, StepSync):
+            self.sync.is_done = False
         return self.memory.changing(what)
 
     def check(self, what: str) -> None:
@@ -293,6 +354,13 @@ class HostPlacement(Placement):
         assert variable.grad is not None
         arrays = [data, variable.grad.reshape(-1), *(state.reshape(-1) for state in states)]
         return [tuple([array[piece] for array in arrays]) for piece in self._pieces]
+
+    def sum_of_squares(self, variable: Variable) -> float:
+        """Return that of the whole gradient; collective across hosts. See ``Placement``."""
+        if not self.shards.memory.across:
+            return super().sum_of_squares(variable)
+        parts = [sum_of_squares(grad) for _, grad in self.pieces(variable, ())]
+        return float(self.shards.members.all_reduce(np.array([sum(parts)]))[0])
 
     def whole(self, state: Array) -> Array:
         """Return ``state`` in the parameter's shape; collective across hosts."""

@@ -144,6 +144,8 @@ class PassSync(abc.ABC):
     that are each rank's own. ``is_shared``: ranks have the optimizer's state in common.
     """
 
+    steps = False  # inside the pass, so that there are no gradients to keep
+
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
         self.weigh: Callable[[bool], float] | None = None

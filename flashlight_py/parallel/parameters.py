@@ -43,6 +43,9 @@ def broadcast_parameters(module: Module, root: int = 0, group: ProcessGroup | No
         >>> fl.distribute_module_grads(model)
     """
     require_module(module)
+    params = module.named_params()
+    if any(param.placement is not None for param in params.values()):
+        check_modules_agree(params, group_or_world(group))  # parts are not to be taken for wholes
     synchronize_for("broadcast_parameters", "module", module, root, group)
 
 

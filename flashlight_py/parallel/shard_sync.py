@@ -103,14 +103,16 @@ class ShardSync(PassSync):
         units: in the order in which they are sent.
     """
 
+    sink_type = Sink
+
     def __init__(
-        self, group: ProcessGroup, memory: HostMemory, buckets: Buckets, units: list[Unit]
+        self, group: ProcessGroup, memory: HostMemory, buckets: Buckets, units: Sequence[Unit]
     ) -> None:
         super().__init__(InlineReducer(1.0, group=group))
         self.is_shared = True
         self._group, self._memory, self._buckets, self._units = group, memory, buckets, units
         for unit in units:
-            unit.sinks = [Sink(self, unit, whole) for whole in unit.wholes]
+            unit.sinks = [self.sink_type(self, unit, whole) for whole in unit.wholes]
         self._params = [param for unit in units for param in unit.params]
         self._sinks = [sink for unit in units for sink in unit.sinks]
         self.step_all: Callable[[], None] = _nothing  # that the ranks step after a pass
@@ -179,8 +181,12 @@ class ShardSync(PassSync):
 
     def _begin(self) -> None:
         if not self._running:
+            self._enter()
             self._running = True
             on_backward_end(self._on_end)
+
+    def _enter(self) -> None:
+        """Do what comes before the first unit of a pass."""
 
     def _weigh(self) -> float:
         """Return what this rank's gradients count in this pass."""
@@ -213,13 +219,16 @@ class ShardSync(PassSync):
                 param.grad = None
 
     def _send(self, unit: Unit, chunk: Chunk, bucket: Array, weight: float, adds: bool) -> None:
-        if weight != 1.0:
-            if weight:
-                scale_in_place(bucket, weight)
-            else:
-                bucket[...] = 0
+        self._scale(bucket, weight)
         old = functools.partial(self._memory.weigh_old, unit.name) if adds else None
         self._buckets.send(bucket, chunk, self._memory.grads[unit.name], old)
+
+    @staticmethod
+    def _scale(bucket: Array, weight: float) -> None:
+        if not weight:
+            bucket[...] = 0
+        elif weight != 1.0:
+            scale_in_place(bucket, weight)
 
     def _on_end(self, completed: bool) -> None:
         """Autograd: the pass is over. Send what is left, and wait for everything."""
@@ -261,6 +270,7 @@ class ShardSync(PassSync):
         try:
             for param in self._params:
                 param.grad = None
+            self._enter()
             for unit in self._units:
                 self._give(unit, 0.0)
             self._finish()

@@ -14,7 +14,7 @@ def refuse_sharded(what: str, params: Iterable[Variable]) -> None:
         ValueError: one of ``params`` is such a parameter.
     """
     for position, param in enumerate(params):
-        if param.placement is not None:
+        if param.placement is not None and param.placement.shards.in_common:
             raise ValueError(
                 f"{what}: parameter {position} (shape {param.shape}) is sharded by fl.fully_shard: "
                 "its values, gradient and state are the ranks' in common and are kept equal there; "

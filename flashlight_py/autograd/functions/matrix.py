@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from flashlight_py import kernels
@@ -31,7 +32,7 @@ def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
     if x.data.ndim == 2:
         return _linear_2d(x, weight, bias)
     *outer, features = x.data.shape
-    rows = reshape(x, (x.data.size // features if features else 0, features))
+    rows = reshape(x, (math.prod(outer), features))
     return reshape(_linear_2d(rows, weight, bias), (*outer, weight.data.shape[0]))
 
 
@@ -51,7 +52,7 @@ def _linear_2d(x: Variable, weight: Variable, bias: Variable | None) -> Variable
     if bias is not None:
         out += bias.data
         edges.insert(1, (bias, _sum_rows))
-    if isinstance(weight.buffer, GradSink):  # which may change the weight
+    if isinstance(weight.buffer, GradSink) and weight.buffer.is_stepped:
         edges.insert(0, edges.pop())
     return record(out, *edges)
 
