@@ -179,7 +179,7 @@ TREE = numpy_extension(
 )
 OPTIM = numpy_extension(
     "optim",
-    [f"csrc/optim/{name}.cc" for name in ("kernels", "module")],
+    [f"csrc/optim/{name}.cc" for name in ("module", "sets")],
     [
         *("csrc/optim/kernels.inc", "csrc/optim/optim.h"),
         *("csrc/common/each_set.inc", "flashlight_py/optim/rules.inc"),

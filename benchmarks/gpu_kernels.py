@@ -2,11 +2,12 @@
 
     python benchmarks/gpu_kernels.py --json kernels.json
 
-One process on one GPU. Each kernel of flashlight_py/kernels.py stands beside the same formula in
-plain CuPy (whose results are stored by one more copy), beside one that cupy.fuse has made of that,
-and beside a copy of as many bytes as the formula must read and write, which nothing can beat. Times
-are of the device for calls in a row, by events: for small arrays the host's launches count. Every
-result of ours is compared with plain CuPy's. Who fails is left out, and the others go on.
+One process on one GPU. Each kernel of flashlight_py/kernels.py and optim/cuda.py stands beside the
+same formula in plain CuPy (whose results are stored by one more copy), beside one that cupy.fuse
+has made of that, and beside a copy of as many bytes as the formula must read and write, which
+nothing can beat. Times are of the device for calls in a row, by events: for small arrays the host's
+launches count. Every result of ours is compared with plain CuPy's. Who fails is left out, and the
+others go on.
 Ends with the status 77 where there is no GPU.
 """
 
@@ -33,6 +34,11 @@ SIZES = [1 << 10, 1 << 20, 1 << 26]  # elements of each array
 ROUNDS, CALLS, SECONDS = 7, 200, 0.02
 RATE, MOMENTUM, DECAY = 1e-3, 0.9, 1e-2
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+# The numbers of the rule in its first step.
+ADAM = (
+    *(BETA1, 1 - BETA1, BETA2, 1 - BETA2, EPS, RATE / (1 - BETA1)),
+    *((1 - BETA2) ** -0.5, 1 - RATE * DECAY, 0.0),
+)
 
 Call = Callable[[], object]
 
@@ -65,6 +71,12 @@ def _momentum(param: Any, speed: Any, grad: Any) -> tuple[Any, ...]:
     return param - faster * RATE, faster
 
 
+def _step(rule: str, numbers: tuple[float, ...], *piece: Any) -> None:
+    from flashlight_py.optim import cuda
+
+    cuda.change([((rule, numbers), piece)], 1.0)
+
+
 def kernels_of(cupy: Any) -> dict[str, Kernel]:
     """Return every kernel by its name."""
     from flashlight_py import kernels
@@ -75,14 +87,14 @@ def kernels_of(cupy: Any) -> dict[str, Kernel]:
             arrays=2,
             moved=3,
             changed=1,
-            ours=lambda p, g: kernels.sgd(p, g, None, RATE, 0.0, DECAY, False),
+            ours=lambda p, g: _step("sgd", (RATE, DECAY), p, g),
             formula=lambda p, g: (p - (g + p * DECAY) * RATE,),
         ),
         "sgd, momentum": Kernel(
             arrays=3,
             moved=5,
             changed=2,
-            ours=lambda p, v, g: kernels.sgd(p, g, v, RATE, MOMENTUM, DECAY, False),
+            ours=lambda p, v, g: _step("momentum", (RATE, MOMENTUM, DECAY, 0.0), p, g, v),
             formula=_momentum,
             torch="SGD",
         ),
@@ -90,13 +102,7 @@ def kernels_of(cupy: Any) -> dict[str, Kernel]:
             arrays=4,
             moved=7,
             changed=3,
-            ours=lambda p, m, s, g: kernels.adam(
-                *(p, g, m, s, BETA1, BETA2, EPS),
-                rate=RATE / (1 - BETA1),
-                correction=1 - BETA2,
-                shrink=1 - RATE * DECAY,
-                decay=0.0,
-            ),
+            ours=lambda p, m, s, g: _step("adam", ADAM, p, g, m, s),
             formula=lambda p, m, s, g: _adam(p, m, s, g, cupy.sqrt),
             torch="AdamW",
         ),

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from flashlight_py.launch import spawn as spawn
     from flashlight_py.nn import recompute as recompute
     from flashlight_py.parallel import (
+        DataParallel as DataParallel,
         DistributedDataContainer as DistributedDataContainer,
         DistributedOptimizer as DistributedOptimizer,
         DistributedSampler as DistributedSampler,
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
         distribute_module_grads as distribute_module_grads,
         fully_shard as fully_shard,
         functional as functional,
+        leaves as leaves,
         no_sync as no_sync,
         sync_meter as sync_meter,
     )
@@ -134,6 +136,7 @@ _NAMES = [
     "all_reduce_parameters",
     "all_reduce_gradients",
     "distribute_module_grads",
+    "leaves",
     "fully_shard",
     "no_sync",
     "recompute",
@@ -145,6 +148,7 @@ _NAMES = [
     "load",
     "Checkpoint",
     "spawn",
+    "DataParallel",
     "DistributedOptimizer",
     "PeriodicAveraging",
     "DistributedDataContainer",
@@ -173,6 +177,7 @@ _HOMES = {
     "launch": ["spawn"],
     "nn": ["recompute"],
     "parallel": [
+        "DataParallel",
         "DistributedDataContainer",
         "DistributedOptimizer",
         "DistributedSampler",
@@ -185,6 +190,7 @@ _HOMES = {
         "fully_shard",
         "functional",
         "join",
+        "leaves",
         "no_sync",
         "sync_meter",
         "synchronize",

@@ -11,113 +11,13 @@ from typing import Any
 from flashlight_py.device import Array
 
 __all__ = [
-    "adam",
     "add_bias_relu",
     "capped_step",
     "mean_square_error",
     "mixture_relu",
     "relu_slope",
     "scaled_difference",
-    "sgd",
 ]
-
-
-def sgd(
-    param: Array,
-    grad: Array,
-    velocity: Array | None,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-) -> None:
-    """Change ``param`` and ``velocity`` (None: no momentum) in place; all of one shape and dtype.
-
-    The formula is that of ``optim.SGDOptimizer``.
-    """
-    real = _computed_in(param)
-    if velocity is None:
-        _sgd_plain(real)(grad, lr, weight_decay, param)
-    else:
-        _sgd(real, nesterov)(grad, lr, momentum, weight_decay, param, velocity)
-
-
-@functools.cache
-def _sgd_plain(real: str) -> Any:
-    return _elementwise(
-        f"G grad, {real} lr, {real} decay",
-        "T param",
-        """
-        const R value = R(param);
-        param = T(value - (R(grad) + value * decay) * lr);
-        """,
-        "flashlight_sgd",
-        real,
-    )
-
-
-@functools.cache
-def _sgd(real: str, nesterov: bool) -> Any:
-    step = "slope + speed * momentum" if nesterov else "speed"
-    return _elementwise(
-        f"G grad, {real} lr, {real} momentum, {real} decay",
-        "T param, T velocity",
-        f"""
-        const R value = R(param);
-        const R slope = R(grad) + value * decay;
-        const R speed = R(velocity) * momentum + slope;
-        velocity = T(speed);
-        param = T(value - ({step}) * lr);
-        """,
-        "flashlight_sgd_nesterov" if nesterov else "flashlight_sgd_momentum",
-        real,
-    )
-
-
-def adam(
-    param: Array,
-    grad: Array,
-    mean: Array,
-    square: Array,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    rate: float,
-    correction: float,
-    shrink: float,
-    decay: float,
-) -> None:
-    """Change ``param``, ``mean`` and ``square`` in place; all of one shape.
-
-    ``mean`` and ``square`` may be wider than ``param``: squares of float16 soon are 0.
-
-    ``rate`` is ``lr / (1 - beta1 ** t)`` and ``correction`` is ``1 - beta2 ** t``; ``shrink`` is
-    the factor of decoupled weight decay, ``decay`` the coefficient of the other kind. The formula
-    is that of ``optim.AdamOptimizer``.
-    """
-    keep = (beta1, 1 - beta1, beta2, 1 - beta2)
-    kernel = _adam(_computed_in(param))
-    kernel(grad, *keep, eps, rate, correction, shrink, decay, param, mean, square)
-
-
-@functools.cache
-def _adam(real: str) -> Any:
-    names = ["beta1", "rest1", "beta2", "rest2", "eps", "rate", "correction", "shrink", "decay"]
-    return _elementwise(
-        "G grad, " + ", ".join(f"{real} {name}" for name in names),
-        "T param, S mean, S square",
-        """
-        const R value = R(param) * shrink;
-        const R slope = R(grad) + value * decay;
-        const R first = R(mean) * beta1 + slope * rest1;
-        const R second = R(square) * beta2 + slope * slope * rest2;
-        mean = S(first);
-        square = S(second);
-        param = T(value - first / (sqrt(second / correction) + eps) * rate);
-        """,
-        "flashlight_adam",
-        real,
-    )
 
 
 def capped_step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -21,10 +21,13 @@ __all__ = [
     "set_state_of",
     "state_dict",
     "state_of",
+    "use",
 ]
 
 _seed: int | None = None
 _generators: dict[str, Any] = {}
+_entropy: Sequence[int] | None = None  # of what is in NumPy's place; see use()
+_kept: dict[str, Any] = {}  # what it is in the place of
 # What blocks of noting() have seen so far, the innermost last: generators as they were before.
 _notes: list[dict[str, tuple[Any, Any]]] = []
 
@@ -45,6 +48,7 @@ def set_seed(seed: int) -> None:
     if seed < 0:
         raise ValueError(f"set_seed needs a seed of at least 0, got {seed}")
     _seed = int(seed)
+    use(None)
     _generators.clear()
 
 
@@ -52,7 +56,8 @@ def generator(library: ModuleType = np) -> Any:
     """Return the generator (``numpy.random.Generator`` or CuPy's) for arrays of ``library``."""
     name = library.__name__
     if name not in _generators:
-        _generators[name] = library.random.default_rng(_seed)
+        seed = _entropy if library is np and _entropy is not None else _seed
+        _generators[name] = library.random.default_rng(seed)
     found = _generators[name]
     for noted in _notes:
         if name not in noted:
@@ -106,9 +111,26 @@ def _put_back(generator: Any, state: Any) -> None:
         bits._state[...] = state
 
 
+def use(entropy: Sequence[int] | None) -> None:
+    """Let what draws for NumPy arrays draw from a stream of its own; None: as before.
+
+    Each call begins another stream, from ``entropy``: integers, at least 0. The package's own
+    generator stays where it is meanwhile, and ``state_dict`` has its state.
+    """
+    global _entropy  # noqa: PLW0603 - as in set_seed
+    stream = _generators.pop(np.__name__, None)
+    if _entropy is None and stream is not None:
+        _kept[np.__name__] = stream
+    if entropy is None:
+        _generators.update(_kept)
+        _kept.clear()
+    _entropy = entropy
+
+
 def state_dict() -> dict[str, Any]:
     """Return the seed, and the state of each generator that has been used: dicts and copies."""
-    states = {name: state_of(generator) for name, generator in _generators.items()}
+    own = {**_generators, **_kept}
+    states = {name: state_of(generator) for name, generator in own.items()}
     return {"seed": _seed, "generators": states}
 
 
@@ -119,6 +141,7 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
         ModuleNotFoundError: a generator of CuPy's was saved, and CuPy is not installed.
     """
     global _seed  # noqa: PLW0603 - as in set_seed
+    use(None)
     _generators.clear()
     for name, of_generator in state["generators"].items():
         set_state_of(generator(importlib.import_module(name)), of_generator)

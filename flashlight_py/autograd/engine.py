@@ -194,10 +194,8 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
                     target.hook(target)
         if not retain_graph:
             node.edges = None
-        if after:
-            callbacks, after[:] = after[:], []
-            for callback in callbacks:
-                callback()
+        while after:
+            after.pop(0)()
 
 
 def _add_to_node(

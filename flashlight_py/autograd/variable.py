@@ -77,7 +77,7 @@ class Variable:
     def array(self, value: Array) -> None:
         value = _as_array(value)
         _require_same(value, self, "Variable.array")
-        if self.placement is not None and type(self) is Variable:
+        if self.placement is not None:
             raise ValueError(
                 "Variable.array: this parameter is of a sharded module, whose arrays lie in memory "
                 "that ranks have in common; load_state_dict copies values into it"

@@ -61,6 +61,13 @@ class Backend(abc.ABC):
         self.start(Call(BARRIER, part_of="shared_empty")).wait()
         return np.empty(shape, dtype)
 
+    def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
+        """Return what ``shared_empty`` does on each rank, in rank order; collective.
+
+        Where not all ranks see the same memory, a list of this rank's own array alone.
+        """
+        return [self.shared_empty(shape, dtype)]
+
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Block until every operation that this rank has started has ended."""

@@ -204,7 +204,7 @@ class Module(ABC):
                 yield name, value
 
     def _replace_arrays(self, change: Callable[[Array], Array]) -> None:
-        if any(type(v) is Variable and v.placement is not None for v in self.params()):
+        if self._shards():
             raise ValueError(
                 "the module is sharded, so its parameters stay where they are; call astype() and "
                 "to() before fully_shard"

@@ -12,6 +12,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
 from flashlight_py.optim.optimizer import as_param_list, check_at_least_zero
 from flashlight_py.optim.placement import Shards
+from flashlight_py.optim.squares import sums_of_squares
 
 
 class Summing(Protocol):
@@ -48,36 +49,31 @@ def clip_grad_norm(
     Raises:
         TypeError: ``params`` is not an iterable of variables, or ``max_norm`` is no number.
         ValueError: ``params`` is empty without a group, ``max_norm`` is negative, or some
-            parameters are sharded together and others not, or with ``step_in_backward``.
+            parameters are sharded with ``step_in_backward``.
         DistributedError: with a group, or sharded parameters, as :func:`flashlight_py.all_reduce`.
     """
     limit = check_at_least_zero("max_norm", max_norm)
     params = as_param_list(params, may_be_empty=group is not None)
-    cut = [param for param in params if _is_cut(param)]
-    grads, shards = _own_gradients(param for param in params if not _is_cut(param))
-    squares = np.array([sum(_sum_of_squares(grad) for grad in grads)], np.float64)
-    if shards is not None:
-        shards.group.all_reduce(squares)
-    squares += sum(param.placement.sum_of_squares(param) for param in cut)
-    grads += [param.grad for param in cut if param.grad is not None]
+    own, sharded = _by_shards(params)
+    sums = [part for grad in own for part in sums_of_squares(grad)]
+    sums += [shards.sum_of_squares(those) for shards, those in sharded]
+    squares = np.array([sum(sums)], np.float64)
     if group is not None:
         group.all_reduce(squares)
     norm = math.sqrt(squares[0])
     if limit < norm < math.inf:
-        for grad in grads:
+        pieces = [grad for shards, those in sharded for grad in shards.own_gradients(those)]
+        for grad in [*own, *pieces]:
             _scale(grad, limit / norm)
     return norm
 
 
-def _is_cut(param: Variable) -> bool:
-    """Return whether other ranks have other parts of the gradient that this rank has."""
-    return param.grad is not None and param.placement is not None and param.placement.is_cut
-
-
-def _own_gradients(params: Iterable[Variable]) -> tuple[list[Array], Shards | None]:
-    """Return the gradients, of sharded parameters this process's pieces; and whose those are."""
-    grads: list[Array] = []
-    found: dict[int | None, Shards | None] = {}
+def _by_shards(
+    params: Iterable[Variable],
+) -> tuple[list[Array], list[tuple[Shards, list[Variable]]]]:
+    """Return this process's own gradients, and the sharded parameters that have one."""
+    own: list[Array] = []
+    found: dict[int, tuple[Shards, list[Variable]]] = {}
     for param in params:
         placement = param.placement
         if placement is not None and placement.shards.steps:
@@ -87,25 +83,13 @@ def _own_gradients(params: Iterable[Variable]) -> tuple[list[Array], Shards | No
             )
         if param.grad is None:
             continue
-        shards = None if placement is None else placement.shards
-        found[None if shards is None else id(shards)] = shards
         if placement is None:
-            grads.append(param.grad)
+            own.append(param.grad)
         else:
-            grads += [piece[1] for piece in placement.pieces(param, ())]
-    if len(found) > 1:
-        raise ValueError(
-            "clip_grad_norm: the parameters are of several sharded modules, or sharded and not; "
-            "shard a module that has all of them"
-        )
-    return grads, next(iter(found.values()), None)
+            found.setdefault(id(placement.shards), (placement.shards, []))[1].append(param)
+    return own, list(found.values())
 
 
 def _scale(grad: Array, factor: float) -> None:
     # A number would be rounded to float16 first, of which a small one leaves nothing.
     grad *= np.float32(factor) if grad.dtype.itemsize == 2 else factor
-
-
-def _sum_of_squares(grad: Array) -> float:
-    wide = grad.reshape(-1).astype("float64", copy=False)  # squares of float32 can overflow
-    return float(wide.dot(wide))

@@ -7,10 +7,11 @@ others have None, and all of theirs is their process's own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
@@ -59,6 +60,17 @@ class Shards(ABC):
         Entered and left by all processes of the group: on entering none reads any more what is to
         change, on leaving all have changed it. ``what``, for errors: such as "AdamOptimizer.step".
         """
+
+    def own_gradients(self, variables: Iterable[Variable]) -> list[Array]:
+        """Return the gradients of what this process steps of ``variables``, all of them sharded."""
+        pieces = [piece for each in variables for piece in each.placement.pieces(each, ())]
+        return [grad for _, grad in pieces]
+
+    def sum_of_squares(self, variables: Sequence[Variable]) -> float:
+        """Return that of all gradients of ``variables``, the same on all processes. Collective."""
+        squares = np.array([sum(sum_of_squares(grad) for grad in self.own_gradients(variables))])
+        self.group.all_reduce(squares)
+        return float(squares[0])
 
 
 class Placement(ABC):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module
-from flashlight_py.optim import reference
+from flashlight_py.optim import cuda, reference
 from flashlight_py.optim.native import native
 from flashlight_py.optim.optimizer import FirstOrderOptimizer
 from flashlight_py.optim.squares import sum_of_squares
@@ -45,17 +45,18 @@ class RuleOptimizer(FirstOrderOptimizer):
             RuntimeError: a parameter was sharded after the optimizer was made; nothing was changed.
         """
         if not self._shards:
-            self._step_own(grad_scale)
+            cuda.change(self._step_own(grad_scale), grad_scale)
             return
         self._check_placements()
         with ExitStack() as stack:
             for shards in self._shards:
                 stack.enter_context(shards.changing(f"{type(self).__name__}.step"))
-            self._step_own(grad_scale)
+            queued = self._step_own(grad_scale)
             for position, variable in enumerate(self.params):
                 if variable.placement is not None and variable.grad is not None:
                     pieces = variable.placement.pieces(variable, self.states_of(position))
-                    self.step_pieces(position, pieces, grad_scale)
+                    queued += self._step_pieces(position, pieces, grad_scale)
+            cuda.change(queued, grad_scale)
 
     def step_pieces(
         self,
@@ -75,11 +76,10 @@ class RuleOptimizer(FirstOrderOptimizer):
             grad_scale: a factor by which gradients count.
             zero: whether the gradients are 0 afterwards; else they stay as they are.
         """
-        self._steps[position] += 1
-        rule = self._rule(position, grad_scale)
-        for param, grad, *states in pieces:
-            grads = list(grad) if isinstance(grad, (list, tuple)) else [grad]
-            self._change(rule, (param, grads, *states), grad_scale, zero)
+        queued = self._step_pieces(position, pieces, grad_scale, zero)
+        cuda.change(queued, grad_scale)
+        for _, piece in queued if zero else ():
+            piece[1][...] = 0
 
     def states_of(self, position: int) -> tuple[Array, ...]:
         """Return the state of parameter ``position`` in the order of a piece; not copies."""
@@ -96,8 +96,8 @@ class RuleOptimizer(FirstOrderOptimizer):
         self._steps[position] -= 1
         self.step_pieces(position, pieces, grad_scale)
 
-    def _step_own(self, grad_scale: float) -> None:
-        """Step the parameters that have no placement."""
+    def _step_own(self, grad_scale: float) -> list[cuda.Step]:
+        """Step the parameters that have no placement; return what is to be queued on GPUs."""
         module = native()
         left: Iterable[int] | None = range(len(self.params))
         if module is not None:
@@ -111,13 +111,35 @@ class RuleOptimizer(FirstOrderOptimizer):
                 self._shards != [],
             )
             if left is None:
-                return
+                return []
         self._check_placements()
+        queued: list[cuda.Step] = []
         for position in left or ():
             variable = self.params[position]
             if variable.placement is None and variable.grad is not None:
                 piece = (variable.data, variable.grad, *self.states_of(position))
-                self.step_pieces(position, [piece], grad_scale)
+                queued += self._step_pieces(position, [piece], grad_scale)
+        return queued
+
+    def _step_pieces(
+        self,
+        position: int,
+        pieces: Iterable[Sequence[Any]],
+        grad_scale: float,
+        zero: bool = False,
+    ) -> list[cuda.Step]:
+        """Step pieces of host memory, and count the step; return those that GPUs have."""
+        self._steps[position] += 1
+        rule = self._rule(position, grad_scale)
+        queued: list[cuda.Step] = []
+        for param, grad, *states in pieces:
+            grads = list(grad) if isinstance(grad, (list, tuple)) else [grad]
+            on_device = (param, grads[0], *states)
+            if len(grads) == 1 and cuda.fits(on_device):
+                queued.append((rule, on_device))
+            else:
+                self._change(rule, (param, grads, *states), grad_scale, zero)
+        return queued
 
     @staticmethod
     def _change(rule: Rule, piece: tuple[Any, ...], grad_scale: float, zero: bool) -> None:

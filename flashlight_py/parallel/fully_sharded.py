@@ -23,7 +23,7 @@ from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.optim.placement import Placement, Shards
 from flashlight_py.optim.rule import RuleOptimizer
-from flashlight_py.optim.squares import sum_of_squares
+from flashlight_py.optim.squares import BLOCK, sum_of_squares, sums_of_squares
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.data_parallel import distribute_module_grads, install, release
 from flashlight_py.parallel.parameters import broadcast_parameters, give_state, require_module
@@ -32,10 +32,10 @@ from flashlight_py.parallel.shard_buckets import Buckets, bucket_bytes
 from flashlight_py.parallel.shard_layout import Layout, UnitPlan, plan
 from flashlight_py.parallel.shard_stepping import Stepper, StepSync
 from flashlight_py.parallel.shard_sync import ShardSync, Unit
-from flashlight_py.parallel.zero import shard_by_gathering
+from flashlight_py.parallel.zero import GatheredShards, shard_by_gathering
 
-# Of all parameters: what is smaller costs a rank less memory than its interpreter does, and less time
-# to step alone than it takes ranks to wait for each other.
+# Of all parameters: what is smaller costs a rank less memory than its interpreter does, and less
+# time to step alone than it takes ranks to wait for each other.
 SMALL_BYTES = 4 << 20
 # What ends the name of a layout of parameters that do not learn; before it stands their dtype.
 FROZEN = " frozen"
@@ -69,7 +69,9 @@ def fully_shard(
     data-parallel training, and only ``across_hosts`` saves memory.
 
     Args:
-        module: the same on every rank but for its values; parameters on the CPU.
+        module: the same on every rank but for its values. Parameters that are CuPy arrays are
+            sharded over all ranks, and gathered module by module while they are used (ZeRO-3):
+            docs/sharding-gpu.md says what is different then.
         group: the process group, default the world.
         step_in_backward: step while the backward pass goes on, so that no gradient exists as a
             whole: ``grad`` is None afterwards, and ``step()`` does little. Excludes clipping,
@@ -79,8 +81,9 @@ def fully_shard(
 
     Raises:
         TypeError: ``module`` is no Module.
-        ValueError: it has no parameter with ``calc_grad``, or ``step_in_backward`` is asked for
-            with ranks that do not all share memory, or ``across_hosts`` for a GPU.
+        ValueError: it has no parameter with ``calc_grad``; ``step_in_backward`` is asked for
+            with ranks that do not all share memory; of parameters on GPUs: ``across_hosts`` is
+            asked for, or they are sharded already or have a gradient hook.
         MismatchError: ranks' modules or arguments differ; names what does.
         TornStateError: it was sharded before, and a rank ended in the middle of a step.
         DistributedError: as :func:`flashlight_py.all_reduce`.
@@ -124,15 +127,23 @@ def _shard_gpus(
             "fully_shard: across_hosts is for parameters on the CPU; on GPUs each has a part of "
             "everything in any case"
         )
-    shard_by_gathering(module, members, step_in_backward)
+    shards = shard_by_gathering(module, members, step_in_backward)
+    install(module, shards.sync)
+    module.before_forward = functools.partial(_before_forward, shards)
 
 
 def _undo(module: Module) -> None:
     """Let this rank have parameters of its own again, where the module is sharded."""
-    for param in module.params():
-        if param.placement is not None:
-            param.placement.shards.check("fully_shard")
-            param.placement, param.data = None, np.array(param.data)
+    for name, param in module.named_params().items():
+        if param.placement is None:
+            continue
+        if param.placement.is_cut:
+            raise ValueError(
+                f"fully_shard: {name} is cut between ranks by shard_linear already; shard the "
+                "module's other parts"
+            )
+        param.placement.shards.check("fully_shard")
+        param.placement, param.data = None, np.array(param.data)
 
 
 def _in_order(module: Module) -> list[Variable]:
@@ -146,7 +157,7 @@ def _in_order(module: Module) -> list[Variable]:
     return [param for layer in reversed(grouped) for param in layer]
 
 
-def _before_forward(shards: HostShards, module: Module) -> None:
+def _before_forward(shards: HostShards | GatheredShards, module: Module) -> None:
     """Refuse torn parameters; make the buffers the same, where all ranks begin the same pass."""
     shards.check("forward")
     sync = shards.sync
@@ -255,6 +266,19 @@ class HostShards(Shards):
         self._optimizers = [ref for ref in self._optimizers if ref() is not None]
         self._optimizers.append(weakref.ref(optimizer))
         self._states, self._taken = {}, Counter()
+
+    def sum_of_squares(self, variables: Sequence[Variable]) -> float:
+        """Return that of all gradients, the same for any number of ranks; see ``Shards``."""
+        if self.memory.across:
+            return super().sum_of_squares(variables)
+        local, parts = self.memory.hosts.local, [np.zeros(0)]
+        for variable in variables:
+            assert variable.grad is not None
+            sums = np.zeros(-(-variable.size // BLOCK))
+            mine = slice(local.rank, None, local.size)
+            sums[mine] = sums_of_squares(variable.grad, mine)
+            parts.append(sums)
+        return float(sum(local.all_reduce(np.concatenate(parts)).tolist()))
 
     def _stepper_of(self, param: Variable) -> Stepper | None:
         return self._steppers.get(param)

@@ -125,8 +125,8 @@ def _bring_home(param: Variable) -> None:
 
 
 def is_synchronised(param: Variable) -> bool:
-    """Return whether the gradient of ``param`` is reduced in every pass already."""
-    return isinstance(_owner_of(param), PassSync)
+    """Return whether the gradient of ``param`` is reduced over the ranks by itself."""
+    return isinstance(_owner_of(param), (PassSync, Hooked))
 
 
 def _owner_of(param: Variable) -> object:
@@ -169,7 +169,20 @@ class PassSync(abc.ABC):
         """
 
 
-class GradientSync(PassSync):
+class Hooked:
+    """What reduces the gradients of ``_params``, which have its methods for hooks."""
+
+    _params: Sequence[Variable]
+
+    def detach(self) -> None:
+        """Let go of the parameters, but of those that have another hook since."""
+        for param in self._params:
+            if _owner_of(param) is self:
+                param.clear_grad_hook()
+                param.grad_buffer = None
+
+
+class GradientSync(Hooked, PassSync):
     """Passes units to ``reducer`` in order, as hooks complete them, and finishes with the pass.
 
     ``flags``: space for a number of each parameter in the array of the last unit; None: whether it
@@ -195,13 +208,6 @@ class GradientSync(PassSync):
         for unit in units:
             for param in unit.params:
                 param.register_grad_hook(functools.partial(self._on_ready, unit))
-
-    def detach(self) -> None:
-        """Let go of the parameters, but of those that have another hook since."""
-        for param in self._params:
-            if _owner_of(param) is self:
-                param.clear_grad_hook()
-                param.grad_buffer = None
 
     def _on_ready(self, unit: Unit, _: Variable) -> None:
         """Autograd: the gradient of one of the unit's parameters is complete."""

@@ -135,7 +135,7 @@ def join(
     Raises:
         TypeError: ``optimizer`` is none of ``fl.optim``, or ``module`` is neither.
         ValueError: neither ``distribute_module_grads`` nor ``fully_shard`` was called for it, or
-            another join is open on this rank.
+            it was called with ``leaves``, or another join is open on this rank.
         MismatchError: a rank called other collectives in the body, or did not use ``join``.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """

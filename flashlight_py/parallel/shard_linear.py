@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any, Literal
@@ -57,8 +57,8 @@ def shard_linear(
     ``state_dict`` is collective, and ``load_state_dict`` takes whole arrays, on any number of
     ranks. ``fl.save`` and ``fl.load`` work on that. Optimizers and gradient hooks belong to the
     arrays of before: make them afterwards. Ranks that hold the same part may train on different
-    data with ``distribute_module_grads(module, group=...)`` of them. Copies of the layer belong to
-    the same group.
+    data with ``distribute_module_grads(module, group=...)`` of them. ``clip_grad_norm`` counts the
+    parts of all ranks, and is collective then. Copies of the layer belong to the same group.
 
     Collective, blocking, as is calling the layer: forward a row layer, backward a column layer.
 
@@ -177,6 +177,10 @@ class Cut(Shards):
     def changing(self, what: str) -> AbstractContextManager[None]:
         """Return an empty context: nobody reads another rank's part."""
         return contextlib.nullcontext()
+
+    def own_gradients(self, variables: Iterable[Variable]) -> list[Array]:
+        """Return the gradients as they are: each is this rank's part."""
+        return [each.grad for each in variables if each.grad is not None]
 
     def __deepcopy__(self, memo: object) -> Cut:
         return self

@@ -130,7 +130,8 @@ class ShardSync(PassSync):
                 param.register_grad_hook(functools.partial(self._on_ready, unit))
 
     def detach(self) -> None:
-        """Let go of the parameters."""
+        """Let go of the parameters, whose gradients something else adds up from now on."""
+        self.enabled = False
         for param, sink in zip(self._params, self._sinks, strict=True):
             if param.buffer is sink:
                 param.buffer = None

@@ -17,18 +17,22 @@ import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from flashlight_py.autograd import Variable, on_backward_end
-from flashlight_py.autograd.engine import in_backward
+from flashlight_py.autograd.engine import after_node, in_backward
 from flashlight_py.device import Array, device_of
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.reducer import InlineReducer
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.optim.placement import Shards
 from flashlight_py.optim.rule import RuleOptimizer
 from flashlight_py.parallel.agreement import check_modules_agree
-from flashlight_py.parallel.gradient_sync import used_on_any_rank
+from flashlight_py.parallel.data_parallel import release
+from flashlight_py.parallel.gradient_sync import PassSync, used_on_any_rank
+from flashlight_py.parallel.parameters import give_state
 from flashlight_py.parallel.zero_flat import (
     GRAIN,
     Flat,
@@ -43,10 +47,11 @@ def shard_by_gathering(
 ) -> GatheredShards:
     """Shard the module's parameters, gradients and optimizers' state over the ranks, in place.
 
-    Collective, blocking. Every rank begins with the parameters of the group's rank 0, and keeps a
-    part of each module's that is a multiple of 16 elements. Afterwards ``backward()`` leaves the
-    mean of the ranks' gradients; ``Variable.grad`` is this rank's part of it, of one dimension.
-    Several passes without ``zero_grad`` add up, each reduced by itself.
+    Collective, blocking. Every rank begins with the parameters and buffers of the group's rank 0,
+    and keeps a part of each module's that is a multiple of 16 elements. Afterwards ``backward()``
+    leaves the mean of the ranks' gradients; ``Variable.grad`` is this rank's part of it, of one
+    dimension. Several passes without ``zero_grad`` add up, each reduced by itself, within
+    ``no_sync`` as well: a rank has no place for gradients of its own.
 
     All ranks must run the same modules in the same order, forward and backward. To read
     ``Variable.array``, and ``state_dict()``, gather and are collective; ``load_state_dict`` is not.
@@ -61,31 +66,38 @@ def shard_by_gathering(
         What the parameters have in common.
 
     Raises:
-        ValueError: a parameter is sharded, or has a gradient hook: ``distribute_module_grads`` was
-            called for it.
+        ValueError: a parameter is sharded, or has a gradient hook or buffer.
         MismatchError: ranks' modules differ; names the first parameter that does.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     members = group_or_world(group)
     params = module.named_params()
-    _refuse_used(params)
+    _refuse_sharded(params)
     check_modules_agree(params, members)
+    release(module)
+    _refuse_used(params)
     shards = GatheredShards(members, step_in_backward)
     rows: set[int] = set()
     for together in _grouped(module):
         row = _row(sum(param.size for param in together), members.size, rows)
         shards.take(Flat(together, members, row))
+    if module.buffers:
+        give_state(module, module.buffers, 0, members)
     return shards
+
+
+def _refuse_sharded(params: dict[str, Variable]) -> None:
+    for name, param in params.items():
+        if param.placement is not None:
+            raise ValueError(f"fully_shard: {name!r} is sharded already; call it once")
 
 
 def _refuse_used(params: dict[str, Variable]) -> None:
     for name, param in params.items():
-        if param.placement is not None:
-            raise ValueError(f"fully_shard: {name!r} is sharded already; call it once")
         if param.hook is not None or param.buffer is not None:
             raise ValueError(
-                f"fully_shard: {name!r} has a gradient hook or buffer, as distribute_module_grads "
-                "sets them; fully_shard reduces gradients itself, call it alone"
+                f"fully_shard: {name!r} has a gradient hook or buffer, and sharding needs its own; "
+                "clear it before"
             )
 
 
@@ -109,6 +121,33 @@ def _row(elements: int, ranks: int, taken: set[int]) -> int:
     return row
 
 
+class GatherSync(PassSync):
+    """What ``no_sync`` and ``join`` find: neither changes anything, and the second is refused."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(InlineReducer(1.0, group=group))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "weigh" and value is not None:
+            _refuse_join()
+        super().__setattr__(name, value)
+
+    def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
+        """Refuse."""
+        _refuse_join()
+
+    def give_zeros(self) -> None:
+        """Refuse."""
+        _refuse_join()
+
+
+def _refuse_join() -> NoReturn:
+    raise ValueError(
+        "join: the module's parameters are gathered from all ranks in every pass, in which a rank "
+        "without data has no part; give every rank the same number of batches"
+    )
+
+
 class GatheredShards(Shards):
     """When flats are gathered and let go of, and when their gradients are reduced.
 
@@ -119,15 +158,18 @@ class GatheredShards(Shards):
     group: ProcessGroup
 
     def __init__(self, group: ProcessGroup, step_in_backward: bool) -> None:
-        self.group = group
+        self.group = self.members = group
+        self.sync = GatherSync(group)
         self._steps = step_in_backward
         self._flats: list[Flat] = []
         self._optimizers: dict[Variable, tuple[RuleOptimizer, int]] = {}
+        self._here: set[Flat] = set()  # gathered, or on their way
         self._read: Flat | None = None  # last
         self._was_backward = False
         self._next: dict[tuple[bool, Flat], Flat] = {}
         self._in_pass = False
         self._reductions: list[Reduction] = []  # of this pass
+        self._unsettled: list[Reduction] = []  # of those
         self._stepped: set[Flat] = set()  # in this pass
 
     def take(self, flat: Flat) -> None:
@@ -159,7 +201,7 @@ class GatheredShards(Shards):
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:
         """Let go of what is gathered, as it will be old; the parts are this process's own."""
-        self._release(None, None)
+        self._release()
         self._read = None
         yield
 
@@ -185,14 +227,15 @@ class GatheredShards(Shards):
         self._read, self._was_backward = flat, backward
         expected = self._next.get((backward, flat))
         self._release(flat, expected)
-        flat.start()
-        if expected is not None and expected not in self._stepped:
-            expected.start()
+        for each in (flat, expected):
+            if each is not None and each not in self._stepped:
+                self._here.add(each)
+                each.start()
 
-    def _release(self, *but: Flat | None) -> None:
-        for flat in self._flats:
-            if flat not in but:
-                flat.release()
+    def _release(self, *but: Flat | None, wait: bool = True) -> None:
+        for flat in self._here.difference(but):
+            self._here.discard(flat)
+            flat.release(wait)
 
     def homes_of(self, flat: Flat) -> list[Array] | None:
         """Return where this pass's gradients of ``flat`` belong; None: there is no pass."""
@@ -204,6 +247,11 @@ class GatheredShards(Shards):
         return flat.homes
 
     def _join_pass(self) -> None:
+        if self._steps and not self.sync.enabled:
+            raise RuntimeError(
+                "fully_shard(step_in_backward=True): a pass within no_sync would be stepped by "
+                "itself; step after the pass to add several up"
+            )
         if not self._in_pass:
             on_backward_end(self._on_end)
             self._in_pass = True
@@ -216,20 +264,22 @@ class GatheredShards(Shards):
 
     def _close(self, flat: Flat) -> None:
         """Begin to reduce; by now the one before has had the time to end, and its memory goes."""
-        before = self._reductions[-1:]
-        self._reductions.append(flat.close())
-        for reduction in before:
-            self._settle(reduction)
+        reduction = flat.close()
+        self._reductions.append(reduction)
+        self._unsettled.append(reduction)
+        # What reads the parameters for the last time may be in the middle of it.
+        after_node(functools.partial(self._settle, but=1))
 
-    def _settle(self, reduction: Reduction) -> None:
-        """Wait for it; where steps are part of the pass, take that of its parameters.
+    def _settle(self, but: int = 0) -> None:
+        """Wait for all reductions but the last ones; take the steps that are part of the pass."""
+        while len(self._unsettled) > but:
+            reduction = self._unsettled.pop(0)
+            reduction.wait()
+            if self._steps:
+                self._step(reduction)
 
-        The operation that has completed its gradients has ended since, so none of this pass reads
-        the parameters any more.
-        """
-        reduction.wait()
-        if not self._steps:
-            return
+    def _step(self, reduction: Reduction) -> None:
+        """Step the parameters whose gradients have arrived; nothing reads them in this pass."""
         flat = reduction.flat
         flat.release()
         reduction.add(reduction.used)
@@ -248,19 +298,18 @@ class GatheredShards(Shards):
                 for flat in self._flats:
                     if flat.homes is not None:
                         self._close(flat)
-                for reduction in self._reductions[-1:]:
-                    self._settle(reduction)
+                self._settle()
                 if not self._steps:
                     self._add_up()
         finally:
             for flat in self._flats:
                 if flat.homes is not None:
                     flat.forget_gradients()
-                flat.release(wait=completed)
-            self._reductions = []
+            self._reductions, self._unsettled = [], []
             self._stepped = set()
             self._read = None
             self._in_pass = False
+            self._release(wait=completed)
 
     def _add_up(self) -> None:
         """Keep the gradients of parameters that any rank has used. Collective, blocking."""

@@ -252,17 +252,10 @@ class PartedVariable(Variable):
 
     @data.setter
     def data(self, value: Array) -> None:
-        if value.shape != self.shape or value.dtype != self.dtype:
-            raise ValueError(
-                f"this parameter is sharded and stays {self.dtype} of shape {self.shape}, got "
-                f"{value.dtype} of shape {value.shape}; call astype() before fl.fully_shard"
-            )
-        if device_of(value) != device_of(self.placement.flat.part):
-            raise ValueError(
-                f"this parameter is sharded and stays on {device_of(self.placement.flat.part)}, "
-                f"got an array on {device_of(value)}; call to() before fl.fully_shard"
-            )
-        self.assign(value)
+        raise ValueError(
+            "this parameter is sharded, so there is no array of this process to replace; "
+            "load_state_dict copies values into it"
+        )
 
     @property
     def buffer(self) -> Array | GradSink | None:

@@ -1,4 +1,4 @@
-"""CuPy's ElementwiseKernel and ReductionKernel on the CPU: the same source, compiled by c++.
+"""CuPy's ElementwiseKernel, ReductionKernel and RawKernel on the CPU: the same source, by c++.
 
 So the arithmetic that a kernel's text says is shown without a GPU; that CUDA compiles it is not.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import re
 import shutil
 import subprocess
 import tempfile
@@ -91,6 +92,39 @@ class ReductionKernel:
         return np.asarray(total / terms.size if self._mean else total, terms.dtype)
 
 
+RAW = """
+#include <cmath>
+using std::sqrt;
+static struct { long x; } blockIdx, threadIdx, blockDim, gridDim;
+#define __global__
+#define __device__
+#define __forceinline__ inline
+"""
+
+
+class RawKernel:
+    """Runs all threads of all blocks, one after the other; they share nothing."""
+
+    def __init__(self, text: str, name: str, options: tuple[str, ...]) -> None:
+        found = re.search(rf"void {name}\(([^)]*)\)", text)
+        assert found
+        names = ", ".join(re.findall(r"(\w+)(?:,|$)", found[1]))
+        self._source = f"""{RAW}{text}
+        extern "C" void run(long grid, long block, {found[1]}) {{
+          gridDim.x = grid; blockDim.x = block;
+          for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
+            for (threadIdx.x = 0; threadIdx.x < block; ++threadIdx.x) {name}({names});
+        }}"""
+        self.launches = 0
+
+    def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
+        self.launches += 1
+        kinds: dict[Any, Any] = {np.int64: ctypes.c_longlong, np.float64: ctypes.c_double}
+        kinds[np.ndarray] = lambda array: ctypes.c_void_p(array.ctypes.data)
+        given = [kinds[type(arg)](arg) for arg in args]
+        load(self._source)(ctypes.c_long(*grid), ctypes.c_long(*block), *given)
+
+
 @functools.cache
 def folder() -> Path:
     made = Path(tempfile.mkdtemp(prefix="kernels-"))
@@ -99,12 +133,19 @@ def folder() -> Path:
 
 
 @functools.cache
-def compile_function(source: str) -> Callable[..., None]:
+def load(source: str) -> Any:
+    """Return the function ``run`` of C++ source."""
     library = folder() / f"{len(list(folder().iterdir()))}.so"
     command = ["c++", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-x", "c++", "-"]
     subprocess.run([*command, "-o", str(library)], input=source, text=True, check=True)
     run = ctypes.CDLL(str(library)).run
     run.restype = None
+    return run
+
+
+@functools.cache
+def compile_function(source: str) -> Callable[..., None]:
+    run = load(source)
 
     def call(count: int, *addresses: int) -> None:
         run(ctypes.c_long(count), *map(ctypes.c_void_p, addresses))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py import kernels
+from flashlight_py.optim import cuda
 from tests.autograd import compiled_kernels
 
 
@@ -164,11 +165,19 @@ class StrictLibrary(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("cupy")
+        self.kernels: list[Any] = []  # raw ones
 
     def ElementwiseKernel(self, *description: str) -> Callable[..., Any]:
         kernel = compiled_kernels.ElementwiseKernel(*description)
         launch: Any = wrapped(kernel)
         launch.launches = lambda: kernel.launches
+        return launch  # type: ignore[no-any-return]
+
+    def RawKernel(self, *description: Any, **options: Any) -> Callable[..., Any]:
+        kernel = compiled_kernels.RawKernel(*description, **options)
+        launch: Any = wrapped(kernel)
+        launch.launches = lambda: kernel.launches
+        self.kernels.append(launch)
         return launch  # type: ignore[no-any-return]
 
     def ReductionKernel(self, *description: str, **options: str) -> Callable[..., Any]:
@@ -187,6 +196,6 @@ class StrictLibrary(ModuleType):
 
 def forget_kernels() -> None:
     """Drop what the library of kernels has compiled: by the stand-in, of no use to CuPy."""
-    for value in vars(kernels).values():
+    for value in [*vars(kernels).values(), *vars(cuda).values()]:
         if hasattr(value, "cache_clear"):
             value.cache_clear()

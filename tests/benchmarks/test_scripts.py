@@ -85,6 +85,19 @@ def test_overlap_measures_all_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_leaves_cost_something_and_give_one_value(tmp_path: Path) -> None:
+    options = ("--width", "16", "--batch", "8", "--steps", "4", "--bits-ranks", "1", "2")
+    output, result = run(tmp_path, "leaves.py", *options)
+    assert [m["task"] for m in result["measurements"]] == [
+        "training step",
+        "bits, SGD",
+        "bits, Adam",
+    ]
+    assert output.count("1 SHA-256 value(s)") == 2
+    assert result["verdicts"][-1]["reached"] is True
+
+
+@pytest.mark.slow
 def test_synchronize_is_measured_beside_a_broadcast(tmp_path: Path) -> None:
     output, result = run(tmp_path, "synchronize.py", "--sizes", "1024000")
     assert len(result["measurements"][0]["seconds"]) == 4
@@ -124,11 +137,30 @@ def test_steps_of_tagi_without_a_peer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_steps_of_optimizers_without_a_peer(tmp_path: Path) -> None:
+    output, result = run(tmp_path, "optimizers.py", "--works", "small", "--rules", "sgd", "adam")
+    assert "- ABSENT torch: not installed" in output
+    assert "| adam, 2,221 elements in 4 arrays |" in output
+    assert [set(m["seconds"]) for m in result["measurements"]] == [{"flashlight_py", "NumPy"}] * 2
+    assert [verdict["reached"] is None for verdict in result["verdicts"]] == [True, False]
+
+
+@pytest.mark.slow
 def test_the_launcher_is_timed_beside_bare_processes(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [sys.executable, str(BENCHMARKS / "launch.py"), "--rounds", "1", "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "| flrun -n 4 of an empty script | <= 1.5x |" in done.stdout
+    assert [len(m["seconds"]) for m in json.loads(file.read_text())["measurements"]] == [3, 3]
+
+
+@pytest.mark.slow
+def test_steps_of_several_processes_beside_one(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    command = [sys.executable, str(BENCHMARKS / "data_parallel.py"), "--quick", "--nprocs", "2"]
+    command += ["--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "| 32 |" in done.stdout
     assert [len(m["seconds"]) for m in json.loads(file.read_text())["measurements"]] == [3, 3]
 
 

@@ -1,4 +1,4 @@
-// stress ROUNDS [SEED]: what csrc/shm and csrc/reduce do, at random, against what they promise.
+// stress ROUNDS [SEED]: what csrc/shm, csrc/reduce and csrc/optim do, at random, against what they promise.
 #include <unistd.h>
 
 #include <chrono>
@@ -11,6 +11,7 @@
 #include "failures.h"
 #include "kernels.h"
 #include "ranks.h"
+#include "steps.h"
 
 namespace {
 
@@ -101,11 +102,12 @@ int main(int argc, char** argv) {
     one_world(seed * 1000000 + i, some_course(random, i));
   }
   const long reductions = test_kernels(seed, worlds / 4 + 1);
+  const long steps = test_steps(seed, worlds / 4 + 1);
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   std::printf(
-      "%ld calls in %ld worlds, %ld failures, %ld reductions by every instruction set: "
+      "%ld calls in %ld worlds, %ld failures, %ld reductions and %ld steps by every instruction set: "
       "all right (%.0f s, seed %llu)\n",
-      calls, worlds, worlds / 8 + 1, reductions, seconds, static_cast<unsigned long long>(seed));
+      calls, worlds, worlds / 8 + 1, reductions, steps, seconds, static_cast<unsigned long long>(seed));
   return 0;
 }

@@ -11,6 +11,7 @@ import pytest
 
 from flashlight_py import _native, optim
 from flashlight_py.autograd import Variable, param
+from flashlight_py.device import to_device
 from flashlight_py.optim import native, rule, squares
 
 MODULE = native.native()
@@ -72,9 +73,8 @@ def draw(seed: int, dtype: str, sizes: list[int]) -> list[np.ndarray]:
 def bits(optimizer: Any) -> list[Any]:
     state = optimizer.state_dict()
     entries = [entry for name in state.keys() - {"lr"} for entry in state[name]]
-    return [
-        np.asarray(array).tobytes() for array in [*(v.data for v in optimizer.params), *entries]
-    ]
+    entries += [variable.data for variable in optimizer.params]
+    return [np.asarray(to_device(entry, "cpu")).tobytes() for entry in entries]
 
 
 def stepped(make: Make, dtype: str, sizes: list[int]) -> list[Any]:

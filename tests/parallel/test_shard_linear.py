@@ -204,3 +204,17 @@ def data_parallel_of_parts(rank: int, size: int) -> None:
 @pytest.mark.slow
 def test_parts_may_be_trained_data_parallel(pool: Any) -> None:
     pool(4, params={"BACKEND": "shm"}).run(data_parallel_of_parts)
+
+
+def clipped(rank: int, size: int) -> None:
+    """The norm is that of whole layers, cut ones beside others."""
+    norms = []
+    for net in (network(), cut(network(), uneven=True)):
+        (net(fl.input(data(3, 4))) * 100).mean().backward()
+        norms += [fl.optim.clip_grad_norm(net.params(), limit) for limit in (0.5, 1e9)]
+    np.testing.assert_allclose(norms[:2], norms[2:], **EXACT)
+    np.testing.assert_allclose(norms[1], 0.5, **EXACT)
+
+
+def test_clipping_counts_the_parts_of_all_ranks(ranks: Any) -> None:
+    ranks.run(clipped)

@@ -20,7 +20,7 @@ from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.arrays import as_array
 from flashlight_py.distributed.foreign import is_of
 from flashlight_py.nn import Module
-from flashlight_py.optim import FirstOrderOptimizer
+from flashlight_py.optim import FirstOrderOptimizer, LearningRateSchedule
 from flashlight_py.parallel.optimizer import DistributedOptimizer
 from flashlight_py.parallel.sharded import refuse_sharded
 from flashlight_py.parallel.tree.description import array_text, dtype_text, text
@@ -116,6 +116,7 @@ def _state(value: Any) -> dict[str, Any] | None:
         return {"optimizer": value.optimizer}
     if isinstance(value, FirstOrderOptimizer):
         refuse_sharded("synchronize", value.params)
+    if isinstance(value, FirstOrderOptimizer | LearningRateSchedule):
         return {name: part for name, part in vars(value).items() if name != "params"}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if is_immutable(value):

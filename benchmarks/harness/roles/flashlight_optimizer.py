@@ -1,0 +1,39 @@
+"""A step of an optimizer of fl.optim."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import flashlight_py as fl
+from harness.role import Place, Prepared, Role
+from harness.roles import flashlight
+from harness.roles.optimizer_works import CHECKED, LR, RULES, WORKS, arrays
+
+
+class Flashlight(Role):
+    """One process."""
+
+    def __init__(self, place: Place) -> None:
+        self.rank, self.size = place.rank, place.size
+
+    def facts(self) -> dict[str, str]:
+        return flashlight.facts()
+
+    def barrier(self) -> None:
+        pass
+
+    def prepare(self, task: Mapping[str, Any]) -> Prepared:
+        name, _, options, _ = RULES[task["rule"]]
+        params = []
+        for array, grad in arrays(WORKS[task["work"]]):
+            params.append(fl.param(array))
+            params[-1].grad = grad
+        optimizer = getattr(fl.optim, name)(params, LR, **options)
+        optimizer.step()
+        return Prepared(optimizer.step, params[0].array.reshape(-1)[:CHECKED].tolist())
+
+
+def join(place: Place) -> Flashlight:
+    """Return the role of the only rank."""
+    return Flashlight(place)

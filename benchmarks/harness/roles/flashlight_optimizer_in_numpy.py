@@ -1,0 +1,14 @@
+"""The same steps as ``flashlight_optimizer``, by NumPy alone."""
+
+from __future__ import annotations
+
+import sys
+
+from harness.role import Place
+from harness.roles.flashlight_optimizer import Flashlight
+
+
+def join(place: Place) -> Flashlight:
+    """Return the role of the only rank, without csrc/optim."""
+    sys.modules["flashlight_py._native._optim"] = None  # type: ignore[assignment]
+    return Flashlight(place)

@@ -1,0 +1,126 @@
+"""Steps of optimizers beside NumPy's and torch's, on one thread.
+
+    python benchmarks/optimizers.py --json optimizers.json
+
+Everybody begins with the same parameters and gradients, and the results of the first step are
+compared, so that nobody wins by computing something else. "NumPy" is this package without
+csrc/optim. torch has two ways on a CPU: "fused", one pass over memory, and "foreach", lists of
+tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+from harness.conductor import Case, Conductor, Contender
+from harness.environments import PEERS, python_of
+from harness.facts import machine_facts
+from harness.launchers import Library
+from harness.options import common_arguments, ours, plan_of
+from harness.report import (
+    duration,
+    facts_text,
+    left_out_text,
+    markdown,
+    verdict_table,
+    write_json,
+)
+from harness.roles.optimizer_works import RULES, WORKS
+from harness.statistics import Measurement, median
+from harness.verdicts import Verdict, at_least
+
+OURS, NUMPY = "flashlight_py", "NumPy"
+TORCH = {"torch, fused": "fused", "torch, foreach": "foreach"}
+FUSED = next(iter(TORCH))
+
+
+def contenders(options: argparse.Namespace, absent: dict[str, str]) -> list[Contender]:
+    """Return who steps; add torch to ``absent``, with the reason, where it is not installed."""
+    found = [
+        Contender(OURS, ours("flashlight_optimizer"), 1),
+        Contender(NUMPY, ours("flashlight_optimizer_in_numpy", NUMPY), 1),
+    ]
+    if "torch" not in options.peers.split(","):
+        return found
+    python = python_of(PEERS["torch"], options.environments)
+    if isinstance(python, str):
+        absent["torch"] = python
+        return found
+    library = Library("torch", "torch_optimizer", python)
+    return found + [Contender(title, library, 1, {"kind": kind}) for title, kind in TORCH.items()]
+
+
+def check_that_all_compute_the_same(results: dict[str, list[list[float]]]) -> None:
+    """Compare what the first steps have made of the first elements.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    own = np.array(results[OURS][0])
+    for title, (result,) in results.items():
+        if not np.allclose(own, result, rtol=1e-5, atol=1e-6):
+            raise RuntimeError(f"{OURS} and {title} compute different steps: {own}, {result}")
+
+
+def table(found: list[Measurement]) -> str:
+    """Return medians, and how often ours fits in the others' time."""
+    titles = [OURS, NUMPY, *TORCH]
+    rows = []
+    for measurement in found:
+        cells = [measurement.task]
+        for title in titles:
+            seconds, ratios = measurement.seconds.get(title), measurement.ratios(title, OURS)
+            ratio = f" ({median(ratios):.3g}x)" if ratios and title != OURS else ""
+            cells.append(f"{duration(median(seconds))}{ratio}" if seconds else "-")
+        rows.append(cells)
+    return markdown(["a step", *titles], rows)
+
+
+def verdicts(found: list[Measurement], absent: dict[str, str]) -> list[Verdict]:
+    """Judge every work by the fused steps of torch, where it has them, and by NumPy's."""
+    missing = "torch is absent" if "torch" in absent else ""
+    torch = {each.task: each.ratios(FUSED, OURS) for each in found}
+    numpy = {each.task: each.ratios(NUMPY, OURS) for each in found}
+    return [
+        at_least("a step, against torch's fused", 1.0, torch, missing),
+        at_least("a step, against NumPy", 2.0, numpy),
+    ]
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments("Time steps of optimizers.", [1], "torch")
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS), help="which")
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), help="which")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, check, print, write."""
+    options = read_options()
+    machine = machine_facts()
+    found = []
+    with Conductor(plan_of(options)) as conductor:
+        entrants = contenders(options, conductor.absent)
+        for work in options.works:
+            size = sum(4 * int(np.prod(shape)) for shape in WORKS[work].shapes)
+            for rule in options.rules:
+                task = f"{rule}, {WORKS[work].title}"
+                measurement = Measurement(task, "float32", size, 1)
+                case = Case(measurement, {"work": work, "rule": rule})
+                found.append(conductor.measure(case, entrants))
+                check_that_all_compute_the_same(
+                    {title: conductor.details[title] for title in measurement.seconds}
+                )
+    judged = verdicts(found, conductor.absent)
+    print(f"\n{table(found)}\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
+    print(left_out_text(found, lambda m: m.task))
+    if options.json:
+        write_json(options.json, machine, conductor, found, judged)
+    conductor.require(OURS)
+
+
+if __name__ == "__main__":
+    main()

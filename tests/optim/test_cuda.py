@@ -1,0 +1,74 @@
+"""The kernels for CuPy arrays, compiled for the CPU: one launch, and the bits of csrc/optim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlight_py.autograd import param
+from flashlight_py.optim.rule import RuleOptimizer
+from tests.autograd.strict_library import StrictLibrary
+from tests.optim.test_native import RULES, bits
+
+SIZES = [0, 5, 1, 4096, 0, 9001, 0]
+
+
+def grads(number: int, dtype: str) -> list[np.ndarray]:
+    rng = np.random.default_rng(number)
+    return [rng.standard_normal(size).astype(dtype) for size in SIZES]
+
+
+def steps(optimizer: Any, convert: Any, dtype: str) -> list[Any]:
+    for number in (1, 2, 3):
+        for position, grad in enumerate(grads(number, dtype)):
+            late = number == 1 and position == 3  # so its bias is corrected in another way
+            optimizer.params[position].grad = None if late else convert(grad)
+        optimizer.step(0.5)
+    return bits(optimizer)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_launch_gives_the_bits_of_the_cpu(
+    rule: str, strict: StrictLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The one number that CuPy computes in another order.
+    monkeypatch.setattr(RuleOptimizer, "_sum_of_squares", lambda *_: 0.25)
+    expected = steps(RULES[rule]([param(a) for a in grads(0, "float32")]), np.asarray, "float32")
+    optimizer = RULES[rule]([param(strict.asarray(a)) for a in grads(0, "float32")])  # type: ignore[arg-type]
+    assert steps(optimizer, strict.asarray, "float32") == expected
+    assert [kernel.launches() for kernel in strict.kernels] == [3]
+
+
+def test_two_dtypes_and_two_rates_are_two_launches(strict: StrictLibrary) -> None:
+    """Parameters that are not at the same step share one; those of another dtype have another."""
+    variables = [
+        param(strict.asarray(np.ones(3, dtype)))  # type: ignore[arg-type]
+        for dtype in ("float32", "float64", "float32")
+    ]
+    optimizer = RULES["adam"](variables)
+    for given in (1, 3):
+        for variable in variables[:given]:
+            variable.grad = strict.asarray(np.ones(3, variable.dtype))  # type: ignore[assignment]
+        optimizer.step()
+    assert [kernel.launches() for kernel in strict.kernels] == [2, 1]
+
+
+def test_strides_are_stepped_by_the_reference(strict: StrictLibrary) -> None:
+    whole = strict.asarray(np.ones((3, 4), "float32"))
+    variable = param(whole[:, ::2])
+    variable.grad = strict.asarray(np.ones((3, 2), "float32"))  # type: ignore[assignment]
+    RULES["sgd"]([variable]).step()
+    assert not strict.kernels
+    np.testing.assert_array_equal(whole.get()[:, ::2], np.full((3, 2), np.float32(0.9)))
+
+
+def test_pieces_are_zeroed_if_asked(strict: StrictLibrary) -> None:
+    optimizer = RULES["sgd"]([param(strict.asarray(np.ones(5, "float32")))])  # type: ignore[arg-type]
+    for slices in (1, 2):
+        slopes = [strict.asarray(np.ones(5, "float32")) for _ in range(slices)]
+        piece = (optimizer.params[0].data, slopes, *optimizer.states_of(0))
+        optimizer.step_pieces(0, [piece], 0.5, zero=True)
+        assert not any(slope.get().any() for slope in slopes)
+    np.testing.assert_allclose(optimizer.params[0].data.get(), np.full(5, 0.85), rtol=1e-6)
