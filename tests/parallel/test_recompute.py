@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
 from flashlight_py import nn
+from flashlight_py.parallel import fully_sharded
 from flashlight_py.parallel.zero import shard_by_gathering
 from tests.distributed.conformance import BACKENDS, ranks_in
 
@@ -70,6 +72,7 @@ def sharded(rank: int, again: Callable[[Any], Any], how: str) -> list[bytes]:
     return [array.tobytes() for array in (*net.state_dict().values(), x.grad)]
 
 
+@mock.patch.object(fully_sharded, "SMALL_BYTES", 0)
 def same_bits_sharded(rank: int, size: int, how: str) -> None:
     assert sharded(rank, fl.recompute, how) == sharded(rank, lambda module: module, how)
 
