@@ -5,11 +5,18 @@
 Run it again after an interruption: it goes on from the last checkpoint in the folder. What is
 saved is all that the next step depends on: the parameters, the optimizer's state, each rank's
 random numbers (dropout draws from them) and the number of the step, which determines the batch.
+
+    flrun -n 4 --max-restarts 20 examples/ResumableTraining.py --folder run --leaves 8
+
+With ``--leaves`` that holds for any number of ranks, also for other ones after an interruption:
+every batch is cut into so many parts, which any rank may compute, and whose gradients are added up
+in an order of their own. The SHA-256 of the parameters is printed at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +40,10 @@ def main(options: argparse.Namespace) -> None:
     model.add(fl.nn.Dropout(0.1))
     model.add(fl.nn.Linear(64, 1))
     fl.broadcast_parameters(model)
-    fl.distribute_module_grads(model)
+    fl.distribute_module_grads(model, leaves=options.leaves)
     optimizer = fl.optim.AdamOptimizer(model.params(), 1e-3)
     criterion = fl.nn.MeanSquaredError()
-    batches = my_batches(options.seed)
+    batches = my_batches(options.seed, whole=options.leaves is not None)
 
     # All ranks go on from the same checkpoint; there is none when the run begins.
     checkpoint = fl.load(options.folder, module=model, optimizer=optimizer, rng=True)
@@ -49,25 +56,37 @@ def main(options: argparse.Namespace) -> None:
             batches.set_epoch(epoch)
         inputs, targets = batches[t]
         optimizer.zero_grad()
-        loss = criterion(model(fl.input(inputs)), fl.no_grad(targets))
-        loss.backward()
+        parts = fl.leaves(model, inputs, targets) if options.leaves else [(inputs, targets)]
+        for x, y in parts:
+            loss = criterion(model(fl.input(x)), fl.no_grad(y))
+            loss.backward()
         optimizer.step()
         if (step + 1) % options.save_every == 0:
             fl.save(options.folder, module=model, optimizer=optimizer, rng=True, step=step + 1)
             say(f"Saved step {step + 1}")
 
     say(f"Done after step {options.epochs * len(batches)}")
+    say(f"SHA-256 of the parameters: {digest(model)}")
     if options.result and fl.get_world_rank() == 0:
         arrays: dict[str, Any] = model.state_dict()
         np.savez(options.result, **arrays)
 
 
-def my_batches(seed: int) -> fl.ShardedDataset:
-    """Make data that depend on the seed alone; item t is this rank's part of batch t."""
+def my_batches(seed: int, whole: bool) -> fl.ShardedDataset:
+    """Make data that depend on the seed alone; item t is this rank's part of batch t, or all."""
     random = np.random.default_rng(seed)
     x = random.random((SAMPLES, FEATURES), dtype=np.float32)
     data = fl.dataset.TensorDataset([x, (x**3).sum(axis=1, keepdims=True)])
-    return fl.ShardedDataset(data, GLOBAL_BATCH, seed=seed, drop_last=True)
+    rank, size = (0, 1) if whole else (None, None)
+    return fl.ShardedDataset(data, GLOBAL_BATCH, seed=seed, drop_last=True, rank=rank, size=size)
+
+
+def digest(model: fl.nn.Module) -> str:
+    """Return what two models with the same parameters have in common, and no others."""
+    found = hashlib.sha256()
+    for array in model.state_dict().values():
+        found.update(array.tobytes())
+    return found.hexdigest()
 
 
 def say(line: str) -> None:
@@ -84,6 +103,7 @@ def read_options() -> argparse.Namespace:
     add("--epochs", type=int, default=10)
     add("--save-every", type=int, default=10, metavar="STEPS")
     add("--seed", type=int, default=0)
+    add("--leaves", type=int, metavar="N", help="the same bits on any number of ranks, such as 8")
     add("--result", type=Path, metavar="FILE.npz", help="write the trained parameters")
     return parser.parse_args()
 

@@ -64,7 +64,9 @@ if TYPE_CHECKING:
     )
     from flashlight_py.distributed.api import *
     from flashlight_py.launch import spawn as spawn
+    from flashlight_py.nn import recompute as recompute
     from flashlight_py.parallel import (
+        DataParallel as DataParallel,
         DistributedDataContainer as DistributedDataContainer,
         DistributedOptimizer as DistributedOptimizer,
         DistributedSampler as DistributedSampler,
@@ -74,7 +76,9 @@ if TYPE_CHECKING:
         all_reduce_parameters as all_reduce_parameters,
         broadcast_parameters as broadcast_parameters,
         distribute_module_grads as distribute_module_grads,
+        fully_shard as fully_shard,
         functional as functional,
+        leaves as leaves,
         no_sync as no_sync,
         sync_meter as sync_meter,
     )
@@ -132,7 +136,10 @@ _NAMES = [
     "all_reduce_parameters",
     "all_reduce_gradients",
     "distribute_module_grads",
+    "leaves",
+    "fully_shard",
     "no_sync",
+    "recompute",
     "join",
     "synchronize",
     "sync_meter",
@@ -141,6 +148,7 @@ _NAMES = [
     "load",
     "Checkpoint",
     "spawn",
+    "DataParallel",
     "DistributedOptimizer",
     "PeriodicAveraging",
     "DistributedDataContainer",
@@ -167,7 +175,9 @@ _HOMES = {
     "autograd": ["Variable", "gradcheck", "input", "no_grad", "param"],
     "checkpoint": ["Checkpoint", "load", "save"],
     "launch": ["spawn"],
+    "nn": ["recompute"],
     "parallel": [
+        "DataParallel",
         "DistributedDataContainer",
         "DistributedOptimizer",
         "DistributedSampler",
@@ -177,8 +187,10 @@ _HOMES = {
         "all_reduce_parameters",
         "broadcast_parameters",
         "distribute_module_grads",
+        "fully_shard",
         "functional",
         "join",
+        "leaves",
         "no_sync",
         "sync_meter",
         "synchronize",

@@ -22,6 +22,7 @@ __all__ = [
     "GroupClosedError",
     "RankFailedError",
     "CheckpointError",
+    "TornStateError",
 ]
 
 
@@ -81,6 +82,8 @@ class GroupClosedError(DistributedError):
 class RankFailedError(DistributedError):
     """A process that was started as a rank raised, exited or was killed before it had returned.
 
+    Or a function raised there that one rank calls for all, as :func:`host_array` does.
+
     ``rank`` is its number. ``exit_code`` is the code it exited with, or minus the signal that
     killed it; None where it raised.
     """
@@ -95,4 +98,12 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or none of those that are there can be used.
 
     Raised on every rank that saves or loads together.
+    """
+
+
+class TornStateError(DistributedError):
+    """A rank ended while it changed parameters that ranks have in common: some are half a step on.
+
+    Raised by whatever would use them: the module's next call, ``state_dict``, a step. Loading a
+    checkpoint makes them whole again.
     """

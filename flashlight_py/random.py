@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,14 +15,21 @@ from flashlight_py.device import is_cupy
 __all__ = [
     "generator",
     "load_state_dict",
+    "noting",
+    "replaying",
     "set_seed",
     "set_state_of",
     "state_dict",
     "state_of",
+    "use",
 ]
 
 _seed: int | None = None
 _generators: dict[str, Any] = {}
+_entropy: Sequence[int] | None = None  # of what is in NumPy's place; see use()
+_kept: dict[str, Any] = {}  # what it is in the place of
+# What blocks of noting() have seen so far, the innermost last: generators as they were before.
+_notes: list[dict[str, tuple[Any, Any]]] = []
 
 
 def set_seed(seed: int) -> None:
@@ -40,6 +48,7 @@ def set_seed(seed: int) -> None:
     if seed < 0:
         raise ValueError(f"set_seed needs a seed of at least 0, got {seed}")
     _seed = int(seed)
+    use(None)
     _generators.clear()
 
 
@@ -47,13 +56,81 @@ def generator(library: ModuleType = np) -> Any:
     """Return the generator (``numpy.random.Generator`` or CuPy's) for arrays of ``library``."""
     name = library.__name__
     if name not in _generators:
-        _generators[name] = library.random.default_rng(_seed)
-    return _generators[name]
+        seed = _entropy if library is np and _entropy is not None else _seed
+        _generators[name] = library.random.default_rng(seed)
+    found = _generators[name]
+    for noted in _notes:
+        if name not in noted:
+            noted[name] = found, _copied_state(found)
+    return found
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[dict[str, tuple[Any, Any]]]:
+    """Note what the block draws, so that ``replaying`` what is noted draws it again.
+
+    A generator of a GPU's arrays must be asked for (``generator``) within the block.
+    """
+    noted: dict[str, tuple[Any, Any]] = {}
+    _notes.append(noted)
+    try:
+        generator()
+        yield noted
+    finally:
+        _notes[:] = [other for other in _notes if other is not noted]
+
+
+@contextlib.contextmanager
+def replaying(noted: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
+    """Let the block draw what a block of ``noting`` drew; afterwards all go on as before."""
+    before = dict(_generators)
+    now = [(found, _copied_state(found)) for found, _ in noted.values()]
+    try:
+        for name, (found, state) in noted.items():
+            _generators[name] = found
+            _put_back(found, state)
+        yield
+    finally:
+        for found, state in now:
+            _put_back(found, state)
+        _generators.clear()
+        _generators.update(before)
+
+
+def _copied_state(generator: Any) -> Any:
+    """Return the state, where it is: a GPU is not waited for."""
+    bits = generator.bit_generator
+    return bits.state if isinstance(bits, np.random.BitGenerator) else bits._state.copy()
+
+
+def _put_back(generator: Any, state: Any) -> None:
+    bits = generator.bit_generator
+    if isinstance(bits, np.random.BitGenerator):
+        bits.state = state
+    else:
+        bits._state[...] = state
+
+
+def use(entropy: Sequence[int] | None) -> None:
+    """Let what draws for NumPy arrays draw from a stream of its own; None: as before.
+
+    Each call begins another stream, from ``entropy``: integers, at least 0. The package's own
+    generator stays where it is meanwhile, and ``state_dict`` has its state.
+    """
+    global _entropy  # noqa: PLW0603 - as in set_seed
+    stream = _generators.pop(np.__name__, None)
+    if _entropy is None and stream is not None:
+        _kept[np.__name__] = stream
+    if entropy is None:
+        _generators.update(_kept)
+        _kept.clear()
+    _entropy = entropy
 
 
 def state_dict() -> dict[str, Any]:
     """Return the seed, and the state of each generator that has been used: dicts and copies."""
-    states = {name: state_of(generator) for name, generator in _generators.items()}
+    own = {**_generators, **_kept}
+    states = {name: state_of(generator) for name, generator in own.items()}
     return {"seed": _seed, "generators": states}
 
 
@@ -64,6 +141,7 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
         ModuleNotFoundError: a generator of CuPy's was saved, and CuPy is not installed.
     """
     global _seed  # noqa: PLW0603 - as in set_seed
+    use(None)
     _generators.clear()
     for name, of_generator in state["generators"].items():
         set_state_of(generator(importlib.import_module(name)), of_generator)

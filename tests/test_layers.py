@@ -35,6 +35,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "meter": ("errors", "device"),
     "distributed.rendezvous": ("errors",),
     "distributed": ("errors", "tracebacks", "device", "cores", "_native"),
+    # Workers are processes that this one starts, as the ranks of spawn.
+    "parallel.workers": (*FRAMEWORK, "cores", "distributed", "launch"),
     "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "tagi", "_native"),
     "tagi": ("errors", "device", "random", "kernels", "_native"),
     "trace": ("errors", "distributed"),

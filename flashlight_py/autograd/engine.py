@@ -11,18 +11,29 @@ memory. It also sums broadcast dimensions away and casts, so that no vjp has to.
 Operations that do more than compute, such as exchanging messages, can be recorded as ordered: a
 pass visits those in the reverse of the order of recording, whatever the graph looks like.
 
+What was computed without recording stands in the graph as ``Part``s (see ``graph``). Visited, they
+are computed again, recorded, and the walk goes on in that graph, which ends where the parts said
+that it would: everything is visited in the same order, and every hook called when it would be.
+
 All bookkeeping lives in local dictionaries: a pass that raises leaves nothing behind.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING, TypeAlias
 
+from flashlight_py.autograd.graph import (
+    Node,
+    Part,
+    Repeated,
+    Target,
+    count_consumers,
+    edges_again,
+)
 from flashlight_py.autograd.narrow import total
 from flashlight_py.device import Array, array_module
 
@@ -31,51 +42,37 @@ if TYPE_CHECKING:
 
     from flashlight_py.autograd.variable import Variable
 
-Vjp: TypeAlias = Callable[[Array], Array]
-Target: TypeAlias = Union["Node", "Variable"]
 EndCallback: TypeAlias = Callable[[bool], None]
 
 
-class Node:
-    """One recorded operation; ``edges`` is None once a backward pass has freed it."""
+class GradSink:
+    """What takes a leaf's gradient in the place of an array: see ``Variable.grad_buffer``."""
 
-    __slots__ = ("dtype", "edges", "shape")
+    __slots__ = ()
 
-    edges: tuple[tuple[Target, Vjp], ...] | None
+    is_stepped = False  # whether the leaf may change as soon as it has its last contribution
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: np.dtype[np.generic],
-        edges: tuple[tuple[Target, Vjp], ...],
-    ) -> None:
-        self.shape = shape
-        self.dtype = dtype
-        self.edges = edges
+    def add(self, leaf: Variable, contribution: Array, is_new: bool) -> None:
+        """Take a contribution of the leaf's shape and dtype; only a new array may be kept."""
+        raise NotImplementedError
 
-
-_recorded = itertools.count()
-
-
-class OrderedNode(Node):
-    """An operation that a pass visits before all ordered ones that were recorded earlier."""
-
-    __slots__ = ("turn",)
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: np.dtype[np.generic],
-        edges: tuple[tuple[Target, Vjp], ...],
-    ) -> None:
-        super().__init__(shape, dtype, edges)
-        self.turn = -next(_recorded)
+    def product(self, leaf: Variable, a: Array, b: Array) -> Array | GradSink:
+        """Take ``a @ b``, and return this sink; or return the product, to be added."""
+        raise NotImplementedError
 
 
 class _Pass(threading.local):
-    """What the backward pass that runs on this thread has been asked to call when it ends."""
+    """What the backward pass that runs on this thread knows, and is to call.
+
+    ``callbacks``: when it ends. ``pending``: how many contributions each target still waits for.
+    ``after``: what to call when the node that is visited has sent all its gradients.
+    """
 
     callbacks: list[EndCallback] | None = None
+    pending: dict[Target, int] | None = None
+    after: list[Callable[[], None]] | None = None
 
 
 _current = _Pass()
@@ -101,6 +98,27 @@ def on_backward_end(callback: EndCallback) -> None:
     _current.callbacks.append(callback)
 
 
+def is_last_contribution(leaf: Variable) -> bool:
+    """Return whether the running pass has one contribution to ``leaf`` left, which it computes."""
+    return _current.pending is not None and _current.pending.get(leaf) == 1
+
+
+def after_node(callback: Callable[[], None]) -> None:
+    """Call ``callback`` once the node that the pass visits needs no inputs any more.
+
+    Outside of a pass over nodes it is called at once.
+    """
+    if _current.after is None:
+        callback()
+    else:
+        _current.after.append(callback)
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass runs on this thread."""
+    return _current.callbacks is not None
+
+
 def backward_from_node(root: Node, seed: Array, retain_graph: bool) -> None:
     """Send ``seed``, the gradient of ``root``'s result, to every leaf below ``root``."""
     _run(_walk, root, seed, retain_graph)
@@ -115,12 +133,15 @@ def _run(walk: Callable[..., None], *args: object) -> None:
     """Run one pass, then its end callbacks, whether it raised or not."""
     callbacks: list[EndCallback] = []
     outer, _current.callbacks = _current.callbacks, callbacks
+    around = _current.pending, _current.after
+    _current.pending = _current.after = None
     completed = False
     try:
         walk(*args)
         completed = True
     finally:
         _current.callbacks = outer
+        _current.pending, _current.after = around
         if callbacks:
             _call_all(callbacks, completed)
 
@@ -143,21 +164,27 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
     Ordered nodes wait until nothing else is ready. Then the latest of those below ``root`` is among
     them, for whatever consumes it was recorded later, and has been visited.
     """
-    pending = _count_consumers(root)
+    parts: dict[Repeated, list[Part]] = {}  # those that this pass visits
+    pending = count_consumers([root], (), parts)
+    repeated: dict[Repeated, Sequence[Node | None]] = {}
     grads = {root: seed}
     owned: set[Node] = set()  # nodes whose gradient is a sum made here, hence ours to add into
     ready = [root]
-    ordered: list[tuple[int, OrderedNode]] = []  # a heap
+    ordered: list[tuple[int, Node]] = []  # a heap
+    after: list[Callable[[], None]] = []
+    _current.pending, _current.after = pending, after
     while ready or ordered:
         node = ready.pop() if ready else heappop(ordered)[1]
         grad = grads.pop(node)
-        for target, vjp in node.edges or ():
+        is_part = type(node) is Part
+        edges = edges_again(node, pending, parts, repeated) if is_part else node.edges or ()
+        for target, vjp in edges:
             contribution = vjp(grad)
             pending[target] -= 1
             if isinstance(target, Node):
                 _add_to_node(target, contribution, grads, owned)
                 if not pending[target]:
-                    if type(target) is OrderedNode:
+                    if target.turn is not None:
                         heappush(ordered, (target.turn, target))
                     else:
                         ready.append(target)
@@ -167,25 +194,8 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
                     target.hook(target)
         if not retain_graph:
             node.edges = None
-
-
-def _count_consumers(root: Node) -> dict[Target, int]:
-    """Count, for every target below ``root``, the edges that will contribute to it."""
-    pending: dict[Target, int] = {}
-    unseen = [root]
-    while unseen:
-        edges = unseen.pop().edges
-        if edges is None:
-            raise RuntimeError(
-                "backward: this graph was freed by an earlier backward pass; compute the loss "
-                "again, or pass retain_graph=True to the earlier backward()"
-            )
-        for target, _ in edges:
-            count = pending.get(target, 0)
-            pending[target] = count + 1
-            if not count and isinstance(target, Node):
-                unseen.append(target)
-    return pending
+        while after:
+            after.pop(0)()
 
 
 def _add_to_node(
@@ -206,17 +216,27 @@ def _add_to_node(
 
 def _accumulate(leaf: Variable, contribution: Array, incoming: Array) -> None:
     """Add a contribution to ``leaf.grad``, which shares memory with nothing but its buffer."""
-    array, held, buffer = leaf.data, leaf.grad, leaf.buffer
-    if contribution.shape != array.shape or contribution.dtype != array.dtype:
-        contribution = _fit(contribution, array.shape, array.dtype)
+    buffer = leaf.buffer  # first: with a sharded parameter it begins a gradient of this pass
+    held = leaf.grad
+    like = leaf.data if buffer is None else buffer
+    if contribution.shape != like.shape or contribution.dtype != like.dtype:
+        contribution = _fit(contribution, like.shape, like.dtype)
     if buffer is not None:
-        leaf.grad = _accumulate_in_buffer(buffer, held, contribution)
+        if not isinstance(buffer, GradSink):
+            leaf.grad = _accumulate_in_buffer(buffer, held, contribution)
+        elif not isinstance(contribution, GradSink):  # else a vjp has passed it there already
+            buffer.add(leaf, contribution, _is_new(contribution, incoming))
     elif held is not None:
         held += contribution
-    elif contribution is incoming or contribution.base is not None or not contribution.shape:
-        leaf.grad = array_module(contribution).array(contribution)
-    else:
+    elif _is_new(contribution, incoming):
         leaf.grad = contribution
+    else:
+        leaf.grad = array_module(contribution).array(contribution)
+
+
+def _is_new(contribution: Array, incoming: Array) -> bool:
+    """Return whether nobody else has the array, or a view of it."""
+    return contribution is not incoming and contribution.base is None and bool(contribution.shape)
 
 
 def _accumulate_in_buffer(buffer: Array, held: Array | None, contribution: Array) -> Array:

@@ -7,14 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from flashlight_py.autograd.engine import (
-    Node,
-    OrderedNode,
-    Vjp,
-    backward_from_leaf,
-    backward_from_node,
-)
-from flashlight_py.device import Array, array_module, is_cupy, to_device
+from flashlight_py.autograd.engine import GradSink, backward_from_leaf, backward_from_node
+from flashlight_py.autograd.graph import Node, OrderedNode, Outline, Vjp, recording
+from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 
 GradHook: TypeAlias = "Callable[[Variable], None]"
 Input: TypeAlias = "Variable | Array"
@@ -51,7 +46,7 @@ class Variable:
     grad: Array | None
     node: Node | None
     hook: GradHook | None
-    buffer: Array | None
+    buffer: Array | GradSink | None
     placement: Any
 
     def __init__(self, array: Array, calc_grad: bool = False) -> None:
@@ -73,14 +68,20 @@ class Variable:
 
         Raises:
             TypeError: the new value is no array, or of another dtype.
-            ValueError: the new array has another shape.
+            ValueError: the new array has another shape, or the variable is a parameter of a
+                sharded module.
         """
         return self.data
 
     @array.setter
     def array(self, value: Array) -> None:
         value = _as_array(value)
-        _require_same(value, self.data, "Variable.array")
+        _require_same(value, self, "Variable.array")
+        if self.placement is not None:
+            raise ValueError(
+                "Variable.array: this parameter is of a sharded module, whose arrays lie in memory "
+                "that ranks have in common; load_state_dict copies values into it"
+            )
         self.data = value
 
     @property
@@ -98,7 +99,7 @@ class Variable:
         if self.node is not None:
             raise ValueError("calc_grad can be set on leaves only; this is an operation's result")
         if value:
-            _require_floating(self.data)
+            _require_floating(self)
         self._calc_grad = bool(value)
 
     @property
@@ -108,7 +109,8 @@ class Variable:
         False for a leaf, without anything that has ``calc_grad`` below, and once a backward pass
         has freed the graph.
         """
-        return self.node is not None and self.node.edges is not None
+        node = self.node
+        return node is not None and (node.edges is not None or isinstance(node, Outline))
 
     @property
     def grad_buffer(self) -> Array | None:
@@ -116,20 +118,21 @@ class Variable:
 
         With a buffer, the first contribution after ``grad`` was None is written into it (by the
         matrix product itself where possible), later ones are added in place, and ``grad`` is the
-        buffer itself. It may be a view into a larger array.
+        buffer itself. It may be a view into a larger array. The gradient of a sharded module's
+        parameter goes elsewhere (see ``fl.fully_shard``): then this is None.
 
         Raises:
             TypeError: the buffer is no array or of another dtype than the variable.
             ValueError: it has another shape, is read-only, or the variable is no leaf.
         """
-        return self.buffer
+        return None if isinstance(self.buffer, GradSink) else self.buffer
 
     @grad_buffer.setter
     def grad_buffer(self, buffer: Array | None) -> None:
         if buffer is not None:
             self._require_leaf("a gradient buffer")
             buffer = _as_array(buffer)
-            _require_same(buffer, self.data, "Variable.grad_buffer")
+            _require_same(buffer, self, "Variable.grad_buffer")
             if not (is_cupy(buffer) or buffer.flags.writeable):
                 raise ValueError("Variable.grad_buffer must be writable, got a read-only array")
         self.buffer = buffer
@@ -153,6 +156,13 @@ class Variable:
     def dtype(self) -> np.dtype[Any]:
         """The array's dtype."""
         return self.data.dtype
+
+    def assign(self, value: Array) -> None:
+        """Copy ``value``, of the same shape, into the array: in place, across devices if need be.
+
+        Floating dtypes are cast. For the library's own use.
+        """
+        self.data[...] = to_device(value, device_of(self.data))
 
     def numpy(self) -> Array:
         """Return the value as a NumPy array: itself on the CPU, else a copy (blocks for it)."""
@@ -317,6 +327,9 @@ def record(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) -> Variable
     result.grad = result.hook = result.buffer = result.placement = None
     edges = tuple([(x.node or x, vjp) for x, vjp in inputs if x._calc_grad])
     result._calc_grad = bool(edges)
+    if recording.is_outline:
+        result.node = Outline(tuple([source for source, _ in edges])) if edges else None
+        return result
     result.node = Node(array.shape, array.dtype, edges) if edges else None
     return result
 
@@ -332,7 +345,9 @@ def record_in_order(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) ->
         inputs: each input with its vector-Jacobian product (see ``engine``).
     """
     result = record(array, *inputs)
-    if result.node is not None:
+    if isinstance(result.node, Outline):
+        result.node.ordered = True
+    elif result.node is not None:
         result.node = OrderedNode(result.node.shape, result.node.dtype, result.node.edges or ())
     return result
 
@@ -359,7 +374,7 @@ def _from_dlpack(value: Any) -> Array:
     return np.from_dlpack(value)
 
 
-def _require_floating(array: Array) -> None:
+def _require_floating(array: Array | Variable) -> None:
     if array.dtype.kind != "f":
         raise TypeError(
             f"a gradient needs a real floating dtype, got {array.dtype}; "
@@ -367,7 +382,7 @@ def _require_floating(array: Array) -> None:
         )
 
 
-def _require_same(value: Array, like: Array, what: str) -> None:
+def _require_same(value: Array, like: Array | Variable, what: str) -> None:
     if value.shape != like.shape:
         raise ValueError(f"{what} must have shape {like.shape}, got {value.shape}")
     if value.dtype != like.dtype:

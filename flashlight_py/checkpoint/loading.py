@@ -28,6 +28,7 @@ from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.errors import CheckpointError
+from flashlight_py.parallel.data_parallel import is_leaf_by_leaf
 
 _log = logging.getLogger("flashlight_py")
 
@@ -63,6 +64,7 @@ def load(
     *,
     optimizer: Stateful | None = None,
     sampler: Stateful | None = None,
+    schedule: Stateful | None = None,
     rng: Any = None,
     group: ProcessGroup | None = None,
 ) -> Checkpoint | None:
@@ -80,10 +82,12 @@ def load(
 
     Args:
         path: the directory that was given to :func:`flashlight_py.save`; that of rank 0 counts.
-        module: made like the one that was saved, as the next two; None: not loaded.
+        module: made like the one that was saved, as the next three; None: not loaded.
         optimizer: made like the one that was saved.
         sampler: made like the one that was saved.
+        schedule: made like the one that was saved, for this optimizer.
         rng: as it was given to ``save``: its generators are set in place, and the package's own.
+            Of a ``module`` that was distributed with ``leaves`` every rank gets those of rank 0.
         group: the ranks that load together, default the world.
 
     Returns:
@@ -97,7 +101,7 @@ def load(
         CheckpointError: there are checkpoints, and none can be used; on every rank. Says why.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    parts = given_parts(module=module, optimizer=optimizer, sampler=sampler)
+    parts = given_parts(module=module, optimizer=optimizer, sampler=sampler, schedule=schedule)
     check_parts("load", parts)
     check_generators("load", rng)
     members = group_or_world(group)
@@ -173,14 +177,17 @@ def _restored(
         for name, part in parts.items():
             part.load_state_dict(tree[name])
         if rng:
-            _restore_random_numbers(members, rng, tree["ranks"])
+            is_alike = is_leaf_by_leaf(parts.get("module"))
+            _restore_random_numbers(members, rng, tree["ranks"], 0 if is_alike else members.rank)
     attempt.end(everyone("load", members, attempt.failure))
     return tree
 
 
-def _restore_random_numbers(members: ProcessGroup, rng: Any, ranks: Sequence[Any]) -> None:
-    if members.rank < len(ranks):
-        set_generator_states(rng, ranks[members.rank])
+def _restore_random_numbers(
+    members: ProcessGroup, rng: Any, ranks: Sequence[Any], whose: int
+) -> None:
+    if whose < len(ranks):
+        set_generator_states(rng, ranks[whose])
         return
     _log.warning(
         "%s: the checkpoint has random numbers of %d rank(s); this one keeps its own",

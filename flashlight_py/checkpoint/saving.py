@@ -36,6 +36,7 @@ def save(
     *,
     optimizer: Stateful | None = None,
     sampler: Stateful | None = None,
+    schedule: Stateful | None = None,
     rng: Any = None,
     step: int = 0,
     extra: Any = None,
@@ -44,10 +45,10 @@ def save(
 ) -> Path:
     """Write a checkpoint into the directory ``path``; keep the newest ``keep`` of them.
 
-    Collective, blocking. Rank 0 alone writes, and its module, optimizer, sampler and extra are
-    what is saved: on the other ranks they are the same in data-parallel training. Random numbers
-    are saved of every rank. When this returns, on any rank, the checkpoint is on the disk of rank
-    0; if the machine stops before, the ones of before are still there, and whole.
+    Collective, blocking. Rank 0 alone writes, and its module, optimizer, sampler, schedule and
+    extra are what is saved: on the other ranks they are the same in data-parallel training. Random
+    numbers are saved of every rank. When this returns, on any rank, the checkpoint is on the disk
+    of rank 0; if the machine stops before, the ones of before are still there, and whole.
 
     A checkpoint is a directory ``<number>-step-<step>`` with ``state.safetensors``, which other
     tools can read, and ``manifest.json``, with lengths and digests. It gets its name by a rename
@@ -56,10 +57,11 @@ def save(
 
     Args:
         path: the directory, made if there is none; that of rank 0 counts.
-        module: has ``state_dict()`` and ``load_state_dict()``, as have the next two; arrays of any
-            shape, dtype boolean, integer, floating up to 64 bits, bfloat16 or complex.
+        module: has ``state_dict()`` and ``load_state_dict()``, as have the next three; arrays of
+            any shape, dtype boolean, integer, floating up to 64 bits, bfloat16 or complex.
         optimizer: such as ``fl.optim.AdamOptimizer`` or ``fl.DistributedOptimizer``.
         sampler: such as ``fl.DistributedSampler``; equally far on all ranks.
+        schedule: such as ``fl.optim.CosineAnnealingLR``.
         rng: True for the package's random numbers (dropout, initialisation), or generators of
             NumPy or CuPy (one, or a list, tuple or dict of them), whose state is saved as well.
         step: of the training, at least 0; the same on every rank.
@@ -87,7 +89,7 @@ def save(
         >>> fl.load(folder, module=model).step
         10
     """
-    parts = given_parts(module=module, optimizer=optimizer, sampler=sampler)
+    parts = given_parts(module=module, optimizer=optimizer, sampler=sampler, schedule=schedule)
     _check(parts, rng, step, keep)
     step = int(step)  # NumPy's integers are taken too; JSON knows Python's only
     members = group_or_world(group)

@@ -36,6 +36,11 @@ class Backend(abc.ABC):
     team: object = None  # the same for the backends that one group is made of
     count: Sequence[int] = (0,)  # how many calls users have made in its group, where that is known
 
+    @property
+    def hosts(self) -> Sequence[Sequence[int]]:
+        """The ranks that share memory with each other; by a network alone each is by itself."""
+        return [[rank] for rank in range(self.size)]
+
     @abc.abstractmethod
     def start(self, call: Call) -> Work:
         """Start ``call``; ``Work.wait`` blocks and returns the result.
@@ -55,6 +60,13 @@ class Backend(abc.ABC):
         """Return a new NumPy array, not initialised, that is cheap to reduce. Collective."""
         self.start(Call(BARRIER, part_of="shared_empty")).wait()
         return np.empty(shape, dtype)
+
+    def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
+        """Return what ``shared_empty`` does on each rank, in rank order; collective.
+
+        Where not all ranks see the same memory, a list of this rank's own array alone.
+        """
+        return [self.shared_empty(shape, dtype)]
 
     @abc.abstractmethod
     def synchronize(self) -> None:

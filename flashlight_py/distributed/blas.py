@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,13 @@ class _OpenBlas:
     def set(self, threads: int) -> None:
         self.library[self.spelling.format("set_num_threads")](ctypes.c_int(threads))
 
+    def core_type(self) -> str:
+        """Return whose instructions it computes with, such as Haswell: other ones, other bits."""
+        name = self.library[self.spelling.format("get_corename")]
+        name.restype = ctypes.c_char_p
+        found: bytes = name()
+        return found.decode()
+
     def default(self) -> int:
         """Return the threads that it has unless somebody has chosen: one for each core."""
         config = self.library[self.spelling.format("get_config")]
@@ -53,31 +60,70 @@ def limit(threads: int) -> None:
     Choosing is setting a variable that it reads, or another number than its default before.
     """
     global _said  # noqa: PLW0603  (the libraries are the process's, too)
-    chosen = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
-    if chosen:
-        _said = f"as {chosen[0]} says"
+    if choice := chosen():
+        _said = f"as {choice} says"
         return
     found = list(_loaded())
     if not found:
         _said = "not set: NumPy's is no OpenBLAS; OMP_NUM_THREADS or its own variable chooses them"
         return
-    for each in found:
-        had = each.ask("get_num_threads")
-        if had == each.default() and had > threads:
-            each.set(threads)
-            _limited.append((each, had))
+    _limited.extend(limit_each(threads))
     if _limited:
         _said = f"{threads}, this rank's share of the cores; {_VARIABLES[0]} chooses otherwise"
     else:
         _said = f"{max(each.ask('get_num_threads') for each in found)}, as it was"
 
 
+def use_one_thread() -> tuple[int, str]:
+    """Have each OpenBLAS of this process compute with one thread, whoever has chosen more.
+
+    Returns:
+        How many threads they compute with now, 0 where there is no OpenBLAS, and their core types.
+    """
+    global _said  # noqa: PLW0603  (see above)
+    _said = "1, so that bits do not depend on them"
+    found = list(_loaded())
+    for each in found:
+        had = each.ask("get_num_threads")
+        if had != 1:
+            _limited.append((each, had))
+            each.set(1)
+    threads = max((each.ask("get_num_threads") for each in found), default=0)
+    return threads, ", ".join(sorted({each.core_type() for each in found}))
+
+
 def restore() -> None:
-    """Restore the number of threads that each OpenBLAS had before ``limit``."""
+    """Restore the number of threads that each OpenBLAS had before any was changed here."""
     global _said  # noqa: PLW0603  (see above)
     _said = ""
-    while _limited:
-        library, threads = _limited.pop()
+    restore_each(_limited)
+    _limited.clear()
+
+
+def chosen() -> str:
+    """Return the setting by which somebody has chosen the threads; empty: nobody has."""
+    settings = (f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ)
+    return next(settings, "")
+
+
+def limit_each(threads: int) -> list[tuple[_OpenBlas, int]]:
+    """Have each OpenBLAS whose threads nobody has chosen compute with ``threads``.
+
+    Returns:
+        Those of which that is fewer than before, and how many they had: for ``restore_each``.
+    """
+    limited = []
+    for each in _loaded():
+        had = each.ask("get_num_threads")
+        if had == each.default() and had > threads:
+            each.set(threads)
+            limited.append((each, had))
+    return limited
+
+
+def restore_each(limited: Iterable[tuple[_OpenBlas, int]]) -> None:
+    """Undo ``limit_each``."""
+    for library, threads in limited:
         library.set(threads)
 
 

@@ -29,6 +29,7 @@ COMPOSED = (
         "save(collective, to be called on every rank)",
         "load(collective, to be called on every rank)",
     ),
+    "host_array",
 )
 
 

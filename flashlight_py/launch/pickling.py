@@ -6,9 +6,14 @@ import importlib.util
 import io
 import pickle
 import types
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 _MAIN = ("__main__", "__mp_main__")  # multiprocessing's name for the script that a child imports
+
+# As ``pickle.Pickler.persistent_id``: what stands for a value in the pickle; None: itself.
+StandIn = Callable[[Any], Any]
 
 
 class _WithoutMain(pickle.Pickler):
@@ -23,7 +28,7 @@ class _WithoutMain(pickle.Pickler):
         return NotImplemented
 
 
-def dumps(value: Any, main_can_be_imported: bool = True) -> bytes:
+def dumps(value: Any, main_can_be_imported: bool = True, stand_in: StandIn | None = None) -> bytes:
     """Pickle ``value``; ``pickle.loads`` reads it, on the other side too.
 
     cloudpickle, where installed, serves what pickle cannot send: lambdas, closures, and whatever
@@ -32,22 +37,32 @@ def dumps(value: Any, main_can_be_imported: bool = True) -> bytes:
     Raises:
         TypeError: neither can pickle it; says what to do.
     """
+    kind = pickle.Pickler if main_can_be_imported else _WithoutMain
     try:
-        return _plain(value, main_can_be_imported)
+        return _pickled(kind, value, stand_in)
     except Exception as error:  # noqa: BLE001 - pickle runs code of the objects, which may raise all
         plain_error = error
-    return _by_cloudpickle(value, plain_error)
+    return _by_cloudpickle(value, stand_in, plain_error)
 
 
-def _plain(value: Any, main_can_be_imported: bool) -> bytes:
-    if main_can_be_imported:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+def _pickled(kind: Any, value: Any, stand_in: StandIn | None) -> bytes:
+    if kind is pickle.Pickler and stand_in is None:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)  # without a copy
     buffer = io.BytesIO()
-    _WithoutMain(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    pickler = (_standing_in(kind) if stand_in else kind)(buffer, pickle.HIGHEST_PROTOCOL)
+    if stand_in:
+        pickler.stand_in = stand_in
+    pickler.dump(value)
     return buffer.getvalue()
 
 
-def _by_cloudpickle(value: Any, plain_error: Exception) -> bytes:
+@cache
+def _standing_in(kind: Any) -> Any:
+    """Return a pickler of this kind that asks its ``stand_in`` about each object."""
+    return type(kind.__name__, (kind,), {"persistent_id": lambda self, value: self.stand_in(value)})
+
+
+def _by_cloudpickle(value: Any, stand_in: StandIn | None, plain_error: Exception) -> bytes:
     if importlib.util.find_spec("cloudpickle") is None:
         raise TypeError(
             f"cannot be pickled: {plain_error}; define functions and classes at the top level of "
@@ -56,7 +71,6 @@ def _by_cloudpickle(value: Any, plain_error: Exception) -> bytes:
     import cloudpickle
 
     try:
-        pickled: bytes = cloudpickle.dumps(value)
+        return _pickled(cloudpickle.Pickler, value, stand_in)
     except Exception as error:
         raise TypeError(f"cannot be pickled, not by cloudpickle either: {error}") from error
-    return pickled

@@ -1,9 +1,12 @@
-"""The program of one rank of ``spawn``: ``python rank_main.py FOLDER TASK LINK PARENT``.
+"""The program of a rank of ``spawn``, or a worker: ``python rank_main.py FOLDER TASK LINK PARENT``.
 
 The ranks meet in FOLDER. TASK and LINK are inherited descriptors: of memory that holds two pickles,
 and of a connection to the parent, whose process number is PARENT. Through the link the parent sends
 the key of multiprocessing, the rank one report, and the parent, when all have returned, that it may
 leave: nobody leaves the world while others compute.
+
+Without a FOLDER it is a worker: it is in no world, reports that it has its task, or why not, and
+the task's function goes on with the link. Without a PARENT (0), only the end of the link ends it.
 
 Run by its path, it imports nothing of ours before the parent's ``sys.path`` is in place.
 """
@@ -35,12 +38,15 @@ def main() -> None:
     folder, task, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[4])
     link = Connection(int(sys.argv[3]))
     os.set_inheritable(link.fileno(), False)  # its end must mean the end of this process
-    die_with_parent(parent)
+    if parent:
+        die_with_parent(parent)
     signal.signal(signal.SIGTERM, _leave_in_order)
     os.register_at_fork(after_in_child=lambda: _be_no_rank(link))
     _prepare_output()
     multiprocessing.current_process().authkey = link.recv_bytes()
-    if _report(link, Path(folder), task):
+    if not folder:
+        _work(link, task)
+    elif _report(link, Path(folder), task):
         with suppress(EOFError, ConnectionResetError):
             link.recv_bytes()
 
@@ -95,13 +101,31 @@ def _notify_the_others(error: BaseException) -> None:
     fl.distributed.control.abort.report(error)
 
 
-def _do(folder: Path, task: int) -> bytes:
-    """Load the task, call the function in an initialised world, return the pickled result."""
+def _work(link: Connection, task: int) -> None:
+    """Load the task, report that, and call the function with the link."""
+    try:
+        fn, args, _ = _load(task)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
+        from flashlight_py.launch.failures import Failure
+
+        link.send(Failure.of_exception(error, time.monotonic()))
+        return
+    link.send(None)
+    fn(link, *args)
+
+
+def _load(task: int) -> tuple[Any, Any, Any]:
     # Opened anew: the ranks share the descriptor, and with it the place up to which it was read.
     with open(f"/proc/self/fd/{task}", "rb") as file:
         os.close(task)
         _become_the_script(pickle.load(file))
         fn, args, params = pickle.load(file)
+    return fn, args, params
+
+
+def _do(folder: Path, task: int) -> bytes:
+    """Load the task, call the function in an initialised world, return the pickled result."""
+    fn, args, params = _load(task)
     rank = _join_world(folder, params)
     result = fn(rank, *args)
 

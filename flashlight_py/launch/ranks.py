@@ -75,6 +75,12 @@ def environ_of(
     }
 
 
+def without_place(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environ`` without what says which rank a process is, and where the ranks meet."""
+    of_ranks = (*_numbers(Place(0, 0, 0, 0), 0), *_MEETINGS)
+    return {name: value for name, value in environ.items() if name not in of_ranks}
+
+
 def _numbers(place: Place, size: int) -> dict[str, str]:
     return {
         "RANK": str(place.rank),

@@ -96,7 +96,7 @@ def spawn(
     """
     size = _checked_size(fn, args, nprocs, params, timeout)
     name = f"spawn of {getattr(fn, '__qualname__', repr(fn))}"
-    task = _task(name, fn, tuple(args), dict(params or {}))
+    task = pack_task(name, fn, tuple(args), dict(params or {}))
     ends = math.inf if timeout is None else time.monotonic() + timeout
     with (
         tempfile.TemporaryDirectory(prefix="flashlight-", ignore_cleanup_errors=True) as folder,
@@ -155,15 +155,14 @@ def _whole(number: SupportsIndex) -> int:
         return 0
 
 
-def _task(name: str, fn: object, args: object, params: object) -> bytes:
-    """Return two pickles: how to become this program's script, and what to call there."""
-    try:
-        preparation = mp_spawn.get_preparation_data("rank")
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{name}: called while a rank imports the script; put what starts the ranks under "
-            "if __name__ == '__main__':"
-        ) from error
+def pack_task(name: str, fn: object, args: object, params: object) -> bytes:
+    """Return two pickles: how to become this program's script, and what to call there.
+
+    Raises:
+        RuntimeError: this process is importing the script.
+        TypeError: the function or its arguments cannot be pickled.
+    """
+    preparation = _preparation(name)
     del preparation["authkey"]  # a secret: it goes through the links and never lies in a file
     has_script = _has_script(preparation)
     if not has_script:
@@ -172,6 +171,25 @@ def _task(name: str, fn: object, args: object, params: object) -> bytes:
         return pickle.dumps(preparation) + dumps((fn, args, params), has_script)
     except TypeError as error:
         raise TypeError(f"{name}: the function or its arguments {error}") from error
+
+
+def main_can_be_imported(name: str) -> bool:
+    """Return whether processes that are started for ``name`` can import this one's script.
+
+    Raises:
+        RuntimeError: this process is importing the script.
+    """
+    return _has_script(_preparation(name))
+
+
+def _preparation(name: str) -> dict[str, Any]:
+    try:
+        return mp_spawn.get_preparation_data("rank")
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{name}: called while a rank imports the script; put what starts the ranks under "
+            "if __name__ == '__main__':"
+        ) from error
 
 
 def _has_script(preparation: Mapping[str, Any]) -> bool:
@@ -231,7 +249,7 @@ class SpawnedWorld:
             ours, theirs = Pipe()
             with theirs:
                 place = [folder, str(task), str(theirs.fileno()), str(os.getpid())]
-                command = [*_interpreter(), str(RANK_MAIN), *place]
+                command = [*interpreter(), str(RANK_MAIN), *place]
                 self._ranks.start(rank, command, environ, descriptors=[theirs.fileno(), task])
             self._links[rank] = ours
             self._poll.watch(ours.fileno(), partial(self._on_report, rank))
@@ -321,7 +339,7 @@ class SpawnedWorld:
         link.close()
 
 
-def _interpreter() -> list[str]:
+def interpreter() -> list[str]:
     """Return how this Python was called: the program and its own options, such as -O and -W."""
     command = [os.fsdecode(word) for word in mp_spawn.get_command_line()]
     return command[: command.index("-c")]

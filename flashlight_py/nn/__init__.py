@@ -16,6 +16,7 @@ from flashlight_py.nn.layers import (
     View,
 )
 from flashlight_py.nn.module import Module
+from flashlight_py.nn.recompute import recompute
 
 __all__ = [
     "Module",
@@ -31,4 +32,5 @@ __all__ = [
     "MeanSquaredError",
     "CategoricalCrossEntropy",
     "init",
+    "recompute",
 ]

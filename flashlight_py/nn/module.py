@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ class _Forward(Protocol[Result_co]):
     """A module as type checkers see it: to call it returns what its ``forward`` does."""
 
     before_forward: Callable[[Module], None] | None
+    run: Callable[..., Any] | None
 
     def forward(self, *inputs: Any, **options: Any) -> Result_co: ...
 
@@ -36,6 +38,7 @@ class Module(ABC):
     training = True
     _buffer_names: tuple[str, ...] = ()
     before_forward: Callable[[Module], None] | None = None
+    run: Callable[..., Any] | None = None  # called in place of forward, with the module first
     _paused: tuple[Variable, ...] = ()  # own parameters whose calc_grad eval() switched off
 
     @abstractmethod
@@ -43,9 +46,12 @@ class Module(ABC):
         """Compute the module's result from its inputs."""
 
     def __call__(self: _Forward[Result_co], *inputs: Any) -> Result_co:
-        """Return ``forward(*inputs)``."""
+        """Return ``forward(*inputs)``, by way of ``run`` where that is set."""
         if self.before_forward is not None:
             self.before_forward(self)  # type: ignore[arg-type]  # self is a Module
+        if self.run is not None:
+            result: Result_co = self.run(self, *inputs)
+            return result
         return self.forward(*inputs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,23 +119,51 @@ class Module(ABC):
         return self
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the arrays of all parameters and buffers by name: the module's own, not copies."""
-        parameters = {name: variable.data for name, variable in self.named_params().items()}
+        """Return the arrays of all parameters and buffers by name: the module's own, not copies.
+
+        Parameters that GPUs share (``fl.fully_shard``), or that are cut between ranks
+        (``fl.parallel.shard_linear``), are whole: copies, and collective.
+
+        Raises:
+            TornStateError: the module is sharded, and a rank ended in the middle of a step.
+        """
+        for shards in self._shards():
+            shards.check("state_dict")
+        parameters = {
+            name: variable.data
+            if variable.placement is None
+            else variable.placement.value(variable)
+            for name, variable in self.named_params().items()
+        }
         return {**parameters, **self.buffers}
+
+    def _shards(self) -> list[Any]:
+        """Return what parameters that ranks have in common belong to, each once: see ``optim``."""
+        placements = [v.placement for v in self.params() if v.placement is not None]
+        return list({id(placed.shards): placed.shards for placed in placements}.values())
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy ``state`` into the existing arrays, in place, across devices if need be.
 
-        Floating dtypes are cast to the module's. Nothing is changed unless everything fits.
+        Floating dtypes are cast to the module's. Nothing is changed unless everything fits. A
+        sharded module is loaded on every rank, all from the same state.
 
         Raises:
             ValueError: names all entries that are missing, unexpected, or of another shape.
             TypeError: an entry cannot be cast, such as complex to float.
         """
-        own = self.state_dict()
+        named = self.named_params()
+        state = _parts(named, state)
+        own: dict[str, Variable | Array] = {**named, **self.buffers}
         _check_state(state, own)
-        for name, array in own.items():
-            array[...] = to_device(state[name], device_of(array))
+        with ExitStack() as stack:
+            for shards in self._shards():
+                stack.enter_context(shards.loading())
+            for name, held in own.items():
+                if isinstance(held, Variable):
+                    held.assign(state[name])
+                else:
+                    held[...] = to_device(state[name], device_of(held))
 
     def astype(self: SomeModule, dtype: Any) -> SomeModule:
         """Cast all parameters and floating buffers; drops gradients. Returns the module.
@@ -138,6 +172,7 @@ class Module(ABC):
 
         Raises:
             TypeError: ``dtype`` is not a real floating dtype.
+            ValueError: the module is sharded.
         """
         if np.dtype(dtype).kind != "f":
             raise TypeError(f"Module.astype needs a real floating dtype, got {np.dtype(dtype)}")
@@ -151,7 +186,7 @@ class Module(ABC):
         Returns the module.
 
         Raises:
-            ValueError: ``device`` names neither.
+            ValueError: ``device`` names neither, or the module is sharded.
             BackendUnavailableError: CuPy or the device is missing.
         """
         self._replace_arrays(lambda a: to_device(a, device))
@@ -169,6 +204,11 @@ class Module(ABC):
                 yield name, value
 
     def _replace_arrays(self, change: Callable[[Array], Array]) -> None:
+        if self._shards():
+            raise ValueError(
+                "the module is sharded, so its parameters stay where they are; call astype() and "
+                "to() before fully_shard"
+            )
         for variable in self.params():
             variable.data = change(variable.data)
             variable.grad = variable.grad_buffer = None
@@ -177,7 +217,14 @@ class Module(ABC):
                 setattr(module, name, change(getattr(module, name)))
 
 
-def _check_state(state: Mapping[str, Array], own: Mapping[str, Array]) -> None:
+def _parts(named: Mapping[str, Variable], state: Mapping[str, Array]) -> Mapping[str, Array]:
+    """Return ``state`` with this process's part of what is cut between ranks."""
+    cut = {name: variable.placement for name, variable in named.items() if variable.placement}
+    parts = {name: placement.part(state[name]) for name, placement in cut.items() if name in state}
+    return {**state, **parts} if parts else state
+
+
+def _check_state(state: Mapping[str, Array], own: Mapping[str, Variable | Array]) -> None:
     problems = [f"missing {name!r}" for name in own if name not in state]
     problems += [f"unexpected {name!r}" for name in state if name not in own]
     shared = [name for name in own if name in state]

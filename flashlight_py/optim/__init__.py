@@ -1,4 +1,4 @@
-"""Optimizers, which change parameters by their gradients, and gradient clipping."""
+"""Optimizers, which change parameters by their gradients, schedules of rates, and clipping."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ from flashlight_py.optim.adaptive import (
 )
 from flashlight_py.optim.clip import clip_grad_norm
 from flashlight_py.optim.optimizer import FirstOrderOptimizer
+from flashlight_py.optim.schedules import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LearningRateSchedule,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
 from flashlight_py.optim.sgd import SGDOptimizer
 
 __all__ = [
@@ -24,4 +35,13 @@ __all__ = [
     "RMSPropOptimizer",
     "NovogradOptimizer",
     "clip_grad_norm",
+    "CosineAnnealingLR",
+    "ExponentialLR",
+    "LambdaLR",
+    "LearningRateSchedule",
+    "LinearLR",
+    "MultiStepLR",
+    "OneCycleLR",
+    "SequentialLR",
+    "StepLR",
 ]

@@ -11,6 +11,8 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
 from flashlight_py.optim.optimizer import as_param_list, check_at_least_zero
+from flashlight_py.optim.placement import Shards
+from flashlight_py.optim.squares import sums_of_squares
 
 
 class Summing(Protocol):
@@ -31,7 +33,8 @@ def clip_grad_norm(
     With several processes that have the same parameters, call it after the gradients were reduced,
     without a group: the norm is the same on every rank. Where ranks have different parameters, as
     parts of one model, pass their group: the squares are summed over it, in one small message, and
-    all ranks scale by the same factor.
+    all ranks scale by the same factor. Of a sharded module's parameters each rank scales its own
+    pieces: that is collective, too, as it is with parameters that ``shard_linear`` has cut.
 
     Args:
         params: the variables whose gradients to scale; of this rank alone, and possibly none,
@@ -45,27 +48,48 @@ def clip_grad_norm(
 
     Raises:
         TypeError: ``params`` is not an iterable of variables, or ``max_norm`` is no number.
-        ValueError: ``params`` is empty without a group, or ``max_norm`` is negative.
-        DistributedError: with a group, as :func:`flashlight_py.all_reduce`.
+        ValueError: ``params`` is empty without a group, ``max_norm`` is negative, or some
+            parameters are sharded with ``step_in_backward``.
+        DistributedError: with a group, or sharded parameters, as :func:`flashlight_py.all_reduce`.
     """
     limit = check_at_least_zero("max_norm", max_norm)
     params = as_param_list(params, may_be_empty=group is not None)
-    grads = [p.grad for p in params if p.grad is not None]
-    squares = np.array([sum(_sum_of_squares(grad) for grad in grads)], np.float64)
+    own, sharded = _by_shards(params)
+    sums = [part for grad in own for part in sums_of_squares(grad)]
+    sums += [shards.sum_of_squares(those) for shards, those in sharded]
+    squares = np.array([sum(sums)], np.float64)
     if group is not None:
         group.all_reduce(squares)
     norm = math.sqrt(squares[0])
     if limit < norm < math.inf:
-        for grad in grads:
+        pieces = [grad for shards, those in sharded for grad in shards.own_gradients(those)]
+        for grad in [*own, *pieces]:
             _scale(grad, limit / norm)
     return norm
+
+
+def _by_shards(
+    params: Iterable[Variable],
+) -> tuple[list[Array], list[tuple[Shards, list[Variable]]]]:
+    """Return this process's own gradients, and the sharded parameters that have one."""
+    own: list[Array] = []
+    found: dict[int, tuple[Shards, list[Variable]]] = {}
+    for param in params:
+        placement = param.placement
+        if placement is not None and placement.shards.steps:
+            raise ValueError(
+                "clip_grad_norm: the module is sharded with step_in_backward=True, so there are no "
+                "gradients after a pass; shard it without, to clip"
+            )
+        if param.grad is None:
+            continue
+        if placement is None:
+            own.append(param.grad)
+        else:
+            found.setdefault(id(placement.shards), (placement.shards, []))[1].append(param)
+    return own, list(found.values())
 
 
 def _scale(grad: Array, factor: float) -> None:
     # A number would be rounded to float16 first, of which a small one leaves nothing.
     grad *= np.float32(factor) if grad.dtype.itemsize == 2 else factor
-
-
-def _sum_of_squares(grad: Array) -> float:
-    wide = grad.reshape(-1).astype("float64", copy=False)  # squares of float32 can overflow
-    return float(wide.dot(wide))

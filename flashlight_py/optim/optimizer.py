@@ -101,8 +101,9 @@ class FirstOrderOptimizer(ABC):
             )
         for position, (new, old) in enumerate(zip(given, own, strict=True)):
             expected = getattr(old, "shape", None)
-            if expected is not None and self.params[position].placement is not None:
-                expected = self.params[position].shape
+            placement = self.params[position].placement
+            if expected is not None and placement is not None:
+                expected = placement.whole_shape(self.params[position])
             if getattr(new, "shape", None) != expected:
                 raise ValueError(
                     f"load_state_dict: nothing was loaded: {name!r} of parameter {position} has "

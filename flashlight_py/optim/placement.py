@@ -7,10 +7,11 @@ others have None, and all of theirs is their process's own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
@@ -31,6 +32,7 @@ class Shards(ABC):
     """
 
     group: Summing
+    steps = False  # inside the backward pass, so that there are no gradients afterwards
 
     @abstractmethod
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
@@ -40,6 +42,17 @@ class Shards(ABC):
             ValueError: the module was sharded in a way that this optimizer cannot step.
         """
 
+    def check(self, what: str) -> None:  # noqa: B027  (optional: where nothing can be torn)
+        """Refuse ``what``, in words, where a process has ended in the middle of a change.
+
+        Raises:
+            TornStateError: one has.
+        """
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Return the context in which this process sets all parameters of the module."""
+        return nullcontext()
+
     @abstractmethod
     def changing(self, what: str) -> AbstractContextManager[None]:
         """Return the context in which this process may write its pieces. Collective, blocking.
@@ -48,11 +61,23 @@ class Shards(ABC):
         change, on leaving all have changed it. ``what``, for errors: such as "AdamOptimizer.step".
         """
 
+    def own_gradients(self, variables: Iterable[Variable]) -> list[Array]:
+        """Return the gradients of what this process steps of ``variables``, all of them sharded."""
+        pieces = [piece for each in variables for piece in each.placement.pieces(each, ())]
+        return [grad for _, grad in pieces]
+
+    def sum_of_squares(self, variables: Sequence[Variable]) -> float:
+        """Return that of all gradients of ``variables``, the same on all processes. Collective."""
+        squares = np.array([sum(sum_of_squares(grad) for grad in self.own_gradients(variables))])
+        self.group.all_reduce(squares)
+        return float(squares[0])
+
 
 class Placement(ABC):
     """Where one parameter, its gradient and its optimizers' state lie."""
 
     shards: Shards
+    is_cut = False  # a process has its part alone, and steps it like a parameter of its own
 
     @abstractmethod
     def zeros(self, dtype: DTypeLike) -> Array:
@@ -81,3 +106,23 @@ class Placement(ABC):
     @abstractmethod
     def put(self, state: Array, value: Any) -> None:
         """Set ``state`` to ``value``, an array of the parameter's shape that all processes have."""
+
+    def value(self, variable: Variable) -> Array:
+        """Return the whole parameter, as state dicts have it; may be collective."""
+        return variable.data
+
+    def whole_shape(self, variable: Variable) -> tuple[int, ...]:
+        """Return the shape of the whole parameter."""
+        return variable.shape
+
+    def part(self, value: Array) -> Array:
+        """Return what of a whole parameter is in the variable's array.
+
+        Raises:
+            ValueError: ``value`` has another shape than the whole parameter.
+        """
+        return value
+
+    def words(self) -> str:
+        """Return what is this process's own about the parameter, to be compared; else nothing."""
+        return ""

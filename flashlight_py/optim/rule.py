@@ -91,6 +91,13 @@ class RuleOptimizer(FirstOrderOptimizer):
     def _rule(self, position: int, grad_scale: float) -> Rule:
         """Return what a parameter's step number ``self._steps[position]`` is done with."""
 
+    def step_more_pieces(
+        self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float = 1.0
+    ) -> None:
+        """Go on with the step of a parameter that ``step_pieces`` has begun, as it does."""
+        self._steps[position] -= 1
+        self.step_pieces(position, pieces, grad_scale)
+
     def _step_own(self, grad_scale: float) -> list[cuda.Step]:
         """Step the parameters that have no placement; return what is to be queued on GPUs."""
         module = native()
@@ -168,8 +175,8 @@ class RuleOptimizer(FirstOrderOptimizer):
 
 def _zeros(variable: Variable) -> Array:
     """Return state for a parameter: zeros, of float32 where it is narrower."""
-    data = variable.data
-    dtype = "float32" if data.dtype.char == "e" else data.dtype
+    dtype = "float32" if variable.dtype.char == "e" else variable.dtype
     if variable.placement is not None:
         return variable.placement.zeros(dtype)  # type: ignore[no-any-return]
+    data = variable.data
     return array_module(data).zeros(data.shape, dtype)  # type: ignore[no-any-return]

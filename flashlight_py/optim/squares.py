@@ -7,7 +7,9 @@ import numpy as np
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.optim.native import native
 
-__all__ = ["sum_of_squares"]
+__all__ = ["sum_of_squares", "sums_of_squares"]
+
+BLOCK = 65536  # elements
 
 
 def sum_of_squares(grad: Array) -> float:
@@ -25,12 +27,24 @@ def sum_of_squares(grad: Array) -> float:
     return reference_sum(grad)
 
 
+def sums_of_squares(grad: Array, mine: slice = slice(None)) -> list[float]:
+    """Return the sum of squares of each block of 65,536 elements; of those in ``mine`` alone.
+
+    Added up in order they are the same whoever has computed which. An array on a GPU is one block.
+    """
+    if is_cupy(grad):
+        return [sum_of_squares(grad)]
+    flat = grad.reshape(-1)
+    starts = range(0, flat.size, BLOCK)[mine]
+    return [sum_of_squares(flat[start : start + BLOCK]) for start in starts]
+
+
 def reference_sum(grad: Array) -> float:
     """Return the sum of squares in the words of NumPy, to the bit that of csrc/optim."""
     flat, sums = grad.reshape(-1), np.zeros(16)
-    for start in range(0, flat.size, 65536):
-        squares = np.zeros((min(65536, flat.size - start) + 15) // 16 * 16)
-        block = flat[start : start + 65536]
+    for start in range(0, flat.size, BLOCK):
+        squares = np.zeros((min(BLOCK, flat.size - start) + 15) // 16 * 16)
+        block = flat[start : start + BLOCK]
         np.multiply(block, block, out=squares[: block.size], dtype=np.float64)
         sums += np.add.reduce(squares.reshape(-1, 16), axis=0)
     return float(np.add.accumulate(sums)[-1])

@@ -9,8 +9,10 @@ from flashlight_py.parallel.data_parallel import (
     distribute_module_grads,
     no_sync,
 )
+from flashlight_py.parallel.fully_sharded import fully_shard
 from flashlight_py.parallel.gradcheck import gradcheck_over_ranks
 from flashlight_py.parallel.join import Joined, join
+from flashlight_py.parallel.leaves import leaves
 from flashlight_py.parallel.optimizer import DistributedOptimizer
 from flashlight_py.parallel.parameters import (
     PeriodicAveraging,
@@ -18,8 +20,10 @@ from flashlight_py.parallel.parameters import (
     broadcast_parameters,
 )
 from flashlight_py.parallel.sampler import DistributedSampler
+from flashlight_py.parallel.shard_linear import shard_linear
 from flashlight_py.parallel.sharded_dataset import ShardedDataset
 from flashlight_py.parallel.synchronize import sync_meter, synchronize
+from flashlight_py.parallel.workers import DataParallel
 
 __all__ = [
     "functional",
@@ -28,14 +32,18 @@ __all__ = [
     "all_reduce_parameters",
     "broadcast_parameters",
     "distribute_module_grads",
+    "leaves",
+    "fully_shard",
     "no_sync",
     "join",
     "Joined",
     "synchronize",
+    "DataParallel",
     "DistributedOptimizer",
     "PeriodicAveraging",
     "sync_meter",
     "DistributedDataContainer",
     "DistributedSampler",
     "ShardedDataset",
+    "shard_linear",
 ]

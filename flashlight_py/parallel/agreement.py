@@ -53,7 +53,7 @@ def check_entries_agree(
         MismatchError: they differ, on every rank: says ``differ``, the first number at which they
             do, which rank has what, and ``remedy``.
     """
-    of_ranks = _of_all_ranks([entries, values], group)
+    of_ranks = of_all_ranks([entries, values], group)
     if differing := _first_differing([found for found, _ in of_ranks]):
         raise MismatchError(f"rank {group.rank} of {group.size}: {differ} {differing}. {remedy}")
     return [number for _, number in of_ranks]
@@ -67,7 +67,7 @@ def digest_of_values(params: Iterable[Variable]) -> int:
 
 def digests_of_ranks(params: Iterable[Variable], group: ProcessGroup) -> list[int]:
     """Return ``digest_of_values`` of every rank, in rank order. Collective, blocking."""
-    return [0] if group.size == 1 else _of_all_ranks(digest_of_values(params), group)
+    return [0] if group.size == 1 else of_all_ranks(digest_of_values(params), group)
 
 
 def warn_of_differing(what: str, digests: Sequence[int], group: ProcessGroup) -> None:
@@ -101,7 +101,7 @@ def check_settings_agree(
     group = group_or_world(group)
     if group.size == 1:
         return
-    everyone = _of_all_ranks({"object": what, **settings}, group)
+    everyone = of_all_ranks({"object": what, **settings}, group)
     if differing := differing_arguments(everyone):
         raise MismatchError(
             f"rank {group.rank} of {group.size}: the ranks pass a {what} different "
@@ -119,7 +119,7 @@ def check_arrays_agree(what: str, arrays: Sequence[Array], group: ProcessGroup) 
     mine = [f"{array.dtype} {array.shape}" for array in arrays]
     if group.size == 1 or agree(json.dumps(mine).encode(), group):
         return
-    if differing := _first_differing(_of_all_ranks(mine, group)):
+    if differing := _first_differing(of_all_ranks(mine, group)):
         raise MismatchError(
             f"rank {group.rank} of {group.size}: {what} differ in number {differing}. "
             "Pass the same shapes and dtypes on every rank"
@@ -133,14 +133,15 @@ def agree(mine: bytes, group: ProcessGroup) -> bool:
     return bool(highest == ~inverse_of_lowest)
 
 
-def _of_all_ranks(mine: object, group: ProcessGroup) -> list[Any]:
-    """Return what every rank passes, in rank order; JSON must be able to hold it."""
+def of_all_ranks(mine: object, group: ProcessGroup) -> list[Any]:
+    """Return what every rank passes, in rank order; JSON must be able to hold it. Collective."""
     return [json.loads(text) for text in exchange_bytes(group.backend(), json.dumps(mine).encode())]
 
 
 def _describe(params: Mapping[str, Variable]) -> list[str]:
     return [
         f"{name}: {param.dtype} {tuple(param.shape)}{'' if param.calc_grad else ', frozen'}"
+        f"{'' if param.placement is None else param.placement.words()}"
         for name, param in params.items()
     ]
 

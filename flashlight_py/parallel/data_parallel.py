@@ -12,10 +12,14 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
 
+from flashlight_py import random
 from flashlight_py.autograd import Variable
-from flashlight_py.distributed import DistributedConstants, ProcessGroup
+from flashlight_py.device import is_cupy
+from flashlight_py.distributed import DistributedConstants, ProcessGroup, broadcast_object
 from flashlight_py.distributed.hooks import CommunicationHook
+from flashlight_py.distributed.numbers import whole_number
 from flashlight_py.distributed.reducer import EagerReducer, HookReducer, Reducer, reduce_all
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.nn import Module
@@ -24,18 +28,23 @@ from flashlight_py.parallel.agreement import (
     digest_of_values,
     warn_of_differing,
 )
+from flashlight_py.parallel.arithmetic import check_arithmetic
 from flashlight_py.parallel.gradient_sync import (
     GradientSync,
+    PassSync,
     buffers_of,
     flat_buckets,
     gradient_of,
     one_by_one,
     used_on_any_rank,
 )
+from flashlight_py.parallel.leaf_sync import LeafSync
 from flashlight_py.parallel.parameters import give_state, require_module
+from flashlight_py.parallel.sharded import refuse_sharded
 
 # Which modules are distributed; a module that is gone takes its entry along.
-_synchronizers: weakref.WeakKeyDictionary[Module, GradientSync] = weakref.WeakKeyDictionary()
+_Synchronizer: TypeAlias = PassSync | LeafSync
+_synchronizers: weakref.WeakKeyDictionary[Module, _Synchronizer] = weakref.WeakKeyDictionary()
 
 
 def distribute_module_grads(
@@ -44,6 +53,7 @@ def distribute_module_grads(
     reducer: Reducer | None = None,
     hook: CommunicationHook | None = None,
     *,
+    leaves: int | None = None,
     group: ProcessGroup | None = None,
     bucket_bytes: int | None = None,
     ignore: Iterable[str | Variable] = (),
@@ -72,6 +82,11 @@ def distribute_module_grads(
             scale and group.
         hook: reduces the buckets in a way of its own, such as ``fl.Float16Compression()``; made
             alike on every rank, and for this module alone.
+        leaves: cut every global batch into so many parts, and compute and add up their gradients
+            one by one, so that the bits do not depend on the number of ranks. Backward passes then
+            belong into loops over :func:`flashlight_py.leaves`, and nowhere else; arrays are
+            NumPy's. BLAS computes with one thread from now on, and this rank's random numbers and
+            the buffers become rank 0's. 8 keeps up to 8 ranks busy.
         group: the process group, default the world.
         bucket_bytes: how large a bucket may become, default
             ``DistributedConstants.COALESCE_CACHE_SIZE`` (20 MiB); a larger gradient is one of its
@@ -81,19 +96,28 @@ def distribute_module_grads(
         broadcast_buffers: before each forward pass in training, send every rank the buffers (see
             ``Module.add_buffer``) of the group's rank 0: collective and blocking, by ``module(x)``
             on every rank; not within ``no_sync``, nor within ``join``, whose end does it. A
-            module without buffers sends nothing.
+            module without buffers sends nothing. With ``leaves`` each leaf begins with the
+            buffers of the step's beginning, and they change by the mean of the leaves' changes.
 
     Raises:
-        TypeError: ``module`` is no Module, ``hook`` is not callable or compresses other dtypes,
-            ``ignore`` holds something else.
+        TypeError: ``module`` is no Module, ``leaves`` is no integer, ``hook`` is not callable
+            or compresses other dtypes, ``ignore`` holds something else.
         ValueError: ``reducer`` is passed beside ``scale``, ``hook``, ``group`` or
-            ``bucket_bytes``; ``bucket_bytes`` is not positive; ``ignore`` names what the module
-            has not; there is nothing to train.
-        MismatchError: ranks' modules differ; names the first parameter that does.
+            ``bucket_bytes``; ``leaves`` beside these or ``reducer``, below 1, for CuPy arrays or
+            where BLAS cannot be set to one thread; ``bucket_bytes`` is not positive; ``ignore``
+            names what the module has not; there is nothing to train; without ``leaves``, a
+            parameter is sharded.
+        MismatchError: ranks' modules differ; names the first parameter that does. With ``leaves``:
+            ranks compute with another NumPy, BLAS, core type or CPU features; names the hosts.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
+    if leaves is None:
+        refuse_sharded("distribute_module_grads", module.params(), may_be_cut=True)
     given = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
+    if leaves is not None:
+        leaves = whole_number("distribute_module_grads", "leaves", leaves, least=1)
+        _refuse_beside_leaves({**given, "reducer": reducer})
     if reducer is not None:
         _refuse_beside_reducer(given)
     limit = DistributedConstants.COALESCE_CACHE_SIZE if bucket_bytes is None else bucket_bytes
@@ -104,24 +128,55 @@ def distribute_module_grads(
     in_order = [param for param in named.values() if param.calc_grad][::-1]  # as a pass ends them
     if not in_order:
         raise ValueError("distribute_module_grads: the module has no parameter with calc_grad")
+    if leaves is not None:
+        _require_numpy(named)
     group = group if reducer is None else reducer.group
     members = group_or_world(group)
     digests = check_modules_agree(
         named, members, digest_of_values(named.values()) if members.size > 1 else 0
     )
-    if module in _synchronizers:
-        _synchronizers[module].detach()
+    release(module)
+    buffers = [name for name in module.buffers if broadcast_buffers and name not in ignored]
+    if leaves is not None:
+        install(module, _leaf_by_leaf(module, in_order, buffers, leaves, group))
+        warn_of_differing("distribute_module_grads", digests, members)
+        return
     if reducer is not None:
         sync = GradientSync(one_by_one(in_order), reducer)
     else:
         sync = _bucketed(in_order, scale, hook, group, limit)
     sync.ignored = ignored
-    _synchronizers[module] = sync
-    if getattr(module.before_forward, "func", None) is _before_forward:
-        module.before_forward = None  # of an earlier call
-    if broadcast_buffers and any(name not in ignored for name in module.buffers):
+    install(module, sync)
+    if buffers:
         module.before_forward = functools.partial(_before_forward, sync)
     warn_of_differing("distribute_module_grads", digests, members)
+
+
+def _leaf_by_leaf(
+    module: Module,
+    params: list[Variable],
+    buffers: list[str],
+    leaves: int,
+    group: ProcessGroup | None,
+) -> LeafSync:
+    members = group_or_world(group)
+    check_arithmetic("distribute_module_grads", leaves, members)
+    random.generator()  # so that there is one, whose state is part of what follows
+    random.load_state_dict(broadcast_object(random.state_dict(), group=group))
+    return LeafSync(module, params, buffers, leaves, group)
+
+
+def release(module: Module) -> None:
+    """Undo an earlier call for ``module``, if there was one."""
+    if module in _synchronizers:
+        _synchronizers.pop(module).detach()
+    if getattr(module.before_forward, "func", None) is _before_forward:
+        module.before_forward = None
+
+
+def install(module: Module, sync: _Synchronizer) -> None:
+    """Let ``sync`` be what :func:`no_sync` and :func:`join` find for ``module``."""
+    _synchronizers[module] = sync
 
 
 def _bucketed(
@@ -138,6 +193,24 @@ def _bucketed(
     units, _ = flat_buckets(params, limit, group)
     parts = [buffers_of(unit.params) for unit in units]
     return GradientSync(units, HookReducer(factor, hook, parts, group=group), None, scale is None)
+
+
+def _refuse_beside_leaves(given: Mapping[str, object]) -> None:
+    for name, value in given.items():
+        if value is not None and name != "group":
+            raise ValueError(
+                f"distribute_module_grads: leaves adds up gradients in an order of its own, to the "
+                f"mean over the global batch, and takes no {name}"
+            )
+
+
+def _require_numpy(named: Mapping[str, Variable]) -> None:
+    for name, param in named.items():
+        if is_cupy(param.data):
+            raise ValueError(
+                f"distribute_module_grads: leaves is for NumPy arrays, and {name!r} is a CuPy "
+                "array: the bits that a GPU computes depend on its model and its libraries"
+            )
 
 
 def _refuse_beside_reducer(given: Mapping[str, object]) -> None:
@@ -179,16 +252,45 @@ def _before_forward(sync: GradientSync, module: Module) -> None:
         give_state(module, state, 0, sync.reducer.group)
 
 
-def gradient_sync_of(module: Module, caller: str) -> GradientSync:
+def gradient_sync_of(module: Module, caller: str) -> PassSync:
     """Return what :func:`distribute_module_grads` has installed.
 
     Raises:
-        ValueError: nothing; the message says that ``caller`` needs it.
+        ValueError: nothing; the message says that ``caller`` needs it. Or leaf by leaf.
     """
     sync = _synchronizers.get(module)
     if sync is None:
-        raise ValueError(f"{caller}: call distribute_module_grads on this module first")
+        raise ValueError(
+            f"{caller}: call distribute_module_grads or fully_shard on this module first"
+        )
+    if isinstance(sync, LeafSync):
+        raise ValueError(
+            f"{caller}: the module was distributed with leaves={sync.leaves}, whose gradients are "
+            "those of one loop over fl.leaves. Instead of accumulating pass a larger global batch, "
+            "and every rank the whole of it, so that none runs out of data before the others"
+        )
     return sync
+
+
+def leaf_sync_of(module: Module) -> LeafSync:
+    """Return what :func:`distribute_module_grads` with ``leaves`` has installed.
+
+    Raises:
+        TypeError: ``module`` is no Module.
+        ValueError: it has not installed that.
+    """
+    require_module(module)
+    sync = _synchronizers.get(module)
+    if not isinstance(sync, LeafSync):
+        raise ValueError(
+            "leaves: call distribute_module_grads(module, leaves=8) on this module first"
+        )
+    return sync
+
+
+def is_leaf_by_leaf(module: object) -> bool:
+    """Return whether ``module`` is trained leaf by leaf: the same random numbers on all ranks."""
+    return isinstance(module, Module) and isinstance(_synchronizers.get(module), LeafSync)
 
 
 @contextlib.contextmanager
@@ -199,9 +301,15 @@ def no_sync(module: Module) -> Iterator[None]:
     itself, but every rank must leave out the same passes.
 
     Raises:
-        ValueError: ``distribute_module_grads`` was not called for this module.
+        ValueError: neither ``distribute_module_grads`` nor ``fully_shard`` was called for this
+            module, or the former with ``leaves``, or the latter with ``step_in_backward``.
     """
     sync = gradient_sync_of(module, "no_sync")
+    if sync.steps:
+        raise ValueError(
+            "no_sync: the module is sharded with step_in_backward=True: every backward pass is a "
+            "step, so gradients cannot add up"
+        )
     before, sync.enabled = sync.enabled, False
     try:
         yield
@@ -225,9 +333,11 @@ def all_reduce_gradients(
 
     Raises:
         TypeError: ``module`` is no Module.
+        ValueError: a parameter is sharded.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
+    refuse_sharded("all_reduce_gradients", module.params())
     params = [param for param in module.params() if param.calc_grad]
     used = used_on_any_rank((param.grad is not None for param in params), group)
     there = [param for param, anywhere in zip(params, used, strict=True) if anywhere]

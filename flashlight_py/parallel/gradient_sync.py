@@ -112,12 +112,12 @@ def _flat_bucket(params: list[Variable], flat: Array) -> Unit:
 
 def buffers_of(params: Sequence[Variable]) -> list[Array]:
     """Return where the gradients of these parameters lie in their bucket."""
-    return [param.buffer for param in params if param.buffer is not None]
+    return [param.grad_buffer for param in params if param.grad_buffer is not None]
 
 
 def _bring_home(param: Variable) -> None:
     """Make the gradient its part of the bucket, also if the pass left it out or a user set it."""
-    grad, home = param.grad, param.buffer
+    grad, home = param.grad, param.grad_buffer
     if grad is home or home is None:
         return
     home[...] = 0 if grad is None else grad
@@ -125,8 +125,8 @@ def _bring_home(param: Variable) -> None:
 
 
 def is_synchronised(param: Variable) -> bool:
-    """Return whether a ``GradientSync`` reduces the gradient of ``param`` in every pass."""
-    return isinstance(_owner_of(param), GradientSync)
+    """Return whether the gradient of ``param`` is reduced over the ranks by itself."""
+    return isinstance(_owner_of(param), (PassSync, Hooked))
 
 
 def _owner_of(param: Variable) -> object:
@@ -140,13 +140,21 @@ class PassSync(abc.ABC):
 
     ``weigh(first)``, where it is set, says before each array is passed to ``reducer`` what to
     multiply it by; ``first``: it begins a pass. A weight of 0: nothing of this rank was used.
-    ``ignored``: names of the module's parameters and buffers that are each rank's own.
+    ``enabled``: not within ``no_sync``. ``ignored``: names of the module's parameters and buffers
+    that are each rank's own. ``is_shared``: ranks have the optimizer's state in common.
     """
+
+    steps = False  # inside the pass, so that there are no gradients to keep
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
         self.weigh: Callable[[bool], float] | None = None
         self.ignored: frozenset[str] = frozenset()
+        self.enabled = True
+        self.is_shared = False
+
+    def detach(self) -> None:  # noqa: B027  (optional: where there is nothing to let go of)
+        """Let go of the parameters, but of those that have another hook since."""
 
     @abc.abstractmethod
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
@@ -161,7 +169,20 @@ class PassSync(abc.ABC):
         """
 
 
-class GradientSync(PassSync):
+class Hooked:
+    """What reduces the gradients of ``_params``, which have its methods for hooks."""
+
+    _params: Sequence[Variable]
+
+    def detach(self) -> None:
+        """Let go of the parameters, but of those that have another hook since."""
+        for param in self._params:
+            if _owner_of(param) is self:
+                param.clear_grad_hook()
+                param.grad_buffer = None
+
+
+class GradientSync(Hooked, PassSync):
     """Passes units to ``reducer`` in order, as hooks complete them, and finishes with the pass.
 
     ``flags``: space for a number of each parameter in the array of the last unit; None: whether it
@@ -177,7 +198,6 @@ class GradientSync(PassSync):
         averages: bool = False,
     ) -> None:
         super().__init__(reducer)
-        self.enabled = True
         self.averages = averages
         self._units = units
         self._params = [param for unit in units for param in unit.params]
@@ -188,13 +208,6 @@ class GradientSync(PassSync):
         for unit in units:
             for param in unit.params:
                 param.register_grad_hook(functools.partial(self._on_ready, unit))
-
-    def detach(self) -> None:
-        """Let go of the parameters, but of those that have another hook since."""
-        for param in self._params:
-            if _owner_of(param) is self:
-                param.clear_grad_hook()
-                param.grad_buffer = None
 
     def _on_ready(self, unit: Unit, _: Variable) -> None:
         """Autograd: the gradient of one of the unit's parameters is complete."""

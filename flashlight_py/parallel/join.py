@@ -111,6 +111,10 @@ def join(
     counts. At the end all parameters and buffers (and the optimizer's state) become those of the
     lowest rank that trained to the last, but for what ``distribute_module_grads`` ignores.
 
+    Of a module under :func:`flashlight_py.fully_shard` all ranks step together: a rank whose loop
+    has ended steps the module's optimizers after every pass of the others. So there is one step
+    after each pass, with a learning rate that stays, and no ``clip_grad_norm``.
+
     Where ``distribute_module_grads`` was given a scale or a reducer, gradients are summed and
     scaled by it as ever, over the ranks that still have data, and counts play no part.
 
@@ -130,8 +134,8 @@ def join(
 
     Raises:
         TypeError: ``optimizer`` is none of ``fl.optim``, or ``module`` is neither.
-        ValueError: ``distribute_module_grads`` was not called for this module, or another join is
-            open on this rank.
+        ValueError: neither ``distribute_module_grads`` nor ``fully_shard`` was called for it, or
+            it was called with ``leaves``, or another join is open on this rank.
         MismatchError: a rank called other collectives in the body, or did not use ``join``.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
@@ -153,7 +157,7 @@ def join(
         give_state(module, entries, root, group)
     else:
         module.synchronize(root)
-    if optimizer is not None:
+    if optimizer is not None and not sync.is_shared:
         synchronize(optimizer, root, group)
 
 

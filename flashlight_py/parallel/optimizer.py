@@ -15,6 +15,7 @@ from flashlight_py.distributed.world import group_or_world
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.agreement import check_arrays_agree, digests_of_ranks, warn_of_differing
 from flashlight_py.parallel.gradient_sync import gradient_of, is_synchronised, used_on_any_rank
+from flashlight_py.parallel.sharded import refuse_sharded
 
 
 class DistributedOptimizer:
@@ -33,7 +34,8 @@ class DistributedOptimizer:
 
     Raises:
         TypeError: ``optimizer`` is none, or distributed already.
-        ValueError: a parameter's gradient is reduced by ``distribute_module_grads`` already.
+        ValueError: a parameter's gradient is reduced by ``distribute_module_grads`` already, or a
+            parameter is sharded.
 
     Example:
         >>> weight = fl.param(np.ones(3))
@@ -55,6 +57,7 @@ class DistributedOptimizer:
                 "DistributedOptimizer takes an optimizer of flashlight_py.optim, got "
                 f"{type(optimizer).__name__}"
             )
+        refuse_sharded("DistributedOptimizer", optimizer.params)
         self._optimizer = optimizer
         self._average = bool(average)
         self._group = group

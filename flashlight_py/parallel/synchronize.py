@@ -38,8 +38,9 @@ def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None
     (bool, int of any size, float, complex, NumPy scalars; of exactly these types) are replaced;
     tuples, namedtuples and frozen dataclasses with numbers in them are made anew. Of a
     ``fl.nn.Module``, or one of PyTorch, parameters and buffers are meant, of a ``fl.Variable`` its
-    array, of an optimizer of ``fl.optim`` its state and settings, but not its parameters. Whatever
-    else is in the tree, such as None, strings and functions, stays as it is and need not be alike.
+    array, of an optimizer of ``fl.optim`` its state and settings, but not its parameters; of a
+    schedule of learning rates how far it is, and its optimizer. Whatever else is in the tree, such
+    as None, strings and functions, stays as it is and need not be alike.
 
     All of it travels in one packed transfer, or one on the CPU and one on the GPU; it takes as much
     memory as the arrays. An array or a container that is met twice is taken once.
@@ -55,7 +56,8 @@ def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None
 
     Raises:
         ValueError: ``root`` is no rank of the group; or, raised on every rank, an array in some
-            rank's tree is read-only, or a Variable was computed from others and needs a gradient.
+            rank's tree is read-only, a Variable was computed from others and needs a gradient, or
+            a parameter is sharded.
         TypeError: on every rank: an array in some rank's tree holds Python objects.
         MismatchError: on every rank: the trees differ; names the first path that does, and what
             is there on which rank. Nothing was changed.

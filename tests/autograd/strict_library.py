@@ -127,13 +127,36 @@ for _name in ("neg", "abs", "invert"):
     setattr(StrictArray, f"__{_name}__", lambda self, _unary=_unary: wrap(_unary(self.hidden)))
 
 
+class StrictGenerator:
+    """Draws as NumPy's, from a state that lies on the device."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._numpy = np.random.default_rng(seed)
+        self.bit_generator = SimpleNamespace(_state=StrictArray(self._packed()))
+
+    def random(self, *args: Any, **options: Any) -> Any:
+        bits, state = self._numpy.bit_generator, self.bit_generator._state
+        words = state.get().tolist()
+        numbers = {name: words[2 * k] + (words[2 * k + 1] << 64) for k, name in enumerate(_WORDS)}
+        bits.state = {**bits.state, "state": numbers}
+        drawn = wrapped(self._numpy.random)(*args, **options)
+        state.hidden[...] = self._packed()
+        return drawn
+
+    def _packed(self) -> np.ndarray:
+        numbers: Any = self._numpy.bit_generator.state["state"]
+        words = [numbers[name] >> shift & (1 << 64) - 1 for name in _WORDS for shift in (0, 64)]
+        return np.array(words, np.uint64)
+
+
+_WORDS = ("state", "inc")  # of PCG64, 128 bits each
+
+
 class StrictLibrary(ModuleType):
     """NumPy's functions on strict arrays, under the name ``cupy``."""
 
     ndarray = StrictArray
-    random = SimpleNamespace(
-        default_rng=lambda seed: SimpleNamespace(random=wrapped(np.random.default_rng(seed).random))
-    )
+    random = SimpleNamespace(default_rng=StrictGenerator)
     add = SimpleNamespace(at=wrapped(np.add.at))
     cuda = SimpleNamespace(
         runtime=SimpleNamespace(getDeviceCount=lambda: 1, CUDARuntimeError=RuntimeError),

@@ -85,11 +85,32 @@ def test_overlap_measures_all_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_leaves_cost_something_and_give_one_value(tmp_path: Path) -> None:
+    options = ("--width", "16", "--batch", "8", "--steps", "4", "--bits-ranks", "1", "2")
+    output, result = run(tmp_path, "leaves.py", *options)
+    assert [m["task"] for m in result["measurements"]] == [
+        "training step",
+        "bits, SGD",
+        "bits, Adam",
+    ]
+    assert output.count("1 SHA-256 value(s)") == 2
+    assert result["verdicts"][-1]["reached"] is True
+
+
+@pytest.mark.slow
 def test_synchronize_is_measured_beside_a_broadcast(tmp_path: Path) -> None:
     output, result = run(tmp_path, "synchronize.py", "--sizes", "1024000")
     assert len(result["measurements"][0]["seconds"]) == 4
     assert "| 1000 x 1 KB |" in output
     assert result["verdicts"][0]["reached"] in (True, False)
+
+
+@pytest.mark.slow
+def test_parts_of_sharding_are_measured(tmp_path: Path) -> None:
+    output, result = run(tmp_path, "sharding_parts.py", "--nbytes", "1048576")
+    assert [len(m["seconds"]) for m in result["measurements"]] == [2, 2, 2]
+    assert "| recompute |" in output
+    assert [verdict["reached"] for verdict in result["verdicts"]] != [None, None]
 
 
 @pytest.mark.slow
@@ -130,6 +151,16 @@ def test_the_launcher_is_timed_beside_bare_processes(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "launch.py"), "--rounds", "1", "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "| flrun -n 4 of an empty script | <= 1.5x |" in done.stdout
+    assert [len(m["seconds"]) for m in json.loads(file.read_text())["measurements"]] == [3, 3]
+
+
+@pytest.mark.slow
+def test_steps_of_several_processes_beside_one(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    command = [sys.executable, str(BENCHMARKS / "data_parallel.py"), "--quick", "--nprocs", "2"]
+    command += ["--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "| 32 |" in done.stdout
     assert [len(m["seconds"]) for m in json.loads(file.read_text())["measurements"]] == [3, 3]
 
 

@@ -15,6 +15,7 @@ from tests.distributed.conformance import BACKENDS
 
 CALLS = {
     "shared_empty": lambda group: group.shared_empty(3),
+    "host_array": lambda group: group.host_array(lambda: np.ones(3)),
     "a short object": lambda group: group.all_gather_object("x"),
     "a long object": lambda group: group.all_gather_object("x" * 5000),
     "a long object of one": lambda group: group.broadcast_object("x" * 5000),

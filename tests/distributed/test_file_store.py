@@ -85,7 +85,7 @@ def test_a_rank_missing_in_a_later_exchange_is_named(ranks: Ranks) -> None:
         assert "rank 2 of 3 has not arrived within 2 s" in rank.refusal()
 
 
-@pytest.mark.parametrize("twice", [1, 2])
+@pytest.mark.parametrize("twice", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_processes_with_one_rank_are_refused(ranks: Ranks, tmp_path: Path, twice: int) -> None:
     pair = [ranks.start(twice, 3) for _ in range(2)]
     for rank in pair:

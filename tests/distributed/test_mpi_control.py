@@ -88,6 +88,7 @@ def test_a_rank_that_stays_away_is_named_on_several_hosts(control: str) -> None:
         assert "rank 1 did not join within" in outcomes[rank].value, outcomes[rank].report()
 
 
+@pytest.mark.slow
 def test_without_comparing_a_wait_ends_all_the_same() -> None:
     world = {**mpi_world("shm", TIMEOUT=1), "env": {"FLASHLIGHT_CHECKS": "0"}}
     outcomes = run_outcomes(mpi_ranks.stay_away_unchecked, 3, **world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ pytestmark = pytest.mark.gpu
 SAMPLES, STEPS = 60, 20
 
 
-def train(rank: int, size: int, device: str, kind: str) -> list[np.ndarray]:
+def train(
+    rank: int, size: int, device: str, kind: str, sharded: bool = False, in_backward: bool = False
+) -> list[np.ndarray]:
     """Train on this rank's share, one batch of everything per step; return the parameters."""
     fl.set_seed(0)
     if device == "cuda":
@@ -25,8 +28,11 @@ def train(rank: int, size: int, device: str, kind: str) -> list[np.ndarray]:
         fl.nn.Linear(10, 50, dtype="float64"), fl.nn.ReLU(), fl.nn.Linear(50, 1, dtype="float64")
     )
     model.to(device)
-    fl.broadcast_parameters(model)
-    fl.distribute_module_grads(model)
+    if sharded:
+        fl.fully_shard(model, step_in_backward=in_backward)
+    else:
+        fl.broadcast_parameters(model)
+        fl.distribute_module_grads(model)
     optimizer: Any = (
         fl.optim.AdamOptimizer(model.params(), 0.01, weight_decay=0.01)
         if kind == "adam"
@@ -49,6 +55,52 @@ def test_parameters_equal_those_of_one_process_on_the_cpu(ranks: Any, kind: str)
     for got in ranks.run(train, "cuda", kind):
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_sharded_parameters_too(ranks: Any, in_backward: bool) -> None:
+    expected = train(0, 1, "cpu", "adam")
+    for got in ranks.run(train, "cuda", "adam", True, in_backward):
+        for one, other in zip(got, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+def state_after_a_step(rank: int, size: int, device: str) -> tuple[Any, Any]:
+    """Step once from a loaded state; return that of the model and of the optimizer."""
+    if device == "cuda":
+        verbs.cupy()
+        device = fl.distributed.use_local_device()
+    model = fl.nn.Sequential(fl.nn.Linear(5, 3), fl.nn.ReLU(), fl.nn.Linear(3, 2))
+    model.astype("float64").to(device)
+    if device != "cpu":
+        fl.fully_shard(model)
+    optimizer = fl.optim.AdamOptimizer(model.params(), 0.01)
+    shapes = [param.shape for param in model.params()]
+    model.load_state_dict(
+        {name: np.full(param.shape, 0.125) for name, param in model.named_params().items()}
+    )
+    moments = [np.full(shape, 0.5) for shape in shapes]
+    optimizer.load_state_dict({"lr": 0.01, "steps": [3] * 4, "mean": moments, "square": moments})
+    x = fl.device.to_device(np.ones((2, 5)), device)
+    for context in (fl.no_sync(model) if device != "cpu" else nullcontext(), nullcontext()):
+        with context:
+            fl.autograd.functions.sum(model(fl.input(x))).backward()
+    optimizer.step()
+    if device != "cpu":
+        with pytest.raises(ValueError, match="without data"), fl.join(model):
+            pass
+    state = optimizer.state_dict()
+    arrays = [*model.state_dict().values(), *state["mean"], *state["square"]]
+    return [fl.device.to_device(array, "cpu") for array in arrays], state["steps"]
+
+
+def test_states_are_those_of_the_whole(ranks: Any) -> None:
+    """Saved and loaded whole, wherever the parts lie."""
+    expected, steps = state_after_a_step(0, 1, "cpu")
+    for got, count in ranks.run(state_after_a_step, "cuda"):
+        assert count == steps == [4] * 4
+        for one, other in zip(got, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12)
 
 
 def leave_one_out(rank: int, size: int) -> list[bool]:

@@ -312,7 +312,7 @@ def test_arguments() -> None:
     with pytest.raises(TypeError, match="ignore takes names and Variables, got int"):
         fl.distribute_module_grads(model, ignore=[3])  # type: ignore[list-item]
     with (
-        pytest.raises(ValueError, match="distribute_module_grads on this module first"),
+        pytest.raises(ValueError, match="distribute_module_grads or fully_shard on this module"),
         fl.no_sync(build()),
     ):
         pass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from flashlight_py import kernels
+from flashlight_py.autograd.engine import GradSink
 from flashlight_py.autograd.functions.elementwise import relu
 from flashlight_py.autograd.functions.operands import as_pair, as_variable
 from flashlight_py.autograd.functions.shape import reshape
@@ -30,22 +32,29 @@ def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
     if x.data.ndim == 2:
         return _linear_2d(x, weight, bias)
     *outer, features = x.data.shape
-    rows = reshape(x, (x.data.size // features if features else 0, features))
+    rows = reshape(x, (math.prod(outer), features))
     return reshape(_linear_2d(rows, weight, bias), (*outer, weight.data.shape[0]))
 
 
 def _linear_2d(x: Variable, weight: Variable, bias: Variable | None) -> Variable:
-    rows, w = x.data, weight.data
-    out = rows.dot(w.T)
+    rows = x.data
+    out = rows.dot(weight.data.T)
 
     def weight_vjp(grad: Array) -> Any:
-        return grad.T.dot(rows, out=_buffer_for(weight, grad, rows))
+        return _into_gradient(weight, grad, rows)
+
+    # The weight is read again when it is needed: a sharded one is not kept until then.
+    def x_vjp(grad: Array) -> Any:
+        return grad.dot(weight.data)
 
     # The parameters come first: their hooks fire while the input's gradient is still to compute.
-    if bias is None:
-        return record(out, (weight, weight_vjp), (x, lambda grad: grad.dot(w)))
-    out += bias.data
-    return record(out, (weight, weight_vjp), (bias, _sum_rows), (x, lambda grad: grad.dot(w)))
+    edges = [(weight, weight_vjp), (x, x_vjp)]
+    if bias is not None:
+        out += bias.data
+        edges.insert(1, (bias, _sum_rows))
+    if isinstance(weight.buffer, GradSink) and weight.buffer.is_stepped:
+        edges.insert(0, edges.pop())
+    return record(out, *edges)
 
 
 def linear_relu(x: Input, weight: Input, bias: Input) -> Variable:
@@ -67,20 +76,19 @@ def linear_relu(x: Input, weight: Input, bias: Input) -> Variable:
 
 
 def _fused(x: Variable, weight: Variable, bias: Variable) -> Variable:
-    rows, w = x.data, weight.data
-    out = rows.dot(w.T)
+    rows = x.data
+    out = rows.dot(weight.data.T)
     kernels.add_bias_relu(out, bias.data)
     slope = _SlopeOnce(out)
 
     def weight_vjp(grad: Array) -> Any:
-        through = slope(grad)
-        return through.T.dot(rows, out=_buffer_for(weight, through, rows))
+        return _into_gradient(weight, slope(grad), rows)
 
     return record(
         out,
         (weight, weight_vjp),
         (bias, lambda grad: _sum_rows(slope(grad))),
-        (x, lambda grad: slope(grad).dot(w)),
+        (x, lambda grad: slope(grad).dot(weight.data)),
     )
 
 
@@ -102,12 +110,14 @@ def _sum_rows(grad: Array) -> Any:
     return grad[0] if len(grad) == 1 else total(grad, 0)  # a view is ten times cheaper
 
 
-def _buffer_for(weight: Variable, grad: Array, rows: Array) -> Array | None:
-    """Return where the first contribution to ``weight.grad`` can be written at once, if it can."""
+def _into_gradient(weight: Variable, grad: Array, rows: Array) -> Any:
+    """Return the product; the first contribution is written to where it belongs, if it can be."""
     buffer = weight.buffer
-    if buffer is None or weight.grad is not None or not buffer.flags.c_contiguous:
-        return None
-    return buffer if grad.dtype == rows.dtype == buffer.dtype else None
+    if isinstance(buffer, GradSink):
+        return buffer.product(weight, grad.T, rows)
+    fits = buffer is not None and weight.grad is None and buffer.flags.c_contiguous
+    fits = fits and grad.dtype == rows.dtype == weight.dtype
+    return grad.T.dot(rows, out=buffer if fits else None)
 
 
 def _check_shapes(x: Variable, weight: Variable, bias: Variable | None) -> None:
@@ -152,11 +162,10 @@ def matmul(a: Operand, b: Operand) -> Variable:
 
 
 def _matmul(x: Variable, y: Variable) -> Variable:
-    p, q = x.data, y.data
     return record(
-        p @ q,
-        (x, lambda grad: grad @ _transposed(q)),
-        (y, lambda grad: _transposed(p) @ grad),
+        x.data @ y.data,
+        (x, lambda grad: grad @ _transposed(y.data)),
+        (y, lambda grad: _transposed(x.data) @ grad),
     )
 
 

@@ -1,9 +1,9 @@
-"""Arrays that are cheap to reduce."""
+"""Arrays in memory that the ranks of a host share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -11,6 +11,8 @@ from numpy.typing import DTypeLike
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.arrays import dtype_code
+from flashlight_py.distributed.exchange import Steps
+from flashlight_py.distributed.host_array import Layout, array_of_host, check_dtype
 from flashlight_py.distributed.membership import of
 from flashlight_py.distributed.numbers import whole
 from flashlight_py.distributed.running import refusing
@@ -18,7 +20,7 @@ from flashlight_py.distributed.running import refusing
 if TYPE_CHECKING:
     from flashlight_py.distributed.group import ProcessGroup
 
-__all__ = ["shared_empty"]
+__all__ = ["host_array", "shared_empty"]
 
 
 def shared_empty(
@@ -42,7 +44,7 @@ def shared_empty(
     """
     members = of(group)
     with refusing(members, "shared_empty"):
-        extents, kind = _extents(shape), np.dtype(dtype)
+        extents, kind = _extents("shared_empty", shape), np.dtype(dtype)
         dtype_code("shared_empty", kind)
         backend = members.backend()
         with members.journal.recording("shared_empty", like=(kind, extents)):
@@ -50,14 +52,72 @@ def shared_empty(
             return array
 
 
-def _extents(shape: int | Sequence[int]) -> tuple[int, ...]:
+def host_array(
+    load: Callable[..., Any],
+    shape: int | Sequence[int] | None = None,
+    dtype: DTypeLike = np.float32,
+    group: ProcessGroup | None = None,
+) -> Array:
+    """Return one read-only array per host: one rank loads it, all ranks of the host map it.
+
+    For data sets: eight ranks hold one copy instead of eight. The memory is anonymous: it is freed
+    when the last rank has dropped the last array or view of it, or has ended, however it ended.
+    Writing to the array raises ValueError, and no rank has it mapped writable. It outlives the
+    group. Ranks that cannot share memory count as hosts of their own, with a warning where they
+    run on one machine.
+
+    Collective, blocking: every rank calls it, and the others wait while one loads, which must not
+    take longer than the group's timeout. ``load`` itself must not call a collective of the group.
+
+    Args:
+        load: called on the first rank of each host, and on no other. Without ``shape`` it takes
+            nothing and returns an array of any shape and dtype, or what ``numpy.asarray`` makes one
+            of; that is copied, and not kept. While it is copied there are two; of a
+            ``numpy.memmap`` that was opened with mode ``"r"`` only 16 MB of the second.
+        shape: with a shape, ``load`` is called with a new array of zeros, writable and C-ordered,
+            and fills it in place: there is one copy at any time. It must not keep it.
+        dtype: of that array; counts with ``shape`` only.
+        group: the process group, default the world.
+
+    Returns:
+        A C-ordered NumPy array, the same on all ranks of a host. Hosts may load different ones.
+
+    Raises:
+        TypeError: ``load`` is not callable, or the dtype holds Python objects.
+        ValueError: a dimension is negative.
+        Exception: what ``load`` raises, on the rank where it does. The group goes on.
+        RankFailedError: ``load`` raised on another rank (named), or there is not enough memory.
+        DistributedError: as for :func:`all_reduce`.
+
+    Example:
+        >>> images = fl.host_array(lambda: np.arange(6, dtype=np.float32).reshape(3, 2))
+        >>> images[1], images.flags.writeable
+        (array([2., 3.], dtype=float32), False)
+    """
+    members = of(group)
+    with refusing(members, "host_array"):
+        if not callable(load):
+            raise TypeError(
+                f"host_array: load must be a function that returns an array, got "
+                f"{type(load).__name__}; only one rank of each host calls it"
+            )
+        layout = None
+        if shape is not None:
+            layout = Layout(_extents("host_array", shape), np.dtype(dtype))
+            check_dtype(layout.dtype)
+        steps = Steps(members.backend(), "host_array")
+        with members.journal.recording("host_array"):
+            return array_of_host(steps, load, layout)
+
+
+def _extents(caller: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return a shape, as NumPy lets it be written, as a tuple."""
     alone = whole(shape)
     given = tuple(shape) if alone is None else (alone,)  # type: ignore[arg-type]
     extents = tuple(extent for extent in map(whole, given) if extent is not None and extent >= 0)
     if len(extents) < len(given):
         raise ValueError(
-            f"shared_empty: a shape consists of integers that are not negative, got {given}"
+            f"{caller}: a shape consists of integers that are not negative, got {given}"
         )
     return extents
 
@@ -66,3 +126,4 @@ class Methods:
     """Of a group."""
 
     shared_empty = method(shared_empty)
+    host_array = method(host_array)

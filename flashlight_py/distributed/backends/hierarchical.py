@@ -103,6 +103,11 @@ class HierarchicalBackend(HierarchicalMessages):
         self._searches = Searches()
         self._running: list[FutureWork] = []
 
+    @property
+    def hosts(self) -> Sequence[Sequence[int]]:
+        """The ranks of each host; see ``Backend``."""
+        return self._hosts
+
     def start(self, call: Call) -> Work:
         """Start ``call``; see ``Backend``."""
         if call.verb.is_message:

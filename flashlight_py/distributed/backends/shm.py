@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,11 @@ class ShmBackend(NativeBackend):
         )
         self.lib.fl_shm_on_mismatch(self._group, answer_where(native, "fl_shm_where"))
 
+    @property
+    def hosts(self) -> Sequence[Sequence[int]]:
+        """All ranks: they share memory; see ``Backend``."""
+        return [range(self.size)]
+
     def _map(self, path: str, create: bool) -> Any:
         group = self.lib.fl_shm_open(
             path.encode(), create, self.rank, self.size, self._room, MESSAGE_BYTES
@@ -103,6 +108,11 @@ class ShmBackend(NativeBackend):
 
         Ordinary memory where the shared one is too small, on every rank, with a warning.
         """
+        arrays = self.shared_by_all(shape, dtype)
+        return arrays[self.rank if len(arrays) > 1 else 0]
+
+    def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
+        """Return the array of each rank, in memory that all have mapped; see ``Backend``."""
         count = math.prod(shape)
         stride = max(_PAGE, -(-count * dtype.itemsize // _PAGE) * _PAGE)
 
@@ -118,11 +128,12 @@ class ShmBackend(NativeBackend):
             region = map_together(BackendStore(Steps(self, "shared_empty")), add, self._named)
         except BackendUnavailableError as error:
             _log.warning("shared_empty%s returns ordinary memory: %s", shape, error)
-            return np.empty(shape, dtype)
+            return [np.empty(shape, dtype)]
         pointer = self.ffi.cast("char *", self.lib.fl_shm_region_array(region))
-        owner = self.ffi.gc(pointer, _Freer(self, region))
-        array: Array = np.frombuffer(self.ffi.buffer(owner, stride), dtype, count).reshape(shape)
-        return array
+        begin = self.ffi.gc(pointer - self.rank * stride, _Freer(self, region, pointer))
+        whole = np.frombuffer(self.ffi.buffer(begin, stride * self.size), np.uint8)
+        parts = [whole[rank * stride :][: count * dtype.itemsize] for rank in range(self.size)]
+        return [part.view(dtype).reshape(shape) for part in parts]
 
     def _drop_regions(self, group: Any) -> None:
         """Let the group forget arrays that were collected, unless another thread is in a call."""
@@ -155,11 +166,12 @@ class _Freer:
     So the group is not notified here, where it may hold its lock, but before its next operation.
     """
 
-    def __init__(self, backend: ShmBackend, region: Any) -> None:
-        self._dropped, self._lib, self._region = backend._dropped, backend.lib, region
+    def __init__(self, backend: ShmBackend, region: Any, array: Any) -> None:
+        self._dropped, self._lib = backend._dropped, backend.lib
+        self._region, self._array = region, array
 
-    def __call__(self, pointer: Any) -> None:
-        self._dropped.append(pointer)
+    def __call__(self, _: Any) -> None:
+        self._dropped.append(self._array)
         self._lib.fl_shm_free_region(self._region)
 
 

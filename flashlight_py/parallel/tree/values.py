@@ -20,8 +20,9 @@ from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.arrays import as_array
 from flashlight_py.distributed.foreign import is_of
 from flashlight_py.nn import Module
-from flashlight_py.optim import FirstOrderOptimizer
+from flashlight_py.optim import FirstOrderOptimizer, LearningRateSchedule
 from flashlight_py.parallel.optimizer import DistributedOptimizer
+from flashlight_py.parallel.sharded import refuse_sharded
 from flashlight_py.parallel.tree.description import array_text, dtype_text, text
 
 NUMBER, ARRAY, GPU_ARRAY, PARTS = range(4)
@@ -62,6 +63,7 @@ def is_immutable(value: object) -> bool:
 
 
 def _data_of(variable: Variable) -> Array:
+    refuse_sharded("synchronize", [variable])
     if variable.has_history:
         raise ValueError(
             f"this Variable (shape {variable.shape}) was computed from others and needs a "
@@ -100,14 +102,21 @@ def _parts(value: Any) -> Answer:
 
 
 def _state(value: Any) -> dict[str, Any] | None:
-    """Return what an object consists of, by name; None for one that we know nothing of."""
+    """Return what an object consists of, by name; None for one that we know nothing of.
+
+    Raises:
+        ValueError: a parameter is sharded.
+    """
     if isinstance(value, Module):
+        refuse_sharded("synchronize", value.params())
         return dict(value.state_dict())
     if is_of(value, "torch.nn", "Module"):
         return _tensors_of(value)
     if isinstance(value, DistributedOptimizer):
         return {"optimizer": value.optimizer}
     if isinstance(value, FirstOrderOptimizer):
+        refuse_sharded("synchronize", value.params)
+    if isinstance(value, FirstOrderOptimizer | LearningRateSchedule):
         return {name: part for name, part in vars(value).items() if name != "params"}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if is_immutable(value):

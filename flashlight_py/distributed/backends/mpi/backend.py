@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,11 @@ class MpiBackend(Backend):
         }
         self._guarded = True
         exits.install(mpi, progress.linger)
+
+    @property
+    def hosts(self) -> Sequence[Sequence[int]]:
+        """The ranks of each host, as the backend knows that compares calls; see ``Backend``."""
+        return self.control.hosts
 
     def start(self, call: Call) -> Work:
         """Start ``call``; see ``Backend``. The order of a reduction's terms is the library's."""

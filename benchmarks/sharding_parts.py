@@ -1,0 +1,134 @@
+"""What host_array, recompute and shard_linear save, and what they cost.
+
+    python benchmarks/sharding_parts.py --json sharding_parts.json
+
+The method is that of all_reduce.py: all are measured in turns, with one BLAS thread per rank.
+
+A data set that 8 ranks load by themselves, or once by host_array: the sum of the ranks'
+proportional shares of memory (PSS), and the time to copy a batch of 256 rows out of it. A deep
+network whose blocks keep their results, or compute them again: the most that NumPy has allocated in
+a step beyond parameters and gradients, the time of a step, and whether the gradients have the same
+bits. Four linear layers and one sample, on one rank and cut between two: the time until the result
+is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from harness.conductor import Case, Conductor, Contender
+from harness.facts import machine_facts
+from harness.options import common_arguments, ours, plan_of
+from harness.report import (
+    duration,
+    facts_text,
+    left_out_text,
+    markdown,
+    size_name,
+    verdict_table,
+    write_json,
+)
+from harness.statistics import Measurement, median
+from harness.verdicts import Verdict, at_least, at_most
+
+LIBRARY = "flashlight_parts"
+EACH, HOST = "every rank loads its own", "host_array"
+PLAIN, AGAIN = "results are kept", "recompute"
+WHOLE, CUT = "1 rank", "shard_linear, 2 ranks"
+DEEP = {"width": 256, "depth": 16, "batch": 2048}
+QUICK = {"width": 64, "depth": 4, "batch": 64}
+ROW_BYTES = 4096
+
+
+def data_set(options: argparse.Namespace, conductor: Conductor) -> tuple[Measurement, list[Any]]:
+    """Measure the data set; returns also the rows of its table."""
+    nbytes, ranks = options.nbytes // ROW_BYTES * ROW_BYTES, max(options.ranks)
+    result = Measurement("data set", "float32", nbytes, ranks)
+    library, task = ours(LIBRARY), {"work": "data", "nbytes": nbytes}
+    kinds = {EACH: "each", HOST: "host"}
+    entrants = [Contender(title, library, ranks, {"kind": kind}) for title, kind in kinds.items()]
+    conductor.measure(Case(result, task, nbytes), entrants)
+    taken = {title: sum(shares) for title, shares in conductor.details.items()}
+    return result, [
+        [title, f"{taken[title] / nbytes:.3f}", duration(median(seconds))]
+        for title, seconds in result.seconds.items()
+    ]
+
+
+def deep_network(
+    options: argparse.Namespace, conductor: Conductor
+) -> tuple[Measurement, list[Any]]:
+    """Measure a step; returns also the rows of its table.
+
+    Raises:
+        SystemExit: the gradients have other bits.
+    """
+    sizes = QUICK if options.quick else DEEP
+    result = Measurement("step of a deep network", "float32", 4 * sizes["width"] ** 2, 1)
+    library, task = ours(LIBRARY), {"work": "deep", **sizes}
+    kinds = {PLAIN: "plain", AGAIN: "again"}
+    entrants = [Contender(title, library, 1, {"kind": kind}) for title, kind in kinds.items()]
+    conductor.measure(Case(result, task), entrants)
+    found = {title: detail[0] for title, detail in conductor.details.items()}
+    if len({bits for _, bits in found.values()}) > 1:
+        raise SystemExit("FAILED: recompute has changed the gradients")
+    return result, [
+        [title, size_name(found[title][0] >> 10 << 10), duration(median(seconds))]
+        for title, seconds in result.seconds.items()
+    ]
+
+
+def layers(options: argparse.Namespace, conductor: Conductor) -> Measurement:
+    """Measure one sample through four linear layers."""
+    width = 128 if options.quick else options.width
+    result = Measurement(f"4 x Linear({width}), one sample", "float32", 4 * 4 * width * width, 2)
+    library, task = ours(LIBRARY), {"work": "layers", "width": width}
+    entrants = [
+        Contender(WHOLE, library, 1, {"kind": "whole"}),
+        Contender(CUT, library, 2, {"kind": "cut"}),
+    ]
+    return conductor.measure(Case(result, task, 8 * width * width * 4), entrants)
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments("Measure host_array, recompute and shard_linear.", [8], "")
+    parser.add_argument("--nbytes", type=int, default=64 << 20, help="of the data set")
+    parser.add_argument("--width", type=int, default=4096, help="of the linear layers")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = read_options()
+    machine = machine_facts()
+    with Conductor(plan_of(options)) as conductor:
+        data, data_rows = data_set(options, conductor)
+        deep, deep_rows = deep_network(options, conductor)
+        latency = layers(options, conductor)
+    memory = {title: float(taken) for title, taken, _ in data_rows}
+    judged: list[Verdict] = [
+        at_most(
+            f"memory of a data set on {data.ranks} ranks, of its size, by host_array",
+            1.05,
+            {size_name(data.nbytes): [memory[HOST]]} if HOST in memory else {},
+        ),
+        at_least(f"{latency.task}, 2 ranks against 1", 1.8, {CUT: latency.ratios(WHOLE, CUT)}),
+    ]
+    print(f"\n### A data set of {size_name(data.nbytes)}, {data.ranks} ranks\n")
+    print(markdown(["", "memory of all ranks, in data sets", "a batch"], data_rows))
+    print("\n### A step of a deep network\n")
+    print(markdown(["", "results and temporaries, at most", "a step"], deep_rows))
+    print(f"\n### {latency.task}\n")
+    times = [[title, duration(median(found))] for title, found in latency.seconds.items()]
+    print(markdown(["", "until the result"], times))
+    print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
+    print(left_out_text([data, deep, latency], lambda m: m.task))
+    if options.json:
+        write_json(options.json, machine, conductor, [data, deep, latency], judged)
+    conductor.require("flashlight_py")
+
+
+if __name__ == "__main__":
+    main()

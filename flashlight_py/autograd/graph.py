@@ -1,0 +1,222 @@
+"""What operations leave behind for a backward pass: nodes and their edges, and their number.
+
+An operation that is not recorded leaves an ``Outline``: what it was computed from, without the
+arrays. From the outlines of a computation that is to be done again follows what it leads to, for
+each result a ``Part`` with edges to that; the graph of the second time then takes its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+from flashlight_py.device import Array
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from flashlight_py.autograd.variable import Variable
+
+Vjp: TypeAlias = Callable[[Array], Array]
+Target: TypeAlias = Union["Node", "Variable"]
+
+
+class Node:
+    """One recorded operation; ``edges`` is None once a backward pass has freed it."""
+
+    __slots__ = ("dtype", "edges", "shape")
+
+    edges: tuple[tuple[Target, Vjp], ...] | None
+    turn: int | None = None
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype[np.generic],
+        edges: tuple[tuple[Target, Vjp], ...],
+    ) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.edges = edges
+
+
+_recorded = itertools.count()
+
+
+class OrderedNode(Node):
+    """An operation that a pass visits before all ordered ones that were recorded earlier."""
+
+    __slots__ = ("turn",)
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype[np.generic],
+        edges: tuple[tuple[Target, Vjp], ...],
+    ) -> None:
+        super().__init__(shape, dtype, edges)
+        self.turn = -next(_recorded)
+
+
+class Outline(Node):
+    """What is left of an operation in a block that keeps no results: what it was computed from."""
+
+    __slots__ = ("ordered", "sources")
+
+    edges = None
+
+    def __init__(self, sources: tuple[Target, ...]) -> None:
+        self.sources = sources
+        self.ordered = False
+
+    def targets(self) -> tuple[list[Target], bool]:
+        """Return what it was computed from outside of the block, and if by ordered operations."""
+        seen: dict[Target, None] = {self: None}
+        unseen: list[Outline] = [self]
+        ordered = False
+        while unseen:
+            outline = unseen.pop()
+            ordered |= outline.ordered
+            for source in outline.sources:
+                if source not in seen:
+                    seen[source] = None
+                    if isinstance(source, Outline):
+                        unseen.append(source)
+        return [target for target in seen if not isinstance(target, Outline)], ordered
+
+
+class Recording(threading.local):
+    """Whether operations on this thread are recorded as outlines alone."""
+
+    is_outline = False
+
+
+recording = Recording()
+
+
+class Repeated(Node):
+    """A computation of several results, which ``repeat`` does again and returns as variables."""
+
+    __slots__ = ("repeat",)
+
+    def __init__(self, repeat: Callable[[], Sequence[Variable]]) -> None:
+        self.edges = ()
+        self.repeat = repeat
+
+
+class Part(Node):
+    """Result ``place`` of a computation that was not recorded; ``targets``: what it leads to.
+
+    ``ordered``: the computation has ordered operations, so that the part is one as well.
+    """
+
+    __slots__ = ("place", "turn")
+
+    def __init__(
+        self,
+        like: Array,
+        whole: Repeated,
+        place: int,
+        targets: Iterable[Target],
+        ordered: bool,
+    ) -> None:
+        super().__init__(
+            like.shape, like.dtype, ((whole, _no_vjp), *((target, _no_vjp) for target in targets))
+        )
+        self.place = place
+        self.turn = -next(_recorded) if ordered else None
+
+
+def _same(grad: Array) -> Array:
+    return grad
+
+
+def _no_vjp(grad: Array) -> Array:
+    raise AssertionError("a part is computed again, and not differentiated itself")
+
+
+def edges_again(
+    part: Node,
+    pending: dict[Target, int],
+    parts: dict[Repeated, list[Part]],
+    repeated: dict[Repeated, Sequence[Node | None]],
+) -> tuple[tuple[Target, Vjp], ...]:
+    """Return an edge to what stands for ``part`` in the graph of its computation, done again."""
+    whole = (part.edges or ())[0][0]
+    assert isinstance(part, Part)
+    assert isinstance(whole, Repeated)
+    if whole not in repeated:
+        repeated[whole] = nodes = [result.node for result in whole.repeat()]
+        _replace(parts[whole], nodes, pending, parts)
+    node = repeated[whole][part.place]
+    assert node is not None
+    return ((node, _same),)
+
+
+def _replace(
+    visited: Sequence[Part],
+    nodes: Sequence[Node | None],
+    pending: dict[Target, int],
+    parts: dict[Repeated, list[Part]],
+) -> None:
+    """Let ``pending`` count what the graph of ``nodes`` has, in place of what parts announced."""
+    announced = [target for part in visited for target, _ in (part.edges or ())[1:]]
+    found = [nodes[part.place] for part in visited if part.place < len(nodes)]
+    starts = [node for node in found if node is not None]
+    counts = count_consumers(starts, announced, parts)
+    reached = {target for target in counts if not isinstance(target, Node)}
+    left, new = set(announced) - counts.keys(), reached - set(announced)
+    # A leaf that is made on the way is another one each time.
+    same = len(left) == len(new) and all(not isinstance(x, Node) and x.hook is None for x in left)
+    if len(starts) < len(visited) or not same:
+        raise RuntimeError(
+            "backward: a module that is computed again (see recompute) did something else than the "
+            "first time; it must do the same with the same inputs, random numbers of "
+            "flashlight_py.random and buffers, and use nothing else that changes in between"
+        )
+    for start in starts:
+        pending[start] = pending.get(start, 0) + 1  # its part
+    for target, count in counts.items():
+        pending[target] = pending.get(target, 0) + count
+    for target in announced:
+        pending[target] -= 1
+
+
+def count_consumers(
+    roots: Sequence[Node], ends: Iterable[Target], parts: dict[Repeated, list[Part]]
+) -> dict[Target, int]:
+    """Count the edges that will contribute to each target below ``roots``, down to ``ends``.
+
+    The parts on the way are added to ``parts``.
+    """
+    pending: dict[Target, int] = {}
+    unseen = list(dict.fromkeys(roots))
+    known = {*ends, *unseen}
+    while unseen:
+        node = unseen.pop()
+        edges = node.edges
+        if edges is None:
+            raise RuntimeError(_why_without_edges(node))
+        if type(node) is Part:
+            parts.setdefault(edges[0][0], []).append(node)  # type: ignore[arg-type]
+        for target, _ in edges:
+            count = pending.get(target, 0)
+            pending[target] = count + 1
+            if not count and isinstance(target, Node) and target not in known:
+                unseen.append(target)
+    return pending
+
+
+def _why_without_edges(node: Node) -> str:
+    if isinstance(node, Outline):
+        return (
+            "backward: the loss depends on a variable that a module made whose intermediate "
+            "results are not kept (see recompute), and that it did not return; return it, also "
+            "within a tuple, list or dict, or call recompute on another module"
+        )
+    return (
+        "backward: this graph was freed by an earlier backward pass; compute the loss "
+        "again, or pass retain_graph=True to the earlier backward()"
+    )

@@ -1,0 +1,107 @@
+"""Memory that the ranks of one host map: anonymous, zeros at first, gone with the last of them.
+
+Pages that nobody has written take no memory.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from flashlight_py.device import Array
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.exchange import Steps, exchange_bytes
+from flashlight_py.distributed.group import ProcessGroup
+from flashlight_py.distributed.memory_file import (
+    MemoryFile,
+    needs_names,
+    open_memory,
+    process_space,
+)
+from flashlight_py.errors import UnavailableEverywhereError
+
+
+def hosts_of(group: ProcessGroup) -> list[list[int]]:
+    """Return the ranks of ``group`` that share memory with each other, host by host.
+
+    Ranks that a backend joins by a network alone are each a host of their own.
+    """
+    return [list(host) for host in group.backend().hosts]
+
+
+def map_zeros(group: ProcessGroup, nbytes: int) -> Array:
+    """Return ``nbytes`` zeros (uint8) that all ranks of ``group`` map. Collective, blocking.
+
+    The ranks must share memory. What one writes the others read; nothing orders the two but what
+    the ranks do besides.
+
+    Raises:
+        UnavailableEverywhereError: a rank cannot map it; raised on every rank.
+        DistributedError: as :func:`flashlight_py.all_reduce`.
+    """
+    nbytes = max(nbytes, 1)
+    if group.size == 1:
+        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    backend = Steps(group.backend(), "shared_empty")
+    spaces = [text.decode() for text in exchange_bytes(backend, process_space().encode())]
+    file: MemoryFile | None = None
+    mapped: Array | None = None
+    path, error = "", ""
+    try:
+        if backend.rank == 0:
+            file, error = _made(needs_names(spaces), nbytes)
+        offer = json.dumps(["" if file is None else file.path, error])
+        path, error = json.loads(exchange_bytes(backend, offer.encode())[0])
+        if not error:
+            mapped, error = _mapped(path if file is None else file.own_path, nbytes)
+        _raise_on_all(backend, error)
+    finally:
+        if file is not None:
+            file.close()
+        elif path and needs_names(spaces):
+            Path(path).unlink(missing_ok=True)  # for a rank 0 that has died
+    assert mapped is not None
+    return mapped
+
+
+def _made(named: bool, nbytes: int) -> tuple[MemoryFile | None, str]:
+    """Return a file of ``nbytes``, or the reason why there is none."""
+    try:
+        file = MemoryFile(named)
+    except OSError as error:
+        return None, str(error)
+    try:
+        if named:  # its file system has a size; what is missing later would end the process
+            os.posix_fallocate(file.fd, 0, nbytes)
+        else:
+            os.ftruncate(file.fd, nbytes)
+    except OSError as error:
+        file.close()
+        return None, f"{nbytes:,} bytes: {error}"
+    return file, ""
+
+
+def _mapped(path: str, nbytes: int) -> tuple[Array | None, str]:
+    try:
+        fd = open_memory(path)
+        try:
+            return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8), ""
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return None, str(error)
+
+
+def _raise_on_all(backend: Backend, error: str) -> None:
+    errors = [text.decode() for text in exchange_bytes(backend, error.encode())]
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+    if failed:
+        raise UnavailableEverywhereError(
+            f"rank {backend.rank} of {backend.size}: memory for all ranks of this host cannot be "
+            f"mapped: {'; '.join(failed)}. Give it more room (a container needs more memory, or "
+            "its /dev/shm more space: docker run --shm-size=1g)"
+        )

@@ -1,0 +1,97 @@
+"""Modules that keep their inputs alone, and compute again what a backward pass needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashlight_py import random
+from flashlight_py.autograd.repeating import is_outlining, outline, with_repetition
+from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.nn.module import Module, SomeModule
+
+
+def recompute(module: SomeModule) -> SomeModule:
+    """Have ``module`` keep no intermediate results: the backward pass computes them again.
+
+    In place: parameters, buffers, their names and the state dict stay as they are; copies and
+    pickles recompute as well. Returns the module. For the blocks of a deep network, one by one:
+    then the memory for activations is that of the blocks' inputs and of one block, for a second
+    forward pass of each. Modules inside may be recomputed themselves.
+
+    Gradients are the same to the last bit, hooks fire once for each parameter and when they would
+    have, and gradients are added up in place as ever. What is drawn from ``fl.random``, by dropout
+    for example, is drawn again; buffers that the module changes (running statistics) are changed
+    by the first forward pass alone. Where nothing needs a gradient, as after ``eval()``, nothing is
+    computed twice.
+
+    The module must do the same the second time: what else it reads must not change between the
+    forward and the backward pass, and it must not leave a variable in an attribute for later use in
+    a loss, but return it. ``before_forward`` is called in the first pass only.
+
+    Args:
+        module: its ``forward`` returns a variable, or a tuple, list or dict of them.
+
+    Raises:
+        TypeError: ``module`` is no Module.
+        RuntimeError: in the backward pass: it did something else the second time, or was switched
+            between ``train()`` and ``eval()`` in between.
+
+    Example:
+        >>> block = fl.nn.Sequential(fl.nn.Linear(4, 4), fl.nn.Tanh(), fl.nn.Dropout(0.5))
+        >>> model = fl.nn.Sequential(fl.recompute(block), fl.nn.Linear(4, 1))
+        >>> model(fl.input(np.ones((2, 4), np.float32))).sum().backward()
+    """
+    if not isinstance(module, Module):
+        raise TypeError(f"recompute takes a Module, got {type(module).__name__}")
+    module.run = _run
+    return module
+
+
+def _run(module: Module, *inputs: Any) -> Any:
+    """Return ``module.forward(*inputs)``, without what it has computed on the way."""
+    if is_outlining():  # for a module around this one, which computes this one again
+        return module.forward(*inputs)
+    modes = _modes(module)
+    buffers = {(each, name): _copied(each, name) for each, name in _buffers(module)}
+    with random.noting() as drawn:
+        result = outline(module.forward, *inputs)
+    before = {place: array for place, array in buffers.items() if _has_changed(array, *place)}
+
+    def repeat() -> Any:
+        if _modes(module) != modes:
+            raise RuntimeError(
+                "backward: a recomputed module was switched between train() and eval() after its "
+                "forward pass; call backward() before"
+            )
+        now = {(each, name): getattr(each, name) for each, name in before}
+        with random.replaying(drawn):
+            try:
+                for (each, name), array in before.items():
+                    setattr(each, name, array.copy())
+                return module.forward(*inputs)
+            finally:
+                for (each, name), array in now.items():
+                    setattr(each, name, array)
+
+    return with_repetition(result, repeat)
+
+
+def _modes(module: Module) -> list[bool]:
+    return [each.training for _, each in module._walk()]
+
+
+def _buffers(module: Module) -> list[tuple[Module, str]]:
+    return [(each, name) for _, each in module._walk() for name in each._buffer_names]
+
+
+def _copied(module: Module, name: str) -> Array:
+    array: Array = getattr(module, name)
+    return array.copy()
+
+
+def _has_changed(before: Array, module: Module, name: str) -> bool:
+    """Return whether a buffer is not what it was; of a GPU's, not to wait for it, it is True."""
+    now: Array = getattr(module, name)
+    if is_cupy(now) or now.shape != before.shape:
+        return True
+    return not array_module(now).array_equal(now, before)

@@ -1,0 +1,375 @@
+"""Learning-rate schedules: each is a formula of the step, so that any step can be gone on from."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol, TypeAlias
+
+from flashlight_py.optim.optimizer import check_at_least_zero
+
+# From the base rate and the number of steps to the rate.
+Formula: TypeAlias = Callable[[float, int], float]
+
+
+class HasRate(Protocol):
+    """What a schedule drives: an optimizer of ``fl.optim``, distributed or not, or one like it."""
+
+    lr: float
+
+
+class LearningRateSchedule:
+    """Sets ``optimizer.lr`` as a function of how often ``step()`` was called.
+
+    The base rate is the one that the optimizer has when the schedule is made; the rate of step 0 is
+    set at once. Momentum stays as it is.
+
+    Args:
+        optimizer: of ``fl.optim``, an ``fl.DistributedOptimizer``, or anything else whose ``lr``
+            can be assigned.
+        formula: from the base rate and the number of steps, from 0 on, to the rate, at least 0.
+
+    Raises:
+        TypeError: ``optimizer`` has no ``lr``.
+        ValueError: the formula yields a negative rate or nan.
+    """
+
+    def __init__(self, optimizer: HasRate, formula: Formula) -> None:
+        if not hasattr(optimizer, "lr"):
+            raise TypeError(
+                f"{type(self).__name__} takes an optimizer with a learning rate lr, got "
+                f"{type(optimizer).__name__}"
+            )
+        self.optimizer = optimizer
+        self.base_lr = float(optimizer.lr)
+        self._formula = formula
+        self._go_to(0)
+
+    @property
+    def last_lr(self) -> float:
+        """The rate that was set last."""
+        return self.rate_at(self.last_step)
+
+    def get_last_lr(self) -> list[float]:
+        """Return ``[last_lr]``: in a list, as torch does for its groups of parameters."""
+        return [self.last_lr]
+
+    def rate_at(self, step: int) -> float:
+        """Return the rate after ``step`` steps, at least 0; changes nothing."""
+        return self._formula(self.base_lr, step)
+
+    def step(self) -> None:
+        """Set the rate of the next step: call it after ``optimizer.step()``.
+
+        Raises:
+            ValueError: a ``OneCycleLR`` is over. Nothing was changed.
+        """
+        self._go_to(self.last_step + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps and the base rate; not what the schedule was made with."""
+        return {"last_step": self.last_step, "base_lr": self.base_lr}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``, with the same rates as there, and set the optimizer's rate.
+
+        Raises:
+            ValueError: ``state`` has other entries, or is past the end of a ``OneCycleLR``. Nothing
+                was changed.
+        """
+        expected = self.state_dict()
+        if state.keys() != expected.keys():
+            raise ValueError(
+                f"{type(self).__name__}.load_state_dict: expected the entries {sorted(expected)}, "
+                f"got {sorted(state)}"
+            )
+        before, self.base_lr = self.base_lr, float(state["base_lr"])
+        try:
+            self._go_to(int(state["last_step"]))
+        except ValueError:
+            self.base_lr = before
+            raise
+
+    def _go_to(self, step: int) -> None:
+        self.optimizer.lr = self.rate_at(step)  # both may refuse it
+        self.last_step = step
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(step {self.last_step}, lr {self.last_lr:g})"
+
+
+class LambdaLR(LearningRateSchedule):
+    """The base rate times ``lr_lambda(step)``.
+
+    Args:
+        optimizer: see :class:`LearningRateSchedule`.
+        lr_lambda: from the number of steps to a factor, at least 0.
+
+    Raises:
+        TypeError: ``optimizer`` has no ``lr``.
+        ValueError: a negative factor, here or in ``step``.
+    """
+
+    def __init__(self, optimizer: HasRate, lr_lambda: Callable[[int], float]) -> None:
+        super().__init__(optimizer, lambda base, step: base * lr_lambda(step))
+
+
+class StepLR(LearningRateSchedule):
+    """The rate times ``gamma`` after every ``step_size`` steps.
+
+    Args:
+        optimizer: see :class:`LearningRateSchedule`.
+        step_size: number of steps, at least 1.
+        gamma: the factor, at least 0.
+
+    Raises:
+        TypeError: ``optimizer`` has no ``lr``, or a number is none.
+        ValueError: a number is outside its range.
+    """
+
+    def __init__(self, optimizer: HasRate, step_size: int, gamma: float = 0.1) -> None:
+        size, gamma = _steps("step_size", step_size), check_at_least_zero("gamma", gamma)
+        super().__init__(optimizer, lambda base, step: base * gamma ** (step // size))
+
+
+class MultiStepLR(LearningRateSchedule):
+    """The rate times ``gamma`` at each of the ``milestones``.
+
+    Args:
+        optimizer: see :class:`LearningRateSchedule`.
+        milestones: numbers of steps, in any order; one that is there twice counts twice.
+        gamma: the factor, at least 0.
+
+    Raises:
+        TypeError: ``optimizer`` has no ``lr``, or a number is none.
+        ValueError: ``gamma`` is negative.
+    """
+
+    def __init__(self, optimizer: HasRate, milestones: Sequence[int], gamma: float = 0.1) -> None:
+        at, gamma = sorted(milestones), check_at_least_zero("gamma", gamma)
+        super().__init__(optimizer, lambda base, step: base * gamma ** bisect_right(at, step))
+
+
+class ExponentialLR(LearningRateSchedule):
+    """The rate times ``gamma`` after every step.
+
+    Args:
+        optimizer: see :class:`LearningRateSchedule`.
+        gamma: the factor, at least 0.
+
+    Raises:
+        TypeError: ``optimizer`` has no ``lr``, or ``gamma`` is no number.
+        ValueError: ``gamma`` is negative.
+    """
+
+    def __init__(self, optimizer: HasRate, gamma: float) -> None:
+        gamma = check_at_least_zero("gamma", gamma)
+        super().__init__(optimizer, lambda base, step: base * gamma**step)
+
+
+class LinearLR(LearningRateSchedule):
+    """Warm-up: from ``start_factor`` to ``end_factor`` times the base rate, in a straight line.
+
+    After ``total_iters`` steps the rate stays. :class:`SequentialLR` goes on with another schedule.
+
+    Args:
+        optimizer: see :class:`LearningRateSchedule`.
+        start_factor: the factor of step 0, at least 0.
+        end_factor: the factor in the end, at least 0.
+        total_iters: number of steps, at least 1.
+
+    Raises:
+        TypeError: ``optimizer`` has no ``lr``, or a number is none.
+        ValueError: a number is outside its range.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasRate,
+        start_factor: float = 1 / 3,
+        end_factor: float = 1.0,
+        total_iters: int = 5,
+    ) -> None:
+        start = check_at_least_zero("start_factor", start_factor)
+        end = check_at_least_zero("end_factor", end_factor)
+        total = _steps("total_iters", total_iters)
+        super().__init__(
+            optimizer,
+            lambda base, step: base * (start + (end - start) * min(step, total) / total),
+        )
+
+
+class CosineAnnealingLR(LearningRateSchedule):
+    """From the base rate to ``eta_min`` in ``T_max`` steps, along half a cosine.
+
+    Past ``T_max`` it rises again, as torch's does: the period is ``2 * T_max`` (SGDR without
+    restarts, Loshchilov and Hutter, ICLR 2017).
+
+    Args:
+        optimizer: see :class:`LearningRateSchedule`.
+        T_max: number of steps, at least 1.
+        eta_min: the lowest rate, at least 0.
+
+    Raises:
+        TypeError: ``optimizer`` has no ``lr``, or a number is none.
+        ValueError: a number is outside its range.
+    """
+
+    def __init__(self, optimizer: HasRate, T_max: int, eta_min: float = 0.0) -> None:
+        total, low = _steps("T_max", T_max), check_at_least_zero("eta_min", eta_min)
+        super().__init__(optimizer, lambda base, step: _cosine(base, low, step / total))
+
+
+class OneCycleLR(LearningRateSchedule):
+    """Up from ``max_lr / div_factor`` to ``max_lr``, then down far below (Smith and Topin, 2017).
+
+    The base rate does not matter. Unlike torch's, it leaves momentum as it is: torch's
+    ``cycle_momentum=False``.
+
+    Args:
+        optimizer: see :class:`LearningRateSchedule`.
+        max_lr: the highest rate, at least 0.
+        total_steps: the length of the cycle in steps; default ``epochs * steps_per_epoch``.
+        epochs: number of epochs, where ``total_steps`` is not given.
+        steps_per_epoch: number of steps of each.
+        pct_start: the part of the cycle in which the rate rises, in ``0 < pct_start < 1``.
+        anneal_strategy: ``"cos"`` or ``"linear"``: the shape of each phase.
+        div_factor: the first rate is ``max_lr`` divided by it, above 0.
+        final_div_factor: the last rate is the first one divided by it, above 0.
+        three_phase: go down as fast as up, to the first rate, then on to the last one.
+
+    Raises:
+        TypeError: ``optimizer`` has no ``lr``, or a number is none.
+        ValueError: a number is outside its range, the length is not given, or the phases are too
+            short to have a step each; and by ``step()`` past the end.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasRate,
+        max_lr: float,
+        total_steps: int | None = None,
+        epochs: int | None = None,
+        steps_per_epoch: int | None = None,
+        pct_start: float = 0.3,
+        anneal_strategy: str = "cos",
+        *,
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+        three_phase: bool = False,
+    ) -> None:
+        if total_steps is None:
+            if epochs is None or steps_per_epoch is None:
+                raise ValueError("OneCycleLR needs total_steps, or epochs and steps_per_epoch")
+            total_steps = _steps("epochs", epochs) * _steps("steps_per_epoch", steps_per_epoch)
+        if anneal_strategy not in _SHAPES:
+            raise ValueError(f"anneal_strategy must be cos or linear, got {anneal_strategy!r}")
+        for name, factor in (("div_factor", div_factor), ("final_div_factor", final_div_factor)):
+            if not factor > 0:
+                raise ValueError(f"{name} must be above 0, got {factor}")
+        self.total_steps = _steps("total_steps", total_steps)
+        top = check_at_least_zero("max_lr", max_lr)
+        first = top / div_factor
+        rates = [first, top, *([first] if three_phase else []), first / final_div_factor]
+        ends = self._ends_of_phases(pct_start, three_phase)
+        shape = _SHAPES[anneal_strategy]
+        super().__init__(optimizer, lambda _, step: self._rate(ends, rates, shape, step))
+
+    def _ends_of_phases(self, pct_start: float, three_phase: bool) -> list[float]:
+        """Return where the phases end, and the first one begins, in steps."""
+        up = pct_start * self.total_steps
+        ends = [0, up - 1, *([2 * up - 2] if three_phase else []), self.total_steps - 1]
+        if any(end <= begin for begin, end in pairwise(ends)):
+            raise ValueError(
+                f"OneCycleLR: each phase needs a step, but the phases of {self.total_steps} steps "
+                f"end at {', '.join(f'{end:g}' for end in ends[1:])}; change pct_start, which is "
+                f"{pct_start}, or take more steps"
+            )
+        return ends
+
+    def _rate(
+        self,
+        ends: Sequence[float],
+        rates: Sequence[float],
+        shape: Callable[[float, float, float], float],
+        step: int,
+    ) -> float:
+        if step > self.total_steps:  # one more than there are rates: a loop's last call of step()
+            raise ValueError(
+                f"OneCycleLR: step {step} of a cycle of {self.total_steps} steps; make it with as "
+                "many total_steps as the run has"
+            )
+        step = min(step, self.total_steps - 1)
+        phase = next(n for n, end in enumerate(ends[1:]) if step <= end)
+        begin, end = ends[phase : phase + 2]
+        return shape(rates[phase], rates[phase + 1], (step - begin) / (end - begin))
+
+
+class SequentialLR(LearningRateSchedule):
+    """One schedule after the other, such as a warm-up and what follows it.
+
+    Each begins with its step 0 at its milestone, from the base rate of the first one, which has to
+    be made first. From then on only this schedule's ``step()`` is called.
+
+    Args:
+        optimizer: see :class:`LearningRateSchedule`.
+        schedulers: made for this optimizer, in the order of their turns.
+        milestones: where the second and later ones begin, in steps, rising; one less than there are
+            schedules.
+
+    Raises:
+        TypeError: ``optimizer`` has no ``lr``.
+        ValueError: a schedule is of another optimizer, or the milestones do not rise or are too few
+            or too many.
+
+    Example:
+        >>> optimizer = fl.optim.SGDOptimizer([fl.param(np.ones(2))], lr=1.0)
+        >>> warm_up = fl.optim.LinearLR(optimizer, start_factor=0.5, total_iters=2)
+        >>> decay = fl.optim.ExponentialLR(optimizer, gamma=0.5)
+        >>> schedule = fl.optim.SequentialLR(optimizer, [warm_up, decay], milestones=[2])
+        >>> [schedule.rate_at(step) for step in range(5)]
+        [0.5, 0.75, 1.0, 0.5, 0.25]
+    """
+
+    def __init__(
+        self,
+        optimizer: HasRate,
+        schedulers: Sequence[LearningRateSchedule],
+        milestones: Sequence[int],
+    ) -> None:
+        begins, formulas = [0, *milestones], [each._formula for each in schedulers]
+        if len(begins) != len(formulas) or begins != sorted(set(begins)):
+            raise ValueError(
+                f"SequentialLR of {len(formulas)} schedules needs {len(formulas) - 1} milestones "
+                f"that rise from above 0, got {list(milestones)}"
+            )
+        if any(each.optimizer is not optimizer for each in schedulers):
+            raise ValueError("SequentialLR: a schedule was made for another optimizer")
+
+        def formula(base: float, step: int) -> float:
+            turn = bisect_right(begins, step) - 1
+            return formulas[turn](base, step - begins[turn])
+
+        optimizer.lr = schedulers[0].base_lr
+        super().__init__(optimizer, formula)
+
+
+def _cosine(start: float, end: float, part: float) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
+
+
+def _line(start: float, end: float, part: float) -> float:
+    return start + (end - start) * part
+
+
+_SHAPES = {"cos": _cosine, "linear": _line}
+
+
+def _steps(name: str, value: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return int(value)

@@ -1,0 +1,399 @@
+"""One model per host: parameters, gradients and optimizers' state that ranks have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from flashlight_py.autograd import Variable
+from flashlight_py.device import Array, is_cupy, to_device
+from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.host_memory import hosts_of
+from flashlight_py.distributed.world import group_or_world
+from flashlight_py.nn import Module
+from flashlight_py.optim import FirstOrderOptimizer
+from flashlight_py.optim.placement import Placement, Shards
+from flashlight_py.optim.rule import RuleOptimizer
+from flashlight_py.optim.squares import BLOCK, sum_of_squares, sums_of_squares
+from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
+from flashlight_py.parallel.data_parallel import distribute_module_grads, install, release
+from flashlight_py.parallel.parameters import broadcast_parameters, give_state, require_module
+from flashlight_py.parallel.segment import HostMemory, Hosts
+from flashlight_py.parallel.shard_buckets import Buckets, bucket_bytes
+from flashlight_py.parallel.shard_layout import Layout, UnitPlan, plan
+from flashlight_py.parallel.shard_stepping import Stepper, StepSync
+from flashlight_py.parallel.shard_sync import ShardSync, Unit
+from flashlight_py.parallel.zero import GatheredShards, shard_by_gathering
+
+# Of all parameters: what is smaller costs a rank less memory than its interpreter does, and less
+# time to step alone than it takes ranks to wait for each other.
+SMALL_BYTES = 4 << 20
+# What ends the name of a layout of parameters that do not learn; before it stands their dtype.
+FROZEN = " frozen"
+
+
+def fully_shard(
+    module: Module,
+    group: ProcessGroup | None = None,
+    step_in_backward: bool = False,
+    across_hosts: bool = False,
+) -> None:
+    """Keep one copy of the module, its gradients and its optimizer's state on each host.
+
+    Collective, blocking; in place. The parameters become those of the group's rank 0. Afterwards
+    each parameter lies in memory that all ranks of the host map, and so does its gradient, the mean
+    over all ranks, when ``backward()`` returns. ``optimizer.step()`` changes on each rank its share
+    of the elements; nothing is gathered. ``module(x)``, ``params()``, ``state_dict()`` and
+    checkpoints stay as they are: all shapes are those of the whole. Make the optimizer afterwards.
+    Calling it again lays the module out anew.
+
+    Making an optimizer, ``step()``, ``clip_grad_norm`` and saving or loading the
+    optimizer's state are collective then, as is every synchronised backward pass. Between steps a
+    parameter must not be written: all ranks would see it, some of them in the middle of a pass.
+    With FLASHLIGHT_DEBUG_SHARED=1 in the environment NumPy refuses it.
+
+    A module with less than 4 MiB of parameters stays each rank's own, as by
+    :func:`flashlight_py.distribute_module_grads`: waiting for each other would take longer than to
+    step alone. Not so with ``step_in_backward`` or ``across_hosts``.
+
+    Ranks that share no memory, as through Gloo alone, count as a host each: then it is
+    data-parallel training, and only ``across_hosts`` saves memory.
+
+    Args:
+        module: the same on every rank but for its values. Parameters that are CuPy arrays are
+            sharded over all ranks, and gathered module by module while they are used (ZeRO-3):
+            docs/sharding-gpu.md says what is different then.
+        group: the process group, default the world.
+        step_in_backward: step while the backward pass goes on, so that no gradient exists as a
+            whole: ``grad`` is None afterwards, and ``step()`` does little. Excludes clipping,
+            ``no_sync`` and several passes before a step.
+        across_hosts: each host keeps state for, and steps, its part of the parameters, and sends
+            it to the others, as ZeRO-1 does; ``grad`` is then complete in that part alone.
+
+    Raises:
+        TypeError: ``module`` is no Module.
+        ValueError: it has no parameter with ``calc_grad``; ``step_in_backward`` is asked for
+            with ranks that do not all share memory; of parameters on GPUs: ``across_hosts`` is
+            asked for, or they are sharded already or have a gradient hook.
+        MismatchError: ranks' modules or arguments differ; names what does.
+        TornStateError: it was sharded before, and a rank ended in the middle of a step.
+        DistributedError: as :func:`flashlight_py.all_reduce`.
+
+    Example:
+        >>> model = fl.nn.Linear(3, 2)
+        >>> fl.fully_shard(model)  # one process: everything works as before
+        >>> optimizer = fl.optim.AdamOptimizer(model.params(), lr=0.01)
+        >>> model(fl.input(np.ones((1, 3), np.float32))).backward(np.ones((1, 2), np.float32))
+        >>> optimizer.step()
+    """
+    require_module(module)
+    members = group_or_world(group)
+    settings = {"step_in_backward": bool(step_in_backward), "across_hosts": bool(across_hosts)}
+    check_settings_agree("fully_shard", settings, members)
+    named = module.named_params()
+    check_modules_agree(named, members)
+    if not any(param.calc_grad for param in named.values()):
+        raise ValueError("fully_shard: the module has no parameter with calc_grad")
+    if any(is_cupy(param.data) for param in named.values()):
+        _shard_gpus(module, members, step_in_backward, across_hosts)
+        return
+    _undo(module)
+    release(module)
+    broadcast_parameters(module, group=members)
+    nbytes = sum(param.data.nbytes for param in named.values())
+    if nbytes < SMALL_BYTES and not (step_in_backward or across_hosts):
+        distribute_module_grads(module, group=members)
+        return
+    shards = HostShards(_in_order(module), members, step_in_backward, across_hosts)
+    shards.sync.ignored = frozenset(named)
+    install(module, shards.sync)
+    module.before_forward = functools.partial(_before_forward, shards)
+
+
+def _shard_gpus(
+    module: Module, members: ProcessGroup, step_in_backward: bool, across_hosts: bool
+) -> None:
+    if across_hosts:
+        raise ValueError(
+            "fully_shard: across_hosts is for parameters on the CPU; on GPUs each has a part of "
+            "everything in any case"
+        )
+    shards = shard_by_gathering(module, members, step_in_backward)
+    install(module, shards.sync)
+    module.before_forward = functools.partial(_before_forward, shards)
+
+
+def _undo(module: Module) -> None:
+    """Let this rank have parameters of its own again, where the module is sharded."""
+    for name, param in module.named_params().items():
+        if param.placement is None:
+            continue
+        if param.placement.is_cut:
+            raise ValueError(
+                f"fully_shard: {name} is cut between ranks by shard_linear already; shard the "
+                "module's other parts"
+            )
+        param.placement.shards.check("fully_shard")
+        param.placement, param.data = None, np.array(param.data)
+
+
+def _in_order(module: Module) -> list[Variable]:
+    """Return the parameters about as a backward pass completes them: the last layer's first.
+
+    Those of one layer stay in order: a weight comes before its bias.
+    """
+    named = module.named_params()
+    layers = itertools.groupby(named, key=lambda name: name.rpartition(".")[0])
+    grouped = [[named[name] for name in names] for _, names in layers]
+    return [param for layer in reversed(grouped) for param in layer]
+
+
+def _before_forward(shards: HostShards | GatheredShards, module: Module) -> None:
+    """Refuse torn parameters; make the buffers the same, where all ranks begin the same pass."""
+    shards.check("forward")
+    sync = shards.sync
+    if module.training and sync.enabled and sync.weigh is None and module.buffers:
+        give_state(module, module.buffers, 0, shards.members)
+
+
+class _EachOnce:
+    """Sums over ranks what each host has as a whole, ``copies`` in all; the same on every rank."""
+
+    def __init__(self, members: ProcessGroup, copies: int) -> None:
+        self._members, self._copies = members, copies
+
+    def all_reduce(self, x: Any) -> Any:
+        """Sum ``x`` over the ranks, in place; see ``Summing``."""
+        return self._members.all_reduce(x, scale=1.0 / self._copies)
+
+
+class HostShards(Shards):
+    """What the parameters of a module have in common that is sharded in the memory of hosts.
+
+    Args:
+        params: in the order in which their gradients are sent.
+        members: the ranks that train it together.
+        step_in_backward, across_hosts: see :func:`fully_shard`.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Variable],
+        members: ProcessGroup,
+        step_in_backward: bool,
+        across_hosts: bool,
+    ) -> None:
+        self.members, self.steps = members, step_in_backward
+        if step_in_backward and len(hosts_of(members)) > 1:
+            raise ValueError(
+                "fully_shard: step_in_backward needs ranks that all share memory: parameters would "
+                "change before other hosts' gradients are there. These ranks are on "
+                f"{len(hosts_of(members))} hosts (see fl.distributed.describe())"
+            )
+        hosts = Hosts(members)
+        self.group = _EachOnce(members, 1 if across_hosts else hosts.count)
+        limit = bucket_bytes(hosts.local.size)
+        by_name: dict[str, list[Variable]] = {}
+        for param in params:
+            name = param.dtype.str if param.calc_grad else param.dtype.str + FROZEN
+            by_name.setdefault(name, []).append(param)
+        layouts = {
+            name: plan([p.shape for p in those], those[0].dtype.itemsize, hosts.local.size, limit)
+            for name, those in by_name.items()
+        }
+        self.memory = HostMemory(hosts, layouts, across_hosts)
+        self._steppers: dict[Variable, Stepper] = {}
+        self._optimizers: list[weakref.ref[FirstOrderOptimizer]] = []
+        self._states: dict[tuple[str, str, int], Array] = {}
+        self._taken: Counter[tuple[int, str]] = Counter()
+        units = [
+            (name, unit_plan, [by_name[name][number] for number in unit_plan.numbers])
+            for name, layout in layouts.items()
+            for unit_plan in layout.units
+        ]
+        self.params = [param for _, _, those in units for param in those]
+        sent = [unit for unit in self._placed(units) if not unit.name.endswith(FROZEN)]
+        self.sync = self._sync(hosts, _largest(layouts), sent)
+        self.sync.step_all = self.step_all
+        self.sync.install()
+        hosts.local.barrier()  # all have copied what is theirs
+
+    def _sync(self, hosts: Hosts, nbytes: int, units: Sequence[Unit]) -> ShardSync:
+        """Return what adds up gradients through buckets of ``nbytes``. Collective, blocking."""
+        scale = 1.0 / self.members.size if hosts.count == 1 else 1.0
+        buckets = Buckets(hosts.local, nbytes, scale, keeps=not self.steps)
+        if self.steps:
+            return StepSync(self.members, self.memory, buckets, units, self._stepper_of)
+        return ShardSync(self.members, self.memory, buckets, units)
+
+    def _placed(self, units: Sequence[tuple[str, UnitPlan, list[Variable]]]) -> list[Unit]:
+        """Move the parameters; return what is sent together."""
+        made = []
+        with self.memory.loading():
+            for name, unit_plan, those in units:
+                wholes = []
+                for position, param in enumerate(those):
+                    placement = HostPlacement(self, name, unit_plan, position, param.shape)
+                    data = placement.view(self.memory.params[name])
+                    if self.memory.hosts.local.rank == 0:
+                        data[...] = param.data
+                    data.flags.writeable = not self.memory.is_debugged
+                    param.data, param.placement = data, placement
+                    wholes.append(placement.view(self.memory.grads[name]))
+                made.append(Unit(name, unit_plan, those, wholes))
+        return made
+
+    def attach(self, optimizer: FirstOrderOptimizer) -> None:
+        """Begin new state for an optimizer, and remember it; see ``Shards``."""
+        if self.steps and (
+            not isinstance(optimizer, RuleOptimizer) or optimizer.needs_whole_gradient
+        ):
+            raise ValueError(
+                f"fully_shard(step_in_backward=True): {type(optimizer).__name__} cannot step a "
+                "part of a parameter by itself; shard the module without step_in_backward"
+            )
+        if self.steps and isinstance(optimizer, RuleOptimizer):
+            self._steppers.update((p, (optimizer, i)) for i, p in enumerate(optimizer.params))
+        self._optimizers = [ref for ref in self._optimizers if ref() is not None]
+        self._optimizers.append(weakref.ref(optimizer))
+        self._states, self._taken = {}, Counter()
+
+    def sum_of_squares(self, variables: Sequence[Variable]) -> float:
+        """Return that of all gradients, the same for any number of ranks; see ``Shards``."""
+        if self.memory.across:
+            return super().sum_of_squares(variables)
+        local, parts = self.memory.hosts.local, [np.zeros(0)]
+        for variable in variables:
+            assert variable.grad is not None
+            sums = np.zeros(-(-variable.size // BLOCK))
+            mine = slice(local.rank, None, local.size)
+            sums[mine] = sums_of_squares(variable.grad, mine)
+            parts.append(sums)
+        return float(sum(local.all_reduce(np.concatenate(parts)).tolist()))
+
+    def _stepper_of(self, param: Variable) -> Stepper | None:
+        return self._steppers.get(param)
+
+    def changing(self, what: str) -> AbstractContextManager[None]:
+        """Return the context in which this process may write its pieces; see ``Shards``."""
+        if isinstance(self.sync, StepSync):
+            self.sync.is_done = False
+        return self.memory.changing(what)
+
+    def check(self, what: str) -> None:
+        """Refuse ``what`` where a rank has ended in the middle of a step; see ``Shards``."""
+        self.memory.check(what)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Return the context in which all parameters are set; see ``Shards``."""
+        with self.memory.loading():
+            for param in self.params:
+                param.data.flags.writeable = True
+            yield
+            for param in self.params:
+                param.data.flags.writeable = not self.memory.is_debugged
+
+    def new_state(self, name: str, number: int, dtype: DTypeLike) -> Array:
+        """Return a flat array of layout ``name`` for parameter ``number``. May be collective."""
+        kind = np.dtype(dtype).str
+        count = self._taken[number, kind]
+        self._taken[number, kind] += 1
+        if (name, kind, count) not in self._states:
+            self._states[name, kind, count] = self.memory.new_flat(name, kind)
+        return self._states[name, kind, count]
+
+    def step_all(self) -> None:
+        """Let the optimizers step, on a rank that only takes part for the others."""
+        for ref in self._optimizers:
+            optimizer = ref()
+            if optimizer is not None:
+                optimizer.step()
+
+
+def _largest(layouts: dict[str, Layout]) -> int:
+    return max(
+        (chunk.stop - chunk.start) * np.dtype(name.removesuffix(FROZEN)).itemsize
+        for name, layout in layouts.items()
+        for unit in layout.units
+        for chunk in unit.chunks
+    )
+
+
+class HostPlacement(Placement):
+    """Where one parameter lies in flat arrays of layout ``name``: at ``position`` of ``unit``."""
+
+    shards: HostShards
+
+    def __init__(
+        self, shards: HostShards, name: str, unit: UnitPlan, position: int, shape: tuple[int, ...]
+    ) -> None:
+        self.shards, self._name, self._shape = shards, name, shape
+        start = unit.starts[position]
+        self._place = slice(start, start + unit.sizes[position])
+        self._number = unit.numbers[position]
+        self._pieces = shards.memory.pieces(name, unit, position)
+
+    def view(self, flat: Array) -> Array:
+        """Return what of a flat array is this parameter's."""
+        return flat[self._place].reshape(self._shape)
+
+    def zeros(self, dtype: DTypeLike) -> Array:
+        """Return new state for the parameter, zeros; see ``Placement``."""
+        flat = self.shards.new_state(self._name, self._number, dtype)
+        return self.view(flat)
+
+    def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
+        """Return what this process steps; see ``Placement``."""
+        memory = self.shards.memory
+        data = memory.params[self._name][self._place]
+        if self._name.endswith(FROZEN):
+            raise ValueError(
+                f"a parameter of shape {self._shape} had no calc_grad when fully_shard was called, "
+                "so its gradients are not summed; call fully_shard again to train it"
+            )
+        assert variable.grad is not None
+        arrays = [data, variable.grad.reshape(-1), *(state.reshape(-1) for state in states)]
+        return [tuple([array[piece] for array in arrays]) for piece in self._pieces]
+
+    def sum_of_squares(self, variable: Variable) -> float:
+        """Return that of the whole gradient; collective across hosts. See ``Placement``."""
+        if not self.shards.memory.across:
+            return super().sum_of_squares(variable)
+        parts = [sum_of_squares(grad) for _, grad in self.pieces(variable, ())]
+        return float(self.shards.members.all_reduce(np.array([sum(parts)]))[0])
+
+    def whole(self, state: Array) -> Array:
+        """Return ``state`` in the parameter's shape; collective across hosts."""
+        whole = np.array(state) if self.shards.memory.across else state
+        for host, part in self._parts():
+            root = self.shards.memory.hosts.first_ranks[host]
+            self.shards.members.broadcast(whole.reshape(-1)[part], root=root)
+        return whole
+
+    def put(self, state: Array, value: Any) -> None:
+        """Set what this host keeps of ``state`` to ``value``; see ``Placement``."""
+        memory = self.shards.memory
+        flat, new = state.reshape(-1), to_device(value, "cpu").reshape(-1)
+        parts = dict(self._parts()) if memory.across else {memory.hosts.index: slice(None)}
+        own = parts.get(memory.hosts.index)
+        if own is not None:
+            flat[own] = new[own]
+
+    def _parts(self) -> Iterator[tuple[int, slice]]:
+        """Yield which of the parameter's elements which host steps, where each has a part."""
+        memory, place = self.shards.memory, self._place
+        for host in range(memory.hosts.count if memory.across else 0):
+            own = memory.own(self._name, host)
+            low, high = max(own.start, place.start), min(own.stop, place.stop)
+            if low < high:
+                yield host, slice(low - place.start, high - place.start)

@@ -1,0 +1,300 @@
+"""Linear layers whose weights are cut between ranks: tensor parallelism."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from flashlight_py.autograd import Variable
+from flashlight_py.autograd import functions as F
+from flashlight_py.device import Array, array_module, device_of, to_device
+from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.numbers import whole
+from flashlight_py.distributed.world import group_or_world
+from flashlight_py.errors import MismatchError
+from flashlight_py.nn import Linear
+from flashlight_py.optim.optimizer import FirstOrderOptimizer
+from flashlight_py.optim.placement import Placement, Shards
+from flashlight_py.optim.squares import sum_of_squares
+from flashlight_py.parallel.agreement import (
+    by_rank,
+    check_modules_agree,
+    check_settings_agree,
+    digest_of_values,
+)
+from flashlight_py.parallel.functional.call import Call, copy_of
+
+How = Literal["column", "row"]
+
+
+def shard_linear(
+    layer: Linear,
+    how: How,
+    sizes: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
+) -> Linear:
+    """Cut the weight of ``layer`` between the ranks, in place; each keeps and computes its part.
+
+    ``"column"`` cuts the outputs: every rank passes the same input, ``[..., in]``, and gets its own
+    part of the result, ``[..., sizes[rank]]``. ``"row"`` cuts the inputs: every rank passes its
+    part, ``[..., sizes[rank]]``, and all get the same result, ``[..., out]``. So a column layer,
+    anything elementwise, and a row layer of the same sizes are one ``all_reduce`` forward, and one
+    backward where the input has a gradient. The bias of a column layer is cut with it, that of a
+    row layer is added once, and every rank has it.
+
+    Every rank calls ``backward()`` on the same loss (not on its share of it), and gets the
+    gradients of the layer as it was: of its part of a weight, and the whole one of the input. The
+    ranks' losses must be the same, so parameters that are not cut stay the same on all ranks.
+
+    The state dict, of the layer and of an optimizer made afterwards, has whole arrays:
+    ``state_dict`` is collective, and ``load_state_dict`` takes whole arrays, on any number of
+    ranks. ``fl.save`` and ``fl.load`` work on that. Optimizers and gradient hooks belong to the
+    arrays of before: make them afterwards. Ranks that hold the same part may train on different
+    data with ``distribute_module_grads(module, group=...)`` of them. ``clip_grad_norm`` counts the
+    parts of all ranks, and is collective then. Copies of the layer belong to the same group.
+
+    Collective, blocking, as is calling the layer: forward a row layer, backward a column layer.
+
+    Args:
+        layer: the same on every rank, with the same values.
+        how: ``"column"`` or ``"row"``.
+        sizes: how many outputs (inputs) each rank keeps, at least 0, together those of the layer;
+            the same on every rank. Default: they differ by one at most.
+        group: the ranks that hold the layer together, default the world.
+
+    Returns:
+        ``layer``, now of a subclass.
+
+    Raises:
+        TypeError: ``layer`` is no Linear, or was cut before.
+        ValueError: another ``how``; or ``sizes`` has not one integer per rank, or another sum.
+        MismatchError: the ranks pass different arguments, layers or values; on every rank.
+        DistributedError: as :func:`flashlight_py.all_reduce`.
+
+    Example:
+        >>> model = fl.nn.Sequential(fl.nn.Linear(8, 32), fl.nn.ReLU(), fl.nn.Linear(32, 8))
+        >>> _ = fl.parallel.shard_linear(model[0], "column")
+        >>> _ = fl.parallel.shard_linear(model[2], "row")
+        >>> model(fl.input(np.ones((1, 8), np.float32))).shape
+        (1, 8)
+    """
+    if type(layer) is not Linear:
+        raise TypeError(
+            f"shard_linear takes a flashlight_py.nn.Linear, got {type(layer).__name__}"
+            f"{', which was cut already' if isinstance(layer, ShardedLinear) else ''}"
+        )
+    if how not in ("column", "row"):
+        raise ValueError(f"shard_linear: how must be 'column' or 'row', got {how!r}")
+    members = group_or_world(group)
+    axis = 0 if how == "column" else 1
+    cut = Cut(group, axis, _sizes(sizes, layer.weight.shape[axis], members.size))
+    check_settings_agree("shard_linear", {"how": how, "sizes": str(cut.sizes)}, members)
+    _check_values(layer, members)
+    layer.__class__ = ShardedLinear
+    assert isinstance(layer, ShardedLinear)
+    layer.cut = cut
+    layer.place()
+    for variable, placement in layer.placements():
+        variable.data = placement.part(variable.data)
+        variable.grad = variable.grad_buffer = None
+    return layer
+
+
+class ShardedLinear(Linear):
+    """A Linear of which this rank has a part: see ``shard_linear``."""
+
+    cut: Cut
+
+    def forward(self, x: Variable) -> Variable:
+        """Return this rank's part of ``x @ weight.T + bias``, or the whole of it, by its kind."""
+        members = self.cut.members
+        if self.cut.axis == 0:
+            return F.linear(_entering(x, members), self.weight, self.bias)
+        part = self.weight.shape[1]
+        if x.shape[-1:] != (part,):
+            raise ValueError(
+                f"a row layer of shard_linear expects this rank's part of its input, of shape "
+                f"[..., {part}], got {x.shape}; a column layer of the same sizes returns it"
+            )
+        return _left(F.linear(x, self.weight), self.bias, members)
+
+    def placements(self) -> list[tuple[Variable, CutParameter]]:
+        """Return the parameters that are cut."""
+        bias = self.bias if self.cut.axis == 0 else None
+        return [(each, each.placement) for each in (self.weight, bias) if each is not None]
+
+    def place(self) -> None:
+        """Say of the parameters that they are parts."""
+        shape = list(self.weight.shape)
+        shape[self.cut.axis] = sum(self.cut.sizes)
+        self.weight.placement = CutParameter(self.weight, self.cut, tuple(shape))
+        if self.bias is not None and self.cut.axis == 0:
+            self.bias.placement = CutParameter(self.bias, self.cut, tuple(shape[:1]))
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self.place()
+
+    def __repr__(self) -> str:
+        out, into = self.weight.placement.whole_shape(self.weight)
+        how = "row" if self.cut.axis else "column"
+        sizes = list(self.cut.sizes)
+        return f"Linear({into}, {out}, bias={self.bias is not None}) cut by {how}: {sizes}"
+
+
+class Cut(Shards):
+    """How a layer is cut: along which dimension of its weight, into which sizes."""
+
+    def __init__(self, group: ProcessGroup | None, axis: int, sizes: tuple[int, ...]) -> None:
+        self._group, self.axis, self.sizes = group, axis, sizes
+
+    @property
+    def members(self) -> ProcessGroup:
+        """The ranks that hold the layer, the world where no group was given."""
+        return group_or_world(self._group)
+
+    @property
+    def group(self) -> ProcessGroup:  # type: ignore[override]
+        """The same, for optimizers."""
+        return self.members
+
+    def part(self, axis: int) -> tuple[slice, ...]:
+        """Return this rank's part along dimension ``axis``."""
+        rank = self.members.rank
+        ends = list(accumulate(self.sizes))
+        return (slice(None),) * axis + (slice(ends[rank] - self.sizes[rank], ends[rank]),)
+
+    def attach(self, optimizer: FirstOrderOptimizer) -> None:
+        """Do nothing: every optimizer can step a part."""
+
+    def changing(self, what: str) -> AbstractContextManager[None]:
+        """Return an empty context: nobody reads another rank's part."""
+        return contextlib.nullcontext()
+
+    def own_gradients(self, variables: Iterable[Variable]) -> list[Array]:
+        """Return the gradients as they are: each is this rank's part."""
+        return [each.grad for each in variables if each.grad is not None]
+
+    def __deepcopy__(self, memo: object) -> Cut:
+        return self
+
+
+class CutParameter(Placement):
+    """A parameter of which this rank has its part alone."""
+
+    is_cut = True
+
+    def __init__(self, variable: Variable, cut: Cut, whole_shape: tuple[int, ...]) -> None:
+        self.shards = cut
+        self.cut, self._extents = cut, whole_shape
+        self._variable = weakref.ref(variable)
+        self._axis = min(cut.axis, len(whole_shape) - 1)
+
+    def zeros(self, dtype: DTypeLike) -> Array:
+        """Return state for this rank's part, on its device."""
+        variable = self._variable()
+        assert variable is not None  # whoever asks has it
+        return array_module(variable.data).zeros(variable.shape, dtype)  # type: ignore[no-any-return]
+
+    def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
+        """Return the part as it is: one piece."""
+        assert variable.grad is not None
+        arrays = (variable.data, variable.grad, *states)
+        return [tuple(array.reshape(-1) for array in arrays)]
+
+    def sum_of_squares(self, variable: Variable) -> float:
+        """Return that of all ranks' gradients. Collective, blocking."""
+        assert variable.grad is not None
+        own = np.array(sum_of_squares(variable.grad), np.float64)
+        return float(self.cut.members.all_reduce(own))
+
+    def whole(self, state: Array) -> Array:
+        """Return all ranks' parts, joined. Collective, blocking."""
+        members = self.cut.members
+        if self._axis == 0:
+            return members.all_gather(state)
+        joined = members.all_gather(array_module(state).ascontiguousarray(state.T))
+        return array_module(state).ascontiguousarray(joined.T)  # type: ignore[no-any-return]
+
+    def put(self, state: Array, value: Any) -> None:
+        """Set this rank's part of the state."""
+        state[...] = to_device(self.part(value), device_of(state))
+
+    def value(self, variable: Variable) -> Array:
+        """Return the whole parameter. Collective, blocking."""
+        return self.whole(variable.data)
+
+    def whole_shape(self, variable: Variable) -> tuple[int, ...]:
+        """Return the shape of the whole parameter."""
+        return self._extents
+
+    def part(self, value: Array) -> Array:
+        """Return a copy of this rank's part of a whole array."""
+        if value.shape != self._extents:
+            raise ValueError(
+                f"a parameter that shard_linear has cut takes the whole array, of shape "
+                f"{self._extents}, got {value.shape}; nothing was changed"
+            )
+        return copy_of(value[self.cut.part(self._axis)])
+
+    def words(self) -> str:
+        """Say which part this is."""
+        place = self.cut.part(self._axis)[self._axis]
+        return f", {place.start} to {place.stop} of {self._extents[self._axis]}"
+
+
+def _entering(x: Variable, group: ProcessGroup) -> Variable:
+    """Return ``x``, whose gradient is the sum of what the ranks' parts have for it."""
+    if not x.calc_grad:
+        return x
+
+    def add_up(grad: Array) -> Array:
+        return group.all_reduce(copy_of(grad))
+
+    return Call("shard_linear", group).record(x, x.data, vjp=add_up)
+
+
+def _left(part: Variable, bias: Variable | None, group: ProcessGroup) -> Variable:
+    """Return the sum of the ranks' ``part``, a new array that nobody else has, and the bias.
+
+    All ranks have the same loss, so the gradient of the sum is that of each part.
+    """
+    array = group.all_reduce(part.data)  # in place
+    if not part.calc_grad and (bias is None or not bias.calc_grad):
+        if bias is not None:
+            array += bias.data
+        return part
+    result = Call("shard_linear", group).record(part, array, vjp=lambda grad: grad)
+    return result if bias is None else result + bias
+
+
+def _sizes(sizes: Sequence[int] | None, extent: int, ranks: int) -> tuple[int, ...]:
+    if sizes is None:
+        return tuple(extent // ranks + (rank < extent % ranks) for rank in range(ranks))
+    numbers = [whole(size) for size in sizes]
+    found = tuple(number for number in numbers if number is not None and number >= 0)
+    if len(found) < len(numbers) or len(found) != ranks or sum(found) != extent:
+        raise ValueError(
+            f"shard_linear: sizes must be {ranks} integers, one per rank, that sum to {extent}, "
+            f"got {list(sizes)}"
+        )
+    return found
+
+
+def _check_values(layer: Linear, members: ProcessGroup) -> None:
+    params = layer.named_params()
+    digest = digest_of_values(params.values()) if members.size > 1 else 0
+    digests = check_modules_agree(params, members, digest)
+    if len(set(digests)) > 1:
+        raise MismatchError(
+            f"rank {members.rank} of {members.size}: shard_linear: the layers have different "
+            f"values ({by_rank([f'{each:x}' for each in digests])}), and parts of different layers "
+            "make none. Call fl.broadcast_parameters(module) before, or draw from the same seed"
+        )

@@ -1,0 +1,310 @@
+"""How the gradients of a sharded module are added up over the ranks, while a backward pass runs.
+
+As in ``gradient_sync``, what is sent must be the same sequence on all ranks: units go in the order
+of the layout. A gradient that is complete before its turn waits as an array of this rank's own. The
+product that is a large weight's gradient is computed into the buckets, when it is its turn; then
+it never exists as a whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flashlight_py.autograd import Variable, on_backward_end
+from flashlight_py.autograd.engine import GradSink, is_last_contribution
+from flashlight_py.device import Array
+from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.arrays import scale_in_place
+from flashlight_py.distributed.reducer import InlineReducer
+from flashlight_py.parallel.gradient_sync import PassSync, used_on_any_rank
+from flashlight_py.parallel.shard_layout import Chunk, UnitPlan
+
+if TYPE_CHECKING:
+    from flashlight_py.parallel.segment import HostMemory
+    from flashlight_py.parallel.shard_buckets import Buckets
+
+
+class Sink(GradSink):
+    """Takes the gradient of one parameter.
+
+    ``whole``: where the ranks' sum lies. ``beside``: what this rank adds to a sum of earlier
+    passes; else its own gradient is ``Variable.grad`` until it has been sent.
+    """
+
+    __slots__ = ("beside", "dtype", "passed", "shape", "sync", "unit", "whole")
+
+    def __init__(self, sync: ShardSync, unit: Unit, whole: Array) -> None:
+        self.sync, self.unit, self.whole = sync, unit, whole
+        self.shape, self.dtype = whole.shape, whole.dtype
+        self.beside: Array | None = None
+        self.passed = False  # the pass has computed it into the buckets
+
+    def add(self, leaf: Variable, contribution: Array, is_new: bool) -> None:
+        """Add a contribution to this rank's own gradient; see ``GradSink``."""
+        own = self.own(leaf)
+        if own is not None:
+            own += contribution
+            return
+        own = contribution if is_new else np.array(contribution)
+        if leaf.grad is self.whole:
+            self.beside = own
+        else:
+            leaf.grad = own
+
+    def own(self, leaf: Variable) -> Array | None:
+        """Return this rank's own gradient that was not sent yet, or None."""
+        if leaf.grad is self.whole:
+            return self.beside
+        self.beside = None  # of before a zero_grad
+        return leaf.grad
+
+    def product(self, leaf: Variable, a: Array, b: Array) -> Array | GradSink:
+        """Compute ``a @ b`` into the buckets if it is its turn; see ``GradSink``."""
+        fits = a.dtype == b.dtype == self.dtype and self.own(leaf) is None
+        if fits and is_last_contribution(leaf) and self.sync.may_stream(self.unit):
+            self.sync.stream(self.unit, leaf, a, b)
+            self.passed = True
+            return self
+        product: Array = a.dot(b)
+        return product
+
+
+class Unit:
+    """Parameters that are sent together, and where."""
+
+    def __init__(
+        self, name: str, plan: UnitPlan, params: Sequence[Variable], wholes: Sequence[Array]
+    ) -> None:
+        self.name, self.plan, self.params, self.wholes = name, plan, params, wholes
+        self.pending = len(params)
+        self.sinks: list[Sink] = []
+
+    def begin(self) -> bool:
+        """Return whether the sums are added to those of earlier passes."""
+        kept = [p.grad is whole for p, whole in zip(self.params, self.wholes, strict=True)]
+        if any(kept) and not all(kept):
+            for sink, has in zip(self.sinks, kept, strict=True):
+                if not has:
+                    sink.sync.clear(self, sink)
+        return any(kept)
+
+
+class ShardSync(PassSync):
+    """Sends units in order, as hooks complete them, and finishes with the pass.
+
+    Args:
+        group: all ranks.
+        memory: what this host's ranks have in common, and how it is summed with other hosts'.
+        buckets: this rank's.
+        units: in the order in which they are sent.
+    """
+
+    sink_type = Sink
+
+    def __init__(
+        self, group: ProcessGroup, memory: HostMemory, buckets: Buckets, units: Sequence[Unit]
+    ) -> None:
+        super().__init__(InlineReducer(1.0, group=group))
+        self.is_shared = True
+        self._group, self._memory, self._buckets, self._units = group, memory, buckets, units
+        for unit in units:
+            unit.sinks = [self.sink_type(self, unit, whole) for whole in unit.wholes]
+        self._params = [param for unit in units for param in unit.params]
+        self._sinks = [sink for unit in units for sink in unit.sinks]
+        self.step_all: Callable[[], None] = _nothing  # that the ranks step after a pass
+        self._given = 0  # units that this pass has sent
+        self._weight = 1.0
+        self._running = False
+        self._unused: set[Variable] = set()
+
+    def install(self) -> None:
+        """Make the parameters' gradients go here."""
+        for unit in self._units:
+            for param, sink in zip(unit.params, unit.sinks, strict=True):
+                param.buffer = sink
+                param.grad = None
+                param.register_grad_hook(functools.partial(self._on_ready, unit))
+
+    def detach(self) -> None:
+        """Let go of the parameters, whose gradients something else adds up from now on."""
+        self.enabled = False
+        for param, sink in zip(self._params, self._sinks, strict=True):
+            if param.buffer is sink:
+                param.buffer = None
+                param.clear_grad_hook()
+
+    def clear(self, unit: Unit, sink: Sink) -> None:
+        """Set this rank's part of a gradient that is not there to zeros, to be added to."""
+        position = unit.sinks.index(sink)
+        flat = sink.whole.reshape(-1)
+        for piece in self._memory.pieces(unit.name, unit.plan, position):
+            flat[piece] = 0
+
+    # What hooks and sinks ask ------------------------------------------------------------------
+
+    def may_stream(self, unit: Unit) -> bool:
+        """Return whether a product can be computed into the buckets now."""
+        return (
+            self.enabled
+            and unit.plan.is_large
+            and self._given < len(self._units)
+            and self._units[self._given] is unit
+        )
+
+    def stream(self, unit: Unit, leaf: Variable, a: Array, b: Array) -> None:
+        """Compute ``a @ b``, the gradient of the unit's only parameter, into the buckets."""
+        self._begin()
+        weight, adds = self._weigh(), unit.begin()
+        if not weight:
+            self._unused.add(leaf)
+        start, columns = unit.plan.starts[0], b.shape[1]
+        for chunk in unit.plan.chunks:
+            bucket = self._buckets.next(chunk, self._memory.grads[unit.name], adds)
+            low = chunk.start - start
+            high = min(chunk.stop - start, unit.plan.sizes[0])
+            _product_into(bucket[: high - low], a, b, low, columns)
+            bucket[high - low :] = 0
+            self._send(unit, chunk, bucket, weight, adds)
+
+    def _on_ready(self, unit: Unit, _: Variable) -> None:
+        """Autograd: the gradient of one of the unit's parameters is complete."""
+        if not self.enabled:
+            return
+        self._begin()
+        unit.pending -= 1
+        while self._given < len(self._units) and not self._units[self._given].pending:
+            self._give_next()
+
+    def _begin(self) -> None:
+        if not self._running:
+            self._enter()
+            self._running = True
+            on_backward_end(self._on_end)
+
+    def _enter(self) -> None:
+        """Do what comes before the first unit of a pass."""
+
+    def _weigh(self) -> float:
+        """Return what this rank's gradients count in this pass."""
+        if self.weigh is not None:
+            self._weight = self.weigh(self._given == 0)
+        return self._weight
+
+    # Sending -----------------------------------------------------------------------------------
+
+    def _give_next(self) -> None:
+        unit = self._units[self._given]
+        passed = any(sink.passed for sink in unit.sinks)
+        if not passed:
+            self._give(unit, self._weigh())
+        self._given += 1
+
+    def _give(self, unit: Unit, weight: float) -> None:
+        own = [sink.own(param) for param, sink in zip(unit.params, unit.sinks, strict=True)]
+        if not weight:
+            own = [None] * len(own)  # a batch of no samples may have nan for its mean
+        self._unused.update(p for p, grad in zip(unit.params, own, strict=True) if grad is None)
+        adds = unit.begin()
+        for chunk in unit.plan.chunks:
+            bucket = self._buckets.next(chunk, self._memory.grads[unit.name], adds)
+            _fill(bucket, chunk, unit.plan, own)
+            self._send(unit, chunk, bucket, weight, adds)
+        for param, sink in zip(unit.params, unit.sinks, strict=True):
+            sink.beside = None
+            if param.grad is not sink.whole:
+                param.grad = None
+
+    def _send(self, unit: Unit, chunk: Chunk, bucket: Array, weight: float, adds: bool) -> None:
+        self._scale(bucket, weight)
+        old = functools.partial(self._memory.weigh_old, unit.name) if adds else None
+        self._buckets.send(chunk, self._memory.grads[unit.name], old)
+
+    @staticmethod
+    def _scale(bucket: Array, weight: float) -> None:
+        if not weight:
+            bucket[...] = 0
+        elif weight != 1.0:
+            scale_in_place(bucket, weight)
+
+    def _on_end(self, completed: bool) -> None:
+        """Autograd: the pass is over. Send what is left, and wait for everything."""
+        try:
+            if completed:
+                while self._given < len(self._units):
+                    self._give_next()
+                self._finish()
+        finally:
+            self._reset()
+
+    def _reset(self) -> None:
+        for unit in self._units:
+            unit.pending = len(unit.params)
+            for sink in unit.sinks:
+                sink.passed = False
+        self._running, self._given, self._weight = False, 0, 1.0
+        self._unused = set()
+
+    def _finish(self) -> None:
+        """Wait for all ranks' sums; parameters that no rank used have no gradient then."""
+        self._memory.sum_between_hosts()
+        # As all ranks pass their flags when their parts are complete, the sums are, too.
+        here = [param not in self._unused for param in self._params]
+        used = used_on_any_rank(here, self._group)
+        for param, sink, anywhere in zip(self._params, self._sinks, used, strict=True):
+            if anywhere:
+                param.grad = sink.whole
+
+    def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
+        """Return this rank's share of the samples, relative to the mean."""
+        return samples * ranks / all_samples if all_samples else 0.0
+
+    def give_zeros(self) -> None:
+        """Take part in a pass of the other ranks with zeros, and in the step after it."""
+        try:
+            for param in self._params:
+                param.grad = None
+            self._enter()
+            for unit in self._units:
+                self._give(unit, 0.0)
+            self._finish()
+        finally:
+            self._reset()
+        self.step_all()
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _fill(bucket: Array, chunk: Chunk, plan: UnitPlan, own: Sequence[Array | None]) -> None:
+    """Copy into ``bucket`` what it has of the gradients; zeros where there is none."""
+    end = chunk.start
+    for start, size, grad in zip(plan.starts, plan.sizes, own, strict=True):
+        low, high = max(start, chunk.start), min(start + size, chunk.stop)
+        if low >= high:
+            continue
+        room = bucket[low - chunk.start : high - chunk.start]
+        room[...] = 0 if grad is None else grad.reshape(-1)[low - start : high - start]
+        end = high
+    bucket[end - chunk.start :] = 0
+
+
+def _product_into(room: Array, a: Array, b: Array, low: int, columns: int) -> None:
+    """Write the elements from ``low`` on, in row-major order, of ``a @ b`` to ``room``."""
+    at, end = low, low + room.size
+    while at < end:
+        row, column = divmod(at, columns)
+        if column or end - at < columns:  # a part of one row
+            stop = min(end, (row + 1) * columns)
+            part = room[at - low : stop - low]
+            part[...] = a[row].dot(b[:, column : column + part.size])
+        else:
+            rows = (end - at) // columns
+            stop = at + rows * columns
+            block = room[at - low : stop - low].reshape(rows, columns)
+            np.dot(a[row : row + rows], b, out=block)
+        at = stop

@@ -1,0 +1,198 @@
+"""What a worker does: forward passes of its share of a batch, and their backward passes."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from flashlight_py.autograd import Variable
+from flashlight_py.autograd.graph import Node, Target
+from flashlight_py.autograd.variable import record
+from flashlight_py.device import Array
+from flashlight_py.launch.failures import Failure
+from flashlight_py.launch.pickling import dumps
+from flashlight_py.parallel.workers.memory import Memory, Place
+from flashlight_py.parallel.workers.parts import (
+    Part,
+    array_of,
+    is_data,
+    put_together,
+    take_apart,
+)
+from flashlight_py.random import set_seed
+
+# A parameter of the module (True) or an input (False), and its number.
+Leaf: TypeAlias = tuple[bool, int]
+
+
+class Forward(NamedTuple):
+    """A request: compute ``inputs`` under ``number``; ``module`` is a form, None: as before."""
+
+    number: int
+    module: bytes | None
+    seed: int
+    inputs: bytes
+    places: list[Place]
+
+
+class Computed(NamedTuple):
+    """The answer: where the results lie, and on which leaves each depends."""
+
+    places: list[Place]
+    leaves: list[list[Leaf]]
+
+
+class Backward(NamedTuple):
+    """A request: the backward pass of ``number``, from the gradients of some results on."""
+
+    number: int
+    results: list[int]
+    places: list[Place]
+
+
+class Differentiated(NamedTuple):
+    """The answer: which leaves have a gradient, and where that of each input lies.
+
+    Those of parameters are in their buffers.
+    """
+
+    leaves: list[Leaf]
+    places: dict[int, Place]
+
+
+class Raised(NamedTuple):
+    """The answer where a request raised; ``error`` is a pickle, None where it cannot be pickled."""
+
+    failure: Failure
+    error: bytes | None
+
+
+def serve(
+    link: Connection,
+    fds: tuple[int, int, int],
+    params: list[Place],
+    buffers: list[Place | None],
+    takes_output: bool,
+) -> None:
+    """Answer requests until the link ends: ``(request, numbers of graphs to forget)``.
+
+    An answer is a pair: what was computed, and what was printed meanwhile; that is empty unless
+    this end ``takes_output``.
+    """
+    share = _Share(fds, params, buffers)
+    while True:
+        try:
+            request, forgotten = link.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        share.forget(forgotten)
+        with ExitStack() as stack:
+            printed = io.StringIO()
+            if takes_output:
+                stack.enter_context(redirect_stdout(printed))
+                stack.enter_context(redirect_stderr(printed))
+            answer = _answer(share, request)
+        link.send((answer, printed.getvalue()))
+
+
+def _answer(share: _Share, request: Forward | Backward) -> Computed | Differentiated | Raised:
+    try:
+        return share.forward(request) if isinstance(request, Forward) else share.backward(request)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
+        return Raised(Failure.of_exception(error, time.monotonic()), _pickled(error))
+
+
+def _pickled(error: Exception) -> bytes | None:
+    try:
+        return dumps(error)
+    except TypeError:
+        return None
+
+
+class _Share:
+    """This worker's side: the parameters in shared memory, and the graphs of forward passes."""
+
+    def __init__(
+        self, fds: tuple[int, int, int], params: list[Place], buffers: list[Place | None]
+    ) -> None:
+        model, self._inbox, self._outbox = map(Memory, fds)
+        self._params = [Variable(array) for array in model.views(params)]
+        for param, place in zip(self._params, buffers, strict=True):
+            param.buffer = place and model.views([place])[0]
+        model.close()
+        self._module = b""
+        self._graphs: dict[int, tuple[list[Part], list[Part]]] = {}
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._graphs.pop(number, None)  # none where the forward pass raised
+
+    def forward(self, asked: Forward) -> Computed:
+        self._module = asked.module or self._module
+        module = put_together(self._module, self._param)
+        set_seed(asked.seed)
+        # Copies: the graph needs the inputs, and the next request overwrites the inbox.
+        inputs: list[Part] = [np.array(view) for view in self._inbox.views(asked.places)]
+
+        def find(number: int, calc_grad: bool | None) -> Part:
+            if calc_grad is not None and not isinstance(inputs[number], Variable):
+                inputs[number] = Variable(array_of(inputs[number]), calc_grad)
+            return inputs[number]
+
+        result = module(*put_together(asked.inputs, find))
+        _, results = take_apart(result, is_data)
+        self._graphs[asked.number] = inputs, results
+        known = self._leaves(inputs)
+        leaves = [[known[v] for v in leaves_below(part) if v in known] for part in results]
+        return Computed(self._outbox.put([array_of(part) for part in results]), leaves)
+
+    def backward(self, asked: Backward) -> Differentiated:
+        inputs, results = self._graphs[asked.number]
+        leaves = self._leaves(inputs)
+        for variable in leaves:
+            variable.grad = None
+        seeds = zip(asked.results, self._inbox.views(asked.places), strict=True)
+        roots = [(results[number], seed) for number, seed in seeds]
+        # One pass from all results: the root is a number that depends on each of them.
+        edges = [(root, _constant(seed)) for root, seed in roots if isinstance(root, Variable)]
+        root = record(np.zeros(()), *edges)
+        if root.calc_grad:
+            root.backward(retain_graph=True)  # until the parent's graph is gone
+        grads = {leaf: v.grad for v, leaf in leaves.items() if v.grad is not None}
+        of_inputs = {number: grad for (is_param, number), grad in grads.items() if not is_param}
+        places = self._outbox.put(list(of_inputs.values()))
+        return Differentiated(list(grads), dict(zip(of_inputs, places, strict=True)))
+
+    def _leaves(self, inputs: Sequence[Part]) -> dict[Variable, Leaf]:
+        """Return what may have a gradient that the parent needs."""
+        found = {part: (False, n) for n, part in enumerate(inputs) if isinstance(part, Variable)}
+        return {**found, **{param: (True, n) for n, param in enumerate(self._params)}}
+
+    def _param(self, number: int, calc_grad: bool | None) -> Variable:
+        self._params[number].calc_grad = bool(calc_grad)
+        return self._params[number]
+
+
+def _constant(seed: Array) -> Any:
+    return lambda _: seed
+
+
+def leaves_below(result: Part) -> list[Variable]:
+    """Return the leaves that a backward pass from ``result`` would reach."""
+    if not isinstance(result, Variable) or not result.calc_grad:
+        return []
+    waiting: list[Target] = [result.node or result]
+    seen: set[Target] = set()
+    while waiting:
+        target = waiting.pop()
+        if target not in seen:
+            seen.add(target)
+            if isinstance(target, Node):
+                waiting.extend(below for below, _ in target.edges or ())
+    return [target for target in seen if isinstance(target, Variable)]

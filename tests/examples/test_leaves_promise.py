@@ -1,0 +1,108 @@
+"""examples/ResumableTraining.py --leaves 8: killed at random, on any ranks, the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.launch.launcher import LAUNCH
+
+PROGRAM = Path(__file__).parents[2] / "examples" / "ResumableTraining.py"
+EPOCHS, SAVES = 3, 37  # 150 steps, of which every 4th is saved
+JOB = ("--leaves", "8", "--epochs", str(EPOCHS), "--save-every", "4")
+ROUNDS = 20
+DEADLINE = 60.0
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: Any) -> str:
+    """The SHA-256 of an undisturbed run of one process."""
+    folder = str(tmp_path_factory.mktemp("alone"))
+    command = [sys.executable, "-W", "error", str(PROGRAM), "--folder", folder, *JOB]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True)
+    return digest(printed.stdout)
+
+
+def digest(output: str) -> str:
+    return output.partition("SHA-256 of the parameters: ")[2].strip()
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """The processes that train in ``folder``: those of the launcher have no rank."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if not process.name.isdecimal():
+            continue
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            entries = (process / "environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended meanwhile
+            continue
+        if bytes(folder) in words and any(entry.startswith(b"RANK=") for entry in entries):
+            found.append(int(process.name))
+    return found
+
+
+def disturbed(folder: Path, random: Any, ranks: int, kills: int, *options: str) -> tuple[str, int]:
+    """Run the launcher, and kill a random rank at random moments; return what it printed."""
+    command = [*LAUNCH, "-n", str(ranks), *options, str(PROGRAM), "--folder", str(folder), *JOB]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    killed = 0
+    lines: list[str] = []
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, **pipes) as launcher:
+        try:
+            assert launcher.stdout
+            for _ in range(kills):
+                moment = random.integers(2, 2 + SAVES // (2 * kills + 1))
+                lines += [launcher.stdout.readline() for _ in range(moment)]
+                time.sleep(random.uniform(0, 0.01))  # the moment is what is tried here
+                if victims := ranks_of(folder):
+                    os.kill(victims[random.integers(len(victims))], signal.SIGKILL)
+                    killed += 1
+            rest, errors = launcher.communicate(timeout=DEADLINE)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 0, errors
+    return "".join(lines) + rest, killed
+
+
+def test_the_launcher_goes_on_with_fewer_ranks_and_the_same_bits(
+    tmp_path: Path, expected: str
+) -> None:
+    random = np.random.default_rng(0)
+    output, killed = disturbed(tmp_path / "run", random, 3, 1, "--min-n", "2")
+    assert killed == 1
+    assert "Going on from step" in output
+    assert digest(output) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(ROUNDS))
+def test_random_kills_and_numbers_of_ranks_change_no_bit(
+    tmp_path: Path, expected: str, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    folder = tmp_path / "run"
+    for _ in range(2):  # ended as a whole somewhere, and started again with another number of ranks
+        command = [*LAUNCH, "-n", str(random.integers(1, 9)), str(PROGRAM)]
+        with subprocess.Popen(
+            [*command, "--folder", str(folder), *JOB], stdout=subprocess.PIPE, text=True
+        ) as launcher:
+            assert launcher.stdout
+            for _ in range(random.integers(1, 10)):
+                launcher.stdout.readline()
+            launcher.kill()
+    kills, ranks = int(random.integers(1, 4)), int(random.integers(2, 9))
+    how = ("--max-restarts", str(kills))
+    if random.random() < 0.5:
+        how, kills = ("--min-n", "1"), min(kills, ranks - 1)
+    output, _ = disturbed(folder, random, ranks, kills, *how)
+    assert digest(output) == expected

@@ -1,0 +1,238 @@
+"""Modules that compute again instead of keeping: the same gradients, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py import nn
+from flashlight_py.autograd import functions as F
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """Branches, dropout, a residual, and a running statistic that its own result depends on."""
+
+    def __init__(self) -> None:
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.3)
+        self.add_buffer("seen", np.zeros(1, np.float32))
+        self.add_buffer("mean", np.zeros(WIDTH, np.float32))
+        self.calls = 0
+
+    def forward(self, x: fl.Variable) -> fl.Variable:
+        self.calls += 1
+        if self.training:
+            self.seen[0] += 1
+            self.mean = 0.9 * self.mean + 0.1 * x.array.mean(0)
+        h = self.drop(F.tanh(self.first(x)))
+        return x + h * F.sigmoid(self.second(x)) + h + fl.no_grad(self.mean * self.seen)
+
+
+class Parts(nn.Module):
+    """Several inputs and results, one of them passed through."""
+
+    def __init__(self) -> None:
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: fl.Variable, y: fl.Variable, factor: float) -> dict[str, Any]:
+        h = self.inner(x)
+        return {"both": (h, h * y), "x": x, "only y": [F.exp(y) * factor], "count": 3}
+
+
+class Net(nn.Module):
+    """A block used twice, another inside a chain, and parts; recomputed as asked for."""
+
+    def __init__(self, again: Callable[[Any], Any]) -> None:
+        self.twice = again(Block())
+        self.chain = again(nn.Sequential(nn.Linear(WIDTH, WIDTH), again(Block()), nn.ReLU()))
+        self.parts = again(Parts())
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: fl.Variable) -> fl.Variable:
+        h = self.twice(self.chain(self.twice(x)))
+        parts = self.parts(h, x, 0.5)
+        plain, product = parts["both"]
+        assert parts["x"] is h
+        return self.last(plain + product + parts["only y"][0]).sum()
+
+
+def trained(again: Callable[[Any], Any], steps: int = 3) -> dict[str, Any]:
+    """All that training leaves behind."""
+    fl.set_seed(7)
+    net = Net(again)
+    rng = np.random.default_rng(1)
+    names = {param: name for name, param in net.named_params().items()}
+    optimizer = fl.optim.AdamOptimizer(net.params(), 0.01)
+    grads: list[Any] = []
+    for param in net.params():
+        param.register_grad_hook(lambda p: grads.append((names[p], p.grad.copy())))
+    flat = np.zeros(net.last.weight.size, np.float32)
+    net.last.weight.grad_buffer = flat.reshape(net.last.weight.shape)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x = fl.param(rng.standard_normal((4, WIDTH)).astype(np.float32))
+        for _ in range(2):  # accumulates
+            net(x).backward()
+        grads.append(("x", x.grad))
+        optimizer.step()
+    assert net.last.weight.grad.base is not None
+    drawn = fl.random.generator().random(3)
+    return {"grads": grads, "state": net.state_dict(), "next": drawn, "calls": net.twice.calls}
+
+
+def as_bits(found: Any) -> Any:
+    if isinstance(found, np.ndarray):
+        return found.tobytes()
+    if isinstance(found, (list, tuple)):
+        return [as_bits(each) for each in found]
+    return {k: as_bits(v) for k, v in found.items()} if isinstance(found, dict) else found
+
+
+def test_training_leaves_the_same_bits() -> None:
+    plain, again = trained(lambda module: module), trained(fl.recompute)
+    assert [name for name, _ in again["grads"]] == [name for name, _ in plain["grads"]]  # hooks
+    assert plain.pop("calls") * 2 == again.pop("calls")
+    assert as_bits(again) == as_bits(plain)
+    assert plain["state"]["twice.seen"] == [12]
+
+
+def test_nothing_is_computed_twice_without_gradients() -> None:
+    block = fl.recompute(Block()).eval()
+    x = fl.input(np.ones((2, WIDTH), np.float32))
+    assert not block(x).calc_grad
+    y = fl.param(x.array)
+    block(y).sum().backward()  # the input's gradient alone
+    assert y.grad is not None
+    assert block.calls == 3
+    assert all(param.grad is None for param in block.train().params())
+
+
+def test_a_graph_that_is_kept_is_walked_again() -> None:
+    def gradient(again: Callable[[Any], Any]) -> Any:
+        fl.set_seed(1)
+        x = fl.param(np.ones((2, WIDTH), np.float32))
+        loss = again(Block())(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="freed"):
+            loss.backward()
+        return x.grad
+
+    np.testing.assert_array_equal(gradient(fl.recompute), gradient(lambda module: module))
+
+
+def test_results_may_be_left_out() -> None:
+    def gradients(again: Callable[[Any], Any]) -> list[Any]:
+        fl.set_seed(3)
+        x, y = (fl.param(np.full((2, WIDTH), k, np.float32)) for k in (1, 2))
+        parts = again(Parts())
+        upstream = F.tanh(y)  # is not reached by the first pass
+        found = parts(x, upstream, 2.0)
+        calls: list[int] = []
+        y.register_grad_hook(lambda _: calls.append(1))
+        (found["both"][0].sum() + y.sum()).backward()
+        assert calls == [1]
+        found["only y"][0].sum().backward()
+        assert calls == [1, 1]
+        return [x.grad, y.grad, parts.inner.weight.grad]
+
+    assert as_bits(gradients(fl.recompute)) == as_bits(gradients(lambda module: module))
+
+
+def test_names_copies_and_pickles() -> None:
+    plain, block = Block(), fl.recompute(Block())
+    assert list(block.state_dict()) == list(plain.state_dict())
+    block.load_state_dict(plain.state_dict())
+    with pytest.raises(TypeError, match="takes a Module"):
+        fl.recompute(block.first.weight)  # type: ignore[type-var]
+    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        other(fl.input(np.ones((1, WIDTH), np.float32))).sum().backward()
+        assert other.calls == 2
+
+
+class Keeper(nn.Module):
+    """Leaves a variable in an attribute."""
+
+    def __init__(self) -> None:
+        self.scale, self.kept = fl.param(np.ones(2)), [fl.input(np.ones(2))]
+        self.unsteady = 0
+
+    def forward(self, x: fl.Variable) -> fl.Variable:
+        self.kept[0] = x * self.scale
+        self.unsteady += 1
+        return self.kept[0] * 2 if self.unsteady % 2 else x * 2
+
+
+class WithLeaf(nn.Module):
+    """Makes a leaf in each pass, and looks at what it has computed."""
+
+    def forward(self, x: fl.Variable) -> fl.Variable:
+        y = x * fl.param(np.full(2, 3.0))
+        assert y.has_history
+        return y * y
+
+
+def test_a_leaf_may_be_made_on_the_way() -> None:
+    x = fl.param(np.ones(2))
+    fl.recompute(WithLeaf())(x).sum().backward()
+    assert x.grad.tolist() == [18, 18]
+
+
+def test_what_cannot_be_is_an_error() -> None:
+    x = fl.param(np.ones(2))
+    keeper = fl.recompute(Keeper())
+    keeper(x)
+    with pytest.raises(RuntimeError, match="did not return"):
+        keeper.kept[0].sum().backward()
+    with pytest.raises(RuntimeError, match="did not return"):
+        (keeper.kept[0] * x).sum().backward()
+    keeper.unsteady = 0
+    with pytest.raises(RuntimeError, match="did something else"):
+        keeper(x).sum().backward()
+    block = fl.recompute(Block())
+    loss = block(fl.input(np.ones((1, WIDTH), np.float32))).sum()
+    block.eval()
+    with pytest.raises(RuntimeError, match="switched"):
+        loss.backward()
+
+
+def test_on_another_array_library(strict: Any) -> None:
+    def gradients(again: Callable[[Any], Any]) -> list[Any]:
+        fl.set_seed(5)
+        block = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+        )
+        net = nn.Sequential(again(block), nn.Linear(WIDTH, 2))
+        for param in net.params():
+            param.data = strict.asarray(param.data)
+        net(fl.input(strict.asarray(np.ones((3, WIDTH), np.float32)))).sum().backward()
+        return [param.grad.get() for param in net.params()]
+
+    assert as_bits(gradients(fl.recompute)) == as_bits(gradients(lambda module: module))
+
+
+def test_memory_of_a_deep_network_is_that_of_its_inputs() -> None:
+    def peak(again: Callable[[Any], Any]) -> int:
+        blocks = [
+            again(nn.Sequential(*[layer for _ in range(8) for layer in (nn.Tanh(), nn.Sigmoid())]))
+            for _ in range(8)
+        ]
+        x = fl.param(np.ones((64, 1024), np.float32))
+        net = nn.Sequential(*blocks)
+        tracemalloc.start()
+        net(x).sum().backward()
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found // x.array.nbytes
+
+    assert peak(lambda module: module) >= 128
+    assert peak(fl.recompute) <= 8 + 16 + 4  # inputs, one block, gradients

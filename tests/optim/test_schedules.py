@@ -1,0 +1,200 @@
+"""Learning-rate schedules: their rates, beside torch's where installed, resumed, and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.optim import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LearningRateSchedule,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+    SGDOptimizer,
+    StepLR,
+)
+
+BASE, STEPS = 0.8, 13
+T = np.arange(STEPS)
+
+
+def cosine(start: float, end: float, part: Any) -> Any:
+    return end + (start - end) * (1 + np.cos(np.pi * part)) / 2
+
+
+def warm_then_cosine(library: Any, optimizer: Any) -> Any:
+    warm_up = library.LinearLR(optimizer, start_factor=0.25, total_iters=4)
+    decay = library.CosineAnnealingLR(optimizer, T_max=9, eta_min=0.01)
+    return library.SequentialLR(optimizer, [warm_up, decay], milestones=[4])
+
+
+# How it is made, in this library or torch's, and the rates of 13 steps by the published formulas.
+SCHEDULES: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
+    "step": (lambda lib, o: lib.StepLR(o, 3, 0.5), BASE * 0.5 ** (T // 3)),
+    "multi step": (
+        lambda lib, o: lib.MultiStepLR(o, [8, 2, 8], gamma=0.1),
+        BASE * 0.1 ** np.array([0, 0, *[1] * 6, *[3] * 5]),
+    ),
+    "exponential": (lambda lib, o: lib.ExponentialLR(o, 0.9), BASE * 0.9**T),
+    "linear": (
+        lambda lib, o: lib.LinearLR(o, start_factor=0.5, end_factor=0.75, total_iters=6),
+        np.interp(T, [0, 6], [BASE / 2, BASE * 0.75]),
+    ),
+    "lambda": (lambda lib, o: lib.LambdaLR(o, lambda t: 1 / (1 + t)), BASE / (1 + T)),
+    "cosine": (
+        lambda lib, o: lib.CosineAnnealingLR(o, T_max=8, eta_min=0.1),
+        cosine(BASE, 0.1, T / 8),
+    ),
+    "one cycle": (
+        lambda lib, o: (
+            lib.OneCycleLR(o, 2.0, epochs=13, steps_per_epoch=1, cycle_momentum=False)
+            if lib is not fl.optim
+            else lib.OneCycleLR(o, 2.0, epochs=13, steps_per_epoch=1)
+        ),
+        np.where(T <= 2.9, cosine(0.08, 2, T / 2.9), cosine(2, 8e-6, (T - 2.9) / 9.1)),
+    ),
+    "one cycle in three phases": (
+        lambda lib, o: lib.OneCycleLR(
+            *(o, 2.0, 13, None, None, 0.4, "linear"),
+            **{"div_factor": 10, "final_div_factor": 4, "three_phase": True},
+            **({} if lib is fl.optim else {"cycle_momentum": False}),
+        ),
+        np.interp(T, [0, 4.2, 8.4, 12], [0.2, 2, 0.2, 0.05]),
+    ),
+    "warm-up, then cosine": (
+        warm_then_cosine,
+        [*np.interp(T[:4], [0, 4], [BASE / 4, BASE]), *cosine(BASE, 0.01, T[:9] / 9)],
+    ),
+}
+EACH = pytest.mark.parametrize("name", SCHEDULES)
+
+
+def optimizer_of_rate(rate: float = BASE) -> SGDOptimizer:
+    return SGDOptimizer([fl.param(np.ones(2))], rate)
+
+
+def rates(schedule: Any, of: Callable[[], float], steps: int) -> list[float]:
+    found = []
+    for step in range(steps):
+        found.append(of())
+        if step + 1 < steps:
+            schedule.step()
+    return found
+
+
+@EACH
+def test_rates_are_those_of_the_published_formulas(name: str) -> None:
+    make, expected = SCHEDULES[name]
+    optimizer = optimizer_of_rate()
+    schedule = make(fl.optim, optimizer)
+    found = rates(schedule, lambda: optimizer.lr, STEPS)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert schedule.get_last_lr() == [optimizer.lr] == [schedule.last_lr]
+    assert found == [schedule.rate_at(step) for step in range(STEPS)]
+
+
+@EACH
+def test_rates_are_those_of_torch(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    make, expected = SCHEDULES[name]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], BASE)
+    schedule = make(torch.optim.lr_scheduler, optimizer)
+    optimizer.step()
+    found = rates(schedule, lambda: optimizer.param_groups[0]["lr"], STEPS)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@EACH
+def test_a_run_goes_on_from_any_step_with_the_same_rates(name: str) -> None:
+    make, _ = SCHEDULES[name]
+    first, again = optimizer_of_rate(), optimizer_of_rate(0.3)
+    one, other = make(fl.optim, first), make(fl.optim, again)
+    rates(one, lambda: first.lr, 6)
+    other.load_state_dict(one.state_dict())
+    assert again.lr == first.lr
+    assert rates(other, lambda: again.lr, 8) == rates(one, lambda: first.lr, 8)
+
+
+def test_a_checkpoint_and_synchronize_take_a_schedule(tmp_path: Path) -> None:
+    optimizer = fl.DistributedOptimizer(optimizer_of_rate())
+    schedule = StepLR(optimizer, 2, gamma=0.5)
+    for _ in range(5):
+        schedule.step()
+    fl.save(tmp_path, optimizer=optimizer, schedule=schedule)
+    other_optimizer = fl.DistributedOptimizer(optimizer_of_rate(9.0))
+    other = StepLR(other_optimizer, 2, gamma=0.5)
+    assert fl.load(tmp_path, optimizer=other_optimizer, schedule=other) is not None
+    assert (other.last_step, other.last_lr, other_optimizer.lr) == (5, BASE / 4, BASE / 4)
+    assert fl.synchronize({"schedule": schedule})["schedule"] is schedule
+
+
+def synchronized(rank: int, size: int) -> tuple[float, float, int]:
+    optimizer = optimizer_of_rate(rank + 1.0)
+    schedule = ExponentialLR(optimizer, 0.5)
+    for _ in range(rank + 1):
+        schedule.step()
+    fl.synchronize(schedule)
+    return schedule.base_lr, optimizer.lr, schedule.last_step
+
+
+def test_ranks_get_the_schedule_of_the_root(pool: Any) -> None:
+    assert pool(2).run(synchronized) == [(1.0, 0.5, 1)] * 2
+
+
+def test_what_cannot_be_a_schedule_is_refused() -> None:
+    optimizer = optimizer_of_rate()
+    refused: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: StepLR(object(), 3), TypeError, "an optimizer with a learning rate lr"),  # type: ignore[arg-type]
+        (lambda: StepLR(optimizer, 0), ValueError, "step_size must be at least 1"),
+        (lambda: StepLR(optimizer, 1.5), TypeError, "step_size must be an integer"),  # type: ignore[arg-type]
+        (lambda: ExponentialLR(optimizer, -1), ValueError, "gamma must be at least 0"),
+        (lambda: MultiStepLR(optimizer, [1], -1), ValueError, "gamma"),
+        (lambda: LambdaLR(optimizer, lambda t: -1), ValueError, "lr must be at least 0"),
+        (lambda: CosineAnnealingLR(optimizer, 5, -1), ValueError, "eta_min"),
+        (lambda: LinearLR(optimizer, -1), ValueError, "start_factor"),
+        (lambda: OneCycleLR(optimizer, 1.0), ValueError, "needs total_steps"),
+        (lambda: OneCycleLR(optimizer, 1.0, 10, pct_start=0), ValueError, "each phase needs"),
+        (lambda: OneCycleLR(optimizer, 1.0, 9, anneal_strategy="x"), ValueError, "cos or linear"),
+        (lambda: OneCycleLR(optimizer, 1.0, 9, div_factor=0), ValueError, "above 0"),
+        (lambda: SequentialLR(optimizer, [StepLR(optimizer, 3)], [1]), ValueError, "0 milestones"),
+        (
+            lambda: SequentialLR(optimizer, [StepLR(optimizer_of_rate(), 3)], []),
+            ValueError,
+            "another optimizer",
+        ),
+    ]
+    for make, kind, words in refused:
+        with pytest.raises(kind, match=words):
+            make()
+    assert optimizer.lr == BASE
+
+
+def test_a_cycle_that_is_over_and_a_state_that_does_not_fit_change_nothing() -> None:
+    optimizer = optimizer_of_rate()
+    schedule = OneCycleLR(optimizer, 1.0, total_steps=5)
+    for _ in range(5):  # a loop steps once after each of 5 steps
+        schedule.step()
+    last = optimizer.lr
+    with pytest.raises(ValueError, match="step 6 of a cycle of 5 steps"):
+        schedule.step()
+    with pytest.raises(ValueError, match="step 7 of a cycle"):
+        schedule.load_state_dict({"last_step": 7, "base_lr": 3.0})
+    with pytest.raises(ValueError, match="expected the entries"):
+        schedule.load_state_dict({"last_epoch": 2})
+    assert (schedule.last_step, schedule.base_lr, optimizer.lr) == (5, BASE, last)
+
+
+def test_any_schedule_can_be_made_of_a_formula() -> None:
+    schedule = LearningRateSchedule(optimizer_of_rate(), lambda base, t: base / (t + 1) ** 0.5)
+    schedule.step()
+    assert schedule.last_lr == BASE / 2**0.5
+    assert repr(schedule) == f"LearningRateSchedule(step 1, lr {schedule.last_lr:g})"

@@ -1,0 +1,93 @@
+"""Modules that compute again, trained on several ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py import nn
+from flashlight_py.parallel import fully_sharded
+from flashlight_py.parallel.zero import shard_by_gathering
+from tests.distributed.conformance import BACKENDS, ranks_in
+
+ranks = ranks_in(("shm", 2), slow=[("gloo", 3)])
+
+
+class Mixed(nn.Module):
+    """A collective between two layers, one of which another block has too."""
+
+    def __init__(self, shared: Any) -> None:
+        self.own, self.shared = nn.Linear(4, 4), shared
+
+    def forward(self, x: Any) -> Any:
+        return self.shared(fl.functional.all_reduce(self.own(x), op="avg"))
+
+
+def trained(rank: int, again: Callable[[Any], Any], bucket_bytes: int) -> list[bytes]:
+    fl.set_seed(1)
+    shared = nn.Linear(4, 4)
+    net = nn.Sequential(again(Mixed(shared)), nn.Dropout(0.2), again(Mixed(shared)))
+    fl.distribute_module_grads(net, bucket_bytes=bucket_bytes)
+    optimizer = fl.optim.SGDOptimizer(net.params(), 0.1, momentum=0.9)
+    rng = np.random.default_rng(rank)
+    for step in range(4):
+        optimizer.zero_grad()
+        for part in range(2):
+            x = fl.param(rng.standard_normal((3, 4)).astype(np.float32))
+            if step and not part:
+                with fl.no_sync(net):
+                    net(x).sum().backward()
+            else:
+                net(x).sum().backward()
+        optimizer.step()
+    return [array.tobytes() for array in (*net.state_dict().values(), x.grad)]
+
+
+SHARDED: dict[str, Callable[[Any], Any]] = {
+    "in shared memory": fl.fully_shard,
+    "stepped inside": functools.partial(fl.fully_shard, step_in_backward=True),
+    "by gathering": shard_by_gathering,
+}
+
+
+def sharded(rank: int, again: Callable[[Any], Any], how: str) -> list[bytes]:
+    """Train a model that changes, or whose parameters go, as soon as nobody needs them."""
+    fl.set_seed(1)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh())
+    net = nn.Sequential(again(block), again(nn.Linear(4, 4)), again(block), nn.Linear(4, 2))
+    SHARDED[how](net)
+    optimizer = fl.optim.AdamOptimizer(net.params(), 0.1)
+    rng = np.random.default_rng(rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = fl.param(rng.standard_normal((3, 4)).astype(np.float32))
+        net(x).sum().backward()
+        optimizer.step()
+    return [array.tobytes() for array in (*net.state_dict().values(), x.grad)]
+
+
+@mock.patch.object(fully_sharded, "SMALL_BYTES", 0)
+def same_bits_sharded(rank: int, size: int, how: str) -> None:
+    assert sharded(rank, fl.recompute, how) == sharded(rank, lambda module: module, how)
+
+
+def test_a_sharded_model_is_trained_as_before(pool: Any) -> None:
+    pool(2, **BACKENDS["shm"][1]).run_each(same_bits_sharded, [(how,) for how in SHARDED])
+
+
+def same_bits(rank: int, size: int, bucket_bytes: int) -> list[bytes]:
+    plain = trained(rank, lambda module: module, bucket_bytes)
+    assert trained(rank, fl.recompute, bucket_bytes) == plain
+    return plain[:-1]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 64])
+def test_gradients_travel_as_before(ranks: Any, bucket_bytes: int) -> None:
+    first, *others = ranks.run(same_bits, bucket_bytes)
+    assert all(other == first for other in others)

@@ -1,0 +1,220 @@
+"""Linear layers cut between ranks: the numbers of whole ones, in state dicts too."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py import nn
+from flashlight_py.distributed.recorder import journal
+from tests.distributed.conformance import ranks_in
+
+ranks = ranks_in(("shm", 2), ("gloo", 3), slow=[("hierarchical", 4), ("mpi", 3)])
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def network() -> Any:
+    """The same on every rank."""
+    fl.set_seed(2)
+    wide = nn.Sequential(
+        nn.Linear(5, 7, dtype="float64"), nn.Tanh(), nn.Linear(7, 5, dtype="float64")
+    )
+    first = nn.Linear(4, 5, dtype="float64")
+    last = nn.Linear(5, 2, bias=False, dtype="float64")
+    return nn.Sequential(first, wide, nn.Tanh(), last)
+
+
+def cut(net: Any, uneven: bool = False) -> Any:
+    """Cut two layers; unevenly, the last rank gets nothing."""
+    size = fl.get_world_size()
+    sizes = [9 - size, *[1] * (size - 2), 0] if uneven and size > 1 else None
+    assert fl.parallel.shard_linear(net[1][0], "column", sizes) is net[1][0]
+    fl.parallel.shard_linear(net[1][2], "row", sizes)
+    return net
+
+
+def data(*shape: int) -> Any:
+    return np.random.default_rng(len(shape)).standard_normal(shape)
+
+
+def train(net: Any, optimizer: Any, steps: int = 3) -> list[Any]:
+    """Return the inputs' gradients and the losses."""
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = fl.param(data(3, 4) if step % 2 else data(2, 3, 4))
+        loss = (net(x) * net(x)).mean()
+        loss.backward()
+        norm = fl.optim.clip_grad_norm(net.params(), 0.1)
+        optimizer.step()
+        found += [x.grad, loss.array, norm]
+    return found
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_close(found[name], value)
+    elif isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other)
+    else:
+        np.testing.assert_allclose(found, expected, **EXACT)
+
+
+def equals_the_whole(rank: int, size: int, folder: str) -> None:
+    plain = network()
+    whole_optimizer = fl.optim.AdamOptimizer(plain.params(), 0.01)
+    expected = train(plain, whole_optimizer)
+    for uneven in (False, True):
+        net = cut(network(), uneven)
+        assert net[1][0].weight.size < 35 or size == 1 or uneven
+        if uneven:
+            fl.recompute(net[1])  # its collectives are called again
+        optimizer = fl.optim.AdamOptimizer(net.params(), 0.01)
+        assert_close(train(net, optimizer), expected)
+        assert_close(net.state_dict(), plain.state_dict())
+        assert_close(optimizer.state_dict(), whole_optimizer.state_dict())
+        assert_close([p.grad for p in net[0].params()], [p.grad for p in plain[0].params()])
+    continues(net, optimizer, plain, folder if rank == 0 else f"{folder}/nowhere")
+
+
+def continues(net: Any, optimizer: Any, plain: Any, folder: str) -> None:
+    """Go on from a checkpoint of a cut network with a whole one, and the other way."""
+    fl.save(folder, module=net, optimizer=optimizer, step=3)
+    whole, other = network(), cut(network())
+    for each in (whole, other):
+        again = fl.optim.AdamOptimizer(each.params(), 0.5)
+        loaded = fl.load(folder, module=each, optimizer=again)
+        assert loaded is not None
+        assert loaded.step == 3
+        train(each, again)
+    assert_close(other.state_dict(), whole.state_dict())
+    other.load_state_dict(plain.state_dict())
+    assert_close(other.state_dict(), plain.state_dict())
+    with pytest.raises(ValueError, match="whole array"):
+        other.load_state_dict({**plain.state_dict(), "1.0.weight": np.ones((1, 5))})
+    assert_close(copy.deepcopy(other).state_dict(), plain.state_dict())
+
+
+def test_training_state_and_checkpoints_are_those_of_the_whole(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(equals_the_whole, str(tmp_path))
+
+
+def calls_of_the_world() -> int:
+    return max(int(group["calls"]) for group in journal.groups().values())
+
+
+def infer(rank: int, size: int) -> None:
+    net, plain = cut(network()).eval(), network().eval()
+    for shape in ((1, 4), (2, 3, 4), (0, 4)):
+        x = fl.input(data(*shape))
+        before = calls_of_the_world()
+        y = net(x)
+        assert calls_of_the_world() - before == 1  # an all_reduce for the two layers
+        assert not y.has_history
+        assert_close(y.array, plain(x).array)
+
+
+def refuse(rank: int, size: int) -> None:
+    layer, row, shard = drawn(0, 4, 6), drawn(0, 6, 4), fl.parallel.shard_linear
+    with pytest.raises(fl.errors.MismatchError, match="different values"):
+        shard(drawn(rank, 4, 6), "row")
+    with pytest.raises(fl.errors.MismatchError, match=r"sizes \(rank\(s\) 0: "):
+        shard(layer, "column", [rank, 6 - rank, *[0] * (size - 2)])
+    shard(layer, "column")
+    shard(row, "row")
+    with pytest.raises(ValueError, match="expects this rank's part"):
+        row(fl.input(np.ones((1, 6), np.float32)))
+    with pytest.raises(fl.errors.MismatchError, match=r"0 to \d of 6"):
+        fl.distribute_module_grads(layer)
+    with pytest.raises(ValueError, match="cut by shard_linear"):
+        fl.broadcast_parameters(layer)
+    assert "cut by column: [" in repr(layer)
+
+
+def drawn(seed: int, *shape: int) -> Any:
+    fl.set_seed(seed)
+    return nn.Linear(*shape)
+
+
+def test_inference_and_refusals(ranks: Any) -> None:
+    ranks.run(infer)
+    ranks.run(refuse)
+
+
+def test_one_process_needs_no_init(tmp_path: Path) -> None:
+    equals_the_whole(0, 1, str(tmp_path))
+    shard, layer = fl.parallel.shard_linear, nn.Linear(2, 3)
+    with pytest.raises(ValueError, match="'column' or 'row'"):
+        shard(layer, "rows")  # type: ignore[arg-type]
+    for sizes in ([1, 2], [2], [3.5]):
+        with pytest.raises(ValueError, match="one per rank, that sum to 3"):
+            shard(layer, "column", sizes)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="cut already"):
+        shard(shard(layer, "column"), "column")
+    with pytest.raises(TypeError, match="got Sequential"):
+        shard(nn.Sequential(), "row")  # type: ignore[arg-type]
+
+
+def test_on_another_array_library(strict: Any) -> None:
+    net = network()
+    expected = train(network(), fl.optim.SGDOptimizer(net.params(), 0.0), 1)[1]
+    for variable in net.params():
+        variable.data = strict.asarray(variable.data)
+    cut(net)
+    optimizer = fl.optim.AdamOptimizer(net.params(), 0.01)
+    x = fl.param(strict.asarray(data(2, 3, 4)))
+    loss = (net(x) * net(x)).mean()
+    loss.backward()
+    optimizer.step()
+    assert_close(loss.numpy(), expected)
+    whole = net.state_dict()
+    assert {name: type(array) for name, array in whole.items()} == dict.fromkeys(
+        whole, strict.ndarray
+    )
+    net.load_state_dict(whole)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def data_parallel_of_parts(rank: int, size: int) -> None:
+    """Two ranks hold a network together, and two such pairs train on different data."""
+    pair, twins = fl.split(rank // 2), fl.split(rank % 2)
+    net = network()
+    fl.parallel.shard_linear(net[1][0], "column", group=pair)
+    fl.parallel.shard_linear(net[1][2], "row", group=pair)
+    fl.distribute_module_grads(net, group=twins)
+    x = data(8, 4)
+    net(fl.input(x[4 * twins.rank : 4 * twins.rank + 4])).mean().backward()
+    plain = network()
+    plain(fl.input(x)).mean().backward()
+    for variable, whole in zip(net.params(), plain.params(), strict=True):
+        grad = variable.grad
+        if variable.placement is not None:
+            grad = variable.placement.whole(grad)
+        assert_close(grad, whole.grad)
+
+
+@pytest.mark.slow
+def test_parts_may_be_trained_data_parallel(pool: Any) -> None:
+    pool(4, params={"BACKEND": "shm"}).run(data_parallel_of_parts)
+
+
+def clipped(rank: int, size: int) -> None:
+    """The norm is that of whole layers, cut ones beside others."""
+    norms = []
+    for net in (network(), cut(network(), uneven=True)):
+        (net(fl.input(data(3, 4))) * 100).mean().backward()
+        norms += [fl.optim.clip_grad_norm(net.params(), limit) for limit in (0.5, 1e9)]
+    np.testing.assert_allclose(norms[:2], norms[2:], **EXACT)
+    np.testing.assert_allclose(norms[1], 0.5, **EXACT)
+
+
+def test_clipping_counts_the_parts_of_all_ranks(ranks: Any) -> None:
+    ranks.run(clipped)

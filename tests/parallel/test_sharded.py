@@ -1,0 +1,324 @@
+"""One model per host: the same training as data-parallel, with one copy of everything."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.host_memory import hosts_of
+from flashlight_py.parallel import fully_sharded, shard_buckets
+from tests.distributed.conformance import ranks_in
+
+ranks = ranks_in(
+    ("single", 1), ("gloo", 3), ("shm", 4), ("hierarchical", 4), slow=[("shm", 2), ("mpi", 3)]
+)
+
+BATCH, STEPS = 8, 3
+
+
+class Net(fl.nn.Module):
+    """A layer used twice, one that some ranks do not use, one that none does, and a buffer."""
+
+    def __init__(self, dtype: Any) -> None:
+        super().__init__()
+        self.first = fl.nn.Linear(30, 40)
+        self.twice = fl.nn.Linear(40, 40)
+        self.some = fl.nn.Linear(40, 40)
+        self.never = fl.nn.Linear(40, 7)
+        self.last = fl.nn.Linear(40, 5)
+        self.frozen = fl.nn.Linear(5, 5)
+        self.astype(dtype)
+        self.add_buffer("seen", np.zeros(1))
+        for param in self.frozen.params():
+            param.calc_grad = False
+
+    def forward(self, x: Any, uses: bool = True) -> Any:
+        relu = fl.autograd.functions.relu
+        x = relu(self.twice(relu(self.twice(relu(self.first(x))))))
+        return self.frozen(self.last(relu(self.some(x)) if uses else x))
+
+
+def small_buckets() -> None:
+    """Let parameters of a few kilobytes be large."""
+    shard_buckets.LEAST_BYTES = shard_buckets.MOST_BYTES = 4096
+    fully_sharded.SMALL_BYTES = 0
+
+
+def build(dtype: Any, way: str, **how: Any) -> Net:
+    small_buckets()
+    fl.set_seed(0 if fl.get_world_rank() == 0 else 99)
+    model = Net(dtype)
+    fl.broadcast_parameters(model)
+    if way == "sharded":
+        fl.fully_shard(model, **how)
+    else:
+        fl.distribute_module_grads(model)
+    return model
+
+
+def optimizer_of(model: Any, rule: str) -> Any:
+    if rule == "adam":
+        return fl.optim.AdamOptimizer(model.params(), 0.01, weight_decay=0.1)
+    return fl.optim.SGDOptimizer(model.params(), 0.05, momentum=0.9)
+
+
+def loss_of(model: Any, rank: int, step: int, uses: bool = True) -> Any:
+    random = np.random.default_rng(100 * step + rank)
+    dtype = model.first.weight.dtype
+    x = random.standard_normal((BATCH, 30)).astype(dtype)
+    y = random.standard_normal((BATCH, 5)).astype(dtype)
+    return fl.nn.MeanSquaredError()(model.forward(fl.input(x), uses), fl.no_grad(y))
+
+
+def train(rank: int, size: int, way: str, dtype: str, rule: str, **how: Any) -> Any:
+    model = build(dtype, way, **how)
+    optimizer, losses = optimizer_of(model, rule), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step, uses=rank != 0 or step != 1)
+        loss.backward()
+        losses.append(loss.scalar())
+        optimizer.step()
+    fl.barrier()
+    return losses, [param.array.copy() for param in model.params()], optimizer.state_dict()
+
+
+def same(got: Any, expected: Any) -> None:
+    for mine, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
+
+
+def equals_data_parallel(rank: int, size: int) -> None:
+    one_host = len(hosts_of(fl.distributed.world.current_world().group)) == 1
+    for dtype, rule in (("float32", "sgd"), ("float64", "adam")):
+        expected = train(rank, size, "plain", dtype, rule)
+        for across in (False, True):
+            got = train(rank, size, "sharded", dtype, rule, across_hosts=across)
+            if dtype == "float64":
+                same(got[0], expected[0])
+                same(got[1], expected[1])
+                for name in got[2]:
+                    same(
+                        *[
+                            np.atleast_1d(s[name]) if name == "lr" else s[name]
+                            for s in (got[2], expected[2])
+                        ]
+                    )
+            if one_host and fl.distributed_backend() is not fl.DistributedBackend.MPI:
+                assert got[0] == expected[0], "the same bits"
+                assert all(map(np.array_equal, got[1], expected[1])), "the same bits"
+
+
+def test_training_equals_plain_data_parallel(ranks: Any) -> None:
+    ranks.run(equals_data_parallel)
+
+
+def steps_inside(rank: int, size: int) -> None:
+    """Steps inside the backward pass make of parameters what steps after it make of them."""
+    if len(hosts_of(fl.distributed.world.current_world().group)) > 1:
+        with pytest.raises(ValueError, match="share memory"):
+            build("float32", "sharded", step_in_backward=True)
+        return
+    for dtype, rule in (("float32", "sgd"), ("float64", "adam")):
+        expected = train(rank, size, "sharded", dtype, rule)
+        losses, params, state = train(rank, size, "sharded", dtype, rule, step_in_backward=True)
+        assert losses == expected[0]
+        assert all(map(np.array_equal, params, expected[1])), "the same bits"
+        assert state.get("steps") == expected[2].get("steps")
+    model = build("float32", "sharded", step_in_backward=True)
+    optimizer = optimizer_of(model, "adam")
+    with pytest.raises(ValueError, match="step_in_backward"), fl.no_sync(model):
+        pass
+    loss_of(model, rank, 0).backward()
+    assert all(param.grad is None for param in model.params())
+    with pytest.raises(ValueError, match="step_in_backward"):
+        fl.optim.clip_grad_norm(model.params(), 1.0)
+    with pytest.raises(ValueError, match="second backward pass"):
+        loss_of(model, rank, 1).backward()
+    optimizer.step()
+    loss_of(model, rank, 1).backward()
+
+
+def test_a_step_inside_the_backward_pass(ranks: Any) -> None:
+    ranks.run(steps_inside)
+
+
+def in_common(rank: int, size: int) -> None:
+    """What one rank writes, all of its host see; and gradients of what no rank used are None."""
+    model = build("float32", "sharded")
+    hosts = hosts_of(fl.distributed.world.current_world().group)
+    home = next(host for host in hosts if rank in host)
+    loss_of(model, rank, 0).backward()
+    assert model.never.weight.grad is None
+    assert model.frozen.weight.grad is None
+    assert model.first.weight.shape == (40, 30)
+    fl.barrier()
+    if rank == home[0]:
+        model.last.bias.data[0] = model.last.bias.grad[0] = 7.0 + rank
+    fl.barrier()
+    assert model.last.bias.data[0] == model.last.bias.grad[0] == 7.0 + home[0]
+
+
+def test_a_host_has_one_copy(ranks: Any) -> None:
+    ranks.run(in_common)
+
+
+def accumulated(rank: int, size: int, way: str) -> Any:
+    """Passes that add up: two synchronised ones, and one within no_sync; clipped, then a step."""
+    model = build("float64", way)
+    optimizer = optimizer_of(model, "adam")
+    grads = []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        loss_of(model, rank, step + 10, uses=False).backward()
+        with fl.no_sync(model):
+            loss_of(model, rank, step + 20).backward()
+        loss_of(model, rank, step + 30, uses=False).backward()
+        norm = fl.optim.clip_grad_norm(model.params(), 0.1)
+        fl.barrier()
+        grads += [p.grad.copy() for p in model.params() if p.grad is not None]
+        optimizer.step()
+    with fl.no_sync(model):
+        loss_of(model, rank, 40).backward()
+    optimizer.zero_grad()  # drops what has accumulated
+    loss_of(model, rank, 50).backward()
+    fl.barrier()
+    grads += [p.grad.copy() for p in model.params() if p.grad is not None]
+    return norm, [p.array.copy() for p in model.params()], grads
+
+
+def accumulation(rank: int, size: int) -> None:
+    expected, got = accumulated(rank, size, "plain"), accumulated(rank, size, "sharded")
+    norms = fl.all_gather(np.array([got[0]]))
+    assert (norms == norms[0]).all()
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-12)
+    same(got[1], expected[1])
+    same(got[2], expected[2])
+
+
+def test_gradients_add_up_over_passes(ranks: Any) -> None:
+    ranks.run(accumulation)
+
+
+def joined(rank: int, size: int, way: str) -> Any:
+    model = build("float64", way)
+    optimizer = optimizer_of(model, "sgd")
+    with fl.join(model, optimizer) as join:
+        for step in range(1 + rank):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            join.count(BATCH - rank)
+            loss.backward()
+            optimizer.step()
+    return [p.array.copy() for p in model.params()]
+
+
+def joins(rank: int, size: int) -> None:
+    same(joined(rank, size, "sharded"), joined(rank, size, "plain"))
+
+
+def test_ranks_may_run_out_of_data(ranks: Any) -> None:
+    ranks.run(joins)
+
+
+def resumed(rank: int, size: int, folder: str) -> None:
+    """From one checkpoint, saved sharded or not, training goes on the same, sharded or not."""
+    ends = []
+    for number, saver in enumerate(("sharded", "plain")):
+        path = Path(folder) / str(number)
+        model = build("float64", saver)
+        optimizer = optimizer_of(model, "adam")
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, 0, step).backward()
+            optimizer.step()
+        fl.save(path, model, optimizer=optimizer, step=2)
+        for loader in ("sharded", "plain"):
+            model = build("float64", loader)
+            optimizer = optimizer_of(model, "adam")
+            assert fl.load(path, model, optimizer=optimizer).step == 2
+            optimizer.zero_grad()
+            loss_of(model, 0, 2).backward()
+            optimizer.step()
+            ends.append([p.array.copy() for p in model.params()])
+    for end in ends[1:]:
+        same(end, ends[0])
+
+
+def test_a_checkpoint_is_of_the_whole(ranks: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks.run(resumed, folder)
+
+
+def refusals(rank: int, size: int) -> None:
+    model = build("float32", "sharded")
+    for refused in (
+        lambda: model.astype("float64"),
+        lambda: fl.all_reduce_parameters(model),
+        lambda: fl.all_reduce_gradients(model),
+        lambda: fl.distribute_module_grads(model),
+        lambda: fl.PeriodicAveraging(model, 2),
+        lambda: fl.DistributedOptimizer(fl.optim.SGDOptimizer(model.params(), 0.1)),
+        lambda: setattr(model.first.weight, "array", np.zeros((40, 30), np.float32)),
+    ):
+        with pytest.raises(ValueError, match="shard"):
+            refused()
+    early = Net("float32")
+    optimizer = fl.optim.SGDOptimizer(early.params(), 0.1)
+    fl.fully_shard(early)
+    with pytest.raises(RuntimeError, match="make the optimizer afterwards"):
+        optimizer.step()
+
+
+def test_what_cannot_be_done_with_a_sharded_module_is_refused(ranks: Any) -> None:
+    ranks.run(refusals)
+
+
+def test_the_marks_of_a_step_that_was_not_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fully_sharded, "SMALL_BYTES", 0)
+    model = Net("float32")
+    fl.fully_shard(model)
+    optimizer = optimizer_of(model, "sgd")
+    state = {name: array.copy() for name, array in model.state_dict().items()}
+    with contextlib.suppress(KeyboardInterrupt), optimizer._shards[0].changing("a step"):
+        raise KeyboardInterrupt
+    for use in (
+        lambda: model(fl.input(np.zeros((1, 30), np.float32))),
+        model.state_dict,
+        optimizer.step,
+        lambda: fl.fully_shard(model),
+    ):
+        with pytest.raises(fl.errors.TornStateError, match="checkpoint"):
+            use()
+    model.load_state_dict(state)
+    model(fl.input(np.zeros((1, 30), np.float32)))
+
+
+def test_a_small_module_stays_each_ranks_own() -> None:
+    model = Net("float32")
+    fl.fully_shard(model)
+    assert model.first.weight.placement is None
+    loss_of(model, 0, 0).backward()
+    assert model.first.weight.grad is not None
+
+
+def test_a_write_to_a_protected_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHLIGHT_DEBUG_SHARED", "1")
+    monkeypatch.setattr(fully_sharded, "SMALL_BYTES", 0)
+    model = Net("float32")
+    fl.fully_shard(model)
+    optimizer = optimizer_of(model, "sgd")
+    with pytest.raises(ValueError, match="read-only"):
+        model.first.weight.data[0, 0] = 1.0
+    loss_of(model, 0, 0).backward()
+    before = model.first.weight.array.copy()
+    optimizer.step()
+    assert not np.array_equal(before, model.first.weight.array)
+    model.load_state_dict({name: array.copy() for name, array in model.state_dict().items()})

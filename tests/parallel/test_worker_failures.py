@@ -1,0 +1,213 @@
+"""``DataParallel`` where something fails: errors name the worker, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.errors import RankFailedError
+from tests.distributed import processes
+from tests.parallel.worker_modules import BE_KILLED, HANG, Net, rows, worker_pids
+
+
+@pytest.fixture
+def model() -> Iterator[fl.DataParallel]:
+    model = fl.DataParallel(Net(), nprocs=2)
+    yield model
+    model.close()
+
+
+def test_a_killed_worker_is_replaced_and_nothing_is_left_in_the_end() -> None:
+    gc.collect()
+    before = _descriptors()
+    model = fl.DataParallel(Net(), nprocs=2)
+    _lose_a_worker(model)
+    gc.collect()  # the frames of what it has raised
+    out = model(rows(0, 0))
+    (pid,) = worker_pids(model)
+    del model
+    out.backward(np.ones((2, 3)))  # the graph keeps the worker
+    assert pid not in processes.running()  # until it is freed, without the garbage collector
+    del out
+    gc.collect()
+    assert _descriptors() == before  # memory without a name is gone with its descriptors
+
+
+def _lose_a_worker(model: fl.DataParallel) -> None:
+    out = model(rows(0, 0))
+    with pytest.raises(RankFailedError, match="worker 1 of 2 was killed by SIGKILL") as info:
+        model(rows(0, BE_KILLED))
+    assert info.value.exit_code == -signal.SIGKILL
+    assert worker_pids(model).isdisjoint(processes.running())
+    with pytest.raises(RuntimeError, match="have been ended since, by close"):
+        out.backward(np.ones((2, 3)))
+
+
+@pytest.mark.slow
+def test_after_an_interrupt_the_next_call_starts_workers_anew(model: fl.DataParallel) -> None:
+    model(rows(0, 0))
+    first = worker_pids(model)
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        model(rows(0, HANG))
+    timer.join()
+    assert first.isdisjoint(processes.running())
+    model(rows(0, 0)).backward(np.ones((2, 3)))
+    assert model.params()[0].grad is not None
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# Ends in some way while a worker computes, with its process number printed.
+PROGRAM = """
+import os, signal, sys, threading
+import numpy as np
+import flashlight_py as fl
+from tests.parallel.worker_modules import Net, rows, worker_pids
+
+def end(pid):
+    if sys.argv[1] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif sys.argv[1] == "exit":
+        sys.exit()
+    elif os.fork() == 0:
+        try:
+            model(rows(0, 0))
+        except RuntimeError as error:
+            print(error, flush=True)
+        sys.exit()
+    os.wait()
+    print(model(rows(0, 0)).shape, flush=True)
+
+if __name__ == "__main__":
+    model = fl.DataParallel(Net(), nprocs=2)
+    model(rows(0, 0))
+    print(*worker_pids(model), flush=True)
+    end(os.getpid())
+"""
+
+UNGUARDED = """
+import numpy as np
+import flashlight_py as fl
+fl.DataParallel(fl.nn.Linear(2, 2), nprocs=2)(fl.input(np.zeros((2, 2), np.float32)))
+"""
+
+
+def _run(path: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path.write_text(program)
+    return subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", str(path), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "kill",
+        pytest.param("exit", marks=pytest.mark.slow),
+        pytest.param("fork", marks=pytest.mark.slow),
+    ],
+)
+def test_workers_end_with_the_process_that_has_started_them(tmp_path: Path, how: str) -> None:
+    done = _run(tmp_path / "program.py", PROGRAM, how)
+    pid, *more = done.stdout.splitlines()
+    processes.await_end({int(pid)}, 5)
+    command = Path(f"/proc/{pid}/cmdline")  # empty where nobody has reaped it
+    assert not command.exists() or not command.read_text()
+    assert done.returncode == (-signal.SIGKILL if how == "kill" else 0), done.stderr
+    if how == "fork":
+        assert "was forked from the one whose workers these are" in more[0]
+        assert more[1] == "(2, 3)"
+
+
+@pytest.mark.slow
+def test_a_call_that_is_not_guarded_says_so(tmp_path: Path) -> None:
+    done = _run(tmp_path / "program.py", UNGUARDED)
+    assert "worker 1 of 2 raised RuntimeError" in done.stderr
+    assert "put what starts the ranks under if __name__" in done.stderr
+
+
+@pytest.mark.slow
+def test_it_works_in_a_notebook() -> None:
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("cloudpickle")
+    done = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    printed = "['[1] rows 1', '[2] rows 1', 'interrupt', 'rows 1']"
+    assert done.stdout == f"[[3.0, 3.0]] KeyboardInterrupt [[3.0, 3.0]] {printed}\n", done.stderr
+
+
+CELLS = [
+    """
+import time
+import numpy as np
+import flashlight_py as fl
+
+class Scale(fl.nn.Module):
+    def __init__(self):
+        self.weight = fl.param(np.full((1, 2), 0.5))
+    def forward(self, x):
+        print("rows", len(x.data))
+        if x.data[0, 0] == 2:
+            time.sleep(1000)
+        return x * self.weight
+
+model = fl.DataParallel(Scale(), nprocs=3)
+
+def step(*rows):
+    model.zero_grad()
+    model(fl.input(np.array(rows))).backward(np.ones((len(rows), 2)))
+    return model.params()[0].grad.tolist()
+
+step([1.0, 1.0], [1.0, 1.0], [1.0, 1.0])
+""",
+    "print('interrupt')\nstep([1.0, 1.0], [1.0, 1.0], [2.0, 1.0])",
+    "step([1.0, 1.0], [1.0, 1.0], [1.0, 1.0])",
+]
+
+NOTEBOOK = f"""
+import jupyter_client
+manager, client = jupyter_client.manager.start_new_kernel()
+printed = []
+for cell in {CELLS!r}:
+    client.execute(cell)
+    while True:
+        message = client.get_iopub_msg(timeout=30)
+        kind, content = message["msg_type"], message["content"]
+        if kind == "stream":
+            printed.extend(content["text"].splitlines())
+        if kind == "stream" and "interrupt" in content["text"]:
+            manager.interrupt_kernel()
+        elif kind == "error":
+            print(content["ename"], end=" ")
+        elif kind == "execute_result":
+            print(content["data"]["text/plain"], end=" ")
+        elif kind == "status" and content["execution_state"] == "idle":
+            break
+print(sorted(set(printed)))
+client.stop_channels()
+manager.shutdown_kernel(now=True)
+"""

@@ -1,0 +1,317 @@
+"""``DataParallel``: what a wrapped module computes equals what it computes alone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.autograd import functions as F
+from flashlight_py.errors import RankFailedError
+from flashlight_py.parallel.workers.wrapper import _shares
+from tests.distributed import leftovers
+from tests.parallel.worker_modules import RAISE, Everything, Net, rows, worker_pids
+
+
+class Pair:
+    """A network with three processes, whose workers serve all tests here, and its twin without."""
+
+    def __init__(self) -> None:
+        fl.set_seed(3)
+        self.alone = Net()
+        self.net = copy.deepcopy(self.alone)
+        self.wrapped = fl.DataParallel(self.net, nprocs=3)
+
+    def backward(self, count: int, calc_grad: bool = False) -> None:
+        """The same step with both: gradients are added to what is there."""
+        x = np.random.default_rng(count).standard_normal((count, 6))
+        inputs = [fl.Variable(x.copy(), calc_grad) for _ in range(2)]
+        losses = [
+            fl.nn.MeanSquaredError()(model(each), fl.no_grad(np.ones((count, 3))))
+            for model, each in zip((self.wrapped, self.alone), inputs, strict=True)
+        ]
+        assert losses[0].scalar() == pytest.approx(losses[1].scalar(), rel=1e-12)
+        for loss in losses:
+            loss.backward()
+        if calc_grad:
+            agree(inputs[0].grad, inputs[1].grad)
+        self.check()
+
+    def check(self) -> None:
+        ours, others = self.wrapped.named_params(), self.alone.named_params()
+        assert list(ours) == list(others)
+        for name, param in ours.items():
+            agree(param.grad, others[name].grad)
+            agree(param.array, others[name].array)
+
+    def zero_grad(self) -> None:
+        self.wrapped.zero_grad()
+        self.alone.zero_grad()
+
+
+def agree(ours: Any, others: Any) -> None:
+    assert (ours is None) == (others is None)
+    if ours is not None:
+        assert ours.dtype == others.dtype
+        np.testing.assert_allclose(ours, others, rtol=1e-12, atol=1e-14)
+
+
+@pytest.fixture(scope="module")
+def of_module() -> Iterator[Pair]:
+    pair = Pair()
+    pair.backward(3)
+    yield pair
+    leftovers.helpers.difference_update(worker_pids(pair.wrapped))
+    pair.wrapped.close()
+
+
+@pytest.fixture
+def pair(of_module: Pair) -> Pair:
+    leftovers.helpers.update(worker_pids(of_module.wrapped))
+    of_module.zero_grad()
+    return of_module
+
+
+def test_gradients_are_those_of_one_process_for_any_batch(pair: Pair) -> None:
+    optimizers = [
+        fl.optim.AdamOptimizer(model.params(), 0.01) for model in (pair.wrapped, pair.alone)
+    ]
+    for count in (12, 7, 2, 1):  # the last two leave workers idle
+        pair.zero_grad()
+        pair.backward(count)
+        for model, optimizer in zip((pair.wrapped, pair.alone), optimizers, strict=True):
+            fl.optim.clip_grad_norm(model.params(), 0.1)
+            optimizer.step()
+        pair.check()
+    assert pair.net.unused.weight.grad is None
+    assert worker_pids(pair.wrapped) <= leftovers.helpers  # a step starts nothing anew
+
+
+def test_gradients_are_added_and_an_input_has_one_too(pair: Pair) -> None:
+    pair.backward(5)
+    pair.backward(6, calc_grad=True)
+
+
+def test_two_forward_passes_before_one_backward_pass(pair: Pair) -> None:
+    for model in (pair.wrapped, pair.alone):
+        first, second = (fl.input(np.full((4, 6), value)) for value in (0.5, -2.0))
+        F.sum(model(first) * model(second)).backward()
+    pair.check()
+
+
+def test_the_graph_is_kept_or_freed_as_asked(pair: Pair) -> None:
+    for model in (pair.wrapped, pair.alone):
+        out = model(fl.input(np.ones((4, 6))))
+        out.backward(np.ones((4, 3)), retain_graph=True)
+        out.backward(np.full((4, 3), 2.0))
+        with pytest.raises(RuntimeError, match="freed by an earlier backward"):
+            out.backward(np.ones((4, 3)))
+    pair.check()
+    team = pair.wrapped._team
+    assert team is not None
+    assert team.dropped == [pair.wrapped._number]
+
+
+def test_the_same_bits_each_time(pair: Pair) -> None:
+    found = []
+    for _ in range(2):
+        pair.zero_grad()
+        pair.backward(7)
+        found.append([p.grad.tobytes() for p in pair.wrapped.params() if p.grad is not None])
+    assert found[0] == found[1]
+
+
+def test_modes_buffers_and_settings_are_those_of_the_module(pair: Pair) -> None:
+    wrapped, alone = pair.wrapped, pair.alone
+    for model in (wrapped, alone):
+        model.eval()
+    x = fl.input(np.ones((6, 6)))
+    assert not wrapped(x).calc_grad
+    agree(wrapped(x).array, alone(x).array)
+    for model in (wrapped, alone):
+        model.train()
+    seen = wrapped.buffers["seen"].copy()
+    pair.backward(6)
+    assert wrapped.buffers["seen"] == seen + 2  # the rows of the first share
+    for net in (pair.net, alone):
+        net.hidden.weight.calc_grad = False
+    pair.zero_grad()
+    pair.backward(6)
+    assert pair.net.hidden.weight.grad is None
+    for net in (pair.net, alone):
+        net.hidden.weight.calc_grad = True
+
+
+def test_a_replaced_array_and_a_loaded_state_reach_the_workers(pair: Pair) -> None:
+    other = Net()
+    pair.wrapped.load_state_dict(other.state_dict())
+    pair.alone.load_state_dict(other.state_dict())
+    pair.net.hidden.bias.array = np.ones(8)
+    pair.alone.hidden.bias.array = np.ones(8)
+    pair.backward(6)
+    assert worker_pids(pair.wrapped) <= leftovers.helpers
+
+
+def test_a_result_that_is_dropped_and_a_pass_that_fails_change_nothing(pair: Pair) -> None:
+    def refuse(_: fl.Variable) -> None:
+        raise ZeroDivisionError
+
+    out = pair.wrapped(fl.input(np.ones((6, 6))))
+    pair.net.out.weight.register_grad_hook(refuse)
+    with pytest.raises(ZeroDivisionError):
+        out.backward(np.ones((6, 3)))
+    pair.net.out.weight.clear_grad_hook()
+    pair.wrapped(fl.input(np.ones((6, 6))))
+    pair.zero_grad()
+    pair.backward(6)
+
+
+@pytest.mark.parametrize("nprocs", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_nested_values_and_several_results(nprocs: int) -> None:
+    alone = Everything()
+    wrapped = fl.DataParallel(copy.deepcopy(alone), nprocs)
+    labels = np.arange(5)
+    for model in (wrapped, alone):
+        x, y = (fl.param(np.linspace(0, 1, 10).reshape(5, 2) + n) for n in range(2))
+        found = model({"x": x, "y": [y]}, labels, 3)
+        F.sum(found["product"] * found["sum"][0]).backward()
+        found["last"] = [x.grad, y.grad]
+        if model is wrapped:
+            ours = found
+    agree(ours["product"].array, found["product"].array)
+    agree(ours["doubled"], labels * 2)
+    assert ours["name"] == found["name"] == "a result"
+    for one, other in zip(ours["last"], found["last"], strict=True):
+        agree(one, other)
+    layers = [net.layers for net in (wrapped.module, alone) if isinstance(net, Everything)]
+    for one, other in zip(*layers, strict=True):
+        agree(one.grad, other.grad)
+        one.grad = other.grad = None
+    # Only one of the results is used.
+    for model in (wrapped, alone):
+        x = fl.input(np.ones((3, 2)))
+        F.sum(model({"x": x, "y": [x]}, labels[:3], 0)["product"]).backward()
+    assert [param.grad is None for param in alone.layers] == [False, True]
+    for one, other in zip(*layers, strict=True):
+        agree(one.grad, other.grad)
+    with pytest.raises(ValueError, match=r"the batch as their first dimension.*\(3, 2\), \(5,\)"):
+        wrapped({"x": x, "y": [x]}, labels, 0)
+    with pytest.raises(ValueError, match="a result has no dimensions"):
+        wrapped({"x": x, "y": [x]}, labels[:3], "mean")
+    wrapped.close()
+
+
+def test_random_numbers_differ_between_shares_and_follow_the_seed(pair: Pair) -> None:
+    net = pair.net
+    net.dropout.ratio = 0.5
+    found = []
+    for _ in range(2):
+        fl.set_seed(5)
+        found.append([pair.wrapped(rows(1, 1, 1)).array.tolist() for _ in range(2)])
+    net.dropout.ratio = 0.0
+    assert found[0] == found[1]
+    assert len({str(row) for result in found[0] for row in result}) == 6
+
+
+def test_errors_of_a_share_leave_it_usable(pair: Pair) -> None:
+    words = "worker 2 of 3 raised LookupError: a bad row"
+    with pytest.raises(RankFailedError, match=words) as info:
+        pair.wrapped(rows(0, 0, RAISE))
+    assert info.value.rank == 2
+    assert "in forward" in str(info.value)
+    assert isinstance(info.value.__cause__, LookupError)
+    number, team = pair.wrapped._number, pair.wrapped._team
+    del info
+    gc.collect()  # the frames in which it was raised
+    assert team is not None
+    assert number in team.dropped  # the other worker need not keep its graph
+    with pytest.raises(LookupError, match="a bad row"):  # of this process's own share
+        pair.wrapped(rows(RAISE, 0, RAISE))
+    pair.backward(6)
+    assert worker_pids(pair.wrapped) <= leftovers.helpers
+
+
+def test_one_process_is_the_module_itself() -> None:
+    net = Net()
+    model = fl.DataParallel(net, nprocs=1)
+    model(fl.input(np.ones((4, 6))))
+    assert model._team is None
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(each, fl.DataParallel)
+        assert (each.nprocs, list(each.state_dict())) == (1, list(net.state_dict()))
+    assert fl.DataParallel(net).nprocs == len(os.sched_getaffinity(0))
+
+
+def test_a_checkpoint_of_the_wrapped_module_is_one_of_the_module(tmp_path: Path) -> None:
+    net, other = Net(), Net()
+    fl.save(tmp_path, fl.DataParallel(net, nprocs=2))
+    assert fl.load(tmp_path, other) is not None
+    assert np.array_equal(net.hidden.weight.array, other.hidden.weight.array)
+
+
+def test_shares_differ_by_one_row_and_none_is_empty() -> None:
+    assert [_shares(rows, 3) for rows in (7, 3, 2, 0)] == [[3, 2, 2], [1, 1, 1], [1, 1], []]
+
+
+@pytest.mark.slow
+def test_parameters_of_another_dtype_need_other_workers() -> None:
+    model = fl.DataParallel(Net(), nprocs=2)
+    model(rows(0, 0))
+    first = worker_pids(model)
+    model.astype("float32")
+    out = model(fl.input(rows(0, 0).array.astype(np.float32)))
+    out.backward(np.ones((2, 3), np.float32))
+    assert {p.grad.dtype for p in model.params() if p.grad is not None} == {np.dtype("float32")}
+    assert not worker_pids(model) & first
+    model.close()
+
+
+def train_in_a_world(rank: int, size: int) -> list[Any]:
+    fl.set_seed(1)
+    alone = Net()
+    wrapped = fl.DataParallel(copy.deepcopy(alone), nprocs=2)
+    fl.distribute_module_grads(wrapped)
+    x = np.random.default_rng(0).standard_normal((8, 6))
+    shares = [(wrapped, x[rank::size]), (alone, x)]
+    for model, own in shares:
+        F.mean(model(fl.input(own))).backward()
+    wrapped.close()
+    return [[p.grad for p in model.params()] for model, _ in shares]
+
+
+@pytest.mark.slow
+def test_ranks_of_a_world_have_workers_of_their_own(pool: Any) -> None:
+    for ours, others in pool(2).run(train_in_a_world):
+        for one, other in zip(ours, others, strict=True):
+            agree(one, other)
+
+
+def test_what_cannot_be_wrapped_or_computed_is_refused(strict: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes a flashlight_py.nn.Module, got function"):
+        fl.DataParallel(agree)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nprocs must be at least 1, got 0"):
+        fl.DataParallel(Net(), nprocs=0)
+    with pytest.raises(ValueError, match="contains a DataParallel already"):
+        fl.DataParallel(fl.nn.Sequential(fl.DataParallel(Net())))
+    model = fl.DataParallel(Net(), nprocs=2)
+    with pytest.raises(TypeError, match="an input is a CuPy array"):
+        model(fl.input(strict.asarray(np.ones((4, 6)))))
+    with pytest.raises(TypeError, match="an input holds Python objects"):
+        model(np.array([None] * 4))
+    model.module.lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"DataParallel: the module cannot be pickled.*lock"):
+        model(rows(0, 0))
+    del model.module.lock
+    model.module.out.weight.data = strict.asarray(model.module.out.weight.data)
+    with pytest.raises(TypeError, match=r"parameter \d \(shape \(3, 8\)\) is on a GPU"):
+        model(fl.input(np.ones((4, 6))))
+    assert model._team is None

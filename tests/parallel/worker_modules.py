@@ -1,0 +1,75 @@
+"""Modules for the tests of ``DataParallel``, where workers can import them from."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+
+import flashlight_py as fl
+from flashlight_py.autograd import functions as F
+
+# In the first column of a share's first row: what happens there.
+RAISE, BE_KILLED, HANG = 100, 101, 102
+
+
+class Net(fl.nn.Module):
+    """Two layers, one that takes no part, a buffer that counts rows, and settings."""
+
+    def __init__(self) -> None:
+        self.hidden = fl.nn.Linear(6, 8, dtype="float64")
+        self.out = fl.nn.Linear(8, 3, dtype="float64")
+        self.unused = fl.nn.Linear(2, 2, dtype="float64")
+        self.dropout = fl.nn.Dropout(0.0)
+        self.add_buffer("seen", np.zeros(1))
+
+    def forward(self, x: fl.Variable) -> fl.Variable:
+        if self.training:
+            self.seen += x.shape[0]
+        _do(x.data[0, 0])
+        return self.out(self.dropout(F.tanh(self.hidden(x))))
+
+    seen: Any
+
+
+def _do(what: float) -> None:
+    if what == RAISE:
+        raise LookupError("a bad row")
+    if what == BE_KILLED:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == HANG:
+        time.sleep(1000)  # until it is killed
+
+
+def rows(*firsts: float) -> fl.Variable:
+    """Rows for a ``Net`` with these first columns."""
+    return fl.input(np.array([[first, *[1.0] * 5] for first in firsts]))
+
+
+class Everything(fl.nn.Module):
+    """Several inputs and results, in containers, of several dtypes."""
+
+    def __init__(self) -> None:
+        self.layers = [fl.param(np.array([2.0, -1.0])), fl.param(np.array(3.0))]
+        self.first = self.layers[0]
+
+    def forward(self, data: dict[str, Any], labels: Any, extra: Any) -> Any:
+        x, (y,) = data["x"], data["y"]
+        product = x * y * self.layers[0]
+        if extra == "mean":
+            return product.mean()
+        return {
+            "product": product,
+            "sum": (x + y * self.layers[1], None),
+            "doubled": labels * 2,
+            "name": "a result",
+        }
+
+
+def worker_pids(model: fl.DataParallel) -> set[int]:
+    """The processes that compute for ``model``."""
+    team = model._team
+    return set() if team is None else {worker._process.pid for worker in team._workers}
