@@ -139,11 +139,6 @@ def test_a_thousand_steps_on_one_to_eight_ranks(
     assert set(found) == {after_a_thousand_steps(kind)}
 
 
-def test_one_model_per_host_has_the_same_bits(ranks: Any) -> None:
-    expected = train(0, 1, "adam")
-    assert set(ranks.run(train, "adam", STEPS, 8, "", True)) == {expected}
-
-
 def gradients(rank: int, size: int, leaves: int, step: int) -> list[Any]:
     fl.set_seed(1)
     model = Net("float64")
