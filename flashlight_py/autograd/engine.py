@@ -31,9 +31,8 @@ from flashlight_py.autograd.graph import (
     Part,
     Repeated,
     Target,
-    Vjp,
     count_consumers,
-    start_of,
+    edges_again,
 )
 from flashlight_py.autograd.narrow import total
 from flashlight_py.device import Array, array_module
@@ -177,12 +176,8 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
     while ready or ordered:
         node = ready.pop() if ready else heappop(ordered)[1]
         grad = grads.pop(node)
-        if type(node) is Part:
-            edges: tuple[tuple[Target, Vjp], ...] = (
-                (start_of(node, pending, parts, repeated), _itself),
-            )
-        else:
-            edges = node.edges or ()
+        is_part = type(node) is Part
+        edges = edges_again(node, pending, parts, repeated) if is_part else node.edges or ()
         for target, vjp in edges:
             contribution = vjp(grad)
             pending[target] -= 1
@@ -201,10 +196,6 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
             node.edges = None
         while after:
             after.pop(0)()
-
-
-def _itself(grad: Array) -> Array:
-    return grad
 
 
 def _add_to_node(

@@ -129,25 +129,30 @@ class Part(Node):
         self.turn = -next(_recorded) if ordered else None
 
 
+def _same(grad: Array) -> Array:
+    return grad
+
+
 def _no_vjp(grad: Array) -> Array:
     raise AssertionError("a part is computed again, and not differentiated itself")
 
 
-def start_of(
-    part: Part,
+def edges_again(
+    part: Node,
     pending: dict[Target, int],
     parts: dict[Repeated, list[Part]],
     repeated: dict[Repeated, Sequence[Node | None]],
-) -> Node:
-    """Return the node that stands for ``part`` in the graph of its computation, done again."""
+) -> tuple[tuple[Target, Vjp], ...]:
+    """Return an edge to what stands for ``part`` in the graph of its computation, done again."""
     whole = (part.edges or ())[0][0]
+    assert isinstance(part, Part)
     assert isinstance(whole, Repeated)
     if whole not in repeated:
         repeated[whole] = nodes = [result.node for result in whole.repeat()]
         _replace(parts[whole], nodes, pending, parts)
     node = repeated[whole][part.place]
     assert node is not None
-    return node
+    return ((node, _same),)
 
 
 def _replace(
@@ -161,9 +166,11 @@ def _replace(
     found = [nodes[part.place] for part in visited if part.place < len(nodes)]
     starts = [node for node in found if node is not None]
     counts = count_consumers(starts, announced, parts)
-    leaves = {target for target in counts if not isinstance(target, Node)}
-    known = set(announced)
-    if len(starts) < len(visited) or known - counts.keys() or leaves - known:
+    reached = {target for target in counts if not isinstance(target, Node)}
+    left, new = set(announced) - counts.keys(), reached - set(announced)
+    # A leaf that is made on the way is another one each time.
+    same = len(left) == len(new) and all(not isinstance(x, Node) and x.hook is None for x in left)
+    if len(starts) < len(visited) or not same:
         raise RuntimeError(
             "backward: a module that is computed again (see recompute) did something else than the "
             "first time; it must do the same with the same inputs, random numbers of "

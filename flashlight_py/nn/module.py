@@ -121,8 +121,8 @@ class Module(ABC):
     def state_dict(self) -> dict[str, Array]:
         """Return the arrays of all parameters and buffers by name: the module's own, not copies.
 
-        Parameters that are cut between ranks (``fl.parallel.shard_linear``, or ``fl.fully_shard``
-        on GPUs) are whole: then they are copies, and it is collective.
+        Parameters that GPUs share (``fl.fully_shard``), or that are cut between ranks
+        (``fl.parallel.shard_linear``), are whole: copies, and collective.
 
         Raises:
             TornStateError: the module is sharded, and a rank ended in the middle of a step.

@@ -34,7 +34,7 @@ def clip_grad_norm(
     without a group: the norm is the same on every rank. Where ranks have different parameters, as
     parts of one model, pass their group: the squares are summed over it, in one small message, and
     all ranks scale by the same factor. Of a sharded module's parameters each rank scales its own
-    pieces: that is collective, too.
+    pieces: that is collective, too, as it is with parameters that ``shard_linear`` has cut.
 
     Args:
         params: the variables whose gradients to scale; of this rank alone, and possibly none,

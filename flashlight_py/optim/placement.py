@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -29,12 +29,9 @@ class Shards(ABC):
     """What the parameters of one sharded module have in common.
 
     ``group``: the processes that step them together; sums over it are those of the whole module.
-    ``in_common``: they have each parameter in common, so that one value is all of theirs; else each
-    has a part of it by itself.
     """
 
     group: Summing
-    in_common: ClassVar[bool] = True
     steps = False  # inside the backward pass, so that there are no gradients afterwards
 
     @abstractmethod
@@ -80,6 +77,7 @@ class Placement(ABC):
     """Where one parameter, its gradient and its optimizers' state lie."""
 
     shards: Shards
+    is_cut = False  # a process has its part alone, and steps it like a parameter of its own
 
     @abstractmethod
     def zeros(self, dtype: DTypeLike) -> Array:

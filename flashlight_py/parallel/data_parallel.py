@@ -113,7 +113,7 @@ def distribute_module_grads(
     """
     require_module(module)
     if leaves is None:
-        refuse_sharded("distribute_module_grads", module.params())
+        refuse_sharded("distribute_module_grads", module.params(), may_be_cut=True)
     given = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
     if leaves is not None:
         leaves = whole_number("distribute_module_grads", "leaves", leaves, least=1)

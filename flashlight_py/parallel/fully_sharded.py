@@ -25,15 +25,18 @@ from flashlight_py.optim.placement import Placement, Shards
 from flashlight_py.optim.rule import RuleOptimizer
 from flashlight_py.optim.squares import BLOCK, sum_of_squares, sums_of_squares
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
-from flashlight_py.parallel.data_parallel import install, release
+from flashlight_py.parallel.data_parallel import distribute_module_grads, install, release
 from flashlight_py.parallel.parameters import broadcast_parameters, give_state, require_module
 from flashlight_py.parallel.segment import HostMemory, Hosts
 from flashlight_py.parallel.shard_buckets import Buckets, bucket_bytes
 from flashlight_py.parallel.shard_layout import Layout, UnitPlan, plan
-from flashlight_py.parallel.shard_stepping import SharedBuckets, Stepper, StepSync
+from flashlight_py.parallel.shard_stepping import Stepper, StepSync
 from flashlight_py.parallel.shard_sync import ShardSync, Unit
 from flashlight_py.parallel.zero import GatheredShards, shard_by_gathering
 
+# Of all parameters: what is smaller costs a rank less memory than its interpreter does, and less
+# time to step alone than it takes ranks to wait for each other.
+SMALL_BYTES = 4 << 20
 # What ends the name of a layout of parameters that do not learn; before it stands their dtype.
 FROZEN = " frozen"
 
@@ -57,6 +60,10 @@ def fully_shard(
     optimizer's state are collective then, as is every synchronised backward pass. Between steps a
     parameter must not be written: all ranks would see it, some of them in the middle of a pass.
     With FLASHLIGHT_DEBUG_SHARED=1 in the environment NumPy refuses it.
+
+    A module with less than 4 MiB of parameters stays each rank's own, as by
+    :func:`flashlight_py.distribute_module_grads`: waiting for each other would take longer than to
+    step alone. Not so with ``step_in_backward`` or ``across_hosts``.
 
     Ranks that share no memory, as through Gloo alone, count as a host each: then it is
     data-parallel training, and only ``across_hosts`` saves memory.
@@ -102,6 +109,10 @@ def fully_shard(
     _undo(module)
     release(module)
     broadcast_parameters(module, group=members)
+    nbytes = sum(param.data.nbytes for param in named.values())
+    if nbytes < SMALL_BYTES and not (step_in_backward or across_hosts):
+        distribute_module_grads(module, group=members)
+        return
     shards = HostShards(_in_order(module), members, step_in_backward, across_hosts)
     shards.sync.ignored = frozenset(named)
     install(module, shards.sync)
@@ -126,7 +137,7 @@ def _undo(module: Module) -> None:
     for name, param in module.named_params().items():
         if param.placement is None:
             continue
-        if not param.placement.shards.in_common:
+        if param.placement.is_cut:
             raise ValueError(
                 f"fully_shard: {name} is cut between ranks by shard_linear already; shard the "
                 "module's other parts"
@@ -218,11 +229,10 @@ class HostShards(Shards):
 
     def _sync(self, hosts: Hosts, nbytes: int, units: Sequence[Unit]) -> ShardSync:
         """Return what adds up gradients through buckets of ``nbytes``. Collective, blocking."""
-        if self.steps:
-            shared = SharedBuckets(hosts.local, nbytes)
-            return StepSync(self.members, self.memory, shared, units, self._stepper_of)
         scale = 1.0 / self.members.size if hosts.count == 1 else 1.0
-        buckets = Buckets(hosts.local, nbytes, scale)
+        buckets = Buckets(hosts.local, nbytes, scale, keeps=not self.steps)
+        if self.steps:
+            return StepSync(self.members, self.memory, buckets, units, self._stepper_of)
         return ShardSync(self.members, self.memory, buckets, units)
 
     def _placed(self, units: Sequence[tuple[str, UnitPlan, list[Variable]]]) -> list[Unit]:

@@ -43,9 +43,6 @@ def broadcast_parameters(module: Module, root: int = 0, group: ProcessGroup | No
         >>> fl.distribute_module_grads(model)
     """
     require_module(module)
-    params = module.named_params()
-    if any(param.placement is not None for param in params.values()):
-        check_modules_agree(params, group_or_world(group))  # parts are not to be taken for wholes
     synchronize_for("broadcast_parameters", "module", module, root, group)
 
 
@@ -69,7 +66,7 @@ def all_reduce_parameters(module: Module, group: ProcessGroup | None = None) -> 
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
-    refuse_sharded("all_reduce_parameters", module.params())
+    refuse_sharded("all_reduce_parameters", module.params(), may_be_cut=True)
     members = group_or_world(group)
     params = module.named_params()
     check_modules_agree(params, members)
@@ -106,7 +103,7 @@ class PeriodicAveraging:
 
     def __init__(self, module: Module, every: int, group: ProcessGroup | None = None) -> None:
         require_module(module)
-        refuse_sharded("PeriodicAveraging", module.params())
+        refuse_sharded("PeriodicAveraging", module.params(), may_be_cut=True)
         self._every = whole_number("PeriodicAveraging", "every", every, least=1)
         self._module = module
         self._group = group

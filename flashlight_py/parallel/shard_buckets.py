@@ -1,26 +1,31 @@
 """Two buckets per rank, through which the gradients of a sharded module are summed.
 
-While one is filled, the other is on its way: each rank of the host sums its part of it, where the
-ranks' buckets lie, into the gradient that they have in common.
+All ranks of a host read them where they lie. When all have filled one, each adds up its part of
+those elements, in the order of the ranks. A bucket is filled again only after the next one was full
+on all ranks: by then all have added up the first, so that each bucket takes one barrier.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from flashlight_py.autograd.narrow import widened
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.arrays import scale_in_place
+from flashlight_py.distributed.host_memory import map_zeros
 from flashlight_py.parallel.shard_layout import Chunk
 
 # Of all ranks of a host together, and of one bucket.
-ALL_BYTES = 16 << 20
+ALL_BYTES = 8 << 20
 LEAST_BYTES, MOST_BYTES = 256 << 10, 2 << 20
-# Smaller messages take less time than to wake the thread that would carry them.
-INLINE_BYTES = 64 << 10
+# So much is added up at a time: it stays in the cache while one rank after the other is added.
+_BLOCK = 16384
+
+# Of this rank's part of a sum of earlier passes, in place; the chunk says where it lies.
+Scaling = Callable[[Array, Chunk], None]
 
 
 def bucket_bytes(ranks: int) -> int:
@@ -28,81 +33,73 @@ def bucket_bytes(ranks: int) -> int:
 
     Example:
         >>> [bucket_bytes(ranks) >> 10 for ranks in (1, 4, 8, 64)]
-        [2048, 2048, 1024, 256]
+        [2048, 1024, 512, 256]
     """
     return min(max(ALL_BYTES // (2 * ranks), LEAST_BYTES), MOST_BYTES)
 
 
-# Of this rank's part of a sum of earlier passes, in place; the chunk says where it lies.
-Scaling = Callable[[Array, Chunk], None]
-
-
-class Slot:
-    """One bucket, what is on its way from it, and what to do when that has arrived."""
-
-    def __init__(self, memory: Array) -> None:
-        self.memory = memory
-        self.work: Work | None = None
-        self.then: Callable[[], None] | None = None
-
-    def finish(self) -> None:
-        """Block until what is on its way has arrived."""
-        work, self.work = self.work, None
-        then, self.then = self.then, None
-        if work is not None:
-            work.wait()
-        if then is not None:
-            then()
-
-
 class Buckets:
-    """The two buckets of this rank, filled in turn. Making them is collective.
+    """The buckets of all ranks of a host. Making them is collective, and blocks.
 
     Args:
         local: the ranks of this host.
         nbytes: of one bucket.
         scale: the factor of the sums.
+        keeps: sums are kept, so that a rank which is alone on its host needs no bucket.
     """
 
-    def __init__(self, local: ProcessGroup, nbytes: int, scale: float) -> None:
-        self._local, self.scale = local, scale
-        self._slots = [Slot(local.shared_empty(nbytes, np.uint8)) for _ in range(2)]
+    def __init__(self, local: ProcessGroup, nbytes: int, scale: float, keeps: bool) -> None:
+        self._local, self._scale = local, scale
+        self._alone = keeps and local.size == 1
+        nbytes = -(-nbytes // 4096) * 4096
+        self._memory = map_zeros(local, local.size * 2 * nbytes).reshape(local.size, 2, nbytes)
         self._turn = 0
 
-    def next(self, chunk: Chunk, dtype: np.dtype[np.generic]) -> Array:
-        """Return room for ``chunk``, once it is free."""
-        self._turn ^= 1
-        slot = self._slots[self._turn]
-        slot.finish()
-        nbytes = (chunk.stop - chunk.start) * dtype.itemsize
-        room: Array = slot.memory[:nbytes].view(dtype)
-        return room
+    def next(self, chunk: Chunk, total: Array, adds: bool) -> Array:
+        """Return room for what this rank has of ``chunk``, which goes into ``total``.
 
-    def send(self, bucket: Array, chunk: Chunk, total: Array, old: Scaling | None) -> None:
-        """Sum ``bucket``, which ``next`` has returned, into its chunk of ``total``.
-
-        Each rank writes its part. ``old``: what is there stays, scaled by this, and is added to.
+        A rank that is alone on its host has it in ``total`` itself, unless that is added to.
         """
-        slot, out = self._slots[self._turn], total[chunk.part_of(self._local.rank)]
-        target = out if old is None else np.empty_like(out)
-        background = bucket.nbytes > INLINE_BYTES
-        work = self._local.reduce_scatter(bucket, scale=self.scale, out=target, async_op=background)
-        slot.work = work if background else None
-        slot.then = None if old is None else functools.partial(_add, out, chunk, target, old)
-        if not background:
-            slot.finish()
+        if self._alone and not adds:
+            return total[chunk.start : chunk.stop]
+        self._turn ^= 1
+        return self.of_ranks(chunk, total.dtype)[self._local.rank]
 
-    def finish(self) -> None:
-        """Block until everything has arrived; this rank's parts are then complete."""
-        for slot in (self._slots[self._turn ^ 1], self._slots[self._turn]):
-            slot.finish()
+    def of_ranks(self, chunk: Chunk, dtype: np.dtype[np.generic]) -> list[Array]:
+        """Return every rank's room for ``chunk``, for which ``next`` was called last."""
+        nbytes = (chunk.stop - chunk.start) * dtype.itemsize
+        rooms: list[Array] = [rank[self._turn, :nbytes].view(dtype) for rank in self._memory]
+        return rooms
 
-    def abandon(self) -> None:
-        """Forget what is on its way; it cannot be called back."""
-        for slot in self._slots:
-            slot.work = slot.then = None
+    def send(self, chunk: Chunk, total: Array, old: Scaling | None) -> None:
+        """Sum what ranks have in their rooms into this rank's part of ``total``. Collective.
 
+        Blocks. ``old``: what is there stays, scaled by this, and is added to.
+        """
+        part = chunk.part_of(self._local.rank)
+        if self._alone and old is None:
+            scale_in_place(total[part], self._scale)
+            return
+        self._local.barrier()
+        place = slice(part.start - chunk.start, part.stop - chunk.start)
+        own = [room[place] for room in self.of_ranks(chunk, total.dtype)]
+        if old is not None:
+            old(total[part], chunk)
+        self._add_up(own, total[part], old is not None)
 
-def _add(total: Array, chunk: Chunk, new: Array, scale_old: Scaling) -> None:
-    scale_old(total, chunk)
-    total += new
+    def _add_up(self, rooms: Sequence[Array], total: Array, adds: bool) -> None:
+        """Add up in the order of ranks, then scale: with the same bits as ``all_reduce``."""
+        for start in range(0, total.size, _BLOCK):
+            block = slice(start, start + _BLOCK)
+            target = total[block]
+            first, *others = (widened(room[block]) for room in rooms)
+            result = np.array(first) if adds or target.dtype != first.dtype else target
+            if result is target:
+                result[...] = first
+            for other in others:
+                result += other
+            scale_in_place(result, self._scale)
+            if adds:
+                target += result
+            elif result is not target:
+                target[...] = result

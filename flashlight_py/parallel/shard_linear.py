@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any, Literal
@@ -152,8 +152,6 @@ class ShardedLinear(Linear):
 class Cut(Shards):
     """How a layer is cut: along which dimension of its weight, into which sizes."""
 
-    in_common = False
-
     def __init__(self, group: ProcessGroup | None, axis: int, sizes: tuple[int, ...]) -> None:
         self._group, self.axis, self.sizes = group, axis, sizes
 
@@ -180,12 +178,18 @@ class Cut(Shards):
         """Return an empty context: nobody reads another rank's part."""
         return contextlib.nullcontext()
 
+    def own_gradients(self, variables: Iterable[Variable]) -> list[Array]:
+        """Return the gradients as they are: each is this rank's part."""
+        return [each.grad for each in variables if each.grad is not None]
+
     def __deepcopy__(self, memo: object) -> Cut:
         return self
 
 
 class CutParameter(Placement):
     """A parameter of which this rank has its part alone."""
+
+    is_cut = True
 
     def __init__(self, variable: Variable, cut: Cut, whole_shape: tuple[int, ...]) -> None:
         self.shards = cut

@@ -1,8 +1,7 @@
 """Optimizer steps inside the backward pass: gradients are summed and used up where they are made.
 
 When all ranks have filled a bucket, each steps its part of those elements by the sum of the ranks'
-buckets, which it reads where they lie. A bucket is filled again only after the next one was full on
-all ranks: by then all have stepped the first, so that each bucket takes one barrier.
+buckets, which it reads where they lie.
 
 A weight is changed only when no rank needs it any more: the gradient of a layer's input is computed
 before that of its weight, and other gradients are sent when the operation is done with its inputs.
@@ -33,33 +32,6 @@ if TYPE_CHECKING:
 Stepper = tuple["RuleOptimizer", int]
 
 
-class SharedBuckets(Buckets):
-    """Two buckets of each rank, which all ranks of the host read."""
-
-    def __init__(self, local: ProcessGroup, nbytes: int) -> None:
-        self._local = local
-        nbytes = -(-nbytes // 4096) * 4096
-        self._memory = map_zeros(local, local.size * 2 * nbytes).reshape(local.size, 2, nbytes)
-        self._turn = 0
-
-    def next(self, chunk: Chunk, dtype: np.dtype[np.generic]) -> Array:
-        """Return room for ``chunk``; see ``Buckets``."""
-        self._turn ^= 1
-        return self.of_ranks(chunk, dtype)[self._local.rank]
-
-    def of_ranks(self, chunk: Chunk, dtype: np.dtype[np.generic]) -> list[Array]:
-        """Return every rank's room for ``chunk``, which ``next`` has returned last."""
-        nbytes = (chunk.stop - chunk.start) * dtype.itemsize
-        rooms: list[Array] = [rank[self._turn, :nbytes].view(dtype) for rank in self._memory]
-        return rooms
-
-    def finish(self) -> None:
-        """Do nothing: nothing is on its way."""
-
-    def abandon(self) -> None:
-        """Do nothing: nothing is on its way."""
-
-
 class SteppedSink(Sink):
     """Takes a gradient that changes its parameter at once."""
 
@@ -85,7 +57,7 @@ class StepSync(ShardSync):
         self,
         group: ProcessGroup,
         memory: HostMemory,
-        buckets: SharedBuckets,
+        buckets: Buckets,
         units: Sequence[Unit],
         stepper_of: Callable[[Variable], Stepper | None],
     ) -> None:

@@ -163,7 +163,7 @@ class ShardSync(PassSync):
             self._unused.add(leaf)
         start, columns = unit.plan.starts[0], b.shape[1]
         for chunk in unit.plan.chunks:
-            bucket = self._buckets.next(chunk, unit.params[0].dtype)
+            bucket = self._buckets.next(chunk, self._memory.grads[unit.name], adds)
             low = chunk.start - start
             high = min(chunk.stop - start, unit.plan.sizes[0])
             _product_into(bucket[: high - low], a, b, low, columns)
@@ -210,7 +210,7 @@ class ShardSync(PassSync):
         self._unused.update(p for p, grad in zip(unit.params, own, strict=True) if grad is None)
         adds = unit.begin()
         for chunk in unit.plan.chunks:
-            bucket = self._buckets.next(chunk, unit.params[0].dtype)
+            bucket = self._buckets.next(chunk, self._memory.grads[unit.name], adds)
             _fill(bucket, chunk, unit.plan, own)
             self._send(unit, chunk, bucket, weight, adds)
         for param, sink in zip(unit.params, unit.sinks, strict=True):
@@ -221,7 +221,7 @@ class ShardSync(PassSync):
     def _send(self, unit: Unit, chunk: Chunk, bucket: Array, weight: float, adds: bool) -> None:
         self._scale(bucket, weight)
         old = functools.partial(self._memory.weigh_old, unit.name) if adds else None
-        self._buckets.send(bucket, chunk, self._memory.grads[unit.name], old)
+        self._buckets.send(chunk, self._memory.grads[unit.name], old)
 
     @staticmethod
     def _scale(bucket: Array, weight: float) -> None:
@@ -237,8 +237,6 @@ class ShardSync(PassSync):
                 while self._given < len(self._units):
                     self._give_next()
                 self._finish()
-            else:
-                self._buckets.abandon()
         finally:
             self._reset()
 
@@ -252,7 +250,6 @@ class ShardSync(PassSync):
 
     def _finish(self) -> None:
         """Wait for all ranks' sums; parameters that no rank used have no gradient then."""
-        self._buckets.finish()
         self._memory.sum_between_hosts()
         # As all ranks pass their flags when their parts are complete, the sums are, too.
         here = [param not in self._unused for param in self._params]

@@ -163,6 +163,7 @@ class GatheredShards(Shards):
         self._steps = step_in_backward
         self._flats: list[Flat] = []
         self._optimizers: dict[Variable, tuple[RuleOptimizer, int]] = {}
+        self._here: set[Flat] = set()  # gathered, or on their way
         self._read: Flat | None = None  # last
         self._was_backward = False
         self._next: dict[tuple[bool, Flat], Flat] = {}
@@ -200,7 +201,7 @@ class GatheredShards(Shards):
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:
         """Let go of what is gathered, as it will be old; the parts are this process's own."""
-        self._release(None, None)
+        self._release()
         self._read = None
         yield
 
@@ -226,14 +227,15 @@ class GatheredShards(Shards):
         self._read, self._was_backward = flat, backward
         expected = self._next.get((backward, flat))
         self._release(flat, expected)
-        flat.start()
-        if expected is not None and expected not in self._stepped:
-            expected.start()
+        for each in (flat, expected):
+            if each is not None and each not in self._stepped:
+                self._here.add(each)
+                each.start()
 
-    def _release(self, *but: Flat | None) -> None:
-        for flat in self._flats:
-            if flat not in but:
-                flat.release()
+    def _release(self, *but: Flat | None, wait: bool = True) -> None:
+        for flat in self._here.difference(but):
+            self._here.discard(flat)
+            flat.release(wait)
 
     def homes_of(self, flat: Flat) -> list[Array] | None:
         """Return where this pass's gradients of ``flat`` belong; None: there is no pass."""
@@ -303,11 +305,11 @@ class GatheredShards(Shards):
             for flat in self._flats:
                 if flat.homes is not None:
                     flat.forget_gradients()
-                flat.release(wait=completed)
             self._reductions, self._unsettled = [], []
             self._stepped = set()
             self._read = None
             self._in_pass = False
+            self._release(wait=completed)
 
     def _add_up(self) -> None:
         """Keep the gradients of parameters that any rank has used. Collective, blocking."""

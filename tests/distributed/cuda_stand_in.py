@@ -150,6 +150,14 @@ class StandInCupy(ModuleType):
     def ElementwiseKernel(self, *description: str) -> Callable[..., Any]:
         return _disguised(compiled_kernels.ElementwiseKernel(*description))
 
+    def RawKernel(self, *description: Any, **options: Any) -> Callable[..., Any]:
+        kernel = compiled_kernels.RawKernel(*description, **options)
+
+        def launch(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
+            kernel(grid, block, tuple(_plain(each) for each in args))
+
+        return launch
+
     def ReductionKernel(self, *description: str, **options: str) -> Callable[..., Any]:
         return _disguised(compiled_kernels.ReductionKernel(*description, **options))
 
@@ -161,6 +169,10 @@ class StandInCupy(ModuleType):
 
     def asarray(self, value: Any, dtype: Any = None) -> StandInArray:
         return np.array(value, dtype, subok=False).view(StandInArray)
+
+
+def _plain(value: Any) -> Any:
+    return value.view(np.ndarray) if isinstance(value, StandInArray) else value
 
 
 def _addresses(array: StandInArray) -> np.ndarray:

@@ -124,9 +124,9 @@ def test_a_cupy_array_is_refused(strict: Any) -> None:
 
 
 def test_a_file_is_copied_without_being_kept(tmp_path: Path) -> None:
-    rows = np.arange(6 * MB, dtype=np.int64).reshape(-1, 512)
+    rows = np.arange(5 * MB, dtype=np.int32).reshape(-1, 512)
     rows.tofile(tmp_path / "rows")
-    file = np.memmap(tmp_path / "rows", np.int64, "r", shape=rows.shape)
+    file = np.memmap(tmp_path / "rows", np.int32, "r", shape=rows.shape)
     x = fl.host_array(lambda: file[1:])
     np.testing.assert_array_equal(x, rows[1:])
     assert resident(mappings_of(str(tmp_path / "rows"))) < MB

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
 from flashlight_py import nn
-from tests.distributed.conformance import ranks_in
+from flashlight_py.parallel import fully_sharded
+from flashlight_py.parallel.zero import shard_by_gathering
+from tests.distributed.conformance import BACKENDS, ranks_in
 
 ranks = ranks_in(("shm", 2), slow=[("gloo", 3)])
 
@@ -43,6 +47,38 @@ def trained(rank: int, again: Callable[[Any], Any], bucket_bytes: int) -> list[b
                 net(x).sum().backward()
         optimizer.step()
     return [array.tobytes() for array in (*net.state_dict().values(), x.grad)]
+
+
+SHARDED: dict[str, Callable[[Any], Any]] = {
+    "in shared memory": fl.fully_shard,
+    "stepped inside": functools.partial(fl.fully_shard, step_in_backward=True),
+    "by gathering": shard_by_gathering,
+}
+
+
+def sharded(rank: int, again: Callable[[Any], Any], how: str) -> list[bytes]:
+    """Train a model that changes, or whose parameters go, as soon as nobody needs them."""
+    fl.set_seed(1)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh())
+    net = nn.Sequential(again(block), again(nn.Linear(4, 4)), again(block), nn.Linear(4, 2))
+    SHARDED[how](net)
+    optimizer = fl.optim.AdamOptimizer(net.params(), 0.1)
+    rng = np.random.default_rng(rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = fl.param(rng.standard_normal((3, 4)).astype(np.float32))
+        net(x).sum().backward()
+        optimizer.step()
+    return [array.tobytes() for array in (*net.state_dict().values(), x.grad)]
+
+
+@mock.patch.object(fully_sharded, "SMALL_BYTES", 0)
+def same_bits_sharded(rank: int, size: int, how: str) -> None:
+    assert sharded(rank, fl.recompute, how) == sharded(rank, lambda module: module, how)
+
+
+def test_a_sharded_model_is_trained_as_before(pool: Any) -> None:
+    pool(2, **BACKENDS["shm"][1]).run_each(same_bits_sharded, [(how,) for how in SHARDED])
 
 
 def same_bits(rank: int, size: int, bucket_bytes: int) -> list[bytes]:

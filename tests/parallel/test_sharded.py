@@ -12,7 +12,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.host_memory import hosts_of
-from flashlight_py.parallel import shard_buckets
+from flashlight_py.parallel import fully_sharded, shard_buckets
 from tests.distributed.conformance import ranks_in
 
 ranks = ranks_in(
@@ -47,6 +47,7 @@ class Net(fl.nn.Module):
 def small_buckets() -> None:
     """Let parameters of a few kilobytes be large."""
     shard_buckets.LEAST_BYTES = shard_buckets.MOST_BYTES = 4096
+    fully_sharded.SMALL_BYTES = 0
 
 
 def build(dtype: Any, way: str, **how: Any) -> Net:
@@ -280,7 +281,8 @@ def test_what_cannot_be_done_with_a_sharded_module_is_refused(ranks: Any) -> Non
     ranks.run(refusals)
 
 
-def test_the_marks_of_a_step_that_was_not_completed() -> None:
+def test_the_marks_of_a_step_that_was_not_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fully_sharded, "SMALL_BYTES", 0)
     model = Net("float32")
     fl.fully_shard(model)
     optimizer = optimizer_of(model, "sgd")
@@ -299,8 +301,17 @@ def test_the_marks_of_a_step_that_was_not_completed() -> None:
     model(fl.input(np.zeros((1, 30), np.float32)))
 
 
+def test_a_small_module_stays_each_ranks_own() -> None:
+    model = Net("float32")
+    fl.fully_shard(model)
+    assert model.first.weight.placement is None
+    loss_of(model, 0, 0).backward()
+    assert model.first.weight.grad is not None
+
+
 def test_a_write_to_a_protected_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHLIGHT_DEBUG_SHARED", "1")
+    monkeypatch.setattr(fully_sharded, "SMALL_BYTES", 0)
     model = Net("float32")
     fl.fully_shard(model)
     optimizer = optimizer_of(model, "sgd")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import threading
@@ -174,9 +175,10 @@ def test_a_result_that_is_dropped_and_a_pass_that_fails_change_nothing(pair: Pai
     pair.backward(6)
 
 
-def test_dtypes_nested_values_and_several_results() -> None:
+@pytest.mark.parametrize("nprocs", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_nested_values_and_several_results(nprocs: int) -> None:
     alone = Everything()
-    wrapped = fl.DataParallel(copy.deepcopy(alone), nprocs=2)
+    wrapped = fl.DataParallel(copy.deepcopy(alone), nprocs)
     labels = np.arange(5)
     for model in (wrapped, alone):
         x, y = (fl.param(np.linspace(0, 1, 10).reshape(5, 2) + n) for n in range(2))
@@ -190,14 +192,17 @@ def test_dtypes_nested_values_and_several_results() -> None:
     assert ours["name"] == found["name"] == "a result"
     for one, other in zip(ours["last"], found["last"], strict=True):
         agree(one, other)
-    agree(wrapped.params()[0].grad, alone.params()[0].grad)
+    layers = [net.layers for net in (wrapped.module, alone) if isinstance(net, Everything)]
+    for one, other in zip(*layers, strict=True):
+        agree(one.grad, other.grad)
+        one.grad = other.grad = None
     # Only one of the results is used.
     for model in (wrapped, alone):
-        model.zero_grad()
         x = fl.input(np.ones((3, 2)))
         F.sum(model({"x": x, "y": [x]}, labels[:3], 0)["product"]).backward()
-    assert wrapped.params()[0].grad is not None
-    agree(wrapped.params()[0].grad, alone.params()[0].grad)
+    assert [param.grad is None for param in alone.layers] == [False, True]
+    for one, other in zip(*layers, strict=True):
+        agree(one.grad, other.grad)
     with pytest.raises(ValueError, match=r"the batch as their first dimension.*\(3, 2\), \(5,\)"):
         wrapped({"x": x, "y": [x]}, labels, 0)
     with pytest.raises(ValueError, match="a result has no dimensions"):
@@ -224,6 +229,11 @@ def test_errors_of_a_share_leave_it_usable(pair: Pair) -> None:
     assert info.value.rank == 2
     assert "in forward" in str(info.value)
     assert isinstance(info.value.__cause__, LookupError)
+    number, team = pair.wrapped._number, pair.wrapped._team
+    del info
+    gc.collect()  # the frames in which it was raised
+    assert team is not None
+    assert number in team.dropped  # the other worker need not keep its graph
     with pytest.raises(LookupError, match="a bad row"):  # of this process's own share
         pair.wrapped(rows(RAISE, 0, RAISE))
     pair.backward(6)

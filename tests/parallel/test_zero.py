@@ -226,6 +226,24 @@ def test_checkpoints_are_those_of_the_whole(ranks: Any, tmp_path: Path) -> None:
     same(after, whole.state_dict())
 
 
+def infer(rank: int, size: int) -> None:
+    """The last pass has begun to gather for one that never comes; the process may end so."""
+    model = fl.nn.Sequential(*(fl.nn.Linear(9, 9) for _ in range(4)))
+    fl.broadcast_parameters(model)
+    x = fl.input(np.ones((2, 9), "float32"))
+    expected = model(x).array
+    shards = shard_by_gathering(model.eval())
+    for _ in range(3):
+        result = model(x)
+        np.testing.assert_array_equal(result.array, expected)
+        assert not result.has_history
+    assert len(shards._here) == 2
+
+
+def test_inference_gathers_as_well(ranks: Any) -> None:
+    ranks.run(infer)
+
+
 def step_inside(rank: int, size: int, within: bool) -> Any:
     model = build("adam")
     shard_by_gathering(model, None, step_in_backward=within)

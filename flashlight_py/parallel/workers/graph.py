@@ -1,6 +1,6 @@
 """Results of all shares as one, and the backward pass from there through every share.
 
-A result is recorded with two inputs: that of this process's share, and one that stands for the
+A result is recorded with the one of this process's share as an input, and others that stand for the
 workers. A pass visits, in this order,
 
 1. the results, where the workers' rows of each gradient are noted;
@@ -26,7 +26,7 @@ from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.variable import record, record_in_order
 from flashlight_py.device import Array
 from flashlight_py.parallel.workers.parts import Part, array_of
-from flashlight_py.parallel.workers.serving import Backward, Computed, Differentiated
+from flashlight_py.parallel.workers.serving import Backward, Computed, Differentiated, Leaf
 from flashlight_py.parallel.workers.team import WHAT, Team
 
 # What stands for the workers in a graph has a value, which nobody needs.
@@ -41,24 +41,20 @@ class ShareResult(NamedTuple):
 
 
 def join(
-    team: Team,
-    number: int,
+    graph: WorkersGraph,
     own: Sequence[Part],
     shares: Sequence[ShareResult],
     params: Sequence[Variable],
     inputs: Sequence[Part],
-    starts: Sequence[int],
 ) -> list[Part]:
-    """Return the results of forward pass ``number``, joined, with a graph through all shares.
+    """Return the results of a forward pass, joined, with a graph through all shares.
 
     Args:
-        team: the workers.
-        number: of the forward pass.
+        graph: of the workers that compute the others.
         own: the results of this process's share.
         shares: those of the workers, in order.
         params: the module's parameters, by number.
         inputs: the whole inputs, by number.
-        starts: in which row of the inputs each share begins, and where the last one ends.
 
     Raises:
         ValueError: a result has no dimensions, or the shares have results of different shapes.
@@ -67,10 +63,9 @@ def join(
         _joined([array_of(part), *(share.arrays[k] for share in shares)])
         for k, part in enumerate(_as_many(own, shares))
     ]
-    graph = _Graph(team, number, starts)
     collect = graph.collect(shares, params, inputs)
     ordered = [_in_order(part) for part in own]
-    send = record_in_order(_NOTHING, (collect, graph.send))
+    send = record_in_order(_NOTHING, (Variable(_NOTHING, True), graph.send))
     results: list[Part] = []
     for k, (array, part) in enumerate(zip(arrays, ordered, strict=True)):
         if not isinstance(part, Variable):
@@ -78,40 +73,50 @@ def join(
             continue
         ends = np.cumsum([part.shape[0], *(share.arrays[k].shape[0] for share in shares)]).tolist()
         edges: list[tuple[Variable, Vjp]] = [(part, partial(_first_rows, ends[0]))]
-        if any(share.computed.differentiable[k] for share in shares):
+        below = [node for group, node in collect.items() if k in group]
+        if below:
             edges.insert(0, (send, partial(graph.note, k, ends)))
+            edges += [(node, _nothing) for node in below]
         results.append(record(array, *edges))
     return results
 
 
-class _Graph:
-    """The workers' graphs of one forward pass. Nothing refers to it but the operations here."""
+class WorkersGraph:
+    """The workers' graphs of forward pass ``number``; they forget them when this object is gone.
+
+    Share s is the rows from ``starts[s]`` on. In the end only the operations here refer to it.
+    """
 
     def __init__(self, team: Team, number: int, starts: Sequence[int]) -> None:
         self._team, self._number, self._starts = team, number, starts
-        # What has a gradient: by whether it is a parameter, and by its number.
-        self._arrays: dict[tuple[bool, int], Array] = {}
+        self._arrays: dict[Leaf, Array] = {}  # what may have a gradient
         self._noted: dict[int, list[Array]] = {}  # by result: the gradient of each worker's rows
         # Of the pass that is running:
         self._is_pending = False
         self._answers: list[Differentiated] | None = None
-        self._saved: dict[tuple[bool, int], Array] = {}
+        self._saved: dict[Leaf, Array] = {}
         weakref.finalize(self, team.dropped.append, number).atexit = False
 
     def collect(
         self, shares: Sequence[ShareResult], params: Sequence[Variable], inputs: Sequence[Part]
-    ) -> Variable:
-        """Return what stands for the end of the workers' backward passes."""
+    ) -> dict[tuple[int, ...], Variable]:
+        """Return what stands for the end of the workers' backward passes, by groups of results.
+
+        One for the leaves that all results of a group depend on, and no other result: so a leaf
+        that a pass does not reach has no gradient.
+        """
         self._count = len(shares)
-        edges: list[tuple[Variable, Vjp]] = []
-        for is_param, parts in ((True, params), (False, inputs)):
-            used = {n for each in shares for n in each.computed.used(is_param)}
-            for number in sorted(used):
-                part = parts[number]
-                assert isinstance(part, Variable), "an array has no gradient"
-                self._arrays[is_param, number] = part.data
-                edges.append((part, partial(self._gradient, (is_param, number))))
-        return record_in_order(_NOTHING, *edges)
+        edges: dict[tuple[int, ...], list[tuple[Variable, Vjp]]] = {}
+        of_shares = zip(*(share.computed.leaves for share in shares), strict=True)
+        of_results = [set[Leaf]().union(*leaves) for leaves in of_shares]
+        for leaf in sorted(set[Leaf]().union(*of_results)):
+            is_param, number = leaf
+            part = (params if is_param else inputs)[number]
+            assert isinstance(part, Variable), "an array has no gradient"
+            self._arrays[leaf] = part.data
+            group = tuple(k for k, leaves in enumerate(of_results) if leaf in leaves)
+            edges.setdefault(group, []).append((part, partial(self._gradient, leaf)))
+        return {group: record_in_order(_NOTHING, *some) for group, some in edges.items()}
 
     def note(self, result: int, ends: Sequence[int], grad: Array) -> Array:
         """Note the workers' rows of the gradient of ``result``; they end at ``ends[1:]``."""
@@ -131,41 +136,46 @@ class _Graph:
         self._is_pending = True
         return grad
 
-    def _gradient(self, target: tuple[bool, int], _: object = None) -> Array:
+    def _gradient(self, leaf: Leaf, _: object = None) -> Array:
         """Return the sum over the workers for a parameter, or the gradient of an input."""
-        if target in self._saved:
-            return self._saved[target]
-        if self._answers is None:
-            self._answers = self._team.answers()
-        is_param, number = target
+        if leaf in self._saved:
+            return self._saved[leaf]
+        is_param, number = leaf
         return self._of_param(number) if is_param else self._of_input(number)
 
     def _of_param(self, number: int) -> Array:
-        used = [
-            worker for worker, answer in enumerate(self._answers or ()) if number in answer.params
+        grads = [
+            self._team.gradient(worker, number)
+            for worker, answer in enumerate(self._received())
+            if (True, number) in answer.leaves
         ]
-        if not used:  # it leads to other results only
-            return np.zeros_like(self._arrays[True, number])
-        total = self._team.gradient(used[0], number)
-        for nth, worker in enumerate(used[1:]):
-            more = self._team.gradient(worker, number)
-            total = np.add(total, more, out=total if nth else None)
+        if len(grads) == 1:
+            return grads[0]
+        total = np.asarray(grads[0] + grads[1])  # NumPy makes a scalar where there is no dimension
+        for grad in grads[2:]:
+            total += grad
         return total
 
     def _of_input(self, number: int) -> Array:
         """Return the gradient of all rows; those of this process's share are zeros here."""
         whole = np.zeros_like(self._arrays[False, number])
-        for worker, answer in enumerate(self._answers or ()):
-            if number in answer.inputs:
-                grads = self._team.results(worker, answer.places)
+        for worker, answer in enumerate(self._received()):
+            if number in answer.places:
                 begin, end = self._starts[worker + 1 : worker + 3]
-                whole[begin:end] = grads[answer.inputs.index(number)]
+                whole[begin:end] = self._team.results(worker, [answer.places[number]])[0]
         return whole
+
+    def _received(self) -> list[Differentiated]:
+        """Return the workers' answers; blocks until they are there."""
+        if self._answers is None:
+            self._answers = self._team.answers()
+        return self._answers
 
     def _save(self) -> None:
         """Copy what the running pass has not taken yet: the memory is about to be used again."""
         if self._is_pending:
-            self._saved = {target: np.array(self._gradient(target)) for target in self._arrays}
+            leaves = sorted({leaf for answer in self._received() for leaf in answer.leaves})
+            self._saved = {leaf: np.array(self._gradient(leaf)) for leaf in leaves}
 
     def _forget(self, completed: bool) -> None:
         self._noted.clear()
@@ -197,6 +207,10 @@ def _in_order(part: Part) -> Part:
     if not isinstance(part, Variable):
         return part
     return record_in_order(part.data, (part, lambda grad: grad))
+
+
+def _nothing(_: Array) -> Array:
+    return _NOTHING
 
 
 def _first_rows(count: int, grad: Array) -> Array:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from flashlight_py.parallel.workers.parts import (
 )
 from flashlight_py.random import set_seed
 
+# A parameter of the module (True) or an input (False), and its number.
+Leaf: TypeAlias = tuple[bool, int]
+
 
 class Forward(NamedTuple):
     """A request: compute ``inputs`` under ``number``; ``module`` is a form, None: as before."""
@@ -39,19 +42,10 @@ class Forward(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """The answer: where the results lie, which can be differentiated, and what they depend on.
-
-    ``params`` are numbers of the module's parameters, ``inputs`` numbers of input parts.
-    """
+    """The answer: where the results lie, and on which leaves each depends."""
 
     places: list[Place]
-    differentiable: list[bool]
-    params: list[int]
-    inputs: list[int]
-
-    def used(self, is_param: bool) -> list[int]:
-        """Return the numbers of the parameters, or of the inputs."""
-        return self.params if is_param else self.inputs
+    leaves: list[list[Leaf]]
 
 
 class Backward(NamedTuple):
@@ -63,11 +57,13 @@ class Backward(NamedTuple):
 
 
 class Differentiated(NamedTuple):
-    """The answer: which parameters have a gradient, in their buffers; inputs' lie at ``places``."""
+    """The answer: which leaves have a gradient, and where that of each input lies.
 
-    params: list[int]
-    inputs: list[int]
-    places: list[Place]
+    Those of parameters are in their buffers.
+    """
+
+    leaves: list[Leaf]
+    places: dict[int, Place]
 
 
 class Raised(NamedTuple):
@@ -152,19 +148,15 @@ class _Share:
         result = module(*put_together(asked.inputs, find))
         _, results = take_apart(result, is_data)
         self._graphs[asked.number] = inputs, results
-        below = leaves_below(results)
-        return Computed(
-            self._outbox.put([array_of(part) for part in results]),
-            [isinstance(part, Variable) and part.calc_grad for part in results],
-            [number for number, param in enumerate(self._params) if param in below],
-            [number for number, part in enumerate(inputs) if _is_in(part, below)],
-        )
+        known = self._leaves(inputs)
+        leaves = [[known[v] for v in leaves_below(part) if v in known] for part in results]
+        return Computed(self._outbox.put([array_of(part) for part in results]), leaves)
 
     def backward(self, asked: Backward) -> Differentiated:
         inputs, results = self._graphs[asked.number]
-        leaves = [part for part in inputs if isinstance(part, Variable)]
-        for leaf in (*leaves, *self._params):
-            leaf.grad = None
+        leaves = self._leaves(inputs)
+        for variable in leaves:
+            variable.grad = None
         seeds = zip(asked.results, self._inbox.views(asked.places), strict=True)
         roots = [(results[number], seed) for number, seed in seeds]
         # One pass from all results: the root is a number that depends on each of them.
@@ -172,13 +164,15 @@ class _Share:
         root = record(np.zeros(()), *edges)
         if root.calc_grad:
             root.backward(retain_graph=True)  # until the parent's graph is gone
-        given = {
-            number: part.grad
-            for number, part in enumerate(inputs)
-            if isinstance(part, Variable) and part.grad is not None
-        }
-        used = [number for number, param in enumerate(self._params) if param.grad is not None]
-        return Differentiated(used, list(given), self._outbox.put(list(given.values())))
+        grads = {leaf: v.grad for v, leaf in leaves.items() if v.grad is not None}
+        of_inputs = {number: grad for (is_param, number), grad in grads.items() if not is_param}
+        places = self._outbox.put(list(of_inputs.values()))
+        return Differentiated(list(grads), dict(zip(of_inputs, places, strict=True)))
+
+    def _leaves(self, inputs: Sequence[Part]) -> dict[Variable, Leaf]:
+        """Return what may have a gradient that the parent needs."""
+        found = {part: (False, n) for n, part in enumerate(inputs) if isinstance(part, Variable)}
+        return {**found, **{param: (True, n) for n, param in enumerate(self._params)}}
 
     def _param(self, number: int, calc_grad: bool | None) -> Variable:
         self._params[number].calc_grad = bool(calc_grad)
@@ -189,15 +183,11 @@ def _constant(seed: Array) -> Any:
     return lambda _: seed
 
 
-def _is_in(part: Part, leaves: set[Variable]) -> bool:
-    return isinstance(part, Variable) and part in leaves
-
-
-def leaves_below(results: Sequence[Part]) -> set[Variable]:
-    """Return the leaves that a backward pass from ``results`` would reach."""
-    waiting: list[Target] = [
-        part.node or part for part in results if isinstance(part, Variable) and part.calc_grad
-    ]
+def leaves_below(result: Part) -> list[Variable]:
+    """Return the leaves that a backward pass from ``result`` would reach."""
+    if not isinstance(result, Variable) or not result.calc_grad:
+        return []
+    waiting: list[Target] = [result.node or result]
     seen: set[Target] = set()
     while waiting:
         target = waiting.pop()
@@ -205,4 +195,4 @@ def leaves_below(results: Sequence[Part]) -> set[Variable]:
             seen.add(target)
             if isinstance(target, Node):
                 waiting.extend(below for below, _ in target.edges or ())
-    return {target for target in seen if isinstance(target, Variable)}
+    return [target for target in seen if isinstance(target, Variable)]

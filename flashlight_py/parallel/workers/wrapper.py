@@ -16,7 +16,7 @@ from flashlight_py.distributed import get_local_size
 from flashlight_py.distributed.numbers import whole_number
 from flashlight_py.launch.spawning import main_can_be_imported
 from flashlight_py.nn import Module
-from flashlight_py.parallel.workers.graph import ShareResult, join
+from flashlight_py.parallel.workers.graph import ShareResult, WorkersGraph, join
 from flashlight_py.parallel.workers.parts import (
     Part,
     array_of,
@@ -116,6 +116,7 @@ class DataParallel(Module):
         for share in range(1, len(counts)):
             own = [array_of(part)[starts[share] : starts[share + 1]] for part in parts]
             requests.append((Forward(self._number, changed, seed + share, form, []), own))
+        graph = WorkersGraph(team, self._number, starts)
         team.ask(requests)
         self._sent = self._sent if changed is None else changed
         own_parts = [_first_rows(part, counts[0]) for part in parts]
@@ -126,7 +127,7 @@ class DataParallel(Module):
             ShareResult(answer, team.results(worker, answer.places))
             for worker, answer in enumerate(answers)
         ]
-        joined = join(team, self._number, results, shares, self._params, parts, starts)
+        joined = join(graph, results, shares, self._params, parts)
         return put_together(result_form, lambda number, _: joined[number])
 
     def close(self) -> None:

@@ -1,0 +1,131 @@
+"""Memory and time of a step: one model per host beside one model per rank.
+
+    python benchmarks/sharding.py --json sharding.json
+
+Each way runs in processes of its own, round by round; medians count. Memory is what all ranks
+together have more (PSS, /proc/self/smaps_rollup) after some steps than before the model was made:
+parameters, gradients, the optimizer's state, activations and buckets. A step is zero_grad, forward,
+backward and step on a batch of 32 samples per rank; its time is that of the slowest rank. One
+thread per process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy, here and in the ranks
+
+import numpy as np
+
+import flashlight_py as fl
+
+BATCH, WARM = 32, 3
+MODELS = {
+    "4 x Linear(2048)": [2048] * 5,
+    "64-128-10": [64, 128, 10],
+    "4 x Linear(256)": [256] * 5,
+    "4 x Linear(512)": [512] * 5,
+}
+WAYS = ["data parallel", "fully_shard", "step_in_backward"]
+
+
+def pss() -> int:
+    """Return what this process has of memory, its share of what is shared; bytes."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return int(text.split("Pss:")[1].split()[0]) << 10
+
+
+def build(sizes: list[int], way: str) -> Any:
+    """Return the model, made ready in one of the ways."""
+    model = fl.nn.Sequential()
+    for inputs, outputs in itertools.pairwise(sizes):
+        model.add(fl.nn.Linear(inputs, outputs))
+        model.add(fl.nn.ReLU())
+    if way == "data parallel":
+        fl.distribute_module_grads(model)
+    else:
+        fl.fully_shard(model, step_in_backward=way == "step_in_backward")
+    return model
+
+
+def train(rank: int, sizes: list[int], way: str, steps: int) -> tuple[Any, Any, list[float], float]:
+    """Return the model and the optimizer, the seconds of each step, and the last loss."""
+    fl.set_seed(1)
+    model, criterion = build(sizes, way), fl.nn.MeanSquaredError()
+    optimizer = fl.optim.AdamOptimizer(model.params(), 0.001)
+    random = np.random.default_rng(rank)
+    x = fl.input(random.standard_normal((BATCH, sizes[0]), dtype=np.float32))
+    y = fl.no_grad(random.standard_normal((BATCH, sizes[-1]), dtype=np.float32))
+    seconds = []
+    for _ in range(steps):
+        fl.barrier()
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin)
+    return model, optimizer, seconds, float(loss.scalar())
+
+
+def measure(rank: int, sizes: list[int], way: str, steps: int) -> tuple[list[float], int, float]:
+    """Return the seconds of each step, how much memory was taken, and the last loss."""
+    fl.all_reduce(np.ones(1000, np.float32))
+    train(rank, [512, 512], way, 2)  # what a process takes for any model does not count
+    before = pss()
+    model, optimizer, seconds, loss = train(rank, sizes, way, WARM + steps)
+    fl.barrier()
+    taken = pss() - before
+    fl.barrier()
+    del model, optimizer
+    return seconds[WARM:], taken, loss
+
+
+def run(sizes: list[int], way: str, ranks: int, steps: int) -> tuple[float, int]:
+    """Return the median seconds of a step, and the memory of all ranks, in bytes."""
+    results = fl.spawn(measure, (sizes, way, steps), nprocs=ranks)
+    return summary([(seconds, taken) for seconds, taken, _ in results])
+
+
+def summary(of_ranks: list[tuple[list[float], int]]) -> tuple[float, int]:
+    """Return the median of the slowest ranks' seconds, and the sum of their memory."""
+    slowest = [max(times) for times in zip(*(seconds for seconds, _ in of_ranks), strict=True)]
+    return statistics.median(slowest), sum(taken for _, taken in of_ranks)
+
+
+def main() -> None:
+    """Measure, print a table, and write JSON where that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found: dict[tuple[str, int, str], list[tuple[float, int]]] = {}
+    for _ in range(options.rounds):
+        for model in options.models:
+            for ranks in options.ranks:
+                for way in WAYS:
+                    result = run(MODELS[model], way, ranks, options.steps)
+                    found.setdefault((model, ranks, way), []).append(result)
+    rows = []
+    print("| model | ranks | | step, ms | memory of all ranks, MiB |\n|---|---|---|---|---|")
+    for (model, ranks, way), results in found.items():
+        seconds = statistics.median(each for each, _ in results)
+        taken = statistics.median(each for _, each in results)
+        print(f"| {model} | {ranks} | {way} | {seconds * 1e3:.2f} | {taken / 2**20:.0f} |")
+        rows.append({"model": model, "ranks": ranks, "way": way, "s": seconds, "bytes": taken})
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
