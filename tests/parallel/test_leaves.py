@@ -84,12 +84,20 @@ def digest(model: Any) -> str:
 
 
 def train(
-    rank: int, size: int, kind: str, steps: int = STEPS, leaves: int = 8, folder: str = ""
+    rank: int,
+    size: int,
+    kind: str,
+    steps: int = STEPS,
+    leaves: int = 8,
+    folder: str = "",
+    sharded: bool = False,
 ) -> tuple[str, int]:
     """Train; with ``folder`` go on from there, and save at the end."""
     fl.set_seed(rank)  # of which rank 0's counts
     model = Net()
     fl.broadcast_parameters(model)
+    if sharded:
+        fl.fully_shard(model)
     fl.distribute_module_grads(model, leaves=leaves)
     optimizer = optimizer_of(model, kind)
     begin = 0
@@ -101,11 +109,13 @@ def train(
         for x, y in fl.leaves(model, *batch(step)):
             backward(model, x, y)
             numbers.generator().random()  # of the leaf's, also after its backward pass
+        fl.optim.clip_grad_norm(model.params(), 0.1)
         optimizer.step()
     if folder:
         fl.save(folder, module=model, optimizer=optimizer, rng=True, step=begin + steps)
     assert model.unused.weight.grad is None
     assert model.count == begin + steps
+    fl.barrier()  # nobody changes what all have in common
     return digest(model), int(numbers.generator().integers(1 << 30))
 
 
@@ -137,6 +147,11 @@ def test_a_thousand_steps_on_one_to_eight_ranks(
     assert set(found) == {after_a_thousand_steps(kind)}
 
 
+def test_one_model_per_host_has_the_same_bits(ranks: Any) -> None:
+    expected = train(0, 1, "adam")
+    assert set(ranks.run(train, "adam", STEPS, 8, "", True)) == {expected}
+
+
 def gradients(rank: int, size: int, leaves: int, step: int) -> list[Any]:
     fl.set_seed(1)
     model = Net("float64")
@@ -164,11 +179,10 @@ def test_going_on_with_other_numbers_of_ranks_ends_with_the_same_bits(
 ) -> None:
     expected = train(0, 1, "adam", 6)
     run = str(tmp_path / "run")
-    train(0, 1, "adam", 1, 8, run)  # on one rank,
-    pool(3, **{"params": {"BACKEND": "gloo"}}).run(train, "adam", 2, 8, run)  # then on more,
-    assert set(pool(2, **{"params": {"BACKEND": "shm"}}).run(train, "adam", 3, 8, run)) == {
-        expected
-    }
+    train(0, 1, "adam", 1, 8, run)  # on one rank, then on three,
+    pool(3, params={"BACKEND": "gloo"}).run(train, "adam", 2, 8, run)
+    pair = pool(2, params={"BACKEND": "shm"})  # then on two, that have one model in common
+    assert set(pair.run(train, "adam", 3, 8, run, True)) == {expected}
 
 
 # What a user may do wrong -------------------------------------------------------------------

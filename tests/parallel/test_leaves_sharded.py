@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.parallel import fully_sharded
 from tests.distributed import conformance
 
 ranks = conformance.ranks_in(("single", 1), ("shm", 3), ("gloo", 2), slow=[("hierarchical", 4)])
@@ -21,6 +22,7 @@ def trained(rank: int, size: int, steps: int, sharded: bool) -> str:
         fl.nn.Linear(9, 33), fl.nn.ReLU(), fl.nn.Dropout(0.3), fl.nn.Linear(33, 5)
     )
     if sharded:
+        fully_sharded.SMALL_BYTES = 0
         fl.fully_shard(model)
     fl.distribute_module_grads(model, leaves=8)
     optimizer = fl.optim.AdamOptimizer(model.params(), lr=0.01)
@@ -53,6 +55,7 @@ def test_leaves_of_a_sharded_module_take_the_place_of_its_own_sums(ranks: Any) -
 
 
 def outside(rank: int, size: int) -> None:
+    fully_sharded.SMALL_BYTES = 0
     model = fl.nn.Linear(3, 2)
     fl.fully_shard(model)
     fl.distribute_module_grads(model, leaves=4)
