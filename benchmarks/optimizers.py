@@ -3,9 +3,9 @@
     python benchmarks/optimizers.py --json optimizers.json
 
 Everybody begins with the same parameters and gradients, and the results of the first step are
-compared, so that nobody wins by computing something else. "NumPy" is this package without
-csrc/optim. torch has two ways on a CPU: "fused", one pass over memory, and "foreach", lists of
-tensors.
+compared, so that nobody wins by computing something else. The time is the processor's: what the
+process computes, whatever else the machine does. "NumPy" is this package without csrc/optim. torch
+has two ways on a CPU: "fused", one pass over memory, and "foreach", lists of tensors.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def table(found: list[Measurement]) -> str:
             ratio = f" ({median(ratios):.3g}x)" if ratios and title != OURS else ""
             cells.append(f"{duration(median(seconds))}{ratio}" if seconds else "-")
         rows.append(cells)
-    return markdown(["a step", *titles], rows)
+    return markdown(["processor time of a step", *titles], rows)
 
 
 def verdicts(found: list[Measurement], absent: dict[str, str]) -> list[Verdict]:

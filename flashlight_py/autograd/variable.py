@@ -109,7 +109,8 @@ class Variable:
         False for a leaf, without anything that has ``calc_grad`` below, and once a backward pass
         has freed the graph.
         """
-        return self.node is not None and self.node.edges is not None
+        node = self.node
+        return node is not None and (node.edges is not None or isinstance(node, Outline))
 
     @property
     def grad_buffer(self) -> Array | None:

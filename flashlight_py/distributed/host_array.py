@@ -95,10 +95,12 @@ def _load(
             load(target)
         else:
             _copy(source, target)
-    except Exception as error:  # noqa: BLE001  (load may raise anything; every rank raises it)
+    except BaseException as error:
         if file is not None:
             file.close()
-        return None, None, error
+        if not isinstance(error, Exception):
+            raise
+        return None, None, error  # load may raise anything; every rank raises it
     return file, layout, None
 
 

@@ -45,7 +45,9 @@ class RuleOptimizer(FirstOrderOptimizer):
             RuntimeError: a parameter was sharded after the optimizer was made; nothing was changed.
         """
         if not self._shards:
-            cuda.change(self._step_own(grad_scale), grad_scale)
+            queued = self._step_own(grad_scale)
+            if queued:
+                cuda.change(queued, grad_scale)
             return
         self._check_placements()
         with ExitStack() as stack:

@@ -159,8 +159,6 @@ def _leaf_by_leaf(
     leaves: int,
     group: ProcessGroup | None,
 ) -> LeafSync:
-    if getattr(module.before_forward, "func", None) is _before_forward:
-        module.before_forward = None  # of an earlier call
     members = group_or_world(group)
     check_arithmetic("distribute_module_grads", leaves, members)
     random.generator()  # so that there is one, whose state is part of what follows

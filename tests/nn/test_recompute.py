@@ -172,6 +172,21 @@ class Keeper(nn.Module):
         return self.kept[0] * 2 if self.unsteady % 2 else x * 2
 
 
+class WithLeaf(nn.Module):
+    """Makes a leaf in each pass, and looks at what it has computed."""
+
+    def forward(self, x: fl.Variable) -> fl.Variable:
+        y = x * fl.param(np.full(2, 3.0))
+        assert y.has_history
+        return y * y
+
+
+def test_a_leaf_may_be_made_on_the_way() -> None:
+    x = fl.param(np.ones(2))
+    fl.recompute(WithLeaf())(x).sum().backward()
+    assert x.grad.tolist() == [18, 18]
+
+
 def test_what_cannot_be_is_an_error() -> None:
     x = fl.param(np.ones(2))
     keeper = fl.recompute(Keeper())

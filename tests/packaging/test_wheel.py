@@ -14,7 +14,7 @@ from tests.packaging.building import Wheel, copy_of_sources, empty_environment, 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-OTHERS_LEFT_OUT = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in ("SHM", "FAST", "TREE")}
+OTHERS_LEFT_OUT = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in ("SHM", "FAST", "TREE", "OPTIM")}
 
 # Trains on 2 ranks which find each other through a file; prints the libraries of Gloo in use.
 TRAIN = """
@@ -66,7 +66,8 @@ def test_wheel_serves_every_python_and_carries_gloo(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     carried = [name for name in names if name.startswith("flashlight_py.libs/")]
     assert any("libgloo" in name for name in carried), names
-    assert "flashlight_py/py.typed" in names
+    assert {"flashlight_py/py.typed", "flashlight_py/optim/rules.inc"} <= set(names)
+    assert "flashlight_py/_native/_optim.abi3.so" in names
     assert not any("missing.txt" in name or name.startswith("tests") for name in names)
 
 
@@ -172,7 +173,7 @@ def test_an_extension_that_is_broken_fails_the_build(
     sources = copy_of_sources(tmp_path)
     module = sources / "csrc" / "tree" / "module.c"
     module.write_text(f"{broken}\nvoid (*place)(void) = nowhere;\n{module.read_text()}")
-    left_out = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in ("SHM", "FAST", "GLOO")}
+    left_out = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in ("SHM", "FAST", "GLOO", "OPTIM")}
     with pytest.raises(AssertionError) as failed:  # it comes with the output
         build(sources, tmp_path / "dist", **left_out)
     assert re.search(rf"error: flashlight_py._native._tree.*{said}", str(failed.value))

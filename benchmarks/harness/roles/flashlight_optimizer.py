@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +32,8 @@ class Flashlight(Role):
             params[-1].grad = grad
         optimizer = getattr(fl.optim, name)(params, LR, **options)
         optimizer.step()
-        return Prepared(optimizer.step, params[0].array.reshape(-1)[:CHECKED].tolist())
+        first = params[0].array.reshape(-1)[:CHECKED].tolist()
+        return Prepared(optimizer.step, first, clock=time.process_time)
 
 
 def join(place: Place) -> Flashlight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ class Torch(Role):
         except (RuntimeError, TypeError) as error:
             raise Refusal(f"torch has no such step: {error}") from error
         first = tensors[0].detach().reshape(-1)[:CHECKED].tolist()
-        return Prepared(optimizer.step, first)
+        return Prepared(optimizer.step, first, clock=time.process_time)
 
 
 def join(place: Place) -> Torch:
