@@ -201,13 +201,13 @@ class HostShards(Shards):
             )
         hosts = Hosts(members)
         self.group = _EachOnce(members, 1 if across_hosts else hosts.count)
-        limit = bucket_bytes(hosts.local.size)
+        limit, size = bucket_bytes(max(hosts.sizes)), hosts.local.size
         by_name: dict[str, list[Variable]] = {}
         for param in params:
             name = param.dtype.str if param.calc_grad else param.dtype.str + FROZEN
             by_name.setdefault(name, []).append(param)
         layouts = {
-            name: plan([p.shape for p in those], those[0].dtype.itemsize, hosts.local.size, limit)
+            name: plan([p.shape for p in those], those[0].dtype.itemsize, size, limit, hosts.sizes)
             for name, those in by_name.items()
         }
         self.memory = HostMemory(hosts, layouts, across_hosts)

@@ -36,6 +36,7 @@ class Hosts:
         self.group, self.count = group, len(hosts)
         self.index = next(i for i, host in enumerate(hosts) if group.rank in host)
         self.leaders = min(len(host) for host in hosts)
+        self.sizes = [len(host) for host in hosts]
         self.first_ranks = [host[0] for host in hosts]
         self.local, self.between = group, None
         if self.count > 1:

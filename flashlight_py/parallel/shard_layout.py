@@ -54,8 +54,17 @@ class Layout:
     length: int
 
 
-def plan(shapes: Sequence[Sequence[int]], itemsize: int, ranks: int, bucket_bytes: int) -> Layout:
+def plan(
+    shapes: Sequence[Sequence[int]],
+    itemsize: int,
+    ranks: int,
+    bucket_bytes: int,
+    hosts: Sequence[int] = (1,),
+) -> Layout:
     """Return where parameters of ``shapes`` lie, which are in the order of their gradients.
+
+    A host has ``ranks`` ranks; ``hosts``: how many all hosts have, so that things lie at the same
+    places on each.
 
     Example:
         >>> layout = plan([(100, 40), (40,), (3,)], 4, ranks=2, bucket_bytes=8192)
@@ -65,7 +74,8 @@ def plan(shapes: Sequence[Sequence[int]], itemsize: int, ranks: int, bucket_byte
         [(0, 1920, 960), (1920, 3840, 960), (3840, 4000, 80)]
     """
     line = max(1, LINE // itemsize)
-    room = max(bucket_bytes // itemsize // (line * ranks), 1) * line * ranks
+    grain = line * math.lcm(ranks, *hosts)
+    room = max(bucket_bytes // itemsize // grain, 1) * grain
     units: list[UnitPlan] = []
     small: list[int] = []
     sizes = [math.prod(shape) for shape in shapes]
@@ -81,7 +91,7 @@ def plan(shapes: Sequence[Sequence[int]], itemsize: int, ranks: int, bucket_byte
         units.append(UnitPlan(small, [], [sizes[other] for other in small]))
     length = 0
     for unit in units:
-        length = _place(unit, length, shapes, line * ranks, room, ranks)
+        length = _place(unit, length, shapes, grain, room, ranks)
     return Layout(units, length)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -322,3 +323,34 @@ def test_a_write_to_a_protected_parameter_is_refused(monkeypatch: pytest.MonkeyP
     optimizer.step()
     assert not np.array_equal(before, model.first.weight.array)
     model.load_state_dict({name: array.copy() for name, array in model.state_dict().items()})
+
+
+def three_and_one(rank: int) -> dict[str, str]:
+    """Ranks 0 to 2 share memory, rank 3 has a host of its own."""
+    return {"FLASHLIGHT_MEMORY_DOMAIN": "first" if rank < 3 else "second"}
+
+
+@pytest.mark.slow
+def test_hosts_may_have_different_numbers_of_ranks(pool: Any) -> None:
+    uneven = pool(4, env=three_and_one)
+    for each in (equals_data_parallel, accumulation, joins, in_common):
+        uneven.run(each)
+
+
+def peak_of_a_pass(rank: int, size: int) -> None:
+    """The gradient of a large weight is computed into buckets: it never exists as a whole."""
+    small_buckets()
+    model = fl.nn.Linear(300, 400)
+    fl.fully_shard(model)
+    seed = np.ones((2, 400), np.float32)
+    for _ in range(2):
+        result = model(fl.input(np.ones((2, 300), np.float32)))
+        tracemalloc.start()
+        result.backward(seed)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < model.weight.data.nbytes / 4
+
+
+def test_no_large_gradient_exists_as_a_whole(ranks: Any) -> None:
+    ranks.run(peak_of_a_pass)
