@@ -82,7 +82,7 @@ class GroupClosedError(DistributedError):
 class RankFailedError(DistributedError):
     """A process that was started as a rank raised, exited or was killed before it had returned.
 
-    Or a function raised there that one rank calls for all, as :func:`host_array` does.
+    Or a function raised there that one rank calls for all, as ``fl.host_array`` does.
 
     ``rank`` is its number. ``exit_code`` is the code it exited with, or minus the signal that
     killed it; None where it raised.

@@ -67,6 +67,7 @@ def fits(piece: tuple[Any, ...]) -> bool:
     return (
         all(array.shape == param.shape and array.device == param.device for array in piece)
         and {param.dtype.char, piece[1].dtype.char} <= _TYPES.keys()
+        and not (real == "d" and piece[1].dtype.char == "e")  # CUDA has no such conversion
         and all(state.dtype.char == real for state in piece[2:])
     )
 
@@ -138,4 +139,4 @@ def _kernel(name: str, count: int, states: int, param: str, grad: str) -> Any:
     )
     if "e" in (param, grad):
         text = "#include <cuda_fp16.h>\n" + text
-    return cupy.RawKernel(text, f"flashlight_{name}", options=("--std=c++17", "--fmad=false"))
+    return cupy.RawKernel(text, f"flashlight_{name}", options=("-std=c++17", "--fmad=false"))

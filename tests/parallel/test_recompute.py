@@ -72,6 +72,32 @@ def sharded(rank: int, again: Callable[[Any], Any], how: str) -> list[bytes]:
     return [array.tobytes() for array in (*net.state_dict().values(), x.grad)]
 
 
+def by_leaves(again: Callable[[Any], Any]) -> list[bytes]:
+    fl.set_seed(1)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh())
+    net = nn.Sequential(again(block), again(block), nn.Linear(4, 2))
+    fl.distribute_module_grads(net, leaves=8)
+    optimizer = fl.optim.SGDOptimizer(net.params(), 0.1, momentum=0.9)
+    rows = np.random.default_rng(3).standard_normal((21, 4)).astype(np.float32)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for x in fl.leaves(net, rows):
+            net(fl.input(x)).mean().backward()
+        optimizer.step()
+    return [array.tobytes() for array in net.state_dict().values()]
+
+
+def same_bits_by_leaves(rank: int, size: int) -> list[bytes]:
+    plain = by_leaves(lambda module: module)
+    assert by_leaves(fl.recompute) == plain
+    return plain
+
+
+def test_the_streams_of_leaves_are_replayed(ranks: Any) -> None:
+    first, *others = ranks.run(same_bits_by_leaves)
+    assert all(other == first for other in others)
+
+
 @mock.patch.object(fully_sharded, "SMALL_BYTES", 0)
 def same_bits_sharded(rank: int, size: int, how: str) -> None:
     assert sharded(rank, fl.recompute, how) == sharded(rank, lambda module: module, how)
