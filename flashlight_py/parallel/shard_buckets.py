@@ -21,7 +21,7 @@ from flashlight_py.parallel.shard_layout import Chunk
 # What ranks compare where they meet: one may be in another pass, or in a step.
 BACKWARD = "backward of a sharded module"
 # Of all ranks of a host together, and of one bucket.
-ALL_BYTES = 8 << 20
+ALL_BYTES = 16 << 20
 LEAST_BYTES, MOST_BYTES = 256 << 10, 2 << 20
 # So much is added up at a time: it stays in the cache while one rank after the other is added.
 _BLOCK = 16384
@@ -35,7 +35,7 @@ def bucket_bytes(ranks: int) -> int:
 
     Example:
         >>> [bucket_bytes(ranks) >> 10 for ranks in (1, 4, 8, 64)]
-        [2048, 1024, 512, 256]
+        [2048, 2048, 1024, 256]
     """
     return min(max(ALL_BYTES // (2 * ranks), LEAST_BYTES), MOST_BYTES)
 
