@@ -35,5 +35,6 @@ def test_a_rank_that_leaves_out_a_step_is_a_mismatch(step_in_backward: bool) -> 
             assert "ValueError" in report
             assert "a second backward pass without" in report
         else:
-            assert "MismatchError" in report and BACKWARD in report and STEP in report, report
+            for what in ("MismatchError", BACKWARD, STEP):
+                assert what in report
         assert "TornStateError" not in report
