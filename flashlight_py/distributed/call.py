@@ -29,7 +29,7 @@ COMPOSED = (
         "save(collective, to be called on every rank)",
         "load(collective, to be called on every rank)",
     ),
-    "host_array",
+    *("host_array", "backward of a sharded module", "optimizer.step of a sharded module"),
 )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.memory_file import (
@@ -22,6 +23,7 @@ from flashlight_py.distributed.memory_file import (
     open_memory,
     process_space,
 )
+from flashlight_py.distributed.verbs import BARRIER
 from flashlight_py.errors import UnavailableEverywhereError
 
 
@@ -31,6 +33,18 @@ def hosts_of(group: ProcessGroup) -> list[list[int]]:
     Ranks that a backend joins by a network alone are each a host of their own.
     """
     return [list(host) for host in group.backend().hosts]
+
+
+def meet(group: ProcessGroup, doing: str) -> None:
+    """Wait until all ranks are at the same place of what they do, one of ``COMPOSED``. Collective.
+
+    What a rank has written to common memory before, the others read afterwards.
+
+    Raises:
+        MismatchError: a rank does something else; the group is closed then.
+        DistributedError: as :func:`flashlight_py.barrier`.
+    """
+    group.run(Call(BARRIER, part_of=doing)).wait()
 
 
 def map_zeros(group: ProcessGroup, nbytes: int) -> Array:

@@ -129,7 +129,7 @@ def distribute_module_grads(
     if not in_order:
         raise ValueError("distribute_module_grads: the module has no parameter with calc_grad")
     if leaves is not None:
-        _require_numpy(named)
+        _check_for_leaves(named)
     group = group if reducer is None else reducer.group
     members = group_or_world(group)
     digests = check_modules_agree(
@@ -204,12 +204,17 @@ def _refuse_beside_leaves(given: Mapping[str, object]) -> None:
             )
 
 
-def _require_numpy(named: Mapping[str, Variable]) -> None:
+def _check_for_leaves(named: Mapping[str, Variable]) -> None:
     for name, param in named.items():
         if is_cupy(param.data):
             raise ValueError(
                 f"distribute_module_grads: leaves is for NumPy arrays, and {name!r} is a CuPy "
                 "array: the bits that a GPU computes depend on its model and its libraries"
+            )
+        if param.placement is not None and param.placement.shards.steps:
+            raise ValueError(
+                "distribute_module_grads: the module is sharded with step_in_backward=True, so "
+                "every backward pass is a step, and one over a leaf must not be; shard it without"
             )
 
 

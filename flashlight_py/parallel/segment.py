@@ -17,11 +17,13 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.host_memory import hosts_of, map_zeros
+from flashlight_py.distributed.host_memory import hosts_of, map_zeros, meet
 from flashlight_py.errors import TornStateError
+from flashlight_py.parallel.shard_buckets import BACKWARD
 from flashlight_py.parallel.shard_layout import Chunk, Layout, UnitPlan, pieces_of
 
 DEBUG = "FLASHLIGHT_DEBUG_SHARED"
+STEP = "optimizer.step of a sharded module"
 
 
 class Hosts:
@@ -106,16 +108,16 @@ class HostMemory:
         """Return the context in which ranks change parameters; collective, see ``Shards``."""
         self.check(what)
         local, marks = self.hosts.local, self._marks
-        local.barrier()
+        meet(local, STEP)
         self.protect(False)
         marks[local.rank] += 1
         yield
         if self.across:
-            local.barrier()
+            meet(local, STEP)
             self._share_between_hosts(self.params)
         marks[local.rank] += 1
         self.protect(True)
-        local.barrier()
+        meet(local, STEP)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -157,7 +159,7 @@ class HostMemory:
         """Add up the hosts' gradients; complete on this host when all its ranks have returned."""
         if self.hosts.count == 1:
             return
-        self.hosts.local.barrier()
+        meet(self.hosts.local, BACKWARD)
         between = self.hosts.between
         if between is None:
             return

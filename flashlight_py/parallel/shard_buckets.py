@@ -15,9 +15,11 @@ from flashlight_py.autograd.narrow import widened
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.arrays import scale_in_place
-from flashlight_py.distributed.host_memory import map_zeros
+from flashlight_py.distributed.host_memory import map_zeros, meet
 from flashlight_py.parallel.shard_layout import Chunk
 
+# What ranks compare where they meet: one may be in another pass, or in a step.
+BACKWARD = "backward of a sharded module"
 # Of all ranks of a host together, and of one bucket.
 ALL_BYTES = 16 << 20
 LEAST_BYTES, MOST_BYTES = 256 << 10, 2 << 20
@@ -80,7 +82,7 @@ class Buckets:
         if self._alone and old is None:
             scale_in_place(total[part], self._scale)
             return
-        self._local.barrier()
+        meet(self._local, BACKWARD)
         place = slice(part.start - chunk.start, part.stop - chunk.start)
         own = [room[place] for room in self.of_ranks(chunk, total.dtype)]
         if old is not None:

@@ -19,8 +19,9 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import after_node
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.host_memory import map_zeros
-from flashlight_py.parallel.shard_buckets import Buckets
+from flashlight_py.distributed.host_memory import map_zeros, meet
+from flashlight_py.distributed.running import refusing
+from flashlight_py.parallel.shard_buckets import BACKWARD, Buckets
 from flashlight_py.parallel.shard_layout import Chunk
 from flashlight_py.parallel.shard_sync import ShardSync, Sink, Unit
 
@@ -75,11 +76,12 @@ class StepSync(ShardSync):
         after_node(lambda: super(StepSync, self)._on_ready(unit, param))
 
     def _enter(self) -> None:
-        if self.is_done:
-            raise ValueError(
-                "fully_shard(step_in_backward=True): a second backward pass without "
-                "optimizer.step(); every pass is a step, so gradients cannot add up"
-            )
+        with refusing(self._group, BACKWARD):
+            if self.is_done:
+                raise ValueError(
+                    "fully_shard(step_in_backward=True): a second backward pass without "
+                    "optimizer.step(); every pass is a step, so gradients cannot add up"
+                )
         self._change.enter_context(self._memory.changing("backward"))
 
     def _send(self, unit: Unit, chunk: Chunk, bucket: Array, weight: float, adds: bool) -> None:
@@ -88,7 +90,7 @@ class StepSync(ShardSync):
         if is_first:
             for param in unit.params:
                 self._flags[self._group.rank, self._places[param]] = param not in self._unused
-        self._group.barrier()
+        meet(self._group, BACKWARD)
         rooms = self._rooms.of_ranks(chunk, unit.params[0].dtype)
         part = chunk.part_of(self._group.rank)
         for position, param in enumerate(unit.params):
