@@ -39,7 +39,7 @@ def step_until(rank: int, size: int, fate: str, inside: bool, folder: str) -> An
     fl.fully_shard(model, step_in_backward=inside)
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.1)
     pids = fl.all_gather(np.array([os.getpid()]))
-    step_pieces, x = optimizer._step_pieces, fl.input(np.ones((4, 200), np.float32))
+    change, x = optimizer._change, fl.input(np.ones((4, 200), np.float32))
 
     def pass_of() -> None:
         optimizer.zero_grad()
@@ -52,11 +52,11 @@ def step_until(rank: int, size: int, fate: str, inside: bool, folder: str) -> An
     saved = [param.array.copy() for param in model.params()]
     if rank == 1:
 
-        def ends(*what: Any) -> Any:
-            step_pieces(*what)
+        def ends(*piece: Any) -> None:
+            change(*piece)
             meet(fate)
 
-        optimizer._step_pieces = ends  # type: ignore[method-assign]
+        optimizer._change = ends  # type: ignore[method-assign, assignment]
     with pytest.raises(fl.errors.DistributedError):
         pass_of()
     for use in (lambda: model(x), model.state_dict, optimizer.step):
