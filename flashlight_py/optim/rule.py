@@ -172,8 +172,8 @@ class RuleOptimizer(FirstOrderOptimizer):
             if _shards_of(variable) is not self._made_for[position]:
                 raise RuntimeError(
                     f"{type(self).__name__}.step: parameter {position} (shape {variable.shape}) "
-                    "was sharded, or sharded anew, after the optimizer was made, whose state is of "
-                    "how it lay before; make the optimizer afterwards"
+                    "was sharded after the optimizer was made, or sharded anew, and its state is "
+                    "of how it lay before; make the optimizer afterwards"
                 )
 
     def _state(self) -> dict[str, list[Any]]:
