@@ -12,6 +12,7 @@ from flashlight_py.device import Array, array_module
 from flashlight_py.optim import cuda, reference
 from flashlight_py.optim.native import native
 from flashlight_py.optim.optimizer import FirstOrderOptimizer
+from flashlight_py.optim.placement import Shards
 from flashlight_py.optim.squares import sum_of_squares
 
 # The name of a rule of optim.reference, and the numbers that it takes.
@@ -33,6 +34,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         super().__init__(params, lr)
         self._steps = [0] * len(self.params)
         self._names = tuple(states)
+        self._made_for = list(map(_shards_of, self.params))
         self._states = tuple([_zeros(variable) for variable in self.params] for _ in states)
 
     def step(self, grad_scale: float = 1.0) -> None:
@@ -42,7 +44,9 @@ class RuleOptimizer(FirstOrderOptimizer):
             grad_scale: a factor by which gradients count, such as one that limits their norm.
 
         Raises:
-            RuntimeError: a parameter was sharded after the optimizer was made; nothing was changed.
+            RuntimeError: a parameter was sharded, or sharded anew, after the optimizer was made;
+                nothing was changed.
+            ValueError: a parameter had no ``calc_grad`` when its module was sharded; likewise.
         """
         if not self._shards:
             queued = self._step_own(grad_scale)
@@ -50,14 +54,17 @@ class RuleOptimizer(FirstOrderOptimizer):
                 cuda.change(queued, grad_scale)
             return
         self._check_placements()
+        sharded = [  # before the first change: a placement may refuse a parameter
+            (position, variable.placement.pieces(variable, self.states_of(position)))
+            for position, variable in enumerate(self.params)
+            if variable.placement is not None and variable.grad is not None
+        ]
         with ExitStack() as stack:
             for shards in self._shards:
                 stack.enter_context(shards.changing(f"{type(self).__name__}.step"))
             queued = self._step_own(grad_scale)
-            for position, variable in enumerate(self.params):
-                if variable.placement is not None and variable.grad is not None:
-                    pieces = variable.placement.pieces(variable, self.states_of(position))
-                    queued += self._step_pieces(position, pieces, grad_scale)
+            for position, pieces in sharded:
+                queued += self._step_pieces(position, pieces, grad_scale)
             cuda.change(queued, grad_scale)
 
     def step_pieces(
@@ -161,16 +168,20 @@ class RuleOptimizer(FirstOrderOptimizer):
         return sum_of_squares(variable.grad)
 
     def _check_placements(self) -> None:
-        known = set(map(id, self._shards))
         for position, variable in enumerate(self.params):
-            if variable.placement is not None and id(variable.placement.shards) not in known:
+            if _shards_of(variable) is not self._made_for[position]:
                 raise RuntimeError(
                     f"{type(self).__name__}.step: parameter {position} (shape {variable.shape}) "
-                    "was sharded after the optimizer was made; make the optimizer afterwards"
+                    "was sharded after the optimizer was made, or sharded anew, and its state is "
+                    "of how it lay before; make the optimizer afterwards"
                 )
 
     def _state(self) -> dict[str, list[Any]]:
         return dict(zip(self._names, self._states, strict=True))
+
+
+def _shards_of(variable: Variable) -> Shards | None:
+    return None if variable.placement is None else variable.placement.shards
 
 
 def _zeros(variable: Variable) -> Array:

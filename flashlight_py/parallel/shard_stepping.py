@@ -126,3 +126,7 @@ class StepSync(ShardSync):
         """Let the ranks go on together; there are no gradients."""
         self._change.close()
         self.is_done = True
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._change.pop_all()  # a pass that has failed leaves its marks, and nothing to the next

@@ -136,6 +136,11 @@ class ShardSync(PassSync):
             if param.buffer is sink:
                 param.buffer = None
                 param.clear_grad_hook()
+        # Without cycles the memory, which may be most of what there is, is free at once.
+        self.step_all = _nothing
+        self._sinks = []
+        for unit in self._units:
+            unit.sinks = []
 
     def clear(self, unit: Unit, sink: Sink) -> None:
         """Set this rank's part of a gradient that is not there to zeros, to be added to."""
