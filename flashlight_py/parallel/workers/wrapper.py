@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from flashlight_py.distributed import get_local_size
 from flashlight_py.distributed.numbers import whole_number
 from flashlight_py.launch.spawning import main_can_be_imported
 from flashlight_py.nn import Module
+from flashlight_py.parallel.sharded import refuse_sharded
 from flashlight_py.parallel.workers.graph import ShareResult, WorkersGraph, join
 from flashlight_py.parallel.workers.parts import (
     Part,
@@ -90,7 +91,8 @@ class DataParallel(Module):
 
         Raises:
             ValueError: arrays of the inputs have different first dimensions, or a result has no
-                dimension to join along, or other results in other shares.
+                dimension to join along, or other results in other shares; or a parameter is
+                sharded.
             TypeError: an array is CuPy's or holds Python objects, or the module, the inputs or a
                 worker's result cannot be pickled.
             RankFailedError: a worker raised, with its traceback and, as the cause, its exception
@@ -120,7 +122,9 @@ class DataParallel(Module):
         team.ask(requests)
         self._sent = self._sent if changed is None else changed
         own_parts = [_first_rows(part, counts[0]) for part in parts]
-        result = self.module.forward(*put_together(form, lambda number, _: own_parts[number]))
+        run = self.module.run
+        compute = self.module.forward if run is None else partial(run, self.module)
+        result = compute(*put_together(form, lambda number, _: own_parts[number]))
         answers = team.answers()
         result_form, results = _apart("a result", result, is_data)
         shares = [
@@ -154,6 +158,7 @@ class DataParallel(Module):
         It takes all Variables of the module that it meets, also those that ``params()`` does not.
         """
         form, params = _apart("the module", self.module, is_parameter)
+        refuse_sharded(WHAT, params)
         self._params: list[Variable] = params
         for number, param in enumerate(params):
             if is_cupy(param.data):
