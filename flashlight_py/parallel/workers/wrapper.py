@@ -16,7 +16,6 @@ from flashlight_py.distributed import get_local_size
 from flashlight_py.distributed.numbers import whole_number
 from flashlight_py.launch.spawning import main_can_be_imported
 from flashlight_py.nn import Module
-from flashlight_py.parallel.sharded import refuse_sharded
 from flashlight_py.parallel.workers.graph import ShareResult, WorkersGraph, join
 from flashlight_py.parallel.workers.parts import (
     Part,
@@ -158,9 +157,13 @@ class DataParallel(Module):
         It takes all Variables of the module that it meets, also those that ``params()`` does not.
         """
         form, params = _apart("the module", self.module, is_parameter)
-        refuse_sharded(WHAT, params)
         self._params: list[Variable] = params
         for number, param in enumerate(params):
+            if param.placement is not None:
+                raise ValueError(
+                    f"{WHAT}: parameter {number} (shape {param.shape}) is sharded, so its array "
+                    "lies where ranks have it; use one of both, with a rank for each core"
+                )
             if is_cupy(param.data):
                 raise TypeError(
                     f"{WHAT}: parameter {number} (shape {param.shape}) is on a GPU; this is for "
