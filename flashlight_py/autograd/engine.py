@@ -21,19 +21,12 @@ All bookkeeping lives in local dictionaries: a pass that raises leaves nothing b
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, TypeAlias
 
-from flashlight_py.autograd.graph import (
-    Node,
-    Part,
-    Repeated,
-    Target,
-    count_consumers,
-    edges_again,
-)
+from flashlight_py.autograd.graph import Node, Part, Target, Walk
 from flashlight_py.autograd.narrow import total
 from flashlight_py.device import Array, array_module
 
@@ -164,30 +157,36 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
     Ordered nodes wait until nothing else is ready. Then the latest of those below ``root`` is among
     them, for whatever consumes it was recorded later, and has been visited.
     """
-    parts: dict[Repeated, list[Part]] = {}  # those that this pass visits
-    pending = count_consumers([root], (), parts)
-    repeated: dict[Repeated, Sequence[Node | None]] = {}
-    grads = {root: seed}
-    owned: set[Node] = set()  # nodes whose gradient is a sum made here, hence ours to add into
+    found = Walk(root, seed, retain_graph)
+    pending, grads, owned, replaced = found.pending, found.grads, found.owned, found.replaced
     ready = [root]
     ordered: list[tuple[int, Node]] = []  # a heap
+
+    def is_ready(node: Node) -> None:
+        if node.turn is not None:
+            heappush(ordered, (node.turn, node))
+        else:
+            ready.append(node)
+
     after: list[Callable[[], None]] = []
     _current.pending, _current.after = pending, after
     while ready or ordered:
         node = ready.pop() if ready else heappop(ordered)[1]
+        if type(node) is Part:
+            instead = found.replace(node)
+            if instead is not None:
+                is_ready(instead)
+            continue
         grad = grads.pop(node)
-        is_part = type(node) is Part
-        edges = edges_again(node, pending, parts, repeated) if is_part else node.edges or ()
-        for target, vjp in edges:
-            contribution = vjp(grad)
+        for recorded, vjp in node.edges or ():
+            contribution, target = vjp(grad), recorded
+            while target in replaced:
+                target = replaced[target]
             pending[target] -= 1
             if isinstance(target, Node):
                 _add_to_node(target, contribution, grads, owned)
                 if not pending[target]:
-                    if target.turn is not None:
-                        heappush(ordered, (target.turn, target))
-                    else:
-                        ready.append(target)
+                    is_ready(target)
             else:
                 _accumulate(target, contribution, grad)
                 if target.hook is not None and not pending[target]:

@@ -129,59 +129,76 @@ class Part(Node):
         self.turn = -next(_recorded) if ordered else None
 
 
-def _same(grad: Array) -> Array:
-    return grad
-
-
 def _no_vjp(grad: Array) -> Array:
     raise AssertionError("a part is computed again, and not differentiated itself")
 
 
-def edges_again(
-    part: Node,
-    pending: dict[Target, int],
-    parts: dict[Repeated, list[Part]],
-    repeated: dict[Repeated, Sequence[Node | None]],
-) -> tuple[tuple[Target, Vjp], ...]:
-    """Return an edge to what stands for ``part`` in the graph of its computation, done again."""
-    whole = (part.edges or ())[0][0]
-    assert isinstance(part, Part)
-    assert isinstance(whole, Repeated)
-    if whole not in repeated:
-        repeated[whole] = nodes = [result.node for result in whole.repeat()]
-        _replace(parts[whole], nodes, pending, parts)
-    node = repeated[whole][part.place]
-    assert node is not None
-    return ((node, _same),)
+class Walk:
+    """What a backward pass knows of the graph that it walks.
 
+    ``pending``: how many contributions each target still waits for. ``grads``: their sums so far;
+    ``owned``: those whose sum was made by the pass, hence its own to add into.
+    """
 
-def _replace(
-    visited: Sequence[Part],
-    nodes: Sequence[Node | None],
-    pending: dict[Target, int],
-    parts: dict[Repeated, list[Part]],
-) -> None:
-    """Let ``pending`` count what the graph of ``nodes`` has, in place of what parts announced."""
-    announced = [target for part in visited for target, _ in (part.edges or ())[1:]]
-    found = [nodes[part.place] for part in visited if part.place < len(nodes)]
-    starts = [node for node in found if node is not None]
-    counts = count_consumers(starts, announced, parts)
-    reached = {target for target in counts if not isinstance(target, Node)}
-    left, new = set(announced) - counts.keys(), reached - set(announced)
-    # A leaf that is made on the way is another one each time.
-    same = len(left) == len(new) and all(not isinstance(x, Node) and x.hook is None for x in left)
-    if len(starts) < len(visited) or not same:
-        raise RuntimeError(
-            "backward: a module that is computed again (see recompute) did something else than the "
-            "first time; it must do the same with the same inputs, random numbers of "
-            "flashlight_py.random and buffers, and use nothing else that changes in between"
+    def __init__(self, root: Node, seed: Array, retain_graph: bool) -> None:
+        self._parts: dict[Repeated, list[Part]] = {}  # those that the pass reaches
+        self.retain_graph = retain_graph
+        self.pending = count_consumers([root], (), self._parts)
+        self.grads = {root: seed}
+        self.owned: set[Node] = set()
+        self.replaced: dict[Target, Node] = {}  # parts of computations that were done again
+        self._inside: set[Node] = set()  # those whose node is also used in its computation
+
+    def replace(self, part: Node) -> Node | None:
+        """Return the node that is to be visited in the place of ``part``, if there is one now.
+
+        The computation is done again, unless it was. Then the nodes of its graph take the place of
+        all its parts, with what they have and wait for, so that all sums are made in the order in
+        which they are made without parts.
+        """
+        if part not in self.replaced:
+            whole = (part.edges or ())[0][0]
+            assert isinstance(whole, Repeated)
+            parts = self._parts[whole]
+            nodes = self._done_again(whole, parts)
+            for each, node in zip(parts, nodes, strict=True):
+                if each in self.grads:
+                    self.grads[node] = self.grads.pop(each)
+                if each in self.owned:
+                    self.owned.add(node)
+                if self.pending.get(node, 0) > self.pending.get(each, 0):
+                    self._inside.add(each)  # so that what uses it last brings it to its turn
+                self.replaced[each] = node
+                if not self.retain_graph:
+                    each.edges = None
+        return None if part in self._inside else self.replaced[part]
+
+    def _done_again(self, whole: Repeated, parts: Sequence[Part]) -> list[Node]:
+        """Return what stands for ``parts`` in a new graph, which ``pending`` counts from now on."""
+        results = whole.repeat()
+        announced = [target for part in parts for target, _ in (part.edges or ())[1:]]
+        found = [results[part.place].node for part in parts if part.place < len(results)]
+        nodes = [node for node in found if node is not None]
+        counts = count_consumers(nodes, announced, self._parts)
+        reached = {target for target in counts if not isinstance(target, Node)}
+        left, new = set(announced) - counts.keys(), reached - set(announced)
+        # A leaf that is made on the way is another one each time.
+        same = len(left) == len(new) and all(
+            not isinstance(x, Node) and x.hook is None for x in left
         )
-    for start in starts:
-        pending[start] = pending.get(start, 0) + 1  # its part
-    for target, count in counts.items():
-        pending[target] = pending.get(target, 0) + count
-    for target in announced:
-        pending[target] -= 1
+        if [(x.shape, x.dtype) for x in nodes] != [(x.shape, x.dtype) for x in parts] or not same:
+            raise RuntimeError(
+                "backward: a module that is computed again (see recompute) did something else than "
+                "the first time; it must do the same with the same inputs, random numbers of "
+                "flashlight_py.random and buffers, and use nothing else that changes in between"
+            )
+        for part, node in zip(parts, nodes, strict=True):
+            counts[node] = counts.get(node, 0) + self.pending.get(part, 0)
+        for target, count in counts.items():
+            self.pending[target] = self.pending.get(target, 0) + count
+        for target in announced:
+            self.pending[target] -= 1
+        return nodes
 
 
 def count_consumers(

@@ -40,17 +40,13 @@ def with_repetition(result: Any, repeat: Callable[[], Any]) -> Any:
         if isinstance(variable.node, Outline)
     }
     ordered = any(each for _, _, each in targets.values())
-
-    def with_part(variable: Variable) -> Variable:
-        if id(variable) not in targets:
-            return variable  # passed through, or needs no gradient
-        place, its_targets, _ = targets[id(variable)]
-        found = Variable(variable.data)
-        found.node = Part(variable.data, whole, place, its_targets, ordered)
+    with_parts: dict[int, Variable] = {}
+    for number, (place, its_targets, _) in targets.items():
+        with_parts[number] = found = Variable(variables[place].data)
+        found.node = Part(found.data, whole, place, its_targets, ordered)
         found._calc_grad = True
-        return found
-
-    return _mapped(result, with_part)
+    # The others are passed through, or need no gradient.
+    return _mapped(result, lambda variable: with_parts.get(id(variable), variable))
 
 
 def _variables(result: Any) -> list[Variable]:

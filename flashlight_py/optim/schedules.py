@@ -85,12 +85,9 @@ class LearningRateSchedule:
                 f"{type(self).__name__}.load_state_dict: expected the entries {sorted(expected)}, "
                 f"got {sorted(state)}"
             )
-        before, self.base_lr = self.base_lr, float(state["base_lr"])
-        try:
-            self._go_to(int(state["last_step"]))
-        except ValueError:
-            self.base_lr = before
-            raise
+        base, step = float(state["base_lr"]), int(state["last_step"])
+        self.optimizer.lr = self._formula(base, step)  # both may refuse it
+        self.base_lr, self.last_step = base, step
 
     def _go_to(self, step: int) -> None:
         self.optimizer.lr = self.rate_at(step)  # both may refuse it

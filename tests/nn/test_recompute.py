@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import tracemalloc
 from collections.abc import Callable
@@ -128,6 +129,33 @@ def test_a_graph_that_is_kept_is_walked_again() -> None:
         return x.grad
 
     np.testing.assert_array_equal(gradient(fl.recompute), gradient(lambda module: module))
+
+
+class Reused(nn.Module):
+    """Returns what its other results are computed from, and that twice."""
+
+    def forward(self, x: fl.Variable) -> list[fl.Variable]:
+        h = F.tanh(x)
+        return [h, F.exp(h), F.sin(h), h]
+
+
+def test_results_that_are_used_inside_as_well_have_the_same_sums() -> None:
+    """Of three addends and more, in float32: the order in which they are added is seen."""
+
+    def gradient(again: Callable[[Any], Any], order: list[int]) -> Any:
+        x = fl.param(np.random.default_rng(2).standard_normal((40, 40)).astype(np.float32))
+        results = again(Reused())(x)
+        assert results[0] is results[3]
+        terms = [F.sin(results[k] * (n + 0.3)) for n, k in enumerate(order)]
+        loss = terms[0]
+        for term in terms[1:]:
+            loss = loss * term + loss
+        loss.sum().backward()
+        return x.grad
+
+    for order in itertools.permutations([0, 0, 1, 2, 3], 5):
+        plain, again = gradient(lambda module: module, [*order]), gradient(fl.recompute, [*order])
+        np.testing.assert_array_equal(again, plain)
 
 
 def test_results_may_be_left_out() -> None:

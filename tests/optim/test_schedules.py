@@ -198,3 +198,11 @@ def test_any_schedule_can_be_made_of_a_formula() -> None:
     schedule.step()
     assert schedule.last_lr == BASE / 2**0.5
     assert repr(schedule) == f"LearningRateSchedule(step 1, lr {schedule.last_lr:g})"
+
+
+def test_a_state_with_which_a_formula_raises_changes_nothing() -> None:
+    optimizer = fl.optim.SGDOptimizer([fl.param(np.ones(1))], 1.0)
+    schedule = fl.optim.LambdaLR(optimizer, lambda step: [1.0, 0.5][step])
+    with pytest.raises(IndexError):
+        schedule.load_state_dict({"last_step": 2, "base_lr": 7.0})
+    assert (schedule.last_step, schedule.base_lr, optimizer.lr) == (0, 1.0, 1.0)

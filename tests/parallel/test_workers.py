@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,30 @@ def test_errors_of_a_share_leave_it_usable(pair: Pair) -> None:
         pair.wrapped(rows(RAISE, 0, RAISE))
     pair.backward(6)
     assert worker_pids(pair.wrapped) <= leftovers.helpers
+
+
+def test_a_recomputed_module_is_computed_again_in_every_share(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    forward = Net.forward
+    monkeypatch.setattr(Net, "forward", lambda *given: calls.append(1) or forward(*given))
+    model = fl.DataParallel(fl.recompute(copy.deepcopy(pair.net)), nprocs=2)
+    model(fl.input(np.ones((4, 6)))).sum().backward()
+    assert len(calls) == 2
+    model.close()
+
+
+def test_sharded_parameters_are_refused_before_workers_are_started() -> None:
+    """Else they were moved out of the memory that ranks share, and no step reached them."""
+    model = fl.DataParallel(Net(), nprocs=2)
+    placement: Any = types.SimpleNamespace(is_cut=False)
+    model.params()[0].placement = placement
+    before = model.params()[0].data
+    with pytest.raises(ValueError, match="DataParallel: parameter 0 "):
+        model(fl.input(np.ones((4, 6))))
+    assert model.params()[0].data is before
+    assert not worker_pids(model)
 
 
 def test_one_process_is_the_module_itself() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,8 @@ class DataParallel(Module):
 
         Raises:
             ValueError: arrays of the inputs have different first dimensions, or a result has no
-                dimension to join along, or other results in other shares.
+                dimension to join along, or other results in other shares; or a parameter is
+                sharded.
             TypeError: an array is CuPy's or holds Python objects, or the module, the inputs or a
                 worker's result cannot be pickled.
             RankFailedError: a worker raised, with its traceback and, as the cause, its exception
@@ -120,7 +121,9 @@ class DataParallel(Module):
         team.ask(requests)
         self._sent = self._sent if changed is None else changed
         own_parts = [_first_rows(part, counts[0]) for part in parts]
-        result = self.module.forward(*put_together(form, lambda number, _: own_parts[number]))
+        run = self.module.run
+        compute = self.module.forward if run is None else partial(run, self.module)
+        result = compute(*put_together(form, lambda number, _: own_parts[number]))
         answers = team.answers()
         result_form, results = _apart("a result", result, is_data)
         shares = [
@@ -156,6 +159,11 @@ class DataParallel(Module):
         form, params = _apart("the module", self.module, is_parameter)
         self._params: list[Variable] = params
         for number, param in enumerate(params):
+            if param.placement is not None:
+                raise ValueError(
+                    f"{WHAT}: parameter {number} (shape {param.shape}) is sharded, so its array "
+                    "lies where ranks have it; use one of both, with a rank for each core"
+                )
             if is_cupy(param.data):
                 raise TypeError(
                     f"{WHAT}: parameter {number} (shape {param.shape}) is on a GPU; this is for "
