@@ -6,7 +6,8 @@ Each way runs in processes of its own, round by round; medians count. Memory is 
 together have more (PSS, /proc/self/smaps_rollup) after some steps than before the model was made:
 parameters, gradients, the optimizer's state, activations and buckets. A step is zero_grad, forward,
 backward and step on a batch of 32 samples per rank; its time is that of the slowest rank. One
-thread per process.
+thread per process. Where torch is installed (python -m harness.install torch), its FSDP2 runs
+beside on gloo, each layer a unit, with its fused Adam.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import argparse
 import itertools
 import json
 import os
+import socket
 import statistics
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy, here and in 
 import numpy as np
 
 import flashlight_py as fl
+from harness.environments import PEERS, python_of
 
 BATCH, WARM = 32, 3
 MODELS = {
@@ -33,7 +37,9 @@ MODELS = {
     "4 x Linear(256)": [256] * 5,
     "4 x Linear(512)": [512] * 5,
 }
+FSDP2 = "torch FSDP2, gloo"
 WAYS = ["data parallel", "fully_shard", "step_in_backward"]
+HERE = Path(__file__).parent
 
 
 def pss() -> int:
@@ -90,8 +96,33 @@ def measure(rank: int, sizes: list[int], way: str, steps: int) -> tuple[list[flo
 
 def run(sizes: list[int], way: str, ranks: int, steps: int) -> tuple[float, int]:
     """Return the median seconds of a step, and the memory of all ranks, in bytes."""
+    if way == FSDP2:
+        return summary(of_torch(sizes, ranks, steps))
     results = fl.spawn(measure, (sizes, way, steps), nprocs=ranks)
     return summary([(seconds, taken) for seconds, taken, _ in results])
+
+
+def of_torch(sizes: list[int], ranks: int, steps: int) -> list[tuple[list[float], int]]:
+    """Return what each rank of torch has measured."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    numbers = [json.dumps(sizes), *map(str, (BATCH, WARM, steps))]
+    python = python_of(PEERS["torch"], None)
+    command = [str(python), "-m", "harness.roles.torch_fully_shard", *numbers]
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=HERE,
+            env={**os.environ, **world, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    lines = [process.communicate()[0] for process in processes]
+    return [(seconds, taken) for seconds, taken in map(json.loads, lines)]
 
 
 def summary(of_ranks: list[tuple[list[float], int]]) -> tuple[float, int]:
@@ -109,11 +140,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    python = python_of(PEERS["torch"], None)
+    ways = WAYS if isinstance(python, str) else [*WAYS, FSDP2]
+    if isinstance(python, str):
+        print(f"without torch: {python}")
     found: dict[tuple[str, int, str], list[tuple[float, int]]] = {}
     for _ in range(options.rounds):
         for model in options.models:
             for ranks in options.ranks:
-                for way in WAYS:
+                for way in ways:
                     result = run(MODELS[model], way, ranks, options.steps)
                     found.setdefault((model, ranks, way), []).append(result)
     rows = []
