@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import tempfile
 import tracemalloc
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -282,129 +279,6 @@ def refusals(rank: int, size: int) -> None:
 
 def test_what_cannot_be_done_with_a_sharded_module_is_refused(ranks: Any) -> None:
     ranks.run(refusals)
-
-
-def test_the_marks_of_a_step_that_was_not_completed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fully_sharded, "SMALL_BYTES", 0)
-    model = Net("float32")
-    fl.fully_shard(model)
-    optimizer = optimizer_of(model, "sgd")
-    state = {name: array.copy() for name, array in model.state_dict().items()}
-    with contextlib.suppress(KeyboardInterrupt), optimizer._shards[0].changing("a step"):
-        raise KeyboardInterrupt
-    for use in (
-        lambda: model(fl.input(np.zeros((1, 30), np.float32))),
-        model.state_dict,
-        optimizer.step,
-        lambda: fl.fully_shard(model),
-    ):
-        with pytest.raises(fl.errors.TornStateError, match="checkpoint"):
-            use()
-    model.load_state_dict(state)
-    model(fl.input(np.zeros((1, 30), np.float32)))
-
-
-@pytest.fixture
-def shards_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fully_sharded, "SMALL_BYTES", 0)
-
-
-@pytest.mark.usefixtures("shards_all")
-def test_a_refused_step_changes_nothing() -> None:
-    """So what the error advises can be done: to shard the module again."""
-    model = Net("float32")
-    fl.fully_shard(model)
-    optimizer = optimizer_of(model, "sgd")
-    for param in model.frozen.params():
-        param.calc_grad = True
-    before = [param.array.copy() for param in model.params()]
-    loss_of(model, 0, 0).backward()
-    with pytest.raises(ValueError, match="call fully_shard again"):
-        optimizer.step()
-    assert all(map(np.array_equal, [param.array for param in model.params()], before))
-    fl.fully_shard(model)
-    optimizer = optimizer_of(model, "sgd")
-    loss_of(model, 0, 0).backward()
-    optimizer.step()
-    assert not np.array_equal(model.frozen.weight.array, before[-2])
-
-
-def test_a_failed_pass_that_steps_leaves_nothing_to_later_ones() -> None:
-    model = Net("float32")
-    fl.fully_shard(model, step_in_backward=True)
-    optimizer = optimizer_of(model, "sgd")
-    state = {name: array.copy() for name, array in model.state_dict().items()}
-    x = fl.Variable(np.ones((1, 30), np.float32), calc_grad=True)
-
-    def interrupt(_: Any) -> None:
-        raise KeyboardInterrupt
-
-    x.register_grad_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        model(x).mean().backward()
-    with pytest.raises(fl.errors.TornStateError):
-        model(x)
-    model.load_state_dict(state)
-    for step in range(2):
-        loss_of(model, 0, step).backward()
-        optimizer.step()
-
-
-@pytest.mark.usefixtures("shards_all")
-def test_an_optimizer_is_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its state lies in the old memory, which all ranks would step as theirs alone."""
-    model = Net("float32")
-    fl.fully_shard(model)
-    optimizer = optimizer_of(model, "sgd")
-    monkeypatch.undo()
-    fl.fully_shard(model)
-    assert model.first.weight.placement is None
-    loss_of(model, 0, 0).backward()
-    before = model.first.weight.array.copy()
-    with pytest.raises(RuntimeError, match="make the optimizer afterwards"):
-        optimizer.step()
-    assert np.array_equal(model.first.weight.array, before)
-
-
-@pytest.mark.usefixtures("shards_all")
-def test_sharding_anew_frees_the_old_memory_at_once() -> None:
-    """It may be most of what there is: the garbage collector comes too late."""
-    model = Net("float32")
-    fl.fully_shard(model)
-    optimizer = optimizer_of(model, "sgd")
-    loss_of(model, 0, 0).backward()
-    optimizer.step()
-    old = weakref.ref(model.first.weight.placement.shards.memory)
-    gc.disable()
-    try:
-        del optimizer
-        fl.fully_shard(model)
-        assert old() is None
-    finally:
-        gc.enable()
-
-
-def test_a_small_module_stays_each_ranks_own() -> None:
-    model = Net("float32")
-    fl.fully_shard(model)
-    assert model.first.weight.placement is None
-    loss_of(model, 0, 0).backward()
-    assert model.first.weight.grad is not None
-
-
-def test_a_write_to_a_protected_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHLIGHT_DEBUG_SHARED", "1")
-    monkeypatch.setattr(fully_sharded, "SMALL_BYTES", 0)
-    model = Net("float32")
-    fl.fully_shard(model)
-    optimizer = optimizer_of(model, "sgd")
-    with pytest.raises(ValueError, match="read-only"):
-        model.first.weight.data[0, 0] = 1.0
-    loss_of(model, 0, 0).backward()
-    before = model.first.weight.array.copy()
-    optimizer.step()
-    assert not np.array_equal(before, model.first.weight.array)
-    model.load_state_dict({name: array.copy() for name, array in model.state_dict().items()})
 
 
 def three_and_one(rank: int) -> dict[str, str]:
