@@ -68,6 +68,7 @@ def test_runs_with_different_names_do_not_see_each_other(ranks: Ranks, tmp_path:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow  # test_tcp_store.py has it for the meeting behind both
 def test_missing_ranks_are_named_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     for rank in ranks.start_together((0, 1, 4), 5, timeout=2.0):
         assert "ranks 2, 3 of 5 have not arrived within 2 s" in rank.refusal()
@@ -85,7 +86,8 @@ def test_a_rank_missing_in_a_later_exchange_is_named(ranks: Ranks) -> None:
         assert "rank 2 of 3 has not arrived within 2 s" in rank.refusal()
 
 
-@pytest.mark.parametrize("twice", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("twice", [1, 2])
 def test_two_processes_with_one_rank_are_refused(ranks: Ranks, tmp_path: Path, twice: int) -> None:
     pair = [ranks.start(twice, 3) for _ in range(2)]
     for rank in pair:

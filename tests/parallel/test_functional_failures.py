@@ -39,7 +39,10 @@ def stay_away(rank: int, size: int, message: bool, fifo: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("backend", "message"), [("gloo", True), ("shm", False)])
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [pytest.param("gloo", True, marks=pytest.mark.slow), ("shm", False)],
+)
 def test_a_rank_without_a_backward_pass_is_named(
     backend: str, message: bool, tmp_path: Path
 ) -> None:
@@ -122,7 +125,7 @@ def crossed_messages(rank: int, size: int) -> str:
     return str(caught.value)
 
 
-@by_backend
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "shm"])
 def test_gradients_of_two_messages_are_not_mixed_up(backend: str) -> None:
     params = {"BACKEND": backend, "TIMEOUT": 1}
     outcomes = run_outcomes(crossed_messages, 2, params=params)

@@ -299,7 +299,7 @@ def fail_on_one(rank: int, size: int, error: type[BaseException]) -> str:
     return "joined as if nothing had happened"
 
 
-@by_backend
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.slow)])
 def test_a_rank_that_raises_does_not_join(backend: str) -> None:
     world = {"params": {"BACKEND": backend, "TIMEOUT": 1}}
     outcomes = run_outcomes(fail_on_one, 3, ZeroDivisionError, **world)
