@@ -5,16 +5,21 @@ Pages that nobody has written take no memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from flashlight_py import _native
 from flashlight_py.device import Array
+from flashlight_py.distributed.arrays import dtype_code, scale_in_place
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.group import ProcessGroup
 from flashlight_py.distributed.memory_file import (
@@ -47,6 +52,32 @@ def meet(group: ProcessGroup, doing: str) -> None:
     group.run(Call(BARRIER, part_of=doing)).wait()
 
 
+def add_up(arrays: Sequence[Array], scale: float, out: Array) -> Array:
+    """Return ``out`` as the sum of ``arrays`` in their order, times ``scale``: as ``all_reduce``.
+
+    All are flat, contiguous, of one size and dtype. Not collective.
+    """
+    module = _native.optional("shm", "ranks of a host add up gradients with NumPy, more slowly")
+    if module is None:
+        return _add_up_in_numpy(arrays, scale, out)
+    address = module.ffi.from_buffer
+    sources = module.ffi.new("const void *[]", [address(each) for each in arrays])
+    code = dtype_code("add_up", out.dtype)
+    where = address("char[]", out, require_writable=True)
+    module.lib.fl_reduce(code, ReduceOp.SUM, scale, where, sources, len(arrays), out.size)
+    return out
+
+
+def _add_up_in_numpy(arrays: Sequence[Array], scale: float, out: Array) -> Array:
+    wide = np.float32 if out.dtype.itemsize == 2 else out.dtype  # rounded once, in the end
+    total = np.array(arrays[0], wide)
+    for array in arrays[1:]:
+        total += array
+    scale_in_place(total, scale)
+    out[...] = total
+    return out
+
+
 def map_zeros(group: ProcessGroup, nbytes: int) -> Array:
     """Return ``nbytes`` zeros (uint8) that all ranks of ``group`` map. Collective, blocking.
 
@@ -59,7 +90,10 @@ def map_zeros(group: ProcessGroup, nbytes: int) -> Array:
     """
     nbytes = max(nbytes, 1)
     if group.size == 1:
-        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        own = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without large pages: nothing is lost
+            own.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(own, np.uint8)
     backend = Steps(group.backend(), "shared_empty")
     spaces = [text.decode() for text in exchange_bytes(backend, process_space().encode())]
     file: MemoryFile | None = None

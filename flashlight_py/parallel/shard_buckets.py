@@ -7,15 +7,14 @@ on all ranks: by then all have added up the first, so that each bucket takes one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from flashlight_py.autograd.narrow import widened
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.arrays import scale_in_place
-from flashlight_py.distributed.host_memory import map_zeros, meet
+from flashlight_py.distributed.host_memory import add_up, map_zeros, meet
 from flashlight_py.parallel.shard_layout import Chunk
 
 # What ranks compare where they meet: one may be in another pass, or in a step.
@@ -23,8 +22,6 @@ BACKWARD = "backward of a sharded module"
 # Of all ranks of a host together, and of one bucket.
 ALL_BYTES = 16 << 20
 LEAST_BYTES, MOST_BYTES = 256 << 10, 2 << 20
-# So much is added up at a time: it stays in the cache while one rank after the other is added.
-_BLOCK = 16384
 
 # Of this rank's part of a sum of earlier passes, in place; the chunk says where it lies.
 Scaling = Callable[[Array, Chunk], None]
@@ -85,23 +82,8 @@ class Buckets:
         meet(self._local, BACKWARD)
         place = slice(part.start - chunk.start, part.stop - chunk.start)
         own = [room[place] for room in self.of_ranks(chunk, total.dtype)]
-        if old is not None:
-            old(total[part], chunk)
-        self._add_up(own, total[part], old is not None)
-
-    def _add_up(self, rooms: Sequence[Array], total: Array, adds: bool) -> None:
-        """Add up in the order of ranks, then scale: with the same bits as ``all_reduce``."""
-        for start in range(0, total.size, _BLOCK):
-            block = slice(start, start + _BLOCK)
-            target = total[block]
-            first, *others = (widened(room[block]) for room in rooms)
-            result = np.array(first) if adds or target.dtype != first.dtype else target
-            if result is target:
-                result[...] = first
-            for other in others:
-                result += other
-            scale_in_place(result, self._scale)
-            if adds:
-                target += result
-            elif result is not target:
-                target[...] = result
+        if old is None:
+            add_up(own, self._scale, total[part])
+            return
+        old(total[part], chunk)
+        total[part] += add_up(own, self._scale, np.empty_like(total[part]))
