@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -96,9 +97,12 @@ def pool() -> Iterator[Pools]:
 
 @pytest.fixture
 def leaves_nothing() -> Iterator[None]:
-    """Fail the test if a process or a shared-memory segment outlives it."""
-    segments = leftovers.segments()
+    """Fail the test if a process, a thread or a shared-memory segment outlives it."""
+    segments, threads = leftovers.segments(), set(threading.enumerate())
     yield
+    # One that waits at a closed descriptor serves whatever gets the number next.
+    lingering = set(threading.enumerate()) - threads
+    assert not lingering, f"the test left threads running: {lingering}"
     left = leftovers.end_processes()
     assert not left, f"the test left processes running (killed now): {left}"
     orphans = leftovers.orphaned(leftovers.segments() - segments)

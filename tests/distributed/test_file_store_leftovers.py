@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -114,27 +115,35 @@ def announce(directory: Path, server: socket.socket) -> Path:
     return directory / f"meeting.{STALE['run']}"
 
 
-def answer(server: socket.socket, words: bytes) -> None:
-    """Say ``words`` to whoever connects, until the test ends."""
+@contextmanager
+def answering(server: socket.socket, words: bytes) -> Iterator[None]:
+    """Send ``words`` to whoever connects."""
 
     def serve() -> None:
-        try:
-            while True:
+        while True:
+            try:
                 wire, _ = server.accept()
+            except OSError:
+                return  # the test has ended
+            with wire:
                 wire.sendall(words)
-                wire.close()
-        except OSError:
-            return  # the test has ended
 
-    threading.Thread(target=serve, daemon=True).start()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        # Closing alone would not wake it, and it might go on at whatever has the number by then.
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 def test_a_port_that_another_program_has_by_now_is_no_rank_0(
     ranks: Ranks, tmp_path: Path, reused: socket.socket
 ) -> None:
     announce(tmp_path, reused)
-    answer(reused, b"220 mail.example ESMTP\r\n")
-    ranks.run(3)
+    with answering(reused, b"220 mail.example ESMTP\r\n"):
+        ranks.run(3)
     assert os.listdir(tmp_path) == []
 
 
