@@ -8,15 +8,28 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from harness.role import Place
+from harness.role import Place, Role
 
-__all__ = ["dtype_of", "facts", "initialise"]
+__all__ = ["RankRole", "dtype_of", "facts"]
 
 
-def initialise(place: Place) -> None:
-    """Meet the other ranks through a file of the team's folder."""
-    params = {fl.DistributedConstants.FILE_PATH: str(Path(place.folder) / "meet"), **place.options}
-    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, place.rank, place.size, params)
+class RankRole(Role):
+    """A rank of a world that meets through a file of the team's folder."""
+
+    def __init__(self, place: Place) -> None:
+        path = str(Path(place.folder) / "meet")
+        params = {fl.DistributedConstants.FILE_PATH: path, **place.options}
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, place.rank, place.size, params)
+        self.rank, self.size = fl.get_world_rank(), fl.get_world_size()
+
+    def facts(self) -> dict[str, str]:
+        return {**facts(), "NumPy": np.__version__}
+
+    def barrier(self) -> None:
+        fl.barrier()
+
+    def leave(self) -> None:
+        fl.distributed_shutdown()
 
 
 def facts() -> dict[str, str]:

@@ -10,28 +10,16 @@ import numpy as np
 import flashlight_py as fl
 from harness.role import Call, Place, Refusal
 from harness.roles import flashlight
+from harness.roles.flashlight import RankRole
 from harness.roles.verbs import Builder, CollectiveRole, elements
 
 
-class Flashlight(CollectiveRole):
+class Flashlight(RankRole, CollectiveRole):
     """NumPy arrays; of the kind "shared" where the package offers them, which are not copied."""
-
-    def __init__(self, place: Place) -> None:
-        flashlight.initialise(place)
-        self.rank, self.size = fl.get_world_rank(), fl.get_world_size()
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:
         return (Refusal, TypeError, fl.errors.BackendUnavailableError)
-
-    def facts(self) -> dict[str, str]:
-        return flashlight.facts()
-
-    def barrier(self) -> None:
-        fl.barrier()
-
-    def leave(self) -> None:
-        fl.distributed_shutdown()
 
     def array(self, nbytes: int, dtype: str, parts: int, kind: str) -> Any:
         element = flashlight.dtype_of(dtype)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from harness.role import Place, Prepared, Role
-from harness.roles import flashlight
+from harness.role import Place, Prepared
+from harness.roles.flashlight import RankRole
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "DistributedTraining.py"
 LR, MOMENTUM = 1e-6, 0.9  # of the large perceptron
@@ -21,22 +21,12 @@ LR, MOMENTUM = 1e-6, 0.9  # of the large perceptron
 Hook = Callable[..., Any]
 
 
-class Compression(Role):
+class Compression(RankRole):
     """Problems: "large", a perceptron whose step is timed, and "example", which is trained."""
 
     def __init__(self, place: Place) -> None:
-        flashlight.initialise(place)
-        self.rank, self.size = fl.get_world_rank(), fl.get_world_size()
+        super().__init__(place)
         self._examples: dict[str, Example] = {}
-
-    def facts(self) -> dict[str, str]:
-        return flashlight.facts()
-
-    def barrier(self) -> None:
-        fl.barrier()
-
-    def leave(self) -> None:
-        fl.distributed_shutdown()
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         hook = hook_of(task["hook"])

@@ -10,27 +10,20 @@ import cupy
 import flashlight_py as fl
 from harness.gpu import nccl_files, share_gpus
 from harness.role import Call, Place
-from harness.roles import flashlight
 from harness.roles.cuda import CudaRole
+from harness.roles.flashlight import RankRole
 
 
-class FlashlightCuda(CudaRole):
+class FlashlightCuda(RankRole, CudaRole):
     """As a user calls it, asynchronously."""
 
     def __init__(self, place: Place) -> None:
         share_gpus(place.rank, place.size, cupy.cuda.runtime.getDeviceCount())
-        flashlight.initialise(place)
-        self.rank, self.size = fl.get_world_rank(), fl.get_world_size()
+        super().__init__(place)
         fl.distributed.use_local_device()
 
     def facts(self) -> dict[str, str]:
-        return {**flashlight.facts(), "CuPy": cupy.__version__, "NCCL": nccl_files()}
-
-    def barrier(self) -> None:
-        fl.barrier()
-
-    def leave(self) -> None:
-        fl.distributed_shutdown()
+        return {**super().facts(), "CuPy": cupy.__version__, "NCCL": nccl_files()}
 
     def zeros(self, count: int, dtype: str) -> Any:
         return cupy.zeros(count, dtype)

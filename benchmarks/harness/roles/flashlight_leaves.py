@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from harness.role import Call, Place, Prepared, Role
-from harness.roles import flashlight
+from harness.role import Call, Place, Prepared
+from harness.roles.flashlight import RankRole
 
 LR = 1e-4
 
 
-class Leaves(Role):
+class Leaves(RankRole):
     """Kinds: "plain", each rank a part of the batch; "leaves"; "bits", which trains first.
 
     ``hosts`` among the options: ranks are put on so many, as far as the package can tell.
@@ -29,17 +29,7 @@ class Leaves(Role):
         if hosts > 1:
             host = place.rank * hosts // place.size
             os.environ["FLASHLIGHT_MEMORY_DOMAIN"] = f"host {host}"
-        flashlight.initialise(Place(place.rank, place.size, place.folder, options))
-        self.rank, self.size = fl.get_world_rank(), fl.get_world_size()
-
-    def facts(self) -> dict[str, str]:
-        return {**flashlight.facts(), "NumPy": np.__version__}
-
-    def barrier(self) -> None:
-        fl.barrier()
-
-    def leave(self) -> None:
-        fl.distributed_shutdown()
+        super().__init__(Place(place.rank, place.size, place.folder, options))
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         step, model = self._step(task)

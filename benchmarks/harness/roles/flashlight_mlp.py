@@ -12,31 +12,18 @@ import numpy as np
 import flashlight_py as fl
 from harness.gpu import share_gpus
 from harness.gpu_trace import record
-from harness.role import Call, Place, Prepared, Role
-from harness.roles import flashlight
+from harness.role import Call, Place, Prepared
+from harness.roles.flashlight import RankRole
 
 LR, MOMENTUM = 1e-6, 0.9
 STEPS_BEFORE, STEPS_TRACED = 3, 3
 
 
-class Mlp(Role):
+class Mlp(RankRole):
     """Kinds of steps: "alone", "overlap", and "after", which reduces when backward has returned.
 
     On the CPU, or on a GPU (``device``); ``trace`` is the file for a trace of the latter.
     """
-
-    def __init__(self, place: Place) -> None:
-        flashlight.initialise(place)
-        self.rank, self.size = fl.get_world_rank(), fl.get_world_size()
-
-    def facts(self) -> dict[str, str]:
-        return {**flashlight.facts(), "NumPy": np.__version__}
-
-    def barrier(self) -> None:
-        fl.barrier()
-
-    def leave(self) -> None:
-        fl.distributed_shutdown()
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         widths, batch, kind = task["widths"], task["batch"], task["kind"]

@@ -11,32 +11,19 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from harness.role import Call, Place, Prepared, Role
-from harness.roles import flashlight
+from harness.role import Call, Place, Prepared
+from harness.roles.flashlight import RankRole
 
 ROW = 1024  # numbers of a sample
 BATCH = 256
 
 
-class Parts(Role):
+class Parts(RankRole):
     """Works: "data" (kinds "each", "host"), "deep" ("plain", "again"), "layers" ("whole", "cut").
 
     The detail of data is how many bytes of memory it has taken in this process (its share of what
     others have mapped too), that of a deep network the most that a step has taken, and its bits.
     """
-
-    def __init__(self, place: Place) -> None:
-        flashlight.initialise(place)
-        self.rank, self.size = fl.get_world_rank(), fl.get_world_size()
-
-    def facts(self) -> dict[str, str]:
-        return {**flashlight.facts(), "NumPy": np.__version__}
-
-    def barrier(self) -> None:
-        fl.barrier()
-
-    def leave(self) -> None:
-        fl.distributed_shutdown()
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         fl.set_seed(0)

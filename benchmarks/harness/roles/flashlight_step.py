@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import flashlight_py as fl
 from harness.role import Place
-from harness.roles import flashlight
+from harness.roles.flashlight import RankRole
 from harness.roles.perceptron import LR, MOMENTUM, Step, StepRole, parameters, sample
 
 
-class Flashlight(StepRole):
+class Flashlight(RankRole, StepRole):
     """Distributed: gradients are reduced in every backward pass, also if there is one rank."""
-
-    def __init__(self, place: Place) -> None:
-        flashlight.initialise(place)
-        self.rank, self.size = fl.get_world_rank(), fl.get_world_size()
-
-    def facts(self) -> dict[str, str]:
-        return flashlight.facts()
-
-    def barrier(self) -> None:
-        fl.barrier()
-
-    def leave(self) -> None:
-        fl.distributed_shutdown()
 
     def step(self, kind: str) -> Step:
         model = fl.nn.Sequential(fl.nn.Linear(10, 100), fl.nn.ReLU(), fl.nn.Linear(100, 1))

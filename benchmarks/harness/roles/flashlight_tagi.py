@@ -9,8 +9,8 @@ import numpy as np
 
 import flashlight_py as fl
 from flashlight_py.tagi import nn
-from harness.role import Place, Prepared, Role
-from harness.roles import flashlight
+from harness.role import Place, Prepared
+from harness.roles.flashlight import RankRole
 from harness.roles.tagi_works import (
     CLASSES,
     CLOCKS,
@@ -22,21 +22,8 @@ from harness.roles.tagi_works import (
 )
 
 
-class Flashlight(Role):
+class Flashlight(RankRole):
     """A rank has its part of the batch."""
-
-    def __init__(self, place: Place) -> None:
-        flashlight.initialise(place)
-        self.rank, self.size = fl.get_world_rank(), fl.get_world_size()
-
-    def facts(self) -> dict[str, str]:
-        return flashlight.facts()
-
-    def barrier(self) -> None:
-        fl.barrier()
-
-    def leave(self) -> None:
-        fl.distributed_shutdown()
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         work = WORKS[task["work"]]

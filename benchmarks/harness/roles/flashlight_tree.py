@@ -8,25 +8,12 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from harness.role import Call, Place, Prepared, Role
-from harness.roles import flashlight
+from harness.role import Call, Place, Prepared
+from harness.roles.flashlight import RankRole
 
 
-class Tree(Role):
+class Tree(RankRole):
     """Kinds of calls: "tree" synchronizes, "each" broadcasts every array, "one" the large one."""
-
-    def __init__(self, place: Place) -> None:
-        flashlight.initialise(place)
-        self.rank, self.size = fl.get_world_rank(), fl.get_world_size()
-
-    def facts(self) -> dict[str, str]:
-        return {**flashlight.facts(), "NumPy": np.__version__}
-
-    def barrier(self) -> None:
-        fl.barrier()
-
-    def leave(self) -> None:
-        fl.distributed_shutdown()
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         count, length = task["arrays"], task["nbytes"] // (4 * task["arrays"])
