@@ -11,7 +11,6 @@ disk: on a file system in memory fsync costs nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -19,14 +18,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 import flashlight_py as fl
 from harness.facts import machine_facts
-from harness.report import ratio_table, size_name, time_table, verdict_table
+from harness.report import facts_text, ratio_table, size_name, time_table, verdict_table, write_json
 from harness.statistics import Measurement
 from harness.verdicts import at_least
 
@@ -47,12 +45,9 @@ def main() -> None:
     print(f"{ratio_table(results, 'speed of fl.save, to', label, SAVE)}\n")
     print(verdict_table(verdicts))
     machine = machine_facts()
-    print("\n- machine: " + ", ".join(f"{name} {value}" for name, value in machine.items()))
+    print(f"\n{facts_text(machine)}")
     if options.json:
-        reported = {"machine": machine, "measurements": [asdict(each) for each in results]}
-        text = json.dumps({**reported, "verdicts": [asdict(each) for each in verdicts]}, indent=1)
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(text + "\n")
+        write_json(options.json, machine, None, results, verdicts)
 
 
 def measure(megabytes: int, rounds: int, parent: Path) -> Measurement:

@@ -12,10 +12,8 @@ starting is not counted. torch.nn.DataParallel has no place here: it is for GPUs
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +21,7 @@ import numpy as np
 import flashlight_py as fl
 from flashlight_py.cores import usable_cores
 from harness.facts import machine_facts
-from harness.report import ratio_table, time_table, verdict_table
+from harness.report import facts_text, ratio_table, time_table, verdict_table, write_json
 from harness.statistics import Measurement
 from harness.verdicts import at_most
 
@@ -44,12 +42,9 @@ def main() -> None:
     print(f"Time divided by that of {ONE}:\n\n{ratio_table(results, 'width', label, ONE)}\n")
     print(verdict_table(verdicts))
     machine = machine_facts()
-    print("\n- machine: " + ", ".join(f"{name} {value}" for name, value in machine.items()))
+    print(f"\n{facts_text(machine)}")
     if options.json:
-        reported = {"machine": machine, "measurements": [asdict(each) for each in results]}
-        text = json.dumps({**reported, "verdicts": [asdict(each) for each in verdicts]}, indent=1)
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(text + "\n")
+        write_json(options.json, machine, None, results, verdicts)
 
 
 def measure(width: int, options: argparse.Namespace) -> Measurement:

@@ -15,17 +15,23 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.facts import machine_facts
 from harness.gpu import require_all, require_gpu
-from harness.report import left_out_text, ratio_table, size_name, time_table, verdict_table
+from harness.report import (
+    left_out_text,
+    ratio_table,
+    size_name,
+    time_table,
+    verdict_table,
+    write_json,
+)
 from harness.statistics import Measurement
 from harness.verdicts import Verdict, at_least
 
@@ -299,9 +305,8 @@ def main() -> None:
         print(ratio_table(cases[name], "bytes", lambda m: size_name(m.nbytes), OURS))
         print(left_out_text(cases[name], lambda m: size_name(m.nbytes)), flush=True)
         if options.json:
-            everything = [asdict(m) for measured in cases.values() for m in measured]
-            result = {"machine": machine, "measurements": everything}
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+            everything = [m for measured in cases.values() for m in measured]
+            write_json(options.json, machine, None, everything)
     judged = verdicts(cases)
     print(f"\n### Targets\n\n{verdict_table(judged)}\n\nCuPy {cupy.__version__}, {machine['CPU']}")
     print(f"({time.monotonic() - began:.0f} s)")

@@ -12,17 +12,15 @@ all public names is shown as well.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from harness.facts import machine_facts
-from harness.report import ratio_table, time_table, verdict_table
+from harness.report import facts_text, ratio_table, time_table, verdict_table, write_json
 from harness.statistics import Measurement
 from harness.verdicts import Verdict, at_most
 
@@ -116,14 +114,9 @@ def main() -> None:
         print(ratio_table([measurement], "", lambda m: m.task, ours))
     judged = verdicts(*measurements)
     print(f"\n### Targets\n\n{verdict_table(judged)}\n")
-    print("- " + ", ".join(f"{name} {value}" for name, value in machine.items()))
+    print(facts_text(machine))
     if options.json:
-        result = {
-            "machine": machine,
-            "measurements": [asdict(measurement) for measurement in measurements],
-            "verdicts": [asdict(verdict) for verdict in judged],
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(options.json, machine, None, measurements, judged)
 
 
 if __name__ == "__main__":

@@ -94,10 +94,16 @@ def verdict_table(verdicts: Iterable[Verdict]) -> str:
     return markdown(["target", "needed", "measured", "reached"], rows)
 
 
-def facts_text(machine: Mapping[str, str], conductor: Conductor) -> str:
+def facts_text(machine: Mapping[str, str], conductor: Conductor | None = None) -> str:
     """Return the machine, every library's versions and settings, who was absent, who disturbed."""
     lines = ["machine: " + _pairs(machine)]
-    lines += [f"{title}: {_pairs(facts)}" for title, facts in conductor.facts.items()]
+    if conductor is not None:
+        lines += _facts_of(conductor)
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _facts_of(conductor: Conductor) -> list[str]:
+    lines = [f"{title}: {_pairs(facts)}" for title, facts in conductor.facts.items()]
     lines += [f"ABSENT {title}: {reason}" for title, reason in conductor.absent.items()]
     shares = conductor.idle_shares
     if shares:
@@ -106,7 +112,7 @@ def facts_text(machine: Mapping[str, str], conductor: Conductor) -> str:
             f"while others were measured, an idle rank used at most {100 * shares[title]:.2f} % of "
             f"a core ({title})"
         )
-    return "\n".join(f"- {line}" for line in lines)
+    return lines
 
 
 def left_out_text(measurements: Iterable[Measurement], label: Label) -> str:
@@ -135,17 +141,20 @@ def _pairs(facts: Mapping[str, str]) -> str:
 def write_json(
     file: Path,
     machine: Mapping[str, str],
-    conductor: Conductor,
+    conductor: Conductor | None,
     measurements: Iterable[Measurement],
-    verdicts: Iterable[Verdict],
+    verdicts: Iterable[Verdict] = (),
 ) -> None:
     """Write everything: facts, the seconds of every round, who was left out, and the verdicts."""
-    result: dict[str, Any] = {
-        "machine": dict(machine),
-        "plan": asdict(conductor.plan),
-        "libraries": conductor.facts,
-        "absent": conductor.absent,
-        "idle_share_of_a_core": conductor.idle_shares,
+    result: dict[str, Any] = {"machine": dict(machine)}
+    if conductor is not None:
+        result |= {
+            "plan": asdict(conductor.plan),
+            "libraries": conductor.facts,
+            "absent": conductor.absent,
+            "idle_share_of_a_core": conductor.idle_shares,
+        }
+    result |= {
         "measurements": [asdict(measurement) for measurement in measurements],
         "verdicts": [asdict(verdict) for verdict in verdicts],
     }
