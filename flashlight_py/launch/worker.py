@@ -57,7 +57,8 @@ class Worker:
                 start_new_session=True,
                 pass_fds=[*passed, *descriptors],
             )
-        self._link.send_bytes(multiprocessing.current_process().authkey)
+        with suppress(ConnectionError):  # one that has died already is noticed by wait_for_start
+            self._link.send_bytes(multiprocessing.current_process().authkey)
 
     def wait_for_start(self) -> None:
         """Block until it has its task.

@@ -18,8 +18,10 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
 from flashlight_py.errors import RankFailedError
+from flashlight_py.launch.worker import Worker
 from flashlight_py.parallel.workers.wrapper import _shares
 from tests.distributed import leftovers
+from tests.parallel import worker_modules
 from tests.parallel.worker_modules import RAISE, Everything, Net, rows, worker_pids
 
 
@@ -152,6 +154,50 @@ def test_modes_buffers_and_settings_are_those_of_the_module(pair: Pair) -> None:
         net.hidden.weight.calc_grad = True
 
 
+def test_workers_that_a_short_batch_leaves_idle_have_what_the_next_one_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A module without buffers: its form is sent only where it has changed."""
+    computed, forgotten = set[tuple[int, int]](), set[tuple[int, int]]()
+    send = Worker.send
+
+    def spy(worker: Worker, message: Any) -> None:
+        request, _, numbers = message
+        if request is not None:
+            computed.add((worker.number, request.number))
+        forgotten.update((worker.number, number) for number in numbers)
+        send(worker, message)
+
+    monkeypatch.setattr(Worker, "send", spy)
+    fl.set_seed(3)
+    alone = fl.nn.Sequential(fl.nn.Linear(6, 4), fl.nn.Dropout(0.5))
+    wrapped = fl.DataParallel(copy.deepcopy(alone), nprocs=3)
+    alone.eval()
+    x = rows(1, 2, 3, 4, 5, 6)
+    short = fl.input(x.array[:2])
+    wrapped(short)  # the first one of all, in training mode
+    wrapped(x)
+    wrapped.eval()
+    agree(wrapped(short).array, alone(short).array)
+    agree(wrapped(x).array, alone(x).array)
+    wrapped(short)
+    assert computed - forgotten <= {(1, 5)}  # the last one's graph
+    wrapped.close()
+
+
+def test_the_model_is_called_in_the_middle_of_its_backward_pass(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the workers have computed by then is kept: their memory is used again."""
+    expected = []
+    for call in (None, lambda: pair.wrapped(rows(1, 2, 3))):
+        monkeypatch.setattr(worker_modules, "call", call)
+        pair.zero_grad()
+        pair.wrapped(rows(7, 8, 9)).sum().backward()
+        expected.append([p.grad.tobytes() for p in pair.wrapped.params() if p.grad is not None])
+    assert expected[0] == expected[1]
+
+
 def test_a_replaced_array_and_a_loaded_state_reach_the_workers(pair: Pair) -> None:
     other = Net()
     pair.wrapped.load_state_dict(other.state_dict())
@@ -270,9 +316,11 @@ def test_one_process_is_the_module_itself() -> None:
     model = fl.DataParallel(net, nprocs=1)
     model(fl.input(np.ones((4, 6))))
     assert model._team is None
+    model.eval()
     for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert isinstance(each, fl.DataParallel)
         assert (each.nprocs, list(each.state_dict())) == (1, list(net.state_dict()))
+        assert not each.training
     assert fl.DataParallel(net).nprocs == len(os.sched_getaffinity(0))
 
 

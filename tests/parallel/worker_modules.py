@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
+from flashlight_py.autograd.variable import record
 
 # In the first column of a share's first row: what happens there.
 RAISE, BE_KILLED, HANG = 100, 101, 102
@@ -30,9 +32,20 @@ class Net(fl.nn.Module):
         if self.training:
             self.seen += x.shape[0]
         _do(x.data[0, 0])
-        return self.out(self.dropout(F.tanh(self.hidden(x))))
+        hidden = F.tanh(self.hidden(x))
+        return self.out(self.dropout(record(hidden.data, (hidden, _interrupted))))
 
     seen: Any
+
+
+# What the backward pass of a share calls in between, if anything; workers have none.
+call: Callable[[], object] | None = None
+
+
+def _interrupted(grad: Any) -> Any:
+    if call is not None:
+        call()
+    return grad
 
 
 def _do(what: float) -> None:

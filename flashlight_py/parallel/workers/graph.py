@@ -92,7 +92,7 @@ class WorkersGraph:
         self._arrays: dict[Leaf, Array] = {}  # what may have a gradient
         self._noted: dict[int, list[Array]] = {}  # by result: the gradient of each worker's rows
         # Of the pass that is running:
-        self._is_pending = False
+        self._left = set[Leaf]()  # whose gradients have not been taken
         self._answers: list[Differentiated] | None = None
         self._saved: dict[Leaf, Array] = {}
         weakref.finalize(self, team.dropped.append, number).atexit = False
@@ -133,13 +133,14 @@ class WorkersGraph:
             for worker in range(self._count)
         ]
         self._team.ask(requests, self._save)
-        self._is_pending = True
+        self._left = set(self._arrays)
         return grad
 
     def _gradient(self, leaf: Leaf, _: object = None) -> Array:
         """Return the sum over the workers for a parameter, or the gradient of an input."""
         if leaf in self._saved:
             return self._saved[leaf]
+        self._left.discard(leaf)
         is_param, number = leaf
         return self._of_param(number) if is_param else self._of_input(number)
 
@@ -173,14 +174,16 @@ class WorkersGraph:
 
     def _save(self) -> None:
         """Copy what the running pass has not taken yet: the memory is about to be used again."""
-        if self._is_pending:
-            leaves = sorted({leaf for answer in self._received() for leaf in answer.leaves})
-            self._saved = {leaf: np.array(self._gradient(leaf)) for leaf in leaves}
+        if self._left:
+            answered = {leaf for answer in self._received() for leaf in answer.leaves}
+            for leaf in sorted(answered & self._left):
+                self._saved[leaf] = np.array(self._gradient(leaf))
 
     def _forget(self, completed: bool) -> None:
         self._noted.clear()
         self._saved.clear()
-        self._answers, self._is_pending = None, False
+        self._left.clear()
+        self._answers = None
 
 
 def _as_many(own: Sequence[Part], shares: Sequence[ShareResult]) -> Sequence[Part]:

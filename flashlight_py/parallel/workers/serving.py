@@ -32,10 +32,9 @@ Leaf: TypeAlias = tuple[bool, int]
 
 
 class Forward(NamedTuple):
-    """A request: compute ``inputs`` under ``number``; ``module`` is a form, None: as before."""
+    """A request: compute ``inputs`` under ``number``."""
 
     number: int
-    module: bytes | None
     seed: int
     inputs: bytes
     places: list[Place]
@@ -80,18 +79,23 @@ def serve(
     buffers: list[Place | None],
     takes_output: bool,
 ) -> None:
-    """Answer requests until the link ends: ``(request, numbers of graphs to forget)``.
+    """Answer requests until the link ends: ``(request, module, numbers of graphs to forget)``.
 
-    An answer is a pair: what was computed, and what was printed meanwhile; that is empty unless
-    this end ``takes_output``.
+    The request is None for a worker that is left idle, the module's form None where it is as
+    before. An answer is a pair: what was computed, and what was printed meanwhile; that is empty
+    unless this end ``takes_output``.
     """
     share = _Share(fds, params, buffers)
     while True:
         try:
-            request, forgotten = link.recv()
+            request, module, forgotten = link.recv()
         except (EOFError, ConnectionResetError):
             return
         share.forget(forgotten)
+        if module is not None:
+            share.module = module
+        if request is None:
+            continue
         with ExitStack() as stack:
             printed = io.StringIO()
             if takes_output:
@@ -126,7 +130,7 @@ class _Share:
         for param, place in zip(self._params, buffers, strict=True):
             param.buffer = place and model.views([place])[0]
         model.close()
-        self._module = b""
+        self.module = b""
         self._graphs: dict[int, tuple[list[Part], list[Part]]] = {}
 
     def forget(self, numbers: Iterable[int]) -> None:
@@ -134,8 +138,7 @@ class _Share:
             self._graphs.pop(number, None)  # none where the forward pass raised
 
     def forward(self, asked: Forward) -> Computed:
-        self._module = asked.module or self._module
-        module = put_together(self._module, self._param)
+        module = put_together(self.module, self._param)
         set_seed(asked.seed)
         # Copies: the graph needs the inputs, and the next request overwrites the inbox.
         inputs: list[Part] = [np.array(view) for view in self._inbox.views(asked.places)]

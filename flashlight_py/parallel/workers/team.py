@@ -100,10 +100,12 @@ class Team:
         self,
         requests: Sequence[tuple[Any, Sequence[Array]]],
         before_next: Callable[[], None] | None = None,
+        module: bytes | None = None,
     ) -> None:
         """Send the first workers a request each, with arrays that are put into their inboxes.
 
-        The last field of a request is replaced by the places of its arrays. ``before_next``, a
+        The last field of a request is replaced by the places of its arrays. All workers receive
+        the form of the ``module``, if there is a new one. ``before_next``, a
         method whose object is not kept alive by this, is called before the next request is sent:
         until then the memory of the answers stays as it is.
 
@@ -127,8 +129,11 @@ class Team:
         with self._ending_on_errors():
             for number, (request, arrays) in enumerate(requests):
                 places = self._inboxes[number].put(arrays)
-                self._workers[number].send((request._replace(places=places), dropped))
+                self._workers[number].send((request._replace(places=places), module, dropped))
                 self._waiting = number + 1
+            if dropped or module is not None:
+                for worker in self._workers[self._waiting :]:
+                    worker.send((None, module, dropped))
         self._before_next = None if before_next is None else weakref.WeakMethod(before_next)
 
     def answers(self) -> list[Any]:
@@ -168,10 +173,10 @@ class Team:
         """Complete the request before: let its owner take the answers, or drop them."""
         before_next = self._before_next and self._before_next()
         self._before_next = None
-        with suppress(RankFailedError):  # it concerns a result that nobody has waited for
-            if before_next is not None:
-                before_next()
-            if self._waiting:
+        if before_next is not None:
+            before_next()
+        if self._waiting:
+            with suppress(RankFailedError):  # it concerns a result that nobody has waited for
                 self.answers()
 
     def _memory(self) -> Memory:

@@ -116,9 +116,9 @@ class DataParallel(Module):
         requests = []
         for share in range(1, len(counts)):
             own = [array_of(part)[starts[share] : starts[share + 1]] for part in parts]
-            requests.append((Forward(self._number, changed, seed + share, form, []), own))
+            requests.append((Forward(self._number, seed + share, form, []), own))
         graph = WorkersGraph(team, self._number, starts)
-        team.ask(requests)
+        team.ask(requests, module=changed)
         self._sent = self._sent if changed is None else changed
         own_parts = [_first_rows(part, counts[0]) for part in parts]
         run = self.module.run
@@ -141,7 +141,7 @@ class DataParallel(Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the module and the number of processes."""
-        return DataParallel, (self.module, self.nprocs)
+        return DataParallel, (self.module, self.nprocs), {"training": self.training}
 
     def __repr__(self) -> str:
         return f"{WHAT}({self.module!r}, nprocs={self.nprocs})"
