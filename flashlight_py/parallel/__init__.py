@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from flashlight_py.parallel import functional
 from flashlight_py.parallel.data_container import DistributedDataContainer
 from flashlight_py.parallel.data_parallel import (
@@ -23,7 +25,9 @@ from flashlight_py.parallel.sampler import DistributedSampler
 from flashlight_py.parallel.shard_linear import shard_linear
 from flashlight_py.parallel.sharded_dataset import ShardedDataset
 from flashlight_py.parallel.synchronize import sync_meter, synchronize
-from flashlight_py.parallel.workers import DataParallel
+
+if TYPE_CHECKING:
+    from flashlight_py.parallel.workers import DataParallel
 
 __all__ = [
     "functional",
@@ -47,3 +51,12 @@ __all__ = [
     "ShardedDataset",
     "shard_linear",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``DataParallel`` when it is used: ranks need nothing of what starts processes."""
+    if name != "DataParallel":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from flashlight_py.parallel.workers import DataParallel
+
+    return DataParallel

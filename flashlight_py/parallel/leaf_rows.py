@@ -10,12 +10,13 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.host_memory import hosts_of
 from flashlight_py.parallel.leaf_tree import MERGE, Subtree, fold, reduction
 
 _LINE = 64  # elements: the shares of two ranks begin on lines of their own
 
 
-class Hosts(NamedTuple):
+class Joined(NamedTuple):
     """Ranks that see each other's memory, and this rank's counterparts on other hosts.
 
     ``across`` is None where all ranks are on one host.
@@ -25,19 +26,19 @@ class Hosts(NamedTuple):
     across: ProcessGroup | None
 
 
-def hosts_of(members: ProcessGroup) -> Hosts:
+def join_hosts(members: ProcessGroup) -> Joined:
     """Find out who shares memory. Collective on several hosts, and blocking.
 
     Hosts with unequal numbers of ranks, or with ranks that are no neighbours, count as one, which
     then turns out to share no memory.
     """
-    hosts = [list(ranks) for ranks in members.backend().hosts]
+    hosts = hosts_of(members)
     per_host = len(hosts[0])
     expected = [[*range(at, at + per_host)] for at in range(0, members.size, per_host)]
     if len(hosts) == 1 or per_host == 1 or hosts != expected:
-        return Hosts(members, None)
+        return Joined(members, None)
     host, place = divmod(members.rank, per_host)
-    return Hosts(members.split(host), members.split(place))
+    return Joined(members.split(host), members.split(place))
 
 
 class Rows:
@@ -54,7 +55,7 @@ class Rows:
         dtype: np.dtype[Any],
         depth: int,
         members: ProcessGroup,
-        hosts: Hosts,
+        hosts: Joined,
     ) -> None:
         self.params = params
         self.dtype = dtype

@@ -27,7 +27,7 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import differing_arguments, of_all_ranks
 from flashlight_py.parallel.gradient_sync import Hooked
 from flashlight_py.parallel.leaf_buffers import Buffers
-from flashlight_py.parallel.leaf_rows import Rows, hosts_of, merges_after
+from flashlight_py.parallel.leaf_rows import Rows, join_hosts, merges_after
 from flashlight_py.parallel.leaf_tree import MERGE, ops_of, rows_needed
 
 
@@ -51,7 +51,7 @@ class LeafSync(Hooked):
         self.group = group
         self.members = group_or_world(group)
         self._buffers = Buffers(module, buffers, group)
-        depth, hosts = rows_needed(leaves, self.members.size), hosts_of(self.members)
+        depth, hosts = rows_needed(leaves, self.members.size), join_hosts(self.members)
         floating = self._buffers.floating()
         dtypes = dict.fromkeys([p.dtype for p in params] + [b.dtype for b in floating.values()])
         self._rows = [
