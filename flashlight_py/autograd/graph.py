@@ -195,10 +195,17 @@ class Walk:
         for part, node in zip(parts, nodes, strict=True):
             counts[node] = counts.get(node, 0) + self.pending.get(part, 0)
         for target, count in counts.items():
-            self.pending[target] = self.pending.get(target, 0) + count
+            now = self._now(target)
+            self.pending[now] = self.pending.get(now, 0) + count
         for target in announced:
-            self.pending[target] -= 1
+            self.pending[self._now(target)] -= 1
         return nodes
+
+    def _now(self, target: Target) -> Target:
+        """Return what contributions to ``target`` go to: parts may have been replaced."""
+        while target in self.replaced:
+            target = self.replaced[target]
+        return target
 
 
 def count_consumers(

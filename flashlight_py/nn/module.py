@@ -20,7 +20,7 @@ class _Forward(Protocol[Result_co]):
     """A module as type checkers see it: to call it returns what its ``forward`` does."""
 
     before_forward: Callable[[Module], None] | None
-    run: Callable[..., Any] | None
+    _instead: Callable[..., Any] | None
 
     def forward(self, *inputs: Any, **options: Any) -> Result_co: ...
 
@@ -38,7 +38,7 @@ class Module(ABC):
     training = True
     _buffer_names: tuple[str, ...] = ()
     before_forward: Callable[[Module], None] | None = None
-    run: Callable[..., Any] | None = None  # called in place of forward, with the module first
+    _instead: Callable[..., Any] | None = None  # called in place of forward, with the module first
     _paused: tuple[Variable, ...] = ()  # own parameters whose calc_grad eval() switched off
 
     @abstractmethod
@@ -46,11 +46,11 @@ class Module(ABC):
         """Compute the module's result from its inputs."""
 
     def __call__(self: _Forward[Result_co], *inputs: Any) -> Result_co:
-        """Return ``forward(*inputs)``, by way of ``run`` where that is set."""
+        """Return ``forward(*inputs)``, or of what :func:`recompute` put in its place."""
         if self.before_forward is not None:
             self.before_forward(self)  # type: ignore[arg-type]  # self is a Module
-        if self.run is not None:
-            result: Result_co = self.run(self, *inputs)
+        if self._instead is not None:
+            result: Result_co = self._instead(self, *inputs)
             return result
         return self.forward(*inputs)
 

@@ -44,7 +44,7 @@ def recompute(module: SomeModule) -> SomeModule:
     """
     if not isinstance(module, Module):
         raise TypeError(f"recompute takes a Module, got {type(module).__name__}")
-    module.run = _run
+    module._instead = _run
     return module
 
 

@@ -158,6 +158,34 @@ def test_results_that_are_used_inside_as_well_have_the_same_sums() -> None:
         np.testing.assert_array_equal(again, plain)
 
 
+class Branches(nn.Module):
+    def forward(self, x: fl.Variable) -> tuple[fl.Variable, fl.Variable]:
+        return F.exp(x), F.tanh(x)
+
+
+class Residual(nn.Module):
+    def run(self, x: fl.Variable) -> fl.Variable:  # a name that is the user's
+        return F.sin(F.tanh(x)) + x
+
+    def forward(self, x: fl.Variable) -> fl.Variable:
+        return self.run(x)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_result_is_used_by_another_recomputed_module_beside_its_sibling(order: int) -> None:
+    """The first walk into one replaces what the second, found later, contributes to."""
+    found = []
+    for wrap in (lambda module: module, nn.recompute):
+        branches, first, second = wrap(Branches()), wrap(Residual()), wrap(Residual())
+        x = fl.param(np.array([0.3, 0.4]))
+        h, g = branches(x)
+        factors = [first(g), second(h), h][::order]
+        (factors[0] * factors[1] * factors[2]).sum().backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-14)
+
+
 def test_results_may_be_left_out() -> None:
     def gradients(again: Callable[[Any], Any]) -> list[Any]:
         fl.set_seed(3)
