@@ -37,15 +37,14 @@ def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
 
 
 def _linear_2d(x: Variable, weight: Variable, bias: Variable | None) -> Variable:
-    rows = x.data
+    rows, w = x.data, _to_keep(weight)
     out = rows.dot(weight.data.T)
 
     def weight_vjp(grad: Array) -> Any:
         return _into_gradient(weight, grad, rows)
 
-    # The weight is read again when it is needed: a sharded one is not kept until then.
     def x_vjp(grad: Array) -> Any:
-        return grad.dot(weight.data)
+        return grad.dot(weight.data if w is None else w)
 
     # The parameters come first: their hooks fire while the input's gradient is still to compute.
     edges = [(weight, weight_vjp), (x, x_vjp)]
@@ -76,7 +75,7 @@ def linear_relu(x: Input, weight: Input, bias: Input) -> Variable:
 
 
 def _fused(x: Variable, weight: Variable, bias: Variable) -> Variable:
-    rows = x.data
+    rows, w = x.data, _to_keep(weight)
     out = rows.dot(weight.data.T)
     kernels.add_bias_relu(out, bias.data)
     slope = _SlopeOnce(out)
@@ -88,7 +87,7 @@ def _fused(x: Variable, weight: Variable, bias: Variable) -> Variable:
         out,
         (weight, weight_vjp),
         (bias, lambda grad: _sum_rows(slope(grad))),
-        (x, lambda grad: slope(grad).dot(weight.data)),
+        (x, lambda grad: slope(grad).dot(weight.data if w is None else w)),
     )
 
 
@@ -162,11 +161,17 @@ def matmul(a: Operand, b: Operand) -> Variable:
 
 
 def _matmul(x: Variable, y: Variable) -> Variable:
+    p, q = _to_keep(x), _to_keep(y)
     return record(
         x.data @ y.data,
-        (x, lambda grad: grad @ _transposed(y.data)),
-        (y, lambda grad: _transposed(x.data) @ grad),
+        (x, lambda grad: grad @ _transposed(y.data if q is None else q)),
+        (y, lambda grad: _transposed(x.data if p is None else p) @ grad),
     )
+
+
+def _to_keep(operand: Variable) -> Array | None:
+    """Return the array for the backward pass; None: a sharded one is read again then, not kept."""
+    return operand.data if operand.placement is None else None
 
 
 def _transposed(array: Array) -> Array:
