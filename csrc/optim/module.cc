@@ -150,14 +150,15 @@ struct Steps {
     return left != nullptr && number != nullptr && PyList_Append(left.get(), number.get()) == 0;
   }
 
-  // Whether parameter `position` fits, 1 or 0, into a task; 2: it has no gradient; -1: an error.
+  // Whether parameter `position` fits, 1 or 0, into a task; 2: there is nothing to step, or its
+  // placement steps it; 3: it has one, and the caller knows of none; -1: an error.
   int look(Py_ssize_t position, Task* task) {
     PyObject* variable = PyList_GetItem(params, position);
     if (variable == nullptr) return -1;
     Owned placement(PyObject_GetAttr(variable, placement_name));
     Owned grad(PyObject_GetAttr(variable, grad_name));
     if (placement == nullptr || grad == nullptr) return -1;
-    if (placement.get() != Py_None) return sharded ? 0 : 3;
+    if (placement.get() != Py_None) return sharded ? 2 : 3;
     if (grad.get() == Py_None) return 2;
     Owned data(PyObject_GetAttr(variable, data_name));
     if (data == nullptr) return -1;
@@ -186,7 +187,7 @@ struct Steps {
           if (!leave(position)) return false;
           break;
         case 1:  // it fits
-        case 2:  // it has no gradient
+        case 2:  // it is skipped
           break;
         case 3:
           *refused = true;
@@ -245,8 +246,8 @@ struct Steps {
 };
 
 /* step(params, states, steps, rule, grad_scale, per_position, sharded): None, or the positions of the
-   parameters that are left to the caller. One that has a placement is left where `sharded`, else it is
-   returned alone and nothing was stepped. rule(position, grad_scale) is asked once for parameters
+   parameters that are left to the caller. One that has a placement is skipped where `sharded`, else it
+   is returned alone and nothing was stepped. rule(position, grad_scale) is asked once for parameters
    that are at the same step, or for each. */
 PyObject* step(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 7 || !PyList_Check(args[0]) || !PyTuple_Check(args[1]) || !PyList_Check(args[2])) {
