@@ -82,8 +82,8 @@ def test_without_rank_0_it_is_rank_0_that_is_named(ranks: Ranks, tmp_path: Path)
 
 def test_a_rank_missing_in_a_later_exchange_is_named(ranks: Ranks) -> None:
     ranks.start(2, 3, hold="exchanged 0")
-    for rank in ranks.start_together((0, 1), 3, timeout=2.0):
-        assert "rank 2 of 3 has not arrived within 2 s" in rank.refusal()
+    for rank in ranks.start_together((0, 1), 3, timeout=1.0):
+        assert "rank 2 of 3 has not arrived within 1 s" in rank.refusal()
 
 
 @pytest.mark.slow
