@@ -7,9 +7,9 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # netdevice(7)
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
@@ -53,16 +53,20 @@ def addresses_of(wanted: str) -> list[str]:
 
     None where it is neither. A list with commas means the first of its words that is either.
     """
-    for word in wanted.split(","):
-        if word in (name for _, name in socket.if_nameindex()):
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                found = [*_version_4(probe), *_version_6()]
-            addresses = [each.address for each in found if each.name == word]
-        else:
-            addresses = [word] if is_own(word) else []
-        if addresses:
-            return addresses
-    return []
+    return next(filter(None, map(_addresses_of, wanted.split(","))), [])
+
+
+def _addresses_of(word: str) -> list[str]:
+    if word in (name for _, name in socket.if_nameindex()):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            found = [*_version_4(probe), *_version_6()]
+        return [each.address for each in found if each.name == word]
+    try:
+        infos = socket.getaddrinfo(word, 0, type=socket.SOCK_STREAM) if word else []
+    except (OSError, UnicodeError):
+        return []
+    meant = [(str(address[0]), address[2:]) for *_, address in infos]
+    return [address for address, zone in meant if is_own(address, zone)]
 
 
 def source_address(target: str) -> str:
@@ -78,7 +82,7 @@ def source_address(target: str) -> str:
         return str(probe.getsockname()[0]).partition("%")[0]
 
 
-def is_own(address: str, zone: Iterable[int] = ()) -> bool:
+def is_own(address: str, zone: Sequence[Any] = ()) -> bool:
     """Return whether ``address`` is one of this host's, by binding a socket to it.
 
     ``zone`` is what follows the port in a socket address of IPv6.
