@@ -95,6 +95,13 @@ def is_own(address: str, zone: Sequence[Any] = ()) -> bool:
     return True
 
 
+def listen_everywhere(port: int, backlog: int) -> socket.socket:
+    """Return a socket that listens at all addresses of this host; port 0: at a free one."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
+
+
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 

@@ -213,7 +213,9 @@ def _by_address(
         found = _given(
             rank, size, settings.timeout, f"distributed_init('tcp://{host}:{port}', 0, 1)"
         )
-    here = dataclasses.replace(found, file=None, master_address=host, master_port=port)
+    here = dataclasses.replace(
+        found, file=None, master_address=host, master_port=port, addresses=()
+    )
     return _by_environment(here, settings)
 
 
@@ -258,7 +260,8 @@ def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactor
     if file is not None:
         return lambda: FileStore(file, rank, size, timeout)
     if host is not None and port is not None:
-        return lambda: TcpStore(host, port, rank, size, timeout, found.local_size == size)
+        one_host = found.local_size == size
+        return lambda: TcpStore(host, port, rank, size, timeout, one_host, found.addresses)
     if found.launcher in ("openmpi", "pmi", "mvapich"):
         return lambda: MpiStore(timeout)
     raise RendezvousError(

@@ -38,9 +38,9 @@ from flashlight_py.distributed.rendezvous.shared_directory import (
     Name,
     SharedDirectory,
 )
-from flashlight_py.distributed.rendezvous.sockets import LOOPBACK, listen_everywhere
+from flashlight_py.distributed.rendezvous.sockets import LOOPBACK
 from flashlight_py.distributed.rendezvous.wire import Greeting, Kind
-from flashlight_py.interfaces import own_addresses
+from flashlight_py.interfaces import listen_everywhere, own_addresses
 
 # How long one announcement may keep us from the next, in seconds; and a rank 0 that was announced
 # at the same time as we were: both may be waiting for each other.

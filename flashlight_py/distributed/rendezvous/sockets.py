@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashlight_py.interfaces import is_loopback, is_own
+from flashlight_py.interfaces import is_loopback, is_own, listen_everywhere
 
 LISTENER = "FLASHLIGHT_LISTENER"
 """The environment variable with the descriptor of a socket that listens at MASTER_PORT already."""
@@ -44,13 +44,6 @@ def listen(host: str, port: int, backlog: int, one_host: bool) -> list[socket.so
         return [listen_everywhere(port, backlog)]
     except OSError as error:
         raise OSError(_explain_bind(error)) from error
-
-
-def listen_everywhere(port: int, backlog: int) -> socket.socket:
-    """Return a socket that listens at all addresses of this host; port 0: at a free one."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
 def _listen_at(addresses: Sequence[tuple[Any, ...]], backlog: int) -> list[socket.socket]:

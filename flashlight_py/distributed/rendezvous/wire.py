@@ -140,7 +140,7 @@ class Connection:
         except OSError:
             wire.close()
             raise
-        self.wire, self.address, self.here = wire, _plain(address), _plain(here)
+        self.wire, self.address, self.here = wire, plain(address), plain(here)
         self.handshake: Handshake | None = None
         self.rank: int | None = None
         self.is_refused = False
@@ -241,7 +241,7 @@ class Connection:
             raise WireError(f"unknown kind of message {kind}") from None
 
 
-def _plain(address: tuple[Any, ...]) -> tuple[Any, ...]:
+def plain(address: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return an IPv4 address that a socket for both families writes as one of IPv6, as it is."""
     host = str(address[0])
     return (host.removeprefix(_MAPPED), address[1]) if host.startswith(_MAPPED) else address
