@@ -16,6 +16,9 @@ from typing import NamedTuple
 ALONE = "FLASHLIGHT_ALONE"
 """The environment variable that, if it is "1", makes each process a world of its own."""
 
+ADDRESSES = "FLASHLIGHT_ADDRESSES"
+"""The environment variable with all addresses of rank 0's host, MASTER_ADDR among them."""
+
 # Slurm numbers its special steps (batch, extern, interactive) down from 0xFFFFFFFF.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
@@ -29,6 +32,7 @@ class LaunchEnvironment:
     ``local_size`` count the ranks of this host and are None where the launcher does not say.
     ``variables`` are the names that said so. ``file`` is a path for a rendezvous by files,
     ``master_address`` and ``master_port`` a host of rank 0 and a TCP port; None where unknown.
+    ``addresses`` are all that this host may be reached at, where the launcher says so.
     """
 
     launcher: str
@@ -40,6 +44,7 @@ class LaunchEnvironment:
     master_address: str | None = None
     master_port: int | None = None
     file: str | None = None
+    addresses: tuple[str, ...] = ()
 
     @property
     def said_by(self) -> str:
@@ -164,7 +169,9 @@ def _with_hints(
         raise ValueError(f"MASTER_PORT must be a TCP port in [1, 65535], got {port}")
     if slurm is not None and (slurm.rank, slurm.size) == (found.rank, found.size):
         address, port = address or slurm.master_address, port or slurm.master_port
-    return replace(found, file=file, master_address=address, master_port=port)
+    known = tuple(environ.get(ADDRESSES, "").split(","))
+    addresses = known if address in known else ()  # else they are another launch's
+    return replace(found, file=file, master_address=address, master_port=port, addresses=addresses)
 
 
 # Slurm --------------------------------------------------------------------------------------------
