@@ -270,6 +270,7 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
     if settings.backend not in ("auto", "mpi"):
         _native.load(settings.backend)  # absent, it says so before anything is created
     store = create()
+    store.host_timeout = settings.host_timeout
     abort.install()  # before MPI adds to it
     try:
         world = _connect(store, settings)

@@ -15,6 +15,7 @@ class Store(abc.ABC):
     ``numbers`` are the ranks' among ``total``, where these are part of a larger whole. ``spaces``
     are equal for those that see each other's processes; an empty text: not known.
     ``secret`` is what all ranks knew beforehand and no exchange shows; empty where there is none.
+    ``host_timeout``: a host that is silent for so many seconds is lost; 0: that is not looked at.
     """
 
     rank: int
@@ -24,6 +25,7 @@ class Store(abc.ABC):
     total: int = 0
     spaces: Sequence[str] = ("",)
     secret: bytes = b""
+    host_timeout: float = 0.0
 
     @abc.abstractmethod
     def exchange(self, payload: bytes) -> list[bytes]:
