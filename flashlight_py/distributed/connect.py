@@ -145,6 +145,7 @@ def _between(
     """Join all ranks, and the ranks of one place on their hosts; three exchanges in any case."""
     settings = replace(settings, timeout=between_hosts(settings.timeout))
     flat = _gloo(store, settings)
+    settings = replace(settings, host_timeout=0.0)  # the one that joins all ranks watches
     local = next(host.index(store.rank) for host in hosts if store.rank in host)
     leaders = min(len(host) for host in hosts)
     if local >= leaders:
@@ -159,5 +160,12 @@ def _gloo(store: Store, settings: Settings) -> Backend:
     _native.load("gloo")
     identities = store.exchange(host_identity())
     one_host = len(set(identities)) == 1
-    address = address_inside(settings.interface) if one_host else settings.address
-    return GlooBackend(store, address, settings.timeout, settings.joining_seconds, settings.job_key)
+    return GlooBackend(
+        store,
+        address_inside(settings.interface) if one_host else settings.address,
+        settings.timeout,
+        settings.joining_seconds,
+        settings.job_key,
+        identities,
+        settings.host_timeout,
+    )

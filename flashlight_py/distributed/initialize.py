@@ -81,6 +81,7 @@ def distributed_init(
         world_size: number of processes; for those only.
         params: keys of ``DistributedConstants``: FILE_PATH, TIMEOUT (seconds, default 300, for
             meeting and later for each operation), INTERFACE, BACKEND, MPI_CUDA_AWARE,
+            HOST_TIMEOUT (seconds, default 5: hosts that cannot be reached for so long are lost),
             TRACE_DIR (default: the variable FLASHLIGHT_TRACE_DIR, else a folder among the
             temporary files), and MAX_DEVICE_PER_NODE, which joins the GPUs at once; else the first
             collective of a CuPy array does so.
@@ -275,6 +276,7 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
     if settings.backend not in ("auto", "mpi"):
         _native.load(settings.backend)  # absent, it says so before anything is created
     store = create()
+    store.host_timeout = settings.host_timeout
     abort.install()  # before MPI adds to it
     try:
         world = _connect(store, settings)

@@ -19,12 +19,15 @@ CHECKS = "FLASHLIGHT_CHECKS"
 
 INTERFACES = ("FLASHLIGHT_INTERFACE", "GLOO_SOCKET_IFNAME")
 """The environment variables that say what ``params["INTERFACE"]`` does; the first counts."""
+HOST_TIMEOUT = "FLASHLIGHT_HOST_TIMEOUT"
+"""The environment variable that stands for ``params["HOST_TIMEOUT"]`` where that is not given."""
 
 DEFAULT_TIMEOUT = 300.0
+DEFAULT_HOST_TIMEOUT = 5.0
 BACKENDS = ("auto", "gloo", "shm", "nccl", "mpi")
 KNOWN = (
     *(Keys.FILE_PATH, Keys.MAX_DEVICE_PER_NODE, Keys.TIMEOUT, Keys.BACKEND, Keys.INTERFACE),
-    *(Keys.MPI_CUDA_AWARE, Keys.TRACE_DIR, Keys.MASTER_ADDR, Keys.MASTER_PORT),
+    *(Keys.MPI_CUDA_AWARE, Keys.TRACE_DIR, Keys.MASTER_ADDR, Keys.MASTER_PORT, Keys.HOST_TIMEOUT),
 )
 
 
@@ -33,12 +36,14 @@ class Settings:
     """What a user may set. Values may be strings, as flashlight's are; times are in seconds.
 
     ``checks``: ranks of several hosts compare what they call, unless the environment says no.
+    ``host_timeout``: a host that cannot be reached for so long is lost; 0: never.
     ``job_key``: what the ranks have agreed on when they met, and nobody else knows.
     """
 
     file_path: str | None = None
     max_device_per_node: int | None = None
     timeout: float = DEFAULT_TIMEOUT
+    host_timeout: float = DEFAULT_HOST_TIMEOUT
     backend: str = "auto"
     interface: str = ""
     mpi_cuda_aware: bool = False
@@ -76,6 +81,7 @@ class Settings:
             file_path=_path(values.get(Keys.FILE_PATH)),
             max_device_per_node=_count(values.get(Keys.MAX_DEVICE_PER_NODE)),
             timeout=_seconds(values.get(Keys.TIMEOUT, DEFAULT_TIMEOUT)),
+            host_timeout=_host_seconds(values.get(Keys.HOST_TIMEOUT)),
             backend=_backend(values.get(Keys.BACKEND, "auto")),
             interface=interface_asked(values.get(Keys.INTERFACE)),
             mpi_cuda_aware=_flag(Keys.MPI_CUDA_AWARE, values.get(Keys.MPI_CUDA_AWARE, 0)),
@@ -129,6 +135,21 @@ def _seconds(value: Any) -> float:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise ValueError(f"params['TIMEOUT'] must be a positive number of seconds, got {value!r}")
+    return seconds
+
+
+def _host_seconds(value: Any) -> float:
+    source = f"params[{Keys.HOST_TIMEOUT!r}]" if value is not None else HOST_TIMEOUT
+    if value is None:
+        value = os.environ.get(HOST_TIMEOUT) or DEFAULT_HOST_TIMEOUT
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not (seconds == 0 or 1 <= seconds < math.inf):
+        raise ValueError(
+            f"{source} must be a number of seconds, at least 1, or 0 for no limit; got {value!r}"
+        )
     return seconds
 
 

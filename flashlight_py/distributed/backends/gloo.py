@@ -7,17 +7,19 @@ the group's own: collectives in turn, messages beside them.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from flashlight_py import _native
+from flashlight_py.distributed.backends.host_watch import HostWatch
 from flashlight_py.distributed.backends.interrupts import (
     answer_to_interrupts,
     raise_interruption,
 )
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_errors import call_in_words
-from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES
+from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES, NativeGroup
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.control.wording import UNUSABLE, names, who_that_was
@@ -40,7 +42,9 @@ class GlooBackend(NativeBackend):
 
     ``address`` is what the sockets are bound to, of one family on all ranks. ``timeout`` (seconds)
     bounds an operation, ``joining`` connecting.
-    Both ends of each connection prove that they know ``key``, which is that of the job.
+    Both ends of each connection prove that they know ``key``, which is that of the job. ``hosts``
+    says which ranks share a host (equal bytes), ``host_timeout`` how long one may be silent: see
+    ``HostWatch``.
 
     Raises:
         BackendUnavailableError: the native extension or the interface is missing.
@@ -53,7 +57,14 @@ class GlooBackend(NativeBackend):
     symbols = "fl_gloo"
 
     def __init__(
-        self, store: Store, address: str, timeout: float, joining: float, key: bytes
+        self,
+        store: Store,
+        address: str,
+        timeout: float,
+        joining: float,
+        key: bytes,
+        hosts: Sequence[bytes] = (),
+        host_timeout: float = 0.0,
     ) -> None:
         native = _native.load("gloo")
         super().__init__(native, store, timeout)
@@ -63,7 +74,8 @@ class GlooBackend(NativeBackend):
         self.lib.fl_gloo_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
         self.lib.fl_gloo_on_interrupt(self._group, answer)
         try:
-            self._connect(store, key)
+            watch = HostWatch(self.ffi, self.lib, self._group, hosts, host_timeout)
+            self._connect(store, key, watch)
         except BaseException:
             self.close()
             raise
@@ -86,25 +98,22 @@ class GlooBackend(NativeBackend):
             )
         return self.ffi.gc(group, self._free)
 
-    def _connect(self, store: Store, key: bytes) -> None:
+    def _connect(self, store: Store, key: bytes, watch: HostWatch) -> None:
         """Send each peer the address that is meant for it, and connect to theirs."""
         mine = [self._address(peer) for peer in range(self.size)]
         card = {
             "peer": this_process().as_record(),
             "addresses": [a.hex() for a in mine],
             "nonce": nonce().hex(),
+            **watch.card(),
         }
         texts = store.exchange(json.dumps(card).encode())
         cards = [json.loads(text) for text in texts]
         self._peers = [Peer.from_record(card["peer"]) for card in cards]
         addresses = b"".join(bytes.fromhex(card["addresses"][self.rank]) for card in cards)
-        op = self.lib.fl_gloo_connect(
-            self._group,
-            addresses,
-            len(mine[0]),
-            self._proofs(proof(key, *texts)),
-            self._joining,
-        )
+        proofs = self._proofs(proof(key, *texts))
+        watch.begin(cards, addresses, len(mine[0]), proofs)
+        op = self.lib.fl_gloo_connect(self._group, addresses, len(mine[0]), proofs, self._joining)
         work = NativeWork(self, "connect", op, addresses, NOTHING, self._joining)
         waiting = Waiting(self.rank, "connecting through Gloo")
         while not _has_ended(work, _LOOK_SECONDS):
@@ -186,6 +195,14 @@ class GlooBackend(NativeBackend):
         group = self._group
         ahead = group is not None and self.lib.fl_gloo_is_ahead(group, rank, call)
         return call_in_words(self.lib, call) if ahead else ""
+
+    def take_along(self, other: NativeGroup) -> None:
+        """Where hosts are lost, have ``other`` end too, also while nobody asks this group."""
+        give_up = other.ffi.addressof(other.lib, f"{other.symbols}_give_up")
+        addresses = [int(other.ffi.cast("uintptr_t", each)) for each in (give_up, other.group)]
+        function = self.ffi.cast("void (*)(void *, const char *)", addresses[0])
+        self._free.kept.append(other.group)  # it is freed after this one
+        self.lib.fl_gloo_take_along(self._group, function, self.ffi.cast("void *", addresses[1]))
 
     def _abort(self, group: Any, why: bytes) -> None:
         self.lib.fl_gloo_give_up(group, why)

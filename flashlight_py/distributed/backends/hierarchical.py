@@ -24,6 +24,7 @@ from flashlight_py.distributed.backends.hierarchical_messages import (
     Searches,
 )
 from flashlight_py.distributed.backends.hierarchical_small import SmallCalls
+from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.call_site import Place, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
@@ -43,6 +44,7 @@ from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
+    GroupClosedError,
     MismatchError,
     PeerLostError,
 )
@@ -80,6 +82,10 @@ class HierarchicalBackend(HierarchicalMessages):
         self.timeout = timeout
         self._inside, self._between, self._flat = inside, between, flat
         team = object()
+        take_along = getattr(flat, "take_along", None)
+        for part in (inside, between):
+            if take_along is not None and isinstance(part, NativeGroup):
+                take_along(part)
         self._parts = [part for part in (inside, between, flat) if part is not None]
         for part in self._parts:
             part.team = team
@@ -200,9 +206,23 @@ class HierarchicalBackend(HierarchicalMessages):
             raise type(error)(f"in {call.steps}: {error}{self._last(error)}") from error
         except ValueError:  # of `out`, when all have called: the others have their results
             raise
+        except GroupClosedError as error:
+            raise self.of_lost_hosts(call, error) from error
         except BaseException:
             self._close_backends()
             raise
+
+    def of_lost_hosts(self, call: Call, error: GroupClosedError) -> DistributedError:
+        """Return that hosts are lost, if that is why the parts have ended; else ``error``.
+
+        What waits inside of this host ends with the part that watches over the hosts.
+        """
+        found = self._flat.lost(call.name)
+        if not isinstance(found, PeerLostError):
+            self._close_backends()
+            return error
+        self.end(found)
+        return found
 
     def is_calling(self) -> bool:
         """Return whether this thread is in the middle of a call; see ``Backend``."""

@@ -7,7 +7,11 @@ import time
 from typing import TYPE_CHECKING
 
 from flashlight_py.distributed.rendezvous.connecting import Attempts
-from flashlight_py.distributed.rendezvous.peers import not_arrived, this_process
+from flashlight_py.distributed.rendezvous.peers import (
+    cannot_be_reached,
+    not_arrived,
+    this_process,
+)
 from flashlight_py.distributed.rendezvous.secret import REMEDY, nonce
 from flashlight_py.distributed.rendezvous.wire import (
     CHUNK_BYTES,
@@ -103,7 +107,6 @@ def _shake_hands(connection: Connection, offer: Offer, greeting: Greeting, deadl
             f"the secrets differ: who listens there, as rank 0, does not know the secret of this "
             f"process, which {ours}; {REMEDY}"
         )
-    connection.trust()
 
 
 def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer: Offer) -> Message:
@@ -159,6 +162,9 @@ class Client:
                 raise self._place.error(not_arrived([0], self._place.size, self._place.timeout))
         if message is None:
             self._disconnect()
+            if connection.is_unreachable:
+                who = f"rank 0 of {self._place.size}"
+                raise self._place.error(cannot_be_reached(who, self._place.host_timeout))
             if self._round > 0 or not self._place.moves:
                 raise self._place.error(
                     f"rank 0 of {self._place.size} has died or exited: it closed the connection"
@@ -188,6 +194,7 @@ class Client:
                 for offer in self._place.offers():
                     connection = self._greet(offer, deadline)
                     if connection is not None:
+                        connection.trust(self._place.host_timeout)
                         return connection
                 time.sleep(max(0.0, min(pause, deadline - now)))
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)

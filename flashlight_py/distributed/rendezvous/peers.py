@@ -129,6 +129,15 @@ def not_arrived(missing: Iterable[int], size: int, timeout: float) -> str:
     return f"{name_ranks(numbers)} of {size} {verb} not arrived within {timeout:g} s"
 
 
+def cannot_be_reached(who: str, seconds: float) -> str:
+    """Return the sentence about ``who``, of whose host nothing has come for ``seconds``."""
+    return (
+        f"{who} cannot be reached for {seconds:g} s: its host, this one "
+        f"({socket.gethostname()}) or the network between them is down; hosts that may be silent "
+        "for longer get params={'HOST_TIMEOUT': seconds}"
+    )
+
+
 class Waiting:
     """One wait of rank ``rank`` for others. Only rank 0 reports who is missing."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from flashlight_py.distributed.rendezvous.peers import (
     Peer,
     Waiting,
+    cannot_be_reached,
     name_ranks,
     not_arrived,
     this_process,
@@ -197,6 +198,9 @@ class Server:
             return
         if connection.rank is not None and not self._verdict:
             self._handle(connection.rank, connection)
+        if connection.is_unreachable and connection.rank is not None and not self._verdict:
+            who = f"rank {connection.rank} of {self._size} ({self._processes[connection.rank]})"
+            raise self._failure(cannot_be_reached(who, self._place.host_timeout))
         if connection.has_ended:
             self._end(connection)
 
@@ -292,7 +296,7 @@ class Server:
             raise self._disagreement(f"{reason}give every process {advice}", rank, candidate)
         else:
             self._candidates.remove(candidate)
-            candidate.trust()
+            candidate.trust(self._place.host_timeout)
             candidate.rank, self._members[rank], self._processes[rank] = rank, candidate, peer
 
     def _turn_away(self, candidate: Connection, greeting: Greeting) -> None:

@@ -18,6 +18,10 @@ LISTENER = "FLASHLIGHT_LISTENER"
 """The environment variable with the descriptor of a socket that listens at MASTER_PORT already."""
 LOOPBACK = "127.0.0.1"
 
+UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
+"""What a connection ends by whose other end is silent: it was not closed there."""
+_PROBES = 5
+
 
 def listen(host: str, port: int, backlog: int, one_host: bool) -> list[socket.socket]:
     """Return sockets that listen at ``port`` for who reaches this host as ``host``; to be closed.
@@ -130,6 +134,19 @@ def _explain_bind(error: OSError) -> str:
             "set it to one that the other hosts can reach"
         )
     return f"cannot listen: {os.strerror(error.errno or 0)}; choose another MASTER_PORT"
+
+
+def watch_over(wire: socket.socket, seconds: float) -> None:
+    """End the connection when the kernel at its other end is silent for ``seconds``.
+
+    Also when the process there takes nothing for so long while its kernel has no more room.
+    """
+    interval = max(1, int(seconds / _PROBES))
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 def user_of(theirs: tuple[Any, ...], ours: tuple[Any, ...]) -> int | None:

@@ -18,6 +18,7 @@ class Store(abc.ABC):
     ``ends`` are, of each rank that is connected with this one for the rendezvous, the address and
     port of our end and of the other; empty where that is not known.
     ``secret`` is what all ranks knew beforehand and no exchange shows; empty where there is none.
+    ``host_timeout``: a host that is silent for so many seconds is lost; 0: that is not looked at.
     """
 
     rank: int
@@ -27,6 +28,7 @@ class Store(abc.ABC):
     total: int = 0
     spaces: Sequence[str] = ("",)
     secret: bytes = b""
+    host_timeout: float = 0.0
 
     @property
     def ends(self) -> Mapping[int, tuple[Any, Any]]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from flashlight_py.distributed.rendezvous.peers import Peer
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, proof
+from flashlight_py.distributed.rendezvous.sockets import UNREACHABLE, watch_over
 
 _MAGIC = b"FLrv"
 _VERSION = 2
@@ -144,14 +145,20 @@ class Connection:
         self.handshake: Handshake | None = None
         self.rank: int | None = None
         self.is_refused = False
+        self.is_unreachable = False  # has_ended, because nothing comes from the other host any more
         self.inbox: deque[Message] = deque()
         self.has_ended = False
         self._buffer = bytearray()
         self._limit = _UNPROVEN_LIMIT
 
-    def trust(self) -> None:
-        """Accept long messages from now on."""
+    def trust(self, host_timeout: float) -> None:
+        """Accept long messages from now on; end when the other host is silent for so many seconds.
+
+        0: do not. The kernel asks, and answers, so that what a process does meanwhile is no matter.
+        """
         self._limit = _MEMBER_LIMIT
+        if host_timeout:
+            watch_over(self.wire, host_timeout)
 
     def send(self, kind: Kind, body: bytes, deadline: float) -> bool:
         """Send a message; return whether it went out before the deadline and the peer's end."""
@@ -174,7 +181,8 @@ class Connection:
             data = self.wire.recv(most)
         except TimeoutError:
             return
-        except OSError:
+        except OSError as error:
+            self.is_unreachable = error.errno in UNREACHABLE
             data = b""
         self.has_ended = not data
         self._buffer += data
