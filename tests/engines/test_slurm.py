@@ -14,7 +14,7 @@ import pytest
 
 from tests.engines.slurm import Slurm
 
-PROGRAM = str(Path(__file__).with_name("slurm_program.py"))
+PROGRAM = str(Path(__file__).with_name("program.py"))
 PYTHON = [sys.executable, PROGRAM]
 ROOT = str(Path(__file__).parents[2])
 
@@ -132,7 +132,7 @@ def test_submitit(slurm: Slurm, tmp_path: Path) -> None:
     script.write_text(
         f"""
 import submitit
-from tests.engines.slurm_program import submitted
+from tests.engines.program import submitted
 
 executor = submitit.AutoExecutor({str(tmp_path / "log")!r}, cluster="slurm")
 executor.update_parameters(nodes=2, tasks_per_node=2, timeout_min=5)

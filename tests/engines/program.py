@@ -1,6 +1,6 @@
-"""The program of the Slurm tests: joins the world by the environment and reports where it is.
+"""A program that a scheduler starts: joins the world by the environment and reports where it is.
 
-``slurm_program.py [victim HOW]``: the rank ``victim`` then dies while the others wait for it.
+``program.py [victim HOW]``: the rank ``victim`` then dies while the others wait for it.
 """
 
 from __future__ import annotations
