@@ -179,9 +179,9 @@ class Connection:
         self.wire.settimeout(max(0.001, timeout))
         try:
             data = self.wire.recv(most)
-        except TimeoutError:
-            return
         except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno is None:  # ours, not the kernel's
+                return
             self.is_unreachable = error.errno in UNREACHABLE
             data = b""
         self.has_ended = not data
