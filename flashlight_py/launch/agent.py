@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import syslog
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -18,10 +19,11 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from flashlight_py.launch.channel import Outgoing, Reader, message, write_whole
+from flashlight_py.launch.channel import Outgoing, Reader, can_write, message, write_whole
 from flashlight_py.launch.front import die_with_parent, run_behind
 from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.output import Output, Source
+from flashlight_py.launch.pulse import LOST_SECONDS, Pulse
 from flashlight_py.launch.ranks import LISTENER, Place, Ranks, end_leftovers, environ_of
 
 _IN, _OUT = 0, 1
@@ -96,6 +98,9 @@ class Agent:
         assert self.output
         self.output.say(text)
 
+    def pulse(self) -> None:
+        """Do nothing: that something has come from the launcher is noted already."""
+
     def flush(self) -> float:
         """Show lines without an end that are due; returns when the next ones are."""
         if self.output is None:
@@ -161,21 +166,31 @@ class Agent:
 
 
 class Server:
-    """Our end of the connection of an agent to its launcher, two descriptors."""
+    """Our end of the connection of an agent to its launcher, two descriptors.
 
-    def __init__(self, loop: Loop, reading: int, writing: int) -> None:
-        self.has_ended = False
+    Once nothing has come from there for ``lost_after`` seconds, ``silence`` says since when.
+    """
+
+    def __init__(self, loop: Loop, reading: int, writing: int, lost_after: float) -> None:
+        self.has_ended, self.silence = False, ""
+        os.set_blocking(writing, False)
         self._loop, self._reading, self._writing = loop, reading, writing
         self._reader = Reader(reading)
         self._inbox: deque[tuple[str, list[Any]]] = deque()
+        self._is_writing = False
         loop.watch(reading, self._read)
+        self._pulse = Pulse(loop, lost_after, self._beat, self._on_silence)
 
     def report(self, kind: str, *values: Any) -> None:
-        """Send a message to the launcher; blocks until it is written."""
+        """Send a message to the launcher; blocks until it is written, or the launcher is lost."""
+        if self.silence:
+            return
+        self._is_writing = True
         try:
-            write_whole(self._writing, message(kind, *values))
+            write_whole(self._writing, message(kind, *values), self._wait)
         except OSError:  # it is gone
             self.end()
+        self._is_writing = False
 
     def end(self) -> None:
         """Let ``run`` return."""
@@ -199,12 +214,31 @@ class Server:
             if code is not None or self._reader.has_ended:
                 self.end()
         agent.finish(agent.grace)
+        self._pulse.stop()
         return code
 
     def _read(self) -> None:
+        before = self._reader.received
         self._inbox.extend(self._reader.read())
+        if self._reader.received > before:
+            self._pulse.heard()
         if self._reader.has_ended:
             self._loop.forget(self._reading)
+
+    def _wait(self) -> None:
+        """While the launcher takes no messages: see whether it is there at all."""
+        self._read()
+        self._pulse.look()
+        if self.silence:
+            raise BrokenPipeError(self.silence)
+
+    def _beat(self) -> None:
+        if not self._is_writing and can_write(self._writing):
+            self.report("pulse")
+
+    def _on_silence(self, since: str) -> None:
+        self.silence = since
+        self.end()
 
 
 def address_of_host() -> str:
@@ -229,10 +263,20 @@ def main() -> int:
 
 def _work() -> int:
     with closing(Loop()) as loop:
-        server = Server(loop, _IN, _OUT)
+        server = Server(loop, _IN, _OUT, float(sys.argv[1]) if len(sys.argv) > 1 else LOST_SECONDS)
         loop.on_signal = lambda number: server.end()
         server.run(Agent(loop, server.report))
+    if server.silence:
+        _say(f"nothing has come from the launcher {server.silence}; its ranks here were ended")
+        return 1
     return 0
+
+
+def _say(text: str) -> None:
+    """Write a line where somebody may find it on a host that is cut off: to the system's log."""
+    line = f"flrun: agent on {os.uname().nodename}: {text}"
+    print(line, file=sys.stderr)
+    syslog.syslog(syslog.LOG_ERR, line)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def _team(
             for name, value in os.environ.items()
             if name.startswith(_INHERITED) or name in options.env
         }
-        hosts = [SshHost(loop, *host, options.ssh, inherited) for host in options.hosts]
+        hosts = [SshHost(loop, *host, options, inherited) for host in options.hosts]
         file = f"{options.rdzv}.{secrets.token_hex(8)}" if options.rdzv else ""
     return nullcontext(Team(loop, hosts, options, stdin, file))
 

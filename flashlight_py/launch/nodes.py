@@ -33,8 +33,6 @@ from flashlight_py.launch.ranks import SECRET
 
 # How long launchers wait for each other, in seconds.
 MEETING_SECONDS = 300.0
-# After so many seconds without an answer of the kernel of its host a launcher counts as lost.
-SILENT_SECONDS = 300
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -44,12 +42,18 @@ class NodeHost(ConnectedHost):
     is_launcher = True
 
     def __init__(
-        self, loop: Loop, name: str, slots: int, node: int, connection: socket.socket
+        self,
+        loop: Loop,
+        name: str,
+        slots: int,
+        lost_after: float,
+        node: int,
+        connection: socket.socket,
     ) -> None:
-        super().__init__(loop, name, slots)
+        super().__init__(loop, name, slots, lost_after)
         self._node, self._socket = node, connection
-        _prepare(connection)
-        self._connect(connection.fileno(), connection.fileno())
+        _prepare(connection, lost_after)
+        self._connect(connection.fileno(), connection.fileno(), is_there=True)
 
     def open(self) -> None:
         """A launcher that is gone does not connect again."""
@@ -65,6 +69,10 @@ class NodeHost(ConnectedHost):
     def _on_end(self) -> None:
         self.close()
         self.on_lost(f"is lost: the connection to its launcher (node {self._node}) has ended")
+
+    def _on_silence(self, since: str) -> None:
+        self.close()
+        self.on_lost(f"is lost: nothing has come from its launcher (node {self._node}) {since}")
 
 
 class NodeAgent(Agent):
@@ -115,8 +123,9 @@ def team_of_nodes(loop: Loop, options: Options, stdin: int | None) -> Iterator[T
         with interruptible():
             key, found, connections = _meet(options)
         others = [
-            NodeHost(loop, found[node]["host"], found[node]["ranks"], node, connections[node])
-            for node in sorted(connections)
+            NodeHost(loop, each["host"], each["ranks"], options.lost_after, node, connections[node])
+            for node, each in enumerate(found)
+            if node in connections
         ]
         hosts = [LocalHost(loop, options.ranks, stdin), *others]
         yield Team(loop, hosts, options, stdin, file, partial(secret_of_ranks, key))
@@ -141,8 +150,9 @@ def work_for_node_0(loop: Loop, options: Options) -> int:
     with interruptible():
         key, _, connections = _meet(options)
     with connections[0] as connection:
-        _prepare(connection)
-        server = Server(loop, connection.fileno(), connection.fileno())
+        _prepare(connection, options.lost_after)
+        ends = (connection.fileno(), connection.fileno())
+        server = Server(loop, *ends, options.lost_after)
         agent = NodeAgent(loop, server, options, key)
         code = server.run(agent)
     if code is not None:
@@ -150,7 +160,10 @@ def work_for_node_0(loop: Loop, options: Options) -> int:
     if agent.interrupted:
         agent.say(f"interrupted by {agent.interrupted.name}; the ranks of this node were ended")
         return 128 + agent.interrupted
-    agent.say("the connection to the launcher of node 0 has ended; its ranks here were ended")
+    how = "the connection to the launcher of node 0 has ended"
+    if server.silence:
+        how = f"nothing has come from the launcher of node 0 {server.silence}"
+    agent.say(f"{how}; its ranks here were ended")
     return 1
 
 
@@ -192,9 +205,7 @@ def secret_of_ranks(key: bytes, restarts: int) -> str:
     return proof(key, b"ranks", str(restarts).encode()).hex()
 
 
-def _prepare(connection: socket.socket) -> None:
-    """Have the kernels notice within ``SILENT_SECONDS`` when the other host is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 2)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_SECONDS // 10)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
+def _prepare(connection: socket.socket, lost_after: float) -> None:
+    """Have the kernel keep what it could not deliver no longer than need be: see ``Pulse``."""
+    milliseconds = int(2000 * lost_after)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
