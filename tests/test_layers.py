@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "doctor": ("_version", "errors", "device", "interfaces", "_native", "distributed", "launch"),
     # The program of a rank imports the package (""), as the script of a user does.
     "launch.rank_main": ("launch", ""),
+    "launch.records": ("launch", "distributed.recorder"),
     "launch": (
         *("_version", "errors", "tracebacks", "cores", "interfaces", "distributed.rendezvous"),
     ),

@@ -25,7 +25,8 @@ from flashlight_py.launch.front import die_with_parent, run_behind
 from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.output import Output, Source
 from flashlight_py.launch.pulse import LOST_SECONDS, Pulse
-from flashlight_py.launch.ranks import LISTENER, Place, Ranks, end_leftovers, environ_of
+from flashlight_py.launch.ranks import LISTENER, RECORDS, Place, Ranks, end_leftovers, environ_of
+from flashlight_py.launch.records import Notes, send_records
 
 _IN, _OUT = 0, 1
 # How many ranks may wait to connect before rank 0 answers; others are let in later.
@@ -49,6 +50,7 @@ class Agent:
         self._listener: socket.socket | None = None
         self._input: Outgoing | None = None
         self.grace, self._has_lost_output = 0.0, False
+        self._notes: Notes | None = None
 
     def prepare(self, needs_port: bool) -> None:
         """Report where ranks could meet on this host: its addresses, the best first, and a port."""
@@ -64,6 +66,8 @@ class Agent:
     def start(self, task: Mapping[str, Any]) -> None:
         """Start ranks: ``places`` of ``size``, where ``meeting`` says; see ``Team``."""
         self._ranks, self.grace = Ranks(self._loop, self._on_output), task["grace"]
+        if task["wants_records"]:
+            self._notes = Notes(self._loop)
         try:
             for place in map(Place._make, task["places"]):
                 self._start(place, task)
@@ -83,6 +87,11 @@ class Agent:
         elif self._input is not None:
             self._input.close()
 
+    def collect(self) -> None:
+        """Report the flight records that the ranks have written."""
+        if self._notes is not None:
+            send_records(self._notes.paths(), self._report)
+
     def finish(self, grace: float) -> None:
         """End what the ranks have left, by SIGKILL after ``grace`` seconds; blocks until then."""
         stuck = end_leftovers(self._loop, grace)
@@ -91,7 +100,9 @@ class Agent:
             self._input.close()
         if self._ranks is not None:
             self._ranks.close()
-        self._ranks = self._input = None
+        if self._notes is not None:
+            self._notes.close()
+        self._ranks = self._input = self._notes = None
         if self.output is not None:
             self.output.end()
         self.flush()
@@ -119,10 +130,13 @@ class Agent:
 
     def _start(self, place: Place, task: Mapping[str, Any]) -> None:
         assert self._ranks is not None
-        meeting, listener = task["meeting"], []
+        meeting, descriptors = task["meeting"], []
         if self._listener is not None and place.rank == 0:
-            listener = [self._listener.fileno()]
-            meeting = {**meeting, LISTENER: str(listener[0])}
+            descriptors = [self._listener.fileno()]
+            meeting = {**meeting, LISTENER: str(descriptors[0])}
+        if self._notes is not None:
+            descriptors.append(self._notes.descriptor)
+            meeting = {**meeting, RECORDS: self._notes.variable()}
         environ = {**os.environ, **task["environ"]}
         with self._input_of(place, task["has_input"]) as stdin:
             process = self._ranks.start(
@@ -130,7 +144,7 @@ class Agent:
                 task["program"],
                 environ_of(environ, place, task["size"], task["restarts"], meeting),
                 stdin,
-                listener,
+                descriptors,
                 partial(die_with_parent, os.getpid()),
             )
         self._loop.child(process, partial(self._on_exit, self._ranks, place.rank))

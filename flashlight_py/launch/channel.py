@@ -1,11 +1,12 @@
 """Messages between the launcher and its agents, one line of JSON each, and what descriptors need.
 
 To an agent: ``prepare`` for ranks, ``start`` them, send them a ``signal``, ``input`` for rank 0,
-``say`` a line to the user, ``finish`` what the ranks have left, ``leave`` with an exit code. The
-end of the connection means leave, too: a launcher that was killed leaves no ranks behind.
+``say`` a line to the user, ``collect`` flight records, ``finish`` what the ranks have left,
+``leave`` with an exit code. The end of the connection means leave, too: a launcher that was killed
+leaves no ranks behind.
 From an agent: it is ``ready``, or ``cannot_run`` the program; ``output`` of a rank, a rank has
 ``exited``, ``more`` input can be taken; it has ``lost_output``, a signal is to ``interrupt`` the
-job; all is ``finished``, but for some processes.
+job; the ``record`` of a rank; all is ``finished``, but for some processes.
 Both ways: a ``pulse`` of an end that is there.
 
 An agent waits until the launcher has taken its message; meanwhile its ranks wait to print. The
@@ -23,7 +24,7 @@ from typing import Any
 from flashlight_py.launch.loop import BEAT_SECONDS, Poll
 
 _CHUNK = 1 << 16
-_WITH_BYTES = ("output", "input")  # their last value; it travels as text of Latin-1
+_WITH_BYTES = ("output", "input", "record")  # their last value; it travels as text of Latin-1
 
 
 def message(kind: str, *values: Any) -> bytes:

@@ -232,6 +232,7 @@ class Team:
         self._working: set[int] = set()  # hosts that take ranks of this attempt
         self._awaited: set[int] = set()  # those that have not finished
         self._supply: Supply | None = None
+        self.records: dict[int, tuple[str, bytes]] = {}
         self._is_started = False
         for index, host in enumerate(hosts):
             host.on_message = partial(self._on_message, index)
@@ -250,6 +251,7 @@ class Team:
         self._secret = self._secret_of(restarts)
         self._is_started = False
         self._stuck: list[int] = []
+        self.records = {}
         self._supply = None
         if self._stdin is not None:
             self._supply = Supply(self._loop, self._stdin, self._send_input)
@@ -270,13 +272,16 @@ class Team:
     def finish(self) -> list[int]:
         """Once all ranks have ended, have the agents end what they have left, and wait for that.
 
-        Returns the processes that a kernel does not let go of.
+        Returns the processes that a kernel does not let go of. After a failure, ``records`` are the
+        flight records of ranks, with the folders they come from.
         """
         grace = self._options.grace
         if self._supply is not None:
             self._supply.stop()
         self._awaited = {index for index in self._working if self.hosts[index].is_open}
         for index in sorted(self._awaited, reverse=True):  # one in this process blocks: the last
+            if self._attempt is not None and self._attempt.cause:
+                self.hosts[index].send("collect")
             self.hosts[index].send("finish", grace)
         self._wait(lambda: bool(self._awaited), grace + _FINISHING_SECONDS)
         for index in self._awaited:
@@ -324,6 +329,7 @@ class Team:
             "meeting": self._meeting(host.is_launcher),
             "grace": self._options.grace,
             "has_input": self._supply is not None,
+            "wants_records": len(self.hosts) > 1,
         }
 
     def _meeting(self, is_launcher: bool) -> dict[str, str]:
@@ -361,6 +367,9 @@ class Team:
 
     def _on_pulse(self, host: int) -> None:
         """Do nothing: that something has come from the host is noted already."""
+
+    def _on_record(self, host: int, rank: int, folder: str, data: bytes) -> None:
+        self.records[rank] = folder, data
 
     def _on_finished(self, host: int, stuck: list[int]) -> None:
         self._awaited.discard(host)

@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.distributed.rendezvous.peers import ANY_RANK
 from flashlight_py.distributed.rendezvous.place import Place
 from flashlight_py.distributed.rendezvous.secret import REMEDY, proof
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.wire import plain
 from flashlight_py.errors import RendezvousError
+from flashlight_py.interfaces import addresses_of
 from flashlight_py.launch.agent import Agent, Server
 from flashlight_py.launch.hosts import ConnectedHost, LocalHost, Team
 from flashlight_py.launch.loop import Loop, interruptible
@@ -110,8 +112,8 @@ class NodeAgent(Agent):
 
 
 @contextmanager
-def team_of_nodes(loop: Loop, options: Options, stdin: int | None) -> Iterator[Team]:
-    """Yield the hosts of all nodes, this one first, when their launchers have connected.
+def team_of_nodes(loop: Loop, options: Options, store: Place, stdin: int | None) -> Iterator[Team]:
+    """Yield the hosts of all nodes, this one first, when their launchers have met at ``store``.
 
     Raises:
         RendezvousError: a launcher did not arrive in time, or two have one number.
@@ -122,7 +124,7 @@ def team_of_nodes(loop: Loop, options: Options, stdin: int | None) -> Iterator[T
         if not options.endpoint:
             file = f"{ends.enter_context(_folder_at(Path(options.rdzv)))}/meeting"
         with interruptible():
-            key, found, connections = _meet(options)
+            key, found, connections = _meet(options, store)
         others = [
             NodeHost(loop, each["host"], each["ranks"], options.lost_after, node, connections[node])
             for node, each in enumerate(found)
@@ -142,15 +144,17 @@ def _folder_at(path: Path) -> tempfile.TemporaryDirectory[str]:
 # The other nodes -----------------------------------------------------------------------------
 
 
-def work_for_node_0(loop: Loop, options: Options) -> int:
-    """Run the ranks of this node for the launcher of node 0; return the exit code of the job.
+def work_for_node_0(loop: Loop, options: Options, store: Place) -> int:
+    """Run the ranks of this node for the launcher of node 0, which is met at ``store``.
+
+    Returns the exit code of the job.
 
     Raises:
         RendezvousError: a launcher did not arrive in time, or two have one number.
         Interrupted: by a signal, before all have arrived.
     """
     with interruptible():
-        key, _, connections = _meet(options)
+        key, _, connections = _meet(options, store)
     with connections[0] as connection:
         _prepare(connection, options.lost_after)
         ends = (connection.fileno(), connection.fileno())
@@ -172,18 +176,40 @@ def work_for_node_0(loop: Loop, options: Options) -> int:
 # All nodes -----------------------------------------------------------------------------------
 
 
-def _meet(options: Options) -> tuple[bytes, list[dict[str, Any]], dict[int, socket.socket]]:
+def meeting_of(options: Options) -> Place:
+    """Return where the launchers meet. ``rank`` there is 0 for the one that has the job.
+
+    Without a --node-rank, at HOST:PORT that is the one on the host that HOST means, and the others
+    are numbered as they arrive.
+
+    Raises:
+        RendezvousError: this is node 0 and cannot listen there.
+    """
+    if options.endpoint is None:
+        path = Path(options.rdzv).absolute()
+        return FileStore(path, options.node_rank or 0, options.nnodes, MEETING_SECONDS)
+    host, port = options.endpoint
+    one_host = host in _LOOPBACK
+    at = partial(TcpStore, host, port, size=options.nnodes, timeout=MEETING_SECONDS)
+    if options.node_rank is not None:
+        return at(rank=options.node_rank, one_host=one_host)
+    if not addresses_of(host):
+        return at(rank=ANY_RANK, one_host=one_host)
+    try:
+        return at(rank=0, one_host=one_host)
+    except RendezvousError:
+        if not one_host:
+            raise
+        return at(rank=ANY_RANK, one_host=True)  # another launcher of this host was first
+
+
+def _meet(
+    options: Options, store: Place
+) -> tuple[bytes, list[dict[str, Any]], dict[int, socket.socket]]:
     """Return a key that all launchers know now, what each reports of itself, and connections.
 
     Those are of node 0 to the others, by node, and of these to node 0.
     """
-    node, size = options.node_rank, options.nnodes
-    store: Place
-    if options.endpoint:
-        host, port = options.endpoint
-        store = TcpStore(host, port, node, size, MEETING_SECONDS, host in _LOOPBACK)
-    else:
-        store = FileStore(Path(options.rdzv).absolute(), node, size, MEETING_SECONDS)
     mine = {
         "host": os.uname().nodename,
         "ranks": options.ranks,

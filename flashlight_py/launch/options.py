@@ -20,6 +20,7 @@ _EXAMPLES = """examples:
   flrun -n 4 bash run.sh   (what is no file here but a program on the PATH is run as it is)
   flrun -n 4 --max-restarts 3 --output-dir logs train.py
   flrun --hosts a:4,b:4 train.py
+  flrun -n 4 --nnodes 2 --rdzv a:29511 train.py   (the same on each host; a is one of them)
   flrun -n 4 --nnodes 2 --node-rank 0 --rdzv /shared/run train.py   (on each host, with its number)
 """
 # OpenSSH would wait for minutes, or for ever. These leave the first word to our own ``Pulse``.
@@ -35,7 +36,7 @@ class Options(NamedTuple):
     ssh: tuple[str, ...]
     env: tuple[str, ...]
     nnodes: int
-    node_rank: int
+    node_rank: int | None
     rdzv: str
     max_restarts: int | None
     min_n: int | None
@@ -76,7 +77,7 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
         parser.error("--hosts starts ranks on other hosts; --nnodes is for a launcher on each host")
     if given.nnodes > 1 and given.rdzv is None:
         parser.error("--nnodes needs --rdzv: a path that all hosts see, or HOST:PORT of node 0")
-    if not 0 <= given.node_rank < given.nnodes:
+    if given.node_rank is not None and given.node_rank >= given.nnodes:
         parser.error(f"--node-rank: expected 0 to {given.nnodes - 1}, got {given.node_rank}")
     if given.min_n is not None and given.min_n > total:
         parser.error(f"--min-n: expected 1 to {total}, the number of ranks, got {given.min_n}")
@@ -139,9 +140,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         *("--node-rank", "--node_rank"),
         type=_integer,
-        default=0,
         metavar="I",
-        help="which of them this is, from 0",
+        help="which of them this is, from 0; at HOST:PORT it may be left out",
     )
     add("--standalone", action="store_true", help="on this host alone, as without --nnodes")
     add("--rdzv", metavar="PLACE", help="a path that all hosts see, or HOST:PORT of node 0")
