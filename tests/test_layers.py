@@ -46,19 +46,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # The program of a rank imports the package (""), as the script of a user does.
     "launch.rank_main": ("launch", ""),
     "launch.engine": ("launch", ""),
+    "launch.records": ("launch", "distributed.recorder"),
     "launch": ("_version", "errors", "tracebacks", "cores", "interfaces", "distributed.rendezvous"),
 }
 OPTIONAL = {
-    "mpi4py",
-    "cupy",
-    "torch",
-    "matplotlib",
-    "tqdm",
-    "ml_dtypes",
-    "jax",
-    "cloudpickle",
-    "distributed",
-    "pyspark",
+    *("mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax", "cloudpickle"),
+    *("distributed", "pyspark", "ray"),
 }
 
 
