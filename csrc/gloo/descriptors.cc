@@ -13,6 +13,8 @@
 #include <cstdlib>
 #include <memory>
 
+#include "line.h"
+
 namespace fl {
 namespace {
 
@@ -93,6 +95,7 @@ void Descriptors::find(const gloo::transport::Device& device) {
     if (descriptor != own && !is_ours(descriptor)) continue;
     if (fstat(descriptor, &status) != 0) continue;
     fcntl(descriptor, F_SETFD, FD_CLOEXEC);
+    if (seconds_ > 0 && descriptor != own) keep_alive(descriptor, seconds_);
     found_.push_back({descriptor, status.st_dev, status.st_ino});
   }
 }

@@ -20,6 +20,9 @@ class Descriptors {
   // one of these addresses; they are closed on exec from now on.
   void find(const gloo::transport::Device& device);
 
+  // Have the kernel watch over the connections that are found from now on; see keep_alive.
+  void keep_alive_for(double seconds) { seconds_ = seconds; }
+
   // Close what was found and is still the same, in a forked child.
   void close_all() const noexcept;
 
@@ -34,6 +37,7 @@ class Descriptors {
 
   std::set<std::string> addresses_;
   std::vector<Found> found_;
+  double seconds_ = 0;
 };
 
 }  // namespace fl

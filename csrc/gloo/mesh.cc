@@ -116,6 +116,7 @@ void Mesh::connect(const char* addresses, size_t bytes, const char* proofs,
       getPair(peer)->connect({at, at + bytes});
       show(proofs + 2 * FL_PROOF_BYTES * peer, peer, shown[peer]);
     } catch (const std::exception& error) {
+      if (const auto reason = watch_.reason()) throw Failure(*reason);
       throw Failure(FL_PEER_LOST, {peer}, error.what());
     }
   }
@@ -201,11 +202,14 @@ Failure Mesh::explain(int peer, const std::string& what) {
     const auto status = static_cast<fl_status>(control.status);
     const std::vector<int> missing(control.missing, control.missing + control.missing_count);
     if (std::find(missing.begin(), missing.end(), rank) != missing.end()) {
+      if (status == FL_HOST_LOST) {
+        return {status, {r}, std::string("it has given up the host of this rank: ") + control.message};
+      }
       return {FL_PEER_LOST, {r},
               std::string("it gave up waiting for this rank: ") + control.message};
     }
     const std::string message = name(r) + " gave up: " + control.message;
-    if (status == FL_RAISED) return {status, missing, control.message};
+    if (status == FL_RAISED || status == FL_HOST_LOST) return {status, missing, control.message};
     if (status == FL_TIMEOUT) return {status, await_cause(missing), message};
     if (status == FL_PEER_LOST) return {status, missing, message};
     return {FL_PEER_LOST, {r}, message};

@@ -9,10 +9,12 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "abi.h"
 #include "descriptors.h"
+#include "heartbeat.h"
 #include "waiter.h"
 
 namespace fl {
@@ -37,6 +39,18 @@ enum Slot : uint64_t {
 // 64 bits are the same.
 uint64_t slot_of(const fl_signature& call);
 
+// What the C ABI knows of the hosts of `size` ranks; for addresses and proofs see fl_gloo_connect.
+Hosts read_hosts(const fl_hosts& given, int size, const char* addresses, size_t bytes,
+                 const char* proofs);
+
+// Another group that is to end where hosts are lost, and lives at least as long; `advice` ends what it
+// is told.
+struct Companion {
+  void (*give_up)(void* other, const char* why);
+  void* other;
+  std::string advice;
+};
+
 class Mesh : public gloo::Context, public Transport, public Connections {
  public:
   Mesh(int rank, int size, const std::string& host, const std::string& interface,
@@ -51,8 +65,17 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   // Which rank connect() waits for just now; -1: for none.
   int awaited() const { return awaited_; }
 
+  // Before connect(), in a group on several hosts: notice when hosts cannot be reached any more. The
+  // first returns the port at which others are to ask this rank; throws.
+  int listen_for_hosts();
+  void watch_hosts(Hosts hosts);
+  void take_along(Companion companion);
+
   // In a forked child, whose threads are not here.
-  void close_descriptors() const noexcept { descriptors_.close_all(); }
+  void close_descriptors() const noexcept {
+    descriptors_.close_all();
+    if (heartbeat_ != nullptr) heartbeat_->close_all();
+  }
 
   // What sends `bytes` bytes at `data`, or receives them there: then they are written.
   Buffer buffer(const void* data, size_t bytes) {
@@ -86,6 +109,8 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   void post_control();
   void report_to_others(const Failure& failure);
   std::vector<int> await_cause(std::vector<int> missing);
+  void lose(const Failure& failure) noexcept;
+  std::string words_of(const Failure& failure) const;
 
   Descriptors descriptors_;
 
@@ -98,6 +123,8 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   std::mutex asking_;             // of is_lost
   std::vector<Control> control_;  // one per peer: why it gave up, when it has
   std::vector<Buffer> control_buffers_;
+  std::unique_ptr<Heartbeat> heartbeat_;  // null: of a group on one host
+  std::vector<Companion> companions_;
   Watch watch_{*this};  // last: it ends before what it looks at
 };
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from flashlight_py.distributed.rendezvous.peers import (
     Peer,
     Waiting,
+    cannot_be_reached,
     name_ranks,
     not_arrived,
     this_process,
@@ -60,7 +61,8 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._listeners: list[socket.socket] = []
         try:
-            self._listen(place.listen(self._size + _SPARE_CANDIDATES))
+            for listener in place.listen(self._size + _SPARE_CANDIDATES):
+                self._listen(listener)
         except OSError as error:
             raise self._place.error(str(error)) from error
         self._candidates: list[Connection] = []
@@ -76,7 +78,7 @@ class Server:
     def exchange(self, payload: bytes) -> list[bytes]:
         """Gather a payload of every rank, in rank order."""
         deadline = time.monotonic() + self._place.timeout
-        waiting = Waiting(0, f"rendezvous at {self._place.name}")
+        waiting = Waiting(0, f"rendezvous at {self._place.name}{self._place.note}")
         while absent := self._absent():
             self._look()
             is_over = not self._serve(min(waiting.until(deadline), self._place.next_look))
@@ -94,6 +96,10 @@ class Server:
         for rank in range(1, self._size):
             self._members[rank].send(Kind.ROSTER, body, deadline)
         return payloads
+
+    def connections(self) -> dict[int, Connection]:
+        """Return those to the other ranks."""
+        return self._members
 
     def _absent(self) -> set[int]:
         """Return the ranks of which the next payload has not arrived."""
@@ -192,6 +198,9 @@ class Server:
             return
         if connection.rank is not None and not self._verdict:
             self._handle(connection.rank, connection)
+        if connection.is_unreachable and connection.rank is not None and not self._verdict:
+            who = f"rank {connection.rank} of {self._size} ({self._processes[connection.rank]})"
+            raise self._failure(cannot_be_reached(who, self._place.host_timeout))
         if connection.has_ended:
             self._end(connection)
 
@@ -287,7 +296,7 @@ class Server:
             raise self._disagreement(f"{reason}give every process {advice}", rank, candidate)
         else:
             self._candidates.remove(candidate)
-            candidate.trust()
+            candidate.trust(self._place.host_timeout)
             candidate.rank, self._members[rank], self._processes[rank] = rank, candidate, peer
 
     def _turn_away(self, candidate: Connection, greeting: Greeting) -> None:
