@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["spawn"]
 
-_ENGINES = ("dask", "spark")
+_ENGINES = ("dask", "ray", "spark")
 
 
 def __getattr__(name: str) -> Any:

@@ -105,7 +105,7 @@ class _Ranks:
         seconds = min(_LOOK_SECONDS, max(until - time.monotonic(), 0.0))
         tasks: Any = {rank: self._tasks[rank] for rank in ranks}
         with suppress(distributed.TimeoutError):
-            distributed.wait([*tasks.values()], seconds, "FIRST_COMPLETED")  # type: ignore[no-untyped-call]
+            distributed.wait([*tasks.values()], seconds, "FIRST_COMPLETED")
         living = self._client.nthreads()
         found: engine.Outcomes = {}
         for rank, task in tasks.items():

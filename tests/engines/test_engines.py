@@ -50,6 +50,27 @@ def dask() -> Iterator[Run]:
 
 
 @contextmanager
+def ray() -> Iterator[Run]:
+    ray = pytest.importorskip("ray", reason="needs 'flashlight-py[ray]'")
+    from ray.cluster_utils import Cluster
+
+    before = dict(os.environ)
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=ROOT)
+    node = {"num_cpus": 1, "object_store_memory": 80 << 20, "node_ip_address": "127.0.0.2"}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    try:
+        for _ in range(SIZE - 1):
+            cluster.add_node(**node)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield lambda *args, **more: fl.launch.ray.run(*args, nprocs=SIZE, **more)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
 def spark() -> Iterator[Run]:
     sql = pytest.importorskip("pyspark.sql", reason="needs 'flashlight-py[spark]'")
     if shutil.which("java") is None:
@@ -83,7 +104,7 @@ def spark() -> Iterator[Run]:
             os.environ.update(before)
 
 
-@pytest.fixture(scope="module", params=[dask, spark], ids=lambda engine: engine.__name__)
+@pytest.fixture(scope="module", params=[dask, ray, spark], ids=lambda engine: engine.__name__)
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     with request.param() as function:
         yield function
