@@ -157,6 +157,9 @@ def test_an_address_that_does_not_answer_delays_nothing() -> None:
         with wire:
             assert wire.getpeername() == ("127.0.0.1", port)
         assert attempts.left == 1
+        early = Attempts([(nowhere, port), ("127.0.0.8", port)])  # who refuses may be there soon
+        assert list(early.connected(began + 100)) == []
+        assert time.monotonic() - began < 20
         alone = Attempts([(nowhere, port)])
         assert list(alone.connected(time.monotonic() + 0.2)) == []
         assert alone.problems == {nowhere: "timed out"}
