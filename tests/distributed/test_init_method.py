@@ -105,9 +105,8 @@ def test_an_address_beside_an_environment_that_says_rank_and_size() -> None:
     assert run_ranks(meet, 2, word, True, init=None, env=variables) == [3, 3]
 
 
-def join_by_params(rank: int, size: int, port: int, environ: bool) -> Any:
-    given = {} if environ else {"MASTER_PORT": port}
-    params = {"TIMEOUT": "30", "MASTER_ADDR": "localhost", **given}
+def join_by_params(rank: int, size: int) -> Any:
+    params = {"TIMEOUT": "30", "MASTER_ADDR": "localhost"}
     fl.distributed_init(None, rank, size, params)
     x = fl.all_reduce(np.array([rank + 1]))
     fl.distributed_shutdown()
@@ -120,5 +119,4 @@ def test_params_say_where_rank_0_is() -> None:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     environ = {"MASTER_ADDR": "nowhere", "MASTER_PORT": str(port)}
-    assert run_ranks(join_by_params, 2, port, False, init=None) == [3, 3]
-    assert run_ranks(join_by_params, 2, port, True, init=None, env=lambda _: environ) == [3, 3]
+    assert run_ranks(join_by_params, 2, init=None, env=lambda _: environ) == [3, 3]

@@ -157,6 +157,9 @@ def test_an_address_that_does_not_answer_delays_nothing() -> None:
         with wire:
             assert wire.getpeername() == ("127.0.0.1", port)
         assert attempts.left == 1
+        early = Attempts([(nowhere, port), ("127.0.0.8", port)])  # who refuses may be there soon
+        assert list(early.connected(began + 100)) == []
+        assert time.monotonic() - began < 20
         alone = Attempts([(nowhere, port)])
         assert list(alone.connected(time.monotonic() + 0.2)) == []
         assert alone.problems == {nowhere: "timed out"}
@@ -185,14 +188,13 @@ def test_where_rank_0_listens(
 ) -> None:
     """For a name at all addresses, as others may take it for any of them."""
     meant = {"a-name": "127.0.1.1", "localhost": "127.0.0.1"}.get(host, host)
-    with listening(meant) as port:
-        pass  # it is free at a moment ago
-    found = [(socket.AF_INET, (meant, port))]
+    found = [(socket.AF_INET, (meant, 0))]
     monkeypatch.setattr(sockets, "resolved", lambda *_: found)
-    listeners = sockets.listen(host, port, 5, one_host)
+    listeners = sockets.listen(host, 0, 5, one_host)
     try:
         assert {each.getsockname()[0] for each in listeners} == at
         if at == {"::"}:  # of both versions
+            port = listeners[0].getsockname()[1]
             socket.create_connection(("127.0.0.1", port)).close()
     finally:
         for each in listeners:

@@ -14,6 +14,9 @@ from flashlight_py.distributed.rendezvous.sockets import resolved
 
 # After so many seconds without an answer the next address is tried as well, as RFC 8305 says.
 _NEXT_SECONDS = 0.25
+# Where one address refuses, rank 0 may not be there yet: then those that do not answer get so many
+# seconds more, and all are tried again.
+_REFUSED_SECONDS = 1.0
 
 
 class Attempts:
@@ -67,6 +70,7 @@ class Attempts:
                     wire.close()
                     self._failed(key.data, OSError(error, os.strerror(error)))
                     due = 0.0  # nobody is there: the next one need not wait
+                    until = min(until, time.monotonic() + _REFUSED_SECONDS)
                     continue
                 self.left -= 1
                 wire.setblocking(True)
