@@ -13,9 +13,9 @@ Collectives::Collectives(Mesh& mesh)
       rank_(mesh.rank),
       size_(mesh.size),
       outgoing_(new Frame[size_]),
-      incoming_(new Frame[size_]),
+      incoming_(new Frame[kTurns * size_]),
       outgoing_buffers_(size_),
-      incoming_buffers_(size_) {}
+      incoming_buffers_(kTurns * size_) {}
 
 Collectives::~Collectives() = default;
 
@@ -24,19 +24,26 @@ void Collectives::open() {
   for (int r = 0; r < size_; ++r) {
     outgoing_[r].arrived = 1;
     outgoing_buffers_[r] = mesh_.buffer(&outgoing_[r], sizeof(Frame));
-    incoming_buffers_[r] = mesh_.buffer(&incoming_[r], sizeof(Frame));
   }
-  post_headers();
+  for (size_t i = 0; i < incoming_buffers_.size(); ++i) {
+    incoming_buffers_[i] = mesh_.buffer(&incoming_[i], sizeof(Frame));
+  }
+  for (size_t turn = 0; turn < kTurns; ++turn) post_headers_of(turn);
 }
 
 // Receives are posted ahead of time: a header then arrives in one message, without waiting for
-// this rank to say that it is ready.
+// this rank to say that it is ready. What came with the last call is read by now.
 void Collectives::post_headers() {
+  post_headers_of(turn_);
+  turn_ = (turn_ + 1) % kTurns;
+}
+
+void Collectives::post_headers_of(size_t turn) {
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    incoming_[r].arrived = 0;
+    incoming_[turn * size_ + r].arrived = 0;
     try {
-      incoming_buffers_[r]->recv(r, kHeaderSlot);
+      incoming_buffers_[turn * size_ + r]->recv(r, kHeaderSlot);
     } catch (const std::exception&) {
       // This peer has left already, after an operation that succeeded. The next one will fail
       // when it sends its header there.
@@ -75,7 +82,7 @@ void Collectives::announce(const Call& call, const void* data, const Parts& give
 void Collectives::receive_calls(Call& call) {
   try {
     for (int r = 0; r < size_; ++r) {
-      if (r != rank_) call.waiter.received(*incoming_buffers_[r], r);
+      if (r != rank_) call.waiter.received(*incoming_buffers_[turn_ * size_ + r], r);
     }
     for (int r = 0; r < size_; ++r) {
       if (r != rank_) call.waiter.sent(*outgoing_buffers_[r], r);
@@ -90,8 +97,8 @@ void Collectives::receive_calls(Call& call) {
 void Collectives::remember(Call& call) {
   received_at_ = Clock::now();
   for (int r = 0; r < size_; ++r) {
-    last_.calls[r] = r == rank_ ? call.mine : incoming_[r].signature;
-    last_.sites[r] = r == rank_ ? call.site : incoming_[r].site;
+    last_.calls[r] = r == rank_ ? call.mine : incoming(r).signature;
+    last_.sites[r] = r == rank_ ? call.site : incoming(r).site;
   }
   call.seen.calls = last_.calls;
   call.seen.sites = last_.sites;
@@ -105,7 +112,7 @@ Seen Collectives::last_calls() const {
 }
 
 bool Collectives::is_ahead(int rank, fl_signature& call) const {
-  const Frame& frame = incoming_[rank];
+  const Frame& frame = incoming(rank);
   if (rank == rank_ || __atomic_load_n(&frame.arrived, __ATOMIC_ACQUIRE) == 0) return false;
   call = frame.signature;
   return true;
@@ -116,7 +123,7 @@ std::vector<int> Collectives::not_arrived() const {
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     // It may be arriving just now.
-    if (__atomic_load_n(&incoming_[r].arrived, __ATOMIC_ACQUIRE) == 0) missing.push_back(r);
+    if (__atomic_load_n(&incoming(r).arrived, __ATOMIC_ACQUIRE) == 0) missing.push_back(r);
   }
   return missing;
 }

@@ -78,6 +78,9 @@ class Collectives {
   // Payloads up to this size travel inside the header, in one step instead of two. Copying more
   // takes longer than the step.
   static constexpr size_t kInlineBytes = 64 << 10;
+  // Calls whose headers can arrive unasked. A rank asks for that of call k + 2 before it sends its own of
+  // k + 1, which ends that call for the others: nobody who begins k + 2 waits to be asked.
+  static constexpr size_t kTurns = 2;
   struct Frame {
     uint64_t arrived;  // written by the sender, cleared by the receiver
     fl_signature signature;
@@ -90,6 +93,9 @@ class Collectives {
   void announce(const Call& call, const void* data, const Parts& give);
   void receive_calls(Call& call);
   void post_headers();
+  void post_headers_of(size_t turn);
+  Frame& incoming(int r) { return incoming_[turn_ * size_ + r]; }
+  const Frame& incoming(int r) const { return incoming_[turn_ * size_ + r]; }
   std::vector<int> not_arrived() const;
   void remember(Call& call);
 
@@ -100,9 +106,8 @@ class Collectives {
   void reduce_sections(Call& call, const void* data, void* output, const Parts& sections);
   void reduce_in_parts(Call& call, const void* data, char* output, const Parts& parts,
                        int collector);
-  gloo::transport::UnboundBuffer& slot(int r, size_t c);
-  void* own_room();
-  void make_slots();
+  gloo::transport::UnboundBuffer& room(int r);
+  void make_rooms();
 
   void deliver(Call& call, const void* from, const Parts& give, void* into, const Parts& take);
   void move_large(Call& call, const void* from, const Parts& give, char* into, const Parts& take);
@@ -114,17 +119,18 @@ class Collectives {
   Mesh& mesh_;
   const int rank_;
   const int size_;
-  // One per peer, as the following. Memory that no payload reaches is never touched.
+  // One per peer, of what arrives kTurns. Memory that no payload reaches is never touched.
   std::unique_ptr<Frame[]> outgoing_;
   std::unique_ptr<Frame[]> incoming_;
   std::vector<Buffer> outgoing_buffers_;
   std::vector<Buffer> incoming_buffers_;
+  size_t turn_ = 0;  // whose frames of incoming_ this rank's next call finds its headers in
   // The last call that all have made, and when it arrived.
   Seen last_;
   Clock::time_point received_at_;
   // Of large reductions: what came from each peer, kept from one to the next.
   std::unique_ptr<char[]> scratch_;
-  std::vector<Buffer> slots_;
+  std::vector<Buffer> rooms_;
 };
 
 }  // namespace fl

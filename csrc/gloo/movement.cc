@@ -36,7 +36,7 @@ void Collectives::deliver(Call& call, const void* from, const Parts& give, void*
   char* const place = static_cast<char*>(into);
   for (int r = 0; r < size_; ++r) {
     if (r == rank_ || take[r].bytes == 0 || take[r].bytes > kInlineBytes) continue;
-    std::memcpy(place + take[r].begin, incoming_[r].payload, take[r].bytes);
+    std::memcpy(place + take[r].begin, incoming(r).payload, take[r].bytes);
   }
   post_headers();
   move_large(call, from, give, place, take);

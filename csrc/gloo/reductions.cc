@@ -8,25 +8,44 @@
 namespace fl {
 namespace {
 
-// Pieces of each part that are on the wire or being reduced.
-constexpr size_t kDepth = 2;
+// A part has so many pieces at least, if they are not too small: what is combined is sent on while the
+// rest is on the wire.
+constexpr size_t kPieces = 8, kLeastPiece = 64 << 10;
 
 // Who gets the reduced parts, where it is not one rank.
 constexpr int kNobody = -1, kEverybody = -2;
 
-// With many ranks pieces are smaller: each rank has kDepth of every other's at once.
-size_t piece_bytes(int ranks) {
-  constexpr size_t kSmallest = 64 << 10, kOfAll = 2 << 20;
-  return std::clamp(kOfAll / ranks / kSmallest * kSmallest, kSmallest, kChunkBytes);
+// Memory for what is on the wire from each rank, or being combined.
+size_t room_bytes(int ranks) {
+  constexpr size_t kLargest = 4 << 20, kOfAll = 8 << 20;
+  return std::clamp(kOfAll / ranks / kLeastPiece * kLeastPiece, 2 * kLeastPiece, kLargest);
 }
 
-Parts even_parts(const fl_signature& mine, int ranks) {
+size_t longest(const Parts& parts) {
+  size_t bytes = 0;
+  for (const Part& part : parts) bytes = std::max(bytes, part.bytes);
+  return bytes;
+}
+
+size_t piece_bytes(const Parts& parts, const fl_signature& mine) {
+  const size_t most = std::min(kChunkBytes, room_bytes(static_cast<int>(parts.size())) / 2);
+  return std::clamp(longest(parts) / kPieces, kLeastPiece, most) / mine.itemsize * mine.itemsize;
+}
+
+// A part for each rank but `without`.
+Parts even_parts(const fl_signature& mine, int ranks, int without = -1) {
   const size_t count = static_cast<size_t>(mine.count), item = mine.itemsize;
+  const size_t among = without < 0 ? ranks : ranks - 1;
   Parts parts(ranks);
+  size_t i = 0;
   for (int r = 0; r < ranks; ++r) {
-    const size_t begin = count / ranks * r + std::min<size_t>(r, count % ranks);
-    const size_t length = count / ranks + (static_cast<size_t>(r) < count % ranks ? 1 : 0);
-    parts[r] = {begin * item, length * item};
+    const size_t begin = count / among * i + std::min(i, count % among);
+    if (r == without) {
+      parts[r] = {begin * item, 0};
+      continue;
+    }
+    parts[r] = {begin * item, (count / among + (i < count % among ? 1 : 0)) * item};
+    ++i;
   }
   return parts;
 }
@@ -36,7 +55,7 @@ Parts even_parts(const fl_signature& mine, int ranks) {
 // A direct reduce-scatter (rank p gets part p of every rank and reduces in rank order), after
 // which every part goes to those who want it.
 //
-// Piece c of every part is on the wire while piece c-1 is being reduced. Who collects gets a
+// The next pieces of every part are on the wire while one is being reduced. Who collects gets a
 // reduced piece into the place it came from: its owner can only send it after it has received that
 // place's old contents from everybody, so nothing unsent is lost.
 class Collectives::ReductionInParts {
@@ -49,6 +68,7 @@ class Collectives::ReductionInParts {
 
  private:
   Part piece(int r, size_t c) const;
+  size_t place(size_t c) const { return c % depth_ * piece_bytes_; }
   bool collects(int r) const { return collector_ == kEverybody || collector_ == r; }
   int peer(int step) const { return (rank_ + step) % size_; }
   void start(size_t c);
@@ -61,7 +81,7 @@ class Collectives::ReductionInParts {
   const fl_signature& mine_;
   const int rank_, size_, collector_;
   const Parts parts_;
-  const size_t piece_bytes_;
+  const size_t piece_bytes_, depth_;  // of each part so many pieces are on the wire or being reduced
   char* const data_;
   char* const output_;
   const Buffer sends_, results_;
@@ -79,12 +99,13 @@ Collectives::ReductionInParts::ReductionInParts(Collectives& group, Call& call, 
       size_(group.size_),
       collector_(collector),
       parts_(std::move(parts)),
-      piece_bytes_(piece_bytes(size_) / mine_.itemsize * mine_.itemsize),
+      piece_bytes_(piece_bytes(parts_, mine_)),
+      depth_(room_bytes(size_) / piece_bytes_),
       data_(static_cast<char*>(const_cast<void*>(data))),
       output_(output),
       sends_(group.mesh_.buffer(data, call.bytes())),
       results_(output != nullptr ? group.mesh_.buffer(output, parts_[rank_].bytes)
-                                 : group.mesh_.buffer(group.own_room(), kDepth * piece_bytes_)),
+                                 : group.mesh_.buffer(group.room(rank_).ptr, depth_ * piece_bytes_)),
       collected_(size_),
       from_(size_) {
   for (int r = 0; r < size_ && collects(rank_); ++r) {
@@ -99,12 +120,10 @@ Part Collectives::ReductionInParts::piece(int r, size_t c) const {
 }
 
 void Collectives::ReductionInParts::run() {
-  size_t longest = 0;
-  for (const Part& part : parts_) longest = std::max(longest, part.bytes);
-  const size_t rounds = (longest + piece_bytes_ - 1) / piece_bytes_;
-  for (size_t c = 0; c < std::min(kDepth - 1, rounds); ++c) start(c);
+  const size_t rounds = (longest(parts_) + piece_bytes_ - 1) / piece_bytes_;
+  size_t started = 0;
   for (size_t c = 0; c < rounds; ++c) {
-    if (c + kDepth - 1 < rounds) start(c + kDepth - 1);
+    while (started < std::min(c + depth_, rounds)) start(started++);
     combine(c);
   }
   finish();
@@ -114,7 +133,7 @@ void Collectives::ReductionInParts::start(size_t c) {
   for (int step = 1; step < size_; ++step) {
     const int r = peer(step);
     const Part own = piece(rank_, c), theirs = piece(r, c);
-    if (own.bytes > 0) group_.slot(r, c).recv(r, kReduceSlot, 0, own.bytes);
+    if (own.bytes > 0) group_.room(r).recv(r, kReduceSlot, place(c), own.bytes);
     if (theirs.bytes == 0) continue;
     if (collects(rank_)) collected_[r]->recv(r, kPartSlot, c * piece_bytes_, theirs.bytes);
     sends_->send(r, kReduceSlot, theirs.begin, theirs.bytes);
@@ -126,11 +145,12 @@ void Collectives::ReductionInParts::combine(size_t c) {
   const Part own = piece(rank_, c);
   if (own.bytes == 0) return;
   for (int r = 0; r < size_; ++r) {
-    if (r != rank_) waiter_.received(group_.slot(r, c), r);
-    from_[r] = r == rank_ ? data_ + own.begin : group_.slot(r, c).ptr;
+    if (r != rank_) waiter_.received(group_.room(r), r);
+    const char* came = static_cast<const char*>(group_.room(r).ptr) + place(c);
+    from_[r] = r == rank_ ? data_ + own.begin : came;
   }
-  if (output_ == nullptr && c >= kDepth) waiter_.sent(*results_, given_[c - kDepth]);
-  const size_t at = (output_ != nullptr ? c : c % kDepth) * piece_bytes_;
+  if (output_ == nullptr && c >= depth_) waiter_.sent(*results_, given_[c - depth_]);
+  const size_t at = output_ != nullptr ? c * piece_bytes_ : place(c);
   char* result = static_cast<char*>(results_->ptr) + at;
   fl::reduce(mine_.dtype, mine_.op, mine_.scale, result, from_.data(), size_,
              own.bytes / mine_.itemsize);
@@ -148,7 +168,7 @@ void Collectives::ReductionInParts::give(size_t at, size_t bytes) {
 
 void Collectives::ReductionInParts::finish() {
   for (int r : sent_) waiter_.sent(*sends_, r);
-  const size_t passed = output_ != nullptr ? 0 : given_.size() - std::min(given_.size(), kDepth);
+  const size_t passed = output_ != nullptr ? 0 : given_.size() - std::min(given_.size(), depth_);
   for (size_t i = passed; i < given_.size(); ++i) waiter_.sent(*results_, given_[i]);
   if (!collects(rank_)) return;
   for (int r = 0; r < size_; ++r) {
@@ -157,32 +177,25 @@ void Collectives::ReductionInParts::finish() {
   }
 }
 
-// What came of piece `c` from rank r: memory of its own for each of kDepth pieces.
-gloo::transport::UnboundBuffer& Collectives::slot(int r, size_t c) {
-  return *slots_[r * kDepth + c % kDepth];
-}
+// What comes from rank r; nothing does from this rank itself: its own room is free.
+gloo::transport::UnboundBuffer& Collectives::room(int r) { return *rooms_[r]; }
 
-// Nothing comes from this rank itself: its own slots are free.
-void* Collectives::own_room() { return slot(rank_, 0).ptr; }
-
-void Collectives::make_slots() {
-  const size_t bytes = piece_bytes(size_);
-  scratch_.reset(new char[size_ * kDepth * bytes]);
-  for (size_t i = 0; i < size_ * kDepth; ++i) {
-    slots_.push_back(mesh_.buffer(scratch_.get() + i * bytes, bytes));
-  }
+void Collectives::make_rooms() {
+  const size_t bytes = room_bytes(size_);
+  scratch_.reset(new char[size_ * bytes]);
+  for (int r = 0; r < size_; ++r) rooms_.push_back(mesh_.buffer(scratch_.get() + r * bytes, bytes));
 }
 
 void Collectives::reduce_in_parts(Call& call, const void* data, char* output, const Parts& parts,
                                   int collector) {
-  if (slots_.empty()) make_slots();
+  if (rooms_.empty()) make_rooms();
   ReductionInParts(*this, call, data, output, parts, collector).run();
 }
 
 void Collectives::reduce_inline(const Call& call, const void* data, size_t skip, size_t count,
                                 void* into) {
   std::vector<const void*> from(size_);
-  for (int r = 0; r < size_; ++r) from[r] = incoming_[r].payload;
+  for (int r = 0; r < size_; ++r) from[r] = incoming(r).payload;
   from[rank_] = static_cast<const char*>(data) + skip;
   fl::reduce(call.mine.dtype, call.mine.op, call.mine.scale, into, from.data(), size_, count);
 }
@@ -201,8 +214,8 @@ void Collectives::all_reduce(Call& call, void* data) {
   reduce_in_parts(call, data, own, parts, kEverybody);
 }
 
-// Large: the root gets (n-1)/n of an array twice, once to reduce its part and once reduced, instead
-// of n-1 arrays. With two ranks it is the same; then the root reduces all, and gets nothing back.
+// Large: the others reduce a part each, so that every link carries the array once in each direction: the
+// root gives its own and gets the result. Of two ranks the root reduces all, and gives nothing.
 void Collectives::reduce(Call& call, void* data) {
   const int root = call.mine.root;
   const bool small = call.bytes() <= kInlineBytes;
@@ -212,7 +225,7 @@ void Collectives::reduce(Call& call, void* data) {
   if (small && rank_ == root) reduce_inline(call, data, 0, call.mine.count, data);
   post_headers();
   if (small) return;
-  Parts parts = even_parts(call.mine, size_);
+  Parts parts = even_parts(call.mine, size_, root);
   if (size_ == 2) {
     parts[root] = {0, call.bytes()};
     parts[1 - root] = {0, 0};

@@ -161,7 +161,7 @@ struct Verb<FL_SCAN> {
     const int terms = group.rank_ + (mine.verb == FL_SCAN ? 1 : 0);
     std::vector<const void*> from;
     for (int r = 0; r < terms; ++r) {
-      from.push_back(r == group.rank_ ? data : group.incoming_[r].payload);
+      from.push_back(r == group.rank_ ? data : group.incoming(r).payload);
     }
     if (terms > 0) fl::reduce(mine.dtype, mine.op, mine.scale, data, from.data(), terms, mine.count);
   }

@@ -13,8 +13,9 @@ from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.control.agreement import between_hosts
 from flashlight_py.distributed.devices import DeviceRule
-from flashlight_py.distributed.hosts import address_to_bind, host_identity
+from flashlight_py.distributed.hosts import host_identity
 from flashlight_py.distributed.rendezvous.store import Store, SubStore
+from flashlight_py.distributed.routes import address_inside
 from flashlight_py.distributed.settings import Settings
 from flashlight_py.distributed.topology import exchange_process_info, ranks_by_memory
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
@@ -158,11 +159,10 @@ def _gloo(store: Store, settings: Settings) -> Backend:
     """Connect through Gloo, on the loopback where that joins all; two exchanges."""
     _native.load("gloo")
     identities = store.exchange(host_identity())
-    host, interface = address_to_bind(settings.interface, len(set(identities)) == 1)
+    one_host = len(set(identities)) == 1
     return GlooBackend(
         store,
-        host,
-        interface,
+        address_inside(settings.interface) if one_host else settings.address,
         settings.timeout,
         settings.joining_seconds,
         settings.job_key,

@@ -17,6 +17,8 @@ from flashlight_py.distributed.constants import DistributedConstants as Keys
 CHECKS = "FLASHLIGHT_CHECKS"
 """The environment variable that, if it is "0", spares hosts the comparison of calls."""
 
+INTERFACES = ("FLASHLIGHT_INTERFACE", "GLOO_SOCKET_IFNAME")
+"""The environment variables that say what ``params["INTERFACE"]`` does; the first counts."""
 HOST_TIMEOUT = "FLASHLIGHT_HOST_TIMEOUT"
 """The environment variable that stands for ``params["HOST_TIMEOUT"]`` where that is not given."""
 
@@ -25,7 +27,7 @@ DEFAULT_HOST_TIMEOUT = 5.0
 BACKENDS = ("auto", "gloo", "shm", "nccl", "mpi")
 KNOWN = (
     *(Keys.FILE_PATH, Keys.MAX_DEVICE_PER_NODE, Keys.TIMEOUT, Keys.BACKEND, Keys.INTERFACE),
-    *(Keys.MPI_CUDA_AWARE, Keys.TRACE_DIR, Keys.HOST_TIMEOUT),
+    *(Keys.MPI_CUDA_AWARE, Keys.TRACE_DIR, Keys.MASTER_ADDR, Keys.MASTER_PORT, Keys.HOST_TIMEOUT),
 )
 
 
@@ -49,6 +51,7 @@ class Settings:
     trace_dir: str | None = None
     joining: float = 0.0  # how long that may take, where it is longer than the timeout
     job_key: bytes = field(default=b"", repr=False)
+    address: str = ""  # which the ranks have agreed on for connections with other hosts
 
     @property
     def joining_seconds(self) -> float:
@@ -80,11 +83,17 @@ class Settings:
             timeout=_seconds(values.get(Keys.TIMEOUT, DEFAULT_TIMEOUT)),
             host_timeout=_host_seconds(values.get(Keys.HOST_TIMEOUT)),
             backend=_backend(values.get(Keys.BACKEND, "auto")),
-            interface=str(values.get(Keys.INTERFACE, "")),
+            interface=interface_asked(values.get(Keys.INTERFACE)),
             mpi_cuda_aware=_flag(Keys.MPI_CUDA_AWARE, values.get(Keys.MPI_CUDA_AWARE, 0)),
             checks=os.environ.get(CHECKS, "1") != "0",
             trace_dir=_folder(values.get(Keys.TRACE_DIR, os.environ.get("FLASHLIGHT_TRACE_DIR"))),
         )
+
+
+def interface_asked(value: Any = None) -> str:
+    """Return the interface or address to use between hosts: of ``params``, else the environment."""
+    asked = (value, *map(os.environ.get, INTERFACES))
+    return next((str(each) for each in asked if each), "")
 
 
 def _check_key(key: object) -> None:
@@ -173,6 +182,12 @@ def read_init_method(value: Any, params: Mapping[str, Any] | None) -> Asked:
     Raises:
         ValueError: it is none of those and no ``DistributedInit``; or ``params`` say otherwise.
     """
+    asked = _read_method(value, params)
+    address = _of_params(asked)
+    return asked if address is None else asked._replace(address=address)
+
+
+def _read_method(value: Any, params: Mapping[str, Any] | None) -> Asked:
     if value is None:
         return Asked(None, params)
     if isinstance(value, DistributedBackend):  # an IntEnum: its numbers are those of methods, too
@@ -210,6 +225,35 @@ def _address(text: str) -> tuple[str, int]:
             "world_rank and world_size, or the environment's"
         )
     return host, port
+
+
+def _of_params(asked: Asked) -> tuple[str, int] | None:
+    """Return where rank 0 is if ``params`` say it; what they leave out the environment says."""
+    params = asked.params if isinstance(asked.params, Mapping) else {}
+    names = (Keys.MASTER_ADDR, Keys.MASTER_PORT)
+    passed = [params.get(name) for name in names]
+    if passed == [None, None]:
+        return None
+    if asked.method not in (None, DistributedInit.ENV):
+        raise ValueError(
+            f"MASTER_ADDR and MASTER_PORT are for DistributedInit.ENV or None, not for "
+            f"{asked.method.name}; leave one of them out"
+        )
+    given = asked.address or tuple(map(os.environ.get, names))
+    host, port = (given[at] if passed[at] is None else passed[at] for at in range(2))
+    if host is None or port is None:
+        absent, there = names if host is None else names[::-1]
+        raise ValueError(f"params have {there} and no {absent}; pass both")
+    if not isinstance(host, str) or not host:
+        raise ValueError(f"params['MASTER_ADDR'] must be a name or an address, got {host!r}")
+    if isinstance(port, bool) or not str(port).isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"params['MASTER_PORT'] must be a TCP port in [1, 65535], got {port!r}")
+    if asked.address not in (None, (host, int(port))):
+        raise ValueError(
+            "init_method asks for tcp://{}:{}".format(*asked.address)
+            + f", and params say {host}:{port}; pass one"
+        )
+    return host, int(port)
 
 
 def _with(params: Mapping[str, Any] | None, key: str, value: str) -> Mapping[str, Any]:

@@ -13,11 +13,12 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
+from flashlight_py.interfaces import listen_everywhere, own_addresses
 from flashlight_py.launch.channel import Outgoing, Reader, message, write_whole
 from flashlight_py.launch.front import die_with_parent, run_behind
 from flashlight_py.launch.loop import Loop
@@ -33,10 +34,12 @@ class Agent:
     """Runs ranks in attempts, one after the other; ``report`` is called with what happens.
 
     Its public methods are the messages of the launcher. ``stdin`` is the input of rank 0, if any;
-    ``output``, if any, shows what the ranks print, which is reported otherwise.
+    ``output``, if any, shows what the ranks print, which is reported otherwise. ``reached`` are
+    addresses at which other hosts of the job have reached this one.
     """
 
     output: Output | None = None
+    reached: Sequence[str] = ()
 
     def __init__(self, loop: Loop, report: Callable[..., None], stdin: int | None = None) -> None:
         self._loop, self._report, self._stdin = loop, report, stdin
@@ -46,14 +49,15 @@ class Agent:
         self.grace, self._has_lost_output = 0.0, False
 
     def prepare(self, needs_port: bool) -> None:
-        """Report where ranks could meet on this host: its address, "" if it has none, and port."""
-        address, port = "", 0
+        """Report where ranks could meet on this host: its addresses, the best first, and a port."""
+        addresses: list[str] = []
+        port = 0
         if needs_port:
-            address = address_of_host()
+            addresses = addresses_of_host(self.reached)
             # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
-            self._listener = listener_at(address, _BACKLOG)
+            self._listener = listen_everywhere(0, _BACKLOG)
             port = self._listener.getsockname()[1]
-        self._report("ready", address, port)
+        self._report("ready", addresses, port)
 
     def start(self, task: Mapping[str, Any]) -> None:
         """Start ranks: ``places`` of ``size``, where ``meeting`` says; see ``Team``."""
@@ -207,19 +211,14 @@ class Server:
             self._loop.forget(self._reading)
 
 
-def address_of_host() -> str:
-    """Return the address that others reach this host at; "" if there is no way out of it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737); nothing is sent
-        return str(probe.getsockname()[0])
-    return ""
+def addresses_of_host(reached: Sequence[str]) -> list[str]:
+    """Return the addresses that others may reach this host at, those first where they have.
 
-
-def listener_at(address: str, backlog: int) -> socket.socket:
-    """Return a socket that listens at ``address``, or at all of this host's if it is empty."""
-    both = not address and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=backlog, dualstack_ipv6=both)
+    Beside those of ``reached``, that is the one at which ssh came, as sshd says (ssh(1)).
+    """
+    by_ssh = os.environ.get("SSH_CONNECTION", "").split()[2:3]
+    own = own_addresses()
+    return list(dict.fromkeys([*(each for each in (*reached, *by_ssh) if each in own), *own]))
 
 
 def main() -> int:

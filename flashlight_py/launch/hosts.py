@@ -23,7 +23,7 @@ from flashlight_py.launch.failures import Failure, describe_exit
 from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.options import Options
 from flashlight_py.launch.output import Source
-from flashlight_py.launch.ranks import SECRET, Place, places
+from flashlight_py.launch.ranks import ADDRESSES, SECRET, Place, places
 
 # How much longer than the ranks' grace agents may take, in seconds, to end what is left there.
 _FINISHING_SECONDS = 10.0
@@ -66,11 +66,17 @@ class Host:
 
 
 class LocalHost(Host):
-    """This host: its agent is a part of this process. ``stdin`` is the input of rank 0, if any."""
+    """This host: its agent is a part of this process. ``stdin`` is the input of rank 0, if any.
 
-    def __init__(self, loop: Loop, slots: int, stdin: int | None) -> None:
+    ``reached`` are addresses at which the other hosts have reached this one.
+    """
+
+    def __init__(
+        self, loop: Loop, slots: int, stdin: int | None, reached: Sequence[str] = ()
+    ) -> None:
         super().__init__(loop, os.uname().nodename, slots)
         self._agent = Agent(loop, self._on_report, stdin)
+        self._agent.reached = reached
         self.is_open = True
 
     def send(self, kind: str, *values: Any) -> None:
@@ -211,7 +217,7 @@ class Team:
         self._attempt, self._places, self._restarts = attempt, places(counts), restarts
         self._first = self._places[0].host
         self._working = {place.host for place in self._places}
-        self._addresses: dict[int, tuple[str, int]] = {}  # of the hosts that are ready
+        self._addresses: dict[int, tuple[list[str], int]] = {}  # of the hosts that are ready
         self._secret = self._secret_of(restarts)
         self._is_started = False
         self._stuck: list[int] = []
@@ -270,9 +276,9 @@ class Team:
     def _on_message(self, host: int, kind: str, values: list[Any]) -> None:
         getattr(self, f"_on_{kind}")(host, *values)
 
-    def _on_ready(self, host: int, address: str, port: int) -> None:
+    def _on_ready(self, host: int, addresses: list[str], port: int) -> None:
         assert self._attempt
-        self._addresses[host] = address or self.hosts[host].name, port
+        self._addresses[host] = addresses or [self.hosts[host].name], port
         if self._working <= self._addresses.keys() and not self._attempt.is_ending:
             self._is_started = True
             for index in sorted(self._working):
@@ -295,10 +301,12 @@ class Team:
         """Return the variables that say where the ranks meet, less a secret that is known there."""
         if self._file:
             return {"FLASHLIGHT_FILE": f"{self._file}-{self._restarts}"}
-        address, port = self._addresses[self._first]
+        addresses, port = self._addresses[self._first]
         # It travels inside ssh, and never in a command line, which every user can read.
         secret = {} if is_launcher else {SECRET: self._secret}
-        return {"MASTER_ADDR": address, "MASTER_PORT": str(port), **secret}
+        # Ranks try them all: which of them a host can reach, only that host knows.
+        where = {"MASTER_ADDR": addresses[0], ADDRESSES: ",".join(addresses)}
+        return {**where, "MASTER_PORT": str(port), **secret}
 
     def _on_cannot_run(self, host: int, reason: str) -> None:
         raise StartError(reason)

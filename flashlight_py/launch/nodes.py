@@ -23,6 +23,7 @@ from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.place import Place
 from flashlight_py.distributed.rendezvous.secret import REMEDY, proof
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.rendezvous.wire import plain
 from flashlight_py.errors import RendezvousError
 from flashlight_py.launch.agent import Agent, Server
 from flashlight_py.launch.hosts import ConnectedHost, LocalHost, Team
@@ -118,7 +119,8 @@ def team_of_nodes(loop: Loop, options: Options, stdin: int | None) -> Iterator[T
             NodeHost(loop, found[node]["host"], found[node]["ranks"], node, connections[node])
             for node in sorted(connections)
         ]
-        hosts = [LocalHost(loop, options.ranks, stdin), *others]
+        reached = [plain(each.getsockname())[0] for each in connections.values()]
+        hosts = [LocalHost(loop, options.ranks, stdin, reached), *others]
         yield Team(loop, hosts, options, stdin, file, partial(secret_of_ranks, key))
 
 

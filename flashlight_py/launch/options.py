@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +52,9 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
     """Read ``arguments``, by default those of this process; ends it where they make no sense."""
     parser = _parser()
     given = parser.parse_args(arguments)
+    if not (given.hosts or given.standalone):
+        parser.set_defaults(**_of_the_pod(os.environ, given.nnodes))
+        given = parser.parse_args(arguments)
     for name in _TORCHRUNS:
         if getattr(given, name.replace("-", "_")) is not None:
             parser.error(
@@ -155,6 +158,30 @@ def _parser() -> argparse.ArgumentParser:
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the program")
     return parser
 
+
+def _of_the_pod(environ: Mapping[str, str], nnodes: int) -> dict[str, str]:
+    """Return defaults for a launcher in each pod: of PET_*, torchrun's variables, as from Kubeflow.
+
+    In an indexed Job of Kubernetes the index is the node's number. In a rank of torchrun or of
+    ours, which have used them, they are no longer meant.
+    """
+    if "LOCAL_RANK" in environ:
+        return {}
+    names = {option: f"PET_{variable}" for option, variable in _POD_OPTIONS.items()}
+    found = {option: environ[name] for option, name in names.items() if name in environ}
+    if nnodes > 1 and "JOB_COMPLETION_INDEX" in environ:
+        found.setdefault("node_rank", environ["JOB_COMPLETION_INDEX"])
+    if found.get("nnodes", "1") != "1" and "PET_MASTER_ADDR" in environ:
+        found["rdzv"] = f"{environ['PET_MASTER_ADDR']}:{environ.get('PET_MASTER_PORT', '29500')}"
+    return found
+
+
+_POD_OPTIONS = {
+    "n": "NPROC_PER_NODE",
+    "nnodes": "NNODES",
+    "node_rank": "NODE_RANK",
+    "max_restarts": "MAX_RESTARTS",
+}
 
 # Where torchrun's hosts meet; ours meet elsewhere.
 _TORCHRUNS = ("rdzv-endpoint", "rdzv-backend", "rdzv-id", "master-addr", "master-port")

@@ -40,8 +40,8 @@ _LOOK_SECONDS = 0.1
 class GlooBackend(NativeBackend):
     """Every rank of ``store`` connected to every other; collective, blocking.
 
-    ``host`` is the name or address that the sockets are bound to, or empty: then ``interface``
-    names the network interface. ``timeout`` (seconds) bounds an operation, ``joining`` connecting.
+    ``address`` is what the sockets are bound to, of one family on all ranks. ``timeout`` (seconds)
+    bounds an operation, ``joining`` connecting.
     Both ends of each connection prove that they know ``key``, which is that of the job. ``hosts``
     says which ranks share a host (equal bytes), ``host_timeout`` how long one may be silent: see
     ``HostWatch``.
@@ -59,8 +59,7 @@ class GlooBackend(NativeBackend):
     def __init__(
         self,
         store: Store,
-        host: str,
-        interface: str,
+        address: str,
         timeout: float,
         joining: float,
         key: bytes,
@@ -70,7 +69,7 @@ class GlooBackend(NativeBackend):
         native = _native.load("gloo")
         super().__init__(native, store, timeout)
         self._joining = joining
-        self._group = self._create(host, interface)
+        self._group = self._create(address)
         answer = answer_to_interrupts(native, "fl_gloo_interrupted")
         self.lib.fl_gloo_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
         self.lib.fl_gloo_on_interrupt(self._group, answer)
@@ -81,21 +80,20 @@ class GlooBackend(NativeBackend):
             self.close()
             raise
 
-    def _create(self, host: str, interface: str) -> Any:
+    def _create(self, address: str) -> Any:
         room = self.ffi.new("char[]", MESSAGE_BYTES)
         group = self.lib.fl_gloo_create(
             self.rank,
             self.size,
-            host.encode(),
-            interface.encode(),
+            address.encode(),
+            b"",  # no interface's name: it might have several addresses
             self._joining,
             room,
             MESSAGE_BYTES,
         )
         if group == self.ffi.NULL:
             raise BackendUnavailableError(
-                f"rank {self.rank} of {self.size}: Gloo cannot use "
-                f"{f'address {host!r}' if host else f'interface {interface!r}'}: "
+                f"rank {self.rank} of {self.size}: Gloo cannot use address {address!r}: "
                 f"{self.message(room)}. Choose another with params={{'INTERFACE': ...}}"
             )
         return self.ffi.gc(group, self._free)

@@ -8,8 +8,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+
+from flashlight_py.errors import RendezvousError
 
 # When rank 0 first says who is missing, and how often after that, in seconds.
 FIRST_SECONDS, NEXT_SECONDS = 10.0, 30.0
@@ -95,6 +97,23 @@ def check_member(rank: int, size: int, timeout: float) -> None:
         raise ValueError(f"world_rank must be from 0 to {size - 1} (world_size - 1), got {rank}")
     if not timeout > 0:
         raise ValueError(f"the timeout must be more than 0 seconds, got {timeout}")
+
+
+def check_apart(rank: int, peers: Sequence[Peer]) -> None:
+    """Refuse ranks that are one process, given the process of each.
+
+    Raises:
+        RendezvousError: two are, as two threads of it may be; so on every rank.
+    """
+    for peer in peers:
+        same = [other for other, each in enumerate(peers) if each == peer and peer.machine]
+        if len(same) > 1:
+            raise RendezvousError(
+                f"rank {rank} of {len(peers)}: {name_ranks(same)} are one process ({peer}), "
+                "as threads of a Dask worker may be: a rank is a process of its own, since there "
+                "is one world in each. Start one process for each rank, with Dask workers of one "
+                "thread (processes=True, threads_per_worker=1)"
+            )
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 import math
 import socket
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from flashlight_py.distributed.rendezvous.client import Client
 from flashlight_py.distributed.rendezvous.secret import Secret
@@ -37,7 +37,8 @@ class Place(Store):
     to know. ``is_common``: whoever knows the place ought to know that too, so a process of this
     user that does not was started wrongly. ``moves``: while ranks gather, another rank 0 may take
     the place of one that died. A client waits ``patience`` seconds for the answer of one offer.
-    ``next_look``: when ``look`` has something to do, by ``time.monotonic``.
+    ``next_look``: when ``look`` has something to do, by ``time.monotonic``. ``note`` is what rank 0
+    adds when it reports whom it waits for.
     """
 
     timeout: float
@@ -49,6 +50,7 @@ class Place(Store):
     moves = False
     patience = math.inf
     next_look = math.inf
+    note = ""
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
@@ -105,13 +107,21 @@ class Place(Store):
 
     # What server and clients ask of it -----------------------------------------------------------
 
+    @property
+    def ends(self) -> Mapping[int, tuple[Any, Any]]:
+        """See ``Store``."""
+        return {
+            rank: (tuple(each.here[:2]), tuple(each.address[:2]))
+            for rank, each in self._role.connections().items()
+        }
+
     @abc.abstractmethod
     def remedy(self) -> str:
         """Return what to do about ranks that have not arrived."""
 
     @abc.abstractmethod
-    def listen(self, backlog: int) -> socket.socket:
-        """Return a socket on which rank 0 listens for the others.
+    def listen(self, backlog: int) -> list[socket.socket]:
+        """Return the sockets on which rank 0 listens for the others.
 
         Raises:
             OSError: it cannot listen there; says why.

@@ -61,7 +61,8 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._listeners: list[socket.socket] = []
         try:
-            self._listen(place.listen(self._size + _SPARE_CANDIDATES))
+            for listener in place.listen(self._size + _SPARE_CANDIDATES):
+                self._listen(listener)
         except OSError as error:
             raise self._place.error(str(error)) from error
         self._candidates: list[Connection] = []
@@ -77,7 +78,7 @@ class Server:
     def exchange(self, payload: bytes) -> list[bytes]:
         """Gather a payload of every rank, in rank order."""
         deadline = time.monotonic() + self._place.timeout
-        waiting = Waiting(0, f"rendezvous at {self._place.name}")
+        waiting = Waiting(0, f"rendezvous at {self._place.name}{self._place.note}")
         while absent := self._absent():
             self._look()
             is_over = not self._serve(min(waiting.until(deadline), self._place.next_look))
@@ -95,6 +96,10 @@ class Server:
         for rank in range(1, self._size):
             self._members[rank].send(Kind.ROSTER, body, deadline)
         return payloads
+
+    def connections(self) -> dict[int, Connection]:
+        """Return those to the other ranks."""
+        return self._members
 
     def _absent(self) -> set[int]:
         """Return the ranks of which the next payload has not arrived."""

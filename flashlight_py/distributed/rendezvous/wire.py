@@ -16,7 +16,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashlight_py.distributed.rendezvous.peers import Peer
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, proof
@@ -26,6 +26,7 @@ _MAGIC = b"FLrv"
 _VERSION = 2
 _HEADER = struct.Struct("!4sHHQ")
 _LENGTH = struct.Struct("!Q")
+_MAPPED = "::ffff:"
 EMPTY_BYTES = _HEADER.size  # of a message without a body
 CHUNK_BYTES = 1 << 20  # that are read at a time
 _PROOF_BYTES = 32
@@ -140,7 +141,7 @@ class Connection:
         except OSError:
             wire.close()
             raise
-        self.wire, self.address, self.here = wire, address, here
+        self.wire, self.address, self.here = wire, plain(address), plain(here)
         self.handshake: Handshake | None = None
         self.rank: int | None = None
         self.is_refused = False
@@ -246,6 +247,12 @@ class Connection:
             return Kind(kind), length
         except ValueError:
             raise WireError(f"unknown kind of message {kind}") from None
+
+
+def plain(address: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return an IPv4 address that a socket for both families writes as one of IPv6, as it is."""
+    host = str(address[0])
+    return (host.removeprefix(_MAPPED), address[1]) if host.startswith(_MAPPED) else address
 
 
 def join_payloads(payloads: Iterable[bytes]) -> bytes:
