@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from flashlight_py.distributed.rendezvous.peers import Peer
+from flashlight_py.distributed.rendezvous.peers import ANY_RANK, Peer
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, proof
 from flashlight_py.distributed.rendezvous.sockets import UNREACHABLE, watch_over
 
@@ -83,7 +83,7 @@ class Greeting(NamedTuple):
             host, machine, started = map(_printable, words)
         except ValueError:
             return None
-        if not 0 <= numbers[0] < numbers[1] < 1 << 31:
+        if not ANY_RANK <= numbers[0] < numbers[1] < 1 << 31:
             return None
         return cls(numbers[0], numbers[1], Peer(host, numbers[2], machine, started))
 
