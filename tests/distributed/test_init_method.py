@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.settings import read_init_method
+from flashlight_py.distributed.settings import Settings, read_init_method
 from tests.distributed.harness import run_ranks
 
 ENV, FILE = fl.DistributedInit.ENV, fl.DistributedInit.FILE_SYSTEM
@@ -120,3 +120,19 @@ def test_params_say_where_rank_0_is() -> None:
         port = free.getsockname()[1]
     environ = {"MASTER_ADDR": "nowhere", "MASTER_PORT": str(port)}
     assert run_ranks(join_by_params, 2, init=None, env=lambda _: environ) == [3, 3]
+
+
+@pytest.mark.parametrize("value", ["soon", -1, 0.5, "inf", "nan"])
+def test_a_host_timeout_is_a_number_of_seconds(value: object) -> None:
+    with pytest.raises(ValueError, match=r"params\['HOST_TIMEOUT'\] must be a number of seconds"):
+        Settings.from_params({"HOST_TIMEOUT": value})
+
+
+def test_a_host_timeout_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings.from_params({}).host_timeout == 5.0
+    monkeypatch.setenv("FLASHLIGHT_HOST_TIMEOUT", "60")
+    assert Settings.from_params({}).host_timeout == 60.0
+    assert Settings.from_params({"HOST_TIMEOUT": 0}).host_timeout == 0.0
+    monkeypatch.setenv("FLASHLIGHT_HOST_TIMEOUT", "long")
+    with pytest.raises(ValueError, match="FLASHLIGHT_HOST_TIMEOUT must be"):
+        Settings.from_params({})
