@@ -45,11 +45,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "doctor": ("_version", "errors", "device", "interfaces", "_native", "distributed", "launch"),
     # The program of a rank imports the package (""), as the script of a user does.
     "launch.rank_main": ("launch", ""),
-    "launch": (
-        *("_version", "errors", "tracebacks", "cores", "interfaces", "distributed.rendezvous"),
-    ),
+    "launch.engine": ("launch", ""),
+    "launch.records": ("launch", "distributed.recorder"),
+    "launch": ("_version", "errors", "tracebacks", "cores", "interfaces", "distributed.rendezvous"),
 }
-OPTIONAL = {"mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax", "cloudpickle"}
+OPTIONAL = {
+    *("mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax", "cloudpickle"),
+    *("distributed", "pyspark", "ray"),
+}
 
 
 # What gathers the public names of every layer, and imports them when they are used.

@@ -54,8 +54,8 @@ void fl_gloo_watch_hosts(fl_group* group, const fl_hosts* hosts, const char* add
 }
 
 void fl_gloo_take_along(fl_group* group, void (*give_up)(void* other, const char* why),
-                        void* other) {
-  group->group.take_along(give_up, other);
+                        void* other, const char* advice) {
+  group->group.take_along({give_up, other, advice});
 }
 
 fl_op* fl_gloo_connect(fl_group* group, const char* addresses, size_t address_bytes,

@@ -29,9 +29,10 @@ typedef struct {
 void fl_gloo_watch_hosts(fl_group *group, const fl_hosts *hosts, const char *addresses,
                          size_t address_bytes, const char *proofs);
 
-/* Where hosts are lost, call give_up of `other` too, with why: another group, which must live at least
-   as long. */
-void fl_gloo_take_along(fl_group *group, void (*give_up)(void *other, const char *why), void *other);
+/* Where hosts are lost, call give_up of `other` too, with why, and then `advice`: another group, which
+   must live at least as long. */
+void fl_gloo_take_along(fl_group *group, void (*give_up)(void *other, const char *why), void *other,
+                        const char *advice);
 
 /* The calls below start an operation. `seconds` bounds the operation's time from when it begins to
    run. `data` and `output` must stay alive and untouched until it has ended. */

@@ -31,7 +31,7 @@ class Group {
   // See Mesh.
   int listen_for_hosts() { return mesh_->listen_for_hosts(); }
   void watch_hosts(Hosts hosts) { mesh_->watch_hosts(std::move(hosts)); }
-  void take_along(Mesh::GiveUp give_up, void* other) { mesh_->take_along(give_up, other); }
+  void take_along(Companion companion) { mesh_->take_along(std::move(companion)); }
   // Whether `rank` has begun a collective that nobody has called here, and which.
   bool is_ahead(int rank, fl_signature& call);
   // Null while the group can be used; else why it cannot, because of another rank for example.

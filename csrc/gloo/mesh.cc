@@ -202,6 +202,9 @@ Failure Mesh::explain(int peer, const std::string& what) {
     const auto status = static_cast<fl_status>(control.status);
     const std::vector<int> missing(control.missing, control.missing + control.missing_count);
     if (std::find(missing.begin(), missing.end(), rank) != missing.end()) {
+      if (status == FL_HOST_LOST) {
+        return {status, {r}, std::string("it has given up the host of this rank: ") + control.message};
+      }
       return {FL_PEER_LOST, {r},
               std::string("it gave up waiting for this rank: ") + control.message};
     }

@@ -43,6 +43,14 @@ uint64_t slot_of(const fl_signature& call);
 Hosts read_hosts(const fl_hosts& given, int size, const char* addresses, size_t bytes,
                  const char* proofs);
 
+// Another group that is to end where hosts are lost, and lives at least as long; `advice` ends what it
+// is told.
+struct Companion {
+  void (*give_up)(void* other, const char* why);
+  void* other;
+  std::string advice;
+};
+
 class Mesh : public gloo::Context, public Transport, public Connections {
  public:
   Mesh(int rank, int size, const std::string& host, const std::string& interface,
@@ -61,9 +69,7 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   // first returns the port at which others are to ask this rank; throws.
   int listen_for_hosts();
   void watch_hosts(Hosts hosts);
-  // Where hosts are lost, end another group as well, which lives at least as long as this one.
-  using GiveUp = void (*)(void* other, const char* why);
-  void take_along(GiveUp give_up, void* other);
+  void take_along(Companion companion);
 
   // In a forked child, whose threads are not here.
   void close_descriptors() const noexcept {
@@ -118,7 +124,7 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   std::vector<Control> control_;  // one per peer: why it gave up, when it has
   std::vector<Buffer> control_buffers_;
   std::unique_ptr<Heartbeat> heartbeat_;  // null: of a group on one host
-  std::vector<std::pair<GiveUp, void*>> companions_;
+  std::vector<Companion> companions_;
   Watch watch_{*this};  // last: it ends before what it looks at
 };
 

@@ -48,9 +48,9 @@ void Mesh::watch_hosts(Hosts hosts) {
   });
 }
 
-void Mesh::take_along(GiveUp give_up, void* other) {
+void Mesh::take_along(Companion companion) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  companions_.emplace_back(give_up, other);
+  companions_.push_back(std::move(companion));
 }
 
 // The next operation raises what has happened, as do those that wait.
@@ -59,7 +59,9 @@ void Mesh::lose(const Failure& failure) noexcept {
   give_up(failure);
   has_reported_ = true;
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& [give_up, other] : companions_) give_up(other, words_of(failure).c_str());
+  for (const Companion& companion : companions_) {
+    companion.give_up(companion.other, (words_of(failure) + companion.advice).c_str());
+  }
 }
 
 // As this rank's Python code says it of an error that ends another group: see native_errors.py.

@@ -77,10 +77,14 @@ def distributed_init(
             (FILE_SYSTEM), ``"tcp://HOST:PORT"`` (at that port of rank 0's host; rank and size
             given, or the environment's), and ``"nccl"``, ``"gloo"`` or ``"mpi"`` (None, with that
             BACKEND).
-        world_rank: this process's rank, from 0; for FILE_SYSTEM and ``"tcp://HOST:PORT"`` only.
+        world_rank: this process's rank, from 0; for FILE_SYSTEM, ``"tcp://HOST:PORT"`` and
+            MASTER_ADDR in ``params`` only.
         world_size: number of processes; for those only.
-        params: keys of ``DistributedConstants``: FILE_PATH, TIMEOUT (seconds, default 300, for
-            meeting and later for each operation), INTERFACE, BACKEND, MPI_CUDA_AWARE,
+        params: keys of ``DistributedConstants``: FILE_PATH, MASTER_ADDR and MASTER_PORT (as
+            ``"tcp://HOST:PORT"``; what one leaves out the environment says), TIMEOUT (seconds,
+            default 300, for meeting and later for each operation), INTERFACE (default: the variable
+            FLASHLIGHT_INTERFACE or GLOO_SOCKET_IFNAME, else by the route to rank 0), BACKEND,
+            MPI_CUDA_AWARE,
             HOST_TIMEOUT (seconds, default 5: hosts that cannot be reached for so long are lost),
             TRACE_DIR (default: the variable FLASHLIGHT_TRACE_DIR, else a folder among the
             temporary files), and MAX_DEVICE_PER_NODE, which joins the GPUs at once; else the first
@@ -90,8 +94,9 @@ def distributed_init(
         ValueError: unknown method or params key, rank or size that make no sense, FILE_SYSTEM
             without FILE_PATH. Nothing was created.
         BackendUnavailableError: mpi4py, an MPI library or Gloo is missing; says what to install.
-        RendezvousError: a rank (named) did not arrive in time, two claim one rank, sizes or secrets
-            differ, the path cannot be used, MPI does not know of the ranks that mpirun started, or
+        RendezvousError: a rank (named) did not arrive in time, two claim one rank or are threads of
+            one process, sizes or secrets differ, the path cannot be used, hosts have no addresses
+            at which they reach each other, MPI does not know of the ranks that mpirun started, or
             this would be a world of one among processes that were started as several.
         PeerLostError: a rank died while ranks were connecting.
         OSError: the process may open no more files; or TRACE_DIR is relative to a working directory

@@ -235,8 +235,7 @@ def _why_no_family(cards: Sequence[Card], usable: Sequence[Sequence[str]]) -> st
         name: next(rank for rank, each in enumerate(usable) if not _of_family(each, family))
         for family, name in _FAMILIES.items()
     }
-    return "they have no family of addresses in common: " + ", ".join(
-        f"{cards[rank].name} (rank {rank}) has no {name} that others reach, but "
-        f"{', '.join(usable[rank])}"
+    return "they have no version of IP in common: " + ", ".join(
+        f"{cards[rank].name} (rank {rank}) has {', '.join(usable[rank])} and no {name}"
         for name, rank in lacking.items()
     )

@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import syslog
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +20,13 @@ from functools import partial
 from typing import Any
 
 from flashlight_py.interfaces import listen_everywhere, own_addresses
-from flashlight_py.launch.channel import Outgoing, Reader, message, write_whole
+from flashlight_py.launch.channel import Outgoing, Reader, can_write, message, write_whole
 from flashlight_py.launch.front import die_with_parent, run_behind
 from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.output import Output, Source
-from flashlight_py.launch.ranks import LISTENER, Place, Ranks, end_leftovers, environ_of
+from flashlight_py.launch.pulse import LOST_SECONDS, Pulse
+from flashlight_py.launch.ranks import LISTENER, RECORDS, Place, Ranks, end_leftovers, environ_of
+from flashlight_py.launch.records import Notes, send_records
 
 _IN, _OUT = 0, 1
 # How many ranks may wait to connect before rank 0 answers; others are let in later.
@@ -47,6 +50,7 @@ class Agent:
         self._listener: socket.socket | None = None
         self._input: Outgoing | None = None
         self.grace, self._has_lost_output = 0.0, False
+        self._notes: Notes | None = None
 
     def prepare(self, needs_port: bool) -> None:
         """Report where ranks could meet on this host: its addresses, the best first, and a port."""
@@ -62,6 +66,8 @@ class Agent:
     def start(self, task: Mapping[str, Any]) -> None:
         """Start ranks: ``places`` of ``size``, where ``meeting`` says; see ``Team``."""
         self._ranks, self.grace = Ranks(self._loop, self._on_output), task["grace"]
+        if task["wants_records"]:
+            self._notes = Notes(self._loop)
         try:
             for place in map(Place._make, task["places"]):
                 self._start(place, task)
@@ -81,6 +87,11 @@ class Agent:
         elif self._input is not None:
             self._input.close()
 
+    def collect(self) -> None:
+        """Report the flight records that the ranks have written."""
+        if self._notes is not None:
+            send_records(self._notes.paths(), self._report)
+
     def finish(self, grace: float) -> None:
         """End what the ranks have left, by SIGKILL after ``grace`` seconds; blocks until then."""
         stuck = end_leftovers(self._loop, grace)
@@ -89,7 +100,9 @@ class Agent:
             self._input.close()
         if self._ranks is not None:
             self._ranks.close()
-        self._ranks = self._input = None
+        if self._notes is not None:
+            self._notes.close()
+        self._ranks = self._input = self._notes = None
         if self.output is not None:
             self.output.end()
         self.flush()
@@ -99,6 +112,9 @@ class Agent:
         """Write a line of the launcher's."""
         assert self.output
         self.output.say(text)
+
+    def pulse(self) -> None:
+        """Do nothing: that something has come from the launcher is noted already."""
 
     def flush(self) -> float:
         """Show lines without an end that are due; returns when the next ones are."""
@@ -114,10 +130,13 @@ class Agent:
 
     def _start(self, place: Place, task: Mapping[str, Any]) -> None:
         assert self._ranks is not None
-        meeting, listener = task["meeting"], []
+        meeting, descriptors = task["meeting"], []
         if self._listener is not None and place.rank == 0:
-            listener = [self._listener.fileno()]
-            meeting = {**meeting, LISTENER: str(listener[0])}
+            descriptors = [self._listener.fileno()]
+            meeting = {**meeting, LISTENER: str(descriptors[0])}
+        if self._notes is not None:
+            descriptors.append(self._notes.descriptor)
+            meeting = {**meeting, RECORDS: self._notes.variable()}
         environ = {**os.environ, **task["environ"]}
         with self._input_of(place, task["has_input"]) as stdin:
             process = self._ranks.start(
@@ -125,7 +144,7 @@ class Agent:
                 task["program"],
                 environ_of(environ, place, task["size"], task["restarts"], meeting),
                 stdin,
-                listener,
+                descriptors,
                 partial(die_with_parent, os.getpid()),
             )
         self._loop.child(process, partial(self._on_exit, self._ranks, place.rank))
@@ -165,21 +184,31 @@ class Agent:
 
 
 class Server:
-    """Our end of the connection of an agent to its launcher, two descriptors."""
+    """Our end of the connection of an agent to its launcher, two descriptors.
 
-    def __init__(self, loop: Loop, reading: int, writing: int) -> None:
-        self.has_ended = False
+    Once nothing has come from there for ``lost_after`` seconds, ``silence`` says since when.
+    """
+
+    def __init__(self, loop: Loop, reading: int, writing: int, lost_after: float) -> None:
+        self.has_ended, self.silence = False, ""
+        os.set_blocking(writing, False)
         self._loop, self._reading, self._writing = loop, reading, writing
         self._reader = Reader(reading)
         self._inbox: deque[tuple[str, list[Any]]] = deque()
+        self._is_writing = False
         loop.watch(reading, self._read)
+        self._pulse = Pulse(loop, lost_after, self._beat, self._on_silence)
 
     def report(self, kind: str, *values: Any) -> None:
-        """Send a message to the launcher; blocks until it is written."""
+        """Send a message to the launcher; blocks until it is written, or the launcher is lost."""
+        if self.silence:
+            return
+        self._is_writing = True
         try:
-            write_whole(self._writing, message(kind, *values))
+            write_whole(self._writing, message(kind, *values), self._wait)
         except OSError:  # it is gone
             self.end()
+        self._is_writing = False
 
     def end(self) -> None:
         """Let ``run`` return."""
@@ -203,12 +232,31 @@ class Server:
             if code is not None or self._reader.has_ended:
                 self.end()
         agent.finish(agent.grace)
+        self._pulse.stop()
         return code
 
     def _read(self) -> None:
+        before = self._reader.received
         self._inbox.extend(self._reader.read())
+        if self._reader.received > before:
+            self._pulse.heard()
         if self._reader.has_ended:
             self._loop.forget(self._reading)
+
+    def _wait(self) -> None:
+        """While the launcher takes no messages: see whether it is there at all."""
+        self._read()
+        self._pulse.look()
+        if self.silence:
+            raise BrokenPipeError(self.silence)
+
+    def _beat(self) -> None:
+        if not self._is_writing and can_write(self._writing):
+            self.report("pulse")
+
+    def _on_silence(self, since: str) -> None:
+        self.silence = since
+        self.end()
 
 
 def addresses_of_host(reached: Sequence[str]) -> list[str]:
@@ -228,10 +276,20 @@ def main() -> int:
 
 def _work() -> int:
     with closing(Loop()) as loop:
-        server = Server(loop, _IN, _OUT)
+        server = Server(loop, _IN, _OUT, float(sys.argv[1]) if len(sys.argv) > 1 else LOST_SECONDS)
         loop.on_signal = lambda number: server.end()
         server.run(Agent(loop, server.report))
+    if server.silence:
+        _say(f"nothing has come from the launcher {server.silence}; its ranks here were ended")
+        return 1
     return 0
+
+
+def _say(text: str) -> None:
+    """Write a line where somebody may find it on a host that is cut off: to the system's log."""
+    line = f"flrun: agent on {os.uname().nodename}: {text}"
+    print(line, file=sys.stderr)
+    syslog.syslog(syslog.LOG_ERR, line)
 
 
 if __name__ == "__main__":

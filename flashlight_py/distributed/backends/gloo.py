@@ -22,7 +22,7 @@ from flashlight_py.distributed.backends.native_errors import call_in_words
 from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES, NativeGroup
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.control.wording import UNUSABLE, names, who_that_was
+from flashlight_py.distributed.control.wording import HOST_ADVICE, UNUSABLE, names, who_that_was
 from flashlight_py.distributed.rendezvous.peers import Peer, Waiting, this_process
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Store
@@ -202,7 +202,8 @@ class GlooBackend(NativeBackend):
         addresses = [int(other.ffi.cast("uintptr_t", each)) for each in (give_up, other.group)]
         function = self.ffi.cast("void (*)(void *, const char *)", addresses[0])
         self._free.kept.append(other.group)  # it is freed after this one
-        self.lib.fl_gloo_take_along(self._group, function, self.ffi.cast("void *", addresses[1]))
+        pointer, advice = self.ffi.cast("void *", addresses[1]), f". {HOST_ADVICE}. {UNUSABLE}"
+        self.lib.fl_gloo_take_along(self._group, function, pointer, advice.encode())
 
     def _abort(self, group: Any, why: bytes) -> None:
         self.lib.fl_gloo_give_up(group, why)

@@ -47,11 +47,13 @@ class Attempts:
 
     def _race(self, selector: selectors.BaseSelector, until: float) -> Iterator[socket.socket]:
         due = time.monotonic()
+        # All are tried in half of the time, however many do not answer.
+        pause = min(_NEXT_SECONDS, (until - due) / (2 * max(1, len(self._targets))))
         while self._targets or selector.get_map():
             now = time.monotonic()
             if self._targets and (now >= due or not selector.get_map()):
                 self._start(selector, *self._targets.popleft())
-                due = now + _NEXT_SECONDS
+                due = now + pause
                 continue
             ready = selector.select(min(until, due if self._targets else until) - now)
             for key, _ in ready:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flashlight_py.distributed.rendezvous.client import Client
+from flashlight_py.distributed.rendezvous.peers import ANY_RANK
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.server import Server
 from flashlight_py.distributed.rendezvous.store import Store
@@ -103,7 +104,11 @@ class Place(Store):
         """Notify the connected ranks that this one aborts; waits up to 2 s until they know."""
         if not self._has_ended:
             self._has_ended = True
-            self._role.abort(f"rank {self.rank} aborted: {reason}")
+            self._role.abort(f"{self._who} aborted: {reason}")
+
+    @property
+    def _who(self) -> str:
+        return "one" if self.rank == ANY_RANK else f"rank {self.rank}"
 
     # What server and clients ask of it -----------------------------------------------------------
 
@@ -147,5 +152,5 @@ class Place(Store):
 
     def error(self, reason: str) -> RendezvousError:
         """Return the error of this rank."""
-        where = f"rendezvous at {self.name}, rank {self.rank} of {self.size}"
+        where = f"rendezvous at {self.name}, {self._who} of {self.size}"
         return RendezvousError(f"{where}: {reason}")

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from flashlight_py.distributed.rendezvous.peers import (
+    ANY_RANK,
     Peer,
     Waiting,
     cannot_be_reached,
@@ -274,6 +275,9 @@ class Server:
         the right one, so it fails.
         """
         rank, size, peer = greeting
+        if rank == ANY_RANK and size == self._size and not self._round:
+            free = set(range(1, size)) - self._members.keys()
+            rank = min(free, default=size - 1)
         reason, me = "", self._processes[0]
         if rank in self._members or rank == 0:
             reason = f"two processes claim rank {rank}: {self._processes[rank]} and {peer}; "
@@ -285,8 +289,9 @@ class Server:
             advice = f"wait for its end, or give every run a {self._place.own} of its own"
             self._refuse(candidate, Kind.FAILURE, f"{reason}; {advice}")
         elif size != self._size:
+            who = "one" if rank == ANY_RANK else f"rank {rank}"
             raise self._disagreement(
-                f"rank {rank} ({peer}) was started with world size {size}, rank 0 ({me}) with "
+                f"{who} ({peer}) was started with world size {size}, rank 0 ({me}) with "
                 f"{self._size}; give every rank the same world size",
                 rank,
                 candidate,

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from flashlight_py.distributed.rendezvous.peers import Peer
+from flashlight_py.distributed.rendezvous.peers import ANY_RANK, Peer
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, proof
 from flashlight_py.distributed.rendezvous.sockets import UNREACHABLE, watch_over
 
@@ -83,7 +83,7 @@ class Greeting(NamedTuple):
             host, machine, started = map(_printable, words)
         except ValueError:
             return None
-        if not 0 <= numbers[0] < numbers[1] < 1 << 31:
+        if not ANY_RANK <= numbers[0] < numbers[1] < 1 << 31:
             return None
         return cls(numbers[0], numbers[1], Peer(host, numbers[2], machine, started))
 
@@ -179,9 +179,9 @@ class Connection:
         self.wire.settimeout(max(0.001, timeout))
         try:
             data = self.wire.recv(most)
-        except TimeoutError:
-            return
         except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno is None:  # ours, not the kernel's
+                return
             self.is_unreachable = error.errno in UNREACHABLE
             data = b""
         self.has_ended = not data
