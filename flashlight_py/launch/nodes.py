@@ -194,13 +194,15 @@ def meeting_of(options: Options) -> Place:
     if options.node_rank is not None:
         return at(rank=options.node_rank, one_host=one_host)
     if not addresses_of(host):
-        return at(rank=ANY_RANK, one_host=one_host)
+        return at(rank=ANY_RANK, one_host=one_host, unnumbered=True)
     try:
         return at(rank=0, one_host=one_host)
     except RendezvousError:
         if not one_host:
             raise
-        return at(rank=ANY_RANK, one_host=True)  # another launcher of this host was first
+        return at(
+            rank=ANY_RANK, one_host=True, unnumbered=True
+        )  # another launcher of this host was first
 
 
 def _meet(

@@ -104,6 +104,29 @@ def test_both_sides_of_a_host_that_is_lost_end(cluster: Cluster, fate: str) -> N
 
 
 @pytest.mark.slow
+def test_launchers_that_are_cut_off_from_each_other_both_end(cluster: Cluster) -> None:
+    program = write(cluster.folder, CALLING)
+    command = [*LAUNCH, "-n2", "--nnodes=2", "--rdzv", "h0:29514", program]
+    nodes = [
+        cluster[i].popen(command, env={"MASTER_SECRET": "of the job"}, **PIPES) for i in (0, 1)
+    ]
+    for node in nodes:
+        begin(node, 2)
+    began = time.monotonic()
+    cluster[1].cut()
+    try:
+        errors = [node.communicate(timeout=30)[1].splitlines()[-1] for node in nodes]
+        assert time.monotonic() - began < 15
+    finally:
+        cluster[1].mend()
+    assert [node.returncode for node in nodes] == [1, 1]
+    assert "nothing has come from its launcher (node 1) since" in "".join(errors[0])
+    assert errors[1].startswith("flrun: nothing has come from the launcher of node 0 since ")
+    for host in (cluster[0], cluster[1]):
+        wait_until_none(host, 1.0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fate", ["cut", "kill"])
 def test_all_ranks_of_a_lost_host_are_lost_at_once(cluster: Cluster, fate: str) -> None:
     program = write(cluster.folder, CALLING)
@@ -152,7 +175,8 @@ def on_each(cluster: Cluster, size: int, *arguments: object, **environ: str) -> 
     return [(each.returncode, *end) for each, end in zip(launchers, ends, strict=True)]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
 def test_one_command_line_on_each_host(cluster: Cluster, size: int) -> None:
     program = write(cluster.folder, SUM)
     done = on_each(cluster, size, "--rdzv", "h0:29511", program, MASTER_SECRET="of the job")
@@ -172,12 +196,17 @@ def test_launchers_on_several_hosts_need_a_secret(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ssh", "nnodes"])
-def test_flight_records_of_all_hosts_can_be_compared(cluster: Cluster, way: str) -> None:
+def test_flight_records_of_all_hosts_can_be_compared(
+    cluster: Cluster, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in folders of their own and, with --nnodes, at a path that each host has for itself."""
     program = write(cluster.folder, MISMATCH)
+    monkeypatch.delenv("FLASHLIGHT_TRACE_DIR", raising=False)
     if way == "ssh":
         process = start(cluster, "h0:2,h1:2", program)
         _, errors = process.communicate(timeout=60)
     else:
+        monkeypatch.setenv("FLASHLIGHT_TRACE_DIR", "/tmp/records")
         done = on_each(cluster, 2, "--rdzv", "h0:29513", program, MASTER_SECRET="of the job")
         errors = done[0][2]
     told = [line for line in errors.splitlines() if line.startswith("flrun: flight records of ")]

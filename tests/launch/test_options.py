@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -101,11 +102,11 @@ TRAINJOB = {
             ["-n", "1"],
             (1, 2, 1, ("train-node-0-0.train", 29400), 5),
         ),
-        (TRAINJOB, ["-n", "2", "--standalone"], (2, 1, 0, None, None)),
-        (TRAINJOB, ["--hosts", "a:2"], (usable_cores(), 1, 0, None, None)),
-        ({**TRAINJOB, "LOCAL_RANK": "0"}, ["-n", "2"], (2, 1, 0, None, None)),
+        (TRAINJOB, ["-n", "2", "--standalone"], (2, 1, None, None, None)),
+        (TRAINJOB, ["--hosts", "a:2"], (usable_cores(), 1, None, None, None)),
+        ({**TRAINJOB, "LOCAL_RANK": "0"}, ["-n", "2"], (2, 1, None, None, None)),
         ({**TRAINJOB, "PET_NNODES": "1", "PET_NODE_RANK": "0"}, [], (3, 1, 0, None, None)),
-        ({"JOB_COMPLETION_INDEX": "1"}, ["-n", "2"], (2, 1, 0, None, None)),
+        ({"JOB_COMPLETION_INDEX": "1"}, ["-n", "2"], (2, 1, None, None, None)),
         (
             {"JOB_COMPLETION_INDEX": "1"},
             ["-n", "2", "--nnodes", "4", "--rdzv", "train-0.train:29500"],
@@ -124,6 +125,23 @@ def test_a_pod_of_kubernetes_says_what_the_command_line_does_not(
     found = read_options([*words, "t.py"], PYTHON)
     given = (found.ranks, found.nnodes, found.node_rank, found.endpoint, found.max_restarts)
     assert given == options
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("ssh -p 22", "ssh -o ConnectTimeout=10 -o ServerAliveInterval=5 -p 22"),
+        ("ssh -oconnecttimeout=3", "ssh -o ServerAliveInterval=5 -oconnecttimeout=3"),
+        (
+            "/bin/ssh -o 'ServerAliveInterval 9'",
+            "/bin/ssh -o ConnectTimeout=10 -o 'ServerAliveInterval 9'",
+        ),
+        ("docker exec", "docker exec"),
+    ],
+)
+def test_openssh_gets_the_deadlines_that_it_has_not(command: str, expected: str) -> None:
+    options = read_options(["--hosts", "a", "--ssh", command, "t.py"], PYTHON)
+    assert options.ssh == tuple(shlex.split(expected))
 
 
 def test_the_version() -> None:

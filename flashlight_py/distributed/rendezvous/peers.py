@@ -93,12 +93,11 @@ def check_member(rank: int, size: int, timeout: float) -> None:
     """Check what a store is constructed with.
 
     Raises:
-        ValueError: ``size`` < 1, ``rank`` neither in [0, size) nor ``ANY_RANK``, or ``timeout`` <=
-            0 seconds.
+        ValueError: ``size`` < 1, ``rank`` not in [0, size), or ``timeout`` <= 0 seconds.
     """
     if size < 1:
         raise ValueError(f"world_size must be at least 1, got {size}")
-    if rank != ANY_RANK and not 0 <= rank < size:
+    if not 0 <= rank < size:
         raise ValueError(f"world_rank must be from 0 to {size - 1} (world_size - 1), got {rank}")
     if not timeout > 0:
         raise ValueError(f"the timeout must be more than 0 seconds, got {timeout}")

@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from flashlight_py.distributed.rendezvous.peers import (
-    ANY_RANK,
     Peer,
     Waiting,
     cannot_be_reached,
@@ -136,8 +135,6 @@ class Server:
                 self._place.name,
                 REMEDY,
             )
-
-    # Serving --------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """While ranks gather: keep the place in order."""
@@ -274,10 +271,7 @@ class Server:
         Before the run stands nobody knows which of two processes that contradict each other is
         the right one, so it fails.
         """
-        rank, size, peer = greeting
-        if rank == ANY_RANK and size == self._size and not self._round:
-            free = set(range(1, size)) - self._members.keys()
-            rank = min(free, default=size - 1)
+        rank, size, peer = greeting.numbered(self._members)
         reason, me = "", self._processes[0]
         if rank in self._members or rank == 0:
             reason = f"two processes claim rank {rank}: {self._processes[rank]} and {peer}; "
@@ -289,9 +283,8 @@ class Server:
             advice = f"wait for its end, or give every run a {self._place.own} of its own"
             self._refuse(candidate, Kind.FAILURE, f"{reason}; {advice}")
         elif size != self._size:
-            who = "one" if rank == ANY_RANK else f"rank {rank}"
             raise self._disagreement(
-                f"{who} ({peer}) was started with world size {size}, rank 0 ({me}) with "
+                f"rank {rank} ({peer}) was started with world size {size}, rank 0 ({me}) with "
                 f"{self._size}; give every rank the same world size",
                 rank,
                 candidate,
@@ -328,8 +321,6 @@ class Server:
         candidate.is_refused = True
         candidate.shut()
 
-    # The end --------------------------------------------------------------------------------------
-
     def hand_over(self) -> dict[int, socket.socket]:
         """Wait until every member has left, stop listening, and return their connections."""
         self._await_leave()
@@ -348,8 +339,9 @@ class Server:
     def _await_leave(self) -> None:
         deadline = time.monotonic() + self._place.timeout
         while lingering := self._members.keys() - self._departed:
-            is_hopeless = all(self._members[rank].has_ended for rank in lingering)
-            if is_hopeless or not self._serve(deadline):
+            if all(self._members[rank].has_ended for rank in lingering) or not self._serve(
+                deadline
+            ):
                 self._close()
                 names = name_ranks(lingering)
                 raise self._place.error(f"{names} joined and did not take leave: died or stuck")
@@ -402,8 +394,7 @@ class Server:
 
     def _close(self) -> None:
         self._selector.close()
-        for listener in self._listeners:
-            listener.close()
-        for connection in (*self._members.values(), *self._candidates):
-            connection.close()
+        wires = (each.wire for each in (*self._members.values(), *self._candidates))
+        for end in (*self._listeners, *wires):
+            end.close()
         self._place.clear()

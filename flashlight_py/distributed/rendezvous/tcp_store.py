@@ -25,6 +25,7 @@ class TcpStore(Place):
 
     ``one_host``: all ranks are known to be on one host, so that they know the user's secret where
     the job was given none. ``also`` are further addresses of rank 0.
+    ``unnumbered``: ``rank`` may be ``ANY_RANK``, to take any but 0.
 
     Raises:
         ValueError: ``rank``, ``size``, ``timeout`` or ``port`` make no sense.
@@ -44,8 +45,9 @@ class TcpStore(Place):
         timeout: float,
         one_host: bool = False,
         also: Sequence[str] = (),
+        unnumbered: bool = False,
     ) -> None:
-        check_member(rank, size, timeout)
+        check_member(max(rank, 0) if unnumbered else rank, size, timeout)
         if not 0 < port < 65536:
             raise ValueError(f"the port must be in [1, 65535], got {port}")
         self.name, self._host, self._port = f"{host}:{port}", host, port

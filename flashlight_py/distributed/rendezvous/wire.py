@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 from flashlight_py.distributed.rendezvous.peers import ANY_RANK, Peer
@@ -73,6 +73,12 @@ class Greeting(NamedTuple):
         peer = self.peer
         lines = (self.rank, self.size, peer.pid, peer.host, peer.machine, peer.started)
         return "\n".join(map(str, lines)).encode(errors="replace")
+
+    def numbered(self, taken: Container[int]) -> Greeting:
+        """Return the same with the least rank that is not ``taken``, if it asks for any."""
+        free = (rank for rank in range(1, self.size) if rank not in taken)
+        rank = next(free, self.size - 1) if self.rank == ANY_RANK else self.rank
+        return self._replace(rank=rank)
 
     @classmethod
     def parse(cls, text: bytes) -> Greeting | None:
