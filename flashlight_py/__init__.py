@@ -97,6 +97,7 @@ _NAMES = [
     "device",
     "distributed",
     "errors",
+    "launch",
     "functional",
     "meter",
     "nn",

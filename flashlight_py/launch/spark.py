@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 # What the exception of a task carries to the driver, in the text that Spark makes of it.
 _REPORT = re.compile(r"flashlight rank (\d+) failed: ([\w+/=]+)!")
-_LOST = re.compile(r"Lost task (\d+)\.\d+ in stage [^:]*: ([^\n]*)")
+_LOST = re.compile(r"ResultTask\(\d+, (\d+)\) finished unsuccessfully\.\s*([^\n]*)")
 
 
 def run(
