@@ -123,7 +123,7 @@ def verdicts(places: Sequence[Place], absent: Mapping[str, str]) -> list[Verdict
         verdict
         for place in places
         for verdict in (_beside_peers(place, missing), _beside_the_wire(place))
-        if verdict.reached is not None or not LINKS[place.link].get("delay")
+        if verdict.reached is not None or missing
     ]
 
 
