@@ -12,7 +12,6 @@ skipped with the reason.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import os
@@ -150,11 +149,12 @@ class Cluster:
 
     def _start_switch(self, stack: contextlib.ExitStack) -> None:
         taps = [host.take_tap() for host in self._hosts]
+        program = _compiled_switch()
         self._switch = subprocess.Popen(
-            [str(_compiled_switch()), *self._link, *map(str, taps)],
+            [f"/proc/self/fd/{program}", *self._link, *map(str, taps)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=taps,
+            pass_fds=[program, *taps],
             text=True,
         )
         stack.push(self._switch)  # closes its stdin, which ends it
@@ -174,10 +174,10 @@ class Cluster:
 
 
 @functools.cache
-def _compiled_switch() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="switch-", dir="/tmp"))
-    atexit.register(shutil.rmtree, folder)
-    compiled = folder / "switch"
-    source = HERE / "switch.c"
-    subprocess.run(["gcc", "-O2", "-Wall", "-o", str(compiled), str(source)], check=True)
-    return compiled
+def _compiled_switch() -> int:
+    """Return the descriptor of the switch's program, whose file is gone already."""
+    with tempfile.TemporaryDirectory(prefix="switch-", dir="/tmp") as folder:
+        compiled = Path(folder) / "switch"
+        source = HERE / "switch.c"
+        subprocess.run(["gcc", "-O2", "-Wall", "-o", str(compiled), str(source)], check=True)
+        return os.open(compiled, os.O_RDONLY | os.O_CLOEXEC)
