@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.backends.hierarchical_large import LargeCalls
 from flashlight_py.distributed.combining import combined, cut
 from flashlight_py.distributed.constants import ReduceOp
 from tests.distributed.conformance import assert_equal, dtype_of, values
+from tests.distributed.harness import run_ranks
 
 # Which host each rank is on.
 PLACES = {
@@ -156,3 +159,28 @@ def several_pieces(rank: int, size: int) -> None:
 @pytest.mark.slow
 def test_long_arrays_go_in_pieces(world: Any) -> None:
     world[1].run(several_pieces)
+
+
+def scatter_to_a_late_rank(rank: int, size: int) -> str:
+    if rank == size - 1:
+        real = LargeCalls._reduce_section
+
+        def late(*args: Any) -> None:
+            time.sleep(6)
+            real(*args)
+
+        LargeCalls._reduce_section = late  # type: ignore[method-assign]
+    try:
+        fl.reduce_scatter(np.ones(200_000))
+        fl.barrier()
+    except fl.errors.DistributedError as error:
+        return str(error)
+    return "nothing was late"
+
+
+@pytest.mark.slow
+def test_who_waits_for_another_host_is_not_late_itself() -> None:
+    """Rank 1 has not ended the reduce_scatter, as rank 3 has not; rank 0 calls the next verb."""
+    world = {"env": PLACED["aabb"], "params": {"TIMEOUT": 1.5}}
+    for text in run_ranks(scatter_to_a_late_rank, 4, **world)[:3]:
+        assert "rank 3 did not join" in text

@@ -207,6 +207,7 @@ class LargeCalls:
         result = room_for(call, mine.stop - mine.start)
         if self._even:  # its section is its part
             self._reduce_section(call, last, ours, lengths, result.reshape(-1))
+            self._runs_ahead()
             return result
         home = cut(counts, [len(host) for host in self._hosts])[self._home]
         whole = np.empty(sum(home), flat.dtype)
