@@ -89,11 +89,12 @@ class _Ranks:
 
     def __init__(self, client: Any, workers: list[str]) -> None:
         self._client, self._workers, self._tasks = client, workers, dict[int, Any]()
+        self._port: int | None = None
 
     def start(self, start: engine.Start) -> None:
         first, key = self._workers[0], f"flashlight-{uuid.uuid4().hex}"
         host = urlsplit(first).hostname
-        port = self._client.run(engine.listen, host, workers=[first])[first]
+        self._port = port = self._client.run(engine.listen, host, workers=[first])[first]
         for rank, worker in enumerate(self._workers):
             pinned = {"workers": [worker], "allow_other_workers": False, "key": f"{key}-{rank}"}
             self._tasks[rank] = self._client.submit(start.serve, rank, host, port, **pinned)
@@ -123,13 +124,22 @@ class _Ranks:
         at = {rank: self._workers[rank] for rank, task in self._tasks.items() if not task.done()}
         here = [worker for worker in at.values() if worker in living]
         told = self._client.run(engine.end_rank, workers=here, on_error="ignore") if here else {}
-        late = {rank for rank in at if told.get(at[rank])}
-        ends = time.monotonic() + engine.ENDING_SECONDS
-        while late and time.monotonic() < ends:
-            late -= self.outcomes(late, ends).keys()
+        late = self._still_running({rank for rank in at if told.get(at[rank])})
         for rank in late:
             self._client.run(_die, workers=[at[rank]], wait=False, on_error="ignore")
+        first = self._workers[0]
+        if self._port is not None and first in here and 0 not in late:
+            there = {"workers": [first], "on_error": "ignore"}
+            self._client.run(engine.stop_listening, self._port, **there)
+        self._still_running(late)  # the next attempt must not get a worker that is being killed
         self._client.cancel([*self._tasks.values()], force=True)
+
+    def _still_running(self, ranks: set[int]) -> set[int]:
+        """Wait a while for ``ranks`` to end; return those that have not."""
+        ends = time.monotonic() + engine.ENDING_SECONDS
+        while ranks and time.monotonic() < ends:
+            ranks -= self.outcomes(ranks, ends).keys()
+        return ranks
 
 
 async def _die() -> None:

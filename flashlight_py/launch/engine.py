@@ -78,7 +78,7 @@ class Start:
             **({LISTENER: str(listener.fileno())} if listener else {}),
         }
         try:
-            with _environment(variables), _as_the_only_rank():
+            with _as_the_only_rank(), _environment(variables):
                 return self._call(rank)
         except BaseException as error:  # noqa: BLE001 - whatever it is, ``run`` raises it
             return Failure.of_exception(error, time.monotonic())
@@ -198,10 +198,17 @@ _endable: int | None = None
 
 def listen(host: str) -> int:
     """Listen at a free port of ``host``, for rank 0 of this process to come; returns the port."""
-    listener = socket.create_server((host, 0))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
     port = int(listener.getsockname()[1])
     _listeners[port] = listener
     return port
+
+
+def stop_listening(port: int) -> None:
+    """Undo ``listen``, where rank 0 has not come, and will not."""
+    if (listener := _listeners.pop(port, None)) is not None:
+        listener.close()
 
 
 def end_rank() -> bool:
@@ -217,7 +224,7 @@ def end_rank() -> bool:
 
 @contextmanager
 def _as_the_only_rank() -> Iterator[None]:
-    global _rank  # noqa: PLW0603 - a process is one rank
+    global _rank, _endable  # noqa: PLW0603 - a process is one rank
     with _lock:
         if _rank is not None:
             raise RuntimeError("this process is a rank already; each rank needs one of its own")
@@ -227,7 +234,7 @@ def _as_the_only_rank() -> Iterator[None]:
     finally:
         with _lock:
             _raise_in(_rank, None)  # what end_rank has asked for, and did not happen before
-            _rank = None
+            _rank = _endable = None  # the second too: SystemExit may end whoever resets it
 
 
 @contextmanager

@@ -17,6 +17,9 @@ from flashlight_py.launch.failures import Failure
 
 T = TypeVar("T")
 
+# How often a stage is cancelled that must end, in seconds.
+_CANCEL_SECONDS = 0.2
+
 # What the exception of a task carries to the driver, in the text that Spark makes of it.
 _REPORT = re.compile(r"flashlight rank (\d+) failed: ([\w+/=]+)!")
 _LOST = re.compile(r"ResultTask\(\d+, (\d+)\) finished unsuccessfully\.\s*([^\n]*)")
@@ -85,9 +88,9 @@ def _attempt(context: Any, start: engine.Start, ends: float) -> list[bytes]:
         thread.join(None if math.isinf(ends) else max(ends - time.monotonic(), 0.0))
         is_late = thread.is_alive()
     finally:
-        if thread.is_alive():
+        while thread.is_alive():  # the job may not have begun when it is cancelled first
             context.cancelJobsWithTag(tag)
-            thread.join()
+            thread.join(_CANCEL_SECONDS)
     if is_late:
         raise engine.TimeIsUp(range(start.size))
     (result,) = outcome

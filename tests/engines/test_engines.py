@@ -7,6 +7,7 @@ import random
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
@@ -17,6 +18,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.errors import RankFailedError
+from flashlight_py.launch import engine
 from tests.distributed import leftovers
 from tests.engines import tasks
 
@@ -144,6 +146,12 @@ def test_a_timeout_ends_the_ranks(run: Run) -> None:
     assert run(tasks.total, (10,))[0] == (0, 33)
 
 
+@pytest.mark.parametrize("run", [spark], indirect=True)
+def test_a_timeout_ends_a_stage_that_has_not_begun(run: Run) -> None:
+    with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1, 2 of 3 had not returned"):
+        run(tasks.never, timeout=1e-6)
+
+
 def test_a_result_that_cannot_be_pickled(run: Run) -> None:
     with pytest.raises(RankFailedError, match="the result, of type generator, cannot be pickled"):
         run(tasks.unpicklable)
@@ -180,3 +188,26 @@ def test_dask_needs_a_process_for_each_rank() -> None:
             fl.launch.dask.run(client, tasks.total, (1,), nprocs=2)
         with pytest.raises(ValueError, match="5 ranks need as many workers, and the cluster has 2"):
             fl.launch.dask.run(client, tasks.total, (1,), nprocs=5)
+
+
+def _listeners() -> list[int]:
+    return list(engine._listeners)
+
+
+def test_dask_leaves_nothing_where_a_rank_never_runs() -> None:
+    """Rank 0's worker is busy with other tasks; the other rank waits for it until it is killed."""
+    distributed = pytest.importorskip("distributed", reason="needs 'flashlight-py[dask]'")
+    options = {"dashboard_address": "127.0.0.1:0", "threads_per_worker": 1, "host": "127.0.0.1"}
+    with (
+        distributed.LocalCluster(n_workers=2, **options) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        first = min(client.nthreads())
+        other = client.submit(time.sleep, 10, workers=[first])
+        with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 had not returned"):
+            fl.launch.dask.run(client, tasks.total, (1,), nprocs=2, timeout=1)
+        assert client.run(_listeners, workers=[first]) == {first: []}
+        assert not other.done()
+        client.wait_for_workers(2, timeout=60)
+        other.result()
+        assert fl.launch.dask.run(client, tasks.total, (1,), nprocs=2) == [(0, 3), (1, 3)]
