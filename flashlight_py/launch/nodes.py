@@ -193,16 +193,15 @@ def meeting_of(options: Options) -> Place:
     at = partial(TcpStore, host, port, size=options.nnodes, timeout=MEETING_SECONDS)
     if options.node_rank is not None:
         return at(rank=options.node_rank, one_host=one_host)
+    at = partial(at, one_host=one_host, unnumbered=True)
     if not addresses_of(host):
-        return at(rank=ANY_RANK, one_host=one_host, unnumbered=True)
+        return at(rank=ANY_RANK)
     try:
-        return at(rank=0, one_host=one_host)
+        return at(rank=0)
     except RendezvousError:
         if not one_host:
             raise
-        return at(
-            rank=ANY_RANK, one_host=True, unnumbered=True
-        )  # another launcher of this host was first
+        return at(rank=ANY_RANK)  # another launcher of this host was first
 
 
 def _meet(

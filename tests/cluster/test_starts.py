@@ -23,10 +23,7 @@ EXPECTED = ["[0] h0 0 4", "[1] h0 1 4", "[2] h1 2 4", "[3] h1 3 4"]
 pytestmark = pytest.mark.slow
 
 
-IPV6 = pytest.param("6", marks=pytest.mark.xfail(strict=False, reason="the route is not asked yet"))
-
-
-@pytest.fixture(scope="module", params=["4", IPV6], ids=["IPv4", "IPv6"])
+@pytest.fixture(scope="module", params=["4", "6"], ids=["IPv4", "IPv6"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with Cluster(2, families=request.param) as made:
         for host in made:

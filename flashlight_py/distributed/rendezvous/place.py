@@ -39,7 +39,7 @@ class Place(Store):
     user that does not was started wrongly. ``moves``: while ranks gather, another rank 0 may take
     the place of one that died. A client waits ``patience`` seconds for the answer of one offer.
     ``next_look``: when ``look`` has something to do, by ``time.monotonic``. ``note`` is what rank 0
-    adds when it reports whom it waits for.
+    adds when it reports whom it waits for. ``unnumbered``: it numbers who asks for ``ANY_RANK``.
     """
 
     timeout: float
@@ -52,6 +52,7 @@ class Place(Store):
     patience = math.inf
     next_look = math.inf
     note = ""
+    unnumbered = False
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
@@ -143,6 +144,10 @@ class Place(Store):
     @abc.abstractmethod
     def offers(self) -> Iterable[Offer]:
         """Return where rank 0 may be, the likeliest first."""
+
+    def takes(self, rank: int) -> bool:
+        """Return whether a client may ask for ``rank``."""
+        return rank != ANY_RANK or self.unnumbered
 
     def failed(self, offer: Offer) -> None:
         """Note that nobody answered ``offer`` as rank 0 of its run."""

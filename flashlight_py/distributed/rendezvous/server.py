@@ -256,7 +256,7 @@ class Server:
         if kind is not Kind.PROOF or candidate.handshake is None:
             raise WireError("no greeting")
         greeting = Greeting.parse(Handshake.greeting_of(body))
-        if greeting is None:
+        if greeting is None or not self._place.takes(greeting.rank):
             raise WireError("a greeting of nonsense")
         if candidate.handshake.check_client(body):
             welcome = candidate.handshake.of_server()

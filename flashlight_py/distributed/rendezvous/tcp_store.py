@@ -25,7 +25,7 @@ class TcpStore(Place):
 
     ``one_host``: all ranks are known to be on one host, so that they know the user's secret where
     the job was given none. ``also`` are further addresses of rank 0.
-    ``unnumbered``: ``rank`` may be ``ANY_RANK``, to take any but 0.
+    ``unnumbered``: ``rank`` may be ``ANY_RANK``, to take any but 0; rank 0 then numbers those.
 
     Raises:
         ValueError: ``rank``, ``size``, ``timeout`` or ``port`` make no sense.
@@ -52,7 +52,7 @@ class TcpStore(Place):
             raise ValueError(f"the port must be in [1, 65535], got {port}")
         self.name, self._host, self._port = f"{host}:{port}", host, port
         self._addresses = [(each, port) for each in dict.fromkeys([host, *also])]
-        self._one_host = one_host
+        self._one_host, self.unnumbered = one_host, unnumbered
         self.known = Secret.find(one_host)
         self.secret = self.known.common
         super().__init__(rank, size, timeout)
