@@ -37,6 +37,11 @@ Outcomes = dict[int, bytes | Failure]
 """By rank, the pickled result, or how it failed."""
 
 
+def lost(why: str) -> Failure:
+    """Return the failure of a rank that has not told of it itself."""
+    return Failure(f"was lost: {why}", time.monotonic())
+
+
 class RankFailure(Exception):
     """``rank`` has failed in one attempt."""
 

@@ -32,22 +32,18 @@ def run(
 ) -> list[T]:
     """Run ``fn(rank, *args)`` in a barrier stage of Spark, as :func:`flashlight_py.spawn` does.
 
-    Blocks until every rank has returned. Uses the active ``SparkContext``; each rank is a task, and
-    all run at once, so as many slots must be free as there are ranks. What they print is the
-    executor's output.
+    Uses the active ``SparkContext``; each rank is a task, and all run at once, so as many slots
+    must be free as there are ranks. What they print is the executor's output. Blocks until every
+    rank has returned.
 
     Args:
-        fn: function; cloudpickle sends what an executor cannot import.
-        args: further arguments of ``fn``, the same for every rank, sent by pickle.
+        fn, args, params, timeout: as of ``spawn``; cloudpickle sends what nobody can import there.
         nprocs: number of ranks; default the application's parallelism.
-        params: of :func:`flashlight_py.distributed_init`, without FILE_PATH.
-        timeout: seconds for all attempts together; default no limit.
         max_restarts: how often all ranks are started again when one has failed;
             FLASHLIGHT_RESTART_COUNT counts. Spark itself runs no failed stage of results again.
 
     Raises:
-        TypeError: ``fn`` cannot be called, or it or ``args`` cannot be pickled.
-        ValueError: arguments make no sense. No rank was started.
+        TypeError, ValueError: as of ``spawn``.
         RuntimeError: no SparkContext is active.
         RankFailedError: a rank raised, or its worker or executor died; the first cause. The others
             were ended by Spark.
@@ -120,10 +116,9 @@ def _serve(start: engine.Start) -> Iterator[tuple[int, bytes]]:
 
 def _failure(text: str, error: Exception) -> Exception:
     """Return what ``text``, of Spark's exception, says of the rank that failed; else ``error``."""
-    now = time.monotonic()
     if match := _REPORT.search(text):
         failure = pickle.loads(base64.b64decode(match[2]))
-        return engine.RankFailure(int(match[1]), failure._replace(at=now))
+        return engine.RankFailure(int(match[1]), failure._replace(at=time.monotonic()))
     if match := _LOST.search(text):
-        return engine.RankFailure(int(match[1]), Failure(f"was lost: {match[2]}", now))
+        return engine.RankFailure(int(match[1]), engine.lost(match[2]))
     return error

@@ -24,7 +24,12 @@ Run = Callable[..., list[Any]]
 @contextmanager
 def dask() -> Iterator[Run]:
     distributed = pytest.importorskip("distributed", reason="needs 'flashlight-py[dask]'")
+    import dask
+
     with (
+        # A LocalCluster closes the nanny of a worker that is not there so long after it was lost;
+        # by default 15 s, when a later test may just have killed it again.
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"}),
         distributed.LocalCluster(
             n_workers=SIZE, threads_per_worker=2, dashboard_address="127.0.0.1:0", host="127.0.0.1"
         ) as cluster,
