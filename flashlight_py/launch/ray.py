@@ -71,7 +71,8 @@ def _initialised(ray: Any) -> Iterator[None]:
         yield
         return
     address = os.environ.get("RAY_ADDRESS")
-    here = {"_node_ip_address": "127.0.0.1", "include_dashboard": False}
+    # Not 127.0.0.1, in whose place Ray takes the address of this machine's network.
+    here = {"_node_ip_address": "127.0.0.2", "include_dashboard": False}
     ray.init(address=address or "local", **({} if address else here))
     try:
         yield

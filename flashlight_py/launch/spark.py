@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from flashlight_py.launch import engine
@@ -32,9 +33,8 @@ def run(
 ) -> list[T]:
     """Run ``fn(rank, *args)`` in a barrier stage of Spark, as :func:`flashlight_py.spawn` does.
 
-    Uses the active ``SparkContext``; each rank is a task, and all run at once, so as many slots
-    must be free as there are ranks. What they print is the executor's output. Blocks until every
-    rank has returned.
+    Uses the active ``SparkContext``; each rank is a task, and as many slots must be free as there
+    are ranks. What they print is the executor's output. Blocks until every rank has returned.
 
     Args:
         fn, args, params, timeout: as of ``spawn``; cloudpickle sends what nobody can import there.
@@ -56,14 +56,14 @@ def run(
         raise RuntimeError("spark.run: no SparkContext is active; make a SparkSession first")
     size = context.defaultParallelism if nprocs is None else nprocs
 
-    def attempt(start: engine.Start, ends: float) -> list[bytes]:
-        return _attempt(context, start, ends)
-
+    attempt = partial(_attempt, context)
     return engine.run("spark.run", attempt, fn, args, size, params, timeout, max_restarts)
 
 
 def _attempt(context: Any, start: engine.Start, ends: float) -> list[bytes]:
     """Run the stage in a thread, as nothing else lets a call of Spark have an end in time."""
+    from pyspark import InheritableThread
+
     tag, outcome = f"flashlight-{uuid.uuid4().hex}", list[Any]()
 
     def stage() -> None:
@@ -72,8 +72,6 @@ def _attempt(context: Any, start: engine.Start, ends: float) -> list[bytes]:
             outcome.append(_stage(context, start))
         except Exception as error:  # noqa: BLE001 - Java's, the caller's thread raises it
             outcome.append(error)
-
-    from pyspark import InheritableThread
 
     thread = InheritableThread(target=stage, daemon=True)
     thread.start()
