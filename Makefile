@@ -25,7 +25,7 @@ READY := .venv/.ready
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example test test-slow test-all tools oracle test-gpu lint docs chaos sanitize wheel gpu-bundle bench clean
+.PHONY: help setup example test test-slow test-all tools tools-slow oracle engines test-gpu lint docs chaos sanitize wheel gpu-bundle bench clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,17 +38,22 @@ example: $(READY) ## train flashlight's example on 4 real processes
 test: lint tools ## lint, types, then every test that is not marked slow: 7 minutes on 2 cores
 	$(IN_VENV) python -m pytest -m "not slow" $(PYTEST)
 
-test-slow: $(READY) tools oracle ## the slow tests: packaging, sanitizers, long failure rounds, documents' programs
+test-slow: $(READY) tools-slow oracle engines ## the slow tests: packaging, sanitizers, long failure rounds, documents' programs
 	$(IN_VENV) python -m pytest -m slow $(SLOW) $(PYTEST)
 
-test-all: lint tools oracle ## lint, types, then every test; before a release
+test-all: lint tools-slow oracle engines ## lint, types, then every test; before a release
 	$(IN_VENV) python -m pytest $(PYTEST)
 
 tools: ## install what tests on several hosts need (ip, sshd); they are skipped where it cannot be
 	@scripts/install_tools
 
+tools-slow:
+	@scripts/install_tools slow
+
 oracle: $(READY) ## install the real pytagi in .venv-bench-pytagi; its tests are skipped where it cannot be
 	$(IN_VENV) cd benchmarks && python -m harness.install pytagi
+
+engines: .venv/.engines ## install Ray, Dask, Spark and submitit; their tests are skipped where it cannot be
 
 test-gpu: $(READY) ## the tests of tests/gpu; needs CuPy, NCCL and at least one GPU
 	$(IN_VENV) python -m pytest tests/gpu -m gpu $(PYTEST)
@@ -93,6 +98,11 @@ clean: ## remove everything that make has created, .venv included
 .venv/.docs: $(READY) scripts/install_extra
 	$(IN_VENV) scripts/install_extra docs
 	@touch $@
+
+# Without the file it is tried again the next time.
+.venv/.engines: $(READY) scripts/install_extra
+	@$(IN_VENV) if scripts/install_extra ray dask spark slurm; then touch $@; else \
+	  echo "Engines are missing; their tests are skipped with the reason." >&2; fi
 
 $(READY): pyproject.toml setup.py scripts/setup $(SOURCES)
 	@PYTHON="$(PYTHON)" scripts/setup

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from flashlight_py.launch import engine
-from flashlight_py.launch.failures import Failure
 
 T = TypeVar("T")
 
@@ -32,51 +31,56 @@ def run(
 ) -> list[T]:
     """Run ``fn(rank, *args)`` on workers of a Dask cluster, as :func:`flashlight_py.spawn` does.
 
-    Blocks until every rank has returned. Each rank is a task on a worker process of its own,
-    however many threads that has; all run at once. What they print is the worker's output.
+    Each rank is a task on a worker process of its own, however many threads that has; all run at
+    once. What they print is the worker's output. Blocks until every rank has returned.
 
     Args:
         client: a ``distributed.Client`` that is not asynchronous.
-        fn: function; cloudpickle sends what a worker cannot import.
-        args: further arguments of ``fn``, the same for every rank, sent by pickle.
+        fn, args, params, timeout: as of ``spawn``; cloudpickle sends what a worker cannot import.
         nprocs: number of ranks; default one for each worker.
-        params: of :func:`flashlight_py.distributed_init`, without FILE_PATH.
-        timeout: seconds for all attempts together; default no limit.
         max_restarts: how often all ranks are started again when one has failed;
             FLASHLIGHT_RESTART_COUNT counts. A new worker is waited for, 60 seconds at most.
 
     Raises:
-        TypeError: ``fn`` cannot be called, or it or ``args`` cannot be pickled.
-        ValueError: arguments make no sense, there are fewer workers than ranks, or workers are
-            threads of one process. No rank was started.
+        TypeError, ValueError: as of ``spawn``; or workers are too few, or threads of one process.
         RankFailedError: a rank raised, or its worker died; the first cause. The others were ended:
             verbs raise PeerLostError, Python code SystemExit; after 5 seconds the worker is killed.
         TimeoutError: ``timeout`` has passed, or no worker came back; the ranks have been ended.
     """
     size = len(client.nthreads()) if nprocs is None else nprocs
+    doomed = set[str]()  # workers that the cluster may still list, and that are dead or dying
 
     def attempt(start: engine.Start, ends: float) -> list[bytes]:
-        if start.restarts:
-            client.wait_for_workers(start.size, timeout=_RETURN_SECONDS)
-        ranks = _Ranks(client, _workers(client, start))
+        ranks = _Ranks(client, _workers(client, start, doomed))
         try:
             ranks.start(start)
             return engine.collect(range(start.size), ranks.outcomes, ends)
         finally:
-            ranks.end()
+            doomed.update(ranks.end())
 
     return engine.run("dask.run", attempt, fn, args, size, params, timeout, max_restarts)
 
 
-def _workers(client: Any, start: engine.Start) -> list[str]:
+def _workers(client: Any, start: engine.Start, doomed: set[str]) -> list[str]:
     """Return the addresses of workers that are processes of their own, one for each rank."""
-    found = sorted(client.nthreads())[: start.size]
-    if len(found) < start.size:
-        raise ValueError(
-            f"{start.name}: {start.size} ranks need as many workers, and the cluster has "
-            f"{len(found)}; start more, and call client.wait_for_workers({start.size}) first"
-        )
-    if len(set(client.run(_process, workers=found).values())) < start.size:
+    ends = time.monotonic() + (_RETURN_SECONDS if start.restarts else 0.0)
+    while len(found := sorted(set(client.nthreads()) - doomed)[: start.size]) < start.size:
+        if time.monotonic() >= ends:
+            error = TimeoutError if start.restarts else ValueError
+            raise error(
+                f"{start.name}: {start.size} ranks need as many workers, and the cluster has "
+                f"{len(found)}; start more, and call client.wait_for_workers({start.size}) first"
+            )
+        time.sleep(_LOOK_SECONDS)  # Dask itself only looks again and again
+        doomed &= set(client.nthreads())  # who comes back to an address of old is another one
+    places = client.run(_process, workers=found, on_error="return")
+    for rank, worker in enumerate(found):
+        if isinstance(error := places[worker], Exception):
+            doomed.add(worker)
+            raise engine.RankFailure(
+                rank, engine.lost(f"its worker {worker} does not answer: {error}")
+            )
+    if len(set(places.values())) < start.size:
         raise ValueError(
             f"{start.name}: workers are threads of one process, and each rank needs a process of "
             "its own, as of LocalCluster(processes=True)"
@@ -110,21 +114,24 @@ class _Ranks:
         living = self._client.nthreads()
         found: engine.Outcomes = {}
         for rank, task in tasks.items():
-            worker, now = self._workers[rank], time.monotonic()
+            worker = self._workers[rank]
             if worker not in living:  # Dask would wait for it, and run the task again
-                found[rank] = Failure(f"was lost: its worker {worker} was killed or has ended", now)
+                found[rank] = engine.lost(f"its worker {worker} was killed or has ended")
             elif task.done():
                 error = None if task.status == "finished" else task.exception()
-                found[rank] = Failure(f"did not run: {error}", now) if error else task.result()
+                found[rank] = (
+                    engine.lost(f"its worker {worker} failed: {error}") if error else task.result()
+                )
         return found
 
-    def end(self) -> None:
-        """End the ranks that run, and forget all."""
+    def end(self) -> set[str]:
+        """End the ranks that run, and forget all; returns the workers that did not survive it."""
         living = self._client.nthreads()  # to tell a dead one takes 30 seconds
         at = {rank: self._workers[rank] for rank, task in self._tasks.items() if not task.done()}
         here = [worker for worker in at.values() if worker in living]
         told = self._client.run(engine.end_rank, workers=here, on_error="ignore") if here else {}
         late = self._still_running({rank for rank in at if told.get(at[rank])})
+        doomed = {worker for rank, worker in at.items() if rank in late or worker not in told}
         for rank in late:
             self._client.run(_die, workers=[at[rank]], wait=False, on_error="ignore")
         first = self._workers[0]
@@ -133,6 +140,7 @@ class _Ranks:
             self._client.run(engine.stop_listening, self._port, **there)
         self._still_running(late)  # the next attempt must not get a worker that is being killed
         self._client.cancel([*self._tasks.values()], force=True)
+        return doomed
 
     def _still_running(self, ranks: set[int]) -> set[int]:
         """Wait a while for ``ranks`` to end; return those that have not."""

@@ -1,4 +1,4 @@
-"""``spawn`` on an engine that is there already: what Dask and Spark have in common.
+"""``spawn`` on an engine that is there already: what Ray, Dask and Spark have in common.
 
 ``run`` is called where the program is. An engine brings a function that starts every rank once, and
 each rank calls ``Start.serve``, in a process of the engine's, which goes on to live afterwards.
@@ -37,6 +37,11 @@ Outcomes = dict[int, bytes | Failure]
 """By rank, the pickled result, or how it failed."""
 
 
+def lost(why: str) -> Failure:
+    """Return the failure of a rank that has not told of it itself."""
+    return Failure(f"was lost: {why}", time.monotonic())
+
+
 class RankFailure(Exception):
     """``rank`` has failed in one attempt."""
 
@@ -69,22 +74,15 @@ class Start:
         Returns the pickled result, or how this rank has failed. Its environment is that of a rank
         while the function runs, and as before afterwards.
         """
-        listener = _listeners.pop(port, None) if rank == 0 else None
-        variables = {
-            **without_place(os.environ),
-            **{"RANK": str(rank), "WORLD_SIZE": str(self.size), SECRET: self.secret},
-            **{"MASTER_ADDR": host, "MASTER_PORT": str(port)},
-            "FLASHLIGHT_RESTART_COUNT": str(self.restarts),
-            **({LISTENER: str(listener.fileno())} if listener else {}),
-        }
+        more = {"FLASHLIGHT_RESTART_COUNT": str(self.restarts)}
         try:
-            with _as_the_only_rank(), _environment(variables):
+            with (
+                _as_the_only_rank(),
+                _environment_of(rank, self.size, host, port, self.secret, more),
+            ):
                 return self._call(rank)
         except BaseException as error:  # noqa: BLE001 - whatever it is, ``run`` raises it
             return Failure.of_exception(error, time.monotonic())
-        finally:
-            if listener is not None:
-                listener.close()
 
     def _call(self, rank: int) -> bytes:
         import flashlight_py as fl
@@ -206,8 +204,8 @@ def listen(host: str) -> int:
 
 
 def stop_listening(port: int) -> None:
-    """Undo ``listen``, where rank 0 has not come, and will not."""
-    if (listener := _listeners.pop(port, None)) is not None:
+    """Close what :func:`listen` has made, if no rank 0 has come for it."""
+    if listener := _listeners.pop(port, None):
         listener.close()
 
 
@@ -257,12 +255,34 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def _environment_of(
+    rank: int, size: int, host: str, port: int, secret: str, more: Mapping[str, str]
+) -> Iterator[None]:
+    """Have the environment of a rank, and the listener that was made for it."""
+    listener = _listeners.pop(port, None) if rank == 0 else None
     before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(variables)
+    variables = {
+        **without_place(before),
+        **{"RANK": str(rank), "WORLD_SIZE": str(size), SECRET: secret},
+        **{"MASTER_ADDR": host, "MASTER_PORT": str(port), **more},
+        **({LISTENER: str(listener.fileno())} if listener else {}),
+    }
     try:
+        os.environ.clear()
+        os.environ.update(variables)
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+        if listener is not None:
+            listener.close()
+
+
+def join(
+    rank: int, size: int, host: str, port: int, secret: str, params: Mapping[str, Any] | None = None
+) -> None:
+    """Make this process ``rank`` of the world that meets at ``port`` of rank 0's ``host``."""
+    import flashlight_py as fl
+
+    with _environment_of(rank, size, host, port, secret, {}):
+        fl.distributed_init(fl.DistributedInit.ENV, params=params)

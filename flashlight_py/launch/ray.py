@@ -29,24 +29,19 @@ def run(
 ) -> list[T]:
     """Run ``fn(rank, *args)`` in actors of Ray, as :func:`flashlight_py.spawn` does.
 
-    Blocks until every rank has returned. Each rank is an actor, a process of its own; all are in
-    one placement group. What they print goes where Ray writes it. Without ``ray.init()`` before,
-    the cluster at RAY_ADDRESS is joined, or one is started on this machine for the call.
+    Each rank is an actor, a process of its own; all are in one placement group. Without
+    ``ray.init()`` before, the cluster at RAY_ADDRESS is joined, or one is started on this machine.
 
     Args:
-        fn: function; cloudpickle sends what an actor cannot import.
-        args: further arguments of ``fn``, the same for every rank, sent by pickle.
+        fn, args, params, timeout: as of ``spawn``; cloudpickle sends what an actor cannot import.
         nprocs: number of ranks; default as many as the cluster's resources are enough for.
-        params: of :func:`flashlight_py.distributed_init`, without FILE_PATH.
-        timeout: seconds for all attempts together; default no limit.
         max_restarts: how often all ranks are started again when one has failed;
             FLASHLIGHT_RESTART_COUNT counts.
         resources: of each rank, default ``{"CPU": 1}``; ``"GPU"`` and a cluster's own as well.
         strategy: of the placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
 
     Raises:
-        TypeError: ``fn`` cannot be called, or it or ``args`` cannot be pickled.
-        ValueError: arguments make no sense, or the cluster is too small. No rank was started.
+        TypeError, ValueError: as of ``spawn``, or the cluster is too small.
         RankFailedError: a rank raised, or its actor died; the first cause. The others were killed.
         TimeoutError: ``timeout`` has passed, or others did not release what the ranks need within
             60 seconds; the ranks have been killed.
@@ -76,7 +71,8 @@ def _initialised(ray: Any) -> Iterator[None]:
         yield
         return
     address = os.environ.get("RAY_ADDRESS")
-    here = {"_node_ip_address": "127.0.0.1", "include_dashboard": False}
+    # Not 127.0.0.1, in whose place Ray takes the address of this machine's network.
+    here = {"_node_ip_address": "127.0.0.2", "include_dashboard": False}
     ray.init(address=address or "local", **({} if address else here))
     try:
         yield
@@ -182,4 +178,4 @@ class _Ranks:
 
 def _lost(error: Exception) -> Failure:
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return Failure(f"was lost: {reason}", time.monotonic())
+    return engine.lost(reason)

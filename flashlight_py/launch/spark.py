@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from flashlight_py.launch import engine
@@ -35,22 +36,17 @@ def run(
 ) -> list[T]:
     """Run ``fn(rank, *args)`` in a barrier stage of Spark, as :func:`flashlight_py.spawn` does.
 
-    Blocks until every rank has returned. Uses the active ``SparkContext``; each rank is a task, and
-    all run at once, so as many slots must be free as there are ranks. What they print is the
-    executor's output.
+    Uses the active ``SparkContext``; each rank is a task, and as many slots must be free as there
+    are ranks. What they print is the executor's output. Blocks until every rank has returned.
 
     Args:
-        fn: function; cloudpickle sends what an executor cannot import.
-        args: further arguments of ``fn``, the same for every rank, sent by pickle.
+        fn, args, params, timeout: as of ``spawn``; cloudpickle sends what nobody can import there.
         nprocs: number of ranks; default the application's parallelism.
-        params: of :func:`flashlight_py.distributed_init`, without FILE_PATH.
-        timeout: seconds for all attempts together; default no limit.
         max_restarts: how often all ranks are started again when one has failed;
             FLASHLIGHT_RESTART_COUNT counts. Spark itself runs no failed stage of results again.
 
     Raises:
-        TypeError: ``fn`` cannot be called, or it or ``args`` cannot be pickled.
-        ValueError: arguments make no sense. No rank was started.
+        TypeError, ValueError: as of ``spawn``.
         RuntimeError: no SparkContext is active.
         RankFailedError: a rank raised, or its worker or executor died; the first cause. The others
             were ended by Spark.
@@ -63,14 +59,14 @@ def run(
         raise RuntimeError("spark.run: no SparkContext is active; make a SparkSession first")
     size = context.defaultParallelism if nprocs is None else nprocs
 
-    def attempt(start: engine.Start, ends: float) -> list[bytes]:
-        return _attempt(context, start, ends)
-
+    attempt = partial(_attempt, context)
     return engine.run("spark.run", attempt, fn, args, size, params, timeout, max_restarts)
 
 
 def _attempt(context: Any, start: engine.Start, ends: float) -> list[bytes]:
     """Run the stage in a thread, as nothing else lets a call of Spark have an end in time."""
+    from pyspark import InheritableThread
+
     tag, outcome = f"flashlight-{uuid.uuid4().hex}", list[Any]()
 
     def stage() -> None:
@@ -79,8 +75,6 @@ def _attempt(context: Any, start: engine.Start, ends: float) -> list[bytes]:
             outcome.append(_stage(context, start))
         except Exception as error:  # noqa: BLE001 - Java's, the caller's thread raises it
             outcome.append(error)
-
-    from pyspark import InheritableThread
 
     thread = InheritableThread(target=stage, daemon=True)
     thread.start()
@@ -123,10 +117,9 @@ def _serve(start: engine.Start) -> Iterator[tuple[int, bytes]]:
 
 def _failure(text: str, error: Exception) -> Exception:
     """Return what ``text``, of Spark's exception, says of the rank that failed; else ``error``."""
-    now = time.monotonic()
     if match := _REPORT.search(text):
         failure = pickle.loads(base64.b64decode(match[2]))
-        return engine.RankFailure(int(match[1]), failure._replace(at=now))
+        return engine.RankFailure(int(match[1]), failure._replace(at=time.monotonic()))
     if match := _LOST.search(text):
-        return engine.RankFailure(int(match[1]), Failure(f"was lost: {match[2]}", now))
+        return engine.RankFailure(int(match[1]), engine.lost(match[2]))
     return error

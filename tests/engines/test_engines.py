@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import flashlight_py as fl
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch import engine
-from tests.distributed import leftovers
 from tests.engines import tasks
+from tests.engines.engines import SIZE, Run, dask, ended, ray, spark
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,91 +24,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-ROOT = str(Path(__file__).parents[2])
-SIZE = 3
-Run = Callable[..., list[Any]]
-
-
-@contextmanager
-def dask() -> Iterator[Run]:
-    distributed = pytest.importorskip("distributed", reason="needs 'flashlight-py[dask]'")
-    with (
-        distributed.LocalCluster(
-            n_workers=SIZE, threads_per_worker=2, dashboard_address="127.0.0.1:0", host="127.0.0.1"
-        ) as cluster,
-        distributed.Client(cluster) as client,
-    ):
-
-        def run(*args: Any, **options: Any) -> list[Any]:
-            client.wait_for_workers(SIZE, timeout=60)  # a test may have killed one
-            return fl.launch.dask.run(client, *args, nprocs=SIZE, **options)
-
-        yield run
-
-
-@contextmanager
-def ray() -> Iterator[Run]:
-    ray = pytest.importorskip("ray", reason="needs 'flashlight-py[ray]'")
-    from ray.cluster_utils import Cluster
-
-    before = dict(os.environ)
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=ROOT)
-    node = {"num_cpus": 1, "object_store_memory": 80 << 20, "node_ip_address": "127.0.0.2"}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    try:
-        for _ in range(SIZE - 1):
-            cluster.add_node(**node)
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield lambda *args, **more: fl.launch.ray.run(*args, nprocs=SIZE, **more)
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextmanager
-def spark() -> Iterator[Run]:
-    sql = pytest.importorskip("pyspark.sql", reason="needs 'flashlight-py[spark]'")
-    if shutil.which("java") is None:
-        pytest.skip("needs Java: apt-get install default-jre-headless")
-    options = {
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.ui.enabled": "false",
-        "spark.executor.memory": "512m",
-        "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
-        "spark.executorEnv.PYTHONPATH": ROOT,
-    }
-    before = dict(os.environ)
-    with tempfile.TemporaryDirectory(prefix="spark-") as folder:
-        os.environ.update(SPARK_LOCAL_IP="127.0.0.1", SPARK_LOCAL_HOSTNAME="127.0.0.1")
-        os.environ.update(SPARK_LOCAL_DIRS=folder, SPARK_WORKER_DIR=folder)
-        builder = sql.SparkSession.builder.master(f"local-cluster[{SIZE},1,512]")
-        for name, value in options.items():
-            builder = builder.config(name, value)
-        session = builder.getOrCreate()
-        try:
-            yield lambda *args, **more: fl.launch.spark.run(*args, nprocs=SIZE, **more)
-        finally:
-            gateway = session.sparkContext._gateway
-            session.stop()
-            gateway.shutdown()
-            gateway.proc.stdin.close()
-            gateway.proc.wait(30)
-            type(session.sparkContext)._gateway = type(session.sparkContext)._jvm = None
-            os.environ.clear()
-            os.environ.update(before)
 
 
 @pytest.fixture(scope="module", params=[dask, ray, spark], ids=lambda engine: engine.__name__)
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    with request.param() as function:
+    with ended(), request.param() as function:
         yield function
-    tracker = resource_tracker._resource_tracker._pid  # multiprocessing's, of this process
-    leftovers.helpers.update({tracker} if tracker else ())
-    left = leftovers.end_processes()
-    assert not left, f"the engine left processes running (killed now): {left}"
 
 
 def test_results_in_rank_order(run: Run) -> None:
