@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import pytest
@@ -16,10 +15,10 @@ from flashlight_py.launch.failures import Failure
 def test_a_second_rank_of_a_process_leaves_the_environment_of_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def forbidden(_: Mapping[str, str]) -> AbstractContextManager[None]:
+    def forbidden(*_: object) -> AbstractContextManager[None]:
         raise AssertionError("changed the environment that the first one reads")
 
-    monkeypatch.setattr(engine, "_environment", forbidden)
+    monkeypatch.setattr(engine, "_environment_of", forbidden)
     with engine._as_the_only_rank():
         outcome = engine.Start("run", 2, 0, b"").serve(1, "127.0.0.1", 1)
     assert isinstance(outcome, Failure)
