@@ -143,7 +143,7 @@ def _between(
 ) -> tuple[Backend, Backend | None]:
     """Join all ranks, and the ranks of one place on their hosts; three exchanges in any case."""
     settings = replace(settings, timeout=between_hosts(settings.timeout))
-    flat = _gloo(store, settings)
+    flat = _gloo(store, settings, lazily=True)
     local = next(host.index(store.rank) for host in hosts if store.rank in host)
     leaders = min(len(host) for host in hosts)
     if local >= leaders:
@@ -153,11 +153,13 @@ def _between(
     return flat, _gloo(SubStore(store, [host[local] for host in hosts]), settings)
 
 
-def _gloo(store: Store, settings: Settings) -> Backend:
-    """Connect through Gloo, on the loopback where that joins all; two exchanges."""
+def _gloo(store: Store, settings: Settings, lazily: bool = False) -> Backend:
+    """Connect through Gloo, on the loopback where that joins all; two exchanges.
+
+    ``lazily``: no ranks before they need each other.
+    """
     _native.load("gloo")
     identities = store.exchange(host_identity())
     host, interface = address_to_bind(settings.interface, len(set(identities)) == 1)
-    return GlooBackend(
-        store, host, interface, settings.timeout, settings.joining_seconds, settings.job_key
-    )
+    seconds = settings.timeout, settings.joining_seconds
+    return GlooBackend(store, host, interface, *seconds, settings.job_key, lazily)

@@ -36,9 +36,9 @@ _LOOK_SECONDS = 0.1
 
 
 class GlooBackend(NativeBackend):
-    """Every rank of ``store`` connected to every other; collective, blocking.
+    """The ranks of ``store``, which connect when they need each other; collective, blocking.
 
-    ``host`` is the name or address that the sockets are bound to, or empty: then ``interface``
+    Those that every small collective needs connect at once, unless ``lazily``. ``host`` is the name or address that the sockets are bound to, or empty: then ``interface``
     names the network interface. ``timeout`` (seconds) bounds an operation, ``joining`` connecting.
     Both ends of each connection prove that they know ``key``, which is that of the job.
 
@@ -53,7 +53,14 @@ class GlooBackend(NativeBackend):
     symbols = "fl_gloo"
 
     def __init__(
-        self, store: Store, host: str, interface: str, timeout: float, joining: float, key: bytes
+        self,
+        store: Store,
+        host: str,
+        interface: str,
+        timeout: float,
+        joining: float,
+        key: bytes,
+        lazily: bool = False,
     ) -> None:
         native = _native.load("gloo")
         super().__init__(native, store, timeout)
@@ -63,7 +70,7 @@ class GlooBackend(NativeBackend):
         self.lib.fl_gloo_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
         self.lib.fl_gloo_on_interrupt(self._group, answer)
         try:
-            self._connect(store, key)
+            self._connect(store, key, lazily)
         except BaseException:
             self.close()
             raise
@@ -87,23 +94,24 @@ class GlooBackend(NativeBackend):
             )
         return self.ffi.gc(group, self._free)
 
-    def _connect(self, store: Store, key: bytes) -> None:
-        """Send each peer the address that is meant for it, and connect to theirs."""
-        mine = [self._address(peer) for peer in range(self.size)]
+    def _connect(self, store: Store, key: bytes, lazily: bool) -> None:
+        """Send the peers this rank's address, and connect to theirs."""
+        mine = self._address()
         card = {
             "peer": this_process().as_record(),
-            "addresses": [a.hex() for a in mine],
+            "address": mine.hex(),
             "nonce": nonce().hex(),
         }
         texts = store.exchange(json.dumps(card).encode())
         cards = [json.loads(text) for text in texts]
         self._peers = [Peer.from_record(card["peer"]) for card in cards]
-        addresses = b"".join(bytes.fromhex(card["addresses"][self.rank]) for card in cards)
+        addresses = b"".join(bytes.fromhex(card["address"]) for card in cards)
         op = self.lib.fl_gloo_connect(
             self._group,
             addresses,
-            len(mine[0]),
+            len(mine),
             self._proofs(proof(key, *texts)),
+            lazily,
             self._joining,
         )
         work = NativeWork(self, "connect", op, addresses, NOTHING, self._joining)
@@ -146,11 +154,10 @@ class GlooBackend(NativeBackend):
             f"{UNUSABLE}"
         )
 
-    def _address(self, peer: int) -> bytes:
+    def _address(self) -> bytes:
         room = self.ffi.new("char[]", MESSAGE_BYTES)
-        count = self.lib.fl_gloo_address(self._group, peer, room, MESSAGE_BYTES)
-        if count < 0:
-            raise BackendUnavailableError(f"Gloo has no address for rank {peer}")
+        count = self.lib.fl_gloo_address(self._group, room, MESSAGE_BYTES)
+        assert count > 0
         return bytes(self.ffi.buffer(room, count))
 
     def _run(
