@@ -6,6 +6,7 @@
 #include <gloo/transport/tcp/pair.h>
 #include <netinet/in.h>
 #include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -88,7 +89,14 @@ class Links::Listener : public tcp::Handler {
     if (bind(socket, address, where.ai_addrlen) != 0) fail("bind");
     if (listen(socket, SOMAXCONN) != 0) fail("listen");
   }
-  ~Listener() override { ::close(socket); }
+  Listener(Links& links, int socket) : links_(links), socket(socket) {}
+  ~Listener() override { close(); }
+
+  // Nobody can come any more.
+  void close() noexcept {
+    if (socket >= 0) ::close(socket);
+    socket = -1;
+  }
 
   void handleEvents(int) override { links_.accept(); }
 
@@ -96,11 +104,12 @@ class Links::Listener : public tcp::Handler {
   Links& links_;
 
  public:
-  const int socket;
+  int socket;
 };
 
-Links::Links(std::shared_ptr<tcp::Device> device, int rank, int size)
+Links::Links(std::shared_ptr<tcp::Device> device, int rank, int size, bool listens_on)
     : Context(std::move(device), rank, size),
+      listens_on_(listens_on),
       listener_(std::make_unique<Listener>(*this, (*device_).*reveal(DeviceAttributes{}))),
       descriptors_(size + 2),
       states_(new std::atomic<int>[size]()),
@@ -128,7 +137,6 @@ void Links::open(const char* addresses, size_t bytes, const char* proofs, Hook c
   device_->registerDescriptor(listener_->socket, EPOLLIN, listener_.get());
 }
 
-// What Gloo's thread does just now has ended when it takes the listener from what it serves.
 void Links::close() noexcept {
   std::unique_ptr<Listener> listener;
   bool was_open;
@@ -136,14 +144,22 @@ void Links::close() noexcept {
     const std::lock_guard<std::mutex> lock(lock_);
     listener = std::move(listener_);
     was_open = std::exchange(is_open_, false);
+    if (was_open) remove(listener->socket);
     for (const auto& each : attempts_) remove(each.first->socket);
   }
   changed_.notify_all();
-  if (was_open && listener != nullptr) device_->unregisterDescriptor(listener->socket, listener.get());
+  if (was_open) settle();
   attempts_.clear();
   for (int peer = 0; peer < size; ++peer) {
     if (is_connected(peer)) pairs_[peer]->close();
   }
+}
+
+// Return when Gloo's thread does nothing here any more: it takes nothing from what it serves before.
+void Links::settle() const {
+  Listener nobody(const_cast<Links&>(*this), eventfd(0, EFD_CLOEXEC));
+  device_->registerDescriptor(nobody.socket, EPOLLIN, &nobody);
+  device_->unregisterDescriptor(nobody.socket, &nobody);
 }
 
 void Links::remove(int socket) const noexcept {
@@ -246,6 +262,12 @@ void Links::adopt(Attempt& attempt) {
   descriptors_.add(attempt.socket);
   states_[attempt.peer].store(kConnected, std::memory_order_release);
   connected_(attempt.peer);
+  // Nothing listens where all are connected, and nobody is asked: see calls_of.
+  for (int peer = 0; peer < size; ++peer) {
+    if (listens_on_ || (peer != rank && !is_connected(peer))) return;
+  }
+  remove(listener_->socket);
+  listener_->close();
 }
 
 // Refused: the other end has gone, or its own attempt stays: whoever waits tries again.

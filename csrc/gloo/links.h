@@ -32,8 +32,8 @@ class Links : public gloo::transport::tcp::Context {
   // is not there: return when it is, or throw.
   using Hook = std::function<void(int peer)>;
 
-  // Listens, and answers nobody yet.
-  Links(std::shared_ptr<gloo::transport::tcp::Device> device, int rank, int size);
+  // Listens, and answers nobody yet. `listens_on`: also when all are connected, for calls_of.
+  Links(std::shared_ptr<gloo::transport::tcp::Device> device, int rank, int size, bool listens_on);
   ~Links() override;
 
   // Where others connect to, as Gloo writes addresses.
@@ -77,9 +77,11 @@ class Links : public gloo::transport::tcp::Context {
   void adopt(Attempt& attempt);
   void ended(Attempt& attempt, const std::string& problem, bool is_refused);
   void remove(int socket) const noexcept;
+  void settle() const;
   const char* shown_to(int peer) const { return &proofs_[2 * FL_PROOF_BYTES * peer]; }
   const char* expected_of(int peer) const { return shown_to(peer) + FL_PROOF_BYTES; }
 
+  const bool listens_on_;
   std::vector<char> address_;
   std::vector<std::vector<char>> addresses_;
   std::string proofs_;

@@ -76,7 +76,7 @@ Mesh::Mesh(int rank, int size, const std::string& host, const std::string& inter
   if (control_ == nullptr) throw std::bad_alloc();
   auto device = std::dynamic_pointer_cast<gloo::transport::tcp::Device>(create_device(host, interface));
   device_ = device;
-  links_ = std::make_shared<Links>(std::move(device), rank, size);
+  links_ = std::make_shared<Links>(std::move(device), rank, size, size > kDirect);
   transportContext_ = links_;
 }
 

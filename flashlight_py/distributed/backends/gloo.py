@@ -38,9 +38,10 @@ _LOOK_SECONDS = 0.1
 class GlooBackend(NativeBackend):
     """The ranks of ``store``, which connect when they need each other; collective, blocking.
 
-    Those that every small collective needs connect at once, unless ``lazily``. ``host`` is the name or address that the sockets are bound to, or empty: then ``interface``
-    names the network interface. ``timeout`` (seconds) bounds an operation, ``joining`` connecting.
-    Both ends of each connection prove that they know ``key``, which is that of the job.
+    Those that every small collective needs connect at once, unless ``lazily``. ``host`` is the name
+    or address that the sockets are bound to, or empty: then ``interface`` names the network
+    interface. ``timeout`` (seconds) bounds an operation, ``joining`` connecting. Both ends of each
+    connection prove that they know ``key``, which is that of the job.
 
     Raises:
         BackendUnavailableError: the native extension or the interface is missing.
