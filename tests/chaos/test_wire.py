@@ -47,13 +47,13 @@ def all_is_well(started: list[Rank]) -> bool:
 
 
 def test_strangers_are_no_ranks_while_hosts_compute(ranks: Ranks, tmp_path: Path) -> None:
-    """Ranks listen as long as they may need each other. Of one host, ``test_security`` says more."""
+    """They listen as long as they may connect. Of one host, ``test_security`` says more."""
     started = start(ranks, tmp_path, 3, "hierarchical")
     for rank in started:
         rank.await_event("joined")
     for address in wire.listening(rank.pid for rank in started):
         with suppress(ConnectionError), socket.create_connection(address, 5) as stranger:
-            stranger.sendall(b"\0" * 1000)
+            stranger.sendall(bytes(1000))
     assert all_is_well(started)
 
 
