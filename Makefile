@@ -25,7 +25,7 @@ READY := .venv/.ready
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example test test-slow test-all oracle test-gpu lint docs chaos sanitize wheel gpu-bundle bench clean
+.PHONY: help setup example test test-slow test-all tools oracle test-gpu lint docs chaos sanitize wheel gpu-bundle bench clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,14 +35,17 @@ setup: $(READY) ## install what is missing: libgloo-dev, .venv, this package (in
 example: $(READY) ## train flashlight's example on 4 real processes
 	$(IN_VENV) time mpirun -n $(RANKS) python examples/DistributedTraining.py --epochs $(EPOCHS)
 
-test: lint ## lint, types, then every test that is not marked slow: 7 minutes on 2 cores
+test: lint tools ## lint, types, then every test that is not marked slow: 7 minutes on 2 cores
 	$(IN_VENV) python -m pytest -m "not slow" $(PYTEST)
 
-test-slow: $(READY) oracle ## the slow tests: packaging, sanitizers, long failure rounds, documents' programs
+test-slow: $(READY) tools oracle ## the slow tests: packaging, sanitizers, long failure rounds, documents' programs
 	$(IN_VENV) python -m pytest -m slow $(SLOW) $(PYTEST)
 
-test-all: lint oracle ## lint, types, then every test; before a release
+test-all: lint tools oracle ## lint, types, then every test; before a release
 	$(IN_VENV) python -m pytest $(PYTEST)
+
+tools: ## install what tests on several hosts need (ip, sshd); they are skipped where it cannot be
+	@scripts/install_tools
 
 oracle: $(READY) ## install the real pytagi in .venv-bench-pytagi; its tests are skipped where it cannot be
 	$(IN_VENV) cd benchmarks && python -m harness.install pytagi

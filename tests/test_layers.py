@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tracebacks": (),
     "device": ("errors",),
     "cores": (),
+    "interfaces": (),
     "random": FRAMEWORK[:2],
     "kernels": FRAMEWORK[:2],
     "autograd": FRAMEWORK[:4],
@@ -33,20 +34,25 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "optim": (*FRAMEWORK[:6], "_native"),
     "dataset": ("errors", "device", "random"),
     "meter": ("errors", "device"),
-    "distributed.rendezvous": ("errors",),
-    "distributed": ("errors", "tracebacks", "device", "cores", "_native"),
+    "distributed.rendezvous": ("errors", "interfaces"),
+    "distributed": ("errors", "tracebacks", "device", "cores", "interfaces", "_native"),
     # Workers are processes that this one starts, as the ranks of spawn.
     "parallel.workers": (*FRAMEWORK, "cores", "distributed", "launch"),
     "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "tagi", "_native"),
     "tagi": ("errors", "device", "random", "kernels", "_native"),
     "trace": ("errors", "distributed"),
     "checkpoint": ("_version", *FRAMEWORK[:3], "distributed", "parallel"),
-    "doctor": ("_version", "errors", "device", "_native", "distributed", "launch"),
+    "doctor": ("_version", "errors", "device", "interfaces", "_native", "distributed", "launch"),
     # The program of a rank imports the package (""), as the script of a user does.
     "launch.rank_main": ("launch", ""),
-    "launch": ("_version", "errors", "tracebacks", "cores", "distributed.rendezvous"),
+    "launch.engine": ("launch", ""),
+    "launch.records": ("launch", "distributed.recorder"),
+    "launch": ("_version", "errors", "tracebacks", "cores", "interfaces", "distributed.rendezvous"),
 }
-OPTIONAL = {"mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax", "cloudpickle"}
+OPTIONAL = {
+    *("mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax", "cloudpickle"),
+    *("distributed", "pyspark", "ray"),
+}
 
 
 # What gathers the public names of every layer, and imports them when they are used.

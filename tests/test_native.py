@@ -14,7 +14,10 @@ from flashlight_py.errors import BackendUnavailableError
 
 ROOT = Path(__file__).parent.parent
 # Packages of Debian that exist; tests have no network to ask.
-DEBIAN = {"chromium", "g++", "libgloo-dev", "python3-dev", "python3-venv"}
+DEBIAN = {"chromium", "g++", "libgloo-dev", "python3-dev", "python3-venv"} | {
+    *("default-jre-headless", "munge", "slurm-wlm", "iproute2", "iputils-ping"),
+    *("openssh-server", "openssh-client"),
+}
 INSTALLS = re.compile(r"apt(?:-get)? install ([a-z0-9][a-z0-9+. -]*)")
 
 

@@ -8,14 +8,15 @@ reach the ranks too and win over what is chosen here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from harness.role import Place
 
-__all__ = ["Launch", "Launcher", "Library", "launch"]
+__all__ = ["Host", "Launch", "Launcher", "Library", "launch"]
 
 Launcher = Literal["direct", "openmpi", "openmpi-xhc", "mpich"]
 
@@ -28,11 +29,23 @@ ONE_THREAD = {
 }
 
 
+class Host(Protocol):
+    """Another host than this process's, as tests/cluster makes them; all see ``shared``."""
+
+    name: str
+    shared: Path
+
+    def popen(self, command: Sequence[object], **options: Any) -> Any:
+        """Start a program there, as ``subprocess.Popen``."""
+
+
 @dataclass(frozen=True)
 class Library:
     """A library in its environment, and the role that its ranks play.
 
     ``libraries`` are folders of shared libraries that its processes need, as in LD_LIBRARY_PATH.
+    ``hosts`` has the host of each rank, where they are not to run here, and ``ssh`` the command
+    that reaches them.
     """
 
     title: str
@@ -41,6 +54,8 @@ class Library:
     launcher: Launcher = "direct"
     options: Mapping[str, Any] = field(default_factory=dict)
     libraries: str = ""
+    hosts: Sequence[Host] = ()
+    ssh: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,9 +79,12 @@ def launch(library: Library, ranks: int, cores: int, folder: Path, address: Path
     """
     workers = [_worker(library, rank, ranks, folder, address) for rank in range(ranks)]
     if library.launcher == "direct":
-        return Launch(workers, ONE_THREAD, _options(library))
+        between = {"GLOO_SOCKET_IFNAME": "eth0"} if library.hosts else {}
+        return Launch(workers, {**ONE_THREAD, **between}, _options(library))
     starter = _open_mpi if library.launcher.startswith("openmpi") else _mpich
     flags, variables = starter(ranks, cores, library.launcher == "openmpi-xhc")
+    if library.hosts:
+        flags = _open_mpi_between(library)
     mpirun = [str(library.python.parent / "mpirun"), *flags, "-n", str(ranks)]
     setting = " ".join(["mpirun", *flags, *(f"{k}={v}" for k, v in variables.items())])
     return Launch([[*mpirun, *workers[0]]], {**ONE_THREAD, **variables}, setting)
@@ -94,6 +112,18 @@ def _open_mpi(ranks: int, cores: int, xhc: bool) -> tuple[list[str], dict[str, s
     if xhc:
         flags += ["--mca", "coll_xhc_priority", "100"]
     return flags, {}
+
+
+def _open_mpi_between(library: Library) -> list[str]:
+    """All hosts are one machine: ranks bound to the first core of each would share that one.
+
+    They yield, as the switch between them needs a processor as well.
+    """
+    slots = Counter(host.name for host in library.hosts)
+    flags = ["--allow-run-as-root", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+    flags += ["--host", ",".join(f"{name}:{count}" for name, count in slots.items())]
+    flags += ["--prtemca", "plm_ssh_agent", library.ssh]
+    return [*flags, "--mca", "btl_tcp_if_include", "eth0"]
 
 
 def _mpich(ranks: int, cores: int, _xhc: bool) -> tuple[list[str], dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -52,7 +53,8 @@ class Team:
         self.idle_share = 0.0
         self._lines: list[Line] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._folder = Path(tempfile.mkdtemp(prefix="flashlight-bench-"))
+        seen_by_all = library.hosts[0].shared if library.hosts else None
+        self._folder = Path(tempfile.mkdtemp(prefix="flashlight-bench-", dir=seen_by_all))
         self._log = self._folder / "log"
         self.facts = self._start(library, cores)
 
@@ -62,9 +64,10 @@ class Team:
         plan = launch(library, self.ranks, cores, private, address)
         self.setting = plan.setting
         with listen(address) as door, self._log.open("wb") as log:
-            for command in plan.commands:
+            starts: list[Any] = [host.popen for host in library.hosts] or [subprocess.Popen]
+            for command, start in zip(plan.commands, itertools.cycle(starts), strict=False):
                 self._processes.append(
-                    subprocess.Popen(
+                    start(
                         command,
                         cwd=BENCHMARKS,
                         env=_environment(library, plan.environment),

@@ -18,6 +18,9 @@ namespace fl {
 
 using Clock = std::chrono::steady_clock;
 
+// No clock comes near it, nor overflows where it is waited for.
+constexpr Clock::time_point kNever{std::chrono::hours{1000000}};
+
 // What moves the bytes of a group, and whether it still can.
 class Transport {
  public:

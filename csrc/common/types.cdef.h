@@ -12,6 +12,7 @@ typedef enum {
   FL_CLOSED = 5,      /* the group was closed, or broke in an earlier operation */
   FL_FAILED = 6,      /* anything else; the message says what */
   FL_RAISED = 7,      /* a rank gave up in words of its own: fl_..._give_up's */
+  FL_HOST_LOST = 8,   /* the hosts of the missing ranks cannot be reached */
 } fl_status;
 
 typedef enum {

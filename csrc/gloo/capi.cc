@@ -34,6 +34,26 @@ int fl_gloo_address(fl_group* group, char* address, size_t address_bytes) {
   return static_cast<int>(bytes.size());
 }
 
+int fl_gloo_listen_for_hosts(fl_group* group, char* message, size_t message_bytes) {
+  try {
+    return group->group.listen_for_hosts();
+  } catch (const std::exception& error) {
+    fl::copy_message(error.what(), message, message_bytes);
+    return -1;
+  }
+}
+
+void fl_gloo_watch_hosts(fl_group* group, const fl_hosts* hosts, const char* addresses,
+                         size_t address_bytes, const char* proofs) {
+  group->group.watch_hosts(fl::read_hosts(*hosts, group->group.size(), addresses, address_bytes,
+                                          proofs));
+}
+
+void fl_gloo_take_along(fl_group* group, void (*give_up)(void* other, const char* why),
+                        void* other, const char* advice) {
+  group->group.take_along({give_up, other, advice});
+}
+
 fl_op* fl_gloo_connect(fl_group* group, const char* addresses, size_t address_bytes,
                        const char* proofs, int lazily, double seconds) {
   return fl::started([&] {

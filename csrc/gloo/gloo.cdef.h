@@ -12,6 +12,28 @@ fl_group *fl_gloo_create(int rank, int size, const char *host, const char *inter
    addresses of a group have the same number of bytes. */
 int fl_gloo_address(fl_group *group, char *address, size_t address_bytes);
 
+/* Of a group on several hosts, before fl_gloo_connect: listen for those who ask whether this host is
+   there. Returns the port, or -1 with a message. */
+int fl_gloo_listen_for_hosts(fl_group *group, char *message, size_t message_bytes);
+
+/* What is known of the hosts of a group; by rank, but for `seconds`. */
+typedef struct {
+  const int *numbers;       /* which host it is on, from 0 without gaps */
+  const char *const *names; /* of its host */
+  const int *ports;         /* what it was given by fl_gloo_listen_for_hosts */
+  double seconds;           /* a host that is silent for so long is lost; 0: none is ever */
+} fl_hosts;
+
+/* Then: notice when hosts cannot be reached any more. Operations end (FL_HOST_LOST), also the next one
+   where none runs. Addresses and proofs are those of fl_gloo_connect. */
+void fl_gloo_watch_hosts(fl_group *group, const fl_hosts *hosts, const char *addresses,
+                         size_t address_bytes, const char *proofs);
+
+/* Where hosts are lost, call give_up of `other` too, with why, and then `advice`: another group, which
+   must live at least as long. */
+void fl_gloo_take_along(fl_group *group, void (*give_up)(void *other, const char *why), void *other,
+                        const char *advice);
+
 /* The calls below start an operation. `seconds` bounds the operation's time from when it begins to
    run. `data` and `output` must stay alive and untouched until it has ended. */
 

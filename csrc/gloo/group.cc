@@ -87,7 +87,8 @@ bool Group::is_ahead(int rank, fl_signature& call) {
 }
 
 std::shared_ptr<Operation> Group::lost() {
-  if (!mesh_->is_broken() && !mesh_->has_farewell()) return nullptr;
+  const bool has_ended = mesh_->has_farewell() || mesh_->watch().reason();
+  if (!mesh_->is_broken() && !has_ended) return nullptr;
   const Failure found = mesh_->is_broken() ? Failure(FL_CLOSED, {}, mesh_->why_broken())
                                            : mesh_->explain(-1, "it gave up");
   auto operation = std::make_shared<Operation>();  // which ends nothing: whoever asks decides

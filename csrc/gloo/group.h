@@ -28,6 +28,10 @@ class Group {
                                      std::vector<char> proofs, bool lazily, double seconds);
   // Which rank connect() waits for; -1: for none.
   int awaited() const { return mesh_->awaited(); }
+  // See Mesh.
+  int listen_for_hosts() { return mesh_->listen_for_hosts(); }
+  void watch_hosts(Hosts hosts) { mesh_->watch_hosts(std::move(hosts)); }
+  void take_along(Companion companion) { mesh_->take_along(std::move(companion)); }
   // Whether `rank` has begun a collective that nobody has called here, and which.
   bool is_ahead(int rank, fl_signature& call);
   // Null while the group can be used; else why it cannot, because of another rank for example.

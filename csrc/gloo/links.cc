@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "attempt.h"
+#include "line.h"
 
 namespace fl {
 namespace {
@@ -138,6 +139,7 @@ void Links::open(const char* addresses, size_t bytes, const char* proofs, Hook c
 }
 
 void Links::close() noexcept {
+  const std::lock_guard<std::mutex> closing(closing_);
   std::unique_ptr<Listener> listener;
   bool was_open;
   {
@@ -260,6 +262,7 @@ void Links::adopt(Attempt& attempt) {
   remove(attempt.socket);
   pairs_[attempt.peer] = std::make_unique<Adopted>(this, device_.get(), attempt);
   descriptors_.add(attempt.socket);
+  if (seconds_ > 0) keep_alive(attempt.socket, seconds_);
   states_[attempt.peer].store(kConnected, std::memory_order_release);
   connected_(attempt.peer);
   // Nothing listens where all are connected, and nobody is asked: see calls_of.

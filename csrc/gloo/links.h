@@ -39,6 +39,8 @@ class Links : public gloo::transport::tcp::Context {
   // Where others connect to, as Gloo writes addresses.
   const std::vector<char>& address() const { return address_; }
 
+  // Before open(): have the kernel watch over the connections; see keep_alive.
+  void keep_alive_for(double seconds) { seconds_ = seconds; }
   // Begin to answer; for `addresses` and `proofs` see fl_gloo_connect.
   void open(const char* addresses, size_t bytes, const char* proofs, Hook connected, Hook needed);
   // Close all connections, and make none any more; what the hooks need must live until then.
@@ -88,9 +90,11 @@ class Links : public gloo::transport::tcp::Context {
   Hook connected_, needed_;
   std::unique_ptr<Listener> listener_;
   Descriptors descriptors_;
+  double seconds_ = 0;
   std::atomic<int64_t> calls_{0};
   std::unique_ptr<std::atomic<int>[]> states_;  // by peer; written under the lock
 
+  std::mutex closing_;  // one thread closes, and others wait until it has
   std::mutex lock_;  // of what follows
   std::condition_variable changed_;
   bool is_open_ = false;

@@ -125,6 +125,7 @@ void Mesh::require(int peer) {
       if (waiter == nullptr && Clock::now() >= end) throw TimedOut(peer);
     }
   } catch (const Failure& failure) {
+    if (const auto reason = watch_.reason()) throw Failure(*reason);
     if (failure.status == FL_PEER_LOST && has_farewell()) throw explain(peer, failure.what());
     throw;
   }
@@ -180,11 +181,14 @@ Failure Mesh::explain(int peer, const std::string& what) {
     const auto status = static_cast<fl_status>(control.status);
     const std::vector<int> missing(control.missing, control.missing + control.missing_count);
     if (std::find(missing.begin(), missing.end(), rank) != missing.end()) {
+      if (status == FL_HOST_LOST) {
+        return {status, {r}, std::string("it has given up the host of this rank: ") + control.message};
+      }
       return {FL_PEER_LOST, {r},
               std::string("it gave up waiting for this rank: ") + control.message};
     }
     const std::string message = name(r) + " gave up: " + control.message;
-    if (status == FL_RAISED) return {status, missing, control.message};
+    if (status == FL_RAISED || status == FL_HOST_LOST) return {status, missing, control.message};
     if (status == FL_TIMEOUT) return {status, await_cause(missing), message};
     if (status == FL_PEER_LOST) return {status, missing, message};
     return {FL_PEER_LOST, {r}, message};

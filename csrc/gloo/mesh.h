@@ -10,9 +10,11 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "abi.h"
+#include "heartbeat.h"
 #include "links.h"
 #include "waiter.h"
 
@@ -37,6 +39,18 @@ enum Slot : uint64_t {
 // over what same_message compares. That two share one is as likely as that two random numbers of
 // 64 bits are the same.
 uint64_t slot_of(const fl_signature& call);
+
+// What the C ABI knows of the hosts of `size` ranks; for addresses and proofs see fl_gloo_connect.
+Hosts read_hosts(const fl_hosts& given, int size, const char* addresses, size_t bytes,
+                 const char* proofs);
+
+// Another group that is to end where hosts are lost, and lives at least as long; `advice` ends what it
+// is told.
+struct Companion {
+  void (*give_up)(void* other, const char* why);
+  void* other;
+  std::string advice;
+};
 
 class Mesh : public gloo::Context, public Transport, public Connections {
  public:
@@ -63,8 +77,17 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   // Which rank connect() waits for just now; -1: for none.
   int awaited() const { return awaited_; }
 
+  // Before connect(), in a group on several hosts: notice when hosts cannot be reached any more. The
+  // first returns the port at which others are to ask this rank; throws.
+  int listen_for_hosts();
+  void watch_hosts(Hosts hosts);
+  void take_along(Companion companion);
+
   // In a forked child, whose threads are not here.
-  void close_descriptors() const noexcept { links_->abandon(); }
+  void close_descriptors() const noexcept {
+    links_->abandon();
+    if (heartbeat_ != nullptr) heartbeat_->close_all();
+  }
 
   // What sends `bytes` bytes at `data`, or receives them there: then they are written.
   Buffer buffer(const void* data, size_t bytes) {
@@ -102,6 +125,8 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   void post_control(int peer);
   void report_to_others(const Failure& failure);
   std::vector<int> await_cause(std::vector<int> missing);
+  void lose(const Failure& failure) noexcept;
+  std::string words_of(const Failure& failure) const;
 
   std::shared_ptr<Links> links_;
   const double connect_seconds_;
@@ -112,6 +137,9 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   // One per peer: why it gave up, when it has. Zeros; memory that nobody writes is never touched.
   std::unique_ptr<Control[], Free> control_;
   std::vector<Buffer> control_buffers_;
+  std::mutex mutex_;  // of companions_
+  std::unique_ptr<Heartbeat> heartbeat_;  // null: of a group on one host
+  std::vector<Companion> companions_;
   Watch watch_{*this};  // last: it ends before what it looks at
 };
 

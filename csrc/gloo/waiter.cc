@@ -1,6 +1,7 @@
 #include "waiter.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace fl {
 namespace {
@@ -46,6 +47,13 @@ void Watch::remove(Waiter& waiter) noexcept {
   waiters_.erase(std::find(waiters_.begin(), waiters_.end(), &waiter));
 }
 
+void Watch::also(std::function<Clock::time_point()> chore) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  chore_ = std::move(chore);
+  due_ = Clock::now();
+  changed_.notify_one();
+}
+
 // Ticks while there are waiters, and one tick longer: operations that follow each other closely
 // wake nobody.
 void Watch::work() {
@@ -53,11 +61,22 @@ void Watch::work() {
   while (!closing_) {
     if (waiters_.empty()) {
       ticking_ = false;
-      changed_.wait(lock, [&] { return closing_ || ticking_; });
+      while (!closing_ && !ticking_ && Clock::now() < due_) changed_.wait_until(lock, due_);
     }
-    changed_.wait_for(lock, kTick, [&] { return closing_; });
+    const auto tick = std::min(Clock::now() + kTick, due_);
+    changed_.wait_until(lock, tick, [&] { return closing_; });
     wake_those_who_should_know();
+    do_chore(lock);
   }
+}
+
+// Without the mutex: it may end the waits.
+void Watch::do_chore(std::unique_lock<std::mutex>& lock) {
+  if (closing_ || Clock::now() < due_) return;
+  lock.unlock();
+  const auto due = chore_();
+  lock.lock();
+  due_ = due;
 }
 
 void Watch::wake_those_who_should_know() {

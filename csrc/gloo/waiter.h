@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -46,11 +47,15 @@ class Watch {
   // Why waits have been ended, if they have.
   std::optional<Failure> reason() const;
 
+  // Do `chore` on this thread too, now and whenever it says; at most once.
+  void also(std::function<Clock::time_point()> chore);
+
  private:
   friend class Waiter;
   void add(Waiter& waiter);
   void remove(Waiter& waiter) noexcept;
   void work();
+  void do_chore(std::unique_lock<std::mutex>& lock);
   void wake_those_who_should_know();
 
   Connections& connections_;
@@ -58,6 +63,8 @@ class Watch {
   std::condition_variable changed_;
   std::vector<Waiter*> waiters_;
   std::optional<Failure> reason_;
+  std::function<Clock::time_point()> chore_;
+  Clock::time_point due_ = kNever;  // the chore
   bool closing_ = false;
   bool ticking_ = false;
   std::thread thread_;  // last: it begins when all else is there

@@ -40,19 +40,39 @@ def combined(
 
     16-bit floats are combined in float32 and rounded once; integers wrap around; an average is
     divided by the number of arrays. Of several ``hosts``, each with so many of the arrays, those of
-    each are combined first.
+    each are combined first, and rounded, as what leaves a host has the arrays' dtype.
     """
+    if op is ReduceOp.AVG:
+        op, scale = ReduceOp.SUM, scale / len(arrays)
+    if hosts:
+        first, scale = factors(arrays[0].dtype, op, scale)
+        arrays = [combined(some, op, first) for some in cut(arrays, hosts)]
     dtype, xp = arrays[0].dtype, array_module(arrays[0])
-    narrow = dtype.itemsize == 2 and dtype.kind not in "iu"
+    narrow = is_narrow(dtype)
     terms = [array.astype(np.float32) for array in arrays] if narrow else list(arrays)
     if op in _LOGICAL:
         terms = [array != 0 for array in arrays]  # of one alone too
     fold = functools.partial(functools.reduce, getattr(xp, _UFUNC[op]))
     with np.errstate(over="ignore", invalid="ignore"):  # infinities come as they come
-        total = xp.array(fold([fold(some) for some in cut(terms, hosts or [len(terms)])]))
-        scale_in_place(total, scale / len(arrays) if op is ReduceOp.AVG else scale)
+        total = xp.array(fold(terms))
+        scale_in_place(total, scale)
         result: Array = total.astype(dtype, copy=False)
     return result
+
+
+def is_narrow(dtype: np.dtype[Any]) -> bool:
+    """Return whether arrays of ``dtype``, a float of 16 bits, are combined in float32."""
+    return dtype.itemsize == 2 and dtype.kind not in "iu"
+
+
+def factors(dtype: np.dtype[Any], op: ReduceOp, scale: float) -> tuple[float, float]:
+    """Return by what the results of the hosts are multiplied, and by what that of all of them.
+
+    What leaves a host in 16 bits is made smaller before it is rounded: a mean does not overflow on
+    its way.
+    """
+    first = is_narrow(dtype) and op is ReduceOp.SUM and abs(scale) <= 1
+    return (scale, 1.0) if first else (1.0, scale)
 
 
 def cut(rows: Any, counts: Sequence[int]) -> list[Any]:

@@ -13,8 +13,9 @@ from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.control.agreement import between_hosts
 from flashlight_py.distributed.devices import DeviceRule
-from flashlight_py.distributed.hosts import address_to_bind, host_identity
+from flashlight_py.distributed.hosts import host_identity
 from flashlight_py.distributed.rendezvous.store import Store, SubStore
+from flashlight_py.distributed.routes import address_inside
 from flashlight_py.distributed.settings import Settings
 from flashlight_py.distributed.topology import exchange_process_info, ranks_by_memory
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
@@ -144,6 +145,7 @@ def _between(
     """Join all ranks, and the ranks of one place on their hosts; three exchanges in any case."""
     settings = replace(settings, timeout=between_hosts(settings.timeout))
     flat = _gloo(store, settings, lazily=True)
+    settings = replace(settings, host_timeout=0.0)  # the one that joins all ranks watches
     local = next(host.index(store.rank) for host in hosts if store.rank in host)
     leaders = min(len(host) for host in hosts)
     if local >= leaders:
@@ -160,6 +162,14 @@ def _gloo(store: Store, settings: Settings, lazily: bool = False) -> Backend:
     """
     _native.load("gloo")
     identities = store.exchange(host_identity())
-    host, interface = address_to_bind(settings.interface, len(set(identities)) == 1)
-    seconds = settings.timeout, settings.joining_seconds
-    return GlooBackend(store, host, interface, *seconds, settings.job_key, lazily)
+    one_host = len(set(identities)) == 1
+    return GlooBackend(
+        store,
+        address_inside(settings.interface) if one_host else settings.address,
+        settings.timeout,
+        settings.joining_seconds,
+        settings.job_key,
+        identities,
+        settings.host_timeout,
+        lazily,
+    )

@@ -45,8 +45,15 @@ class DistributedConstants:
     """``auto`` (default), ``gloo``, ``shm``, ``mpi``; ``nccl`` is ``auto``, with GPUs required."""
     MPI_CUDA_AWARE = "MPI_CUDA_AWARE"
     """1: with ``BACKEND`` ``mpi``, the library takes pointers to a GPU's memory (default 0)."""
+    HOST_TIMEOUT = "HOST_TIMEOUT"
+    """Seconds after which a host that cannot be reached is lost (default 5; 0: never)."""
     INTERFACE = "INTERFACE"
-    """Network interface or local address to use between hosts, such as ``eth0``."""
+    """Network interface or local address to use between hosts, such as ``eth0``; by default what
+    FLASHLIGHT_INTERFACE or GLOO_SOCKET_IFNAME says, else where the connection to rank 0 goes."""
+    MASTER_ADDR = "MASTER_ADDR"
+    """Name or address of rank 0's host; goes before the environment's."""
+    MASTER_PORT = "MASTER_PORT"
+    """A free TCP port of rank 0's host; goes before the environment's."""
 
     TRACE_DIR = "TRACE_DIR"
     """Folder of the flight records, such as one that all hosts see; "" for none at all."""

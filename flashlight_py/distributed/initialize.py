@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import json
 import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashlight_py import _native
 from flashlight_py.cores import fair_share
@@ -32,10 +33,11 @@ from flashlight_py.distributed.rendezvous.alone import (
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
-from flashlight_py.distributed.rendezvous.peers import check_member
+from flashlight_py.distributed.rendezvous.peers import Peer, check_apart, check_member, this_process
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.routes import address_between_hosts
 from flashlight_py.distributed.settings import Settings, read_init_method
 from flashlight_py.distributed.world import (
     World,
@@ -45,6 +47,7 @@ from flashlight_py.distributed.world import (
     set_world,
 )
 from flashlight_py.errors import GroupClosedError, RendezvousError, UnavailableEverywhereError
+from flashlight_py.interfaces import own_addresses
 
 _log = logging.getLogger("flashlight_py")
 
@@ -74,10 +77,15 @@ def distributed_init(
             (FILE_SYSTEM), ``"tcp://HOST:PORT"`` (at that port of rank 0's host; rank and size
             given, or the environment's), and ``"nccl"``, ``"gloo"`` or ``"mpi"`` (None, with that
             BACKEND).
-        world_rank: this process's rank, from 0; for FILE_SYSTEM and ``"tcp://HOST:PORT"`` only.
+        world_rank: this process's rank, from 0; for FILE_SYSTEM, ``"tcp://HOST:PORT"`` and
+            MASTER_ADDR in ``params`` only.
         world_size: number of processes; for those only.
-        params: keys of ``DistributedConstants``: FILE_PATH, TIMEOUT (seconds, default 300, for
-            meeting and later for each operation), INTERFACE, BACKEND, MPI_CUDA_AWARE,
+        params: keys of ``DistributedConstants``: FILE_PATH, MASTER_ADDR and MASTER_PORT (as
+            ``"tcp://HOST:PORT"``; what one leaves out the environment says), TIMEOUT (seconds,
+            default 300, for meeting and later for each operation), INTERFACE (default: the variable
+            FLASHLIGHT_INTERFACE or GLOO_SOCKET_IFNAME, else by the route to rank 0), BACKEND,
+            MPI_CUDA_AWARE,
+            HOST_TIMEOUT (seconds, default 5: hosts that cannot be reached for so long are lost),
             TRACE_DIR (default: the variable FLASHLIGHT_TRACE_DIR, else a folder among the
             temporary files), and MAX_DEVICE_PER_NODE, which joins the GPUs at once; else the first
             collective of a CuPy array does so.
@@ -86,8 +94,9 @@ def distributed_init(
         ValueError: unknown method or params key, rank or size that make no sense, FILE_SYSTEM
             without FILE_PATH. Nothing was created.
         BackendUnavailableError: mpi4py, an MPI library or Gloo is missing; says what to install.
-        RendezvousError: a rank (named) did not arrive in time, two claim one rank, sizes or secrets
-            differ, the path cannot be used, MPI does not know of the ranks that mpirun started, or
+        RendezvousError: a rank (named) did not arrive in time, two claim one rank or are threads of
+            one process, sizes or secrets differ, the path cannot be used, hosts have no addresses
+            at which they reach each other, MPI does not know of the ranks that mpirun started, or
             this would be a world of one among processes that were started as several.
         PeerLostError: a rank died while ranks were connecting.
         OSError: the process may open no more files; or TRACE_DIR is relative to a working directory
@@ -203,14 +212,16 @@ def _by_address(
     host: str, port: int, rank: int, size: int, settings: Settings
 ) -> StoreFactory | None:
     if settings.file_path is not None:
-        raise ValueError(f"tcp://{host}:{port} and FILE_PATH are two places to meet; pass one")
+        raise ValueError(f"port {port} of {host} and FILE_PATH are two places to meet; pass one")
     if (rank, size) == (-1, -1):
         found = _require(detect())
     else:
         found = _given(
             rank, size, settings.timeout, f"distributed_init('tcp://{host}:{port}', 0, 1)"
         )
-    here = dataclasses.replace(found, file=None, master_address=host, master_port=port)
+    here = dataclasses.replace(
+        found, file=None, master_address=host, master_port=port, addresses=()
+    )
     return _by_environment(here, settings)
 
 
@@ -255,7 +266,8 @@ def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactor
     if file is not None:
         return lambda: FileStore(file, rank, size, timeout)
     if host is not None and port is not None:
-        return lambda: TcpStore(host, port, rank, size, timeout, found.local_size == size)
+        one_host = found.local_size == size
+        return lambda: TcpStore(host, port, rank, size, timeout, one_host, found.addresses)
     if found.launcher in ("openmpi", "pmi", "mvapich"):
         return lambda: MpiStore(timeout)
     raise RendezvousError(
@@ -269,6 +281,7 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
     if settings.backend not in ("auto", "mpi"):
         _native.load(settings.backend)  # absent, it says so before anything is created
     store = create()
+    store.host_timeout = settings.host_timeout
     abort.install()  # before MPI adds to it
     try:
         world = _connect(store, settings)
@@ -289,25 +302,47 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
     return world
 
 
+class _Card(NamedTuple):
+    """What a rank says of itself first; ``addresses`` are its host's."""
+
+    host: str
+    job: str
+    cores: list[int]
+    nonce: str
+    process: dict[str, object]
+    addresses: list[str]
+
+
 def _connect(store: Store, settings: Settings) -> World:
-    cores = " ".join(map(str, os.sched_getaffinity(0)))
-    mine = (host_identity(), new_job().encode(), cores.encode(), nonce().hex().encode())
-    cards = store.exchange(b"\n".join(mine))
+    mine = _Card(
+        host=host_identity().decode(errors="backslashreplace"),
+        job=new_job(),
+        cores=sorted(os.sched_getaffinity(0)),
+        nonce=nonce().hex(),
+        process=this_process().as_record(),
+        addresses=own_addresses(),
+    )
+    texts = store.exchange(json.dumps(mine).encode())
     # Also where the exchange can be overheard, nobody without the secret can make this key.
-    settings = dataclasses.replace(settings, job_key=proof(store.secret, *cards))
-    everyone = [card.split(b"\n") for card in cards]
-    local_rank, local_size = local_place(store.rank, [card[0] for card in everyone])
+    settings = dataclasses.replace(settings, job_key=proof(store.secret, *texts))
+    cards = [_Card(*json.loads(text)) for text in texts]
+    check_apart(store.rank, [Peer.from_record(card.process) for card in cards])
+    hosts = [card.host for card in cards]
+    local_rank, local_size = local_place(store.rank, hosts)
+    if local_size < store.size:
+        everyones = [card.addresses for card in cards]
+        address = address_between_hosts(store, hosts, everyones, settings.interface)
+        settings = dataclasses.replace(settings, address=address)
     connection = connect(store, settings)
     if connection.problem and store.rank == 0:
         _log.warning("using Gloo instead of shared memory, slower: %s", connection.problem)
     rule = DeviceRule(store.rank, local_rank, settings.max_device_per_node)
     group = ProcessGroup(connection.backend, None, _joiner(rule, settings))
     _join_gpus_at_once(group, settings)
-    job = everyone[0][1].decode()  # rank 0's name for it
-    own = everyone[store.rank][0]
-    near = [{*map(int, cores.split())} for host, _, cores, _ in everyone if host == own]
+    near = [{*card.cores} for card in cards if card.host == mine.host]
     threads = fair_share(local_rank, near) if local_size > 1 else 0
-    return World(group, local_rank, local_size, connection.why, rule, job, threads)
+    # The job's name is that which rank 0 has for it.
+    return World(group, local_rank, local_size, connection.why, rule, cards[0].job, threads)
 
 
 def _joiner(rule: DeviceRule, settings: Settings) -> Joiner:

@@ -17,11 +17,17 @@ from flashlight_py.distributed.constants import DistributedConstants as Keys
 CHECKS = "FLASHLIGHT_CHECKS"
 """The environment variable that, if it is "0", spares hosts the comparison of calls."""
 
+INTERFACES = ("FLASHLIGHT_INTERFACE", "GLOO_SOCKET_IFNAME")
+"""The environment variables that say what ``params["INTERFACE"]`` does; the first counts."""
+HOST_TIMEOUT = "FLASHLIGHT_HOST_TIMEOUT"
+"""The environment variable that stands for ``params["HOST_TIMEOUT"]`` where that is not given."""
+
 DEFAULT_TIMEOUT = 300.0
+DEFAULT_HOST_TIMEOUT = 5.0
 BACKENDS = ("auto", "gloo", "shm", "nccl", "mpi")
 KNOWN = (
     *(Keys.FILE_PATH, Keys.MAX_DEVICE_PER_NODE, Keys.TIMEOUT, Keys.BACKEND, Keys.INTERFACE),
-    *(Keys.MPI_CUDA_AWARE, Keys.TRACE_DIR),
+    *(Keys.MPI_CUDA_AWARE, Keys.TRACE_DIR, Keys.MASTER_ADDR, Keys.MASTER_PORT, Keys.HOST_TIMEOUT),
 )
 
 
@@ -30,12 +36,14 @@ class Settings:
     """What a user may set. Values may be strings, as flashlight's are; times are in seconds.
 
     ``checks``: ranks of several hosts compare what they call, unless the environment says no.
+    ``host_timeout``: a host that cannot be reached for so long is lost; 0: never.
     ``job_key``: what the ranks have agreed on when they met, and nobody else knows.
     """
 
     file_path: str | None = None
     max_device_per_node: int | None = None
     timeout: float = DEFAULT_TIMEOUT
+    host_timeout: float = DEFAULT_HOST_TIMEOUT
     backend: str = "auto"
     interface: str = ""
     mpi_cuda_aware: bool = False
@@ -43,6 +51,7 @@ class Settings:
     trace_dir: str | None = None
     joining: float = 0.0  # how long that may take, where it is longer than the timeout
     job_key: bytes = field(default=b"", repr=False)
+    address: str = ""  # which the ranks have agreed on for connections with other hosts
 
     @property
     def joining_seconds(self) -> float:
@@ -72,12 +81,19 @@ class Settings:
             file_path=_path(values.get(Keys.FILE_PATH)),
             max_device_per_node=_count(values.get(Keys.MAX_DEVICE_PER_NODE)),
             timeout=_seconds(values.get(Keys.TIMEOUT, DEFAULT_TIMEOUT)),
+            host_timeout=_host_seconds(values.get(Keys.HOST_TIMEOUT)),
             backend=_backend(values.get(Keys.BACKEND, "auto")),
-            interface=str(values.get(Keys.INTERFACE, "")),
+            interface=interface_asked(values.get(Keys.INTERFACE)),
             mpi_cuda_aware=_flag(Keys.MPI_CUDA_AWARE, values.get(Keys.MPI_CUDA_AWARE, 0)),
             checks=os.environ.get(CHECKS, "1") != "0",
             trace_dir=_folder(values.get(Keys.TRACE_DIR, os.environ.get("FLASHLIGHT_TRACE_DIR"))),
         )
+
+
+def interface_asked(value: Any = None) -> str:
+    """Return the interface or address to use between hosts: of ``params``, else the environment."""
+    asked = (value, *map(os.environ.get, INTERFACES))
+    return next((str(each) for each in asked if each), "")
 
 
 def _check_key(key: object) -> None:
@@ -122,6 +138,21 @@ def _seconds(value: Any) -> float:
     return seconds
 
 
+def _host_seconds(value: Any) -> float:
+    source = f"params[{Keys.HOST_TIMEOUT!r}]" if value is not None else HOST_TIMEOUT
+    if value is None:
+        value = os.environ.get(HOST_TIMEOUT) or DEFAULT_HOST_TIMEOUT
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not (seconds == 0 or 1 <= seconds < math.inf):
+        raise ValueError(
+            f"{source} must be a number of seconds, at least 1, or 0 for no limit; got {value!r}"
+        )
+    return seconds
+
+
 def _flag(key: str, value: Any) -> bool:
     if str(value) not in ("0", "1", "False", "True"):
         raise ValueError(f"params[{key!r}] must be 0 or 1, got {value!r}")
@@ -151,6 +182,12 @@ def read_init_method(value: Any, params: Mapping[str, Any] | None) -> Asked:
     Raises:
         ValueError: it is none of those and no ``DistributedInit``; or ``params`` say otherwise.
     """
+    asked = _read_method(value, params)
+    address = _of_params(asked)
+    return asked if address is None else asked._replace(address=address)
+
+
+def _read_method(value: Any, params: Mapping[str, Any] | None) -> Asked:
     if value is None:
         return Asked(None, params)
     if isinstance(value, DistributedBackend):  # an IntEnum: its numbers are those of methods, too
@@ -188,6 +225,35 @@ def _address(text: str) -> tuple[str, int]:
             "world_rank and world_size, or the environment's"
         )
     return host, port
+
+
+def _of_params(asked: Asked) -> tuple[str, int] | None:
+    """Return where rank 0 is if ``params`` say it; what they leave out the environment says."""
+    params = asked.params if isinstance(asked.params, Mapping) else {}
+    names = (Keys.MASTER_ADDR, Keys.MASTER_PORT)
+    passed = [params.get(name) for name in names]
+    if passed == [None, None]:
+        return None
+    if asked.method not in (None, DistributedInit.ENV):
+        raise ValueError(
+            f"MASTER_ADDR and MASTER_PORT are for DistributedInit.ENV or None, not for "
+            f"{asked.method.name}; leave one of them out"
+        )
+    given = asked.address or tuple(map(os.environ.get, names))
+    host, port = (given[at] if passed[at] is None else passed[at] for at in range(2))
+    if host is None or port is None:
+        absent, there = names if host is None else names[::-1]
+        raise ValueError(f"params have {there} and no {absent}; pass both")
+    if not isinstance(host, str) or not host:
+        raise ValueError(f"params['MASTER_ADDR'] must be a name or an address, got {host!r}")
+    if isinstance(port, bool) or not str(port).isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"params['MASTER_PORT'] must be a TCP port in [1, 65535], got {port!r}")
+    if asked.address not in (None, (host, int(port))):
+        raise ValueError(
+            "init_method asks for tcp://{}:{}".format(*asked.address)
+            + f", and params say {host}:{port}; pass one"
+        )
+    return host, int(port)
 
 
 def _with(params: Mapping[str, Any] | None, key: str, value: str) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from flashlight_py._version import __version__
+from flashlight_py.distributed.settings import interface_asked
 from flashlight_py.doctor import folder, machine, mpi, running
 from flashlight_py.doctor.finding import Finding, State, table
 
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         "Built": machine.built(),
         "MPI": mpi.look(),
         "GPUs": machine.gpus(),
-        "Memory and network": machine.host(options.interface),
+        "Memory and network": machine.host(interface_asked(options.interface)),
         f"Rendezvous folder {options.folder}": folder.look(options.folder),
     }
     if options.run:

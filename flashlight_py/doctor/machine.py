@@ -13,11 +13,12 @@ from pathlib import Path
 from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl.library import load, version_text
 from flashlight_py.distributed.devices import cuda
-from flashlight_py.distributed.hosts import address_to_bind
 from flashlight_py.distributed.memory_file import DIRECTORY
 from flashlight_py.distributed.rendezvous.secret import REMEDY, Secret
+from flashlight_py.distributed.routes import likely_address
 from flashlight_py.doctor.finding import Finding, State
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
+from flashlight_py.interfaces import interfaces
 
 # What each is for, and what its absence means.
 _EXTENSIONS = {
@@ -135,7 +136,7 @@ def host_name(name: str, addresses: list[str]) -> Finding:
     if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
         return Finding("host name", State.OK, detail)
     detail += (
-        ": the loopback. Harmless here: we ask the routes for our address. Programs that trust "
+        ": the loopback. Harmless here: rank 0 listens at all addresses. Programs that trust "
         "the name, as many do, would offer it to other hosts"
     )
     remedy = "on several hosts, use an address instead of the name in such programs"
@@ -144,21 +145,17 @@ def host_name(name: str, addresses: list[str]) -> Finding:
 
 def interface(wanted: str) -> Finding:
     """Report which address ranks on other hosts would use; ``wanted`` as in ``INTERFACE``."""
-    known = ", ".join(name for _, name in socket.if_nameindex()) or "none"
-    try:
-        address, named = address_to_bind(wanted, one_host=False)
-        if address:  # it is ours if a socket can be bound to it
-            socket.create_server((address, 0)).close()
-    except RendezvousError:
-        detail = f"none that other hosts could reach (there are: {known})"
-        remedy = "one host needs none; for several: params={'INTERFACE': ...}"
-        return Finding("interface", State.MISSING, detail, remedy)
-    except OSError:
-        detail = (
-            f"{address} is neither an interface nor an address of this host (there are: {known})"
-        )
+    known = ", ".join(f"{each.name} {each.address}" for each in interfaces()) or "none"
+    address, asked = likely_address(wanted), f" ({wanted})" if wanted else ""
+    if address:
+        others = "" if wanted else f"; by the route to them, of {known}"
+        return Finding("interface", State.OK, f"{address}{asked} between hosts{others}")
+    if wanted:
+        detail = f"{wanted} is neither an interface nor an address of this host (up are: {known})"
         return Finding("interface", State.FAILED, detail, "name one of them")
-    return Finding("interface", State.OK, f"{named or address} between hosts; loopback inside one")
+    detail = "none that other hosts could reach is up"
+    remedy = "one host needs none; for several: params={'INTERFACE': ...} or FLASHLIGHT_INTERFACE"
+    return Finding("interface", State.MISSING, detail, remedy)
 
 
 def job_secret() -> Finding:

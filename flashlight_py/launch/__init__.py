@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,9 +10,13 @@ if TYPE_CHECKING:
 
 __all__ = ["spawn"]
 
+_ENGINES = ("dask", "ray", "spark")
+
 
 def __getattr__(name: str) -> Any:
-    """Import ``spawn`` when it is used: the launcher needs nothing of it."""
+    """Import ``spawn`` and the engines when they are used: the launcher needs nothing of them."""
+    if name in _ENGINES:
+        return import_module(f"{__name__}.{name}")
     if name != "spawn":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from flashlight_py.launch.spawning import spawn

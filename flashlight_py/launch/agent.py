@@ -11,18 +11,22 @@ import os
 import socket
 import subprocess
 import sys
+import syslog
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
-from flashlight_py.launch.channel import Outgoing, Reader, message, write_whole
+from flashlight_py.interfaces import listen_everywhere, own_addresses
+from flashlight_py.launch.channel import Outgoing, Reader, can_write, message, write_whole
 from flashlight_py.launch.front import die_with_parent, run_behind
 from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.output import Output, Source
-from flashlight_py.launch.ranks import LISTENER, Place, Ranks, end_leftovers, environ_of
+from flashlight_py.launch.pulse import LOST_SECONDS, Pulse
+from flashlight_py.launch.ranks import LISTENER, RECORDS, Place, Ranks, end_leftovers, environ_of
+from flashlight_py.launch.records import Notes, send_records
 
 _IN, _OUT = 0, 1
 # How many ranks may wait to connect before rank 0 answers; others are let in later.
@@ -33,10 +37,12 @@ class Agent:
     """Runs ranks in attempts, one after the other; ``report`` is called with what happens.
 
     Its public methods are the messages of the launcher. ``stdin`` is the input of rank 0, if any;
-    ``output``, if any, shows what the ranks print, which is reported otherwise.
+    ``output``, if any, shows what the ranks print, which is reported otherwise. ``reached`` are
+    addresses at which other hosts of the job have reached this one.
     """
 
     output: Output | None = None
+    reached: Sequence[str] = ()
 
     def __init__(self, loop: Loop, report: Callable[..., None], stdin: int | None = None) -> None:
         self._loop, self._report, self._stdin = loop, report, stdin
@@ -44,20 +50,24 @@ class Agent:
         self._listener: socket.socket | None = None
         self._input: Outgoing | None = None
         self.grace, self._has_lost_output = 0.0, False
+        self._notes: Notes | None = None
 
     def prepare(self, needs_port: bool) -> None:
-        """Report where ranks could meet on this host: its address, "" if it has none, and port."""
-        address, port = "", 0
+        """Report where ranks could meet on this host: its addresses, the best first, and a port."""
+        addresses: list[str] = []
+        port = 0
         if needs_port:
-            address = address_of_host()
+            addresses = addresses_of_host(self.reached)
             # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
-            self._listener = listener_at(address, _BACKLOG)
+            self._listener = listen_everywhere(0, _BACKLOG)
             port = self._listener.getsockname()[1]
-        self._report("ready", address, port)
+        self._report("ready", addresses, port)
 
     def start(self, task: Mapping[str, Any]) -> None:
         """Start ranks: ``places`` of ``size``, where ``meeting`` says; see ``Team``."""
         self._ranks, self.grace = Ranks(self._loop, self._on_output), task["grace"]
+        if task["wants_records"]:
+            self._notes = Notes(self._loop)
         try:
             for place in map(Place._make, task["places"]):
                 self._start(place, task)
@@ -77,6 +87,11 @@ class Agent:
         elif self._input is not None:
             self._input.close()
 
+    def collect(self) -> None:
+        """Report the flight records that the ranks have written."""
+        if self._notes is not None:
+            send_records(self._notes.paths(), self._report)
+
     def finish(self, grace: float) -> None:
         """End what the ranks have left, by SIGKILL after ``grace`` seconds; blocks until then."""
         stuck = end_leftovers(self._loop, grace)
@@ -85,7 +100,9 @@ class Agent:
             self._input.close()
         if self._ranks is not None:
             self._ranks.close()
-        self._ranks = self._input = None
+        if self._notes is not None:
+            self._notes.close()
+        self._ranks = self._input = self._notes = None
         if self.output is not None:
             self.output.end()
         self.flush()
@@ -95,6 +112,9 @@ class Agent:
         """Write a line of the launcher's."""
         assert self.output
         self.output.say(text)
+
+    def pulse(self) -> None:
+        """Do nothing: that something has come from the launcher is noted already."""
 
     def flush(self) -> float:
         """Show lines without an end that are due; returns when the next ones are."""
@@ -110,10 +130,13 @@ class Agent:
 
     def _start(self, place: Place, task: Mapping[str, Any]) -> None:
         assert self._ranks is not None
-        meeting, listener = task["meeting"], []
+        meeting, descriptors = task["meeting"], []
         if self._listener is not None and place.rank == 0:
-            listener = [self._listener.fileno()]
-            meeting = {**meeting, LISTENER: str(listener[0])}
+            descriptors = [self._listener.fileno()]
+            meeting = {**meeting, LISTENER: str(descriptors[0])}
+        if self._notes is not None:
+            descriptors.append(self._notes.descriptor)
+            meeting = {**meeting, RECORDS: self._notes.variable()}
         environ = {**os.environ, **task["environ"]}
         with self._input_of(place, task["has_input"]) as stdin:
             process = self._ranks.start(
@@ -121,7 +144,7 @@ class Agent:
                 task["program"],
                 environ_of(environ, place, task["size"], task["restarts"], meeting),
                 stdin,
-                listener,
+                descriptors,
                 partial(die_with_parent, os.getpid()),
             )
         self._loop.child(process, partial(self._on_exit, self._ranks, place.rank))
@@ -161,21 +184,31 @@ class Agent:
 
 
 class Server:
-    """Our end of the connection of an agent to its launcher, two descriptors."""
+    """Our end of the connection of an agent to its launcher, two descriptors.
 
-    def __init__(self, loop: Loop, reading: int, writing: int) -> None:
-        self.has_ended = False
+    Once nothing has come from there for ``lost_after`` seconds, ``silence`` says since when.
+    """
+
+    def __init__(self, loop: Loop, reading: int, writing: int, lost_after: float) -> None:
+        self.has_ended, self.silence = False, ""
+        os.set_blocking(writing, False)
         self._loop, self._reading, self._writing = loop, reading, writing
         self._reader = Reader(reading)
         self._inbox: deque[tuple[str, list[Any]]] = deque()
+        self._is_writing = False
         loop.watch(reading, self._read)
+        self._pulse = Pulse(loop, lost_after, self._beat, self._on_silence)
 
     def report(self, kind: str, *values: Any) -> None:
-        """Send a message to the launcher; blocks until it is written."""
+        """Send a message to the launcher; blocks until it is written, or the launcher is lost."""
+        if self.silence:
+            return
+        self._is_writing = True
         try:
-            write_whole(self._writing, message(kind, *values))
+            write_whole(self._writing, message(kind, *values), self._wait)
         except OSError:  # it is gone
             self.end()
+        self._is_writing = False
 
     def end(self) -> None:
         """Let ``run`` return."""
@@ -199,27 +232,41 @@ class Server:
             if code is not None or self._reader.has_ended:
                 self.end()
         agent.finish(agent.grace)
+        self._pulse.stop()
         return code
 
     def _read(self) -> None:
+        before = self._reader.received
         self._inbox.extend(self._reader.read())
+        if self._reader.received > before:
+            self._pulse.heard()
         if self._reader.has_ended:
             self._loop.forget(self._reading)
 
+    def _wait(self) -> None:
+        """While the launcher takes no messages: see whether it is there at all."""
+        self._read()
+        self._pulse.look()
+        if self.silence:
+            raise BrokenPipeError(self.silence)
 
-def address_of_host() -> str:
-    """Return the address that others reach this host at; "" if there is no way out of it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737); nothing is sent
-        return str(probe.getsockname()[0])
-    return ""
+    def _beat(self) -> None:
+        if not self._is_writing and can_write(self._writing):
+            self.report("pulse")
+
+    def _on_silence(self, since: str) -> None:
+        self.silence = since
+        self.end()
 
 
-def listener_at(address: str, backlog: int) -> socket.socket:
-    """Return a socket that listens at ``address``, or at all of this host's if it is empty."""
-    both = not address and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=backlog, dualstack_ipv6=both)
+def addresses_of_host(reached: Sequence[str]) -> list[str]:
+    """Return the addresses that others may reach this host at, those first where they have.
+
+    Beside those of ``reached``, that is the one at which ssh came, as sshd says (ssh(1)).
+    """
+    by_ssh = os.environ.get("SSH_CONNECTION", "").split()[2:3]
+    own = own_addresses()
+    return list(dict.fromkeys([*(each for each in (*reached, *by_ssh) if each in own), *own]))
 
 
 def main() -> int:
@@ -229,10 +276,20 @@ def main() -> int:
 
 def _work() -> int:
     with closing(Loop()) as loop:
-        server = Server(loop, _IN, _OUT)
+        server = Server(loop, _IN, _OUT, float(sys.argv[1]) if len(sys.argv) > 1 else LOST_SECONDS)
         loop.on_signal = lambda number: server.end()
         server.run(Agent(loop, server.report))
+    if server.silence:
+        _say(f"nothing has come from the launcher {server.silence}; its ranks here were ended")
+        return 1
     return 0
+
+
+def _say(text: str) -> None:
+    """Write a line where somebody may find it on a host that is cut off: to the system's log."""
+    line = f"flrun: agent on {os.uname().nodename}: {text}"
+    print(line, file=sys.stderr)
+    syslog.syslog(syslog.LOG_ERR, line)
 
 
 if __name__ == "__main__":

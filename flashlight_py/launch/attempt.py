@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.loop import Poll
@@ -37,6 +37,7 @@ class Attempt:
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.failures: dict[int, Failure] = {}
+        self._gone: set[int] = set()  # with their host
         self.interrupted = 0
         self.is_ending = False
         self._loop, self._send, self._output, self._grace = loop, send, output, grace
@@ -59,9 +60,9 @@ class Attempt:
 
     @property
     def lost(self) -> set[int]:
-        """The ranks that failed of themselves; the first one at least, if any."""
+        """The ranks that failed of themselves, or whose host is lost; the first one at least."""
         own = {rank for rank, failure in self.failures.items() if not failure.follows}
-        return own or ({self.cause[0]} if self.cause else set())
+        return own | self._gone or ({self.cause[0]} if self.cause else set())
 
     def on_output(self, source: Source, data: bytes) -> None:
         """Show what a rank writes; end all if that cannot be done."""
@@ -84,6 +85,17 @@ class Attempt:
             self._cause_until = min(self._cause_until, time.monotonic() + CAUSE_SECONDS)
         else:
             self.end(signal.SIGTERM)
+
+    def on_lost(self, ranks: Collection[int], failure: Failure) -> None:
+        """Record that the host of ``ranks``, which are all that it has, is lost.
+
+        Also while all are being ended: that others have lost these ranks is often noticed first.
+        """
+        self._gone.update(ranks)
+        lost = {rank: failure for rank in ranks if rank in self.undecided}
+        self.on_failure(lost)
+        self.failures.update(lost)
+        self.on_end(ranks)
 
     def on_return(self, rank: int) -> None:
         """Record that ``rank`` has done its work; end all if it was waited for in vain."""

@@ -1,11 +1,13 @@
 """Messages between the launcher and its agents, one line of JSON each, and what descriptors need.
 
 To an agent: ``prepare`` for ranks, ``start`` them, send them a ``signal``, ``input`` for rank 0,
-``say`` a line to the user, ``finish`` what the ranks have left, ``leave`` with an exit code. The
-end of the connection means leave, too: a launcher that was killed leaves no ranks behind.
+``say`` a line to the user, ``collect`` flight records, ``finish`` what the ranks have left,
+``leave`` with an exit code. The end of the connection means leave, too: a launcher that was killed
+leaves no ranks behind.
 From an agent: it is ``ready``, or ``cannot_run`` the program; ``output`` of a rank, a rank has
 ``exited``, ``more`` input can be taken; it has ``lost_output``, a signal is to ``interrupt`` the
-job; all is ``finished``, but for some processes.
+job; the ``record`` of a rank; all is ``finished``, but for some processes.
+Both ways: a ``pulse`` of an end that is there.
 
 An agent waits until the launcher has taken its message; meanwhile its ranks wait to print. The
 launcher waits for no agent, or each of the two might wait for the other.
@@ -19,10 +21,10 @@ import select
 from collections.abc import Callable
 from typing import Any
 
-from flashlight_py.launch.loop import Poll
+from flashlight_py.launch.loop import BEAT_SECONDS, Poll
 
 _CHUNK = 1 << 16
-_WITH_BYTES = ("output", "input")  # their last value; it travels as text of Latin-1
+_WITH_BYTES = ("output", "input", "record")  # their last value; it travels as text of Latin-1
 
 
 def message(kind: str, *values: Any) -> bytes:
@@ -37,6 +39,7 @@ class Reader:
         os.set_blocking(descriptor, False)
         self._descriptor = descriptor
         self._rest = b""
+        self.received = 0  # bytes
         self.has_ended = False
 
     def read(self) -> list[tuple[str, list[Any]]]:
@@ -48,6 +51,7 @@ class Reader:
         except OSError:
             data = b""  # a socket whose other end was killed, or cannot be reached any more
         self.has_ended = not data
+        self.received += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         messages = [(kind, values) for kind, *values in map(json.loads, lines)]
         for kind, values in messages:
@@ -56,25 +60,34 @@ class Reader:
         return messages
 
 
-def write_whole(descriptor: int, data: bytes) -> None:
+def write_whole(descriptor: int, data: bytes, waited: Callable[[], object] = lambda: None) -> None:
     """Write ``data``; blocks until it is written, also where the descriptor itself would not.
 
-    Whoever shares it, a rank on our terminal for one, may have made it non-blocking for all.
+    Whoever shares it, a rank on our terminal for one, may have made it non-blocking for all. Then
+    ``waited`` is called every ``BEAT_SECONDS`` until something can be written.
 
     Raises:
         OSError: the system says so; ``BrokenPipeError`` if nobody is at the other end.
     """
     while data:
-        data = data[_write_some(descriptor, data) :]
+        data = data[_write_some(descriptor, data, waited) :]
 
 
-def _write_some(descriptor: int, data: bytes) -> int:
+def _write_some(descriptor: int, data: bytes, waited: Callable[[], object]) -> int:
     """Return how much could be written; if nothing, wait until something can be."""
     try:
         return os.write(descriptor, data)
     except BlockingIOError:
-        select.select([], [descriptor], [])
+        if not can_write(descriptor, BEAT_SECONDS):
+            waited()
         return 0
+
+
+def can_write(descriptor: int, seconds: float = 0.0) -> bool:
+    """Wait up to ``seconds`` until ``descriptor`` can be written, and return whether it can."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(1000 * seconds))
 
 
 class Outgoing:
@@ -88,6 +101,7 @@ class Outgoing:
         self, loop: Poll, descriptor: int, emptied: Callable[[], object] = lambda: None
     ) -> None:
         self._loop, self._emptied, self._rest = loop, emptied, b""
+        self._is_busy = False
         # A copy, as a socket that is read from as well is watched for that already.
         self._descriptor = os.dup(descriptor)
         os.set_blocking(self._descriptor, False)
@@ -96,8 +110,14 @@ class Outgoing:
     def put(self, data: bytes) -> None:
         """Write ``data`` behind what was put before; does not block."""
         if self._is_open:
+            self._is_busy = True
             self._rest += data
             self._write()
+
+    def put_if_idle(self, data: bytes) -> None:
+        """Write ``data`` unless something is being written, as a signal's handler may wish."""
+        if not self._is_busy:
+            self.put(data)
 
     def close(self) -> None:
         """Drop what is not written yet, and close the copy."""
@@ -107,6 +127,7 @@ class Outgoing:
             os.close(self._descriptor)
 
     def _write(self) -> None:
+        self._is_busy = True
         try:
             self._rest = self._rest[os.write(self._descriptor, self._rest) :]
         except BlockingIOError:
@@ -121,6 +142,7 @@ class Outgoing:
             else:
                 self._loop.forget(self._descriptor)
         if not self._rest:
+            self._is_busy = False
             self._emptied()
 
 

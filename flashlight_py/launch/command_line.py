@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import closing, suppress
 
 from flashlight_py.errors import DistributedError
 from flashlight_py.launch.front import run_behind
@@ -46,17 +46,15 @@ def _run(options: Options, folder: str, stdin: int | None) -> int:
     try:
         # The loop is first: from here on no signal ends this process by itself.
         with closing(Loop()) as loop:
-            if options.node_rank:
-                from flashlight_py.launch.nodes import work_for_node_0
+            if options.nnodes == 1:
+                return _run_team(loop, options, _team(loop, options, folder, stdin))
+            from flashlight_py.launch.nodes import meeting_of, team_of_nodes, work_for_node_0
 
-                return work_for_node_0(loop, options)
-            code = 1
-            with _team(loop, options, folder, stdin) as team:
-                try:
-                    code = run_job(loop, team, options)
-                finally:
-                    team.close(code)
-            return code
+            store = meeting_of(options)
+            if store.rank != 0:
+                return work_for_node_0(loop, options, store)
+            with team_of_nodes(loop, options, store, stdin) as team:
+                return _run_team(loop, options, team)
     except Interrupted as interruption:
         print(f"flrun: {interruption}; no rank was started", file=sys.stderr)
         return 128 + interruption.number
@@ -65,14 +63,17 @@ def _run(options: Options, folder: str, stdin: int | None) -> int:
         return 1
 
 
-def _team(
-    loop: Loop, options: Options, folder: str, stdin: int | None
-) -> AbstractContextManager[Team]:
-    """Return where the ranks are; blocks until the launchers of all nodes are here."""
-    if options.nnodes > 1:
-        from flashlight_py.launch.nodes import team_of_nodes
+def _run_team(loop: Loop, options: Options, team: Team) -> int:
+    code = 1
+    try:
+        code = run_job(loop, team, options)
+    finally:
+        team.close(code)
+    return code
 
-        return team_of_nodes(loop, options, stdin)
+
+def _team(loop: Loop, options: Options, folder: str, stdin: int | None) -> Team:
+    """Return where the ranks are: here, or on hosts that ssh reaches."""
     hosts: list[Host] = [LocalHost(loop, options.ranks, stdin)]
     file = os.path.join(folder, "meeting")
     if options.hosts:
@@ -81,9 +82,9 @@ def _team(
             for name, value in os.environ.items()
             if name.startswith(_INHERITED) or name in options.env
         }
-        hosts = [SshHost(loop, *host, options.ssh, inherited) for host in options.hosts]
+        hosts = [SshHost(loop, *host, options, inherited) for host in options.hosts]
         file = f"{options.rdzv}.{secrets.token_hex(8)}" if options.rdzv else ""
-    return nullcontext(Team(loop, hosts, options, stdin, file))
+    return Team(loop, hosts, options, stdin, file)
 
 
 def _input_for_rank_0() -> int | None:

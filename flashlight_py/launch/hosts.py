@@ -23,7 +23,8 @@ from flashlight_py.launch.failures import Failure, describe_exit
 from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.options import Options
 from flashlight_py.launch.output import Source
-from flashlight_py.launch.ranks import SECRET, Place, places
+from flashlight_py.launch.pulse import Pulse
+from flashlight_py.launch.ranks import ADDRESSES, SECRET, Place, places
 
 # How much longer than the ranks' grace agents may take, in seconds, to end what is left there.
 _FINISHING_SECONDS = 10.0
@@ -66,11 +67,17 @@ class Host:
 
 
 class LocalHost(Host):
-    """This host: its agent is a part of this process. ``stdin`` is the input of rank 0, if any."""
+    """This host: its agent is a part of this process. ``stdin`` is the input of rank 0, if any.
 
-    def __init__(self, loop: Loop, slots: int, stdin: int | None) -> None:
+    ``reached`` are addresses at which the other hosts have reached this one.
+    """
+
+    def __init__(
+        self, loop: Loop, slots: int, stdin: int | None, reached: Sequence[str] = ()
+    ) -> None:
         super().__init__(loop, os.uname().nodename, slots)
         self._agent = Agent(loop, self._on_report, stdin)
+        self._agent.reached = reached
         self.is_open = True
 
     def send(self, kind: str, *values: Any) -> None:
@@ -91,7 +98,14 @@ class LocalHost(Host):
 
 
 class ConnectedHost(Host):
-    """A host whose agent is at the other end of two descriptors."""
+    """A host whose agent is at the other end of two descriptors.
+
+    It is lost once nothing has come from there for ``lost_after`` seconds.
+    """
+
+    def __init__(self, loop: Loop, name: str, slots: int, lost_after: float) -> None:
+        super().__init__(loop, name, slots)
+        self._lost_after = lost_after
 
     def send(self, kind: str, *values: Any) -> None:
         """Send a message to the agent; does not block, nothing happens if it is gone."""
@@ -102,16 +116,20 @@ class ConnectedHost(Host):
         """Close the connection; whatever is still there ends by it."""
         if self.is_open:
             self.is_open = False
+            self._pulse.stop()
             self._outgoing.close()
             self._loop.forget(self._reading)
 
-    def _connect(self, reading: int, writing: int) -> None:
+    def _connect(self, reading: int, writing: int, is_there: bool) -> None:
         self.is_open = True
         self._reading, self._reader = reading, Reader(reading)
         self._outgoing = Outgoing(self._loop, writing)
         self._loop.watch(reading, self._read)
+        send = partial(self._outgoing.put_if_idle, message("pulse"))
+        self._pulse = Pulse(self._loop, self._lost_after, send, self._on_silence, is_there)
 
     def _read(self) -> None:
+        self._pulse.heard()
         for kind, values in self._reader.read():
             self.on_message(kind, values)
         if self._reader.has_ended:
@@ -121,6 +139,10 @@ class ConnectedHost(Host):
     def _on_end(self) -> None:
         """Nothing more arrives from the agent."""
 
+    def _on_silence(self, since: str) -> None:
+        """Nothing has arrived for too long; give the host up."""
+        raise NotImplementedError
+
 
 class SshHost(ConnectedHost):
     """A host on which an agent is started by ``ssh``, a command that takes a host and a line.
@@ -129,17 +151,24 @@ class SshHost(ConnectedHost):
     """
 
     def __init__(
-        self, loop: Loop, name: str, slots: int, ssh: tuple[str, ...], environ: Mapping[str, str]
+        self,
+        loop: Loop,
+        name: str,
+        slots: int,
+        options: Options,
+        environ: Mapping[str, str],
     ) -> None:
-        super().__init__(loop, name, slots)
-        self._ssh, self.environ = ssh, environ
+        super().__init__(loop, name, slots, options.lost_after)
+        self._ssh, self.environ = options.ssh, environ
+        self._silence = ""
         self._process: subprocess.Popen[bytes] | None = None
 
     def open(self) -> None:
         """Start an agent, if none is there."""
         if self.is_open:
             return
-        agent = f"exec {shlex.quote(sys.executable)} -m flashlight_py.launch.agent"
+        module = f"flashlight_py.launch.agent {self._lost_after:g}"
+        agent = f"exec {shlex.quote(sys.executable)} -m {module}"
         command = [*self._ssh, self.name, f"cd {shlex.quote(os.getcwd())} && {agent}"]
         try:
             self._process = subprocess.Popen(
@@ -150,7 +179,7 @@ class SshHost(ConnectedHost):
         assert self._process.stdin
         assert self._process.stdout
         with self._process.stdin as stdin:
-            self._connect(self._process.stdout.fileno(), stdin.fileno())
+            self._connect(self._process.stdout.fileno(), stdin.fileno(), is_there=False)
         self._loop.child(self._process, self._on_exit)
 
     def close(self) -> None:
@@ -169,7 +198,13 @@ class SshHost(ConnectedHost):
             for kind, values in messages:
                 self.on_message(kind, values)
         self.close()
-        self.on_lost(f"is lost: ssh to {self.name} {describe_exit(code)}")
+        how, self._silence = self._silence or f"ssh to {self.name} {describe_exit(code)}", ""
+        self.on_lost(f"is lost: {how}")
+
+    def _on_silence(self, since: str) -> None:
+        assert self._process
+        self._silence = f"nothing has come from host {self.name} {since}"
+        self._process.kill()
 
 
 class Team:
@@ -197,6 +232,7 @@ class Team:
         self._working: set[int] = set()  # hosts that take ranks of this attempt
         self._awaited: set[int] = set()  # those that have not finished
         self._supply: Supply | None = None
+        self.records: dict[int, tuple[str, bytes]] = {}
         self._is_started = False
         for index, host in enumerate(hosts):
             host.on_message = partial(self._on_message, index)
@@ -211,10 +247,11 @@ class Team:
         self._attempt, self._places, self._restarts = attempt, places(counts), restarts
         self._first = self._places[0].host
         self._working = {place.host for place in self._places}
-        self._addresses: dict[int, tuple[str, int]] = {}  # of the hosts that are ready
+        self._addresses: dict[int, tuple[list[str], int]] = {}  # of the hosts that are ready
         self._secret = self._secret_of(restarts)
         self._is_started = False
         self._stuck: list[int] = []
+        self.records = {}
         self._supply = None
         if self._stdin is not None:
             self._supply = Supply(self._loop, self._stdin, self._send_input)
@@ -235,13 +272,16 @@ class Team:
     def finish(self) -> list[int]:
         """Once all ranks have ended, have the agents end what they have left, and wait for that.
 
-        Returns the processes that a kernel does not let go of.
+        Returns the processes that a kernel does not let go of. After a failure, ``records`` are the
+        flight records of ranks, with the folders they come from.
         """
         grace = self._options.grace
         if self._supply is not None:
             self._supply.stop()
         self._awaited = {index for index in self._working if self.hosts[index].is_open}
         for index in sorted(self._awaited, reverse=True):  # one in this process blocks: the last
+            if self._attempt is not None and self._attempt.cause:
+                self.hosts[index].send("collect")
             self.hosts[index].send("finish", grace)
         self._wait(lambda: bool(self._awaited), grace + _FINISHING_SECONDS)
         for index in self._awaited:
@@ -270,9 +310,9 @@ class Team:
     def _on_message(self, host: int, kind: str, values: list[Any]) -> None:
         getattr(self, f"_on_{kind}")(host, *values)
 
-    def _on_ready(self, host: int, address: str, port: int) -> None:
+    def _on_ready(self, host: int, addresses: list[str], port: int) -> None:
         assert self._attempt
-        self._addresses[host] = address or self.hosts[host].name, port
+        self._addresses[host] = addresses or [self.hosts[host].name], port
         if self._working <= self._addresses.keys() and not self._attempt.is_ending:
             self._is_started = True
             for index in sorted(self._working):
@@ -289,16 +329,19 @@ class Team:
             "meeting": self._meeting(host.is_launcher),
             "grace": self._options.grace,
             "has_input": self._supply is not None,
+            "wants_records": len(self.hosts) > 1,
         }
 
     def _meeting(self, is_launcher: bool) -> dict[str, str]:
         """Return the variables that say where the ranks meet, less a secret that is known there."""
         if self._file:
             return {"FLASHLIGHT_FILE": f"{self._file}-{self._restarts}"}
-        address, port = self._addresses[self._first]
+        addresses, port = self._addresses[self._first]
         # It travels inside ssh, and never in a command line, which every user can read.
         secret = {} if is_launcher else {SECRET: self._secret}
-        return {"MASTER_ADDR": address, "MASTER_PORT": str(port), **secret}
+        # Ranks try them all: which of them a host can reach, only that host knows.
+        where = {"MASTER_ADDR": addresses[0], ADDRESSES: ",".join(addresses)}
+        return {**where, "MASTER_PORT": str(port), **secret}
 
     def _on_cannot_run(self, host: int, reason: str) -> None:
         raise StartError(reason)
@@ -322,6 +365,12 @@ class Team:
     def _on_interrupt(self, host: int, number: int) -> None:
         self._loop.on_signal(signal.Signals(number))
 
+    def _on_pulse(self, host: int) -> None:
+        """Do nothing: that something has come from the host is noted already."""
+
+    def _on_record(self, host: int, rank: int, folder: str, data: bytes) -> None:
+        self.records[rank] = folder, data
+
     def _on_finished(self, host: int, stuck: list[int]) -> None:
         self._awaited.discard(host)
         self._stuck += stuck
@@ -331,9 +380,7 @@ class Team:
         self._awaited.discard(host)
         if self._attempt is not None:
             ranks = [place.rank for place in self._places if place.host == host]
-            failure = Failure(how, time.monotonic())
-            self._attempt.on_failure(dict.fromkeys(ranks, failure))
-            self._attempt.on_end(ranks)
+            self._attempt.on_lost(ranks, Failure(how, time.monotonic()))
 
     def _send_input(self, data: bytes) -> None:
         self.hosts[self._first].send("input", data)

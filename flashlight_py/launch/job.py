@@ -11,6 +11,7 @@ from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.options import Options
 from flashlight_py.launch.output import Output
 from flashlight_py.launch.ranks import counts_of_remaining, places
+from flashlight_py.launch.records import store_records
 
 _CANNOT_RUN = 127  # as shells say
 
@@ -41,6 +42,8 @@ def run_job(loop: Loop, team: Team, options: Options) -> int:
         if attempt.cause is None:
             return 0
         say(_report(attempt, output, team, counts))
+        if where := store_records(team.records, sum(counts)):
+            say(where)
         remaining = counts_of_remaining(counts, attempt.lost) if options.min_n else counts
         if not may_restart(restarts, options.max_restarts, sum(remaining), options.min_n):
             return _exit_code(attempt)

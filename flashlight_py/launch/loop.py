@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 # What users and schedulers send to a job. Those that were ignored when we started stay ignored.
 FORWARDED = (
@@ -21,6 +21,16 @@ FORWARDED = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
+
+# How often each end of a connection shows the other that it is there.
+BEAT_SECONDS = 0.5
+
+
+class Beating(Protocol):
+    """``beat`` is called every ``BEAT_SECONDS``, whatever blocks; ``look`` then by the loop."""
+
+    def beat(self) -> None: ...
+    def look(self) -> None: ...
 
 
 class Poll:
@@ -59,12 +69,13 @@ class Loop(Poll):
     """A poll that also calls back when a signal has arrived or a child has ended.
 
     One exists in a process: it takes the signals and reaps every child. ``on_signal`` may be
-    replaced at any time.
+    replaced at any time. Each of ``pulses`` beats once ``keep_time`` was called.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.on_signal: Callable[[signal.Signals], None] = lambda number: None
+        self.pulses: list[Beating] = []
         self._children: dict[int, tuple[subprocess.Popen[bytes], Callable[[int], None]]] = {}
         self._signals, self._woken = os.pipe()
         for end in (self._signals, self._woken):
@@ -77,10 +88,17 @@ class Loop(Poll):
 
     def close(self) -> None:
         """Watch nothing any more, and take no more signals."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.set_wakeup_fd(-1)
         super().close()
         os.close(self._signals)
         os.close(self._woken)
+
+    def keep_time(self) -> None:
+        """Have ``pulses`` beat from now on, also while this process waits in a system call."""
+        signal.signal(signal.SIGALRM, self._beat)
+        if signal.getitimer(signal.ITIMER_REAL)[1] == 0.0:
+            signal.setitimer(signal.ITIMER_REAL, BEAT_SECONDS, BEAT_SECONDS)
 
     def child(self, process: subprocess.Popen[bytes], callback: Callable[[int], None]) -> None:
         """Call ``callback`` when ``process`` has ended, with its exit code or minus the signal.
@@ -107,8 +125,15 @@ class Loop(Poll):
         for number in set(os.read(self._signals, 4096)):
             if number == signal.SIGCHLD:
                 self.reap()
+            elif number == signal.SIGALRM:
+                for pulse in tuple(self.pulses):
+                    pulse.look()
             else:
                 self.on_signal(signal.Signals(number))
+
+    def _beat(self, number: int, frame: object) -> None:
+        for pulse in tuple(self.pulses):
+            pulse.beat()
 
 
 def code_of(end: os.waitid_result) -> int:

@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.distributed.rendezvous.peers import ANY_RANK
 from flashlight_py.distributed.rendezvous.place import Place
 from flashlight_py.distributed.rendezvous.secret import REMEDY, proof
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.rendezvous.wire import plain
 from flashlight_py.errors import RendezvousError
+from flashlight_py.interfaces import addresses_of
 from flashlight_py.launch.agent import Agent, Server
 from flashlight_py.launch.hosts import ConnectedHost, LocalHost, Team
 from flashlight_py.launch.loop import Loop, interruptible
@@ -33,8 +36,6 @@ from flashlight_py.launch.ranks import SECRET
 
 # How long launchers wait for each other, in seconds.
 MEETING_SECONDS = 300.0
-# After so many seconds without an answer of the kernel of its host a launcher counts as lost.
-SILENT_SECONDS = 300
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -44,12 +45,18 @@ class NodeHost(ConnectedHost):
     is_launcher = True
 
     def __init__(
-        self, loop: Loop, name: str, slots: int, node: int, connection: socket.socket
+        self,
+        loop: Loop,
+        name: str,
+        slots: int,
+        lost_after: float,
+        node: int,
+        connection: socket.socket,
     ) -> None:
-        super().__init__(loop, name, slots)
+        super().__init__(loop, name, slots, lost_after)
         self._node, self._socket = node, connection
-        _prepare(connection)
-        self._connect(connection.fileno(), connection.fileno())
+        _prepare(connection, lost_after)
+        self._connect(connection.fileno(), connection.fileno(), is_there=True)
 
     def open(self) -> None:
         """A launcher that is gone does not connect again."""
@@ -65,6 +72,10 @@ class NodeHost(ConnectedHost):
     def _on_end(self) -> None:
         self.close()
         self.on_lost(f"is lost: the connection to its launcher (node {self._node}) has ended")
+
+    def _on_silence(self, since: str) -> None:
+        self.close()
+        self.on_lost(f"is lost: nothing has come from its launcher (node {self._node}) {since}")
 
 
 class NodeAgent(Agent):
@@ -101,8 +112,8 @@ class NodeAgent(Agent):
 
 
 @contextmanager
-def team_of_nodes(loop: Loop, options: Options, stdin: int | None) -> Iterator[Team]:
-    """Yield the hosts of all nodes, this one first, when their launchers have connected.
+def team_of_nodes(loop: Loop, options: Options, store: Place, stdin: int | None) -> Iterator[Team]:
+    """Yield the hosts of all nodes, this one first, when their launchers have met at ``store``.
 
     Raises:
         RendezvousError: a launcher did not arrive in time, or two have one number.
@@ -113,12 +124,14 @@ def team_of_nodes(loop: Loop, options: Options, stdin: int | None) -> Iterator[T
         if not options.endpoint:
             file = f"{ends.enter_context(_folder_at(Path(options.rdzv)))}/meeting"
         with interruptible():
-            key, found, connections = _meet(options)
+            key, found, connections = _meet(options, store)
         others = [
-            NodeHost(loop, found[node]["host"], found[node]["ranks"], node, connections[node])
-            for node in sorted(connections)
+            NodeHost(loop, each["host"], each["ranks"], options.lost_after, node, connections[node])
+            for node, each in enumerate(found)
+            if node in connections
         ]
-        hosts = [LocalHost(loop, options.ranks, stdin), *others]
+        reached = [plain(each.getsockname())[0] for each in connections.values()]
+        hosts = [LocalHost(loop, options.ranks, stdin, reached), *others]
         yield Team(loop, hosts, options, stdin, file, partial(secret_of_ranks, key))
 
 
@@ -131,18 +144,21 @@ def _folder_at(path: Path) -> tempfile.TemporaryDirectory[str]:
 # The other nodes -----------------------------------------------------------------------------
 
 
-def work_for_node_0(loop: Loop, options: Options) -> int:
-    """Run the ranks of this node for the launcher of node 0; return the exit code of the job.
+def work_for_node_0(loop: Loop, options: Options, store: Place) -> int:
+    """Run the ranks of this node for the launcher of node 0, which is met at ``store``.
+
+    Returns the exit code of the job.
 
     Raises:
         RendezvousError: a launcher did not arrive in time, or two have one number.
         Interrupted: by a signal, before all have arrived.
     """
     with interruptible():
-        key, _, connections = _meet(options)
+        key, _, connections = _meet(options, store)
     with connections[0] as connection:
-        _prepare(connection)
-        server = Server(loop, connection.fileno(), connection.fileno())
+        _prepare(connection, options.lost_after)
+        ends = (connection.fileno(), connection.fileno())
+        server = Server(loop, *ends, options.lost_after)
         agent = NodeAgent(loop, server, options, key)
         code = server.run(agent)
     if code is not None:
@@ -150,25 +166,51 @@ def work_for_node_0(loop: Loop, options: Options) -> int:
     if agent.interrupted:
         agent.say(f"interrupted by {agent.interrupted.name}; the ranks of this node were ended")
         return 128 + agent.interrupted
-    agent.say("the connection to the launcher of node 0 has ended; its ranks here were ended")
+    how = "the connection to the launcher of node 0 has ended"
+    if server.silence:
+        how = f"nothing has come from the launcher of node 0 {server.silence}"
+    agent.say(f"{how}; its ranks here were ended")
     return 1
 
 
 # All nodes -----------------------------------------------------------------------------------
 
 
-def _meet(options: Options) -> tuple[bytes, list[dict[str, Any]], dict[int, socket.socket]]:
+def meeting_of(options: Options) -> Place:
+    """Return where the launchers meet. ``rank`` there is 0 for the one that has the job.
+
+    Without a --node-rank, at HOST:PORT that is the one on the host that HOST means, and the others
+    are numbered as they arrive.
+
+    Raises:
+        RendezvousError: this is node 0 and cannot listen there.
+    """
+    if options.endpoint is None:
+        path = Path(options.rdzv).absolute()
+        return FileStore(path, options.node_rank or 0, options.nnodes, MEETING_SECONDS)
+    host, port = options.endpoint
+    one_host = host in _LOOPBACK
+    at = partial(TcpStore, host, port, size=options.nnodes, timeout=MEETING_SECONDS)
+    if options.node_rank is not None:
+        return at(rank=options.node_rank, one_host=one_host)
+    at = partial(at, one_host=one_host, unnumbered=True)
+    if not addresses_of(host):
+        return at(rank=ANY_RANK)
+    try:
+        return at(rank=0)
+    except RendezvousError:
+        if not one_host:
+            raise
+        return at(rank=ANY_RANK)  # another launcher of this host was first
+
+
+def _meet(
+    options: Options, store: Place
+) -> tuple[bytes, list[dict[str, Any]], dict[int, socket.socket]]:
     """Return a key that all launchers know now, what each reports of itself, and connections.
 
     Those are of node 0 to the others, by node, and of these to node 0.
     """
-    node, size = options.node_rank, options.nnodes
-    store: Place
-    if options.endpoint:
-        host, port = options.endpoint
-        store = TcpStore(host, port, node, size, MEETING_SECONDS, host in _LOOPBACK)
-    else:
-        store = FileStore(Path(options.rdzv).absolute(), node, size, MEETING_SECONDS)
     mine = {
         "host": os.uname().nodename,
         "ranks": options.ranks,
@@ -192,9 +234,7 @@ def secret_of_ranks(key: bytes, restarts: int) -> str:
     return proof(key, b"ranks", str(restarts).encode()).hex()
 
 
-def _prepare(connection: socket.socket) -> None:
-    """Have the kernels notice within ``SILENT_SECONDS`` when the other host is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 2)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_SECONDS // 10)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
+def _prepare(connection: socket.socket, lost_after: float) -> None:
+    """Have the kernel keep what it could not deliver no longer than need be: see ``Pulse``."""
+    milliseconds = int(2000 * lost_after)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)

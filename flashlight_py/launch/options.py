@@ -6,12 +6,13 @@ import argparse
 import os
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from flashlight_py._version import __version__
 from flashlight_py.cores import usable_cores
+from flashlight_py.launch.pulse import LOST_SECONDS
 
 _EXAMPLES = """examples:
   flrun -n 4 train.py --epochs 10
@@ -19,8 +20,12 @@ _EXAMPLES = """examples:
   flrun -n 4 bash run.sh   (what is no file here but a program on the PATH is run as it is)
   flrun -n 4 --max-restarts 3 --output-dir logs train.py
   flrun --hosts a:4,b:4 train.py
+  flrun -n 4 --nnodes 2 --rdzv a:29511 train.py   (the same on each host; a is one of them)
   flrun -n 4 --nnodes 2 --node-rank 0 --rdzv /shared/run train.py   (on each host, with its number)
 """
+# OpenSSH would wait for minutes, or for ever. These leave the first word to our own ``Pulse``.
+_DEADLINES = ("ConnectTimeout=10", "ServerAliveInterval=5")
+LEAST_SECONDS = 2.0
 
 
 class Options(NamedTuple):
@@ -31,12 +36,13 @@ class Options(NamedTuple):
     ssh: tuple[str, ...]
     env: tuple[str, ...]
     nnodes: int
-    node_rank: int
+    node_rank: int | None
     rdzv: str
     max_restarts: int | None
     min_n: int | None
     output_dir: Path | None
     grace: float
+    lost_after: float
     program: tuple[str, ...]
 
     @property
@@ -52,6 +58,9 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
     """Read ``arguments``, by default those of this process; ends it where they make no sense."""
     parser = _parser()
     given = parser.parse_args(arguments)
+    if not (given.hosts or given.standalone):
+        parser.set_defaults(**_of_the_pod(os.environ, given.nnodes))
+        given = parser.parse_args(arguments)
     for name in _TORCHRUNS:
         if getattr(given, name.replace("-", "_")) is not None:
             parser.error(
@@ -68,14 +77,16 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
         parser.error("--hosts starts ranks on other hosts; --nnodes is for a launcher on each host")
     if given.nnodes > 1 and given.rdzv is None:
         parser.error("--nnodes needs --rdzv: a path that all hosts see, or HOST:PORT of node 0")
-    if not 0 <= given.node_rank < given.nnodes:
+    if given.node_rank is not None and given.node_rank >= given.nnodes:
         parser.error(f"--node-rank: expected 0 to {given.nnodes - 1}, got {given.node_rank}")
     if given.min_n is not None and given.min_n > total:
         parser.error(f"--min-n: expected 1 to {total}, the number of ranks, got {given.min_n}")
+    if given.lost_after < LEAST_SECONDS:
+        parser.error(f"--lost-after: expected {LEAST_SECONDS:g} or more, got {given.lost_after:g}")
     options = Options(
         ranks=ranks,
         hosts=hosts,
-        ssh=tuple(shlex.split(given.ssh)),
+        ssh=_with_deadlines(tuple(shlex.split(given.ssh))),
         env=tuple(given.env),
         nnodes=given.nnodes,
         node_rank=given.node_rank,
@@ -84,6 +95,7 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
         min_n=given.min_n,
         output_dir=given.output_dir,
         grace=given.grace,
+        lost_after=given.lost_after,
         program=_program(given, interpreter),
     )
     if hosts and options.endpoint:
@@ -128,9 +140,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         *("--node-rank", "--node_rank"),
         type=_integer,
-        default=0,
         metavar="I",
-        help="which of them this is, from 0",
+        help="which of them this is, from 0; at HOST:PORT it may be left out",
     )
     add("--standalone", action="store_true", help="on this host alone, as without --nnodes")
     add("--rdzv", metavar="PLACE", help="a path that all hosts see, or HOST:PORT of node 0")
@@ -146,6 +157,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-dir", type=Path, metavar="DIR", help="write rank-R.out and rank-R.err there")
     add("--grace", type=_seconds, default=5.0, help="seconds from SIGTERM to SIGKILL (default 5)")
     add(
+        "--lost-after",
+        type=_seconds,
+        default=LOST_SECONDS,
+        metavar="SECONDS",
+        help=f"of silence, then a host is given up (default {LOST_SECONDS:g})",
+    )
+    add(
         *("--no-python", "--no_python"),
         action="store_true",
         help="PROGRAM is no Python script but a command",
@@ -155,6 +173,30 @@ def _parser() -> argparse.ArgumentParser:
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the program")
     return parser
 
+
+def _of_the_pod(environ: Mapping[str, str], nnodes: int) -> dict[str, str]:
+    """Return defaults for a launcher in each pod: of PET_*, torchrun's variables, as from Kubeflow.
+
+    In an indexed Job of Kubernetes the index is the node's number. In a rank of torchrun or of
+    ours, which have used them, they are no longer meant.
+    """
+    if "LOCAL_RANK" in environ:
+        return {}
+    names = {option: f"PET_{variable}" for option, variable in _POD_OPTIONS.items()}
+    found = {option: environ[name] for option, name in names.items() if name in environ}
+    if nnodes > 1 and "JOB_COMPLETION_INDEX" in environ:
+        found.setdefault("node_rank", environ["JOB_COMPLETION_INDEX"])
+    if found.get("nnodes", "1") != "1" and "PET_MASTER_ADDR" in environ:
+        found["rdzv"] = f"{environ['PET_MASTER_ADDR']}:{environ.get('PET_MASTER_PORT', '29500')}"
+    return found
+
+
+_POD_OPTIONS = {
+    "n": "NPROC_PER_NODE",
+    "nnodes": "NNODES",
+    "node_rank": "NODE_RANK",
+    "max_restarts": "MAX_RESTARTS",
+}
 
 # Where torchrun's hosts meet; ours meet elsewhere.
 _TORCHRUNS = ("rdzv-endpoint", "rdzv-backend", "rdzv-id", "master-addr", "master-port")
@@ -168,6 +210,16 @@ def _program(given: argparse.Namespace, interpreter: str) -> tuple[str, ...]:
         program = interpreter if given.program in ("python", "python3") else given.program
         return (program, *given.arguments)
     return (interpreter, given.program, *given.arguments)
+
+
+def _with_deadlines(ssh: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the command with options of OpenSSH that it has not, if it is that."""
+    if not ssh or os.path.basename(ssh[0]) != "ssh":
+        return ssh
+    said = " ".join(ssh).lower()
+    missing = [each for each in _DEADLINES if each.partition("=")[0].lower() not in said]
+    # In front: what follows may be a host and another command, as in ``ssh jump docker exec``.
+    return (ssh[0], *(word for each in missing for word in ("-o", each)), *ssh[1:])
 
 
 def _is_command(program: str) -> bool:

@@ -20,11 +20,15 @@ _CHUNK = 1 << 16
 _KILLED_SECONDS = 5.0
 
 
+RECORDS = "FLASHLIGHT_RECORDS"
+"""An environment variable: where ranks say that they have written a flight record."""
 LISTENER, SECRET = "FLASHLIGHT_LISTENER", "FLASHLIGHT_SECRET"
 """Environment variables: the descriptor at which rank 0 listens, and what ranks prove to know."""
+ADDRESSES = "FLASHLIGHT_ADDRESSES"
+"""The environment variable with all addresses of rank 0's host, MASTER_ADDR the first."""
 
 # Where ranks meet; what an outer launch says of it must not reach a rank.
-_MEETINGS = ("FLASHLIGHT_FILE", "MASTER_ADDR", "MASTER_PORT", LISTENER, SECRET)
+_MEETINGS = ("FLASHLIGHT_FILE", "MASTER_ADDR", "MASTER_PORT", ADDRESSES, LISTENER, SECRET, RECORDS)
 
 
 class Place(NamedTuple):

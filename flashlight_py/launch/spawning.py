@@ -94,7 +94,7 @@ def spawn(
         >>> if __name__ == "__main__":
         ...     print(fl.spawn(total, args=(10,), nprocs=2))  # [21, 21]
     """
-    size = _checked_size(fn, args, nprocs, params, timeout)
+    size = checked_size("spawn", fn, args, nprocs, params, timeout)
     name = f"spawn of {getattr(fn, '__qualname__', repr(fn))}"
     task = pack_task(name, fn, tuple(args), dict(params or {}))
     ends = math.inf if timeout is None else time.monotonic() + timeout
@@ -120,28 +120,29 @@ def spawn(
     if world.output.error:
         raise OSError(f"{name}: {world.output.error}; all ranks were ended")
     _warn_of(name, codes)
-    return [_result(name, rank, size, world.results[rank]) for rank in range(size)]
+    return [result_of(name, rank, size, world.results[rank]) for rank in range(size)]
 
 
-def _checked_size(
+def checked_size(
+    what: str,
     fn: object,
     args: object,
     nprocs: int | None,
     params: Mapping[str, Any] | None,
     timeout: float | None,
 ) -> int:
-    """Return the number of processes, if all arguments make sense."""
+    """Return the number of processes, if all arguments of ``what`` make sense."""
     if not callable(fn):
-        raise TypeError(f"spawn: fn must be a function of (rank, *args), got {fn!r}")
+        raise TypeError(f"{what}: fn must be a function of (rank, *args), got {fn!r}")
     if not isinstance(args, tuple | list):
-        raise TypeError(f"spawn: args must be a tuple such as (x,), got {type(args).__name__}")
+        raise TypeError(f"{what}: args must be a tuple such as (x,), got {type(args).__name__}")
     size = usable_cores() if nprocs is None else _whole(nprocs)
     if size < 1:
-        raise ValueError(f"spawn: nprocs must be an integer of at least 1, got {nprocs!r}")
+        raise ValueError(f"{what}: nprocs must be an integer of at least 1, got {nprocs!r}")
     if timeout is not None and not timeout > 0:
-        raise ValueError(f"spawn: timeout must be a positive number of seconds, got {timeout!r}")
+        raise ValueError(f"{what}: timeout must be a positive number of seconds, got {timeout!r}")
     if params is not None and "FILE_PATH" in params:
-        raise ValueError("spawn: the ranks meet at a path of their own; leave FILE_PATH out")
+        raise ValueError(f"{what}: the ranks meet at a path of their own; leave FILE_PATH out")
     return size
 
 
@@ -200,7 +201,8 @@ def _has_script(preparation: Mapping[str, Any]) -> bool:
     return not f".{module}".endswith(".__main__") or (path is not None and os.path.isfile(path))
 
 
-def _result(name: str, rank: int, size: int, pickled: bytes) -> Any:
+def result_of(name: str, rank: int, size: int, pickled: bytes) -> Any:
+    """Return what ``rank`` of ``size`` returned, from its pickle."""
     try:
         return pickle.loads(pickled)
     except Exception as error:

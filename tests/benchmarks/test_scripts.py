@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from flashlight_py.distributed.verbs import VERBS as TABLE
+from tests.cluster.hosts import why_not
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 QUICK = ("--quick", "--rounds", "2", "--batch-seconds", "0.0005", "--ranks", "2")
@@ -179,3 +180,15 @@ def test_checkpoints_are_measured_beside_dd(tmp_path: Path) -> None:
     result = json.loads(file.read_text())
     assert set(result["measurements"][1]["seconds"]) == {"dd, conv=fsync", "fl.save", "fl.load"}
     assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.slow
+def test_verbs_between_hosts_without_peers(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    options = ("--links", "1 Gbit/s", "--verbs", "all_reduce", "--sizes", "4", "1048576")
+    output, result = run(tmp_path, "hosts.py", *options)
+    assert "- ABSENT torch gloo: not installed" in output
+    assert "| all_reduce, 1 MB |" in output
+    assert [m["task"] for m in result["measurements"]] == ["1 Gbit/s, 2 x 1, all_reduce"] * 2
+    assert [list(m["seconds"]) for m in result["measurements"]] == [["flashlight_py"]] * 2

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from flashlight_py.distributed.hosts import address_to_bind
 from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.distributed.routes import address_inside
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from tests.chaos import wire
 from tests.chaos.rank import Trap
@@ -165,10 +165,11 @@ def test_the_interface_that_is_asked_for_is_used(ranks: Ranks, tmp_path: Path) -
 
 
 def test_loopback_unless_hosts_differ() -> None:
-    assert address_to_bind("", one_host=True) == ("127.0.0.1", "")
-    name = socket.if_nameindex()[0][1]
-    assert address_to_bind(name, one_host=True) == ("", name)
-    assert address_to_bind("192.0.2.1", one_host=False) == ("192.0.2.1", "")
+    assert address_inside("") == "127.0.0.1"
+    assert address_inside("lo") == "127.0.0.1"
+    assert address_inside("::1") == "::1"
+    with pytest.raises(BackendUnavailableError, match="neither an interface nor an address"):
+        address_inside("192.0.2.77")
 
 
 def test_memory_of_another_user_is_refused(tmp_path: Path) -> None:

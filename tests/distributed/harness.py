@@ -14,11 +14,14 @@ from __future__ import annotations
 import os
 import pickle
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tests.distributed import fork_server
 from tests.distributed.world import Environment, Outcome, World, mpirun_command
+
+if TYPE_CHECKING:
+    from tests.cluster.hosts import Host
 
 __all__ = [
     "Outcome",
@@ -53,7 +56,7 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``fn(rank, size, *args)`` on ``size`` new ranks; return the results in rank order.
 
-    ``world`` holds ``init``, ``params`` and ``env`` of ``RankPool``.
+    ``world`` holds ``init``, ``params``, ``env`` and ``hosts`` of ``RankPool``.
     """
     with RankPool(size, **world) as pool:
         return pool.run(fn, *args, deadline=deadline)
@@ -77,8 +80,10 @@ class RankPool:
 
     ``init`` is ``"file"`` (FILE_SYSTEM in a directory of its own), ``"mpi"`` (started by mpirun)
     or None (the function initialises, or needs no world). ``params`` go to ``distributed_init``;
-    ``env`` is added to the ranks' environment, the same for all or a function of the rank. A pool
-    whose ranks failed is replaced by a new one at the next call.
+    ``env`` is added to the ranks' environment, the same for all or a function of the rank.
+    ``hosts`` has the host of each rank (tests/cluster; those of one host stand together), where
+    ``init`` may be ``"env"`` too: by RANK, MASTER_ADDR etc. A pool whose ranks failed is replaced
+    by a new one at the next call.
     """
 
     def __init__(
@@ -88,11 +93,12 @@ class RankPool:
         init: str | None = "file",
         params: Mapping[str, Any] | None = None,
         env: Environment | None = None,
+        hosts: Sequence[Host] | None = None,
     ) -> None:
         self.size = size
         self._init = init
         self._params = dict(params or {})
-        self._env = env
+        self._env, self._hosts = env, hosts
         self._world: World | None = None
 
     def __enter__(self) -> RankPool:
@@ -164,7 +170,7 @@ class RankPool:
 
     def _started(self) -> World:
         if self._world is None:
-            self._world = World(self.size, self._init, self._params, self._env)
+            self._world = World(self.size, self._init, self._params, self._env, self._hosts)
             _living.add(self)
             outcomes = self._world.start(START_DEADLINE)
             if not all(outcome.ok for outcome in outcomes):

@@ -1,7 +1,8 @@
 """The program that one rank of a test runs: connect to the harness, then execute what it sends.
 
-It is forked by ``fork_server.py``, or a launcher runs ``python rank_main.py SOCKET -1``: the rank
-is then read from the environment that the MPI launcher set. Every message is a pickle on one Unix
+It is forked by ``fork_server.py``, or started in another host as ``python rank_main.py SOCKET
+RANK``, or a launcher runs it with -1: the rank is then read from the environment that the MPI
+launcher set. Every message is a pickle on one Unix
 socket, so a rank needs no inherited pipe and may be started by any launcher.
 """
 
@@ -49,15 +50,15 @@ def _die_with_parent() -> None:
 
 
 def _connect(path: str, rank: int) -> Connection:
-    groups = {os.getpgrp()}
+    launchers = set()
     if rank < 0:
-        groups.add(os.getpgid(os.getppid()))  # a launcher's process on this host, such as Hydra's
+        launchers.add(os.getpgid(os.getppid()))  # a process on this host, such as Hydra's
         names = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
         rank = int(next(os.environ[name] for name in names if name in os.environ))
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     channel.connect(path)
     link = Connection(channel.detach())
-    link.send((rank, os.getpid(), groups))
+    link.send((rank, launchers))
     return link
 
 
@@ -68,6 +69,8 @@ def _initialise(rank: int, size: int, setup: dict[str, Any]) -> None:
 
     if setup["init"] == "mpi":
         fl.distributed_init(fl.DistributedInit.MPI, -1, -1, setup["params"])
+    elif setup["init"] == "env":
+        fl.distributed_init(fl.DistributedInit.ENV, params=setup["params"])
     else:
         fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, setup["params"])
     if (fl.get_world_rank(), fl.get_world_size()) != (rank, size):

@@ -41,6 +41,14 @@ STEP = {
     "SLURM_NODEID": "2",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
 }
+TRAINJOB = {  # as Kubeflow's Trainer sets them, beside an indexed Job's own
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "train-node-0-0.train",
+    "PET_MASTER_PORT": "29400",
+    "JOB_COMPLETION_INDEX": "1",
+}
 
 
 def place(found: LaunchEnvironment | None) -> tuple[object, ...]:
@@ -105,9 +113,46 @@ def test_a_pod_of_kubeflow() -> None:
     for ranks in ("1", "auto"):
         assert place(detect({**pod, "PET_NPROC_PER_NODE": ranks}))[:3] == ("launcher", 1, 2)
     of_four = {**pod, "WORLD_SIZE": "4", "PET_NPROC_PER_NODE": "2"}
-    with pytest.raises(ValueError, match=r"RANK=1 is the pod's number.*by torchrun"):
+    with pytest.raises(ValueError, match=r"RANK=1 is the pod's number.*`flrun` or by torchrun"):
         detect(of_four)
     assert place(detect({**of_four, **TORCHRUN})) == ("launcher", 3, 4, 1, 2)
+
+
+def test_a_pod_of_a_trainjob_that_is_one_rank() -> None:
+    found = detect(TRAINJOB)
+    assert place(found) == ("kubeflow", 1, 2, None, None)
+    assert found is not None
+    assert (found.master_address, found.master_port) == ("train-node-0-0.train", 29400)
+    assert found.said_by == "PET_NODE_RANK, PET_NNODES"
+    assert place(detect({**TRAINJOB, "PET_NODE_RANK": "0", "PET_NNODES": "1"}))[:3] == (
+        "kubeflow",
+        0,
+        1,
+    )
+    assert place(detect({**TRAINJOB, **TORCHRUN})) == ("launcher", 3, 4, 1, 2)
+    assert place(detect({**TRAINJOB, **OPEN_MPI}))[:3] == ("openmpi", 1, 4)
+
+
+@pytest.mark.parametrize(
+    "change", [{"PET_NPROC_PER_NODE": "2"}, {"PET_NPROC_PER_NODE": "auto"}, {"PET_NNODES": "1:2"}]
+)
+def test_a_pod_of_a_trainjob_for_a_launcher_is_no_rank(change: dict[str, str]) -> None:
+    assert detect({**TRAINJOB, **change}) is None
+
+
+def test_a_pod_of_an_indexed_job() -> None:
+    """The manifest says how many pods there are and where the first is, Kubernetes which it is."""
+    pod = {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "train-workers-0-2"}
+    assert detect(pod) is None
+    meeting = {"MASTER_ADDR": "train-workers-0-0.train", "MASTER_PORT": "29500"}
+    found = detect({**pod, "WORLD_SIZE": "4", **meeting})
+    assert place(found) == ("kubernetes", 2, 4, None, None)
+    assert found is not None
+    assert (found.master_address, found.master_port) == ("train-workers-0-0.train", 29500)
+    ours = {**pod, **meeting, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    assert place(detect(ours))[:4] == ("launcher", 5, 8, 1)
+    with pytest.raises(ValueError, match="JOB_COMPLETION_INDEX=2 and WORLD_SIZE=2"):
+        detect({**pod, "WORLD_SIZE": "2", **meeting})
 
 
 def test_a_slurm_step_with_its_first_host() -> None:

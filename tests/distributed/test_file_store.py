@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flashlight_py.distributed.rendezvous import file_store
+from flashlight_py.distributed.rendezvous import connecting, file_store
 from flashlight_py.distributed.rendezvous.file_store import FileStore
-from flashlight_py.distributed.rendezvous.sockets import own_addresses
 from flashlight_py.errors import RendezvousError
+from flashlight_py.interfaces import own_addresses
 from tests.distributed.rendezvous_helpers import Ranks, ranks
 
 __all__ = ["ranks"]
@@ -82,8 +82,8 @@ def test_without_rank_0_it_is_rank_0_that_is_named(ranks: Ranks, tmp_path: Path)
 
 def test_a_rank_missing_in_a_later_exchange_is_named(ranks: Ranks) -> None:
     ranks.start(2, 3, hold="exchanged 0")
-    for rank in ranks.start_together((0, 1), 3, timeout=2.0):
-        assert "rank 2 of 3 has not arrived within 2 s" in rank.refusal()
+    for rank in ranks.start_together((0, 1), 3, timeout=1.0):
+        assert "rank 2 of 3 has not arrived within 1 s" in rank.refusal()
 
 
 @pytest.mark.slow
@@ -206,16 +206,16 @@ def test_a_rank_of_another_host_has_rank_0_listen_outside(
 ) -> None:
     """Nobody answers it at the loopback; ``outside`` stands for an address that it can reach."""
     reached: list[str] = []
-    connect = socket.create_connection
+    resolve = connecting.resolved
 
-    def from_another_host(address: tuple[str, int], timeout: float) -> socket.socket:
-        if address[0] == "127.0.0.1":
+    def from_another_host(host: str, port: int) -> Any:
+        if host == "127.0.0.1":
             raise ConnectionRefusedError("this is another host")
-        reached.append(address[0])
-        return connect(address, timeout)
+        reached.append(host)
+        return resolve(host, port)
 
-    monkeypatch.setattr(socket, "create_connection", from_another_host)
-    monkeypatch.setattr(file_store, "own_addresses", lambda: ["192.0.2.1", outside])
+    monkeypatch.setattr(connecting, "resolved", from_another_host)
+    monkeypatch.setattr(file_store, "own_addresses", lambda: [outside])
     got: list[list[bytes]] = []
 
     def take_part(rank: int) -> None:

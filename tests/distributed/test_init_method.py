@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.settings import read_init_method
+from flashlight_py.distributed.settings import Settings, read_init_method
 from tests.distributed.harness import run_ranks
 
 ENV, FILE = fl.DistributedInit.ENV, fl.DistributedInit.FILE_SYSTEM
+ADDRESS = {"MASTER_ADDR": "node1"}
+MEETING = {**ADDRESS, "MASTER_PORT": 29500}
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,10 @@ ENV, FILE = fl.DistributedInit.ENV, fl.DistributedInit.FILE_SYSTEM
         ("gloo", {"TIMEOUT": 9}, (None, {"TIMEOUT": 9, "BACKEND": "gloo"}, None)),
         ("mpi", {"BACKEND": "mpi"}, (None, {"BACKEND": "mpi"}, None)),
         (fl.DistributedBackend.NCCL, None, (None, {"BACKEND": "nccl"}, None)),
+        (None, MEETING, (None, MEETING, ("node1", 29500))),
+        (ENV, MEETING, (ENV, MEETING, ("node1", 29500))),
+        ("tcp://node1:29500", MEETING, (ENV, MEETING, ("node1", 29500))),
+        ("tcp://node1:29500", ADDRESS, (ENV, ADDRESS, ("node1", 29500))),
     ],
 )
 def test_words_are_translated(given: Any, params: Any, asked: Any) -> None:
@@ -49,6 +55,13 @@ def test_words_are_translated(given: Any, params: Any, asked: Any) -> None:
         ("nccl", {"BACKEND": "gloo"}, "asks for BACKEND 'nccl', and params say 'gloo'"),
         ("file:///a", {"FILE_PATH": "/b"}, "asks for FILE_PATH '/a', and params say '/b'"),
         ("tcp://a:1", {"FILE_PATH": "/b"}, "two places to meet"),
+        (None, {"FILE_PATH": "/b", **MEETING}, "two places to meet"),
+        ("tcp://a:1", MEETING, "asks for tcp://a:1, and params say node1:29500"),
+        (FILE, MEETING, "are for DistributedInit.ENV or None, not for FILE_SYSTEM"),
+        (None, ADDRESS, "params have MASTER_ADDR and no MASTER_PORT"),
+        (None, {"MASTER_PORT": 1}, "params have MASTER_PORT and no MASTER_ADDR"),
+        (None, {**ADDRESS, "MASTER_PORT": "http"}, "must be a TCP port in .*, got 'http'"),
+        (None, {**MEETING, "MASTER_ADDR": ""}, "must be a name or an address, got ''"),
     ],
 )
 def test_what_cannot_be_translated_is_refused(given: Any, params: Any, message: str) -> None:
@@ -90,3 +103,36 @@ def test_an_address_beside_an_environment_that_says_rank_and_size() -> None:
         port = free.getsockname()[1]
     word = f"tcp://localhost:{port}"
     assert run_ranks(meet, 2, word, True, init=None, env=variables) == [3, 3]
+
+
+def join_by_params(rank: int, size: int) -> Any:
+    params = {"TIMEOUT": "30", "MASTER_ADDR": "localhost"}
+    fl.distributed_init(None, rank, size, params)
+    x = fl.all_reduce(np.array([rank + 1]))
+    fl.distributed_shutdown()
+    return int(x[0])
+
+
+def test_params_say_where_rank_0_is() -> None:
+    """Before the environment, which says what they leave out."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environ = {"MASTER_ADDR": "nowhere", "MASTER_PORT": str(port)}
+    assert run_ranks(join_by_params, 2, init=None, env=lambda _: environ) == [3, 3]
+
+
+@pytest.mark.parametrize("value", ["soon", -1, 0.5, "inf", "nan"])
+def test_a_host_timeout_is_a_number_of_seconds(value: object) -> None:
+    with pytest.raises(ValueError, match=r"params\['HOST_TIMEOUT'\] must be a number of seconds"):
+        Settings.from_params({"HOST_TIMEOUT": value})
+
+
+def test_a_host_timeout_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings.from_params({}).host_timeout == 5.0
+    monkeypatch.setenv("FLASHLIGHT_HOST_TIMEOUT", "60")
+    assert Settings.from_params({}).host_timeout == 60.0
+    assert Settings.from_params({"HOST_TIMEOUT": 0}).host_timeout == 0.0
+    monkeypatch.setenv("FLASHLIGHT_HOST_TIMEOUT", "long")
+    with pytest.raises(ValueError, match="FLASHLIGHT_HOST_TIMEOUT must be"):
+        Settings.from_params({})

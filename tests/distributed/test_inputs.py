@@ -179,8 +179,10 @@ def other_tags(rank: int, size: int, peer: int) -> str:
 @pytest.mark.parametrize(
     ("backend", "size", "peer"),
     [
-        *(("gloo", 2, 1), ("shm", 2, 1)),
-        *(("hierarchical", 3, 1), ("hierarchical", 3, 2)),  # of its host, and of the other
+        ("gloo", 2, 1),
+        pytest.param("shm", 2, 1, marks=pytest.mark.slow),
+        pytest.param("hierarchical", 3, 1, marks=pytest.mark.slow),  # of its host
+        ("hierarchical", 3, 2),  # of the other
     ],
 )
 def test_tags_that_do_not_meet_are_both_reported_on_every_rank(

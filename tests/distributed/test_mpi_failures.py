@@ -177,6 +177,7 @@ def test_a_rank_that_stays_away_is_named_after_the_timeout() -> None:
     assert outcomes[1].value == "stayed away"
 
 
+@pytest.mark.slow
 def test_a_barrier_has_a_timeout_of_its_own() -> None:
     outcomes = run_outcomes(barrier_with_timeout, 2, 3.0, **WORLD)
     assert outcomes[0].ok, outcomes[0].report()

@@ -63,7 +63,14 @@ def test_each_verb_in_every_size(ranks: Any) -> None:
 
 @repeatable
 @given(data=st.data())
-@pytest.mark.parametrize(("backend", "size"), [("gloo", 3), ("shm", 2), ("hierarchical", 4)])
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [
+        ("shm", 2),
+        pytest.param("gloo", 3, marks=pytest.mark.slow),
+        pytest.param("hierarchical", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_programs_return_what_mpi_returns(
     pool: Any, backend: str, size: int, data: st.DataObject
 ) -> None:

@@ -120,6 +120,7 @@ def test_one_of_the_nodes_of_a_scheduler_is_refused(
         assert "FLASHLIGHT_ALONE=1" in message
     for variable in nodes:
         monkeypatch.setenv(variable, "1")
+        monkeypatch.setenv(node, "0")
     if not nodes:
         monkeypatch.setenv("FLASHLIGHT_ALONE", "1")
     init(size_one=False)

@@ -59,7 +59,7 @@ def connected(keys: list[bytes], pause: float = 0.0) -> list[Any]:
     def join(rank: int) -> None:
         store = Table(rank, shared, barrier, pause if rank == len(keys) - 1 else 0.0)
         try:
-            group = GlooBackend(store, "127.0.0.1", "", 10.0, 10.0, keys[rank])
+            group = GlooBackend(store, "127.0.0.1", 10.0, 10.0, keys[rank])
         except PeerLostError as error:
             results[rank] = error
             return

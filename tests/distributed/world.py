@@ -8,17 +8,21 @@ import pickle
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.distributed import fork_server, processes
+
+if TYPE_CHECKING:
+    from tests.cluster.hosts import Host
 
 RANK_MAIN = Path(__file__).with_name("rank_main.py")
 STDERR_LINES = 60
@@ -91,11 +95,17 @@ class World:
     """The processes of one start, their sockets and their output."""
 
     def __init__(
-        self, size: int, init: str | None, params: dict[str, Any], env: Environment | None
+        self,
+        size: int,
+        init: str | None,
+        params: dict[str, Any],
+        env: Environment | None,
+        hosts: Sequence[Host] | None,
     ) -> None:
         self._size, self._init, self._params = size, init, params
-        self._env = env
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._env, self._hosts = env, hosts
+        seen_by_all = hosts[0].shared if hosts else None
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=seen_by_all))
         self._starters: list[Starter] = []
         self._links: dict[int, Connection] = {}
         self._rank_pids: dict[int, int] = {}
@@ -157,31 +167,46 @@ class World:
 
     def _launch(self) -> None:
         door = str(self._folder / "door")
-        if self._init == "mpi":
-            warnings = os.environ.get("FLASHLIGHT_TEST_WARNINGS", "error")
-            program = [sys.executable, "-W", warnings, str(RANK_MAIN), door, "-1"]
-            with self._log(0).open("wb") as log:
-                self._starters.append(
-                    subprocess.Popen(
-                        [*mpirun_command(self._size), *program],
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env=self._environment(0),
-                        start_new_session=True,
-                    )
-                )
-            return
-        for rank in range(self._size):
+        warnings = os.environ.get("FLASHLIGHT_TEST_WARNINGS", "error")
+        program = [sys.executable, "-W", warnings, str(RANK_MAIN), door]
+        for rank in range(1 if self._init == "mpi" else self._size):
+            env = self._environment(rank)
             with self._log(rank).open("wb") as log:
-                env = self._environment(rank)
-                self._starters.append(fork_server.start(door, rank, env, log))
+                how: dict[str, Any] = {
+                    "stdin": subprocess.DEVNULL,
+                    "stdout": log,
+                    "stderr": subprocess.STDOUT,
+                    "env": env,
+                    "start_new_session": True,
+                }
+                if self._init == "mpi":
+                    command = [*mpirun_command(self._size), *program, "-1"]
+                    starter: Starter = subprocess.Popen(command, **how)
+                elif self._hosts:
+                    starter = self._hosts[rank].popen([*program, rank], **how)
+                else:
+                    starter = fork_server.start(door, rank, env, log)
+            self._starters.append(starter)
 
     def _environment(self, rank: int) -> dict[str, str]:
         return {**os.environ, **fork_server.ONE_THREAD, **self._own_environment(rank)}
 
     def _own_environment(self, rank: int) -> dict[str, str]:
-        return (self._env(rank) if callable(self._env) else self._env) or {}
+        own = (self._env(rank) if callable(self._env) else self._env) or {}
+        if self._init != "env":
+            return dict(own)
+        assert self._hosts
+        beside = [other for other, host in enumerate(self._hosts) if host is self._hosts[rank]]
+        started = {
+            "RANK": rank,
+            "WORLD_SIZE": self._size,
+            "LOCAL_RANK": beside.index(rank),
+            "LOCAL_WORLD_SIZE": len(beside),
+            "MASTER_ADDR": self._hosts[0].name,
+            "MASTER_PORT": 29500,  # a host has all ports for itself
+            "MASTER_SECRET": self._folder.name,
+        }
+        return {**{name: str(value) for name, value in started.items()}, **own}
 
     def _admit(self, door: socket.socket, ends: float) -> bool:
         """Let one rank in; False when a process ended instead, or time is up."""
@@ -193,13 +218,19 @@ class World:
         if door not in ready:
             return False
         channel, _ = door.accept()
+        # As seen from here: in a namespace of its own a process has another number for itself.
+        pid, _, _ = struct.unpack(
+            "3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        )
         link = Connection(channel.detach())
-        rank, pid, groups = link.recv()
+        rank, launchers = link.recv()
         if rank in self._links:
             known = self._rank_pids[rank]
             raise RuntimeError(f"processes {known} and {pid} both say that they are rank {rank}")
         self._links[rank], self._rank_pids[rank] = link, pid
-        self._groups |= groups
+        self._groups |= launchers
+        with contextlib.suppress(ProcessLookupError):  # it has died since
+            self._groups.add(os.getpgid(pid))
         return True
 
     def _setup(self, rank: int) -> dict[str, Any]:

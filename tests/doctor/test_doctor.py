@@ -94,6 +94,7 @@ def test_ways_that_cannot_work_are_no_failure_and_one_that_should_is(bare: Path)
     assert "Does not work, and should: shm" in done.stdout
 
 
+@pytest.mark.slow
 @NEEDS_MPI
 def test_every_way_that_is_here_works_and_reports_its_speed() -> None:
     done = doctor("--run")

@@ -100,6 +100,7 @@ def errors_of_resnet(*options: object, ranks: int = 2) -> tuple[str, list[float]
     return first, [float(re.findall(r"test error: ([\d.]+)%", line)[0]) for line in epochs]
 
 
+@pytest.mark.slow
 def test_a_small_resnet_learns_digits_and_says_so() -> None:
     first, errors = errors_of_resnet(*("--model", "small", "--num-epochs", 2, "--batch-size", 32))
     assert first == "Data: digits, enlarged; 1437 images to learn, 360 to test"

@@ -56,7 +56,7 @@ print("finished", size)
 """
 
 
-@pytest.mark.parametrize("kind", ["batches", "indices"])
+@pytest.mark.parametrize("kind", ["batches", pytest.param("indices", marks=pytest.mark.slow)])
 def test_every_sample_of_the_epoch_is_used_once(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

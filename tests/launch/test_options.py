@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -80,6 +81,67 @@ def test_what_has_another_word_here_is_refused(
     with pytest.raises(SystemExit):
         read_options([*words, "t.py"], PYTHON)
     assert said in capsys.readouterr().err
+
+
+TRAINJOB = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "3",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "train-node-0-0.train",
+    "PET_MASTER_PORT": "29400",
+    "JOB_COMPLETION_INDEX": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "words", "options"),
+    [
+        (TRAINJOB, [], (3, 2, 1, ("train-node-0-0.train", 29400), None)),
+        (
+            {**TRAINJOB, "PET_MAX_RESTARTS": "5"},
+            ["-n", "1"],
+            (1, 2, 1, ("train-node-0-0.train", 29400), 5),
+        ),
+        (TRAINJOB, ["-n", "2", "--standalone"], (2, 1, None, None, None)),
+        (TRAINJOB, ["--hosts", "a:2"], (usable_cores(), 1, None, None, None)),
+        ({**TRAINJOB, "LOCAL_RANK": "0"}, ["-n", "2"], (2, 1, None, None, None)),
+        ({**TRAINJOB, "PET_NNODES": "1", "PET_NODE_RANK": "0"}, [], (3, 1, 0, None, None)),
+        ({"JOB_COMPLETION_INDEX": "1"}, ["-n", "2"], (2, 1, None, None, None)),
+        (
+            {"JOB_COMPLETION_INDEX": "1"},
+            ["-n", "2", "--nnodes", "4", "--rdzv", "train-0.train:29500"],
+            (2, 4, 1, ("train-0.train", 29500), None),
+        ),
+    ],
+)
+def test_a_pod_of_kubernetes_says_what_the_command_line_does_not(
+    environ: dict[str, str],
+    words: list[str],
+    options: tuple[object, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    found = read_options([*words, "t.py"], PYTHON)
+    given = (found.ranks, found.nnodes, found.node_rank, found.endpoint, found.max_restarts)
+    assert given == options
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("ssh -p 22", "ssh -o ConnectTimeout=10 -o ServerAliveInterval=5 -p 22"),
+        ("ssh -oconnecttimeout=3", "ssh -o ServerAliveInterval=5 -oconnecttimeout=3"),
+        (
+            "/bin/ssh -o 'ServerAliveInterval 9'",
+            "/bin/ssh -o ConnectTimeout=10 -o 'ServerAliveInterval 9'",
+        ),
+        ("docker exec", "docker exec"),
+    ],
+)
+def test_openssh_gets_the_deadlines_that_it_has_not(command: str, expected: str) -> None:
+    options = read_options(["--hosts", "a", "--ssh", command, "t.py"], PYTHON)
+    assert options.ssh == tuple(shlex.split(expected))
 
 
 def test_the_version() -> None:

@@ -75,14 +75,28 @@ FAILURES = {
     ("how", "code", "reported"),
     [
         ("raise", None, ["raised ValueError: a bad batch;", "in raise_error", "of two lines"]),
-        ("raise after leaving", None, ["raised KeyError: 'late'", "in raise_after_leaving"]),
+        pytest.param(
+            "raise after leaving",
+            None,
+            ["raised KeyError: 'late'", "in raise_after_leaving"],
+            marks=pytest.mark.slow,
+        ),
         ("raise while handling", None, ["raised RuntimeError: while handling", "a bad batch"]),
         ("sys.exit", 3, ["exited with code 3", "SystemExit: 3"]),
-        ("sys.exit with a text", 1, ["exited with code 1", "SystemExit: no more data"]),
-        ("sys.exit of nothing", 0, ["exited with code 0"]),
-        ("os._exit", 4, ["exited with code 4 before it had returned"]),
+        pytest.param(
+            "sys.exit with a text",
+            1,
+            ["exited with code 1", "SystemExit: no more data"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("sys.exit of nothing", 0, ["exited with code 0"], marks=pytest.mark.slow),
+        pytest.param(
+            "os._exit", 4, ["exited with code 4 before it had returned"], marks=pytest.mark.slow
+        ),
         ("SIGKILL", -9, ["was killed by SIGKILL (out of memory?"]),
-        ("SIGSEGV", -11, ["was killed by SIGSEGV before it had returned"]),
+        pytest.param(
+            "SIGSEGV", -11, ["was killed by SIGSEGV before it had returned"], marks=pytest.mark.slow
+        ),
         ("a child is left", -9, ["was killed by SIGKILL"]),
         ("interrupt", None, ["raised KeyboardInterrupt"]),
     ],

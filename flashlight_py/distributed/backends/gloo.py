@@ -7,20 +7,22 @@ the group's own: collectives in turn, messages beside them.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from flashlight_py import _native
+from flashlight_py.distributed.backends.host_watch import HostWatch
 from flashlight_py.distributed.backends.interrupts import (
     answer_to_interrupts,
     raise_interruption,
 )
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_errors import call_in_words
-from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES
+from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES, NativeGroup
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.control.wording import UNUSABLE, names, who_that_was
+from flashlight_py.distributed.control.wording import HOST_ADVICE, UNUSABLE, names, who_that_was
 from flashlight_py.distributed.rendezvous.peers import Peer, Waiting, this_process
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Store
@@ -38,10 +40,11 @@ _LOOK_SECONDS = 0.1
 class GlooBackend(NativeBackend):
     """The ranks of ``store``, which connect when they need each other; collective, blocking.
 
-    Those that every small collective needs connect at once, unless ``lazily``. ``host`` is the name
-    or address that the sockets are bound to, or empty: then ``interface`` names the network
-    interface. ``timeout`` (seconds) bounds an operation, ``joining`` connecting. Both ends of each
-    connection prove that they know ``key``, which is that of the job.
+    Those that every small collective needs connect at once, unless ``lazily``. ``address`` is what
+    the sockets are bound to, of one family on all ranks. ``timeout`` (seconds) bounds an operation,
+    ``joining`` connecting. Both ends of each connection prove that they know ``key``, which is that
+    of the job. ``hosts`` says which ranks share a host (equal bytes), ``host_timeout`` how long one
+    may be silent: see ``HostWatch``.
 
     Raises:
         BackendUnavailableError: the native extension or the interface is missing.
@@ -56,65 +59,63 @@ class GlooBackend(NativeBackend):
     def __init__(
         self,
         store: Store,
-        host: str,
-        interface: str,
+        address: str,
         timeout: float,
         joining: float,
         key: bytes,
+        hosts: Sequence[bytes] = (),
+        host_timeout: float = 0.0,
         lazily: bool = False,
     ) -> None:
         native = _native.load("gloo")
         super().__init__(native, store, timeout)
         self._joining = joining
-        self._group = self._create(host, interface)
+        self._group = self._create(address)
         answer = answer_to_interrupts(native, "fl_gloo_interrupted")
         self.lib.fl_gloo_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
         self.lib.fl_gloo_on_interrupt(self._group, answer)
         try:
-            self._connect(store, key, lazily)
+            watch = HostWatch(self.ffi, self.lib, self._group, hosts, host_timeout)
+            self._connect(store, key, watch, lazily)
         except BaseException:
             self.close()
             raise
 
-    def _create(self, host: str, interface: str) -> Any:
+    def _create(self, address: str) -> Any:
         room = self.ffi.new("char[]", MESSAGE_BYTES)
         group = self.lib.fl_gloo_create(
             self.rank,
             self.size,
-            host.encode(),
-            interface.encode(),
+            address.encode(),
+            b"",  # no interface's name: it might have several addresses
             self._joining,
             room,
             MESSAGE_BYTES,
         )
         if group == self.ffi.NULL:
             raise BackendUnavailableError(
-                f"rank {self.rank} of {self.size}: Gloo cannot use "
-                f"{f'address {host!r}' if host else f'interface {interface!r}'}: "
+                f"rank {self.rank} of {self.size}: Gloo cannot use address {address!r}: "
                 f"{self.message(room)}. Choose another with params={{'INTERFACE': ...}}"
             )
         return self.ffi.gc(group, self._free)
 
-    def _connect(self, store: Store, key: bytes, lazily: bool) -> None:
+    def _connect(self, store: Store, key: bytes, watch: HostWatch, lazily: bool) -> None:
         """Send the peers this rank's address, and connect to theirs."""
         mine = self._address()
         card = {
             "peer": this_process().as_record(),
             "address": mine.hex(),
             "nonce": nonce().hex(),
+            **watch.card(),
         }
         texts = store.exchange(json.dumps(card).encode())
         cards = [json.loads(text) for text in texts]
         self._peers = [Peer.from_record(card["peer"]) for card in cards]
         addresses = b"".join(bytes.fromhex(card["address"]) for card in cards)
-        op = self.lib.fl_gloo_connect(
-            self._group,
-            addresses,
-            len(mine),
-            self._proofs(proof(key, *texts)),
-            lazily,
-            self._joining,
-        )
+        proofs = self._proofs(proof(key, *texts))
+        watch.begin(cards, addresses, len(mine), proofs)
+        seconds = self._joining
+        op = self.lib.fl_gloo_connect(self._group, addresses, len(mine), proofs, lazily, seconds)
         work = NativeWork(self, "connect", op, addresses, NOTHING, self._joining)
         waiting = Waiting(self.rank, "connecting through Gloo")
         while not _has_ended(work, _LOOK_SECONDS):
@@ -195,6 +196,15 @@ class GlooBackend(NativeBackend):
         group = self._group
         ahead = group is not None and self.lib.fl_gloo_is_ahead(group, rank, call)
         return call_in_words(self.lib, call) if ahead else ""
+
+    def take_along(self, other: NativeGroup) -> None:
+        """Where hosts are lost, have ``other`` end too, also while nobody asks this group."""
+        give_up = other.ffi.addressof(other.lib, f"{other.symbols}_give_up")
+        addresses = [int(other.ffi.cast("uintptr_t", each)) for each in (give_up, other.group)]
+        function = self.ffi.cast("void (*)(void *, const char *)", addresses[0])
+        self._free.kept.append(other.group)  # it is freed after this one
+        pointer, advice = self.ffi.cast("void *", addresses[1]), f". {HOST_ADVICE}. {UNUSABLE}"
+        self.lib.fl_gloo_take_along(self._group, function, pointer, advice.encode())
 
     def _abort(self, group: Any, why: bytes) -> None:
         self.lib.fl_gloo_give_up(group, why)

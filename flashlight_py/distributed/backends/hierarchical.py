@@ -1,9 +1,8 @@
 """Several hosts: shared memory inside each, another backend between them, by composition.
 
-An array is reduced inside each host first. Then local rank i of every host exchanges part i of it
-with its counterparts, so that all links and cores are busy, and the parts are shared inside the
-host. Reductions so add the ranks of a host in order, then the hosts in order: the same bits on
-every rank and in every run with the same placement.
+Small arrays travel with the comparison of the calls (``hierarchical_small.py``), large ones after
+it (``hierarchical_large.py``). Reductions add the ranks of a host in order, then the hosts in
+order: the same bits on every rank and in every run with the same placement.
 """
 
 from __future__ import annotations
@@ -18,37 +17,37 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
+from flashlight_py.distributed.backends.hierarchical_large import LargeCalls
 from flashlight_py.distributed.backends.hierarchical_messages import (
     FutureWork,
     HierarchicalMessages,
     Searches,
 )
+from flashlight_py.distributed.backends.hierarchical_small import SmallCalls
+from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.call_site import Place, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.control.agreement import Agreement, between_hosts
+from flashlight_py.distributed.control.agreement import Agreement, Load, between_hosts
 from flashlight_py.distributed.control.wording import names
-from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, BROADCAST, REDUCE, SCATTER
+from flashlight_py.distributed.verbs import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BARRIER,
+    BROADCAST,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    Verb,
+)
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
+    GroupClosedError,
     MismatchError,
     PeerLostError,
 )
-
-# Below this a part per local rank would only multiply messages: one rank carries everything.
-_SMALL_BYTES = 64 << 10
-
-
-def part_of(count: int, leaders: int, index: int) -> slice:
-    """Return the elements that leader ``index`` of ``leaders`` exchanges between hosts.
-
-    Example:
-        >>> [part_of(10, 3, i) for i in range(3)]
-        [slice(0, 3, None), slice(3, 6, None), slice(6, 10, None)]
-    """
-    return slice(count * index // leaders, count * (index + 1) // leaders)
 
 
 class HierarchicalBackend(HierarchicalMessages):
@@ -81,24 +80,33 @@ class HierarchicalBackend(HierarchicalMessages):
         self.rank, self.size = rank, flat.size
         self._hosts = [list(host) for host in hosts]
         self.timeout = timeout
-        self._leaders = min(len(host) for host in hosts)
         self._inside, self._between, self._flat = inside, between, flat
         team = object()
+        take_along = getattr(flat, "take_along", None)
+        for part in (inside, between):
+            if take_along is not None and isinstance(part, NativeGroup):
+                take_along(part)
         self._parts = [part for part in (inside, between, flat) if part is not None]
         for part in self._parts:
             part.team = team
         # What ranks do after they have agreed takes longer than agreeing, and a local peer may wait
         # for another host that does it: whoever waits for the late rank itself reports it first.
         self._far = between_hosts(timeout, 3 if checked else 1)
-        self._patience = between_hosts(self._far)
-        self._agreement = Agreement(inside, between, flat, timeout) if checked else None
+        self._checked = checked
+        self._agreement = Agreement(inside, between, flat, timeout)
+        self._small = SmallCalls(rank, hosts)
+        waits = self._far, between_hosts(self._far)
+        self._large = LargeCalls(rank, hosts, inside, between, *waits, self._agreement.runs_ahead)
         self._host_of = {r: h for h, host in enumerate(self._hosts) for r in host}
         self._callers = Callers(f"rank {rank} of {flat.size}", self._parts)
-        self._steps = {
-            ALL_REDUCE: self._all_reduce,
-            BROADCAST: self._broadcast,
-            REDUCE: self._reduce,
+        self._steps: dict[Verb, Callable[[Call], Any]] = {
+            ALL_REDUCE: self._large.all_reduce,
+            BROADCAST: self._large.broadcast,
+            REDUCE: self._large.reduce,
+            REDUCE_SCATTER: self._large.reduce_scatter,
+            ALL_GATHER: self._all_gather,
         }
+        self._rows: Sequence[int] = ()  # of each rank's array, in the call that has been agreed on
         self._thread: ThreadPoolExecutor | None = None
         self._searches = Searches()
         self._running: list[FutureWork] = []
@@ -115,7 +123,7 @@ class HierarchicalBackend(HierarchicalMessages):
         if call.refusal:
             return self._refuse(call)
         run: Callable[[Call], Any] = self._steps.get(call.verb, self._flatly)
-        if call.verb is BARRIER and self._agreement is not None:
+        if call.verb is BARRIER and self._checked:
             run = _nothing  # to agree on it is to have arrived
         if call.compared:
             run = self._compare
@@ -124,58 +132,14 @@ class HierarchicalBackend(HierarchicalMessages):
     def _compare(self, call: Call) -> Any:
         """Find out what else is asked for: that all call the same is agreed upon before."""
         wanted = call.is_ragged or call.verb is SCATTER
-        return self._flatly(call) if wanted or self._agreement is None else None
+        return self._flatly(call) if wanted or not self._checked else None
 
-    def _all_reduce(self, call: Call) -> Array:
-        """Reduce inside the hosts, between them, and share."""
-        array: Array = call.array
-        narrow = _is_narrow(array)
-        wide = array.astype(np.float32) if narrow else array  # to be rounded once
-        self._inside.start(Call(ALL_REDUCE, wide, call.op)).wait()
-        self._exchange(wide.reshape(-1), lambda part: Call(ALL_REDUCE, part, call.op, call.scale))
-        if narrow:
-            array[...] = wide
-        return array
-
-    def _broadcast(self, call: Call) -> Array:
-        """Send it to the root's host, from there to the others."""
-        array: Array = call.array
-        home = self._host_of[call.root]
-        if self._host_of[self.rank] == home:
-            local = self._hosts[home].index(call.root)
-            self._inside.start(Call(BROADCAST, array, root=local)).wait()
-        self._exchange(array.reshape(-1), lambda part: Call(BROADCAST, part, root=home))
-        return array
-
-    def _exchange(self, flat: Array, step: Callable[[Array], Call]) -> None:
-        """Do ``step`` between the hosts, each leader on its part; share the parts inside."""
-        leaders = 1 if flat.nbytes <= _SMALL_BYTES else self._leaders
-        parts = [flat[part_of(flat.size, leaders, leader)] for leader in range(leaders)]
-        if self._inside.rank < leaders and self._between is not None:
-            call = replace(step(parts[self._inside.rank]), seconds=self._far)
-            self._between.start(call).wait()
-        for leader, part in enumerate(parts):
-            self._inside.start(Call(BROADCAST, part, root=leader, seconds=self._patience)).wait()
-
-    def _reduce(self, call: Call) -> Array:
-        """Reduce inside the hosts, then between them to the root's."""
-        array: Array = call.array
-        home = self._host_of[call.root]
-        place = self._hosts[home].index(call.root)
-        leader = place if place < self._leaders else 0  # of every host; only leaders are joined
-        total = array.astype(np.float32) if _is_narrow(array) else array.copy()
-        self._inside.start(Call(REDUCE, total, call.op, root=leader)).wait()
-        if self._inside.rank == leader and self._between is not None:
-            between = Call(REDUCE, total, call.op, call.scale, home, seconds=self._far)
-            self._between.start(between).wait()
-        elif self._agreement is not None:
-            self._agreement.is_ahead = True
-        if self._host_of[self.rank] == home and place != leader:
-            share = Call(BROADCAST, total, root=leader, seconds=self._patience)
-            self._inside.start(share).wait()
-        if self.rank == call.root:
-            array[...] = total
-        return array
+    def _all_gather(self, call: Call) -> Any:
+        """Exchange rows: how many each rank has is known where calls have been compared."""
+        if not self._checked:
+            load = Load(len(call.array))
+            self._rows = self._agreement.meet(call.verb.name, load, self.timeout).lengths
+        return self._large.all_gather(call, self._rows)
 
     def _flatly(self, call: Call) -> Any:
         """Have the backend that joins all ranks do it: the hierarchy would save nothing."""
@@ -190,7 +154,7 @@ class HierarchicalBackend(HierarchicalMessages):
 
     def _refuse(self, call: Call) -> Work:
         """Have the others raise. Without checks that ends the group."""
-        if self._agreement is None:  # the others may be in the middle of anything
+        if not self._checked:  # the others may be in the middle of anything
             self.end(MismatchError(f"{names([self.rank])} called {call}"))
             return Done()
         work = self._start(replace(call, blocking=False), lambda: None)
@@ -224,21 +188,41 @@ class HierarchicalBackend(HierarchicalMessages):
     def _run(self, call: Call, number: int, run: Callable[[], Any]) -> Any:
         """Run; what breaks one backend ends the others, on which other hosts would wait."""
         try:
-            if self._agreement is not None:
-                self._agreement.reach(call, number)
+            if not self._checked:
+                return run()
+            found = self._agreement.reach(call, number, self._small.load(call))
+            if self._small.has(call, found):
+                return self._small.take(call, found)
+            self._rows = found.lengths
             return run()
         except MismatchError as error:
             if not error.group_lives:
                 self.end(error)
-            elif self._agreement is None:  # other ranks may be in the middle of it
+            elif not self._checked:  # other ranks may be in the middle of it
                 self._close_backends()
             raise
         except (PeerLostError, CollectiveTimeoutError) as error:
             self.end(error)
             raise type(error)(f"in {call.steps}: {error}{self._last(error)}") from error
+        except ValueError:  # of `out`, when all have called: the others have their results
+            raise
+        except GroupClosedError as error:
+            raise self.of_lost_hosts(call, error) from error
         except BaseException:
             self._close_backends()
             raise
+
+    def of_lost_hosts(self, call: Call, error: GroupClosedError) -> DistributedError:
+        """Return that hosts are lost, if that is why the parts have ended; else ``error``.
+
+        What waits inside of this host ends with the part that watches over the hosts.
+        """
+        found = self._flat.lost(call.name)
+        if not isinstance(found, PeerLostError):
+            self._close_backends()
+            return error
+        self.end(found)
+        return found
 
     def is_calling(self) -> bool:
         """Return whether this thread is in the middle of a call; see ``Backend``."""
@@ -252,7 +236,7 @@ class HierarchicalBackend(HierarchicalMessages):
 
     def _last(self, error: DistributedError) -> str:
         """Say of a timeout what the late rank has joined before, as far as that is known."""
-        if self._agreement is None or not isinstance(error, CollectiveTimeoutError):
+        if not self._checked or not isinstance(error, CollectiveTimeoutError):
             return ""
         return f". {self._agreement.last()}"
 
@@ -291,10 +275,6 @@ class HierarchicalBackend(HierarchicalMessages):
     def _close_backends(self) -> None:
         for backend in self._parts:
             backend.close()
-
-
-def _is_narrow(array: Array) -> bool:
-    return array.dtype.itemsize == 2 and array.dtype.kind not in "iu"
 
 
 def _nothing(_: Call) -> None:

@@ -11,6 +11,8 @@ from flashlight_py.distributed.call import COMPOSED, array_in_words, in_words
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.control.wording import (
+    HOST_ADVICE,
+    PEER_ADVICE,
     UNUSABLE,
     did_not_join,
     different_calls,
@@ -56,11 +58,10 @@ def failure(
         return _mismatch(where, backend, handle, number)
     if status == lib.FL_RAISED:
         return _as_told(where, text)
-    if status == lib.FL_PEER_LOST:
-        return PeerLostError(
-            f"{where}: lost {who} ({text}){who_that_was(missing, backend.processes)}. It died, "
-            f"exited or closed its connection: look at its own output. {UNUSABLE}"
-        )
+    if status in (lib.FL_PEER_LOST, lib.FL_HOST_LOST):
+        advice = PEER_ADVICE if status == lib.FL_PEER_LOST else HOST_ADVICE
+        those = who_that_was(missing, backend.processes)
+        return PeerLostError(f"{where}: lost {who} ({text}){those}. {advice}. {UNUSABLE}")
     if status == lib.FL_TIMEOUT:
         return _late(where, backend, handle, missing, f"{seconds:g} seconds", text, number)
     if status == lib.FL_CLOSED:

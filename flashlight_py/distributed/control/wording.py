@@ -7,6 +7,11 @@ from collections.abc import Iterable, Sequence
 
 UNUSABLE = "This group cannot be used again"
 NOTHING_CHANGED = "Nothing was changed"
+PEER_ADVICE = "It died, exited or closed its connection: look at its own output"
+HOST_ADVICE = (
+    "Look at that host and at the network; hosts that may be silent for longer, as one in a "
+    "debugger, get params={'HOST_TIMEOUT': seconds} of distributed_init (0: no limit)"
+)
 
 
 def names(ranks: Iterable[int]) -> str:

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,8 @@ from flashlight_py.distributed.recorder import journal
 from flashlight_py.distributed.recorder.record import line_of
 
 FORMAT = "flashlight_py flight record 1"
+RECORDS = "FLASHLIGHT_RECORDS"
+"""The environment variable with a launcher's pipe: its descriptor and inode. It takes paths."""
 # Jobs of this user whose records stay among the temporary files: the newest.
 KEPT_JOBS = 16
 _PREFIX = "flashlight-trace-"
@@ -66,9 +69,20 @@ def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = No
     Raises:
         OSError: it cannot be written, or somebody else has put the folder there.
     """
+    text = record_text(flight, reason, stacks() if threads is None else threads)
+    path = store_record(flight, text)
+    _notify_launcher(flight.rank, path, os.environ)
+    return path
+
+
+def store_record(flight: Flight, text: str) -> Path:
+    """Write ``text`` to the file of ``flight``, whole or not at all, and return its path.
+
+    Raises:
+        OSError: as ``write_record``.
+    """
     assert flight.folder is not None
     assert flight.file is not None
-    text = record_text(flight, reason, stacks() if threads is None else threads)
     _make_folder(flight.folder, flight.chosen)
     # Readers see a whole file or none, also of a rank that dies meanwhile.
     part = flight.folder / f".rank{flight.rank}-{secrets.token_hex(6)}"
@@ -83,6 +97,15 @@ def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = No
     finally:
         part.unlink(missing_ok=True)
     return flight.file
+
+
+def _notify_launcher(rank: int, path: Path, environ: Mapping[str, str]) -> None:
+    """Report where the record is to a launcher that brings those of several hosts together."""
+    descriptor, _, inode = environ.get(RECORDS, "").partition(":")
+    with suppress(OSError, ValueError):  # none, or a program in between has closed it
+        status = os.fstat(int(descriptor))
+        if stat.S_ISFIFO(status.st_mode) and str(status.st_ino) == inode:
+            os.write(int(descriptor), f"{rank} {path.absolute()}\n".encode())
 
 
 def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -6,7 +6,12 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from flashlight_py.distributed.rendezvous.peers import not_arrived, this_process
+from flashlight_py.distributed.rendezvous.connecting import Attempts
+from flashlight_py.distributed.rendezvous.peers import (
+    cannot_be_reached,
+    not_arrived,
+    this_process,
+)
 from flashlight_py.distributed.rendezvous.secret import REMEDY, nonce
 from flashlight_py.distributed.rendezvous.wire import (
     CHUNK_BYTES,
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
 # Between two looks for rank 0, in seconds: ranks that start together meet at once, and a long wait
 # costs a file server ten requests a second.
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
-# A host that answers no connection request at all is asked anew after so many seconds.
+# Hosts that answer no connection request at all are asked anew after so many seconds.
 _LONGEST_CONNECT = 5.0
 # So long rank 0 may take to report who is missing, in seconds.
 _ANSWER = 2.0
@@ -45,29 +50,38 @@ class WrongServerError(NobodyError):
     """Somebody answers who is not the rank 0 that is meant."""
 
 
+class SecretError(WrongServerError):
+    """A rank 0 answers that knows another secret."""
+
+
+# Of the problems with several addresses of one rank 0 the last of these kinds is raised: where it
+# was silent, or knows another secret, it is there; another program may be at some address of ours.
+_TELLING = (WrongServerError, NobodyError, SilentError, SecretError)
+
+
 def greet(offer: Offer, greeting: Greeting, deadline: float) -> Connection:
     """Connect to the rank 0 of ``offer``; both sides prove that they know its secret.
 
     Raises:
         NobodyError: nobody who does answers at any of its addresses before the deadline.
     """
-    problem = NobodyError("it has no address")
-    for number, address in enumerate(offer.addresses):
+    attempts = Attempts(offer.addresses)
+    problems: list[NobodyError] = []
+    now = time.monotonic()
+    for wire in attempts.connected(min(deadline, now + _LONGEST_CONNECT)):
         now = time.monotonic()
-        until = now + (deadline - now) / (len(offer.addresses) - number)
         try:
-            return _greet_at(address, offer, greeting, until)
+            return _greet_at(wire, offer, greeting, now + (deadline - now) / (attempts.left + 1))
         except NobodyError as error:
-            problem = error
-    raise problem
+            problems.append(error)
+    if attempts.problems or not problems:
+        refused = "; ".join(f"{host}: {why}" for host, why in attempts.problems.items())
+        problems.append(NobodyError(refused or "it has no address"))
+    raise max(problems, key=lambda problem: _TELLING.index(type(problem)))
 
 
-def _greet_at(
-    address: tuple[str, int], offer: Offer, greeting: Greeting, deadline: float
-) -> Connection:
-    left = max(0.001, deadline - time.monotonic())
+def _greet_at(wire: socket.socket, offer: Offer, greeting: Greeting, deadline: float) -> Connection:
     try:
-        wire = socket.create_connection(address, min(_LONGEST_CONNECT, left))
         connection = Connection(wire)
     except OSError as error:
         raise NobodyError(str(error)) from error
@@ -89,11 +103,10 @@ def _shake_hands(connection: Connection, offer: Offer, greeting: Greeting, deadl
     welcome = _ask(connection, Kind.PROOF, answer, deadline, offer)
     if welcome.kind is not Kind.WELCOME or not handshake.check_server(welcome.body):
         ours = f"is from {offer.secret.source}" if handshake.key else "is missing"
-        raise WrongServerError(
+        raise SecretError(
             f"the secrets differ: who listens there, as rank 0, does not know the secret of this "
             f"process, which {ours}; {REMEDY}"
         )
-    connection.trust()
 
 
 def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer: Offer) -> Message:
@@ -131,6 +144,10 @@ class Client:
         self._round += 1
         return split_payloads(message.body)
 
+    def connections(self) -> dict[int, Connection]:
+        """Return that to rank 0, if there is one."""
+        return {} if self._connection is None else {0: self._connection}
+
     def _exchange(self, payload: bytes, deadline: float) -> Message | None:
         """Return what rank 0 sends; None: it has died, and another one may take its place."""
         if self._connection is None:
@@ -145,6 +162,9 @@ class Client:
                 raise self._place.error(not_arrived([0], self._place.size, self._place.timeout))
         if message is None:
             self._disconnect()
+            if connection.is_unreachable:
+                who = f"rank 0 of {self._place.size}"
+                raise self._place.error(cannot_be_reached(who, self._place.host_timeout))
             if self._round > 0 or not self._place.moves:
                 raise self._place.error(
                     f"rank 0 of {self._place.size} has died or exited: it closed the connection"
@@ -174,6 +194,7 @@ class Client:
                 for offer in self._place.offers():
                     connection = self._greet(offer, deadline)
                     if connection is not None:
+                        connection.trust(self._place.host_timeout)
                         return connection
                 time.sleep(max(0.0, min(pause, deadline - now)))
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)

@@ -2,7 +2,8 @@
 
 Pure functions over a mapping. Sources: torchrun's manual (RANK, WORLD_SIZE, ...), Slurm's srun(1)
 and sbatch(1), Open MPI's mpirun(1), MPICH's Hydra (PMI_RANK, MPI_LOCALRANKID), Flux (flux-run(1)),
-LSF's jsrun (JSM_NAMESPACE_RANK), and Kubeflow's training operator (PET_NPROC_PER_NODE).
+LSF's jsrun (JSM_NAMESPACE_RANK), Kubeflow's Trainer and training operator (PET_*, the options of
+torchrun), and the indexed Jobs of Kubernetes, those of a JobSet too (JOB_COMPLETION_INDEX).
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import NamedTuple
 ALONE = "FLASHLIGHT_ALONE"
 """The environment variable that, if it is "1", makes each process a world of its own."""
 
+ADDRESSES = "FLASHLIGHT_ADDRESSES"
+"""The environment variable with all addresses of rank 0's host, MASTER_ADDR among them."""
+
 # Slurm numbers its special steps (batch, extern, interactive) down from 0xFFFFFFFF.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
@@ -25,10 +29,12 @@ class LaunchEnvironment:
     """What the environment says about this process.
 
     ``launcher`` is "launcher" (ours or torchrun), "openmpi", "mvapich", "pmi", "flux", "jsm",
-    "slurm", or "call": an argument of ``distributed_init`` says it. ``local_rank`` and
+    "slurm", "kubeflow" or "kubernetes" (the only rank of its pod), or "call": an argument of
+    ``distributed_init`` says it. ``local_rank`` and
     ``local_size`` count the ranks of this host and are None where the launcher does not say.
     ``variables`` are the names that said so. ``file`` is a path for a rendezvous by files,
     ``master_address`` and ``master_port`` a host of rank 0 and a TCP port; None where unknown.
+    ``addresses`` are all that this host may be reached at, where the launcher says so.
     """
 
     launcher: str
@@ -40,6 +46,7 @@ class LaunchEnvironment:
     master_address: str | None = None
     master_port: int | None = None
     file: str | None = None
+    addresses: tuple[str, ...] = ()
 
     @property
     def said_by(self) -> str:
@@ -53,7 +60,7 @@ class _Names(NamedTuple):
     launcher: str
     rank: str
     size: str
-    local_rank: str
+    local_rank: str = ""
     local_size: str = ""
 
     @classmethod
@@ -98,21 +105,23 @@ _OUTER = (
 def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
     """Return what ``environ`` (default: ``os.environ``) says, or None if no launcher started us.
 
-    The innermost launcher wins: torchrun or ours, then an MPI, Flux or jsrun, then a Slurm step. A
-    shell inside ``salloc`` or a batch script is no Slurm task, although it has Slurm's variables.
+    The innermost launcher wins: torchrun or ours, then an MPI, Flux or jsrun, then a Slurm step,
+    then Kubernetes, where a pod is one rank. A shell inside ``salloc`` or a batch script is no
+    Slurm task, although it has Slurm's variables.
 
     Raises:
         ValueError: variables are half set, no integers, out of range, or contradict each other;
             names them.
     """
     environ = os.environ if environ is None else environ
-    inner, slurm = _INNER.read(environ), _slurm(environ)
+    pod, slurm = _pod(environ), _slurm(environ)
+    inner = None if pod else _INNER.read(environ)
     outer = next(filter(None, (names.read(environ) for names in _OUTER)), slurm)
     if inner is not None:
         _check_inner(environ, inner, outer)
         _check_pod(environ, inner)
-    found = inner or outer
-    return found if found is None else _with_hints(environ, found, slurm)
+    found = inner or outer or pod
+    return found if found is None else _with_hints(environ, found, slurm or pod)
 
 
 def _check_inner(
@@ -145,26 +154,42 @@ def _check_pod(environ: Mapping[str, str], launched: LaunchEnvironment) -> None:
     raise ValueError(
         f"PET_NPROC_PER_NODE={ranks} asks torchrun for {ranks} processes in each pod, and this one "
         f"was not started by it: RANK={launched.rank} is the pod's number, and of WORLD_SIZE="
-        f"{launched.size} ranks some would be missing. Start the program by torchrun, which reads "
-        f"PET_*, or by `flrun -n {ranks} --nnodes $PET_NNODES --node-rank $RANK --rdzv "
-        "A_SHARED_PATH`; or ask for one process in each pod"
+        f"{launched.size} ranks some would be missing. Start the program by `flrun` or by "
+        "torchrun, which read PET_*; or ask for one process in each pod"
     )
 
 
+def _pod(environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    """Return what a pod says that is one rank; None where its ranks are numbered inside."""
+    ranks = environ.get("PET_NPROC_PER_NODE", "1")
+    if "RANK" in environ or ranks != "1":
+        return None
+    if "PET_NODE_RANK" in environ and environ.get("PET_NNODES", "").isdecimal():
+        found = _Names("kubeflow", "PET_NODE_RANK", "PET_NNODES").read(environ)
+        assert found is not None
+        port = _integer(environ, "PET_MASTER_PORT")
+        return replace(found, master_address=environ.get("PET_MASTER_ADDR"), master_port=port)
+    if "JOB_COMPLETION_INDEX" in environ and "WORLD_SIZE" in environ:
+        return _Names("kubernetes", "JOB_COMPLETION_INDEX", "WORLD_SIZE").read(environ)
+    return None
+
+
 def _with_hints(
-    environ: Mapping[str, str], found: LaunchEnvironment, slurm: LaunchEnvironment | None
+    environ: Mapping[str, str], found: LaunchEnvironment, outer: LaunchEnvironment | None
 ) -> LaunchEnvironment:
-    """Add where the ranks can meet: as given, or else as Slurm's step implies."""
+    """Add where the ranks can meet: as given, or else as Slurm's step or Kubeflow implies."""
     file = environ.get("FLASHLIGHT_FILE")
     address, port = environ.get("MASTER_ADDR"), _integer(environ, "MASTER_PORT")
-    if (address is None) != (port is None) and file is None and slurm is None:
+    if (address is None) != (port is None) and file is None and outer is None:
         given, other = ("MASTER_ADDR", "MASTER_PORT")[:: 1 if port is None else -1]
         raise ValueError(f"{given} is set and {other} is not; set both or none")
     if port is not None and not 0 < port < 65536:
         raise ValueError(f"MASTER_PORT must be a TCP port in [1, 65535], got {port}")
-    if slurm is not None and (slurm.rank, slurm.size) == (found.rank, found.size):
-        address, port = address or slurm.master_address, port or slurm.master_port
-    return replace(found, file=file, master_address=address, master_port=port)
+    if outer is not None and (outer.rank, outer.size) == (found.rank, found.size):
+        address, port = address or outer.master_address, port or outer.master_port
+    known = tuple(environ.get(ADDRESSES, "").split(","))
+    addresses = known if address in known else ()  # else they are another launch's
+    return replace(found, file=file, master_address=address, master_port=port, addresses=addresses)
 
 
 # Slurm --------------------------------------------------------------------------------------------

@@ -38,8 +38,9 @@ from flashlight_py.distributed.rendezvous.shared_directory import (
     Name,
     SharedDirectory,
 )
-from flashlight_py.distributed.rendezvous.sockets import LOOPBACK, own_addresses
+from flashlight_py.distributed.rendezvous.sockets import LOOPBACK
 from flashlight_py.distributed.rendezvous.wire import Greeting, Kind
+from flashlight_py.interfaces import listen_everywhere, own_addresses
 
 # How long one announcement may keep us from the next, in seconds; and a rank 0 that was announced
 # at the same time as we were: both may be waiting for each other.
@@ -90,12 +91,11 @@ class FileStore(Place):
 
     # Rank 0 ---------------------------------------------------------------------------------------
 
-    def listen(self, backlog: int) -> socket.socket:
+    def listen(self, backlog: int) -> list[socket.socket]:
         """Listen on the loopback; see ``Place``."""
         self._backlog = backlog
-        listener = socket.create_server((LOOPBACK, 0), backlog=backlog)
-        self._listeners.append(listener)
-        return listener
+        self._listeners.append(socket.create_server((LOOPBACK, 0), backlog=backlog))
+        return list(self._listeners)
 
     def look(self) -> socket.socket | None:
         """Keep our announcement whole, greet every rival, listen on more addresses if asked."""
@@ -133,11 +133,7 @@ class FileStore(Place):
             self._directory.remove(before)
 
     def _listen_outside(self) -> socket.socket:
-        has_both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if has_both else socket.AF_INET
-        listener = socket.create_server(
-            ("", 0), family=family, backlog=self._backlog, dualstack_ipv6=has_both
-        )
+        listener = listen_everywhere(0, self._backlog)
         self._listeners.append(listener)
         self._announce()
         return listener

@@ -8,8 +8,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+
+from flashlight_py.errors import RendezvousError
 
 # When rank 0 first says who is missing, and how often after that, in seconds.
 FIRST_SECONDS, NEXT_SECONDS = 10.0, 30.0
@@ -83,6 +85,10 @@ def _start_time(pid: int) -> str:
     return "" if has_ended else fields[19]
 
 
+# The rank of a process that takes whichever is free.
+ANY_RANK = -1
+
+
 def check_member(rank: int, size: int, timeout: float) -> None:
     """Check what a store is constructed with.
 
@@ -97,6 +103,23 @@ def check_member(rank: int, size: int, timeout: float) -> None:
         raise ValueError(f"the timeout must be more than 0 seconds, got {timeout}")
 
 
+def check_apart(rank: int, peers: Sequence[Peer]) -> None:
+    """Refuse ranks that are one process, given the process of each.
+
+    Raises:
+        RendezvousError: two are, as two threads of it may be; so on every rank.
+    """
+    for peer in peers:
+        same = [other for other, each in enumerate(peers) if each == peer and peer.machine]
+        if len(same) > 1:
+            raise RendezvousError(
+                f"rank {rank} of {len(peers)}: {name_ranks(same)} are one process ({peer}), "
+                "as threads of a Dask worker may be: a rank is a process of its own, since there "
+                "is one world in each. Start one process for each rank, with Dask workers of one "
+                "thread (processes=True, threads_per_worker=1)"
+            )
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
     """Return "rank 2" or "ranks 2, 3"."""
     numbers = sorted(ranks)
@@ -108,6 +131,15 @@ def not_arrived(missing: Iterable[int], size: int, timeout: float) -> str:
     numbers = sorted(missing)
     verb = "have" if len(numbers) > 1 else "has"
     return f"{name_ranks(numbers)} of {size} {verb} not arrived within {timeout:g} s"
+
+
+def cannot_be_reached(who: str, seconds: float) -> str:
+    """Return the sentence about ``who``, of whose host nothing has come for ``seconds``."""
+    return (
+        f"{who} cannot be reached for {seconds:g} s: its host, this one "
+        f"({socket.gethostname()}) or the network between them is down; hosts that may be silent "
+        "for longer get params={'HOST_TIMEOUT': seconds}"
+    )
 
 
 class Waiting:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import abc
 import math
 import socket
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from flashlight_py.distributed.rendezvous.client import Client
+from flashlight_py.distributed.rendezvous.peers import ANY_RANK
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.server import Server
 from flashlight_py.distributed.rendezvous.store import Store
@@ -37,7 +38,8 @@ class Place(Store):
     to know. ``is_common``: whoever knows the place ought to know that too, so a process of this
     user that does not was started wrongly. ``moves``: while ranks gather, another rank 0 may take
     the place of one that died. A client waits ``patience`` seconds for the answer of one offer.
-    ``next_look``: when ``look`` has something to do, by ``time.monotonic``.
+    ``next_look``: when ``look`` has something to do, by ``time.monotonic``. ``note`` is what rank 0
+    adds when it reports whom it waits for. ``unnumbered``: it numbers who asks for ``ANY_RANK``.
     """
 
     timeout: float
@@ -49,6 +51,8 @@ class Place(Store):
     moves = False
     patience = math.inf
     next_look = math.inf
+    note = ""
+    unnumbered = False
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
@@ -101,17 +105,29 @@ class Place(Store):
         """Notify the connected ranks that this one aborts; waits up to 2 s until they know."""
         if not self._has_ended:
             self._has_ended = True
-            self._role.abort(f"rank {self.rank} aborted: {reason}")
+            self._role.abort(f"{self._who} aborted: {reason}")
+
+    @property
+    def _who(self) -> str:
+        return "one" if self.rank == ANY_RANK else f"rank {self.rank}"
 
     # What server and clients ask of it -----------------------------------------------------------
+
+    @property
+    def ends(self) -> Mapping[int, tuple[Any, Any]]:
+        """See ``Store``."""
+        return {
+            rank: (tuple(each.here[:2]), tuple(each.address[:2]))
+            for rank, each in self._role.connections().items()
+        }
 
     @abc.abstractmethod
     def remedy(self) -> str:
         """Return what to do about ranks that have not arrived."""
 
     @abc.abstractmethod
-    def listen(self, backlog: int) -> socket.socket:
-        """Return a socket on which rank 0 listens for the others.
+    def listen(self, backlog: int) -> list[socket.socket]:
+        """Return the sockets on which rank 0 listens for the others.
 
         Raises:
             OSError: it cannot listen there; says why.
@@ -129,6 +145,10 @@ class Place(Store):
     def offers(self) -> Iterable[Offer]:
         """Return where rank 0 may be, the likeliest first."""
 
+    def takes(self, rank: int) -> bool:
+        """Return whether a client may ask for ``rank``."""
+        return rank != ANY_RANK or self.unnumbered
+
     def failed(self, offer: Offer) -> None:
         """Note that nobody answered ``offer`` as rank 0 of its run."""
 
@@ -137,5 +157,5 @@ class Place(Store):
 
     def error(self, reason: str) -> RendezvousError:
         """Return the error of this rank."""
-        where = f"rendezvous at {self.name}, rank {self.rank} of {self.size}"
+        where = f"rendezvous at {self.name}, {self._who} of {self.size}"
         return RendezvousError(f"{where}: {reason}")

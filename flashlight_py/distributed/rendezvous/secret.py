@@ -10,7 +10,6 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-import socket
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlight_py.errors import RendezvousError
+from flashlight_py.interfaces import is_own
 
 VARIABLES = ("FLASHLIGHT_SECRET", "MASTER_SECRET")
 NONCE_BYTES = 32
@@ -88,17 +88,11 @@ class Secret:
 
 
 def _is_of_this_host(address: tuple[Any, ...]) -> bool:
-    """Return whether a socket's address is one of this host's, by binding another socket to it.
+    """Return whether a socket's address is one of this host's.
 
     To compare it with our own end's is not enough: a client may choose any of its host's.
     """
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address[0], 0, *address[2:]))
-        except OSError:
-            return False
-    return True
+    return is_own(address[0], address[2:])
 
 
 # The file of the user -------------------------------------------------------------------------

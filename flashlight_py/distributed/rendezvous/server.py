@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from flashlight_py.distributed.rendezvous.peers import (
     Peer,
     Waiting,
+    cannot_be_reached,
     name_ranks,
     not_arrived,
     this_process,
@@ -60,7 +61,8 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._listeners: list[socket.socket] = []
         try:
-            self._listen(place.listen(self._size + _SPARE_CANDIDATES))
+            for listener in place.listen(self._size + _SPARE_CANDIDATES):
+                self._listen(listener)
         except OSError as error:
             raise self._place.error(str(error)) from error
         self._candidates: list[Connection] = []
@@ -76,7 +78,7 @@ class Server:
     def exchange(self, payload: bytes) -> list[bytes]:
         """Gather a payload of every rank, in rank order."""
         deadline = time.monotonic() + self._place.timeout
-        waiting = Waiting(0, f"rendezvous at {self._place.name}")
+        waiting = Waiting(0, f"rendezvous at {self._place.name}{self._place.note}")
         while absent := self._absent():
             self._look()
             is_over = not self._serve(min(waiting.until(deadline), self._place.next_look))
@@ -94,6 +96,10 @@ class Server:
         for rank in range(1, self._size):
             self._members[rank].send(Kind.ROSTER, body, deadline)
         return payloads
+
+    def connections(self) -> dict[int, Connection]:
+        """Return those to the other ranks."""
+        return self._members
 
     def _absent(self) -> set[int]:
         """Return the ranks of which the next payload has not arrived."""
@@ -129,8 +135,6 @@ class Server:
                 self._place.name,
                 REMEDY,
             )
-
-    # Serving --------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """While ranks gather: keep the place in order."""
@@ -192,6 +196,9 @@ class Server:
             return
         if connection.rank is not None and not self._verdict:
             self._handle(connection.rank, connection)
+        if connection.is_unreachable and connection.rank is not None and not self._verdict:
+            who = f"rank {connection.rank} of {self._size} ({self._processes[connection.rank]})"
+            raise self._failure(cannot_be_reached(who, self._place.host_timeout))
         if connection.has_ended:
             self._end(connection)
 
@@ -249,7 +256,7 @@ class Server:
         if kind is not Kind.PROOF or candidate.handshake is None:
             raise WireError("no greeting")
         greeting = Greeting.parse(Handshake.greeting_of(body))
-        if greeting is None:
+        if greeting is None or not self._place.takes(greeting.rank):
             raise WireError("a greeting of nonsense")
         if candidate.handshake.check_client(body):
             welcome = candidate.handshake.of_server()
@@ -264,7 +271,7 @@ class Server:
         Before the run stands nobody knows which of two processes that contradict each other is
         the right one, so it fails.
         """
-        rank, size, peer = greeting
+        rank, size, peer = greeting.numbered(self._members)
         reason, me = "", self._processes[0]
         if rank in self._members or rank == 0:
             reason = f"two processes claim rank {rank}: {self._processes[rank]} and {peer}; "
@@ -287,7 +294,7 @@ class Server:
             raise self._disagreement(f"{reason}give every process {advice}", rank, candidate)
         else:
             self._candidates.remove(candidate)
-            candidate.trust()
+            candidate.trust(self._place.host_timeout)
             candidate.rank, self._members[rank], self._processes[rank] = rank, candidate, peer
 
     def _turn_away(self, candidate: Connection, greeting: Greeting) -> None:
@@ -314,8 +321,6 @@ class Server:
         candidate.is_refused = True
         candidate.shut()
 
-    # The end --------------------------------------------------------------------------------------
-
     def hand_over(self) -> dict[int, socket.socket]:
         """Wait until every member has left, stop listening, and return their connections."""
         self._await_leave()
@@ -334,8 +339,9 @@ class Server:
     def _await_leave(self) -> None:
         deadline = time.monotonic() + self._place.timeout
         while lingering := self._members.keys() - self._departed:
-            is_hopeless = all(self._members[rank].has_ended for rank in lingering)
-            if is_hopeless or not self._serve(deadline):
+            if all(self._members[rank].has_ended for rank in lingering) or not self._serve(
+                deadline
+            ):
                 self._close()
                 names = name_ranks(lingering)
                 raise self._place.error(f"{names} joined and did not take leave: died or stuck")
@@ -388,8 +394,7 @@ class Server:
 
     def _close(self) -> None:
         self._selector.close()
-        for listener in self._listeners:
-            listener.close()
-        for connection in (*self._members.values(), *self._candidates):
-            connection.close()
+        wires = (each.wire for each in (*self._members.values(), *self._candidates))
+        for end in (*self._listeners, *wires):
+            end.close()
         self._place.clear()

@@ -1,50 +1,103 @@
-"""Sockets of rank 0 and what the kernel says of them: listening, own addresses, whose an end is."""
+"""Sockets of rank 0, and what the kernel says of them: where to listen, and whose an end is."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import ipaddress
 import os
 import socket
 import stat
-import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from flashlight_py.interfaces import is_loopback, is_own, listen_everywhere
 
 LISTENER = "FLASHLIGHT_LISTENER"
 """The environment variable with the descriptor of a socket that listens at MASTER_PORT already."""
 LOOPBACK = "127.0.0.1"
 
-_SIOCGIFADDR = 0x8915  # netdevice(7)
+UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
+"""What a connection ends by whose other end is silent: it was not closed there."""
+_PROBES = 5
 
 
-def listen(host: str, port: int, backlog: int) -> socket.socket:
-    """Return a socket that listens at ``port`` of ``host``, which is the caller's to close.
+def listen(host: str, port: int, backlog: int, one_host: bool) -> list[socket.socket]:
+    """Return sockets that listen at ``port`` for who reaches this host as ``host``; to be closed.
+
+    At an address, on the loopback, and where all ranks are on ``one_host``, they listen at nothing
+    but what ``host`` means here. What another host takes a name for, only that host knows: then
+    they listen at all addresses, of both families.
 
     Raises:
-        OSError: the address is not one of this host's, or the port is in use; says what to do.
+        OSError: ``host`` is not this host, or the port is in use; says what to do.
     """
     listener = _handed_over(port, os.environ)
     if listener is not None:
-        return listener
+        return [listener]
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = resolved(host, port)
     except OSError as error:
         raise OSError(f"cannot resolve MASTER_ADDR: {error}") from error
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    # Without it the port of a run that has just ended would stay blocked for a minute.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if one_host or is_local(host) or is_address(host):
+        return _listen_at([address for _, address in found], backlog)
+    if not any(is_own(address[0], address[2:]) for _, address in found):
+        raise OSError(_explain_bind(OSError(errno.EADDRNOTAVAIL, "")))
     try:
-        listener.bind(address)
-        listener.listen(backlog)
+        return [listen_everywhere(port, backlog)]
     except OSError as error:
-        listener.close()
         raise OSError(_explain_bind(error)) from error
-    return listener
+
+
+def _listen_at(addresses: Sequence[tuple[Any, ...]], backlog: int) -> list[socket.socket]:
+    """Listen at those of ``addresses`` that are this host's."""
+    listeners, problem = [], OSError(errno.EADDRNOTAVAIL, "")
+    try:
+        for address in addresses:
+            try:
+                family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+                # It sets SO_REUSEADDR, without which the port of a run that has just ended would
+                # stay blocked for a minute.
+                listeners.append(socket.create_server(address, family=family, backlog=backlog))
+            except OSError as error:  # noqa: PERF203 - each for itself
+                problem = error
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+        if not listeners:
+            raise problem
+    except OSError as error:
+        for listener in listeners:
+            listener.close()
+        raise OSError(_explain_bind(error)) from error
+    return listeners
+
+
+def resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+    """Return the families and socket addresses that ``host`` means here.
+
+    Raises:
+        OSError: it means none.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # of a name that cannot be one
+        raise OSError(str(error)) from error
+    return list(dict.fromkeys((family, address) for family, *_, address in found))
+
+
+def is_address(host: str) -> bool:
+    """Return whether ``host`` is an address, not a name."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def is_local(host: str) -> bool:
+    """Return whether ``host``, a name or an address, means each host itself, wherever it is."""
+    return host == "localhost" or (is_address(host) and is_loopback(host.partition("%")[0]))
 
 
 def _handed_over(port: int, environ: Mapping[str, str]) -> socket.socket | None:
@@ -83,23 +136,17 @@ def _explain_bind(error: OSError) -> str:
     return f"cannot listen: {os.strerror(error.errno or 0)}; choose another MASTER_PORT"
 
 
-def own_addresses() -> list[str]:
-    """Return the addresses at which other hosts may reach this one: IPv4, then global IPv6."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # the interface has none
-                continue
-            found.append(socket.inet_ntoa(reply[20:24]))
-    table = Path("/proc/net/if_inet6")
-    for line in table.read_text().splitlines() if table.exists() else ():
-        digits, _, _, scope, *_ = line.split()
-        if scope == "00":
-            found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
-    return [address for address in found if not ipaddress.ip_address(address).is_loopback]
+def watch_over(wire: socket.socket, seconds: float) -> None:
+    """End the connection when the kernel at its other end is silent for ``seconds``.
+
+    Also when the process there takes nothing for so long while its kernel has no more room.
+    """
+    interval = max(1, int(seconds / _PROBES))
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 def user_of(theirs: tuple[Any, ...], ours: tuple[Any, ...]) -> int | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class Store(abc.ABC):
@@ -14,7 +15,10 @@ class Store(abc.ABC):
     ``processes`` says which process each rank is, for messages; empty where that is not known yet.
     ``numbers`` are the ranks' among ``total``, where these are part of a larger whole. ``spaces``
     are equal for those that see each other's processes; an empty text: not known.
+    ``ends`` are, of each rank that is connected with this one for the rendezvous, the address and
+    port of our end and of the other; empty where that is not known.
     ``secret`` is what all ranks knew beforehand and no exchange shows; empty where there is none.
+    ``host_timeout``: a host that is silent for so many seconds is lost; 0: that is not looked at.
     """
 
     rank: int
@@ -24,6 +28,12 @@ class Store(abc.ABC):
     total: int = 0
     spaces: Sequence[str] = ("",)
     secret: bytes = b""
+    host_timeout: float = 0.0
+
+    @property
+    def ends(self) -> Mapping[int, tuple[Any, Any]]:
+        """See above."""
+        return {}
 
     @abc.abstractmethod
     def exchange(self, payload: bytes) -> list[bytes]:

@@ -1,6 +1,7 @@
 """Ranks meet at a TCP port of rank 0, as MASTER_ADDR and MASTER_PORT say.
 
-Rank 0 listens on that address alone, and the others connect, again and again until it is there.
+Where MASTER_ADDR is an address rank 0 listens there alone, where it is a name at all addresses of
+its host, and the others connect, again and again until it is there, to whichever they can reach.
 Both sides prove that they know the job's secret, which never travels; then a greeting says rank
 and world size. Whatever else arrives is dropped without an answer, and nothing is unpickled.
 Between hosts, a job that was given no secret has none: then whoever can reach the port can take
@@ -10,18 +11,21 @@ part.
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 
 from flashlight_py.distributed.rendezvous.peers import check_member
 from flashlight_py.distributed.rendezvous.place import Offer, Place
 from flashlight_py.distributed.rendezvous.secret import Secret
-from flashlight_py.distributed.rendezvous.sockets import listen
+from flashlight_py.distributed.rendezvous.sockets import is_local, listen, resolved
+from flashlight_py.interfaces import is_own
 
 
 class TcpStore(Place):
     """A store at ``host``:``port``, an address of rank 0; ``timeout`` seconds per exchange.
 
     ``one_host``: all ranks are known to be on one host, so that they know the user's secret where
-    the job was given none.
+    the job was given none. ``also`` are further addresses of rank 0.
+    ``unnumbered``: ``rank`` may be ``ANY_RANK``, to take any but 0; rank 0 then numbers those.
 
     Raises:
         ValueError: ``rank``, ``size``, ``timeout`` or ``port`` make no sense.
@@ -40,11 +44,15 @@ class TcpStore(Place):
         size: int,
         timeout: float,
         one_host: bool = False,
+        also: Sequence[str] = (),
+        unnumbered: bool = False,
     ) -> None:
-        check_member(rank, size, timeout)
+        check_member(max(rank, 0) if unnumbered else rank, size, timeout)
         if not 0 < port < 65536:
             raise ValueError(f"the port must be in [1, 65535], got {port}")
-        self.name, self._address = f"{host}:{port}", (host, port)
+        self.name, self._host, self._port = f"{host}:{port}", host, port
+        self._addresses = [(each, port) for each in dict.fromkeys([host, *also])]
+        self._one_host, self.unnumbered = one_host, unnumbered
         self.known = Secret.find(one_host)
         self.secret = self.known.common
         super().__init__(rank, size, timeout)
@@ -53,13 +61,33 @@ class TcpStore(Place):
         """See ``Place``."""
         return (
             "see whether every rank was started, with the same MASTER_ADDR and MASTER_PORT, and "
-            "can reach that address"
+            f"can reach that address{self._own_address()}"
         )
 
-    def listen(self, backlog: int) -> socket.socket:
-        """Listen at the address; see ``Place``."""
-        return listen(*self._address, backlog)
+    def _own_address(self) -> str:
+        """Return what is wrong if MASTER_ADDR means this host, and rank 0 may be on another one."""
+        if self.note:
+            return f". Rank 0 listens at {self._host}{self.note}"
+        if self.rank == 0 or self._one_host:
+            return ""
+        try:
+            found = [each[1] for address in self._addresses for each in resolved(*address)]
+        except OSError:
+            return ""
+        if not all(is_own(each[0], each[2:]) for each in found):
+            return ""
+        return (
+            f". Here {self._host} is this host, {socket.gethostname()}, itself: if rank 0 runs on "
+            "another one, set MASTER_ADDR to a name or an address of that one, on every rank"
+        )
+
+    def listen(self, backlog: int) -> list[socket.socket]:
+        """Listen at the address, or for a name at all that this host has; see ``Place``."""
+        listeners = listen(self._host, self._port, backlog, self._one_host)
+        if not self._one_host and all(is_local(each.getsockname()[0]) for each in listeners):
+            self.note = f", the loopback of {socket.gethostname()}, which no other host reaches"
+        return listeners
 
     def offers(self) -> list[Offer]:
         """Return the address; see ``Place``."""
-        return [Offer([self._address], self.known, advice="; choose another MASTER_PORT")]
+        return [Offer(self._addresses, self.known, advice="; choose another MASTER_PORT")]

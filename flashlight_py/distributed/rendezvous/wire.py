@@ -15,16 +15,18 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Container, Iterable
+from typing import Any, NamedTuple
 
-from flashlight_py.distributed.rendezvous.peers import Peer
+from flashlight_py.distributed.rendezvous.peers import ANY_RANK, Peer
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, proof
+from flashlight_py.distributed.rendezvous.sockets import UNREACHABLE, watch_over
 
 _MAGIC = b"FLrv"
 _VERSION = 2
 _HEADER = struct.Struct("!4sHHQ")
 _LENGTH = struct.Struct("!Q")
+_MAPPED = "::ffff:"
 EMPTY_BYTES = _HEADER.size  # of a message without a body
 CHUNK_BYTES = 1 << 20  # that are read at a time
 _PROOF_BYTES = 32
@@ -72,6 +74,12 @@ class Greeting(NamedTuple):
         lines = (self.rank, self.size, peer.pid, peer.host, peer.machine, peer.started)
         return "\n".join(map(str, lines)).encode(errors="replace")
 
+    def numbered(self, taken: Container[int]) -> Greeting:
+        """Return the same with the least rank that is not ``taken``, if it asks for any."""
+        free = (rank for rank in range(1, self.size) if rank not in taken)
+        rank = next(free, self.size - 1) if self.rank == ANY_RANK else self.rank
+        return self._replace(rank=rank)
+
     @classmethod
     def parse(cls, text: bytes) -> Greeting | None:
         """Read what ``pack`` wrote; None if it is none. What cannot be printed is replaced."""
@@ -81,7 +89,7 @@ class Greeting(NamedTuple):
             host, machine, started = map(_printable, words)
         except ValueError:
             return None
-        if not 0 <= numbers[0] < numbers[1] < 1 << 31:
+        if not ANY_RANK <= numbers[0] < numbers[1] < 1 << 31:
             return None
         return cls(numbers[0], numbers[1], Peer(host, numbers[2], machine, started))
 
@@ -139,18 +147,24 @@ class Connection:
         except OSError:
             wire.close()
             raise
-        self.wire, self.address, self.here = wire, address, here
+        self.wire, self.address, self.here = wire, plain(address), plain(here)
         self.handshake: Handshake | None = None
         self.rank: int | None = None
         self.is_refused = False
+        self.is_unreachable = False  # has_ended, because nothing comes from the other host any more
         self.inbox: deque[Message] = deque()
         self.has_ended = False
         self._buffer = bytearray()
         self._limit = _UNPROVEN_LIMIT
 
-    def trust(self) -> None:
-        """Accept long messages from now on."""
+    def trust(self, host_timeout: float) -> None:
+        """Accept long messages from now on; end when the other host is silent for so many seconds.
+
+        0: do not. The kernel asks, and answers, so that what a process does meanwhile is no matter.
+        """
         self._limit = _MEMBER_LIMIT
+        if host_timeout:
+            watch_over(self.wire, host_timeout)
 
     def send(self, kind: Kind, body: bytes, deadline: float) -> bool:
         """Send a message; return whether it went out before the deadline and the peer's end."""
@@ -171,9 +185,10 @@ class Connection:
         self.wire.settimeout(max(0.001, timeout))
         try:
             data = self.wire.recv(most)
-        except TimeoutError:
-            return
-        except OSError:
+        except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno is None:  # ours, not the kernel's
+                return
+            self.is_unreachable = error.errno in UNREACHABLE
             data = b""
         self.has_ended = not data
         self._buffer += data
@@ -238,6 +253,12 @@ class Connection:
             return Kind(kind), length
         except ValueError:
             raise WireError(f"unknown kind of message {kind}") from None
+
+
+def plain(address: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return an IPv4 address that a socket for both families writes as one of IPv6, as it is."""
+    host = str(address[0])
+    return (host.removeprefix(_MAPPED), address[1]) if host.startswith(_MAPPED) else address
 
 
 def join_payloads(payloads: Iterable[bytes]) -> bytes:

@@ -1,0 +1,214 @@
+"""Verbs between hosts, beside torch's Gloo and Open MPI over the same cables.
+
+    python benchmarks/hosts.py --links "1 Gbit/s" --verbs all_reduce --json hosts.json
+
+The hosts are those of tests/cluster: namespaces of this machine, joined by a switch whose cables
+have a rate, a delay and a loss. The ranks of all hosts share this machine's cores with the switch,
+so 4 ranks on 2 cores are compared with torch only, whose ranks wait as ours do. The method is that
+of all_reduce.py. The wire's time is that of the bytes which the busiest cable must carry one way,
+in full frames.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.conductor import Case, Conductor, Contender
+from harness.facts import machine_facts
+from harness.launchers import Library
+from harness.options import collective_peers, common_arguments, ours, plan_of
+from harness.report import (
+    facts_text,
+    left_out_text,
+    markdown,
+    ratio_table,
+    size_name,
+    time_table,
+    verdict_table,
+    write_json,
+)
+from harness.statistics import Measurement, median
+from harness.verdicts import Verdict, at_least, at_most
+
+OURS, TORCH = "flashlight_py", "torch gloo"
+SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20]
+LINKS: dict[str, dict[str, float]] = {
+    "1 Gbit/s": {"rate": 1e9},
+    "5 ms": {"rate": 1e9, "delay": 0.005},
+    "no limit": {},
+    "1 % loss": {"rate": 1e9, "loss": 0.01},
+}
+SHAPES = {"2 x 1": (1, 1), "2 x 2": (2, 2), "4 x 1": (1, 1, 1, 1)}  # ranks of each host
+# What the busiest cable carries at least, one way, in units of a rank's argument; and the arrays
+# that a rank holds at once.
+VERBS: dict[str, tuple[Callable[[int, int], float], Callable[[int], int]]] = {
+    "all_reduce": (lambda hosts, ranks: 2 * (hosts - 1) / hosts, lambda ranks: 2),
+    "broadcast": (lambda hosts, ranks: 1, lambda ranks: 2),
+    "reduce": (lambda hosts, ranks: 1, lambda ranks: 2),
+    "all_gather": (lambda hosts, ranks: ranks - ranks / hosts, lambda ranks: 2 + 2 * ranks),
+    "reduce_scatter": (lambda hosts, ranks: (hosts - 1) / hosts, lambda ranks: 3),
+}
+FRAME, DATA = 1538, 1448  # bytes: on the wire, with gap and preamble, and of data in it
+LARGE = 64 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Cables and hosts that were measured together, and what was measured."""
+
+    link: str
+    shape: str
+    measurements: Sequence[Measurement]
+
+    @property
+    def name(self) -> str:
+        return f"{self.link}, {self.shape}"
+
+    def shares(self, measurement: Measurement) -> list[float]:
+        """Return our times divided by the wire's; empty where there is no rate."""
+        counts = SHAPES[self.shape]
+        units = VERBS[measurement.task][0](len(counts), sum(counts))
+        if "rate" not in LINKS[self.link] or OURS not in measurement.seconds:
+            return []
+        wire = units * measurement.nbytes * FRAME / DATA * 8 / LINKS[self.link]["rate"]
+        return [seconds / wire for seconds in measurement.seconds[OURS]]
+
+
+def measure(
+    options: argparse.Namespace, conductor: Conductor, link: str, shape: str
+) -> list[Measurement]:
+    """Return every verb at every size, on hosts made for them."""
+    from tests.cluster.hosts import Cluster
+
+    counts = SHAPES[shape]
+    ranks = sum(counts)
+    with Cluster(len(counts), families="4", **LINKS[link]) as cluster:  # type: ignore[arg-type]
+        hosts = tuple(host for host, n in zip(cluster, counts, strict=True) for _ in range(n))
+        for host in cluster:
+            host.sshd()
+
+        def there(library: Library) -> Library:
+            return dataclasses.replace(library, hosts=hosts, ssh=" ".join(cluster.ssh))
+
+        with conductor:
+            peers = collective_peers(options, ranks, conductor.absent)
+            entrants = [Contender(OURS, there(ours("flashlight_collectives")), ranks)]
+            entrants += [
+                dataclasses.replace(peer, library=there(peer.library))
+                for peer in peers
+                if peer.title == TORCH or shape == "2 x 1"
+            ]
+            return [
+                conductor.measure(_case(verb, nbytes, ranks), entrants)
+                for verb in options.verbs
+                for nbytes in options.sizes
+            ]
+
+
+def _case(verb: str, nbytes: int, ranks: int) -> Case:
+    task: dict[str, Any] = {"verb": verb, "dtype": "float32", "nbytes": nbytes}
+    return Case(Measurement(verb, "float32", nbytes, ranks), task, VERBS[verb][1](ranks) * nbytes)
+
+
+def verdicts(places: Sequence[Place], absent: Mapping[str, str]) -> list[Verdict]:
+    """Judge what was measured; ``absent`` says which peers were not there, and why."""
+    missing = ", ".join(f"{peer} is absent" for peer in absent)
+    return [
+        verdict
+        for place in places
+        for verdict in (_beside_peers(place, missing), _beside_the_wire(place))
+        if verdict.reached is not None or missing
+    ]
+
+
+def _beside_peers(place: Place, missing: str) -> Verdict:
+    far = place.link == "5 ms"
+    rounds = {
+        f"{m.task} {size_name(m.nbytes)}, {peer}": m.ratios(peer, OURS)
+        for m in place.measurements
+        for peer in m.seconds
+        if peer == TORCH or (peer != OURS and not far)
+    }
+    whom = TORCH if far else "the better peer"
+    return at_least(f"{place.name}: to {whom}, every size", 1.2 if far else 1.0, rounds, missing)
+
+
+def _beside_the_wire(place: Place) -> Verdict:
+    rounds = {
+        f"{m.task}": place.shares(m)
+        for m in place.measurements
+        if m.nbytes == LARGE and place.link == "1 Gbit/s"
+    }
+    return at_most(f"{place.name}: 64 MB, to the wire's time", 1.08, rounds)
+
+
+def show(place: Place) -> None:
+    """Print times, ratios, and the shares of the wire's time."""
+
+    def label(measurement: Measurement) -> str:
+        return f"{measurement.task}, {size_name(measurement.nbytes)}"
+
+    some = place.measurements
+    print(f"\n### {place.name}\n\n{time_table(some, 'verb', label)}")
+    print(f"\nTime of the others divided by that of {OURS}:\n")
+    print(ratio_table(some, "verb", label, OURS))
+    rows = [
+        [label(m), f"{median(shares):.3g}x"]
+        for m in some
+        if m.nbytes >= 1 << 20 and (shares := place.shares(m))
+    ]
+    if rows:
+        print(f"\n{markdown(['verb', f'time of {OURS} to that of the wire'], rows)}")
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments("Time verbs between hosts.", [2, 4], "openmpi,torch")
+    add = parser.add_argument
+    add("--links", nargs="+", default=list(LINKS), choices=list(LINKS), metavar="LINK")
+    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of each rank's argument")
+    add("--verbs", nargs="+", default=list(VERBS), choices=list(VERBS), metavar="VERB")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    sys.path.append(str(Path(__file__).parent.parent))
+    from tests.cluster.hosts import why_not
+
+    options = read_options()
+    if reason := why_not():
+        print(f"SKIPPED {reason}")
+        raise SystemExit(77)
+    machine, conductor = machine_facts(), Conductor(plan_of(options))
+    places = [
+        Place(link, shape, measure(options, conductor, link, shape))
+        for link in options.links
+        for shape, counts in SHAPES.items()
+        if sum(counts) in options.ranks
+    ]
+    for place in places:
+        show(place)
+    judged = verdicts(places, conductor.absent)
+    print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
+    for place in places:
+        named = [dataclasses.replace(m, task=f"{place.name}, {m.task}") for m in place.measurements]
+        print(left_out_text(named, lambda m: f"{m.task} {size_name(m.nbytes)}"))
+    if options.json:
+        everything = [
+            dataclasses.replace(m, task=f"{place.name}, {m.task}")
+            for place in places
+            for m in place.measurements
+        ]
+        write_json(options.json, machine, conductor, everything, judged)
+    conductor.require(OURS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Large arrays between hosts: each byte crosses the network once for each other host.
+
+An array is reduced inside each host first, or collected there. Then leader i of every host
+exchanges section i of it with its counterparts, so that all links and cores are busy, and the
+sections are shared inside the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from flashlight_py.device import Array
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.hierarchical_small import (
+    as_bytes,
+    in_rank_order,
+    require_room,
+    room_for,
+    row_bytes,
+    rows_of,
+)
+from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.combining import cut, factors
+from flashlight_py.distributed.verbs import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    REDUCE,
+    REDUCE_SCATTER,
+)
+from flashlight_py.distributed.work import Done, Work
+
+# Below this a section per leader would only multiply messages: one rank carries everything.
+_SMALL_BYTES = 64 << 10
+
+# Longer arrays go in pieces: one is reduced or shared inside while another is on the wire.
+_PIECE_BYTES = 16 << 20
+
+
+def part_of(count: int, leaders: int, index: int) -> slice:
+    """Return the elements that leader ``index`` of ``leaders`` exchanges between hosts.
+
+    Example:
+        >>> [part_of(10, 3, i) for i in range(3)]
+        [slice(0, 3, None), slice(3, 6, None), slice(6, 10, None)]
+    """
+    return slice(count * index // leaders, count * (index + 1) // leaders)
+
+
+class LargeCalls:
+    """What rank ``rank`` of ``hosts`` does once all ranks have called the same.
+
+    ``inside`` and ``between`` join hosts: see ``HierarchicalBackend``. ``far`` is how long
+    (seconds) hosts wait for each other, ``patience`` how long a host's ranks do for one of them
+    that waits for other hosts. ``runs_ahead`` is called where a call has ended here while a local
+    peer may still wait for other hosts.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        inside: Backend,
+        between: Backend | None,
+        far: float,
+        patience: float,
+        runs_ahead: Callable[[], None],
+    ) -> None:
+        self._rank, self._hosts, self._inside, self._between = rank, hosts, inside, between
+        self._size = sum(map(len, hosts))
+        self._host_of = {r: h for h, host in enumerate(hosts) for r in host}
+        self._home = self._host_of[rank]
+        self._leaders = min(map(len, hosts))
+        # All ranks are leaders, and a leader's section of what is of its host's ranks is its own.
+        self._even = all(len(host) == self._leaders for host in hosts)
+        self._order = [r for host in hosts for r in host]
+        self._in_order = self._order == sorted(self._order)
+        self._far, self._patience = far, patience
+        self._runs_ahead = runs_ahead
+
+    def all_reduce(self, call: Call) -> Array:
+        """Reduce inside the hosts, between them, and share."""
+        array: Array = call.array
+        first, last = factors(array.dtype, call.op, call.scale)
+
+        def reduce_inside(piece: Array) -> None:
+            self._inside.start(Call(ALL_REDUCE, piece, call.op, first)).wait()
+
+        self._exchange(array, reduce_inside, lambda part: Call(ALL_REDUCE, part, call.op, last))
+        return array
+
+    def broadcast(self, call: Call) -> Array:
+        """Send it to the root's host, from there to the others."""
+        array: Array = call.array
+        home = self._host_of[call.root]
+
+        def send_inside(piece: Array) -> None:
+            if self._home == home:
+                local = self._hosts[home].index(call.root)
+                self._inside.start(Call(BROADCAST, piece, root=local)).wait()
+
+        self._exchange(array, send_inside, lambda part: Call(BROADCAST, part, root=home))
+        return array
+
+    def _exchange(
+        self, array: Array, prepare: Callable[[Array], None], step: Callable[[Array], Call]
+    ) -> None:
+        """Prepare each piece, do ``step`` of it between the hosts, and share it inside."""
+        begun: list[tuple[Array, Work]] = []
+        for piece in _pieces(array):
+            prepare(piece)
+            begun.append((piece, self._between_hosts(piece, step, piece.size == array.size)))
+            if len(begun) > 1:
+                self._share(*begun.pop(0))
+        for one in begun:
+            self._share(*one)
+
+    def _parts(self, piece: Array) -> list[Array]:
+        leaders = 1 if piece.nbytes <= _SMALL_BYTES else self._leaders
+        return [piece[part_of(piece.size, leaders, leader)] for leader in range(leaders)]
+
+    def _between_hosts(self, piece: Array, step: Callable[[Array], Call], blocking: bool) -> Work:
+        parts = self._parts(piece)
+        if self._between is None or self._inside.rank >= len(parts):
+            return Done()
+        call = replace(step(parts[self._inside.rank]), seconds=self._far, blocking=blocking)
+        return self._between.start(call)
+
+    def _share(self, piece: Array, work: Work) -> None:
+        work.wait()
+        self._share_sections(self._parts(piece))
+
+    def _share_sections(self, sections: Sequence[Array]) -> None:
+        """Have every rank of the host get section i of leader i."""
+        for leader, part in enumerate(sections):
+            self._inside.start(Call(BROADCAST, part, root=leader, seconds=self._patience)).wait()
+
+    def reduce(self, call: Call) -> Array:
+        """Reduce inside the hosts, then between them to the root's."""
+        array: Array = call.array
+        home = self._host_of[call.root]
+        place = self._hosts[home].index(call.root)
+        leader = place if place < self._leaders else 0  # of every host; only leaders are joined
+        first, last = factors(array.dtype, call.op, call.scale)
+        total = array.copy()
+        self._inside.start(Call(REDUCE, total, call.op, first, root=leader)).wait()
+        if self._inside.rank == leader and self._between is not None:
+            between = Call(REDUCE, total, call.op, last, home, seconds=self._far)
+            self._between.start(between).wait()
+        else:
+            self._runs_ahead()
+        if self._home == home and place != leader:
+            share = Call(BROADCAST, total, root=leader, seconds=self._patience)
+            self._inside.start(share).wait()
+        if self._rank == call.root:
+            array[...] = total
+        return array
+
+    def all_gather(self, call: Call, rows: Sequence[int]) -> Array:
+        """Collect the ``rows`` of each rank, given host by host, and exchange them."""
+        total = sum(rows)
+        fits = call.out is None or len(call.out) == total
+        whole = room_for(call if fits and self._in_order else replace(call, out=None), total)
+        lengths = [count * row_bytes(call.array) for count in rows]
+        self._gather(as_bytes(call.array), self._regions(as_bytes(whole), lengths))
+        require_room(call, total, self._rank, self._size)
+        if self._in_order:
+            return whole
+        result = room_for(call, total)
+        np.concatenate(in_rank_order(whole, self._hosts, rows), out=result)
+        return result
+
+    def _gather(self, mine: Array, regions: Sequence[Region]) -> None:
+        """Fill the ``regions``; ``mine`` is this rank's part of its own host's."""
+        home, index = regions[self._home], self._inside.rank
+        work: Work = Done()
+        if self._even:  # its section is its part: those of the others can wait
+            work = self._give(mine, blocking=False)
+        self._inside.start(Call(ALL_GATHER, mine, out=home.whole)).wait()
+        if self._between is not None and not self._even:
+            work = self._give(home.sections[index], blocking=True)
+        came = work.wait()
+        if came is not None:
+            places = [region.sections[index] for region in regions]
+            for place, part in zip(places, cut(came, list(map(len, places))), strict=True):
+                place[...] = part
+        for region in regions:
+            if region is not home:
+                self._share_sections(region.sections)
+
+    def _give(self, section: Array, blocking: bool) -> Work:
+        assert self._between is not None
+        return self._between.start(Call(ALL_GATHER, section, blocking=blocking, seconds=self._far))
+
+    def reduce_scatter(self, call: Call) -> Array:
+        """Reduce each host's parts inside all hosts, then between them, and share what is due."""
+        first, last = factors(call.array.dtype, call.op, call.scale)
+        parts = [call.array[rows_of(call, rank, self._size)] for rank in self._order]
+        flat = (call.array if self._in_order else np.concatenate(parts)).reshape(-1)
+        counts = [part.size for part in parts]
+        ours, lengths = self._reduce_regions(call, first, self._regions(flat, counts))
+        mine = rows_of(call, self._rank, self._size)
+        result = room_for(call, mine.stop - mine.start)
+        if self._even:  # its section is its part
+            self._reduce_section(call, last, ours, lengths, result.reshape(-1))
+            return result
+        home = cut(counts, [len(host) for host in self._hosts])[self._home]
+        whole = np.empty(sum(home), flat.dtype)
+        sections = self._sections(whole, home)
+        if self._between is not None:
+            self._reduce_section(call, last, ours, lengths, sections[self._inside.rank])
+        self._share_sections(sections)
+        result[...] = cut(whole, home)[self._inside.rank].reshape(result.shape)
+        return result
+
+    def _reduce_regions(
+        self, call: Call, scale: float, regions: Sequence[Region]
+    ) -> tuple[Array, list[int]]:
+        """Return this leader's sections, reduced inside its host, and how long each is."""
+        index = self._inside.rank
+        sizes = [[len(section) for section in region.sections] for region in regions]
+        lengths = [0 if self._between is None else some[index] for some in sizes]
+        ours = np.empty(sum(lengths), call.array.dtype)
+        rest = [0] * (self._inside.size - self._leaders)
+        for region, some, room in zip(regions, sizes, cut(ours, lengths), strict=True):
+            step = Call(REDUCE_SCATTER, region.whole, call.op, scale, rows=some + rest, out=room)
+            self._inside.start(step).wait()
+        return ours, lengths
+
+    def _reduce_section(
+        self, call: Call, scale: float, ours: Array, lengths: Sequence[int], out: Array
+    ) -> None:
+        assert self._between is not None
+        step = Call(REDUCE_SCATTER, ours, call.op, scale, rows=lengths, out=out, seconds=self._far)
+        self._between.start(step).wait()
+
+    def _regions(self, whole: Array, counts: Sequence[int]) -> list[Region]:
+        """Cut ``whole``, which has ``counts`` elements of each rank, host by host."""
+        by_host = cut(counts, [len(host) for host in self._hosts])
+        wholes = cut(whole, list(map(sum, by_host)))
+        return [Region(*one, self._sections(*one)) for one in zip(wholes, by_host, strict=True)]
+
+    def _sections(self, whole: Array, counts: Sequence[int]) -> list[Array]:
+        """Cut what is of one host's ranks into what its leaders exchange."""
+        if self._even:
+            return list(cut(whole, counts))
+        return [whole[part_of(len(whole), self._leaders, i)] for i in range(self._leaders)]
+
+
+class Region(NamedTuple):
+    """What is of one host's ranks, one after the other, so much of each; and cut for leaders."""
+
+    whole: Array
+    counts: Sequence[int]
+    sections: Sequence[Array]
+
+
+def _pieces(array: Array) -> list[Array]:
+    """Return the elements of ``array`` in pieces; at least one."""
+    flat = array.reshape(-1)
+    count = max(1, array.nbytes // _PIECE_BYTES)
+    return [flat[part_of(flat.size, count, i)] for i in range(count)]

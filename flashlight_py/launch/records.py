@@ -1,0 +1,96 @@
+"""Flight records of ranks on several hosts, brought to one folder so that they can be compared."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from flashlight_py.launch.loop import Loop
+
+# Of a record, of which a usual one has 0.2 MB; and of all records of a host.
+MOST_BYTES, MOST_BYTES_OF_HOST = 4 << 20, 64 << 20
+
+
+class Notes:
+    """A pipe by which the ranks of a host say where they have written their flight records."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._reading, self.descriptor = os.pipe()
+        for end in (self._reading, self.descriptor):
+            os.set_blocking(end, False)
+        self._text = b""
+        self._is_open = True
+        loop.watch(self._reading, self._read)
+
+    def variable(self) -> str:
+        """Return what ranks need to know: the descriptor, and how to recognise it."""
+        return f"{self.descriptor}:{os.fstat(self.descriptor).st_ino}"
+
+    def paths(self) -> Mapping[int, Path]:
+        """Return where each rank has left its last record, of those that have."""
+        self._read()
+        lines = self._text.decode(errors="surrogateescape").splitlines()
+        return {int(rank): Path(path) for rank, _, path in (line.partition(" ") for line in lines)}
+
+    def close(self) -> None:
+        """Take no more notes; may be called again."""
+        if self._is_open:
+            self._is_open = False
+            self._loop.forget(self._reading)
+            os.close(self._reading)
+            os.close(self.descriptor)
+
+    def _read(self) -> None:
+        try:
+            while data := os.read(self._reading, 1 << 16):
+                self._text += data
+        except BlockingIOError:
+            pass
+
+
+def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None:
+    """Report the records at ``paths``, by rank, to the launcher: ``record``s, as far as allowed."""
+    left = MOST_BYTES_OF_HOST
+    for rank, path in sorted(paths.items()):
+        try:
+            data = path.read_bytes()
+        except OSError:  # the user has removed it meanwhile
+            continue
+        if len(data) <= min(left, MOST_BYTES):
+            left -= len(data)
+            report("record", rank, str(path.parent), data)
+
+
+def store_records(found: Mapping[int, tuple[str, bytes]], size: int) -> str:
+    """Write records to rank 0's folder, or a new one where this host has none of that name.
+
+    ``found`` has, by rank, the folder on the rank's host and the record. Returns what to tell the
+    user; "" where there are no records.
+    """
+    from flashlight_py.distributed.recorder.flight_record import (
+        Flight,
+        default_folder,
+        store_record,
+    )
+
+    if not found:
+        return ""
+    name, first = found[min(found)]
+    job = Path(str(json.loads(first)["job"])).name
+    chosen = Path(name).is_dir() and Path(name).name != default_folder(job).name
+    folder = Path(name) if chosen else default_folder(job)
+    try:
+        for rank, (_, data) in found.items():
+            flight = Flight(rank, size, job, folder, chosen)
+            assert flight.file
+            if not flight.file.exists() or flight.file.read_bytes() != data:
+                store_record(flight, data.decode())
+    except (OSError, UnicodeError) as error:
+        return f"the flight records cannot be written to {folder}: {error}"
+    return (
+        f"flight records of {len(found)} of {size} ranks are on {os.uname().nodename}; to compare "
+        f"them: python -m flashlight_py.trace diff {folder}"
+    )

@@ -1,0 +1,97 @@
+"""One rank of ``Members``: runs one of these programs, and reports how it ended as JSON."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import select
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+import flashlight_py as fl
+from flashlight_py.errors import DistributedError
+
+SECONDS = 10.0  # what a rank does that is busy, which is longer than a host may be silent
+SMALL, LARGE = 1000, 2 << 20
+
+
+def reduce_until_told(count: int) -> None:
+    """Reduce until a rank has been told to stop, and check each result."""
+    x, stop = np.ones(count, np.float32), np.zeros(1)
+    while not stop[0]:
+        x[:] = fl.get_world_rank()
+        fl.all_reduce(x)
+        assert (x == sum(range(fl.get_world_size()))).all()
+        stop[0] = was_told()
+        fl.all_reduce(stop, op="max")
+
+
+def was_told() -> bool:
+    return fl.get_world_rank() == 0 and bool(select.select([sys.stdin], [], [], 0)[0])
+
+
+def call_when_told() -> None:
+    """Do nothing, and then call."""
+    sys.stdin.readline()
+    fl.all_reduce(np.ones(1))
+
+
+def start_and_wait() -> None:
+    """Wait for an asynchronous call that rank 0 joins when it is told."""
+    if fl.get_world_rank() == 0:
+        sys.stdin.readline()
+    fl.all_reduce(np.ones(SMALL), async_op=True).wait()
+
+
+def hold_the_gil() -> None:
+    """Wait for rank 1, which computes for long and lets no other thread of Python run."""
+    if fl.get_world_rank() == 1:
+        ctypes.PyDLL(None).sleep(int(SECONDS))
+    fl.all_reduce(np.ones(SMALL))
+
+
+def use_another_group() -> None:
+    """Go on in a group of the ranks of host 0 alone, after the world has broken."""
+    group = fl.new_group([0, 1])
+    try:
+        reduce_until_told(SMALL)
+    except DistributedError:
+        if group is None:
+            raise
+        assert group.all_reduce(np.ones(1)) == 2
+        raise
+
+
+PROGRAMS: dict[str, Callable[[], None]] = {
+    "small": lambda: reduce_until_told(SMALL),
+    "large": lambda: reduce_until_told(LARGE),
+    "idle": call_when_told,
+    "asynchronous": start_and_wait,
+    "gil": hold_the_gil,
+    "group": use_another_group,
+}
+
+
+def report(**what: object) -> None:
+    print(json.dumps({**what, "at": time.monotonic()}), flush=True)
+
+
+def main(program: str) -> None:
+    try:
+        fl.distributed_init()
+        if fl.get_world_size() > 1:
+            fl.barrier()
+        report(ready=True)
+        PROGRAMS[program]()
+    except DistributedError as error:
+        report(kind=type(error).__name__, words=str(error))
+        return
+    report(kind="", words="")
+    fl.distributed_shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

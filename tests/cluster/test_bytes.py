@@ -1,0 +1,87 @@
+"""Bytes on the busiest cable, in its busier direction, over the fewest that can do."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.cluster.hosts import Cluster
+from tests.distributed.conformance import dtype_of
+
+MB = 1 << 20
+CALLS = [
+    *(("all_reduce", name) for name in ("float32", "float16", "bfloat16")),
+    *(("all_gather", "float32"), ("reduce_scatter", "float32"), ("reduce_scatter", "float16")),
+    *(("reduce", "float32"), ("broadcast", "float32")),
+]
+# Headers of calls and of messages, and the comparison, beside the arrays.
+MOST = 1.01
+
+
+def fewest(verb: str, size: int, counts: list[int]) -> float:
+    """Bytes of the busiest host: of ``size`` bytes on each rank, of so many ranks on each host."""
+    hosts, ranks = len(counts), sum(counts)
+    if verb in ("reduce", "broadcast"):
+        return size
+    if verb == "all_reduce":
+        return 2 * (hosts - 1) / hosts * size
+    # Of a host's own parts, and of all others': what it sends to each, and what it receives; of
+    # sums it is the other way around.
+    parts = max(max(ranks - count, count * (hosts - 1)) for count in counts)
+    return size * parts / (ranks if verb == "reduce_scatter" else 1)
+
+
+def call(rank: int, size: int, verb: str, name: str, count: int) -> None:
+    root = {"root": size - 1} if verb in ("reduce", "broadcast") else {}
+    getattr(fl, verb)(np.ones(count, dtype_of(name)), **root)
+
+
+def over_the_fewest(cluster: Cluster, ranks: Any, counts: list[int], verb: str, name: str) -> float:
+    count = 4 * MB // dtype_of(name).itemsize
+    ranks.run(call, verb, name, 16)  # whatever is done once
+    before = [cluster.bytes(host) for host in cluster]
+    ranks.run(call, verb, name, count)
+    after = [cluster.bytes(host) for host in cluster]
+    moved = [
+        new - old
+        for pair in zip(before, after, strict=True)
+        for old, new in zip(*pair, strict=True)
+    ]
+    return max(moved) / fewest(verb, 4 * MB, counts)
+
+
+def test_two_hosts_move_no_byte_twice(cluster: Cluster) -> None:
+    with cluster.ranks(2) as ranks:
+        found = {one: over_the_fewest(cluster, ranks, [2, 2], *one) for one in CALLS}
+    assert max(found.values()) < MOST, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [[1, 1], [1, 1, 1, 1], [3, 1], [1, 2, 1]], ids=str)
+def test_hosts_move_no_byte_twice(counts: list[int]) -> None:
+    with Cluster(len(counts)) as cluster, cluster.ranks(counts) as ranks:
+        found = {one: over_the_fewest(cluster, ranks, counts, *one) for one in CALLS}
+    assert max(found.values()) < MOST, found
+
+
+def exchanges(rank: int, size: int) -> float:
+    """Return the mean seconds of a small call: one rank may begin later, and wait for less."""
+    x = np.ones(1024, np.float32)
+    for _ in range(4):
+        fl.all_reduce(x)
+    began = time.perf_counter()
+    for _ in range(20):
+        fl.all_reduce(x)
+    return (time.perf_counter() - began) / 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_small_calls_take_one_exchange(per_host: int) -> None:
+    delay = 0.05
+    with Cluster(2, delay=delay) as cluster, cluster.ranks(per_host) as ranks:
+        assert delay * 0.9 <= np.mean(ranks.run(exchanges)) < delay * 1.7

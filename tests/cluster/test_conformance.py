@@ -1,0 +1,50 @@
+"""All that backends must do, between hosts: each world is started in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.hosts import Cluster
+from tests.distributed.test_conformance import (  # noqa: F401 - run here, with the fixture below
+    test_a_reduction_gives_the_same_bits_every_time,
+    test_all_gather_of_unequal_first_dimensions,
+    test_all_reduce_multiple_of_mixed_arrays,
+    test_broadcast_from_every_root,
+    test_messages,
+    test_reduce_scatter_keeps_this_ranks_part,
+    test_reductions_of_every_dtype_and_of_every_layout,
+    test_reductions_of_every_dtype_in_every_layout,
+    test_reductions_of_sizes_around_every_threshold,
+    test_where_the_extremes_are,
+    test_works_that_are_in_flight_or_dropped,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+# Ranks on each host, versions of IP, how they are started.
+WORLDS = [
+    ((2, 2), "4", "env"),
+    ((2, 2), "6", "env"),
+    ((2, 2), "4", "file"),
+    ((1, 1, 1, 1), "4", "env"),
+    ((1, 1, 1, 1), "6", "file"),
+    ((3, 1), "4", "env"),
+]
+
+
+def _name(world: tuple[tuple[int, ...], str, str]) -> str:
+    counts, family, init = world
+    return f"{'+'.join(map(str, counts))} IPv{family} {init}"
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=_name)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    counts, families, init = request.param
+    with (
+        Cluster(len(counts), families=families) as cluster,
+        cluster.ranks(counts, init=init) as run,
+    ):
+        yield run

@@ -1,0 +1,218 @@
+"""``flrun`` over real networks: cables that are pulled, hosts that are not there, one port."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.hosts import Cluster, Host
+from tests.launch.launcher import LAUNCH, write
+
+PIPES: dict[str, Any] = {
+    "stdin": subprocess.DEVNULL,
+    "stdout": subprocess.PIPE,
+    "stderr": subprocess.PIPE,
+    "text": True,
+}
+# Ranks call until something happens to them; those of a second start once.
+CALLING = """
+import os, sys, time
+import numpy as np
+import flashlight_py as fl
+fl.distributed_init()
+print("begun", fl.get_world_size(), flush=True)
+while os.environ["FLASHLIGHT_RESTART_COUNT"] == "0":
+    fl.all_reduce(np.ones(1))
+    time.sleep(0.01)
+print("sum", int(fl.all_reduce(np.ones(1))[0]))
+"""
+MISMATCH = """
+import numpy as np
+import flashlight_py as fl
+fl.distributed_init()
+fl.all_reduce(np.ones(1))
+fl.all_reduce(np.ones(2 if fl.get_world_rank() < 2 else 3))
+"""
+SUM = """
+import numpy as np
+import flashlight_py as fl
+fl.distributed_init()
+print(fl.get_world_rank(), int(fl.all_reduce(np.ones(1))[0]))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(3) as cluster:
+        for host in cluster:
+            host.sshd()
+        yield cluster
+
+
+def start(cluster: Cluster, hosts: str, *arguments: object) -> subprocess.Popen[str]:
+    ssh = " ".join(cluster.ssh)
+    return cluster[0].popen([*LAUNCH, "--hosts", hosts, "--ssh", ssh, *arguments], **PIPES)
+
+
+def processes(host: Host) -> list[str]:
+    """The programs that run in a host, without its first process and its sshd's."""
+    found = host.run(["ps", "-eo", "pid=,args="]).stdout.splitlines()
+    return [each for each in found if re.search("python|sleep", each) and "host_init" not in each]
+
+
+def wait_until_none(host: Host, seconds: float) -> None:
+    ends = time.monotonic() + seconds
+    while left := processes(host):
+        assert time.monotonic() < ends, left
+        time.sleep(0.1)
+
+
+def begin(process: subprocess.Popen[str], ranks: int) -> None:
+    """Wait until ranks run; each writes a line to say so."""
+    assert process.stdout
+    for _ in range(ranks):
+        assert "begun" in process.stdout.readline()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fate", ["cut", "freeze"])
+def test_both_sides_of_a_host_that_is_lost_end(cluster: Cluster, fate: str) -> None:
+    host = cluster[1]
+    process = start(cluster, "h0:2,h1:2", write(cluster.folder, CALLING))
+    begin(process, 4)
+    began = time.monotonic()
+    getattr(host, fate)()
+    try:
+        _, errors = process.communicate(timeout=30)
+        assert time.monotonic() - began < 15
+        assert process.returncode == 1
+        last = next(line for line in errors.splitlines() if line.startswith("flrun: "))
+        assert last.startswith("flrun: rank 2 of 4 on h1 is lost: nothing has come from host h1 si")
+        wait_until_none(cluster[0], 1.0)
+        if fate == "freeze":
+            host.thaw()
+        wait_until_none(host, 15 - (time.monotonic() - began))
+    finally:
+        host.mend()
+        host.thaw()
+
+
+@pytest.mark.slow
+def test_launchers_that_are_cut_off_from_each_other_both_end(cluster: Cluster) -> None:
+    program = write(cluster.folder, CALLING)
+    command = [*LAUNCH, "-n2", "--nnodes=2", "--rdzv", "h0:29514", program]
+    nodes = [
+        cluster[i].popen(command, env={"MASTER_SECRET": "of the job"}, **PIPES) for i in (0, 1)
+    ]
+    for node in nodes:
+        begin(node, 2)
+    began = time.monotonic()
+    cluster[1].cut()
+    try:
+        errors = [node.communicate(timeout=30)[1].splitlines()[-1] for node in nodes]
+        assert time.monotonic() - began < 15
+    finally:
+        cluster[1].mend()
+    assert [node.returncode for node in nodes] == [1, 1]
+    assert "nothing has come from its launcher (node 1) since" in "".join(errors[0])
+    assert errors[1].startswith("flrun: nothing has come from the launcher of node 0 since ")
+    for host in (cluster[0], cluster[1]):
+        wait_until_none(host, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fate", ["cut", "kill"])
+def test_all_ranks_of_a_lost_host_are_lost_at_once(cluster: Cluster, fate: str) -> None:
+    program = write(cluster.folder, CALLING)
+    process = start(cluster, "h0:2,h2:2", "--min-n", 2, "--max-restarts", 1, program)
+    begin(process, 4)
+    began = time.monotonic()
+    if fate == "cut":
+        cluster[2].cut()
+    else:
+        cluster[2].kill()
+    try:
+        output, errors = process.communicate(timeout=40)
+        assert time.monotonic() - began < 20
+    finally:
+        cluster[2].mend()
+        wait_until_none(cluster[2], 20)
+    if fate == "kill":
+        cluster[2].sshd()
+    assert process.returncode == 0, errors
+    lines = [line for line in errors.splitlines() if line.startswith("flrun: ")]
+    assert lines[0].startswith("flrun: rank 2 of 4 on h2 is lost: ")
+    assert lines[-1] == "flrun: starting again with 2 rank(s), for the 1st time"
+    assert sorted(output.splitlines()) == [
+        f"[{r}] {x}" for r in (0, 1) for x in ("begun 2", "sum 2")
+    ]
+
+
+@pytest.mark.slow
+def test_a_host_that_cannot_be_reached_at_the_start(cluster: Cluster) -> None:
+    cluster[1].cut()
+    began = time.monotonic()
+    try:
+        done = start(cluster, "h0:1,h1:2", write(cluster.folder, SUM))
+        _, errors = done.communicate(timeout=40)
+    finally:
+        cluster[1].mend()
+    assert time.monotonic() - began < 25
+    assert "flrun: rank 1 of 3 on h1 is lost: ssh to h1 exited with code 255" in errors
+
+
+def on_each(cluster: Cluster, size: int, *arguments: object, **environ: str) -> list[Any]:
+    """Run the same command line on ``size`` hosts; returns (exit code, output, errors) of each."""
+    command = [*LAUNCH, "-n2", f"--nnodes={size}", *arguments]
+    launchers = [cluster[i].popen(command, env=environ, **PIPES) for i in range(size)]
+    ends = [launcher.communicate(timeout=60) for launcher in launchers]
+    return [(each.returncode, *end) for each, end in zip(launchers, ends, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_command_line_on_each_host(cluster: Cluster, size: int) -> None:
+    program = write(cluster.folder, SUM)
+    done = on_each(cluster, size, "--rdzv", "h0:29511", program, MASTER_SECRET="of the job")
+    assert [(code, errors) for code, _, errors in done] == [(0, "")] * size
+    lines = sorted(line for _, output, _ in done for line in output.splitlines())
+    assert lines == [f"[{rank}] {rank} {2 * size}" for rank in range(2 * size)]
+    assert done[0][1].count("\n") == 2
+    assert "[0] 0" in done[0][1]
+
+
+@pytest.mark.slow
+def test_launchers_on_several_hosts_need_a_secret(cluster: Cluster) -> None:
+    for code, _, errors in on_each(cluster, 2, "--rdzv", "h0:29512", "--no-python", "true"):
+        assert code == 1
+        assert "MASTER_SECRET" in errors.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ssh", "nnodes"])
+def test_flight_records_of_all_hosts_can_be_compared(
+    cluster: Cluster, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in folders of their own and, with --nnodes, at a path that each host has for itself."""
+    program = write(cluster.folder, MISMATCH)
+    monkeypatch.delenv("FLASHLIGHT_TRACE_DIR", raising=False)
+    if way == "ssh":
+        process = start(cluster, "h0:2,h1:2", program)
+        _, errors = process.communicate(timeout=60)
+    else:
+        monkeypatch.setenv("FLASHLIGHT_TRACE_DIR", "/tmp/records")
+        done = on_each(cluster, 2, "--rdzv", "h0:29513", program, MASTER_SECRET="of the job")
+        errors = done[0][2]
+    told = [line for line in errors.splitlines() if line.startswith("flrun: flight records of ")]
+    assert "4 of 4 ranks are on h0" in told[0], errors
+    folder = Path(told[0].rpartition(" ")[2])
+    compare = cluster[0].run([*LAUNCH[:2], "flashlight_py.trace", "diff", folder])
+    assert compare.returncode == 1
+    assert "4 of 4 ranks have left a record" in compare.stdout
+    assert "call 2: the ranks called different things" in compare.stdout

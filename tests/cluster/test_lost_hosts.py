@@ -1,0 +1,188 @@
+"""Hosts that cannot be reached are noticed within seconds; slow ones are not taken for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from tests.cluster.hosts import Cluster
+from tests.cluster.member import SECONDS
+from tests.cluster.members import Members
+
+LIMIT = 5.0  # the default, in seconds
+WITHIN = 15.0  # what is promised after LIMIT, on a machine that does much else
+
+
+def check(ends: Iterable[dict[str, Any]], since: float, lost: str, *words: str) -> None:
+    """Check that ranks have raised in time, and that they name ``lost`` and say ``words``."""
+    for end in ends:
+        assert end["kind"] == "PeerLostError", end
+        assert end["at"] - since < WITHIN
+        assert f"lost {lost} (" in end["words"]
+        for each in words:
+            assert each in end["words"]
+
+
+def check_two_by_two(ends: list[dict[str, Any]], since: float) -> None:
+    """Check what four ranks of two hosts say that cannot reach each other."""
+    either = "it is the only other one, so host {}, where this rank runs, may be the one"
+    check(ends[:2], since, "ranks 2, 3", "host h1 cannot be reached since", either.format("h0"))
+    check(ends[2:], since, "ranks 0, 1", "host h0 cannot be reached since", either.format("h1"))
+
+
+def test_both_sides_notice_a_cut(cluster: Cluster) -> None:
+    with Members(cluster, [1, 1], "small", FLASHLIGHT_HOST_TIMEOUT="1.5") as members:
+        members.await_ready()
+        since = time.monotonic()
+        cluster[1].cut()
+        try:
+            ends = members.ends()
+            check(ends[:1], since, "rank 1", "host h1 cannot be reached since", "so host h0, where")
+            check(ends[1:], since, "rank 0", "host h0 cannot be reached since", "so host h1, where")
+        finally:
+            cluster[1].mend()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["small", "large", "asynchronous"])
+def test_ranks_that_wait_notice_a_cut(cluster: Cluster, program: str) -> None:
+    with Members(cluster, [2, 2], program) as members:
+        members.await_ready()
+        since = time.monotonic()
+        cluster[1].cut()
+        try:
+            if program == "asynchronous":  # rank 0 takes no part before the others have raised
+                check(members.ends([1]), since, "ranks 2, 3", "host h1 cannot be reached")
+                check(members.ends([2, 3]), since, "ranks 0, 1", "host h0 cannot be reached")
+                members.tell([0])
+                check(members.ends([0]), time.monotonic(), "ranks 2, 3")
+            else:
+                check_two_by_two(members.ends(), since)
+        finally:
+            cluster[1].mend()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_idle_raises_at_its_next_call(cluster: Cluster) -> None:
+    with Members(cluster, [2, 2], "idle") as members:
+        members.await_ready()
+        cluster[1].cut()
+        time.sleep(LIMIT + 1)
+        cluster[1].mend()
+        since = time.monotonic()
+        members.tell(range(4))
+        ends = members.ends()
+        check_two_by_two(ends, since)
+        assert max(end["at"] for end in ends) - since < 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["small", "large"])
+def test_a_short_cut_does_no_harm(cluster: Cluster, program: str) -> None:
+    with Members(cluster, [2, 2], program) as members:
+        members.await_ready()
+        cluster[1].cut()
+        time.sleep(2)
+        cluster[1].mend()
+        time.sleep(LIMIT)
+        members.tell([0])
+        assert [end["kind"] for end in members.ends()] == [""] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [[2, 2], [1, 1], [3, 1]])
+def test_a_frozen_host_is_lost(cluster: Cluster, counts: list[int]) -> None:
+    with Members(cluster, counts, "small") as members:
+        members.await_ready()
+        since = time.monotonic()
+        cluster[1].freeze()
+        first, last = counts[0], sum(counts) - 1
+        lost = f"rank {last}" if first == last else f"ranks {first}, {last}"
+        try:
+            check(members.ends(range(first)), since, lost, "host h1 answers, but none of its")
+        finally:
+            cluster[1].thaw()
+        for end in members.ends(range(first, sum(counts))):
+            assert end["kind"] == "PeerLostError", end
+
+
+@pytest.mark.slow
+def test_one_stopped_rank_of_a_host_is_not_lost(cluster: Cluster) -> None:
+    with Members(cluster, [2, 2], "large") as members:
+        members.await_ready()
+        members.stop(2)
+        time.sleep(LIMIT + 3)
+        members.stop(2, is_stopped=False)
+        members.tell([0])
+        assert [end["kind"] for end in members.ends()] == [""] * 4
+
+
+@pytest.mark.slow
+def test_the_limit_is_a_setting(cluster: Cluster) -> None:
+    with Members(cluster, [1, 1], "small", FLASHLIGHT_HOST_TIMEOUT="0") as members:
+        members.await_ready()
+        members.stop(1)
+        time.sleep(LIMIT + 3)
+        members.stop(1, is_stopped=False)
+        members.tell([0])
+        assert [end["kind"] for end in members.ends()] == [""] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [[2, 2], [1, 1]])
+def test_a_rank_that_holds_the_gil_is_not_lost(cluster: Cluster, counts: list[int]) -> None:
+    with Members(cluster, counts, "gil") as members:
+        members.await_ready()
+        since = time.monotonic()
+        ends = members.ends()
+        assert [end["kind"] for end in ends] == [""] * sum(counts)
+        assert min(end["at"] for end in ends) - since > SECONDS - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [[1, 1, 1, 1], [2, 2, 1]])
+def test_the_host_that_is_cut_off_says_so_of_itself(counts: list[int]) -> None:
+    first = sum(counts[:2])
+    theirs = range(first, first + counts[2])
+    with Cluster(len(counts)) as cluster, Members(cluster, counts, "small") as members:
+        members.await_ready()
+        since = time.monotonic()
+        cluster[2].cut()
+        others = [rank for rank in range(sum(counts)) if rank not in theirs]
+        check(members.ends(others), since, f"rank {first}", "host h2 cannot be reached since")
+        text = "host h2, where this rank runs, cannot reach any other host since"
+        names = ", ".join(map(str, others))
+        check(members.ends(theirs), since, f"ranks {names}", text)
+
+
+@pytest.mark.slow
+def test_a_group_without_the_lost_host_goes_on(cluster: Cluster) -> None:
+    with Members(cluster, [2, 1], "group") as members:
+        members.await_ready()
+        since = time.monotonic()
+        cluster[1].cut()
+        try:
+            check(members.ends([0, 1]), since, "rank 2", "host h1 cannot be reached")
+        finally:
+            cluster[1].mend()
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost_while_ranks_gather_is_named(cluster: Cluster) -> None:
+    """Ranks 0, 2 and 3 have met, as rank 1, which is stopped, does not come."""
+    with Members(cluster, [2, 2], "small") as members:
+        members.stop(1)
+        time.sleep(6)  # nothing says from outside that they have
+        since = time.monotonic()
+        cluster[1].cut()
+        try:
+            ends = members.ends([0, 2, 3])
+        finally:
+            cluster[1].mend()
+        for end in ends:
+            assert end["kind"] == "RendezvousError", end
+            assert end["at"] - since < WITHIN
+            assert "cannot be reached for 5 s" in end["words"]

@@ -1,0 +1,327 @@
+"""Ranks start on networks as they are: odd names, one version of IP, NATs, routes to nowhere."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.cluster.hosts import Cluster, Host
+
+PROGRAM = """
+import json, sys
+import numpy as np
+import flashlight_py as fl
+fl.distributed_init(params={"TIMEOUT": 20, **json.loads(sys.argv[1])})
+print("sum", int(fl.all_reduce(np.ones(3))[0]))
+fl.distributed_shutdown()
+"""
+PORT, PER_HOST = "29511", 2
+SECRET = {"MASTER_SECRET": "known to these ranks alone"}
+
+
+class Place(NamedTuple):
+    """Which rank of how many a process is, and where."""
+
+    rank: int
+    size: int
+    local: int
+    host: int
+
+
+Variables = Callable[[Cluster, Place], dict[str, str]]
+
+
+def by_env(cluster: Cluster, place: Place) -> dict[str, str]:
+    numbers = {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
+    return {**numbers, "MASTER_ADDR": "h0", "MASTER_PORT": PORT, **SECRET}
+
+
+def by_address(cluster: Cluster, place: Place) -> dict[str, str]:
+    """The last one it has: that is of IPv6 where there is one."""
+    common = [each for each in cluster[0].addresses if cluster[1].address6 or ":" not in each]
+    return {**by_env(cluster, place), "MASTER_ADDR": common[-1]}
+
+
+def by_file(cluster: Cluster, place: Place) -> dict[str, str]:
+    numbers = {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
+    return {**numbers, "FLASHLIGHT_FILE": str(cluster.folder / "meeting")}
+
+
+def by_slurm(cluster: Cluster, place: Place) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(place.rank),
+        "SLURM_STEP_NUM_TASKS": str(place.size),
+        "SLURM_LOCALID": str(place.local),
+        "SLURM_NODEID": str(place.host),
+        "SLURM_STEP_TASKS_PER_NODE": f"{PER_HOST}(x{len(cluster)})",
+        "SLURM_STEP_NODELIST": f"h[0-{len(cluster) - 1}]",
+        **SECRET,
+    }
+
+
+class Outcome(NamedTuple):
+    """The exit code of a process, and what it has printed, errors included."""
+
+    code: int
+    text: str
+
+
+def finished(processes: list[subprocess.Popen[str]]) -> list[Outcome]:
+    try:
+        texts = [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [Outcome(p.returncode, text) for p, text in zip(processes, texts, strict=True)]
+
+
+def start(host: Host, command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return host.popen(command, env=env, text=True, stdin=subprocess.DEVNULL, **pipes)
+
+
+def program(cluster: Cluster) -> Path:
+    path = cluster.folder / "train.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def ranks(
+    cluster: Cluster, variables: Variables, env: Mapping[str, str] | None = None, **params: Any
+) -> list[Outcome]:
+    """Start ``PER_HOST`` ranks on each host, each with its ``variables``."""
+    command = [sys.executable, str(program(cluster)), json.dumps(params)]
+    size = PER_HOST * len(cluster)
+    places = [Place(rank, size, rank % PER_HOST, rank // PER_HOST) for rank in range(size)]
+    return finished(
+        [
+            start(cluster[each.host], command, {**variables(cluster, each), **(env or {})})
+            for each in places
+        ]
+    )
+
+
+def by_flrun(cluster: Cluster) -> list[Outcome]:
+    for host in cluster:
+        host.sshd()
+    hosts = ",".join(f"{host.name}:{PER_HOST}" for host in cluster)
+    how = ["--ssh", shlex.join(cluster.ssh), "--hosts", hosts]
+    command = [sys.executable, "-m", "flashlight_py.launch", *how, str(program(cluster)), "{}"]
+    return finished([start(cluster[0], command, {})])
+
+
+def by_nodes(cluster: Cluster) -> list[Outcome]:
+    """One launcher on each host, which meet at a port."""
+    flrun = [sys.executable, "-m", "flashlight_py.launch", "-n", str(PER_HOST)]
+    meeting = ["--nnodes", str(len(cluster)), "--rdzv", f"h0:{PORT}"]
+    command = [*flrun, *meeting, str(program(cluster)), "{}"]
+    return finished(
+        [
+            start(host, [*command[:5], "--node-rank", str(host.index), *command[5:]], SECRET)
+            for host in cluster
+        ]
+    )
+
+
+WAYS: dict[str, Callable[[Cluster], list[Outcome]]] = {
+    "env": lambda cluster: ranks(cluster, by_env),
+    "address": lambda cluster: ranks(cluster, by_address),
+    "file": lambda cluster: ranks(cluster, by_file),
+    "slurm": lambda cluster: ranks(cluster, by_slurm),
+    "flrun": by_flrun,
+    "nodes": by_nodes,
+}
+
+
+# Networks -------------------------------------------------------------------------------------
+
+
+def as_debian(cluster: Cluster) -> None:
+    """Each host's own name is the loopback's to itself."""
+    for host in cluster:
+        names = {each.name: each.addresses for each in cluster}
+        host.hosts_file({**names, host.name: "127.0.1.1"})
+
+
+def names_of_both(cluster: Cluster) -> None:
+    """Names have addresses of both versions, whatever the hosts have."""
+    names = {
+        host.name: [f"fd77::{host.index + 1}", f"10.77.0.{host.index + 1}"] for host in cluster
+    }
+    cluster.hosts_file(names)
+
+
+def interface(host: Host, address: str, *routes: str) -> None:
+    """Give the host one more interface, which is up and leads nowhere."""
+    for line in (
+        "link add nat0 type ifb",
+        f"address add {address} dev nat0",
+        "link set nat0 up",
+        *(f"route add {route} dev nat0" for route in routes),
+    ):
+        done = host.run(["ip", *line.split()])
+        assert done.returncode == 0, done.stderr
+
+
+def as_nat(cluster: Cluster) -> None:
+    """All hosts have one address, which the default route uses, as virtual machines may."""
+    for host in cluster:
+        interface(host, "10.0.2.15/24", "default")
+    as_debian(cluster)
+
+
+def as_black_hole(cluster: Cluster) -> None:
+    """The first address of rank 0's host is one where nobody answers other hosts."""
+    interface(cluster[0], "10.99.0.1/24")
+    for host in cluster:
+        if host.index:
+            interface(host, f"10.98.0.{host.index}/24", "10.99.0.0/24")
+    names = {host.name: host.addresses for host in cluster}
+    cluster.hosts_file({**names, "h0": ["10.99.0.1", *cluster[0].addresses]})
+
+
+NETWORKS: dict[str, tuple[Any, Callable[[Cluster], None]]] = {
+    "debian": ("46", as_debian),
+    "one without IPv6": (["46", "4"], names_of_both),
+    "one without IPv4": (["46", "6"], names_of_both),
+    "IPv6 only": ("6", lambda cluster: None),
+    "NAT": ("46", as_nat),
+    "black hole": ("46", as_black_hole),
+}
+
+
+@pytest.fixture(scope="module", params=list(NETWORKS))
+def network(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    families, prepare = NETWORKS[request.param]
+    with Cluster(2, families=families) as cluster:
+        prepare(cluster)
+        yield cluster
+
+
+def sums(outcomes: list[Outcome]) -> list[int]:
+    """Return what the ranks have printed as their sums."""
+    for each in outcomes:
+        assert each.code == 0, each.text
+    lines = [line.split() for each in outcomes for line in each.text.splitlines()]
+    return [int(words[-1]) for words in lines if words[-2:-1] == ["sum"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", list(WAYS))
+def test_ranks_start_without_a_parameter(network: Cluster, way: str) -> None:
+    assert sums(WAYS[way](network)) == [4] * 4
+
+
+def test_rank_0_is_reached_where_its_own_name_is_the_loopback(cluster: Cluster) -> None:
+    """In a moment: one of the many cases above."""
+    as_debian(cluster)
+    assert sums(WAYS["env"](cluster)) == [4] * 4
+
+
+# Refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local", ["localhost", "127.0.0.1"])
+def test_the_loopback_as_the_address_of_rank_0_is_named(cluster: Cluster, local: str) -> None:
+    outcomes = ranks(cluster, by_env, {"MASTER_ADDR": local}, TIMEOUT=3)
+    assert [each.code for each in outcomes] == [1] * 4
+    for each in outcomes[:PER_HOST]:
+        assert f"Rank 0 listens at {local}, the loopback of h0" in each.text
+    for each in outcomes[PER_HOST:]:
+        assert f"Here {local} is this host, h1, itself" in each.text
+
+
+@pytest.mark.slow
+def test_hosts_without_a_family_in_common_are_named_on_every_rank() -> None:
+    with Cluster(3, families=["46", "4", "6"]) as cluster:
+        for each in ranks(cluster, by_env):
+            assert each.code == 1
+            assert "h1 (rank 2) has 10.77.0.2 and no IPv6" in each.text
+            assert "h2 (rank 4) has fd77::3 and no IPv4" in each.text
+
+
+@pytest.mark.slow
+def test_an_interface_that_is_asked_for() -> None:
+    """By the environment, or params, which go before; one that cannot work is refused."""
+    with Cluster(2) as cluster:
+        as_nat(cluster)
+        for variable in ("FLASHLIGHT_INTERFACE", "GLOO_SOCKET_IFNAME"):
+            assert sums(ranks(cluster, by_env, {variable: "eth0"})) == [4] * 4
+        wrong = {"FLASHLIGHT_INTERFACE": "nat0"}
+        assert sums(ranks(cluster, by_env, wrong, INTERFACE="eth0")) == [4] * 4
+        for each in ranks(cluster, by_env, wrong):
+            assert each.code == 1
+            assert "'nat0' is 10.0.2.15 on h0 and on h1" in each.text
+        for each in ranks(cluster, by_env, INTERFACE="eth7"):
+            assert "has no 'eth7'; it has " in each.text
+
+
+@pytest.mark.slow
+def test_an_address_that_each_host_has_is_named() -> None:
+    with Cluster(2) as cluster:
+        as_nat(cluster)
+        outcomes = ranks(cluster, by_env, {"MASTER_ADDR": "10.0.2.15"}, TIMEOUT=3)
+        for each in outcomes[PER_HOST:]:
+            assert "Here 10.0.2.15 is this host, h1, itself" in each.text
+
+
+@pytest.mark.slow
+def test_rank_0_is_named_by_params(cluster: Cluster) -> None:
+    as_debian(cluster)
+    outcomes = ranks(
+        cluster, by_env, {"MASTER_ADDR": "nowhere"}, MASTER_ADDR="h0", MASTER_PORT=29513
+    )
+    assert sums(outcomes) == [4] * 4
+
+
+@pytest.mark.slow
+def test_a_job_on_one_host_opens_no_port_to_others(cluster: Cluster) -> None:
+    """Where its launcher says that it is on one, or it meets at a file."""
+    as_debian(cluster)
+    watcher = cluster.folder / "watch.py"
+    watcher.write_text(WATCH)
+    local = {"LOCAL_WORLD_SIZE": "2"}
+    for variables in (by_env, by_file):
+        command = [sys.executable, str(watcher), "{}"]
+        places = [Place(rank, 2, rank, 0) for rank in range(2)]
+        outcomes = finished(
+            [
+                start(
+                    cluster[0],
+                    command,
+                    {**variables(cluster, each), **local, "LOCAL_RANK": str(each.rank)},
+                )
+                for each in places
+            ]
+        )
+        assert [each.code for each in outcomes] == [0, 0], outcomes
+        heard = {line for each in outcomes for line in each.text.split() if ":" in line}
+        assert heard
+        assert all(line.startswith("127.") for line in heard), heard
+
+
+WATCH = """
+import socket
+listened = set()
+listen = socket.socket.listen
+def noted(self, *args):
+    listened.add("%s:%d" % self.getsockname()[:2])
+    return listen(self, *args)
+socket.socket.listen = noted
+import flashlight_py as fl
+fl.distributed_init(params={"TIMEOUT": 20})
+fl.barrier()
+print(*listened)
+fl.distributed_shutdown()
+"""

@@ -1,0 +1,158 @@
+"""Worlds of several hosts: arrays of every size have the sums of their hosts, added in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.combining import combined, cut
+from flashlight_py.distributed.constants import ReduceOp
+from tests.distributed.conformance import assert_equal, dtype_of, values
+
+# Which host each rank is on.
+PLACES = {
+    "2 x 2": "aabb",
+    "3 + 1": "aaab",
+    "2 x 2, in turns": "abab",
+    "3 + 1, in turns": "abaa",
+    "3 hosts": "aabbc",
+}
+FAST = "3 + 1, in turns"
+# Elements: travel with the call; of one leader; of all leaders.
+COUNTS = (1, 1000, 30_000, 100_003)
+
+
+def hosts_of(places: str) -> list[list[int]]:
+    return [[r for r, p in enumerate(places) if p == host] for host in sorted(set(places))]
+
+
+def in_order(arrays: Sequence[Any], places: str, op: str = "sum", scale: float = 1.0) -> Any:
+    """Combine by hosts, as of ``combined``, whatever the order of the ranks."""
+    hosts = hosts_of(places)
+    by_host = [arrays[rank] for host in hosts for rank in host]
+    return combined(by_host, ReduceOp[op.upper()], scale, [len(host) for host in hosts])
+
+
+def fractions(name: str) -> list[tuple[str, float]]:
+    return [] if dtype_of(name).kind in "iu" else [("sum", 0.25), ("avg", 1.0)]
+
+
+def reductions(rank: int, size: int, places: str, name: str) -> None:
+    for count in COUNTS:
+        everyone = [values(r, (count,), name) for r in range(size)]
+        for op, scale in (("sum", 1.0), ("sum", 3.0), ("max", 1.0), *fractions(name)):
+            expected = in_order(everyone, places, op, scale)
+            what = f"{op} of {count} {name}, scale={scale}"
+            assert_equal(fl.all_reduce(everyone[rank].copy(), scale, op=op), expected, what)
+            x = everyone[rank].copy()
+            fl.reduce(x, root=size - 1, scale=scale, op=op)
+            assert_equal(x, expected if rank == size - 1 else everyone[rank], f"reduced {what}")
+
+
+def parts(rank: int, size: int, places: str, name: str) -> None:
+    for rows in (1, 500, 20_000):
+        for uneven in (None, [rows * (1 + r % 3) for r in range(size)], [0] * (size - 1) + [rows]):
+            many = uneven or [rows] * size
+            everyone = [values(r, (sum(many), 2), name) for r in range(size)]
+            mine = [list(cut(array, many))[rank] for array in everyone]
+            for scale in {1.0, *(scale for _, scale in fractions(name))}:
+                expected = in_order(mine, places, "sum", scale)
+                what = f"{many} rows of {name}, scale={scale}"
+                part = fl.reduce_scatter(everyone[rank], scale=scale, rows=uneven)
+                assert_equal(part, expected, what)
+                out = np.empty_like(expected)
+                assert fl.reduce_scatter(everyone[rank], scale, out=out, rows=uneven) is out
+                assert_equal(out, expected, what)
+
+
+def gathered(rank: int, size: int, places: str, name: str) -> None:
+    for rows in (0, 3, 700, 40_000):
+        for many in ([rows] * size, [rows * (r % 3) for r in range(size)]):
+            everyone = [values(r, (many[r], 2), name) for r in range(size)]
+            expected = np.concatenate(everyone)
+            assert_equal(fl.all_gather(everyone[rank]), expected, f"{many} rows of {name}")
+            out = np.empty_like(expected)
+            assert fl.all_gather(everyone[rank], out=out) is out
+            assert_equal(out, expected, f"{many} rows of {name} into out")
+            root = size // 2
+            joined = fl.gather(everyone[rank], root)
+            assert (joined is None) == (rank != root)
+            if joined is not None:
+                assert_equal(joined, expected, f"{many} rows of {name} on the root")
+    wrong = np.zeros((7 + 80_000 * size, 2), dtype_of(name))
+    for rows in (1, 40_000):
+        if rank == 1:
+            with pytest.raises(ValueError, match=f"and {rows * size} arrived from all ranks"):
+                fl.all_gather(values(rank, (rows, 2), name), out=wrong)
+            assert not wrong.any()
+        else:
+            fl.all_gather(values(rank, (rows, 2), name))
+
+
+def broadcasts(rank: int, size: int, places: str, name: str) -> None:
+    for count in COUNTS:
+        for root in range(size):
+            x = values(rank, (count,), name).copy()
+            assert_equal(fl.broadcast(x, root), values(root, (count,), name), f"{count} {name}")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(p, marks=() if p == FAST else pytest.mark.slow) for p in PLACES],
+)
+def world(request: pytest.FixtureRequest, pool: Any) -> Any:
+    places = PLACES[request.param]
+    return places, pool(len(places), env=PLACED[places])
+
+
+def _placed(places: str) -> Any:
+    def environment(rank: int) -> dict[str, str]:
+        return {"FLASHLIGHT_MEMORY_DOMAIN": places[rank]}
+
+    return environment
+
+
+PLACED = {places: _placed(places) for places in PLACES.values()}
+
+
+@pytest.mark.parametrize("verb", [reductions, parts, gathered, broadcasts])
+@pytest.mark.parametrize(
+    "name",
+    ["float32", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bfloat16", "int8"))],
+)
+def test_verbs_of_every_size(world: Any, verb: Any, name: str) -> None:
+    places, ranks = world
+    ranks.run(verb, places, name)
+
+
+def means_of_large_halves(rank: int, size: int) -> None:
+    for count in (5, 100_000):  # with the call, and after it
+        x = np.full(count, 60_000, np.float16)
+        assert np.all(fl.all_reduce(x, op="avg") == 60_000)
+        reduced = fl.reduce_scatter(np.full(count * size, 60_000, np.float16), op="avg")
+        assert np.all(reduced == 60_000)
+
+
+def test_halves_are_rounded_once_per_host_and_their_means_do_not_overflow(world: Any) -> None:
+    places, ranks = world
+    ranks.run(reductions, places, "float16")
+    ranks.run(parts, places, "float16")
+    ranks.run(means_of_large_halves)
+
+
+def several_pieces(rank: int, size: int) -> None:
+    count = (40 << 20) // 4 + 7
+    x = np.arange(count, dtype=np.int32) * (rank + 1)
+    fl.all_reduce(x)
+    assert np.array_equal(x, np.arange(count, dtype=np.int32) * (size * (size + 1) // 2))
+    y = np.arange(count, dtype=np.int32) * (rank == 1)
+    assert np.array_equal(fl.broadcast(y, 1), np.arange(count, dtype=np.int32))
+
+
+@pytest.mark.slow
+def test_long_arrays_go_in_pieces(world: Any) -> None:
+    world[1].run(several_pieces)

@@ -1,0 +1,270 @@
+"""Which addresses ranks of several hosts use, and how they connect to rank 0 at several."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashlight_py import interfaces
+from flashlight_py.distributed.rendezvous import connecting, sockets
+from flashlight_py.distributed.rendezvous.connecting import Attempts
+from flashlight_py.distributed.rendezvous.environment import detect
+from flashlight_py.distributed.rendezvous.peers import Peer, check_apart
+from flashlight_py.distributed.routes import Card, choose
+from flashlight_py.distributed.settings import Settings
+from flashlight_py.errors import RendezvousError
+
+# Which addresses are chosen ------------------------------------------------------------------
+
+
+def card(host: str, own: str = "", sources: str = "", **more: Any) -> Card:
+    return Card(host, host, own, own.split(), sources=sources.split(), **more)
+
+
+def joined(cards: list[Card], *connections: tuple[str, str], seen: str = "") -> list[Card]:
+    """Connect rank i + 1 with rank 0 from and to these addresses; rank 0 sees ``seen`` instead."""
+    of_0 = {}
+    for number, (client, server) in enumerate(connections, 1):
+        ends = [[client, 4000 + number], [server, 29511]]
+        cards[number] = cards[number]._replace(ends={"0": ends})
+        of_0[str(number)] = [ends[1], [seen or client, 4000 + number]]
+    return [cards[0]._replace(ends=of_0), *cards[1:]]
+
+
+NAT, A, B, C = "10.0.2.15", "10.1.0.1", "10.1.0.2", "10.1.0.3"
+A6, B6, C6 = "fd00::1", "fd00::2", "fd00::3"
+
+
+def test_the_connection_with_rank_0_says_which_addresses_are_good() -> None:
+    """Also to the ranks of both hosts that are connected through the loopback, or not at all."""
+    cards = [card("a", f"{NAT} {A}", B), card("a"), card("b", f"{NAT} {B}"), card("b")]
+    local = ("127.0.0.1", "127.0.0.1")
+    assert choose(joined(cards, local, (B, A))) == [A, A, B, B]
+
+
+def test_without_connections_the_routes_to_the_peer_do() -> None:
+    """As with MPI; an address that several hosts have is none of them."""
+    a, b = f"{NAT} {A}", f"{NAT} {B}"
+    assert choose([card("a", a, f"{NAT} {A}"), card("b", b, B)]) == [A, B]
+    assert choose([card("a", a), card("b", b)]) == [A, B]  # the only one that is left
+
+
+def test_all_use_one_version_of_ip() -> None:
+    cards = [card("a", f"{A} {A6}"), card("b", f"{B} {B6}"), card("c", C6)]
+    assert choose(joined(cards, (B, A), (C6, A6))) == [A6, B6, C6]
+    assert choose(joined(cards[:2], (B6, A6))) == [A6, B6]
+    with pytest.raises(ValueError, match=r"b \(rank 1\) has fd00::2 and no IPv4, a .* and no IPv6"):
+        choose([card("a", A), card("b", B6)])
+
+
+def test_what_the_user_asks_for_is_used() -> None:
+    asked = card("b", f"{NAT} {B}", asked="eth1", wanted=["10.9.0.2"])
+    assert choose(joined([card("a", f"{NAT} {A}"), asked], (B, A))) == [A, "10.9.0.2"]
+    both = [card(host, NAT, asked="eth0", wanted=[NAT]) for host in "ab"]
+    with pytest.raises(ValueError, match=r"'eth0' is 10.0.2.15 on a and on b, so neither reaches"):
+        choose(both)
+    with pytest.raises(ValueError, match=r"b \(rank 1\) has no 'eth9'; it has 10.1.0.2"):
+        choose([card("a", A), card("b", B, asked="eth9")])
+
+
+def test_why_there_is_no_address() -> None:
+    with pytest.raises(ValueError, match=r"a \(rank 0\) and b have the same address 10.0.2.15"):
+        choose([card("a", NAT, NAT), card("b", NAT, NAT)])
+    with pytest.raises(ValueError, match=r"b \(rank 1\) calls itself 10.0.2.15, and rank 0 sees"):
+        choose(joined([card("a", A), card("b", NAT, NAT)], (NAT, A), seen="10.1.0.254"))
+    with pytest.raises(ValueError, match=r"b \(rank 1\) has no route to the others; it has no int"):
+        choose([card("a", A), card("b")])
+
+
+def test_addresses_of_this_host() -> None:
+    assert interfaces.addresses_of("lo")[0] == "127.0.0.1"
+    assert interfaces.addresses_of("eth99,127.0.0.3") == ["127.0.0.3"]
+    assert interfaces.addresses_of("192.0.2.77") == []
+    assert interfaces.source_address("127.0.0.9") == "127.0.0.1"
+    assert not interfaces.is_own("no address")
+
+
+@pytest.mark.parametrize(
+    ("passed", "variables", "used"),
+    [
+        ("", {}, ""),
+        ("", {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0"),
+        ("", {"GLOO_SOCKET_IFNAME": "ib0", "FLASHLIGHT_INTERFACE": "eth0"}, "eth0"),
+        ("lo", {"GLOO_SOCKET_IFNAME": "ib0", "FLASHLIGHT_INTERFACE": "eth0"}, "lo"),
+    ],
+)
+def test_params_name_the_interface_before_the_environment(
+    passed: str, variables: dict[str, str], used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert Settings.from_params({"INTERFACE": passed}).interface == used
+
+
+def test_the_addresses_of_a_launcher_are_those_of_its_master_addr() -> None:
+    ours = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": A, "MASTER_PORT": "1"}
+    listed = {**ours, "FLASHLIGHT_ADDRESSES": f"{A},{A6}"}
+    for environ, addresses in (
+        (ours, ()),
+        (listed, (A, A6)),
+        ({**listed, "MASTER_ADDR": B}, ()),
+    ):
+        found = detect(environ)
+        assert found is not None
+        assert found.addresses == addresses
+
+
+# How ranks connect ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def listening(host: str = "127.0.0.1") -> Iterator[int]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        yield server.getsockname()[1]
+
+
+@contextlib.contextmanager
+def black_hole(port: int) -> Iterator[str]:
+    """An address at which ``port`` neither answers nor refuses: its queue is full."""
+    with contextlib.ExitStack() as stack:
+        host = "127.0.0.7"
+        server = stack.enter_context(socket.socket())
+        server.bind((host, port))
+        server.listen(0)
+        for _ in range(3):
+            wire = stack.enter_context(socket.socket())
+            wire.setblocking(False)
+            wire.connect_ex((host, port))
+        yield host
+
+
+def test_an_address_that_does_not_answer_delays_nothing() -> None:
+    with listening() as port, black_hole(port) as nowhere:
+        attempts = Attempts([(nowhere, port), ("127.0.0.1", port)])
+        began = time.monotonic()
+        wire = next(attempts.connected(began + 20))
+        assert time.monotonic() - began < 10
+        with wire:
+            assert wire.getpeername() == ("127.0.0.1", port)
+        assert attempts.left == 1
+        early = Attempts([(nowhere, port), ("127.0.0.8", port)])  # who refuses may be there soon
+        assert list(early.connected(began + 100)) == []
+        assert time.monotonic() - began < 20
+        alone = Attempts([(nowhere, port)])
+        assert list(alone.connected(time.monotonic() + 0.2)) == []
+        assert alone.problems == {nowhere: "timed out"}
+
+
+def test_what_is_wrong_with_each_address_is_kept() -> None:
+    with listening() as port:
+        attempts = Attempts([("127.0.0.8", port), ("::1", port), ("no name.", port)])
+        assert list(attempts.connected(time.monotonic() + 20)) == []
+    assert attempts.problems.keys() == {"127.0.0.8", "::1", "no name."}
+    assert "refused" in attempts.problems["127.0.0.8"]
+    assert attempts.left == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "one_host", "at"),
+    [
+        ("127.0.0.2", False, {"127.0.0.2"}),  # an address
+        ("localhost", False, {"127.0.0.1"}),
+        ("a-name", True, {"127.0.1.1"}),
+        ("a-name", False, {"::"}),
+    ],
+)
+def test_where_rank_0_listens(
+    host: str, one_host: bool, at: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a name at all addresses, as others may take it for any of them."""
+    meant = {"a-name": "127.0.1.1", "localhost": "127.0.0.1"}.get(host, host)
+    found = [(socket.AF_INET, (meant, 0))]
+    monkeypatch.setattr(sockets, "resolved", lambda *_: found)
+    listeners = sockets.listen(host, 0, 5, one_host)
+    try:
+        assert {each.getsockname()[0] for each in listeners} == at
+        if at == {"::"}:  # of both versions
+            port = listeners[0].getsockname()[1]
+            socket.create_connection(("127.0.0.1", port)).close()
+    finally:
+        for each in listeners:
+            each.close()
+
+
+def test_a_name_of_another_host_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, ("192.0.2.77", 29511))]
+    monkeypatch.setattr(sockets, "resolved", lambda *_: found)
+    with pytest.raises(OSError, match="MASTER_ADDR is no address of this host"):
+        sockets.listen("a-name", 29511, 5, one_host=False)
+
+
+def test_names_are_asked_anew_for_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any) -> Any:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(connecting, "resolved", unknown)
+    attempts = Attempts([("later", 1)])
+    assert list(attempts.connected(time.monotonic() + 1)) == []
+    assert attempts.problems == {"later": "Name or service not known"}
+
+
+# Two ranks in one process ----------------------------------------------------------------------
+
+
+TWO = """
+import json, sys, threading
+import flashlight_py as fl
+
+def join(rank):
+    try:
+        fl.distributed_init("FILE", rank, 3, {"FILE_PATH": sys.argv[1], "TIMEOUT": 20})
+    except fl.errors.RendezvousError as error:
+        said.append(str(error))
+
+said, ranks = [], [int(word) for word in sys.argv[2:]]
+threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(json.dumps(said), fl.is_distributed_init())
+""".replace('"FILE"', "fl.DistributedInit.FILE_SYSTEM")
+
+
+def test_two_ranks_in_one_process_are_refused_on_every_rank(tmp_path: Path) -> None:
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO, str(tmp_path / "meeting"), *ranks],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for ranks in (["0", "2"], ["1"])
+    ]
+    said: list[str] = []
+    for process in started:
+        out, _ = process.communicate(timeout=60)
+        texts, _, is_joined = out.rpartition(" ")
+        said += json.loads(texts)
+        assert is_joined == "False\n"
+    assert len(said) == 3
+    reason = f"ranks 0, 2 are one process (host {socket.gethostname()}, pid {started[0].pid})"
+    assert all(reason in text for text in said), said
+
+
+def test_what_is_not_known_of_processes_is_not_held_against_them() -> None:
+    unknown = Peer("a", 1)
+    check_apart(0, [unknown, unknown])
+    known = Peer("a", 1, "boot", "7")
+    check_apart(0, [known, Peer("a", 1, "boot", "8")])
+    with pytest.raises(RendezvousError, match="rank 1 of 2: ranks 0, 1 are one process"):
+        check_apart(1, [known, known])

@@ -1,0 +1,43 @@
+"""A program that a scheduler starts: joins the world by the environment and reports where it is.
+
+``program.py [victim HOW]``: the rank ``victim`` then dies while the others wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import flashlight_py as fl
+
+
+def main() -> None:
+    """Print the rank, the size, and the sum of all ranks; or end as asked."""
+    fl.distributed_init(fl.DistributedInit.ENV)
+    rank, size = fl.get_world_rank(), fl.get_world_size()
+    total = int(fl.all_reduce(np.array(rank)))
+    print(f"{rank} of {size} sum {total}", flush=True)
+    if len(sys.argv) > 1:
+        victim, how = int(sys.argv[1]), sys.argv[2]
+        if rank == victim:
+            if how == "raise":
+                raise ValueError("a bad batch")
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)  # "wait": for whoever ends the job
+        fl.all_reduce(np.zeros(4))
+
+
+def submitted(start: int) -> tuple[int, int, int]:
+    """What submitit calls: the rank, the size, and the sum over the ranks of ``start + rank``."""
+    fl.distributed_init()
+    rank = fl.get_world_rank()
+    return rank, fl.get_world_size(), int(fl.all_reduce(np.array(start + rank)))
+
+
+if __name__ == "__main__":
+    main()

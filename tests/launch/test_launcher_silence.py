@@ -1,0 +1,72 @@
+"""Hosts of which nothing is heard any more. All hosts are this one, as in the tests beside."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launcher import LAUNCH, launch, write
+from tests.launch.test_launcher_hosts import ALL_REDUCE
+from tests.launch.test_launcher_nodes import free_port
+
+STAND_IN = 'exec sh -c "$2"\n'
+STOPPING = """
+import os, signal
+if os.environ["FLASHLIGHT_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "1":
+        os.kill(os.getppid(), signal.SIGSTOP)
+    signal.pause()
+print("of", os.environ["WORLD_SIZE"])
+"""
+
+
+def test_an_agent_that_is_silent_is_lost_with_its_ranks(tmp_path: Path) -> None:
+    """Stopped as a machine that hangs; the connection stands."""
+    ssh = f"sh {write(tmp_path, STAND_IN, 'ssh')}"
+    program = write(tmp_path, STOPPING)
+    options = ("--hosts", "a,b:2", "--ssh", ssh, "--lost-after", 2, "--min-n", 1)
+    done = launch(*options, program)
+    assert done.stdout == "[0] of 1\n", done.stderr
+    lost, again = done.stderr.splitlines()
+    assert lost.startswith("flrun: rank 1 of 3 on b is lost: nothing has come from host b since ")
+    assert lost.endswith(" (2 s); the other ranks were ended")
+    assert again == "flrun: starting again with 1 rank(s), for the 1st time"
+
+
+@pytest.mark.slow
+def test_whoever_waits_for_a_reader_is_not_silent(tmp_path: Path) -> None:
+    """As behind a pager: the launcher is stuck in a system call for longer than hosts may be."""
+    ssh = f"sh {write(tmp_path, STAND_IN, 'ssh')}"
+    program = write(tmp_path, "for _ in range(3000): print('x' * 1000)\n")
+    command = [*LAUNCH, "--hosts", "a,b", "--ssh", ssh, "--lost-after", "2", str(program)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=6)
+    output, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, b"")
+    assert output.count(b"\n") == 6000
+
+
+def test_launchers_at_one_port_number_themselves(tmp_path: Path) -> None:
+    command = ["-n2", "--nnodes=2", "--rdzv", f"localhost:{free_port()}"]
+    program = write(tmp_path, ALL_REDUCE)
+    launchers = [
+        subprocess.Popen(
+            [*LAUNCH, *command, str(program)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    outputs = [launcher.communicate(timeout=30)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0]
+    lines = [sorted(output.splitlines()) for output in outputs]
+    assert sorted(lines) == [
+        ["[0] 0 4 0 ", "[1] 1 4 1 "],
+        ["[2] 2 4 0 ", "[3] 3 4 1 "],
+    ]
