@@ -38,13 +38,13 @@ _LOOK_SECONDS = 0.1
 
 
 class GlooBackend(NativeBackend):
-    """The ranks of ``store``, which connect when they need each other; collective, blocking.
+    """Every rank of ``store`` connected to every other; collective, blocking.
 
-    Those that every small collective needs connect at once, unless ``lazily``. ``address`` is what
-    the sockets are bound to, of one family on all ranks. ``timeout`` (seconds) bounds an operation,
-    ``joining`` connecting. Both ends of each connection prove that they know ``key``, which is that
-    of the job. ``hosts`` says which ranks share a host (equal bytes), ``host_timeout`` how long one
-    may be silent: see ``HostWatch``.
+    ``address`` is what the sockets are bound to, of one family on all ranks. ``timeout`` (seconds)
+    bounds an operation, ``joining`` connecting.
+    Both ends of each connection prove that they know ``key``, which is that of the job. ``hosts``
+    says which ranks share a host (equal bytes), ``host_timeout`` how long one may be silent: see
+    ``HostWatch``.
 
     Raises:
         BackendUnavailableError: the native extension or the interface is missing.
@@ -65,7 +65,6 @@ class GlooBackend(NativeBackend):
         key: bytes,
         hosts: Sequence[bytes] = (),
         host_timeout: float = 0.0,
-        lazily: bool = False,
     ) -> None:
         native = _native.load("gloo")
         super().__init__(native, store, timeout)
@@ -76,7 +75,7 @@ class GlooBackend(NativeBackend):
         self.lib.fl_gloo_on_interrupt(self._group, answer)
         try:
             watch = HostWatch(self.ffi, self.lib, self._group, hosts, host_timeout)
-            self._connect(store, key, watch, lazily)
+            self._connect(store, key, watch)
         except BaseException:
             self.close()
             raise
@@ -99,23 +98,22 @@ class GlooBackend(NativeBackend):
             )
         return self.ffi.gc(group, self._free)
 
-    def _connect(self, store: Store, key: bytes, watch: HostWatch, lazily: bool) -> None:
-        """Send the peers this rank's address, and connect to theirs."""
-        mine = self._address()
+    def _connect(self, store: Store, key: bytes, watch: HostWatch) -> None:
+        """Send each peer the address that is meant for it, and connect to theirs."""
+        mine = [self._address(peer) for peer in range(self.size)]
         card = {
             "peer": this_process().as_record(),
-            "address": mine.hex(),
+            "addresses": [a.hex() for a in mine],
             "nonce": nonce().hex(),
             **watch.card(),
         }
         texts = store.exchange(json.dumps(card).encode())
         cards = [json.loads(text) for text in texts]
         self._peers = [Peer.from_record(card["peer"]) for card in cards]
-        addresses = b"".join(bytes.fromhex(card["address"]) for card in cards)
+        addresses = b"".join(bytes.fromhex(card["addresses"][self.rank]) for card in cards)
         proofs = self._proofs(proof(key, *texts))
-        watch.begin(cards, addresses, len(mine), proofs)
-        seconds = self._joining
-        op = self.lib.fl_gloo_connect(self._group, addresses, len(mine), proofs, lazily, seconds)
+        watch.begin(cards, addresses, len(mine[0]), proofs)
+        op = self.lib.fl_gloo_connect(self._group, addresses, len(mine[0]), proofs, self._joining)
         work = NativeWork(self, "connect", op, addresses, NOTHING, self._joining)
         waiting = Waiting(self.rank, "connecting through Gloo")
         while not _has_ended(work, _LOOK_SECONDS):
@@ -156,10 +154,11 @@ class GlooBackend(NativeBackend):
             f"{UNUSABLE}"
         )
 
-    def _address(self) -> bytes:
+    def _address(self, peer: int) -> bytes:
         room = self.ffi.new("char[]", MESSAGE_BYTES)
-        count = self.lib.fl_gloo_address(self._group, room, MESSAGE_BYTES)
-        assert count > 0
+        count = self.lib.fl_gloo_address(self._group, peer, room, MESSAGE_BYTES)
+        if count < 0:
+            raise BackendUnavailableError(f"Gloo has no address for rank {peer}")
         return bytes(self.ffi.buffer(room, count))
 
     def _run(

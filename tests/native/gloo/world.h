@@ -20,8 +20,8 @@ class Rank {
   Rank(const Rank&) = delete;
 
   void create();
-  std::vector<char> address();
-  void connect(const std::vector<char>& addresses, bool lazily);
+  std::vector<char> addresses();
+  void connect(const std::vector<char>& addresses);
   void close();
 
   // Run an operation here, or begin it: fl_gloo_run.
@@ -38,18 +38,21 @@ class Rank {
 
 // What `ranks` of a world do, each on a thread.
 template <typename Play>
-void in_world(int ranks, bool lazily, Play play) {
+void in_world(int ranks, Play play) {
   std::vector<std::vector<char>> addresses(ranks);
   Latch told(ranks);
   in_threads(ranks, [&](int r) {
     Rank rank(r, ranks);
     rank.create();
-    addresses[r] = rank.address();
+    addresses[r] = rank.addresses();
     told.count_down();
     told.wait();
-    std::vector<char> all;
-    for (const auto& theirs : addresses) all.insert(all.end(), theirs.begin(), theirs.end());
-    rank.connect(all, lazily);
+    const size_t bytes = addresses[r].size() / ranks;
+    std::vector<char> mine;
+    for (const auto& theirs : addresses) {
+      mine.insert(mine.end(), theirs.begin() + r * bytes, theirs.begin() + (r + 1) * bytes);
+    }
+    rank.connect(mine);
     play(rank);
   });
 }
