@@ -74,12 +74,12 @@ def source_address(target: str) -> str:
 
     Nothing is sent.
     """
-    with socket.socket(family_of(target), socket.SOCK_DGRAM) as probe:
-        try:
+    try:
+        with socket.socket(family_of(target), socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))
-        except OSError:
-            return ""
-        return str(probe.getsockname()[0]).partition("%")[0]
+            return str(probe.getsockname()[0]).partition("%")[0]
+    except OSError:  # a kernel without IPv6 has no such socket, either
+        return ""
 
 
 def is_own(address: str, zone: Sequence[Any] = ()) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import platform
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from flashlight_py.distributed.rendezvous.peers import Peer, check_apart
 from flashlight_py.distributed.routes import Card, choose
 from flashlight_py.distributed.settings import Settings
 from flashlight_py.errors import RendezvousError
+from tests.distributed.without_ipv6 import SOCKET
 
 # Which addresses are chosen ------------------------------------------------------------------
 
@@ -91,6 +93,28 @@ def test_addresses_of_this_host() -> None:
     assert interfaces.addresses_of("192.0.2.77") == []
     assert interfaces.source_address("127.0.0.9") == "127.0.0.1"
     assert not interfaces.is_own("no address")
+
+
+JOIN = """
+import numpy as np
+import flashlight_py as fl
+fl.distributed_init(params={"BACKEND": "gloo"})
+assert fl.all_reduce(np.ones(3))[0] == 2
+fl.distributed_shutdown()
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in SOCKET, reason="no number of socket(2) is known")
+def test_a_kernel_without_ipv6_is_no_obstacle(tmp_path: Path) -> None:
+    path = tmp_path / "join.py"
+    path.write_text(JOIN)
+    run = [sys.executable, "-m"]
+    flrun = [*run, "flashlight_py.launch", "-n", "2", str(path)]
+    command = [*run, "tests.distributed.without_ipv6", *flrun]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if "seccomp is not available" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
