@@ -17,7 +17,7 @@ namespace {
 // What travels once both ends have shown their proofs.
 constexpr char kBeat = 1, kNews = 2;  // news: the ranks that are lost, ";", why, and a zero
 constexpr size_t kProofBytes = FL_PROOF_BYTES;
-constexpr size_t kMostStrangers = 64;  // who have not proven anything yet
+constexpr size_t kMostStrangers = 64;  // who have not proven anything yet, beyond one for each rank
 
 // Of the limit: how often to look, when to doubt and when to judge. What is left of it then is for
 // the looks in between, and for what ends the operations.
@@ -128,9 +128,10 @@ void Heartbeat::accept_guests() {
   }
   size_t strangers = std::count_if(guests_.begin(), guests_.end(),
                                    [](const Guest& guest) { return !guest.is_proven; });
+  const size_t most = hosts_.numbers.size() + kMostStrangers;
   guests_.remove_if([&](const Guest& guest) {
-    const bool goes = !guest.is_proven &&
-                      (strangers > kMostStrangers || looked_ - guest.since > limit_);
+    const bool goes =
+        !guest.is_proven && (strangers > most || looked_ - guest.since > limit_);
     if (goes) --strangers;
     return goes;
   });

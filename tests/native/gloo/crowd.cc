@@ -1,0 +1,73 @@
+// Heartbeats of many ranks on one host, all of which ask the only rank of another one, in turns on
+// one thread. Prints how many connections that one has after a while.
+#include <arpa/inet.h>
+
+#include <fstream>
+#include <iostream>
+#include <memory>
+#include <thread>
+
+#include "../../../csrc/gloo/heartbeat.h"
+
+namespace {
+
+using fl::Clock, fl::Heartbeat, fl::Hosts;
+
+constexpr double kLimit = 5.0;
+constexpr std::chrono::seconds kWhile{1};
+
+std::string proof(int source, int destination) {
+  const std::string text = std::to_string(source) + " to " + std::to_string(destination);
+  return text + std::string(FL_PROOF_BYTES - text.size(), '.');
+}
+
+sockaddr_storage loopback() {
+  sockaddr_storage address{};
+  auto& in = reinterpret_cast<sockaddr_in&>(address);
+  in.sin_family = AF_INET;
+  in.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  return address;
+}
+
+// How many connections there are at a port of the loopback, as proc(5) says.
+int connections(int port) {
+  std::ifstream table("/proc/net/tcp");
+  std::string line, number, here, there, state;
+  std::getline(table, line);
+  int count = 0;
+  while (table >> number >> here >> there >> state && std::getline(table, line)) {
+    count += std::stoi(here.substr(here.find(':') + 1), nullptr, 16) == port && state == "01";
+  }
+  return count;
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  const int size = std::stoi(arguments[1]);
+  std::vector<std::unique_ptr<Heartbeat>> ranks;
+  Hosts hosts{{}, {}, {}, {}, {}, kLimit};
+  for (int r = 0; r < size; ++r) {
+    ranks.push_back(std::make_unique<Heartbeat>(r, loopback()));
+    hosts.numbers.push_back(r == size - 1);
+    hosts.names.emplace_back(r == size - 1 ? "b" : "a");
+    hosts.addresses.push_back(loopback());
+    fl::set_port(hosts.addresses.back(), ranks[r]->port());
+  }
+  for (int r = 0; r < size; ++r) {
+    Hosts own = hosts;
+    for (int peer = 0; peer < size; ++peer) {
+      own.shown.push_back(proof(r, peer));
+      own.expected.push_back(proof(peer, r));
+    }
+    ranks[r]->begin(own);
+  }
+  for (const auto end = Clock::now() + kWhile; Clock::now() < end;) {
+    for (const auto& each : ranks) {
+      if (Clock::now() < each->due()) continue;
+      if (const auto lost = each->look()) std::cout << lost->what() << "\n";
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  std::cout << connections(ranks.back()->port()) << "\n";
+}
