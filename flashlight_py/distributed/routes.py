@@ -149,13 +149,15 @@ def _usable(cards: Sequence[Card], rank: int, proven: Sequence[str]) -> list[str
 def _proven(cards: Sequence[Card], rank: int) -> list[str]:
     """Return the addresses of the rank's host by which it is connected with another one.
 
-    Where both hosts say the same of both ends, nothing in between translates.
+    Where both hosts say the same of both ends, nothing in between translates. One that is not among
+    the host's own is valid on one link alone, as a name of mDNS may mean: only with a zone.
     """
     host, first, found = cards[rank].host, cards[0].host, []
     for other, client in enumerate(cards):
         theirs, ours = _ends(cards, other)
         if client.host != first and host in (client.host, first) and theirs == ours[::-1]:
-            found += [end[0] for end in (theirs if host == client.host else ours)[:1]]
+            end, own = (theirs, client.own) if host == client.host else (ours, cards[0].own)
+            found += [address for address, _ in end[:1] if address in own]
     return list(dict.fromkeys(found))
 
 
@@ -208,7 +210,7 @@ def _check_wanted(cards: Sequence[Card], chosen: Sequence[str]) -> None:
 def _why_none(cards: Sequence[Card], rank: int) -> str:
     """Say why the host of ``rank`` has no address that others reach."""
     card = cards[rank]
-    has = card.has or "no interface that is up, other than the loopback"
+    has = card.has or "no interface that is up with an address valid beyond its link"
     if card.asked:
         return f"{card.name} (rank {rank}) has no {card.asked!r}; it has {has}"
     shared = _shared((each.host, each.own) for each in cards) & {*card.own}

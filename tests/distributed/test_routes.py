@@ -53,6 +53,15 @@ def test_the_connection_with_rank_0_says_which_addresses_are_good() -> None:
     assert choose(joined(cards, local, (B, A))) == [A, A, B, B]
 
 
+def test_an_address_of_one_link_is_none_of_a_host() -> None:
+    """MASTER_ADDR may be one; what is there beside it is used."""
+    link_a, link_b = "fe80::1", "fe80::2"
+    cards = [card("a", f"{A} {A6}", A), card("b", f"{B} {B6}", B)]
+    assert choose(joined(cards, (link_b, link_a))) == [A, B]
+    with pytest.raises(ValueError, match=r"a \(rank 0\) has no route .* valid beyond its link"):
+        choose(joined([card("a"), card("b")], (link_b, link_a)))
+
+
 def test_without_connections_the_routes_to_the_peer_do() -> None:
     """As with MPI; an address that several hosts have is none of them."""
     a, b = f"{NAT} {A}", f"{NAT} {B}"
