@@ -31,6 +31,14 @@ ffi.set_source(
     include_dirs=["."],
     libraries=["gloo"],
     # No contraction into fused multiply-adds: the same bits on every machine.
-    extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden"],
+    # Last, what Debian's libgloo-dev lacks of Gloo's headers.
+    extra_compile_args=[
+        "-std=c++17",
+        "-O3",
+        "-ffp-contract=off",
+        "-fvisibility=hidden",
+        "-idirafter",
+        "csrc/gloo/missing",
+    ],
     language="c++",
 )

@@ -27,15 +27,11 @@ fl_group* fl_gloo_create(int rank, int size, const char* host, const char* inter
   }
 }
 
-int fl_gloo_address(fl_group* group, int peer, char* address, size_t address_bytes) {
-  try {
-    const auto bytes = group->group.address(peer);
-    if (bytes.size() > address_bytes) return -1;
-    std::copy(bytes.begin(), bytes.end(), address);
-    return static_cast<int>(bytes.size());
-  } catch (const std::exception&) {
-    return -1;
-  }
+int fl_gloo_address(fl_group* group, char* address, size_t address_bytes) {
+  const auto& bytes = group->group.address();
+  if (bytes.size() > address_bytes) return -1;
+  std::copy(bytes.begin(), bytes.end(), address);
+  return static_cast<int>(bytes.size());
 }
 
 int fl_gloo_listen_for_hosts(fl_group* group, char* message, size_t message_bytes) {
@@ -59,11 +55,12 @@ void fl_gloo_take_along(fl_group* group, void (*give_up)(void* other, const char
 }
 
 fl_op* fl_gloo_connect(fl_group* group, const char* addresses, size_t address_bytes,
-                       const char* proofs, double seconds) {
+                       const char* proofs, int lazily, double seconds) {
   return fl::started([&] {
     const size_t size = group->group.size();
     return group->group.connect({addresses, addresses + size * address_bytes}, address_bytes,
-                                {proofs, proofs + size * 2 * FL_PROOF_BYTES}, seconds);
+                                {proofs, proofs + size * 2 * FL_PROOF_BYTES}, lazily != 0,
+                                seconds);
   });
 }
 

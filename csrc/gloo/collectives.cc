@@ -1,6 +1,7 @@
 // How a collective begins: every rank announces to every other what it calls.
 #include "collectives.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 
@@ -12,28 +13,42 @@ Collectives::Collectives(Mesh& mesh)
     : mesh_(mesh),
       rank_(mesh.rank),
       size_(mesh.size),
+      passes_on_(size_ > Mesh::kDirect),
       outgoing_(new Frame[size_]),
       incoming_(new Frame[kTurns * size_]),
       outgoing_buffers_(size_),
-      incoming_buffers_(kTurns * size_) {}
+      incoming_buffers_(kTurns * size_),
+      relay_(mesh) {}
 
 Collectives::~Collectives() = default;
 
 void Collectives::open() {
   last_.reset(size_);
   for (int r = 0; r < size_; ++r) {
-    outgoing_[r].arrived = 1;
     outgoing_buffers_[r] = mesh_.buffer(&outgoing_[r], sizeof(Frame));
   }
   for (size_t i = 0; i < incoming_buffers_.size(); ++i) {
     incoming_buffers_[i] = mesh_.buffer(&incoming_[i], sizeof(Frame));
   }
+  has_begun_ = false;
+  const auto neighbours = mesh_.neighbours();
+  if (mesh_.is_connected(neighbours[0])) begin();
+}
+
+// Once, when the neighbours are connected.
+void Collectives::begin() {
+  has_begun_ = true;
+  if (passes_on_) return relay_.open();
   for (size_t turn = 0; turn < kTurns; ++turn) post_headers_of(turn);
 }
 
 // Receives are posted ahead of time: a header then arrives in one message, without waiting for
 // this rank to say that it is ready. What came with the last call is read by now.
 void Collectives::post_headers() {
+  if (passes_on_) {
+    for (int r : given_) waiter_->sent(*outgoing_buffers_[r], r);
+    return given_.clear();
+  }
   post_headers_of(turn_);
   turn_ = (turn_ + 1) % kTurns;
 }
@@ -53,15 +68,34 @@ void Collectives::post_headers_of(size_t turn) {
 }
 
 // Every rank announces to every other what it calls and, where it is small, what `give` has of `data` for
-// it. After this all ranks hold the same headers and so come to the same verdict. Payloads lie in
-// incoming_ until post_headers().
+// it. After this all ranks hold the same headers and so come to the same verdict. Payloads are there
+// until post_headers(), those of many ranks once they are fetched.
 void Collectives::meet(Call& call, const void* data, const Parts& give) {
-  announce(call, data, give);
-  receive_calls(call);
-  const auto& calls = call.seen.calls;
-  const bool same = all_same(calls.data(), size_);
-  const bool root_knows = call.mine.verb != FL_SCATTER || calls[call.mine.root].ndim != FL_ANY;
-  if (same && root_knows) return;
+  waiter_ = &call.waiter;
+  mesh_.has_called(call.mine.sequence);
+  try {
+    if (!has_begun_) {
+      const auto neighbours = mesh_.neighbours();
+      mesh_.reach(neighbours);
+      for (int peer : neighbours) mesh_.require(peer);
+      begin();
+    }
+    const size_t common = passes_on_ ? common_bytes(give) : 0;
+    if (passes_on_) {
+      pass_on(call, data, give, common);
+    } else {
+      announce(call, data, give);
+      receive_calls(call);
+    }
+    remember(call);
+    const auto& calls = call.seen.calls;
+    const bool same = all_same(calls.data(), size_);
+    const bool root_knows = call.mine.verb != FL_SCATTER || calls[call.mine.root].ndim != FL_ANY;
+    if (same && root_knows) return passes_on_ && common == 0 ? give_each(data, give) : void();
+  } catch (const TimedOut& failure) {
+    const auto missing = not_arrived(call);
+    throw Failure(FL_TIMEOUT, missing.empty() ? failure.missing : missing, failure.what());
+  }
   post_headers();
   throw Mismatch(call.seen);
 }
@@ -71,6 +105,7 @@ void Collectives::announce(const Call& call, const void* data, const Parts& give
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     Frame& frame = outgoing_[r];
+    frame.arrived = 1;
     frame.signature = call.mine;
     frame.site = call.site;
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
@@ -80,25 +115,72 @@ void Collectives::announce(const Call& call, const void* data, const Parts& give
 }
 
 void Collectives::receive_calls(Call& call) {
-  try {
-    for (int r = 0; r < size_; ++r) {
-      if (r != rank_) call.waiter.received(*incoming_buffers_[turn_ * size_ + r], r);
-    }
-    for (int r = 0; r < size_; ++r) {
-      if (r != rank_) call.waiter.sent(*outgoing_buffers_[r], r);
-    }
-  } catch (const TimedOut& failure) {
-    const auto missing = not_arrived();
-    throw Failure(FL_TIMEOUT, missing.empty() ? failure.missing : missing, failure.what());
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_) call.waiter.received(*incoming_buffers_[turn_ * size_ + r], r);
   }
-  remember(call);
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_) call.waiter.sent(*outgoing_buffers_[r], r);
+  }
 }
+
+// Many ranks ------------------------------------------------------------------------------------
+
+// Of what all ranks that get anything get alike, where it is so little that it can go by all.
+size_t Collectives::common_bytes(const Parts& give) const {
+  Part common;
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_ || give[r].bytes == 0) continue;
+    if (common.bytes > 0 && (give[r].begin != common.begin || give[r].bytes != common.bytes)) return 0;
+    common = give[r];
+  }
+  return common.bytes * size_ <= Relay::kBytes ? common.bytes : 0;
+}
+
+void Collectives::pass_on(Call& call, const void* data, const Parts& give, size_t bytes) {
+  size_t begin = 0;
+  for (int r = 0; r < size_ && bytes > 0; ++r) {
+    if (r != rank_ && give[r].bytes > 0) begin = give[r].begin;
+  }
+  relay_.exchange(call.mine, call.site, static_cast<const char*>(data) + begin, bytes, call.waiter);
+}
+
+// What did not go by all.
+void Collectives::give_each(const void* data, const Parts& give) {
+  const char* const source = static_cast<const char*>(data);
+  for (int step = 1; step < size_; ++step) {
+    const int r = (rank_ + step) % size_;
+    if (give[r].bytes == 0 || give[r].bytes > kInlineBytes) continue;
+    std::memcpy(outgoing_[r].payload, source + give[r].begin, give[r].bytes);
+    outgoing_buffers_[r]->send(r, kHeaderSlot, offsetof(Frame, payload), give[r].bytes);
+    given_.push_back(r);
+  }
+}
+
+// What each rank has given this one: take[r] bytes; empty where that was nothing, or large.
+void Collectives::fetch(const Parts& take) {
+  if (!passes_on_) return;
+  std::vector<int> asked;
+  for (int r = 0; r < size_; ++r) {
+    const size_t bytes = take[r].bytes;
+    if (r == rank_ || bytes == 0 || bytes > kInlineBytes || relay_.bytes(r) > 0) continue;
+    incoming_buffers_[r]->recv(r, kHeaderSlot, offsetof(Frame, payload), bytes);
+    asked.push_back(r);
+  }
+  for (int r : asked) waiter_->received(*incoming_buffers_[r], r);
+}
+
+const char* Collectives::payload(int r) const {
+  if (!passes_on_) return incoming(r).payload;
+  return relay_.bytes(r) > 0 ? relay_.payload(r) : incoming_[r].payload;
+}
+
+// What is known of the others -------------------------------------------------------------------
 
 void Collectives::remember(Call& call) {
   received_at_ = Clock::now();
   for (int r = 0; r < size_; ++r) {
-    last_.calls[r] = r == rank_ ? call.mine : incoming(r).signature;
-    last_.sites[r] = r == rank_ ? call.site : incoming(r).site;
+    last_.calls[r] = r == rank_ ? call.mine : passes_on_ ? relay_.call(r) : incoming(r).signature;
+    last_.sites[r] = r == rank_ ? call.site : passes_on_ ? relay_.site(r) : incoming(r).site;
   }
   call.seen.calls = last_.calls;
   call.seen.sites = last_.sites;
@@ -112,15 +194,20 @@ Seen Collectives::last_calls() const {
 }
 
 bool Collectives::is_ahead(int rank, fl_signature& call) const {
+  if (!has_begun_ || rank == rank_) return false;
+  if (passes_on_) return relay_.is_ahead(rank, call);
   const Frame& frame = incoming(rank);
-  if (rank == rank_ || __atomic_load_n(&frame.arrived, __ATOMIC_ACQUIRE) == 0) return false;
+  if (__atomic_load_n(&frame.arrived, __ATOMIC_ACQUIRE) == 0) return false;
   call = frame.signature;
   return true;
 }
 
-std::vector<int> Collectives::not_arrived() const {
+// Of many ranks those are asked of which nothing has come: whoever should have passed it on may be
+// waiting itself.
+std::vector<int> Collectives::not_arrived(const Call& call) {
+  if (passes_on_ && has_begun_) return mesh_.not_called(relay_.missing(), call.mine.sequence);
   std::vector<int> missing;
-  for (int r = 0; r < size_; ++r) {
+  for (int r = 0; has_begun_ && r < size_; ++r) {
     if (r == rank_) continue;
     // It may be arriving just now.
     if (__atomic_load_n(&incoming(r).arrived, __ATOMIC_ACQUIRE) == 0) missing.push_back(r);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "mesh.h"
+#include "relay.h"
 
 namespace fl {
 
@@ -90,13 +91,20 @@ class Collectives {
   class ReductionInParts;
 
   void meet(Call& call, const void* data, const Parts& give);
+  void begin();
   void announce(const Call& call, const void* data, const Parts& give);
   void receive_calls(Call& call);
+  size_t common_bytes(const Parts& give) const;
+  void pass_on(Call& call, const void* data, const Parts& give, size_t bytes);
+  void give_each(const void* data, const Parts& give);
+  void fetch(const Parts& take);
+  // Rank r's, small and fetched; until post_headers().
+  const char* payload(int r) const;
   void post_headers();
   void post_headers_of(size_t turn);
   Frame& incoming(int r) { return incoming_[turn_ * size_ + r]; }
   const Frame& incoming(int r) const { return incoming_[turn_ * size_ + r]; }
-  std::vector<int> not_arrived() const;
+  std::vector<int> not_arrived(const Call& call);
   void remember(Call& call);
 
   Parts same_for_all(size_t bytes) const;
@@ -119,11 +127,16 @@ class Collectives {
   Mesh& mesh_;
   const int rank_;
   const int size_;
+  const bool passes_on_;  // what ranks call goes by others: see Relay
+  bool has_begun_ = false;
   // One per peer, of what arrives kTurns. Memory that no payload reaches is never touched.
   std::unique_ptr<Frame[]> outgoing_;
   std::unique_ptr<Frame[]> incoming_;
   std::vector<Buffer> outgoing_buffers_;
   std::vector<Buffer> incoming_buffers_;
+  Relay relay_;
+  Waiter* waiter_ = nullptr;  // of the call that runs
+  std::vector<int> given_;    // to whom, of what was small and did not go by all
   size_t turn_ = 0;  // whose frames of incoming_ this rank's next call finds its headers in
   // The last call that all have made, and when it arrived.
   Seen last_;

@@ -1,29 +1,23 @@
-// The descriptors of Gloo's connections. Gloo keeps them to itself, and open across exec and fork,
-// where a connection lives on as long as the child: peers would not notice that a rank was killed.
+// The descriptors of a group's sockets. In a child that was forked a connection lives on as long as the
+// child: peers would not notice that a rank was killed.
 #pragma once
 
-#include <gloo/transport/device.h>
 #include <sys/types.h>
 
-#include <set>
-#include <string>
-#include <vector>
+#include <atomic>
+#include <cstddef>
+#include <memory>
 
 namespace fl {
 
 class Descriptors {
  public:
-  // Addresses of listening sockets, as Gloo gives them: of this process's pairs, and of its peers'.
-  void add(const std::vector<char>& address) { addresses_.insert(key_of(address)); }
+  explicit Descriptors(size_t most) : found_(new Found[most]), most_(most) {}
 
-  // Find `device`'s own descriptor, and all sockets of this process that are bound or connected to
-  // one of these addresses; they are closed on exec from now on.
-  void find(const gloo::transport::Device& device);
+  // One thread at a time. Beyond so many as were announced they are not remembered.
+  void add(int descriptor);
 
-  // Have the kernel watch over the connections that are found from now on; see keep_alive.
-  void keep_alive_for(double seconds) { seconds_ = seconds; }
-
-  // Close what was found and is still the same, in a forked child.
+  // Close those that are still the same, in a forked child: whatever other threads did just then.
   void close_all() const noexcept;
 
  private:
@@ -32,12 +26,9 @@ class Descriptors {
     dev_t device;
     ino_t inode;
   };
-  static std::string key_of(const std::vector<char>& address);
-  bool is_ours(int socket) const;
-
-  std::set<std::string> addresses_;
-  std::vector<Found> found_;
-  double seconds_ = 0;
+  const std::unique_ptr<Found[]> found_;
+  const size_t most_;
+  std::atomic<size_t> count_{0};
 };
 
 }  // namespace fl

@@ -36,7 +36,7 @@ void Envelopes::open() {
   for (int peer = 0; peer < mesh_.size; ++peer) {
     if (peer == mesh_.rank) continue;
     lines_[peer] = std::make_unique<Line>();
-    post(*lines_[peer], peer);
+    if (mesh_.is_connected(peer) && mesh_.size <= Mesh::kDirect) post(*lines_[peer], peer);
   }
 }
 
@@ -123,7 +123,9 @@ void Envelopes::read(Line& line, std::unique_lock<std::mutex>& lock, int peer, W
 
 void Envelopes::read_arriving(int peer, Waiter& waiter) {
   Line& line = *lines_[peer];
+  if (!mesh_.is_connected(peer)) return;
   std::unique_lock<std::mutex> lock(line.mutex);
+  if (line.posted.empty()) post(line, peer);
   while (!line.reading && is_arriving(line)) read(line, lock, peer, waiter);
 }
 

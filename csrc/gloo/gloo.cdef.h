@@ -8,9 +8,9 @@ typedef struct fl_group fl_group;
 fl_group *fl_gloo_create(int rank, int size, const char *host, const char *interface,
                          double seconds, char *message, size_t message_bytes);
 
-/* Write the address that `peer` must connect to; returns its bytes, or -1 where the room is too
-   small. All addresses of a group have the same number of bytes. */
-int fl_gloo_address(fl_group *group, int peer, char *address, size_t address_bytes);
+/* Write the address that peers connect to; returns its bytes, or -1 where the room is too small. All
+   addresses of a group have the same number of bytes. */
+int fl_gloo_address(fl_group *group, char *address, size_t address_bytes);
 
 /* Of a group on several hosts, before fl_gloo_connect: listen for those who ask whether this host is
    there. Returns the port, or -1 with a message. */
@@ -37,13 +37,14 @@ void fl_gloo_take_along(fl_group *group, void (*give_up)(void *other, const char
 /* The calls below start an operation. `seconds` bounds the operation's time from when it begins to
    run. `data` and `output` must stay alive and untouched until it has ended. */
 
-/* Connect to every peer: `addresses` holds, in rank order, what each rank gave for this one.
-   `proofs` holds, for each rank, the FL_PROOF_BYTES that this one shows it first of all, and then
-   those that it must show; who shows others is none of the group, which fails. Returns at once;
-   never NULL. */
+/* Learn where the peers are, and connect to those that every collective needs, or `lazily` to none:
+   the others are connected when they are needed first. `addresses` holds, in rank order, what each
+   rank gave for this one. `proofs` holds, for each rank, the FL_PROOF_BYTES that this one shows it
+   first of all, and then those that it must show; who shows others is none of the group. Returns at
+   once; never NULL. */
 #define FL_PROOF_BYTES 32
 fl_op *fl_gloo_connect(fl_group *group, const char *addresses, size_t address_bytes,
-                       const char *proofs, double seconds);
+                       const char *proofs, int lazily, double seconds);
 
 /* Which rank fl_gloo_connect waits for just now; -1: for none. */
 int fl_gloo_awaited(fl_group *group);

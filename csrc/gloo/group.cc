@@ -71,10 +71,10 @@ Group::Group(int rank, int size, const std::string& host, const std::string& int
       queues_(*mesh_) {}
 
 std::shared_ptr<Operation> Group::connect(std::vector<char> addresses, size_t bytes,
-                                          std::vector<char> proofs, double seconds) {
-  const auto connect = [this, addresses = std::move(addresses), bytes,
-                        proofs = std::move(proofs)](Operation& operation) {
-    mesh_->connect(addresses.data(), bytes, proofs.data(), operation.deadline);
+                                          std::vector<char> proofs, bool lazily, double seconds) {
+  const auto connect = [this, addresses = std::move(addresses), bytes, proofs = std::move(proofs),
+                        lazily](Operation& operation) {
+    mesh_->connect(addresses.data(), bytes, proofs.data(), lazily, operation.deadline);
     collectives_.open();
     point_to_point_.open();
   };
@@ -141,8 +141,9 @@ void Group::close() {
 
 Group::Task Group::whole_message(const fl_message& message, InterruptCheck interrupt) {
   return [this, message, interrupt](Operation& operation) {
+    Waiter waiter(mesh_->watch(), operation.deadline, interrupt);
     const auto begun = point_to_point_.begin(message);
-    end({begun}, operation, interrupt);
+    end_all({begun}, waiter);
     require_match(*begun, operation);
   };
 }
@@ -168,15 +169,12 @@ Group::Task Group::match(const fl_message& asked, fl_match& match, InterruptChec
   };
 }
 
-void Group::end(const Messages& messages, const Operation& operation, InterruptCheck interrupt) {
-  Waiter waiter(mesh_->watch(), operation.deadline, interrupt);
-  end_all(messages, waiter);
-}
-
 // What needs no waiting happens at once, the rest on a thread of the group's own.
 std::shared_ptr<Operation> Group::start_message(const fl_message& message, double seconds) {
   const QueueId id = queue_of(message.signature, message.peer);
-  if (!queues_.enter(id)) return queues_.submit(id, seconds, whole_message(message, nullptr));
+  if (!mesh_->is_connected(message.peer) || !queues_.enter(id)) {
+    return queues_.submit(id, seconds, whole_message(message, nullptr));
+  }
   std::shared_ptr<Message> begun;
   std::exception_ptr error;
   try {
@@ -186,7 +184,8 @@ std::shared_ptr<Operation> Group::start_message(const fl_message& message, doubl
   }
   return queues_.go_on(id, seconds, [this, begun, error](Operation& operation) {
     if (error) std::rethrow_exception(error);
-    end({begun}, operation, nullptr);
+    Waiter waiter(mesh_->watch(), operation.deadline, nullptr);
+    end_all({begun}, waiter);
     require_match(*begun, operation);
   });
 }
@@ -205,8 +204,10 @@ std::vector<std::shared_ptr<Operation>> Group::exchange(const fl_message* messag
   }
   Messages begun;
   const auto failed = run_here(seconds, [&](Operation& operation) {
+    Waiter waiter(mesh_->watch(), operation.deadline, interrupt_);
+    for (int i : here) mesh_->reach({messages[i].peer});
     for (int i : here) begun.push_back(point_to_point_.begin(messages[i]));
-    end(begun, operation, interrupt_);
+    end_all(begun, waiter);
   });
   for (size_t i = 0; i < here.size(); ++i) {
     if (i >= begun.size() || !begun[i]->has_ended()) {

@@ -19,13 +19,13 @@ class Group {
         double connect_seconds);
 
   int size() const { return mesh_->size; }
-  std::vector<char> address(int peer) { return mesh_->address(peer); }
+  const std::vector<char>& address() const { return mesh_->address(); }
   void call_ranks(std::vector<int> numbers) { mesh_->call_ranks(std::move(numbers)); }
   // Ask `check` now and then while run() waits; not 0: give up. Before the first run().
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
 
   std::shared_ptr<Operation> connect(std::vector<char> addresses, size_t bytes,
-                                     std::vector<char> proofs, double seconds);
+                                     std::vector<char> proofs, bool lazily, double seconds);
   // Which rank connect() waits for; -1: for none.
   int awaited() const { return mesh_->awaited(); }
   // See Mesh.
@@ -64,7 +64,6 @@ class Group {
   std::shared_ptr<Operation> start_message(const fl_message& message, double seconds);
   Task match(const fl_message& asked, fl_match& match, InterruptCheck interrupt);
   Task whole_message(const fl_message& message, InterruptCheck interrupt);
-  void end(const Messages& messages, const Operation& operation, InterruptCheck interrupt);
 
   std::unique_ptr<Mesh> mesh_;
   Collectives collectives_;

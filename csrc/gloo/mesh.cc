@@ -1,14 +1,15 @@
 #include "mesh.h"
 
 #include <gloo/common/error.h>
-#include <gloo/transport/context.h>
 #include <gloo/transport/device.h>
-#include <gloo/transport/pair.h>
 #include <gloo/transport/tcp/device.h>
 
 #include <algorithm>
 #include <cstring>
+#include <new>
+#include <set>
 #include <thread>
+#include <utility>
 
 namespace fl {
 namespace {
@@ -68,105 +69,89 @@ struct Mesh::Control {
 
 Mesh::Mesh(int rank, int size, const std::string& host, const std::string& interface,
            double connect_seconds)
-    : gloo::Context(rank, size), control_(size), control_buffers_(size) {
-  device_ = create_device(host, interface);
-  transportContext_ = device_->createContext(rank, size);
-  // A pair waits five times its timeout for the first connection.
-  const auto timeout = milliseconds(static_cast<int64_t>(connect_seconds * 200) + 1);
-  setTimeout(timeout);
-  transportContext_->setTimeout(timeout);
-  for (int peer = 0; peer < size; ++peer) {
-    if (peer == rank) continue;
-    transportContext_->createPair(peer);
-    descriptors_.add(address(peer));
-  }
-  descriptors_.find(*device_);  // they listen
+    : gloo::Context(rank, size),
+      connect_seconds_(connect_seconds),
+      control_(static_cast<Control*>(std::calloc(size, sizeof(Control)))),
+      control_buffers_(size) {
+  if (control_ == nullptr) throw std::bad_alloc();
+  auto device = std::dynamic_pointer_cast<gloo::transport::tcp::Device>(create_device(host, interface));
+  device_ = device;
+  links_ = std::make_shared<Links>(std::move(device), rank, size, size > kDirect);
+  transportContext_ = links_;
 }
 
-Mesh::~Mesh() = default;
+Mesh::~Mesh() { links_->close(); }
 
-std::vector<char> Mesh::address(int peer) {
-  // One's own place in the list is filled with zeros of an address's length.
-  if (peer == rank) {
-    return std::vector<char>(size == 1 ? 1 : address(rank == 0 ? 1 : 0).size());
-  }
-  return getPair(peer)->address().bytes();
-}
-
-// The first messages on a connection, both ways.
-struct Mesh::Proof {
-  char seen[FL_PROOF_BYTES];
-  Buffer sent, received;
-};
-
-void Mesh::connect(const char* addresses, size_t bytes, const char* proofs,
-                   Clock::time_point deadline) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (stopped_) throw Failure(FL_CLOSED, {}, "closed while connecting");
-    connecting_ = true;
-  }
-  std::vector<Proof> shown(size);
-  for (int peer = 0; peer < size; ++peer) {
-    if (peer == rank) continue;
-    awaited_ = peer;
-    const char* at = addresses + peer * bytes;
-    try {
-      descriptors_.add({at, at + bytes});
-      getPair(peer)->connect({at, at + bytes});
-      show(proofs + 2 * FL_PROOF_BYTES * peer, peer, shown[peer]);
-    } catch (const std::exception& error) {
-      if (const auto reason = watch_.reason()) throw Failure(*reason);
-      throw Failure(FL_PEER_LOST, {peer}, error.what());
+std::vector<int> Mesh::neighbours() const {
+  std::set<int> found;
+  if (size > kDirect) {
+    for (int step = 1; step < size; step *= 2) {
+      found.insert((rank + step) % size);
+      found.insert((rank - step + size) % size);
     }
+  } else {
+    for (int peer = 0; peer < size; ++peer) found.insert(peer);
   }
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    connecting_ = false;
-    if (stopped_) throw Failure(FL_CLOSED, {}, "closed while connecting");
-  }
-  descriptors_.find(*device_);
-  post_control();
-  Waiter waiter(watch_, deadline, nullptr);
-  for (int peer = 0; peer < size; ++peer) {
-    if (peer == rank) continue;
+  found.erase(rank);
+  return {found.begin(), found.end()};
+}
+
+void Mesh::connect(const char* addresses, size_t bytes, const char* proofs, bool lazily,
+                   Clock::time_point deadline) {
+  links_->open(
+      addresses, bytes, proofs, [this](int peer) { post_control(peer); },
+      [this](int peer) { require(peer); });
+  if (lazily) return;
+  const Waiter waiter(watch_, deadline, nullptr);
+  const std::vector<int> peers = neighbours();
+  reach(peers);
+  for (int peer : peers) {
     awaited_ = peer;
-    require_proof(proofs + 2 * FL_PROOF_BYTES * peer + FL_PROOF_BYTES, peer, shown[peer], waiter);
+    require(peer);
   }
   awaited_ = -1;
 }
 
-// At once, before the next connection, so that nobody takes this rank for the one that is late.
-void Mesh::show(const char* mine, int peer, Proof& proof) {
-  proof.received = buffer(proof.seen, sizeof proof.seen);
-  proof.received->recv(peer, kProofSlot);
-  proof.sent = buffer(mine, FL_PROOF_BYTES);
-  proof.sent->send(peer, kProofSlot);
+void Mesh::reach(const std::vector<int>& peers) {
+  for (int peer : peers) links_->reach(peer);
 }
 
-void Mesh::require_proof(const char* theirs, int peer, Proof& proof, Waiter& waiter) {
-  waiter.sent(*proof.sent, peer);
-  waiter.received(*proof.received, peer);
-  // In the same time wherever they differ: how long it takes must not say how much is right.
-  int difference = 0;
-  for (size_t i = 0; i < sizeof proof.seen; ++i) difference |= proof.seen[i] ^ theirs[i];
-  if (difference == 0) return;
-  throw Failure(FL_PEER_LOST, {peer},
-                "who connected in its place does not know the secret of this job");
-}
-
-void Mesh::post_control() {
-  for (int peer = 0; peer < size; ++peer) {
-    if (peer == rank) continue;
-    control_[peer] = Control{};
-    control_buffers_[peer] = createUnboundBuffer(&control_[peer], sizeof(Control));
-    control_buffers_[peer]->recv(peer, kControlSlot);
+void Mesh::require(int peer) {
+  Waiter* const waiter = Waiter::current();
+  const auto end = deadline_after(connect_seconds_);
+  try {
+    while (!links_->await(peer, Clock::now() + kTick)) {
+      if (waiter != nullptr) waiter->look_around(peer);
+      if (waiter == nullptr && Clock::now() >= end) throw TimedOut(peer);
+    }
+  } catch (const Failure& failure) {
+    if (const auto reason = watch_.reason()) throw Failure(*reason);
+    if (failure.status == FL_PEER_LOST && has_farewell()) throw explain(peer, failure.what());
+    throw;
   }
+}
+
+std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) {
+  std::vector<int> behind, absent;
+  for (const auto& [peer, answer] : links_->calls_of(ranks, Clock::now() + kGoodbye)) {
+    const bool has_answered = answer != Links::kSilent && answer != Links::kAbsent;
+    if (!has_answered ? answer == Links::kSilent : answer < calls) behind.push_back(peer);
+    if (answer == Links::kAbsent) absent.push_back(peer);
+  }
+  return behind.empty() ? absent : behind;
+}
+
+// On Gloo's thread: before anything else is sent or received there.
+void Mesh::post_control(int peer) {
+  const std::lock_guard<std::mutex> lock(asking_);
+  control_buffers_[peer] = createUnboundBuffer(&control_[peer], sizeof(Control));
+  control_buffers_[peer]->recv(peer, kControlSlot);
 }
 
 // Gloo notifies those who wait to receive that a connection broke, and so the receive of the control
 // message knows. A wait that has been ended before it began only looks.
 bool Mesh::is_lost(int peer) {
+  if (links_->has_failed(peer)) return true;
   const std::lock_guard<std::mutex> lock(asking_);
   const Buffer& control = control_buffers_[peer];
   if (control == nullptr) return false;
@@ -180,17 +165,11 @@ bool Mesh::is_lost(int peer) {
 }
 
 bool Mesh::has_farewell() const {
-  return std::any_of(control_.begin(), control_.end(),
+  return std::any_of(control_.get(), control_.get() + size,
                      [](const Control& control) { return is_present(control.present); });
 }
 
-void Mesh::stop() {
-  watch_.end(Failure(FL_CLOSED, {}, "the group was closed"));
-  std::lock_guard<std::mutex> lock(mutex_);
-  stopped_ = true;
-  // A pair that is still connecting waits on itself; closing it is what ends that wait.
-  if (connecting_) closeConnections();
-}
+void Mesh::stop() { watch_.end(Failure(FL_CLOSED, {}, "the group was closed")); }
 
 // A connection broke. A peer that gave up has said why before it closed, and that reason is the
 // true one; otherwise the pairs that are broken by now show who is gone.
@@ -224,7 +203,7 @@ std::vector<int> Mesh::broken_pairs() {
   char nothing;
   const auto probe = createUnboundBuffer(&nothing, 0);
   for (int peer = 0; peer < size; ++peer) {
-    if (peer == rank) continue;
+    if (!is_connected(peer)) continue;
     try {
       // A pair that has failed throws at once; on one that works this receive stays unanswered.
       probe->recv(peer, kProbeSlot);
@@ -270,7 +249,7 @@ void Mesh::give_up(const Failure& failure) noexcept {
     // A peer that takes nothing more learns it when the connection closes.
   }
   watch_.end(failure);
-  closeConnections();
+  links_->close();
 }
 
 void Mesh::report_to_others(const Failure& failure) {
@@ -285,7 +264,7 @@ void Mesh::report_to_others(const Failure& failure) {
   const Buffer buffer = createUnboundBuffer(&control, sizeof control);
   int sent = 0;
   for (int peer = 0; peer < size; ++peer) {
-    if (peer == rank) continue;
+    if (!is_connected(peer)) continue;
     try {
       buffer->send(peer, kControlSlot);
       ++sent;

@@ -1,11 +1,12 @@
-// Connected sockets between all ranks of a group, on Gloo's unbound buffers, with failures that
-// name ranks.
+// What the ranks of a group send each other, on Gloo's unbound buffers and on connections that are made
+// when they are needed, with failures that name ranks.
 #pragma once
 
 #include <gloo/context.h>
 #include <gloo/transport/unbound_buffer.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -13,8 +14,8 @@
 #include <vector>
 
 #include "abi.h"
-#include "descriptors.h"
 #include "heartbeat.h"
+#include "links.h"
 #include "waiter.h"
 
 namespace fl {
@@ -30,7 +31,7 @@ enum Slot : uint64_t {
   kPartSlot,
   kEnvelopeSlot,
   kProbeSlot,
-  kProofSlot,
+  kRelaySlot,
   kFirstFreeSlot,
 };
 
@@ -57,11 +58,22 @@ class Mesh : public gloo::Context, public Transport, public Connections {
        double connect_seconds);
   ~Mesh() override;
 
-  std::vector<char> address(int peer);
+  // Up to so many ranks send each other what they call; more pass it on: see Relay.
+  static constexpr int kDirect = 8;
+  // To whom that goes, and from whom it comes.
+  std::vector<int> neighbours() const;
+
+  // Where peers connect to.
+  const std::vector<char>& address() const { return links_->address(); }
   // Throws Failure. `addresses` holds `size` addresses of `bytes` bytes each; for `proofs` see
-  // fl_gloo_connect.
-  void connect(const char* addresses, size_t bytes, const char* proofs,
+  // fl_gloo_connect. `lazily`: the neighbours too are connected when they are needed first.
+  void connect(const char* addresses, size_t bytes, const char* proofs, bool lazily,
                Clock::time_point deadline);
+  bool is_connected(int peer) const { return links_->is_connected(peer); }
+  // Begin to connect to all of `peers`.
+  void reach(const std::vector<int>& peers);
+  // Wait until `peer` is connected, as the operation that runs on this thread may. Throws Failure.
+  void require(int peer);
   // Which rank connect() waits for just now; -1: for none.
   int awaited() const { return awaited_; }
 
@@ -73,7 +85,7 @@ class Mesh : public gloo::Context, public Transport, public Connections {
 
   // In a forked child, whose threads are not here.
   void close_descriptors() const noexcept {
-    descriptors_.close_all();
+    links_->abandon();
     if (heartbeat_ != nullptr) heartbeat_->close_all();
   }
 
@@ -87,6 +99,10 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   // What a broken connection means: which ranks are lost, or why a peer gave up. `peer` is the one
   // that was waited for, or -1.
   Failure explain(int peer, const std::string& what) override;
+
+  // This rank has begun collective number `calls`; which of `ranks` have not, as far as is known.
+  void has_called(int64_t calls) { links_->called(calls); }
+  std::vector<int> not_called(const std::vector<int>& ranks, int64_t calls);
 
   // Whether a peer has said why it gave up.
   bool has_farewell() const;
@@ -102,27 +118,26 @@ class Mesh : public gloo::Context, public Transport, public Connections {
 
  private:
   struct Control;
-  struct Proof;
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
   std::vector<int> broken_pairs();
-  void show(const char* mine, int peer, Proof& proof);
-  void require_proof(const char* theirs, int peer, Proof& proof, Waiter& waiter);
-  void post_control();
+  void post_control(int peer);
   void report_to_others(const Failure& failure);
   std::vector<int> await_cause(std::vector<int> missing);
   void lose(const Failure& failure) noexcept;
   std::string words_of(const Failure& failure) const;
 
-  Descriptors descriptors_;
-
-  std::mutex mutex_;
-  bool stopped_ = false;
-  bool connecting_ = false;
+  std::shared_ptr<Links> links_;
+  const double connect_seconds_;
   std::atomic<bool> has_reported_{false};  // the others know why this rank gives up
   std::atomic<int> awaited_{-1};
 
   std::mutex asking_;             // of is_lost
-  std::vector<Control> control_;  // one per peer: why it gave up, when it has
+  // One per peer: why it gave up, when it has. Zeros; memory that nobody writes is never touched.
+  std::unique_ptr<Control[], Free> control_;
   std::vector<Buffer> control_buffers_;
+  std::mutex mutex_;  // of companions_
   std::unique_ptr<Heartbeat> heartbeat_;  // null: of a group on one host
   std::vector<Companion> companions_;
   Watch watch_{*this};  // last: it ends before what it looks at

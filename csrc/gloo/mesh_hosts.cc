@@ -34,13 +34,13 @@ Hosts read_hosts(const fl_hosts& given, int size, const char* addresses, size_t 
 }
 
 int Mesh::listen_for_hosts() {
-  heartbeat_ = std::make_unique<Heartbeat>(rank, socket_address(address(rank == 0 ? 1 : 0)));
+  heartbeat_ = std::make_unique<Heartbeat>(rank, socket_address(address()));
   return heartbeat_->port();
 }
 
 void Mesh::watch_hosts(Hosts hosts) {
   if (!(hosts.seconds > 0)) return heartbeat_.reset();
-  descriptors_.keep_alive_for(hosts.seconds);
+  links_->keep_alive_for(hosts.seconds);
   heartbeat_->begin(std::move(hosts));
   watch_.also([this] {
     if (const auto lost = heartbeat_->look()) lose(*lost);

@@ -34,9 +34,10 @@ Parts parts_for_others(size_t bytes, int ranks, int root) {
 void Collectives::deliver(Call& call, const void* from, const Parts& give, void* into,
                           const Parts& take) {
   char* const place = static_cast<char*>(into);
+  fetch(take);
   for (int r = 0; r < size_; ++r) {
     if (r == rank_ || take[r].bytes == 0 || take[r].bytes > kInlineBytes) continue;
-    std::memcpy(place + take[r].begin, incoming(r).payload, take[r].bytes);
+    std::memcpy(place + take[r].begin, payload(r), take[r].bytes);
   }
   post_headers();
   move_large(call, from, give, place, take);

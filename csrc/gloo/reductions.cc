@@ -194,8 +194,9 @@ void Collectives::reduce_in_parts(Call& call, const void* data, char* output, co
 
 void Collectives::reduce_inline(const Call& call, const void* data, size_t skip, size_t count,
                                 void* into) {
+  fetch(same_for_all(count * call.mine.itemsize));
   std::vector<const void*> from(size_);
-  for (int r = 0; r < size_; ++r) from[r] = incoming(r).payload;
+  for (int r = 0; r < size_; ++r) from[r] = payload(r);
   from[rank_] = static_cast<const char*>(data) + skip;
   fl::reduce(call.mine.dtype, call.mine.op, call.mine.scale, into, from.data(), size_, count);
 }

@@ -159,9 +159,12 @@ struct Verb<FL_SCAN> {
   static void combine(Collectives& group, const Call& call, void* data) {
     const fl_signature& mine = call.mine;
     const int terms = group.rank_ + (mine.verb == FL_SCAN ? 1 : 0);
+    Parts take(group.size_);
+    for (int r = 0; r < terms; ++r) take[r].bytes = call.bytes();
+    group.fetch(take);
     std::vector<const void*> from;
     for (int r = 0; r < terms; ++r) {
-      from.push_back(r == group.rank_ ? data : group.incoming(r).payload);
+      from.push_back(r == group.rank_ ? data : group.payload(r));
     }
     if (terms > 0) fl::reduce(mine.dtype, mine.op, mine.scale, data, from.data(), terms, mine.count);
   }

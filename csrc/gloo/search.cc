@@ -18,6 +18,7 @@ Search::Search(Mesh& mesh, Envelopes& envelopes, Queues& queues, int peer, int32
   for (int r = 0; r < mesh.size; ++r) {
     if (r == peer || (any_ && r != mesh.rank)) ranks_.push_back(r);
   }
+  mesh.reach(ranks_);  // one that is not there is lost, and who is there has sent
   // From another one each time, so that nobody who sends again and again keeps the others from it.
   if (any_ && !ranks_.empty()) {
     std::rotate(ranks_.begin(), ranks_.begin() + envelopes.searches++ % ranks_.size(), ranks_.end());

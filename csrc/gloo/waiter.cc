@@ -89,9 +89,15 @@ void Watch::wake_those_who_should_know() {
 Waiter::Waiter(Watch& watch, Clock::time_point deadline, InterruptCheck interrupt)
     : watch_(watch), deadline_(deadline), interrupt_(interrupt) {
   watch_.add(*this);
+  current_ = this;
 }
 
-Waiter::~Waiter() { watch_.remove(*this); }
+Waiter::~Waiter() {
+  current_ = outer_;
+  watch_.remove(*this);
+}
+
+thread_local Waiter* Waiter::current_ = nullptr;
 
 void Waiter::received(gloo::transport::UnboundBuffer& buffer, int peer) {
   using gloo::transport::UnboundBuffer;

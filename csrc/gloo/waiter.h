@@ -86,6 +86,9 @@ class Waiter {
   void received(gloo::transport::UnboundBuffer& buffer, int peer);
   void sent(gloo::transport::UnboundBuffer& buffer, int peer);
 
+  // That of the operation that runs on this thread; null: none.
+  static Waiter* current() { return current_; }
+
   // For a thread that waits for `peer` in another way, once in a tick: throws Failure where there
   // is no point in waiting on.
   void look_around(int peer);
@@ -100,6 +103,8 @@ class Waiter {
   void wake() noexcept;
   bool should_know(Clock::time_point now) const;
 
+  static thread_local Waiter* current_;
+  Waiter* const outer_ = current_;
   Watch& watch_;
   const Clock::time_point deadline_;
   const InterruptCheck interrupt_;

@@ -144,7 +144,7 @@ def _between(
 ) -> tuple[Backend, Backend | None]:
     """Join all ranks, and the ranks of one place on their hosts; three exchanges in any case."""
     settings = replace(settings, timeout=between_hosts(settings.timeout))
-    flat = _gloo(store, settings)
+    flat = _gloo(store, settings, lazily=True)
     settings = replace(settings, host_timeout=0.0)  # the one that joins all ranks watches
     local = next(host.index(store.rank) for host in hosts if store.rank in host)
     leaders = min(len(host) for host in hosts)
@@ -155,8 +155,11 @@ def _between(
     return flat, _gloo(SubStore(store, [host[local] for host in hosts]), settings)
 
 
-def _gloo(store: Store, settings: Settings) -> Backend:
-    """Connect through Gloo, on the loopback where that joins all; two exchanges."""
+def _gloo(store: Store, settings: Settings, lazily: bool = False) -> Backend:
+    """Connect through Gloo, on the loopback where that joins all; two exchanges.
+
+    ``lazily``: no ranks before they need each other.
+    """
     _native.load("gloo")
     identities = store.exchange(host_identity())
     one_host = len(set(identities)) == 1
@@ -168,4 +171,5 @@ def _gloo(store: Store, settings: Settings) -> Backend:
         settings.job_key,
         identities,
         settings.host_timeout,
+        lazily,
     )

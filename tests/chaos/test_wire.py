@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import struct
 import time
 from contextlib import suppress
@@ -45,12 +46,14 @@ def all_is_well(started: list[Rank]) -> bool:
     return True
 
 
-def test_nothing_listens_while_hosts_compute(ranks: Ranks, tmp_path: Path) -> None:
-    """Of one host alone, ``test_security`` says so."""
+def test_strangers_are_no_ranks_while_hosts_compute(ranks: Ranks, tmp_path: Path) -> None:
+    """They listen as long as they may connect. Of one host, ``test_security`` says more."""
     started = start(ranks, tmp_path, 3, "hierarchical")
     for rank in started:
         rank.await_event("joined")
-    assert wire.listening(rank.pid for rank in started) == set()
+    for address in wire.listening(rank.pid for rank in started):
+        with suppress(ConnectionError), socket.create_connection(address, 5) as stranger:
+            stranger.sendall(bytes(1000))
     assert all_is_well(started)
 
 

@@ -38,13 +38,13 @@ _LOOK_SECONDS = 0.1
 
 
 class GlooBackend(NativeBackend):
-    """Every rank of ``store`` connected to every other; collective, blocking.
+    """The ranks of ``store``, which connect when they need each other; collective, blocking.
 
-    ``address`` is what the sockets are bound to, of one family on all ranks. ``timeout`` (seconds)
-    bounds an operation, ``joining`` connecting.
-    Both ends of each connection prove that they know ``key``, which is that of the job. ``hosts``
-    says which ranks share a host (equal bytes), ``host_timeout`` how long one may be silent: see
-    ``HostWatch``.
+    Those that every small collective needs connect at once, unless ``lazily``. ``address`` is what
+    the sockets are bound to, of one family on all ranks. ``timeout`` (seconds) bounds an operation,
+    ``joining`` connecting. Both ends of each connection prove that they know ``key``, which is that
+    of the job. ``hosts`` says which ranks share a host (equal bytes), ``host_timeout`` how long one
+    may be silent: see ``HostWatch``.
 
     Raises:
         BackendUnavailableError: the native extension or the interface is missing.
@@ -65,6 +65,7 @@ class GlooBackend(NativeBackend):
         key: bytes,
         hosts: Sequence[bytes] = (),
         host_timeout: float = 0.0,
+        lazily: bool = False,
     ) -> None:
         native = _native.load("gloo")
         super().__init__(native, store, timeout)
@@ -75,7 +76,7 @@ class GlooBackend(NativeBackend):
         self.lib.fl_gloo_on_interrupt(self._group, answer)
         try:
             watch = HostWatch(self.ffi, self.lib, self._group, hosts, host_timeout)
-            self._connect(store, key, watch)
+            self._connect(store, key, watch, lazily)
         except BaseException:
             self.close()
             raise
@@ -98,22 +99,23 @@ class GlooBackend(NativeBackend):
             )
         return self.ffi.gc(group, self._free)
 
-    def _connect(self, store: Store, key: bytes, watch: HostWatch) -> None:
-        """Send each peer the address that is meant for it, and connect to theirs."""
-        mine = [self._address(peer) for peer in range(self.size)]
+    def _connect(self, store: Store, key: bytes, watch: HostWatch, lazily: bool) -> None:
+        """Send the peers this rank's address, and connect to theirs."""
+        mine = self._address()
         card = {
             "peer": this_process().as_record(),
-            "addresses": [a.hex() for a in mine],
+            "address": mine.hex(),
             "nonce": nonce().hex(),
             **watch.card(),
         }
         texts = store.exchange(json.dumps(card).encode())
         cards = [json.loads(text) for text in texts]
         self._peers = [Peer.from_record(card["peer"]) for card in cards]
-        addresses = b"".join(bytes.fromhex(card["addresses"][self.rank]) for card in cards)
+        addresses = b"".join(bytes.fromhex(card["address"]) for card in cards)
         proofs = self._proofs(proof(key, *texts))
-        watch.begin(cards, addresses, len(mine[0]), proofs)
-        op = self.lib.fl_gloo_connect(self._group, addresses, len(mine[0]), proofs, self._joining)
+        watch.begin(cards, addresses, len(mine), proofs)
+        seconds = self._joining
+        op = self.lib.fl_gloo_connect(self._group, addresses, len(mine), proofs, lazily, seconds)
         work = NativeWork(self, "connect", op, addresses, NOTHING, self._joining)
         waiting = Waiting(self.rank, "connecting through Gloo")
         while not _has_ended(work, _LOOK_SECONDS):
@@ -154,11 +156,10 @@ class GlooBackend(NativeBackend):
             f"{UNUSABLE}"
         )
 
-    def _address(self, peer: int) -> bytes:
+    def _address(self) -> bytes:
         room = self.ffi.new("char[]", MESSAGE_BYTES)
-        count = self.lib.fl_gloo_address(self._group, peer, room, MESSAGE_BYTES)
-        if count < 0:
-            raise BackendUnavailableError(f"Gloo has no address for rank {peer}")
+        count = self.lib.fl_gloo_address(self._group, room, MESSAGE_BYTES)
+        assert count > 0
         return bytes(self.ffi.buffer(room, count))
 
     def _run(

@@ -17,9 +17,12 @@ constexpr int kSteps = 12;
 
 void one_world(uint64_t seed) {
   alarm(kPatience);
-  const int ranks = 2 + static_cast<int>(Random(seed).below(4));
+  Random chosen(seed);
+  // So many that what they call goes by others, now and then.
+  const int ranks = 2 + static_cast<int>(chosen.one_in(4) ? 7 + chosen.below(6) : chosen.below(4));
+  const bool lazily = chosen.one_in(3);
   situation() = "world of seed " + std::to_string(seed) + ", " + std::to_string(ranks) + " ranks";
-  in_world(ranks, [seed](Rank& rank) {
+  in_world(ranks, lazily, [seed](Rank& rank) {
     Random random(seed + 1);  // the same on every rank
     for (int i = 0; i < kSteps; ++i) {
       const uint64_t step = seed * 1000 + i * 20, kind = random.below(9);

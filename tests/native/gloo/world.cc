@@ -12,21 +12,17 @@ void Rank::create() {
   check(group_ != nullptr, message);
 }
 
-// One for each peer.
-std::vector<char> Rank::addresses() {
-  std::vector<char> all;
-  for (int peer = 0; peer < size; ++peer) {
-    char address[256];
-    const int bytes = fl_gloo_address(group_, peer, address, sizeof address);
-    check(bytes > 0, "no address");
-    all.insert(all.end(), address, address + bytes);
-  }
-  return all;
+std::vector<char> Rank::address() {
+  char address[256];
+  const int bytes = fl_gloo_address(group_, address, sizeof address);
+  check(bytes > 0, "no address");
+  return {address, address + bytes};
 }
 
-void Rank::connect(const std::vector<char>& addresses) {
+void Rank::connect(const std::vector<char>& addresses, bool lazily) {
   const std::vector<char> proofs(2 * size * FL_PROOF_BYTES);  // the same of all ranks
-  check_ok(fl_gloo_connect(group_, addresses.data(), addresses.size() / size, proofs.data(), 60),
+  check_ok(fl_gloo_connect(group_, addresses.data(), addresses.size() / size, proofs.data(),
+                           lazily, 60),
            "connect");
 }
 

@@ -20,8 +20,8 @@ class Rank {
   Rank(const Rank&) = delete;
 
   void create();
-  std::vector<char> addresses();
-  void connect(const std::vector<char>& addresses);
+  std::vector<char> address();
+  void connect(const std::vector<char>& addresses, bool lazily);
   void close();
 
   // Run an operation here, or begin it: fl_gloo_run.
@@ -38,21 +38,18 @@ class Rank {
 
 // What `ranks` of a world do, each on a thread.
 template <typename Play>
-void in_world(int ranks, Play play) {
+void in_world(int ranks, bool lazily, Play play) {
   std::vector<std::vector<char>> addresses(ranks);
   Latch told(ranks);
   in_threads(ranks, [&](int r) {
     Rank rank(r, ranks);
     rank.create();
-    addresses[r] = rank.addresses();
+    addresses[r] = rank.address();
     told.count_down();
     told.wait();
-    const size_t bytes = addresses[r].size() / ranks;
-    std::vector<char> mine;
-    for (const auto& theirs : addresses) {
-      mine.insert(mine.end(), theirs.begin() + r * bytes, theirs.begin() + (r + 1) * bytes);
-    }
-    rank.connect(mine);
+    std::vector<char> all;
+    for (const auto& theirs : addresses) all.insert(all.end(), theirs.begin(), theirs.end());
+    rank.connect(all, lazily);
     play(rank);
   });
 }

@@ -1,0 +1,115 @@
+#include "attempt.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+
+#include "links.h"
+
+namespace fl {
+namespace {
+
+// The other end has closed the connection, or does not belong to this group: one that belongs to it may
+// come.
+struct Refused : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+constexpr char kNoProof[FL_PROOF_BYTES] = {};
+constexpr char kStranger[] =
+    "who connected in its place does not know the secret of this job";
+
+[[noreturn]] void fail(int error) { throw std::system_error(error, std::generic_category()); }
+
+}  // namespace
+
+Attempt::Attempt(Links& links, int socket, int peer, bool asks)
+    : socket(socket),
+      is_ours(peer >= 0),
+      peer(peer),
+      asks(asks),
+      links_(links),
+      is_connected_(peer < 0) {
+  const int on = 1;
+  setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+Attempt::~Attempt() {
+  if (!is_taken) close(socket);
+}
+
+void Attempt::cancel() noexcept { shutdown(socket, SHUT_RDWR); }
+
+void Attempt::handleEvents(int) {
+  try {
+    serve();
+  } catch (const Refused& error) {
+    links_.ended(*this, error.what(), true);
+  } catch (const std::exception& error) {
+    links_.ended(*this, error.what(), false);
+  }
+}
+
+// After ended() it is not there any more.
+void Attempt::serve() {
+  if (!is_connected_) {
+    int error = 0;
+    socklen_t size = sizeof error;
+    getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error != 0) fail(error);
+    is_connected_ = true;
+    greet(links_.shown_to(peer));
+    links_.listen_to(*this);
+    return;
+  }
+  if (!receive()) return;
+  if (is_ours) {
+    if (!is_proven()) throw std::runtime_error(kStranger);
+    calls = theirs_.calls;
+  } else {
+    peer = theirs_.rank;
+    asks = theirs_.asks != 0;
+    if (peer < 0 || peer >= links_.size || peer == links_.rank) throw Refused("no rank");
+    if (!is_proven()) {
+      greet(kNoProof);  // who connects is mistaken, or a stranger
+      throw Refused(kStranger);
+    }
+    if (!asks && !links_.has_place(*this)) throw Refused("there is one");
+    greet(links_.shown_to(peer));
+  }
+  if (!asks) links_.adopt(*this);
+  links_.ended(*this, {}, false);
+}
+
+void Attempt::greet(const char* proof) {
+  Greeting mine{links_.rank, asks ? 1 : 0, links_.calls_, {}};
+  std::memcpy(mine.proof, proof, sizeof mine.proof);
+  const ssize_t sent = send(socket, &mine, sizeof mine, MSG_NOSIGNAL);  // a new socket has room
+  if (sent != sizeof mine) throw Refused("the connection broke");
+}
+
+// Not a byte more: what follows is for Gloo.
+bool Attempt::receive() {
+  char* const into = reinterpret_cast<char*>(&theirs_) + received_;
+  const ssize_t count = recv(socket, into, sizeof theirs_ - received_, 0);
+  if (count < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+  if (count <= 0) throw Refused("the connection was closed");
+  received_ += count;
+  return received_ == sizeof theirs_;
+}
+
+// In the same time wherever they differ: how long it takes must not say how much is right.
+bool Attempt::is_proven() const {
+  const char* const proof = links_.expected_of(peer);
+  int difference = 0;
+  for (size_t i = 0; i < sizeof theirs_.proof; ++i) difference |= theirs_.proof[i] ^ proof[i];
+  return difference == 0;
+}
+
+}  // namespace fl

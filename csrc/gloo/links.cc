@@ -1,0 +1,293 @@
+#include "links.h"
+
+#include <fcntl.h>
+#include <gloo/transport/tcp/address.h>
+#include <gloo/transport/tcp/loop.h>
+#include <gloo/transport/tcp/pair.h>
+#include <netinet/in.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "attempt.h"
+#include "line.h"
+
+namespace fl {
+namespace {
+
+namespace tcp = gloo::transport::tcp;
+
+// Connections that have proven nothing yet, beyond one for each rank; more are a flood.
+constexpr size_t kSpare = 64;
+
+// Private members are named in explicit instantiations, where access is not checked: a Gloo that
+// has others does not compile.
+template <typename Of, typename Of::Member member>
+struct Reveal {
+  friend typename Of::Member reveal(Of) { return member; }
+};
+
+struct DeviceLoop {
+  using Member = std::shared_ptr<tcp::Loop> tcp::Device::*;
+  friend Member reveal(DeviceLoop);
+};
+struct LoopDescriptor {
+  using Member = int tcp::Loop::*;
+  friend Member reveal(LoopDescriptor);
+};
+struct DeviceAttributes {
+  using Member = const tcp::attr tcp::Device::*;
+  friend Member reveal(DeviceAttributes);
+};
+
+template struct Reveal<DeviceLoop, &tcp::Device::loop_>;
+template struct Reveal<LoopDescriptor, &tcp::Loop::fd_>;
+template struct Reveal<DeviceAttributes, &tcp::Device::attr_>;
+
+int descriptor_of(const tcp::Device& device) {
+  return (*(device.*reveal(DeviceLoop{}))).*reveal(LoopDescriptor{});
+}
+
+[[noreturn]] void fail(const char* doing) {
+  throw std::system_error(errno, std::generic_category(), doing);
+}
+
+// A pair of Gloo's with a socket that is connected. It was made to listen, which nobody has been told.
+class Adopted : public tcp::Pair {
+ public:
+  Adopted(tcp::Context* context, tcp::Device* device, Attempt& attempt)
+      : Pair(context, device, attempt.peer, std::chrono::hours(24)) {
+    const std::lock_guard<std::mutex> lock(m_);
+    if (state_ != LISTENING) throw std::runtime_error("a stranger has connected");
+    epoll_ctl(descriptor_of(*device), EPOLL_CTL_DEL, fd_, nullptr);
+    ::close(fd_);
+    fd_ = attempt.socket;
+    try {
+      handleConnected();
+    } catch (const std::exception&) {  // the other end has gone
+      state_ = CLOSED;  // with nothing to close: Gloo's loop does not serve it
+      throw;
+    }
+    attempt.is_taken = true;
+  }
+};
+
+}  // namespace
+
+class Links::Listener : public tcp::Handler {
+ public:
+  Listener(Links& links, const tcp::attr& where)
+      : links_(links),
+        socket(::socket(where.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)) {
+    if (socket < 0) fail("socket");
+    const auto* address = reinterpret_cast<const sockaddr*>(&where.ai_addr);
+    if (bind(socket, address, where.ai_addrlen) != 0) fail("bind");
+    if (listen(socket, SOMAXCONN) != 0) fail("listen");
+  }
+  Listener(Links& links, int socket) : links_(links), socket(socket) {}
+  ~Listener() override { close(); }
+
+  // Nobody can come any more.
+  void close() noexcept {
+    if (socket >= 0) ::close(socket);
+    socket = -1;
+  }
+
+  void handleEvents(int) override { links_.accept(); }
+
+ private:
+  Links& links_;
+
+ public:
+  int socket;
+};
+
+Links::Links(std::shared_ptr<tcp::Device> device, int rank, int size, bool listens_on)
+    : Context(std::move(device), rank, size),
+      listens_on_(listens_on),
+      listener_(std::make_unique<Listener>(*this, (*device_).*reveal(DeviceAttributes{}))),
+      descriptors_(size + 2),
+      states_(new std::atomic<int>[size]()),
+      problems_(size) {
+  address_ = tcp::Address::fromSockName(listener_->socket).bytes();
+  const int loop = descriptor_of(*device_);
+  fcntl(loop, F_SETFD, FD_CLOEXEC);
+  descriptors_.add(loop);
+  descriptors_.add(listener_->socket);
+}
+
+Links::~Links() { close(); }
+
+void Links::open(const char* addresses, size_t bytes, const char* proofs, Hook connected,
+                 Hook needed) {
+  for (int peer = 0; peer < size; ++peer) {
+    addresses_.emplace_back(addresses + peer * bytes, addresses + (peer + 1) * bytes);
+  }
+  proofs_.assign(proofs, 2 * FL_PROOF_BYTES * size);
+  connected_ = std::move(connected);
+  needed_ = std::move(needed);
+  const std::lock_guard<std::mutex> lock(lock_);
+  if (listener_ == nullptr) throw Failure(FL_CLOSED, {}, "closed while connecting");
+  is_open_ = true;
+  device_->registerDescriptor(listener_->socket, EPOLLIN, listener_.get());
+}
+
+void Links::close() noexcept {
+  const std::lock_guard<std::mutex> closing(closing_);
+  std::unique_ptr<Listener> listener;
+  bool was_open;
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    listener = std::move(listener_);
+    was_open = std::exchange(is_open_, false);
+    if (was_open) remove(listener->socket);
+    for (const auto& each : attempts_) remove(each.first->socket);
+  }
+  changed_.notify_all();
+  if (was_open) settle();
+  attempts_.clear();
+  for (int peer = 0; peer < size; ++peer) {
+    if (is_connected(peer)) pairs_[peer]->close();
+  }
+}
+
+// Return when Gloo's thread does nothing here any more: it takes nothing from what it serves before.
+void Links::settle() const {
+  Listener nobody(const_cast<Links&>(*this), eventfd(0, EFD_CLOEXEC));
+  device_->registerDescriptor(nobody.socket, EPOLLIN, &nobody);
+  device_->unregisterDescriptor(nobody.socket, &nobody);
+}
+
+void Links::remove(int socket) const noexcept {
+  epoll_ctl(descriptor_of(*device_), EPOLL_CTL_DEL, socket, nullptr);
+}
+
+std::unique_ptr<gloo::transport::Pair>& Links::getPair(int peer) {
+  if (!is_connected(peer)) needed_(peer);
+  return pairs_[peer];
+}
+
+// Connecting -----------------------------------------------------------------------------------
+
+void Links::reach(int peer) {
+  const std::lock_guard<std::mutex> lock(lock_);
+  if (states_[peer] != kNone || !is_open_) return;
+  begin(peer, false);
+}
+
+bool Links::await(int peer, Clock::time_point end) {
+  reach(peer);
+  std::unique_lock<std::mutex> lock(lock_);
+  changed_.wait_until(lock, end, [&] {
+    return states_[peer] == kConnected || states_[peer] == kFailed || !is_open_;
+  });
+  if (!is_open_) throw Failure(FL_CLOSED, {}, "the group was closed");
+  if (states_[peer] == kFailed) throw Failure(FL_PEER_LOST, {peer}, problems_[peer]);
+  return states_[peer] == kConnected;
+}
+
+std::map<int, int64_t> Links::calls_of(const std::vector<int>& peers, Clock::time_point end) {
+  std::unique_lock<std::mutex> lock(lock_);
+  answers_.clear();
+  if (!is_open_) return {};
+  for (int peer : peers) begin(peer, true);
+  changed_.wait_until(lock, end, [&] { return answers_.size() == peers.size() || !is_open_; });
+  auto answers = answers_;
+  for (int peer : peers) answers.emplace(peer, kSilent);
+  return answers;
+}
+
+// The lock is held.
+void Links::begin(int peer, bool asks) {
+  const tcp::Address address(addresses_[peer]);
+  const sockaddr_storage& where = address.getSockaddr();
+  const int made = socket(where.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (made < 0) fail("socket");
+  auto attempt = std::make_unique<Attempt>(*this, made, peer, asks);
+  const socklen_t bytes = where.ss_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+  if (connect(made, reinterpret_cast<const sockaddr*>(&where), bytes) != 0 && errno != EINPROGRESS) {
+    problems_[peer] = std::generic_category().message(errno);
+    if (asks) answers_[peer] = kAbsent;
+    if (!asks) states_[peer] = kFailed;
+    return;
+  }
+  if (!asks) states_[peer] = kConnecting;
+  Attempt* const begun = attempt.get();
+  attempts_.emplace(begun, std::move(attempt));
+  device_->registerDescriptor(made, EPOLLOUT, begun);
+}
+
+// On Gloo's thread -----------------------------------------------------------------------------
+
+void Links::accept() {
+  const std::lock_guard<std::mutex> lock(lock_);
+  if (!is_open_) return;
+  const int made = accept4(listener_->socket, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+  if (made < 0) return;  // whoever it was has gone again
+  auto attempt = std::make_unique<Attempt>(*this, made, -1, false);
+  Attempt* const begun = attempt.get();
+  const auto guest = std::find_if(attempts_.begin(), attempts_.end(),
+                                  [](const auto& each) { return !each.first->is_ours; });
+  if (attempts_.size() >= 2 * size + kSpare && guest != attempts_.end()) guest->first->cancel();
+  attempts_.emplace(begun, std::move(attempt));
+  device_->registerDescriptor(made, EPOLLIN, begun);
+}
+
+void Links::listen_to(Attempt& attempt) {
+  device_->registerDescriptor(attempt.socket, EPOLLIN, &attempt);
+}
+
+// Where both ends have begun, the one of the lower rank stays.
+bool Links::has_place(Attempt& attempt) {
+  const std::lock_guard<std::mutex> lock(lock_);
+  const int peer = attempt.peer;
+  if (!is_open_ || states_[peer] == kConnected) return false;
+  if (states_[peer] == kConnecting && rank < peer) return false;
+  for (const auto& each : attempts_) {
+    if (each.first->is_ours && each.first->peer == peer && !each.first->asks) each.first->cancel();
+  }
+  states_[peer] = kConnecting;
+  return attempt.has_place = true;
+}
+
+void Links::adopt(Attempt& attempt) {
+  const std::lock_guard<std::mutex> lock(lock_);
+  if (!is_open_ || states_[attempt.peer] == kConnected) return;
+  remove(attempt.socket);
+  pairs_[attempt.peer] = std::make_unique<Adopted>(this, device_.get(), attempt);
+  descriptors_.add(attempt.socket);
+  if (seconds_ > 0) keep_alive(attempt.socket, seconds_);
+  states_[attempt.peer].store(kConnected, std::memory_order_release);
+  connected_(attempt.peer);
+  // Nothing listens where all are connected, and nobody is asked: see calls_of.
+  for (int peer = 0; peer < size; ++peer) {
+    if (listens_on_ || (peer != rank && !is_connected(peer))) return;
+  }
+  remove(listener_->socket);
+  listener_->close();
+}
+
+// Refused: the other end has gone, or its own attempt stays: whoever waits tries again.
+void Links::ended(Attempt& attempt, const std::string& problem, bool is_refused) {
+  const std::lock_guard<std::mutex> lock(lock_);
+  const int peer = attempt.peer;
+  if (attempt.is_ours && attempt.asks) {
+    answers_[peer] = problem.empty() ? attempt.calls : kAbsent;
+  } else if (attempt.has_place && states_[peer] == kConnecting) {
+    states_[peer] = kNone;
+  } else if (attempt.is_ours && states_[peer] == kConnecting) {
+    states_[peer] = is_refused ? kNone : kFailed;
+    problems_[peer] = problem;
+  }
+  if (!attempt.is_taken) remove(attempt.socket);
+  attempts_.erase(&attempt);
+  changed_.notify_all();
+}
+
+}  // namespace fl

@@ -1,0 +1,106 @@
+// Connections between the ranks of a group, each made when it is first needed, by whichever end needs
+// it.
+//
+// Every rank listens at one port. Connections are made, and both ends prove that they belong to the
+// group, on the thread of Gloo that serves its sockets: a rank that computes, or waits for another one,
+// answers all the same. Then Gloo gets the socket.
+#pragma once
+
+#include <gloo/transport/tcp/context.h>
+#include <gloo/transport/tcp/device.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "../common/operation.h"
+#include "abi.h"
+#include "descriptors.h"
+
+namespace fl {
+
+class Attempt;
+
+class Links : public gloo::transport::tcp::Context {
+ public:
+  // Of a peer: a connection to it was made, on Gloo's thread, before anybody uses it; one is used that
+  // is not there: return when it is, or throw.
+  using Hook = std::function<void(int peer)>;
+
+  // Listens, and answers nobody yet. `listens_on`: also when all are connected, for calls_of.
+  Links(std::shared_ptr<gloo::transport::tcp::Device> device, int rank, int size, bool listens_on);
+  ~Links() override;
+
+  // Where others connect to, as Gloo writes addresses.
+  const std::vector<char>& address() const { return address_; }
+
+  // Before open(): have the kernel watch over the connections; see keep_alive.
+  void keep_alive_for(double seconds) { seconds_ = seconds; }
+  // Begin to answer; for `addresses` and `proofs` see fl_gloo_connect.
+  void open(const char* addresses, size_t bytes, const char* proofs, Hook connected, Hook needed);
+  // Close all connections, and make none any more; what the hooks need must live until then.
+  void close() noexcept;
+
+  bool is_connected(int peer) const {
+    return states_[peer].load(std::memory_order_acquire) == kConnected;
+  }
+  bool has_failed(int peer) const { return states_[peer] == kFailed; }
+  // Begin to connect to `peer`, unless that was done.
+  void reach(int peer);
+  // Wait for it; false: not until `end`. Throws Failure where it cannot be had.
+  bool await(int peer, Clock::time_point end);
+
+  // Ask each of `peers` how many collectives it has begun; kSilent: it does not answer until `end`, and
+  // kAbsent: nobody listens there.
+  std::map<int, int64_t> calls_of(const std::vector<int>& peers, Clock::time_point end);
+  static constexpr int64_t kSilent = -1, kAbsent = -2;
+  // What this rank answers to that.
+  void called(int64_t calls) { calls_.store(calls, std::memory_order_relaxed); }
+
+  // In a forked child: close the descriptors.
+  void abandon() const noexcept { descriptors_.close_all(); }
+
+  std::unique_ptr<gloo::transport::Pair>& getPair(int peer) override;
+
+ private:
+  friend class Attempt;
+  enum State { kNone, kConnecting, kConnected, kFailed };
+  class Listener;
+
+  void begin(int peer, bool asks);
+  void accept();
+  void listen_to(Attempt& attempt);
+  bool has_place(Attempt& attempt);
+  void adopt(Attempt& attempt);
+  void ended(Attempt& attempt, const std::string& problem, bool is_refused);
+  void remove(int socket) const noexcept;
+  void settle() const;
+  const char* shown_to(int peer) const { return &proofs_[2 * FL_PROOF_BYTES * peer]; }
+  const char* expected_of(int peer) const { return shown_to(peer) + FL_PROOF_BYTES; }
+
+  const bool listens_on_;
+  std::vector<char> address_;
+  std::vector<std::vector<char>> addresses_;
+  std::string proofs_;
+  Hook connected_, needed_;
+  std::unique_ptr<Listener> listener_;
+  Descriptors descriptors_;
+  double seconds_ = 0;
+  std::atomic<int64_t> calls_{0};
+  std::unique_ptr<std::atomic<int>[]> states_;  // by peer; written under the lock
+
+  std::mutex closing_;  // one thread closes, and others wait until it has
+  std::mutex lock_;  // of what follows
+  std::condition_variable changed_;
+  bool is_open_ = false;
+  std::map<Attempt*, std::unique_ptr<Attempt>> attempts_;
+  std::vector<std::string> problems_;  // by peer
+  std::map<int, int64_t> answers_;     // to calls_of
+};
+
+}  // namespace fl

@@ -1,0 +1,153 @@
+"""Connections are made when they are needed, and many ranks pass on what they call."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+from tests.distributed.harness import run_outcomes, run_ranks
+
+RANKS = 12
+# One listens; 1, 2, 4 and 8 ranks before and after it are 6 others.
+AT_FIRST = 1 + 6
+LATE, GONE = 7, 5
+
+
+def each_a_host(rank: int) -> dict[str, str]:
+    return {"FLASHLIGHT_MEMORY_DOMAIN": str(rank)}
+
+
+def two_hosts(rank: int) -> dict[str, str]:
+    return {"FLASHLIGHT_MEMORY_DOMAIN": str(rank % 2)}
+
+
+def sockets() -> int:
+    """Return how many are open; both ends may have begun a connection, and one is given up soon."""
+    return min(open_now() for _ in range(20))
+
+
+def open_now() -> int:
+    time.sleep(0.005)
+    with os.scandir("/proc/self/fd") as entries:
+        paths = [Path(entry.path) for entry in entries]
+    return sum(path.is_socket() for path in paths)
+
+
+def begin(**params: Any) -> dict[str, Any]:
+    return {"params": {"TIMEOUT": 20, **params}, "env": each_a_host}
+
+
+def small_and_large(rank: int, size: int) -> list[int]:
+    """Return how many sockets there are at first, after small calls, a message and large ones."""
+    counts = [sockets()]
+    total = size * (size - 1) // 2
+    for count in (0, 1, 100):
+        assert (fl.all_reduce(np.full(count, rank)) == total).all()
+    assert (fl.all_gather(np.full(3, rank)).reshape(size, 3) == np.arange(size)[:, None]).all()
+    assert (fl.broadcast(np.full(5, rank), root=3) == 3).all()
+    assert fl.scan(np.full(2, rank)).tolist() == [rank * (rank + 1) // 2] * 2
+    gathered = fl.gather(np.full(rank % 2 + 1, rank), root=2)
+    assert (gathered is None) == (rank != 2)
+    fl.barrier()
+    counts.append(sockets())
+    far = (rank + size // 2) % size  # no neighbour of this one
+    came = np.empty(4, int)
+    fl.sendrecv(np.full(4, rank), far, came, far)
+    assert (came == far).all()
+    fl.barrier()
+    counts.append(sockets())
+    for count in (2000, 50000):
+        array = np.full(count, rank)
+        assert (fl.all_reduce(array) == total).all()
+        assert (fl.broadcast(np.full(count, rank), root=4) == 4).all()
+        moved = fl.all_to_all(np.repeat(np.arange(size) * size + rank, count // size))
+        assert (moved.reshape(size, -1) == (rank * size + np.arange(size))[:, None]).all()
+        part = fl.reduce_scatter(np.arange(size * 7.0) + rank)
+        assert part.tolist() == [size * (rank * 7 + i) + total for i in range(7)]
+        got = fl.reduce(np.full(count, rank), root=1)
+        assert rank != 1 or (got == total).all()
+        rows = fl.scatter(np.arange(size * 3).reshape(size, 3) if rank == 0 else None, root=0)
+        assert rows.reshape(-1).tolist() == [3 * rank, 3 * rank + 1, 3 * rank + 2]
+    counts.append(sockets())
+    return counts
+
+
+def test_only_those_who_need_each_other_are_connected() -> None:
+    """Small calls need no more than the neighbours, a message one more, large arrays all."""
+    counts = np.array(run_ranks(small_and_large, RANKS, **begin()))
+    base = counts[:, 0] - AT_FIRST  # what the process had before
+    assert (counts[:, 1] == counts[:, 0]).all()
+    assert (counts[:, 2] == base + AT_FIRST + 1).all()
+    assert (counts[:, 3] == base + RANKS).all()
+
+
+def on_two_hosts(rank: int, size: int) -> list[int]:
+    counts = [sockets()]
+    assert (fl.all_reduce(np.full(3, rank)) == size * (size - 1) // 2).all()
+    fl.barrier()
+    counts.append(sockets())
+    came = np.empty(1, int)
+    peer = size - 1 - rank
+    fl.sendrecv(np.full(1, rank), peer, came, peer)
+    assert came[0] == peer
+    return [*counts, sockets()]
+
+
+def test_ranks_that_share_memory_connect_to_nobody_but_their_counterparts() -> None:
+    """What joins all ranks is left alone until a message needs it."""
+    counts = np.array(run_ranks(on_two_hosts, 6, params={"TIMEOUT": 20}, env=two_hosts))
+    assert (counts[:, 0] == counts[:, 1]).all()
+    assert (counts[:, 2] == counts[:, 1] + 1).all()
+
+
+def mismatch(rank: int, size: int) -> None:
+    with pytest.raises(MismatchError, match=f"rank {LATE}"):
+        fl.all_reduce(np.zeros(4 if rank == LATE else 3))
+    assert fl.all_reduce(np.ones(1)) == size
+
+
+def come_late(rank: int, size: int) -> None:
+    fl.barrier()
+    if rank == LATE:
+        time.sleep(2.5)
+        with pytest.raises(PeerLostError, match="gave up waiting for this rank"):
+            fl.barrier()
+        return
+    time.sleep(0.1 * (rank % 3))  # their times are up one after the other
+    with pytest.raises(CollectiveTimeoutError, match=rf"rank {LATE}\b"):
+        fl.all_reduce(np.zeros(3))
+
+
+def disappear(rank: int, size: int) -> None:
+    fl.barrier()
+    if rank == GONE:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match=rf"rank {GONE}\b"):
+        fl.all_reduce(np.zeros(3))
+
+
+def test_who_calls_something_else_is_named_among_many() -> None:
+    """All have heard of all, and the group lives on."""
+    run_ranks(mismatch, RANKS, **begin())
+
+
+@pytest.mark.slow
+def test_who_is_late_is_named_among_many() -> None:
+    """Not those who wait for it, and were to pass on what it calls."""
+    run_ranks(come_late, RANKS, **begin(TIMEOUT=1))
+
+
+@pytest.mark.slow
+def test_who_is_gone_is_named_among_many() -> None:
+    """Also by those who were not connected to it."""
+    outcomes = run_outcomes(disappear, RANKS, **begin())
+    assert outcomes[GONE].signal == signal.SIGKILL
+    assert all(outcome.ok for rank, outcome in enumerate(outcomes) if rank != GONE), outcomes
