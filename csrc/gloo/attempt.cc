@@ -22,8 +22,6 @@ struct Refused : std::runtime_error {
 };
 
 constexpr char kNoProof[FL_PROOF_BYTES] = {};
-constexpr char kStranger[] =
-    "who connected in its place does not know the secret of this job";
 
 [[noreturn]] void fail(int error) { throw std::system_error(error, std::generic_category()); }
 

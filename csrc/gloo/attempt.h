@@ -23,6 +23,9 @@ struct Greeting {
 // Events come on Gloo's thread.
 class Attempt : public gloo::transport::tcp::Handler {
  public:
+  static constexpr char kStranger[] =
+      "who connected in its place does not know the secret of this job";
+
   // To `peer`, by a socket that is connecting; or by one that was accepted, of whoever it is (-1).
   Attempt(Links& links, int socket, int peer, bool asks);
   ~Attempt() override;

@@ -58,7 +58,7 @@ int descriptor_of(const tcp::Device& device) {
   throw std::system_error(errno, std::generic_category(), doing);
 }
 
-// A pair of Gloo's with a socket that is connected. It was made to listen, which nobody has been told.
+// A pair of Gloo's with a socket that is connected. It was made to listen, at an address that no rank knows.
 class Adopted : public tcp::Pair {
  public:
   Adopted(tcp::Context* context, tcp::Device* device, Attempt& attempt)
@@ -212,7 +212,7 @@ void Links::begin(int peer, bool asks) {
   auto attempt = std::make_unique<Attempt>(*this, made, peer, asks);
   const socklen_t bytes = where.ss_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
   if (connect(made, reinterpret_cast<const sockaddr*>(&where), bytes) != 0 && errno != EINPROGRESS) {
-    problems_[peer] = std::generic_category().message(errno);
+    explain(peer, std::generic_category().message(errno));
     if (asks) answers_[peer] = kAbsent;
     if (!asks) states_[peer] = kFailed;
     return;
@@ -223,18 +223,23 @@ void Links::begin(int peer, bool asks) {
   device_->registerDescriptor(made, EPOLLOUT, begun);
 }
 
+// Who has not proven itself here gives up and goes: that it has gone is not the reason.
+void Links::explain(int peer, const std::string& problem) {
+  if (problems_[peer] != Attempt::kStranger) problems_[peer] = problem;
+}
+
 // On Gloo's thread -----------------------------------------------------------------------------
 
 void Links::accept() {
   const std::lock_guard<std::mutex> lock(lock_);
   if (!is_open_) return;
   const int made = accept4(listener_->socket, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-  if (made < 0) return;  // whoever it was has gone again
+  if (made < 0) return;  // the other end has closed it again
   auto attempt = std::make_unique<Attempt>(*this, made, -1, false);
   Attempt* const begun = attempt.get();
-  const auto guest = std::find_if(attempts_.begin(), attempts_.end(),
+  const auto other = std::find_if(attempts_.begin(), attempts_.end(),
                                   [](const auto& each) { return !each.first->is_ours; });
-  if (attempts_.size() >= 2 * size + kSpare && guest != attempts_.end()) guest->first->cancel();
+  if (attempts_.size() >= 2 * size + kSpare && other != attempts_.end()) other->first->cancel();
   attempts_.emplace(begun, std::move(attempt));
   device_->registerDescriptor(made, EPOLLIN, begun);
 }
@@ -283,7 +288,9 @@ void Links::ended(Attempt& attempt, const std::string& problem, bool is_refused)
     states_[peer] = kNone;
   } else if (attempt.is_ours && states_[peer] == kConnecting) {
     states_[peer] = is_refused ? kNone : kFailed;
-    problems_[peer] = problem;
+    explain(peer, problem);
+  } else if (!attempt.is_ours && problem == Attempt::kStranger) {
+    explain(peer, problem);
   }
   if (!attempt.is_taken) remove(attempt.socket);
   attempts_.erase(&attempt);

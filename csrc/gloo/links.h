@@ -77,6 +77,7 @@ class Links : public gloo::transport::tcp::Context {
   void listen_to(Attempt& attempt);
   bool has_place(Attempt& attempt);
   void adopt(Attempt& attempt);
+  void explain(int peer, const std::string& problem);
   void ended(Attempt& attempt, const std::string& problem, bool is_refused);
   void remove(int socket) const noexcept;
   void settle() const;
@@ -99,7 +100,7 @@ class Links : public gloo::transport::tcp::Context {
   std::condition_variable changed_;
   bool is_open_ = false;
   std::map<Attempt*, std::unique_ptr<Attempt>> attempts_;
-  std::vector<std::string> problems_;  // by peer
+  std::vector<std::string> problems_;  // by peer, why there is no connection
   std::map<int, int64_t> answers_;     // to calls_of
 };
 
