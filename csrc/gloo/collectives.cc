@@ -39,7 +39,11 @@ void Collectives::open() {
 void Collectives::begin() {
   has_begun_ = true;
   if (passes_on_) return relay_.open();
-  for (size_t turn = 0; turn < kTurns; ++turn) post_headers_of(turn);
+  for (size_t turn = 0; turn < kTurns; ++turn) {
+    for (int r = 0; r < size_; ++r) {
+      if (r != rank_) post_header(r, turn);
+    }
+  }
 }
 
 // Receives are posted ahead of time: a header then arrives in one message, without waiting for
@@ -49,22 +53,13 @@ void Collectives::post_headers() {
     for (int r : given_) waiter_->sent(*outgoing_buffers_[r], r);
     return given_.clear();
   }
-  post_headers_of(turn_);
+  has_read_ = true;
   turn_ = (turn_ + 1) % kTurns;
 }
 
-void Collectives::post_headers_of(size_t turn) {
-  for (int r = 0; r < size_; ++r) {
-    if (r == rank_) continue;
-    incoming_[turn * size_ + r].arrived = 0;
-    try {
-      incoming_buffers_[turn * size_ + r]->recv(r, kHeaderSlot);
-    } catch (const std::exception&) {
-      // This peer has left already, after an operation that succeeded. The next one will fail
-      // when it sends its header there.
-      continue;
-    }
-  }
+void Collectives::post_header(int r, size_t turn) {
+  incoming_[turn * size_ + r].arrived = 0;
+  mesh_.ask(*incoming_buffers_[turn * size_ + r], r, kHeaderSlot, 0, sizeof(Frame));
 }
 
 // Every rank announces to every other what it calls and, where it is small, what `give` has of `data` for
@@ -110,8 +105,14 @@ void Collectives::announce(const Call& call, const void* data, const Parts& give
     frame.site = call.site;
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
     if (bytes > 0) std::memcpy(frame.payload, source + give[r].begin, bytes);
+    if (has_read_) {
+      mesh_.delay_requests(r, true);
+      post_header(r, (turn_ + 1) % kTurns);
+      mesh_.delay_requests(r, false);
+    }
     outgoing_buffers_[r]->send(r, kHeaderSlot, 0, offsetof(Frame, payload) + bytes);
   }
+  has_read_ = false;
 }
 
 void Collectives::receive_calls(Call& call) {

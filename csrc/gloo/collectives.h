@@ -79,8 +79,9 @@ class Collectives {
   // Payloads up to this size travel inside the header, in one step instead of two. Copying more
   // takes longer than the step.
   static constexpr size_t kInlineBytes = 64 << 10;
-  // Calls whose headers can arrive unasked. A rank asks for that of call k + 2 before it sends its own of
-  // k + 1, which ends that call for the others: nobody who begins k + 2 waits to be asked.
+  // Calls whose headers can arrive unasked. A rank asks for that of call k + 2 just before it sends its own
+  // of k + 1, in one packet, which ends that call for the others: nobody who begins k + 2 waits to be
+  // asked.
   static constexpr size_t kTurns = 2;
   struct Frame {
     uint64_t arrived;  // written by the sender, cleared by the receiver
@@ -101,7 +102,7 @@ class Collectives {
   // Rank r's, small and fetched; until post_headers().
   const char* payload(int r) const;
   void post_headers();
-  void post_headers_of(size_t turn);
+  void post_header(int r, size_t turn);
   Frame& incoming(int r) { return incoming_[turn_ * size_ + r]; }
   const Frame& incoming(int r) const { return incoming_[turn_ * size_ + r]; }
   std::vector<int> not_arrived(const Call& call);
@@ -116,6 +117,7 @@ class Collectives {
                        int collector);
   gloo::transport::UnboundBuffer& room(int r);
   void make_rooms();
+  void ask_for_piece(size_t at);
 
   void deliver(Call& call, const void* from, const Parts& give, void* into, const Parts& take);
   void move_large(Call& call, const void* from, const Parts& give, char* into, const Parts& take);
@@ -129,6 +131,7 @@ class Collectives {
   const int size_;
   const bool passes_on_;  // what ranks call goes by others: see Relay
   bool has_begun_ = false;
+  bool has_read_ = false;  // the frames of the last call: they can be asked for again
   // One per peer, of what arrives kTurns. Memory that no payload reaches is never touched.
   std::unique_ptr<Frame[]> outgoing_;
   std::unique_ptr<Frame[]> incoming_;
@@ -144,6 +147,7 @@ class Collectives {
   // Of large reductions: what came from each peer, kept from one to the next.
   std::unique_ptr<char[]> scratch_;
   std::vector<Buffer> rooms_;
+  size_t taken_ = 0;  // of the pieces that came from each
 };
 
 }  // namespace fl

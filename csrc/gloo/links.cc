@@ -2,9 +2,8 @@
 
 #include <fcntl.h>
 #include <gloo/transport/tcp/address.h>
-#include <gloo/transport/tcp/loop.h>
-#include <gloo/transport/tcp/pair.h>
 #include <netinet/in.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -17,6 +16,7 @@
 
 #include "attempt.h"
 #include "line.h"
+#include "pair.h"
 
 namespace fl {
 namespace {
@@ -26,57 +26,9 @@ namespace tcp = gloo::transport::tcp;
 // Connections that have proven nothing yet, beyond one for each rank; more are a flood.
 constexpr size_t kSpare = 64;
 
-// Private members are named in explicit instantiations, where access is not checked: a Gloo that
-// has others does not compile.
-template <typename Of, typename Of::Member member>
-struct Reveal {
-  friend typename Of::Member reveal(Of) { return member; }
-};
-
-struct DeviceLoop {
-  using Member = std::shared_ptr<tcp::Loop> tcp::Device::*;
-  friend Member reveal(DeviceLoop);
-};
-struct LoopDescriptor {
-  using Member = int tcp::Loop::*;
-  friend Member reveal(LoopDescriptor);
-};
-struct DeviceAttributes {
-  using Member = const tcp::attr tcp::Device::*;
-  friend Member reveal(DeviceAttributes);
-};
-
-template struct Reveal<DeviceLoop, &tcp::Device::loop_>;
-template struct Reveal<LoopDescriptor, &tcp::Loop::fd_>;
-template struct Reveal<DeviceAttributes, &tcp::Device::attr_>;
-
-int descriptor_of(const tcp::Device& device) {
-  return (*(device.*reveal(DeviceLoop{}))).*reveal(LoopDescriptor{});
-}
-
 [[noreturn]] void fail(const char* doing) {
   throw std::system_error(errno, std::generic_category(), doing);
 }
-
-// A pair of Gloo's with a socket that is connected. It was made to listen, at an address that no rank knows.
-class Adopted : public tcp::Pair {
- public:
-  Adopted(tcp::Context* context, tcp::Device* device, Attempt& attempt)
-      : Pair(context, device, attempt.peer, std::chrono::hours(24)) {
-    const std::lock_guard<std::mutex> lock(m_);
-    if (state_ != LISTENING) throw std::runtime_error("a stranger has connected");
-    epoll_ctl(descriptor_of(*device), EPOLL_CTL_DEL, fd_, nullptr);
-    ::close(fd_);
-    fd_ = attempt.socket;
-    try {
-      handleConnected();
-    } catch (const std::exception&) {  // the other end has gone
-      state_ = CLOSED;  // with nothing to close: Gloo's loop does not serve it
-      throw;
-    }
-    attempt.is_taken = true;
-  }
-};
 
 }  // namespace
 
@@ -111,7 +63,7 @@ class Links::Listener : public tcp::Handler {
 Links::Links(std::shared_ptr<tcp::Device> device, int rank, int size, bool listens_on)
     : Context(std::move(device), rank, size),
       listens_on_(listens_on),
-      listener_(std::make_unique<Listener>(*this, (*device_).*reveal(DeviceAttributes{}))),
+      listener_(std::make_unique<Listener>(*this, attributes_of(*device_))),
       descriptors_(size + 2),
       states_(new std::atomic<int>[size]()),
       problems_(size) {
@@ -171,6 +123,28 @@ void Links::remove(int socket) const noexcept {
 std::unique_ptr<gloo::transport::Pair>& Links::getPair(int peer) {
   if (!is_connected(peer)) needed_(peer);
   return pairs_[peer];
+}
+
+std::unique_ptr<gloo::transport::UnboundBuffer> Links::createUnboundBuffer(void* data,
+                                                                          size_t bytes) {
+  return std::make_unique<Receiver>(shared_from_this(), data, bytes);
+}
+
+void Links::delay_requests(int peer, bool delays) {
+  if (is_connected(peer)) static_cast<Pair&>(*pairs_[peer]).delay_requests(delays);
+}
+
+void Links::read(gloo::transport::UnboundBuffer& buffer, int peer, Clock::time_point end) {
+  auto& wanted = static_cast<Receiver&>(buffer);
+  if (wanted.has_received() || !is_connected(peer)) return;
+  auto& pair = static_cast<Pair&>(*pairs_[peer]);
+  pair.is_served(false);
+  for (;;) {
+    pair.read_what_has_arrived();
+    if (wanted.has_received() || Clock::now() >= end) break;
+    sched_yield();
+  }
+  pair.is_served(true);
 }
 
 // Connecting -----------------------------------------------------------------------------------
@@ -265,7 +239,8 @@ void Links::adopt(Attempt& attempt) {
   const std::lock_guard<std::mutex> lock(lock_);
   if (!is_open_ || states_[attempt.peer] == kConnected) return;
   remove(attempt.socket);
-  pairs_[attempt.peer] = std::make_unique<Adopted>(this, device_.get(), attempt);
+  pairs_[attempt.peer] = std::make_unique<Pair>(this, device_.get(), attempt.peer, attempt.socket);
+  attempt.is_taken = true;
   descriptors_.add(attempt.socket);
   if (seconds_ > 0) keep_alive(attempt.socket, seconds_);
   states_[attempt.peer].store(kConnected, std::memory_order_release);

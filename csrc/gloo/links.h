@@ -65,7 +65,16 @@ class Links : public gloo::transport::tcp::Context {
   // In a forked child: close the descriptors.
   void abandon() const noexcept { descriptors_.close_all(); }
 
+  // Whether `peer` is asked for messages in one packet with what is sent to it next; for 200 ms at most.
+  void delay_requests(int peer, bool delays);
+
+  // Until `end`, read on this thread what arrives from `peer`, or until `buffer` has received: Gloo's
+  // thread, and then this one, need not be scheduled first. Neither throws nor takes what was received.
+  void read(gloo::transport::UnboundBuffer& buffer, int peer, Clock::time_point end);
+
   std::unique_ptr<gloo::transport::Pair>& getPair(int peer) override;
+  std::unique_ptr<gloo::transport::UnboundBuffer> createUnboundBuffer(void* data,
+                                                                      size_t bytes) override;
 
  private:
   friend class Attempt;

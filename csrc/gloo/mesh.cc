@@ -131,6 +131,15 @@ void Mesh::require(int peer) {
   }
 }
 
+void Mesh::ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset,
+               size_t bytes) {
+  try {
+    buffer.recv(peer, slot, offset, bytes);
+  } catch (const std::exception&) {
+    // Whatever is sent there says so.
+  }
+}
+
 std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) {
   std::vector<int> behind, absent;
   for (const auto& [peer, answer] : links_->calls_of(ranks, Clock::now() + kGoodbye)) {

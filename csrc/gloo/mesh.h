@@ -74,6 +74,11 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   void reach(const std::vector<int>& peers);
   // Wait until `peer` is connected, as the operation that runs on this thread may. Throws Failure.
   void require(int peer);
+  // Ask for what `peer` sends in a later operation. One that has left already, after operations that
+  // succeeded, makes that one fail, not this one.
+  void ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
+  // See Links.
+  void delay_requests(int peer, bool delays) { links_->delay_requests(peer, delays); }
   // Which rank connect() waits for just now; -1: for none.
   int awaited() const { return awaited_; }
 
@@ -96,6 +101,9 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   Watch& watch() { return watch_; }
 
   bool is_lost(int peer) override;
+  void read(gloo::transport::UnboundBuffer& buffer, int peer, Clock::time_point end) override {
+    links_->read(buffer, peer, end);
+  }
   // What a broken connection means: which ranks are lost, or why a peer gave up. `peer` is the one
   // that was waited for, or -1.
   Failure explain(int peer, const std::string& what) override;

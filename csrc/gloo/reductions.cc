@@ -12,13 +12,19 @@ namespace {
 // rest is on the wire.
 constexpr size_t kPieces = 8, kLeastPiece = 64 << 10;
 
+// So many pieces of each rank can arrive unasked, if they fit in the memory for those of all.
+constexpr size_t kMostPlaces = 16, kOfAll = 8 << 20;
+
 // Who gets the reduced parts, where it is not one rank.
 constexpr int kNobody = -1, kEverybody = -2;
 
-// Memory for what is on the wire from each rank, or being combined.
-size_t room_bytes(int ranks) {
-  constexpr size_t kLargest = 4 << 20, kOfAll = 8 << 20;
-  return std::clamp(kOfAll / ranks / kLeastPiece * kLeastPiece, 2 * kLeastPiece, kLargest);
+// Memory for a piece of one rank.
+size_t place_bytes(int ranks) {
+  return std::max(kOfAll / ranks / kMostPlaces / kLeastPiece * kLeastPiece, kLeastPiece);
+}
+
+size_t places(int ranks) {
+  return std::clamp<size_t>(kOfAll / ranks / place_bytes(ranks), 2, kMostPlaces);
 }
 
 size_t longest(const Parts& parts) {
@@ -28,7 +34,7 @@ size_t longest(const Parts& parts) {
 }
 
 size_t piece_bytes(const Parts& parts, const fl_signature& mine) {
-  const size_t most = std::min(kChunkBytes, room_bytes(static_cast<int>(parts.size())) / 2);
+  const size_t most = place_bytes(static_cast<int>(parts.size()));
   return std::clamp(longest(parts) / kPieces, kLeastPiece, most) / mine.itemsize * mine.itemsize;
 }
 
@@ -68,7 +74,7 @@ class Collectives::ReductionInParts {
 
  private:
   Part piece(int r, size_t c) const;
-  size_t place(size_t c) const { return c % depth_ * piece_bytes_; }
+  size_t place(size_t c) const { return (first_ + c) % depth_ * place_bytes(size_); }
   bool collects(int r) const { return collector_ == kEverybody || collector_ == r; }
   int peer(int step) const { return (rank_ + step) % size_; }
   void start(size_t c);
@@ -82,6 +88,8 @@ class Collectives::ReductionInParts {
   const int rank_, size_, collector_;
   const Parts parts_;
   const size_t piece_bytes_, depth_;  // of each part so many pieces are on the wire or being reduced
+  const size_t first_;                // where in the rooms the first one arrives
+  const bool in_place_;               // what is sent is overwritten by the result
   char* const data_;
   char* const output_;
   const Buffer sends_, results_;
@@ -100,12 +108,14 @@ Collectives::ReductionInParts::ReductionInParts(Collectives& group, Call& call, 
       collector_(collector),
       parts_(std::move(parts)),
       piece_bytes_(piece_bytes(parts_, mine_)),
-      depth_(room_bytes(size_) / piece_bytes_),
+      depth_(places(size_)),
+      first_(group.taken_),
+      in_place_(output == data && collector == kNobody),
       data_(static_cast<char*>(const_cast<void*>(data))),
       output_(output),
       sends_(group.mesh_.buffer(data, call.bytes())),
       results_(output != nullptr ? group.mesh_.buffer(output, parts_[rank_].bytes)
-                                 : group.mesh_.buffer(group.room(rank_).ptr, depth_ * piece_bytes_)),
+                                 : group.mesh_.buffer(group.room(rank_).ptr, group.room(rank_).size)),
       collected_(size_),
       from_(size_) {
   for (int r = 0; r < size_ && collects(rank_); ++r) {
@@ -132,8 +142,7 @@ void Collectives::ReductionInParts::run() {
 void Collectives::ReductionInParts::start(size_t c) {
   for (int step = 1; step < size_; ++step) {
     const int r = peer(step);
-    const Part own = piece(rank_, c), theirs = piece(r, c);
-    if (own.bytes > 0) group_.room(r).recv(r, kReduceSlot, place(c), own.bytes);
+    const Part theirs = piece(r, c);
     if (theirs.bytes == 0) continue;
     if (collects(rank_)) collected_[r]->recv(r, kPartSlot, c * piece_bytes_, theirs.bytes);
     sends_->send(r, kReduceSlot, theirs.begin, theirs.bytes);
@@ -149,11 +158,14 @@ void Collectives::ReductionInParts::combine(size_t c) {
     const char* came = static_cast<const char*>(group_.room(r).ptr) + place(c);
     from_[r] = r == rank_ ? data_ + own.begin : came;
   }
+  if (in_place_) waiter_.sent(*sends_, sent_[c]);
   if (output_ == nullptr && c >= depth_) waiter_.sent(*results_, given_[c - depth_]);
   const size_t at = output_ != nullptr ? c * piece_bytes_ : place(c);
   char* result = static_cast<char*>(results_->ptr) + at;
   fl::reduce(mine_.dtype, mine_.op, mine_.scale, result, from_.data(), size_,
              own.bytes / mine_.itemsize);
+  group_.ask_for_piece(place(c));
+  ++group_.taken_;
   give(at, own.bytes);
 }
 
@@ -167,7 +179,7 @@ void Collectives::ReductionInParts::give(size_t at, size_t bytes) {
 }
 
 void Collectives::ReductionInParts::finish() {
-  for (int r : sent_) waiter_.sent(*sends_, r);
+  for (size_t i = 0; i < sent_.size() && !in_place_; ++i) waiter_.sent(*sends_, sent_[i]);
   const size_t passed = output_ != nullptr ? 0 : given_.size() - std::min(given_.size(), depth_);
   for (size_t i = passed; i < given_.size(); ++i) waiter_.sent(*results_, given_[i]);
   if (!collects(rank_)) return;
@@ -181,9 +193,17 @@ void Collectives::ReductionInParts::finish() {
 gloo::transport::UnboundBuffer& Collectives::room(int r) { return *rooms_[r]; }
 
 void Collectives::make_rooms() {
-  const size_t bytes = room_bytes(size_);
+  const size_t bytes = place_bytes(size_) * places(size_);
   scratch_.reset(new char[size_ * bytes]);
   for (int r = 0; r < size_; ++r) rooms_.push_back(mesh_.buffer(scratch_.get() + r * bytes, bytes));
+  for (size_t at = 0; at < bytes; at += place_bytes(size_)) ask_for_piece(at);
+}
+
+// Ahead of time, as for headers: a piece is sent as soon as it is known that all call the same.
+void Collectives::ask_for_piece(size_t at) {
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_) mesh_.ask(room(r), r, kReduceSlot, at, place_bytes(size_));
+  }
 }
 
 void Collectives::reduce_in_parts(Call& call, const void* data, char* output, const Parts& parts,
@@ -201,15 +221,18 @@ void Collectives::reduce_inline(const Call& call, const void* data, size_t skip,
   fl::reduce(call.mine.dtype, call.mine.op, call.mine.scale, into, from.data(), size_, count);
 }
 
-// Small: everybody has everybody's data and reduces it. Large: bytes sent per rank are 2 (n-1)/n of
-// the array, as for a ring, in 2 steps instead of 2 (n-1), and with a sum that does not depend on
-// where in the ring a part began.
+// Small: everybody has everybody's data and reduces it, and so do two ranks, which then send no more
+// than otherwise. Large: bytes sent per rank are 2 (n-1)/n of the array, as for a ring, in 2 steps
+// instead of 2 (n-1), and with a sum that does not depend on where in the ring a part began.
 void Collectives::all_reduce(Call& call, void* data) {
   const bool small = call.bytes() * (size_ - 1) <= kInlineBytes;
   meet(call, data, same_for_all(small ? call.bytes() : 0));
   if (small) reduce_inline(call, data, 0, call.mine.count, data);
   post_headers();
   if (small) return;
+  if (size_ == 2) {
+    return reduce_in_parts(call, data, static_cast<char*>(data), same_for_all(call.bytes()), kNobody);
+  }
   const Parts parts = even_parts(call.mine, size_);
   char* own = static_cast<char*>(data) + parts[rank_].begin;
   reduce_in_parts(call, data, own, parts, kEverybody);

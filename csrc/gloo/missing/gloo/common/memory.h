@@ -13,7 +13,13 @@ class NonOwningPtr final {
 };
 
 template <typename T>
+class ShareableNonOwningPtr;
+
+template <typename T>
 class WeakNonOwningPtr final {
+ public:
+  explicit WeakNonOwningPtr(const ShareableNonOwningPtr<T>&);
+
  private:
   std::weak_ptr<T> ptr_;
 };

@@ -1,0 +1,100 @@
+#include "pair.h"
+
+#include <gloo/transport/tcp/loop.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+namespace fl {
+
+namespace tcp = gloo::transport::tcp;
+
+namespace {
+
+// Private members are named in explicit instantiations, where access is not checked: a Gloo that
+// has others does not compile.
+template <typename Of, typename Of::Member member>
+struct Reveal {
+  friend typename Of::Member reveal(Of) { return member; }
+};
+
+struct DeviceLoop {
+  using Member = std::shared_ptr<tcp::Loop> tcp::Device::*;
+  friend Member reveal(DeviceLoop);
+};
+struct LoopDescriptor {
+  using Member = int tcp::Loop::*;
+  friend Member reveal(LoopDescriptor);
+};
+struct DeviceAttributes {
+  using Member = const tcp::attr tcp::Device::*;
+  friend Member reveal(DeviceAttributes);
+};
+
+template struct Reveal<DeviceLoop, &tcp::Device::loop_>;
+template struct Reveal<LoopDescriptor, &tcp::Loop::fd_>;
+template struct Reveal<DeviceAttributes, &tcp::Device::attr_>;
+
+}  // namespace
+
+int descriptor_of(const tcp::Device& device) {
+  return (*(device.*reveal(DeviceLoop{}))).*reveal(LoopDescriptor{});
+}
+
+const tcp::attr& attributes_of(const tcp::Device& device) {
+  return device.*reveal(DeviceAttributes{});
+}
+
+// It is made to listen, at an address that no rank knows.
+Pair::Pair(tcp::Context* context, tcp::Device* device, int peer, int socket)
+    : tcp::Pair(context, device, peer, std::chrono::hours(24)) {
+  const std::lock_guard<std::mutex> lock(m_);
+  if (state_ != LISTENING) throw std::runtime_error("a stranger has connected");
+  epoll_ctl(descriptor_of(*device), EPOLL_CTL_DEL, fd_, nullptr);
+  ::close(fd_);
+  fd_ = socket;
+  try {
+    handleConnected();
+  } catch (const std::exception&) {
+    state_ = CLOSED;  // with nothing to close: Gloo's loop does not serve it
+    throw;
+  }
+}
+
+void Pair::is_served(bool served) {
+  const std::lock_guard<std::mutex> lock(m_);
+  if (state_ != CONNECTED) return;
+  const unsigned reads = served ? EPOLLIN : 0u, writes = tx_.empty() ? 0u : EPOLLOUT;
+  device_->registerDescriptor(fd_, static_cast<int>(reads | writes), this);
+}
+
+void Pair::read_what_has_arrived() {
+  const std::lock_guard<std::mutex> lock(m_);
+  if (state_ == CONNECTED) handleReadWrite(EPOLLIN);
+}
+
+void Pair::delay_requests(bool delays) {
+  const std::lock_guard<std::mutex> lock(m_);
+  delays_ = delays;
+}
+
+bool Pair::write(tcp::Op& op) {
+  if (delays_ && op.getOpcode() == tcp::Op::NOTIFY_RECV_READY && op.nwritten == 0) {
+    const ssize_t sent =
+        ::send(fd_, &op.preamble, sizeof op.preamble, MSG_MORE | MSG_NOSIGNAL | MSG_DONTWAIT);
+    op.nwritten = std::max<ssize_t>(sent, 0);
+    if (op.nwritten == sizeof op.preamble) return true;
+  }
+  return tcp::Pair::write(op);
+}
+
+bool Receiver::has_received() {
+  const std::lock_guard<std::mutex> lock(m_);
+  return recvCompletions_ > 0;
+}
+
+}  // namespace fl

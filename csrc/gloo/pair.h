@@ -1,0 +1,44 @@
+// A connection of Gloo's, with what Gloo has no name for.
+#pragma once
+
+#include <gloo/transport/tcp/context.h>
+#include <gloo/transport/tcp/device.h>
+#include <gloo/transport/tcp/pair.h>
+#include <gloo/transport/tcp/unbound_buffer.h>
+
+namespace fl {
+
+// Of Gloo's thread that serves the sockets: its epoll descriptor.
+int descriptor_of(const gloo::transport::tcp::Device& device);
+const gloo::transport::tcp::attr& attributes_of(const gloo::transport::tcp::Device& device);
+
+class Pair : public gloo::transport::tcp::Pair {
+ public:
+  // With a socket that is connected; throws, and leaves it alone, where the other end has gone.
+  Pair(gloo::transport::tcp::Context* context, gloo::transport::tcp::Device* device, int peer,
+       int socket);
+
+  // Whether Gloo's thread reads what arrives; it does from the beginning.
+  void is_served(bool served);
+  // Read what has arrived, on this thread.
+  void read_what_has_arrived();
+  // Whether the peer is asked for messages in one packet with what is sent to it next; for 200 ms at
+  // most.
+  void delay_requests(bool delays);
+
+ private:
+  bool write(gloo::transport::tcp::Op& op) override;
+
+  bool delays_ = false;  // under its mutex, like all else
+};
+
+// What all buffers of Links are.
+class Receiver : public gloo::transport::tcp::UnboundBuffer {
+ public:
+  using UnboundBuffer::UnboundBuffer;
+
+  // Whether a wait for the next message would return at once.
+  bool has_received();
+};
+
+}  // namespace fl
