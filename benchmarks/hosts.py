@@ -4,7 +4,7 @@
 
 The hosts are those of tests/cluster: namespaces of this machine, joined by a switch whose cables
 have a rate, a delay and a loss. The ranks of all hosts share this machine's cores with the switch,
-so 4 ranks on 2 cores are compared with torch only, whose ranks wait as ours do. The method is that
+so two ranks on each of two hosts are compared with torch only, whose ranks wait as ours do. The method is that
 of all_reduce.py. The wire's time is that of the bytes which the busiest cable must carry one way,
 in full frames.
 """
@@ -102,7 +102,7 @@ def measure(
             entrants += [
                 dataclasses.replace(peer, library=there(peer.library))
                 for peer in peers
-                if peer.title == TORCH or shape == "2 x 1"
+                if peer.title == TORCH or shape != "2 x 2"
             ]
             return [
                 conductor.measure(_case(verb, nbytes, ranks), entrants)

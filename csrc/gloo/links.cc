@@ -26,6 +26,12 @@ namespace tcp = gloo::transport::tcp;
 // Connections that have proven nothing yet, beyond one for each rank; more are a flood.
 constexpr size_t kSpare = 64;
 
+// How long a wait reads the connection itself: to have Gloo's thread scheduled, and then the one that
+// waits, takes about as long. Half of it after a wait for which that was too short, and so on: nobody
+// burns what others need where hosts are far, or threads more than processors.
+constexpr std::chrono::microseconds kBrief{64};
+constexpr int kMostVain = 6;
+
 [[noreturn]] void fail(const char* doing) {
   throw std::system_error(errno, std::generic_category(), doing);
 }
@@ -134,10 +140,12 @@ void Links::delay_requests(int peer, bool delays) {
   if (is_connected(peer)) static_cast<Pair&>(*pairs_[peer]).delay_requests(delays);
 }
 
-void Links::read(gloo::transport::UnboundBuffer& buffer, int peer, Clock::time_point end) {
+void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {
   auto& wanted = static_cast<Receiver&>(buffer);
   if (wanted.has_received() || !is_connected(peer)) return;
   auto& pair = static_cast<Pair&>(*pairs_[peer]);
+  const int vain = vain_.load(std::memory_order_relaxed);
+  const auto end = Clock::now() + kBrief / (1 << vain);
   pair.is_served(false);
   for (;;) {
     pair.read_what_has_arrived();
@@ -145,6 +153,8 @@ void Links::read(gloo::transport::UnboundBuffer& buffer, int peer, Clock::time_p
     sched_yield();
   }
   pair.is_served(true);
+  const int next = wanted.has_received() ? std::max(vain - 1, 0) : std::min(vain + 2, kMostVain);
+  vain_.store(next, std::memory_order_relaxed);
 }
 
 // Connecting -----------------------------------------------------------------------------------

@@ -68,9 +68,9 @@ class Links : public gloo::transport::tcp::Context {
   // Whether `peer` is asked for messages in one packet with what is sent to it next; for 200 ms at most.
   void delay_requests(int peer, bool delays);
 
-  // Until `end`, read on this thread what arrives from `peer`, or until `buffer` has received: Gloo's
-  // thread, and then this one, need not be scheduled first. Neither throws nor takes what was received.
-  void read(gloo::transport::UnboundBuffer& buffer, int peer, Clock::time_point end);
+  // For a moment, read on this thread what arrives from `peer`, until `buffer` has received: Gloo's
+  // thread, and then this one, need not be scheduled first.
+  void read(gloo::transport::UnboundBuffer& buffer, int peer);
 
   std::unique_ptr<gloo::transport::Pair>& getPair(int peer) override;
   std::unique_ptr<gloo::transport::UnboundBuffer> createUnboundBuffer(void* data,
@@ -102,6 +102,7 @@ class Links : public gloo::transport::tcp::Context {
   Descriptors descriptors_;
   double seconds_ = 0;
   std::atomic<int64_t> calls_{0};
+  std::atomic<int> vain_{0};  // the more, the more threads have read for nothing of late
   std::unique_ptr<std::atomic<int>[]> states_;  // by peer; written under the lock
 
   std::mutex closing_;  // one thread closes, and others wait until it has

@@ -101,9 +101,7 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   Watch& watch() { return watch_; }
 
   bool is_lost(int peer) override;
-  void read(gloo::transport::UnboundBuffer& buffer, int peer, Clock::time_point end) override {
-    links_->read(buffer, peer, end);
-  }
+  void read(gloo::transport::UnboundBuffer& buffer, int peer) override { links_->read(buffer, peer); }
   // What a broken connection means: which ranks are lost, or why a peer gave up. `peer` is the one
   // that was waited for, or -1.
   Failure explain(int peer, const std::string& what) override;

@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kPieces = 8, kLeastPiece = 64 << 10;
 
 // So many pieces of each rank can arrive unasked, if they fit in the memory for those of all.
-constexpr size_t kMostPlaces = 16, kOfAll = 8 << 20;
+constexpr size_t kMostPlaces = 8, kOfAll = 8 << 20;
 
 // Who gets the reduced parts, where it is not one rank.
 constexpr int kNobody = -1, kEverybody = -2;

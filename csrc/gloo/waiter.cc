@@ -9,10 +9,6 @@ namespace {
 // Longer than any deadline that matters: the watch ends waits, not Gloo.
 constexpr std::chrono::hours kForever{10000};
 
-// A wait that is as short as to have Gloo's thread scheduled, and then the one that waits. Where there
-// are more threads than processors, waits are longer, and nobody burns what others need.
-constexpr std::chrono::microseconds kBrief{200};
-
 }  // namespace
 
 Watch::Watch(Connections& connections)
@@ -105,12 +101,8 @@ thread_local Waiter* Waiter::current_ = nullptr;
 
 void Waiter::received(gloo::transport::UnboundBuffer& buffer, int peer) {
   using gloo::transport::UnboundBuffer;
-  const auto begin = Clock::now();
-  const Clock::duration usual(watch_.usual_.load(std::memory_order_relaxed));
-  if (usual < kBrief) watch_.connections_.read(buffer, peer, begin + kBrief);
+  watch_.connections_.read(buffer, peer);
   wait(buffer, peer, &UnboundBuffer::waitRecv, &UnboundBuffer::abortWaitRecv);
-  const auto took = std::min<Clock::duration>(Clock::now() - begin, 8 * kBrief);
-  watch_.usual_.store((usual + (took - usual) / 8).count(), std::memory_order_relaxed);
 }
 
 void Waiter::sent(gloo::transport::UnboundBuffer& buffer, int peer) {

@@ -4,7 +4,6 @@
 
 #include <gloo/transport/unbound_buffer.h>
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -29,8 +28,8 @@ class Connections {
  public:
   virtual ~Connections() = default;
   virtual bool is_lost(int peer) = 0;
-  // Until `end`, read what comes from `peer` on the thread that waits for it in `buffer`.
-  virtual void read(gloo::transport::UnboundBuffer& buffer, int peer, Clock::time_point end) = 0;
+  // For a moment, read what comes from `peer` on the thread that is to wait for it in `buffer`.
+  virtual void read(gloo::transport::UnboundBuffer& buffer, int peer) = 0;
   // What an error of a wait for `peer` means.
   virtual Failure explain(int peer, const std::string& what) = 0;
 };
@@ -66,7 +65,6 @@ class Watch {
   std::condition_variable changed_;
   std::vector<Waiter*> waiters_;
   std::optional<Failure> reason_;
-  std::atomic<Clock::rep> usual_{0};  // how long a message is waited for, of late
   std::function<Clock::time_point()> chore_;
   Clock::time_point due_ = kNever;  // the chore
   bool closing_ = false;

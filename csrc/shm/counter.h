@@ -58,6 +58,11 @@ class Counter {
   // Wait until the counter has reached `target` or `milliseconds` have passed, roughly. Returns
   // whether it has.
   bool wait(uint32_t target, Patience patience, long milliseconds) {
+    return burn(target, patience) || sleep(target, milliseconds);
+  }
+
+  // The same in two steps: while the processor is kept, or given away and taken back; and not.
+  bool burn(uint32_t target, Patience patience) {
     for (int i = 0; i < patience.spins; ++i) {
       if (reached(target)) return true;
       pause_after(i);
@@ -66,6 +71,9 @@ class Counter {
       if (reached(target)) return true;
       sched_yield();
     }
+    return false;
+  }
+  bool sleep(uint32_t target, long milliseconds) {
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = value_.load(std::memory_order_seq_cst);
     if (static_cast<int32_t>(seen - target) < 0) {

@@ -166,7 +166,9 @@ void Peers::stop() {
 // Watch ---------------------------------------------------------------------------------------
 
 void Watch::wait_long(Counter& counter, uint32_t target, int peer) {
-  if (counter.wait(target, peers_->patience(), kSliceMilliseconds)) return;
+  const bool soon = counter.burn(target, peers_->patience());
+  peers_->waited(!soon);
+  if (soon || counter.sleep(target, kSliceMilliseconds)) return;
   const Clock::time_point since = Clock::now();
   do {
     look_around(counter, target, since, peer);

@@ -47,7 +47,17 @@ class Peers : public Transport {
   // The ranks that have not called yet.
   std::vector<int> not_called(const Concern& concern) const;
 
-  const Patience& patience() const { return patience_; }
+  // The less, the more waits have been in vain lately: with what they wait for elsewhere, as on other
+  // hosts, or for a rank that needs this one's processor.
+  Patience patience() const {
+    return {patience_.spins >> vain_.load(std::memory_order_relaxed), patience_.yields};
+  }
+  // Whether a wait of that patience has seen what it waited for.
+  void waited(bool in_vain) {
+    const int before = vain_.load(std::memory_order_relaxed);
+    const int after = in_vain ? std::min(before + 2, kMostVain) : std::max(before - 1, 0);
+    if (after != before) vain_.store(after, std::memory_order_relaxed);
+  }
   // Whether every rank has a processor of its own to wait on.
   bool may_spin() const { return patience_.spins > 0; }
 
@@ -67,7 +77,9 @@ class Peers : public Transport {
 
   const Segment& segment_;
   const int rank_, size_;
+  static constexpr int kMostVain = 8;
   const Patience patience_;
+  std::atomic<int> vain_{0};
   std::atomic<bool> stopped_{false};
   std::mutex mutex_;         // of what follows
   std::vector<int> pidfds_;  // by rank
