@@ -4,9 +4,9 @@
 
 The hosts are those of tests/cluster: namespaces of this machine, joined by a switch whose cables
 have a rate, a delay and a loss. The ranks of all hosts share this machine's cores with the switch,
-so two ranks on each of two hosts are compared with torch only, whose ranks wait as ours do. The method is that
-of all_reduce.py. The wire's time is that of the bytes which the busiest cable must carry one way,
-in full frames.
+so two ranks on each of two hosts are compared with torch only, whose ranks wait as ours do. The
+method is that of all_reduce.py. The wire's time is that of the bytes which the busiest cable must
+carry one way, in full frames.
 """
 
 from __future__ import annotations

@@ -155,6 +155,14 @@ def test_the_launcher_is_timed_beside_bare_processes(tmp_path: Path) -> None:
     assert [len(m["seconds"]) for m in json.loads(file.read_text())["measurements"]] == [3, 3]
 
 
+def test_ranks_begin_in_every_way(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    command = [sys.executable, str(BENCHMARKS / "begin.py"), "--ranks", "3", "--rounds", "1"]
+    subprocess.run([*command, "--json", str(file)], capture_output=True, timeout=60, check=True)
+    (measurement,) = json.loads(file.read_text())["measurements"]
+    assert set(measurement["seconds"]) == {"file", "address", "shared memory"}
+
+
 @pytest.mark.slow
 def test_steps_of_several_processes_beside_one(tmp_path: Path) -> None:
     file = tmp_path / "result.json"

@@ -1,0 +1,130 @@
+"""What a job of many ranks takes to begin, once its processes are there.
+
+    python benchmarks/begin.py --ranks 64 --json begin.json
+
+The ranks are forked from a process that has imported everything. In each round every way is timed
+once, from when all of them may begin to when the last one has returned from
+``distributed_init`` and an ``all_reduce`` of one number: on hosts of one rank each, which meet by a
+file or at an address and are joined by Gloo, and on one host, where they share memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import flashlight_py as fl
+from harness.facts import machine_facts
+from harness.report import facts_text, time_table, verdict_table, write_json
+from harness.statistics import Measurement
+from harness.verdicts import at_most
+
+importlib.import_module("flashlight_py.distributed.initialize")  # else each rank would
+
+FILE, TCP, SHARED = "file", "address", "shared memory"
+MOST = {FILE: 2.0, TCP: 1.0, SHARED: 1.5}  # seconds, of 64 ranks on two cores
+
+
+def rank_main(way: str, rank: int, ranks: int, place: Any, begin: int, ended: int) -> None:
+    """Be a rank, of a host of its own unless ``way`` is to share memory."""
+    if way != SHARED:
+        os.environ["FLASHLIGHT_MEMORY_DOMAIN"] = str(rank)
+    os.read(begin, 1)
+    if way == FILE:
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, ranks, place)
+    else:
+        os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(ranks), **place})
+        fl.distributed_init()
+    total = fl.all_reduce(np.ones(1, np.float32))
+    os.write(ended, b"y" if total[0] == ranks else b"n")
+
+
+def seconds_of(way: str, ranks: int) -> float:
+    """Return how long ``ranks`` ranks take to begin."""
+    with ExitStack() as stack:
+        place = place_of(way, stack)
+        starts, begin = os.pipe()
+        ended, ends = os.pipe()
+        children = []
+        for rank in range(ranks):
+            child = os.fork()
+            if child == 0:
+                try:
+                    rank_main(way, rank, ranks, place, starts, ends)
+                    fl.distributed_shutdown()
+                except (OSError, ValueError, fl.DistributedError):
+                    traceback.print_exc()
+                finally:
+                    os._exit(0)
+            children.append(child)
+        os.close(ends)
+        time.sleep(0.5)  # all of them wait
+        began = time.perf_counter()
+        os.write(begin, bytes(ranks))
+        answers = b""
+        while len(answers) < ranks and (part := os.read(ended, ranks)):
+            answers += part
+        took = time.perf_counter() - began
+        for child in children:
+            os.waitpid(child, 0)
+        for end in (starts, begin, ended):
+            os.close(end)
+        if answers != b"y" * ranks:
+            raise RuntimeError(f"{way}: {answers.count(b'y')} of {ranks} ranks began")
+        return took
+
+
+def place_of(way: str, stack: ExitStack) -> dict[str, str]:
+    """Return where ranks meet, for ``params``."""
+    if way == FILE:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        return {"FILE_PATH": f"{folder}/rendezvous"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = read_options()
+    machine = machine_facts()
+    measurement = Measurement("begin", "", 0, options.ranks)
+    for _ in range(options.rounds):
+        for way in MOST:
+            measurement.seconds.setdefault(way, []).append(seconds_of(way, options.ranks))
+    judged = [
+        at_most(
+            f"{options.ranks} ranks begin by {way}, to {most:g} s",
+            1.0,
+            {way: [seconds / most for seconds in measurement.seconds[way]]},
+        )
+        for way, most in MOST.items()
+    ]
+    print(time_table([measurement], "", lambda m: f"{m.ranks} ranks begin"))
+    print(f"\n### Targets\n\n{verdict_table(judged)}\n")
+    print(facts_text(machine))
+    if options.json:
+        write_json(options.json, machine, None, [measurement], judged)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
