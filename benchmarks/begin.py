@@ -14,7 +14,6 @@ import argparse
 import importlib
 import os
 import socket
-import sys
 import tempfile
 import time
 import traceback
@@ -127,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
