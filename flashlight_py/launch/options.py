@@ -68,6 +68,11 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
                 "or at a port of node 0: --nnodes N --node-rank I --rdzv PATH or HOST:PORT; or use "
                 "--hosts A:4,B:4. One host needs neither"
             )
+    if given.rdzv and _is_no_place(given.rdzv):
+        parser.error(
+            "--rdzv: expected a path, or HOST:PORT with a port from 1 to 65535, "
+            f"got {given.rdzv!r}; a path with a colon in its name needs a slash, as ./{given.rdzv}"
+        )
     hosts = _hosts(parser, given.hosts, given.n)
     ranks = given.n or usable_cores()
     total = sum(slots for _, slots in hosts) if hosts else ranks * given.nnodes
@@ -98,6 +103,10 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
         lost_after=given.lost_after,
         program=_program(given, interpreter),
     )
+    if options.nnodes > 1 and options.node_rank is None and not options.endpoint:
+        parser.error(
+            f"--node-rank: expected 0 to {options.nnodes - 1} where --rdzv is a path, got none"
+        )
     if hosts and options.endpoint:
         parser.error("--rdzv HOST:PORT is for --nnodes; with --hosts a free port is used by itself")
     return options
@@ -220,6 +229,14 @@ def _with_deadlines(ssh: tuple[str, ...]) -> tuple[str, ...]:
     missing = [each for each in _DEADLINES if each.partition("=")[0].lower() not in said]
     # In front: what follows may be a host and another command, as in ``ssh jump docker exec``.
     return (ssh[0], *(word for each in missing for word in ("-o", each)), *ssh[1:])
+
+
+def _is_no_place(text: str) -> bool:
+    """Return whether it is neither a path nor a host and a port of it."""
+    host, colon, port = text.rpartition(":")
+    if not colon or "/" in text:
+        return False
+    return not (host and port.isdecimal() and 0 < int(port) < 65536)
 
 
 def _is_command(program: str) -> bool:
