@@ -26,6 +26,7 @@ _EXAMPLES = """examples:
 # OpenSSH would wait for minutes, or for ever. These leave the first word to our own ``Pulse``.
 _DEADLINES = ("ConnectTimeout=10", "ServerAliveInterval=5")
 LEAST_SECONDS = 2.0
+_MOST_SECONDS = 1e6  # the kernel waits for events no longer than 24 days
 
 
 class Options(NamedTuple):
@@ -282,6 +283,7 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
+    if not 0 <= seconds <= _MOST_SECONDS:
+        limit = f"from 0 to {_MOST_SECONDS:.0f}"
+        raise argparse.ArgumentTypeError(f"expected a number of seconds {limit}, got {text!r}")
     return seconds
