@@ -82,7 +82,9 @@ def server(answer: bytes | None) -> Iterator[str]:
             program.kill()
 
 
-@pytest.mark.parametrize("answer", [b"SSH-2.0-another program\r\n", None])
+@pytest.mark.parametrize(
+    "answer", [None, pytest.param(b"SSH-2.0-another program\r\n", marks=pytest.mark.slow)]
+)
 def test_another_program_at_the_port_is_an_error_at_once(answer: bytes | None) -> None:
     with server(answer) as place:
         (errors,) = end(start(place, "--node-rank=1"))
