@@ -24,6 +24,8 @@ HOST_TIMEOUT = "FLASHLIGHT_HOST_TIMEOUT"
 
 DEFAULT_TIMEOUT = 300.0
 DEFAULT_HOST_TIMEOUT = 5.0
+# Longer than that the kernel does not wait for events (24 days), and not between two keepalives.
+MOST_SECONDS, MOST_HOST_SECONDS = 1e6, 1e5
 BACKENDS = ("auto", "gloo", "shm", "nccl", "mpi")
 KNOWN = (
     *(Keys.FILE_PATH, Keys.MAX_DEVICE_PER_NODE, Keys.TIMEOUT, Keys.BACKEND, Keys.INTERFACE),
@@ -133,8 +135,11 @@ def _seconds(value: Any) -> float:
         seconds = float(value)
     except (TypeError, ValueError):
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"params['TIMEOUT'] must be a positive number of seconds, got {value!r}")
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ValueError(
+            f"params['TIMEOUT'] must be a positive number of seconds, at most {MOST_SECONDS:.0f}, "
+            f"got {value!r}"
+        )
     return seconds
 
 
@@ -146,9 +151,10 @@ def _host_seconds(value: Any) -> float:
         seconds = float(value)
     except (TypeError, ValueError):
         seconds = math.nan
-    if not (seconds == 0 or 1 <= seconds < math.inf):
+    if not (seconds == 0 or 1 <= seconds <= MOST_HOST_SECONDS):
         raise ValueError(
-            f"{source} must be a number of seconds, at least 1, or 0 for no limit; got {value!r}"
+            f"{source} must be a number of seconds from 1 to {MOST_HOST_SECONDS:.0f}, or 0 for no "
+            f"limit; got {value!r}"
         )
     return seconds
 

@@ -6,7 +6,8 @@ To an agent: ``prepare`` for ranks, ``start`` them, send them a ``signal``, ``in
 leaves no ranks behind.
 From an agent: it is ``ready``, or ``cannot_run`` the program; ``output`` of a rank, a rank has
 ``exited``, ``more`` input can be taken; it has ``lost_output``, a signal is to ``interrupt`` the
-job; the ``record`` of a rank; all is ``finished``, but for some processes.
+job; the ``record`` of a rank, or why it is ``left_out``; all is ``finished``, but for some
+processes.
 Both ways: a ``pulse`` of an end that is there.
 
 An agent waits until the launcher has taken its message; meanwhile its ranks wait to print. The

@@ -233,6 +233,7 @@ class Team:
         self._awaited: set[int] = set()  # those that have not finished
         self._supply: Supply | None = None
         self.records: dict[int, tuple[str, bytes]] = {}
+        self.left_out: list[str] = []
         self._is_started = False
         for index, host in enumerate(hosts):
             host.on_message = partial(self._on_message, index)
@@ -251,7 +252,7 @@ class Team:
         self._secret = self._secret_of(restarts)
         self._is_started = False
         self._stuck: list[int] = []
-        self.records = {}
+        self.records, self.left_out = {}, []
         self._supply = None
         if self._stdin is not None:
             self._supply = Supply(self._loop, self._stdin, self._send_input)
@@ -273,7 +274,7 @@ class Team:
         """Once all ranks have ended, have the agents end what they have left, and wait for that.
 
         Returns the processes that a kernel does not let go of. After a failure, ``records`` are the
-        flight records of ranks, with the folders they come from.
+        flight records of ranks, with the folders they come from, ``left_out`` says which are not.
         """
         grace = self._options.grace
         if self._supply is not None:
@@ -370,6 +371,10 @@ class Team:
 
     def _on_record(self, host: int, rank: int, folder: str, data: bytes) -> None:
         self.records[rank] = folder, data
+
+    def _on_left_out(self, host: int, rank: int, path: str, why: str) -> None:
+        where = f"on host {self.hosts[host].name}, at {path}"
+        self.left_out.append(f"the flight record of rank {rank} stays {where}: {why}")
 
     def _on_finished(self, host: int, stuck: list[int]) -> None:
         self._awaited.discard(host)

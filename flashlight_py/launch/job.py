@@ -42,6 +42,8 @@ def run_job(loop: Loop, team: Team, options: Options) -> int:
         if attempt.cause is None:
             return 0
         say(_report(attempt, output, team, counts))
+        for text in sorted(team.left_out):
+            say(text)
         if where := store_records(team.records, sum(counts)):
             say(where)
         remaining = counts_of_remaining(counts, attempt.lost) if options.min_n else counts

@@ -36,6 +36,9 @@ from flashlight_py.launch.ranks import SECRET
 
 # How long launchers wait for each other, in seconds.
 MEETING_SECONDS = 300.0
+# After so many they say whom they wait for. Who accepts a connection answers in less than the
+# latter, as no launcher does anything else meanwhile.
+_FIRST_REPORT, _PATIENCE = 4.0, 3.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -125,6 +128,10 @@ def team_of_nodes(loop: Loop, options: Options, store: Place, stdin: int | None)
             file = f"{ends.enter_context(_folder_at(Path(options.rdzv)))}/meeting"
         with interruptible():
             key, found, connections = _meet(options, store)
+        if options.endpoint:
+            late = ends.enter_context(store.late())
+            loop.watch(*late)
+            ends.callback(loop.forget, late[0])
         others = [
             NodeHost(loop, each["host"], each["ranks"], options.lost_after, node, connections[node])
             for node, each in enumerate(found)
@@ -192,12 +199,14 @@ def meeting_of(options: Options) -> Place:
     one_host = host in _LOOPBACK
     at = partial(TcpStore, host, port, size=options.nnodes, timeout=MEETING_SECONDS)
     if options.node_rank is not None:
-        return at(rank=options.node_rank, one_host=one_host)
+        with _said_of_launchers():
+            return at(rank=options.node_rank, one_host=one_host, is_strict=True)
     at = partial(at, one_host=one_host, unnumbered=True)
     if not addresses_of(host):
         return at(rank=ANY_RANK)
     try:
-        return at(rank=0)
+        with _said_of_launchers():
+            return at(rank=0, is_strict=not one_host)
     except RendezvousError:
         if not one_host:
             raise
@@ -216,8 +225,10 @@ def _meet(
         "ranks": options.ranks,
         "nonce": secrets.token_hex(32),
     }
+    store.first_report, store.patience = _FIRST_REPORT, _PATIENCE
     try:
-        payloads = store.exchange(json.dumps(mine).encode())
+        with _said_of_launchers():
+            payloads = store.exchange(json.dumps(mine).encode())
         if not store.secret:
             raise RendezvousError(
                 f"--rdzv {options.rdzv}: whoever reaches that port could join; {REMEDY}"
@@ -227,6 +238,18 @@ def _meet(
         store.abort(str(error))
         raise
     return proof(store.secret, *payloads), list(map(json.loads, payloads)), connections
+
+
+@contextmanager
+def _said_of_launchers() -> Iterator[None]:
+    """Have errors of the rendezvous say what its words mean where launchers meet."""
+    try:
+        yield
+    except RendezvousError as error:
+        raise RendezvousError(
+            f"{error} (of launchers, one on each host: the rank is --node-rank, the world size "
+            "--nnodes, and --rdzv has MASTER_ADDR:MASTER_PORT or FILE_PATH)"
+        ) from error
 
 
 def secret_of_ranks(key: bytes, restarts: int) -> str:

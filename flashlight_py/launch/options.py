@@ -26,6 +26,7 @@ _EXAMPLES = """examples:
 # OpenSSH would wait for minutes, or for ever. These leave the first word to our own ``Pulse``.
 _DEADLINES = ("ConnectTimeout=10", "ServerAliveInterval=5")
 LEAST_SECONDS = 2.0
+_MOST_SECONDS = 1e6  # the kernel waits for events no longer than 24 days
 
 
 class Options(NamedTuple):
@@ -68,6 +69,11 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
                 "or at a port of node 0: --nnodes N --node-rank I --rdzv PATH or HOST:PORT; or use "
                 "--hosts A:4,B:4. One host needs neither"
             )
+    if given.rdzv and _is_no_place(given.rdzv):
+        parser.error(
+            "--rdzv: expected a path, or HOST:PORT with a port from 1 to 65535, "
+            f"got {given.rdzv!r}; a path with a colon in its name needs a slash, as ./{given.rdzv}"
+        )
     hosts = _hosts(parser, given.hosts, given.n)
     ranks = given.n or usable_cores()
     total = sum(slots for _, slots in hosts) if hosts else ranks * given.nnodes
@@ -98,6 +104,10 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
         lost_after=given.lost_after,
         program=_program(given, interpreter),
     )
+    if options.nnodes > 1 and options.node_rank is None and not options.endpoint:
+        parser.error(
+            f"--node-rank: expected 0 to {options.nnodes - 1} where --rdzv is a path, got none"
+        )
     if hosts and options.endpoint:
         parser.error("--rdzv HOST:PORT is for --nnodes; with --hosts a free port is used by itself")
     return options
@@ -222,6 +232,14 @@ def _with_deadlines(ssh: tuple[str, ...]) -> tuple[str, ...]:
     return (ssh[0], *(word for each in missing for word in ("-o", each)), *ssh[1:])
 
 
+def _is_no_place(text: str) -> bool:
+    """Return whether it is neither a path nor a host and a port of it."""
+    host, colon, port = text.rpartition(":")
+    if not colon or "/" in text:
+        return False
+    return not (host and port.isdecimal() and 0 < int(port) < 65536)
+
+
 def _is_command(program: str) -> bool:
     """Return whether it is no file here but a program on the PATH, as in ``python train.py``."""
     return not os.path.exists(program) and shutil.which(program) is not None
@@ -265,6 +283,7 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
+    if not 0 <= seconds <= _MOST_SECONDS:
+        limit = f"from 0 to {_MOST_SECONDS:.0f}"
+        raise argparse.ArgumentTypeError(f"expected a number of seconds {limit}, got {text!r}")
     return seconds

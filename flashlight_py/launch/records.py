@@ -32,8 +32,14 @@ class Notes:
     def paths(self) -> Mapping[int, Path]:
         """Return where each rank has left its last record, of those that have."""
         self._read()
-        lines = self._text.decode(errors="surrogateescape").splitlines()
-        return {int(rank): Path(path) for rank, _, path in (line.partition(" ") for line in lines)}
+        # What is behind the last end of a line has not been written whole.
+        lines = os.fsdecode(self._text).split("\n")[:-1]
+        notes = (line.partition(" ") for line in lines)
+        return {
+            int(rank): Path(path)
+            for rank, _, path in notes
+            if rank.isdecimal() and os.path.isabs(path)
+        }
 
     def close(self) -> None:
         """Take no more notes; may be called again."""
@@ -52,15 +58,29 @@ class Notes:
 
 
 def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None:
-    """Report the records at ``paths``, by rank, to the launcher: ``record``s, as far as allowed."""
+    """Report the records at ``paths``, by rank, to the launcher: ``record``s, as far as allowed.
+
+    Of others where they are and why they are ``left_out``.
+    """
     left = MOST_BYTES_OF_HOST
     for rank, path in sorted(paths.items()):
         try:
-            data = path.read_bytes()
-        except OSError:  # the user has removed it meanwhile
+            if not path.is_file():  # the user has removed it meanwhile, or put something else there
+                continue
+            size, data = path.stat().st_size, b""
+            if size <= min(left, MOST_BYTES):
+                data = path.read_bytes()
+        except OSError as error:
+            report("left_out", rank, str(path), f"it cannot be read ({error.strerror})")
             continue
-        if len(data) <= min(left, MOST_BYTES):
-            left -= len(data)
+        if size > MOST_BYTES:
+            why = f"it has {size} bytes, more than the {MOST_BYTES} of one record"
+            report("left_out", rank, str(path), why)
+        elif size > left:
+            why = f"it has {size} bytes, more than is left of the {MOST_BYTES_OF_HOST} of a host"
+            report("left_out", rank, str(path), why)
+        else:
+            left -= size
             report("record", rank, str(path.parent), data)
 
 
@@ -79,7 +99,10 @@ def store_records(found: Mapping[int, tuple[str, bytes]], size: int) -> str:
     if not found:
         return ""
     name, first = found[min(found)]
-    job = Path(str(json.loads(first)["job"])).name
+    try:
+        job = Path(str(json.loads(first)["job"])).name
+    except (ValueError, KeyError, TypeError) as error:
+        return f"what rank {min(found)} has left at {name} is no flight record: {error!r}"
     chosen = Path(name).is_dir() and Path(name).name != default_folder(job).name
     folder = Path(name) if chosen else default_folder(job)
     try:

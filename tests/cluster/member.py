@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import select
 import sys
 import time
@@ -65,12 +66,31 @@ def use_another_group() -> None:
         raise
 
 
+def leave_early() -> None:
+    """The last rank leaves, and lives on in a child; the others go on for long without it."""
+    size = fl.get_world_size()
+    group = fl.new_group(range(size - 1)) if size > 2 else None
+    if fl.get_world_rank() == size - 1:
+        if os.fork() == 0:
+            time.sleep(SECONDS - 2)
+            os._exit(0)
+        return
+    if group is None:
+        time.sleep(SECONDS)
+        return
+    x, ends = np.zeros(1), time.monotonic() + SECONDS
+    while not x[0]:
+        x[0] = time.monotonic() > ends
+        group.all_reduce(x, op="max")
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     "small": lambda: reduce_until_told(SMALL),
     "large": lambda: reduce_until_told(LARGE),
     "idle": call_when_told,
     "asynchronous": start_and_wait,
     "gil": hold_the_gil,
+    "leave": leave_early,
     "group": use_another_group,
 }
 

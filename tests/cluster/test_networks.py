@@ -222,6 +222,7 @@ def test_ranks_start_without_a_parameter(network: Cluster, way: str) -> None:
     assert sums(WAYS[way](network)) == [4] * 4
 
 
+@pytest.mark.slow
 def test_rank_0_is_reached_where_its_own_name_is_the_loopback(cluster: Cluster) -> None:
     """In a moment: one of the many cases above."""
     as_debian(cluster)

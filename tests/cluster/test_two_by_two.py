@@ -64,6 +64,7 @@ def test_a_killed_rank_is_named_on_both_hosts(cluster: Cluster) -> None:
         assert "rank 3" in outcome.message
 
 
+@pytest.mark.slow
 def test_a_pulled_cable_ends_the_call_on_both_hosts(cluster: Cluster) -> None:
     with cluster.ranks(2, params={"TIMEOUT": 3}) as pool:
         pool.run(places)

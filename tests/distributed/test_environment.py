@@ -223,6 +223,7 @@ def test_variables_that_agree_with_mpirun_are_fine() -> None:
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT is not"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR is not"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": "1"}, "MASTER_ADDR mu"),
         ({**STEP, "SLURM_PROCID": "9"}, "SLURM_PROCID=9"),
     ],
 )

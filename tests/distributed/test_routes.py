@@ -53,6 +53,20 @@ def test_the_connection_with_rank_0_says_which_addresses_are_good() -> None:
     assert choose(joined(cards, local, (B, A))) == [A, A, B, B]
 
 
+def test_a_bridge_that_every_host_has_is_passed_over() -> None:
+    """As that of Docker, whose address is the same everywhere; of two networks one is used."""
+    bridge, other_a, other_b = "172.17.0.1", "192.168.7.1", "192.168.7.2"
+    cards = [
+        card("a", f"{bridge} {A} {other_a}", f"{bridge} {A}"),
+        card("b", f"{bridge} {B} {other_b}", f"{bridge} {B}"),
+    ]
+    assert choose(cards) == [A, B]
+    assert choose(joined(cards, (other_b, other_a))) == [other_a, other_b]
+    only = [card("a", bridge, bridge), card("b", f"{bridge} {B}", B)]
+    with pytest.raises(ValueError, match=f"a .* and b have the same address {bridge}"):
+        choose(only)
+
+
 def test_an_address_of_one_link_is_none_of_a_host() -> None:
     """MASTER_ADDR may be one; what is there beside it is used."""
     link_a, link_b = "fe80::1", "fe80::2"

@@ -56,7 +56,7 @@ def test_ranks_that_are_missing_are_named_again_and_again(
 
 
 def test_only_rank_0_says_so_and_only_when_it_takes_long(caplog: pytest.LogCaptureFixture) -> None:
-    quiet, quick = Waiting(1, "here"), Waiting(0, "here")
+    quiet, quick = Waiting(False, "here"), Waiting(True, "here")
     quick.look([1])
     time.sleep(0.35)
     quiet.look([0])

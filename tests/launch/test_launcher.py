@@ -367,7 +367,8 @@ def test_files_instead_of_the_terminal(tmp_path: Path) -> None:
         (["--hosts", "a,b", "--rdzv", "a:29500", "x"], "--rdzv HOST:PORT is for --nnodes"),
         (["--node-rank", "1", "x"], "--node-rank: expected 0 to 0, got 1"),
         (["-n", "2", "--min-n", "3", "x"], "--min-n: expected 1 to 2"),
-        (["--grace", "-1", "x"], "--grace: expected a number of seconds, got '-1'"),
+        (["--grace", "-1", "x"], "--grace: expected a number of seconds from 0 to"),
+        (["--lost-after", "1e7", "x"], "--lost-after: expected a number of seconds from 0 to"),
         ([], "the following arguments are required: PROGRAM"),
     ],
 )

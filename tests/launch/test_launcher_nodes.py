@@ -72,8 +72,15 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("number", "node"),
+    [
+        (signal.SIGINT, 1),
+        (signal.SIGKILL, 0),
+        pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_to_one_launcher_ends_all(
     tmp_path: Path, node: int, number: signal.Signals
 ) -> None:

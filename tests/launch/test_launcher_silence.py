@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -22,6 +24,7 @@ print("of", os.environ["WORLD_SIZE"])
 """
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_silent_is_lost_with_its_ranks(tmp_path: Path) -> None:
     """Stopped as a machine that hangs; the connection stands."""
     ssh = f"sh {write(tmp_path, STAND_IN, 'ssh')}"
@@ -51,6 +54,31 @@ def test_whoever_waits_for_a_reader_is_not_silent(tmp_path: Path) -> None:
     assert output.count(b"\n") == 6000
 
 
+@pytest.mark.slow
+def test_an_agent_that_is_cut_off_says_so_and_ends_its_ranks(tmp_path: Path) -> None:
+    """Its launcher, the copy that has the connection, is stopped; the agent runs on."""
+    ssh = f"sh {write(tmp_path, STAND_IN, 'ssh')}"
+    hold = ("--no-python", "sh", "-c", "echo $$ >&2; sleep 60")
+    command = [*LAUNCH, "--hosts", "a", "--ssh", ssh, "--lost-after", "2", *hold]
+    launcher = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert launcher.stderr
+    rank = int(launcher.stderr.readline().split()[-1])
+    copy = int(Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text())
+    os.kill(copy, signal.SIGSTOP)
+    line = launcher.stderr.readline()
+    expected = f"flrun: agent on {os.uname().nodename}: nothing has come from the launcher since "
+    assert line.startswith(expected)
+    assert line.endswith(" (2 s); its ranks here were ended\n")
+    assert not Path(f"/proc/{rank}").exists()
+    os.kill(copy, signal.SIGCONT)
+    _, errors = launcher.communicate(timeout=30)
+    assert launcher.returncode == 1
+    assert "flrun: rank 0 of 1 on a is lost: ssh to a exited with code 1" in errors
+
+
+@pytest.mark.slow
 def test_launchers_at_one_port_number_themselves(tmp_path: Path) -> None:
     command = ["-n2", "--nnodes=2", "--rdzv", f"localhost:{free_port()}"]
     program = write(tmp_path, ALL_REDUCE)

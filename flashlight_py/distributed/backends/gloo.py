@@ -117,7 +117,7 @@ class GlooBackend(NativeBackend):
         seconds = self._joining
         op = self.lib.fl_gloo_connect(self._group, addresses, len(mine), proofs, lazily, seconds)
         work = NativeWork(self, "connect", op, addresses, NOTHING, self._joining)
-        waiting = Waiting(self.rank, "connecting through Gloo")
+        waiting = Waiting(self.rank == 0, "connecting through Gloo")
         while not _has_ended(work, _LOOK_SECONDS):
             dead = self._dead("connect")
             if dead is not None:

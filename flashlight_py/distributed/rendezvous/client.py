@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from flashlight_py.distributed.rendezvous.connecting import Attempts
 from flashlight_py.distributed.rendezvous.peers import (
+    Waiting,
     cannot_be_reached,
     not_arrived,
     this_process,
@@ -122,6 +123,25 @@ def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer
     raise SilentError("who listens there has not answered the greeting")
 
 
+def claim(offer: Offer, greeting: Greeting, deadline: float) -> str:
+    """Greet the rank 0 of ``offer`` as another one; returns why it has no place for us.
+
+    "": it has not answered before the deadline, but it is there.
+
+    Raises:
+        NobodyError: as ``greet``.
+    """
+    connection = greet(offer, greeting, deadline)
+    try:
+        answer = connection.take(deadline)
+    except WireError as error:
+        raise WrongServerError(str(error)) from error
+    finally:
+        connection.close()
+    has_failed = answer is not None and answer.kind is Kind.FAILURE
+    return answer.body.decode(errors="replace") if answer and has_failed else ""
+
+
 class Client:
     """A rank that connects to rank 0, in its first exchange."""
 
@@ -189,6 +209,7 @@ class Client:
         Nobody may be listening yet, or a rank 0 that is just ending.
         """
         pause = FIRST_PAUSE
+        waiting = Waiting(True, f"rendezvous at {self._place.name}", self._place.first_report)
         try:
             while (now := time.monotonic()) < deadline:
                 for offer in self._place.offers():
@@ -196,6 +217,9 @@ class Client:
                     if connection is not None:
                         connection.trust(self._place.host_timeout)
                         return connection
+                # That rank 0 is merely late, it says itself once it is there.
+                says = self._problem or self._place.first_report is not None
+                waiting.look([0] if says else [], self._problem)
                 time.sleep(max(0.0, min(pause, deadline - now)))
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
         finally:

@@ -180,6 +180,8 @@ def _with_hints(
     """Add where the ranks can meet: as given, or else as Slurm's step or Kubeflow implies."""
     file = environ.get("FLASHLIGHT_FILE")
     address, port = environ.get("MASTER_ADDR"), _integer(environ, "MASTER_PORT")
+    if address == "":
+        raise ValueError("MASTER_ADDR must be a name or an address of rank 0's host, got ''")
     if (address is None) != (port is None) and file is None and outer is None:
         given, other = ("MASTER_ADDR", "MASTER_PORT")[:: 1 if port is None else -1]
         raise ValueError(f"{given} is set and {other} is not; set both or none")

@@ -28,7 +28,7 @@ from flashlight_py.distributed.rendezvous.client import (
     LONGEST_PAUSE,
     NobodyError,
     SilentError,
-    greet,
+    claim,
 )
 from flashlight_py.distributed.rendezvous.peers import check_member, this_process
 from flashlight_py.distributed.rendezvous.place import Offer, Place
@@ -39,7 +39,7 @@ from flashlight_py.distributed.rendezvous.shared_directory import (
     SharedDirectory,
 )
 from flashlight_py.distributed.rendezvous.sockets import LOOPBACK
-from flashlight_py.distributed.rendezvous.wire import Greeting, Kind
+from flashlight_py.distributed.rendezvous.wire import Greeting
 from flashlight_py.interfaces import listen_everywhere, own_addresses
 
 # How long one announcement may keep us from the next, in seconds; and a rank 0 that was announced
@@ -143,19 +143,15 @@ class FileStore(Place):
         patience = _PATIENCE if offer.run < self.run else _SHORT_PATIENCE
         deadline = time.monotonic() + patience
         try:
-            connection = greet(offer, Greeting(0, self.size, self._me), deadline)
+            reason = claim(offer, Greeting(0, self.size, self._me), deadline)
         except SilentError:
             self._alive.add(offer.run)
             return
         except NobodyError:
             return
-        try:
-            answer = connection.take(deadline)
-        finally:
-            connection.close()
         self._alive.add(offer.run)
-        if answer is not None and answer.kind is Kind.FAILURE:
-            raise self.error(answer.body.decode(errors="replace"))
+        if reason:
+            raise self.error(reason)
 
     # The others -----------------------------------------------------------------------------------
 

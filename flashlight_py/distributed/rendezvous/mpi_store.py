@@ -108,7 +108,7 @@ class MpiStore(Store):
         got = {self.rank: bytes(payload)}
         sends = self._send(payload, _PAYLOAD)
         deadline = None if self._timeout is None else time.monotonic() + self._timeout
-        waiting = Waiting(self.rank, "rendezvous by MPI")
+        waiting = Waiting(self.rank == 0, "rendezvous by MPI")
         while len(got) < self.size or not self._mpi.Request.Testall(sends):
             if not self._receive(got):
                 self._check_notices()

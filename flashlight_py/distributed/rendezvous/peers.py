@@ -39,6 +39,11 @@ class Peer:
         """Return whether this process is known to be dead; False where that cannot be known."""
         return self._is_of_this_machine() and not self._runs()
 
+    def twin(self, others: Iterable[Peer]) -> Peer | None:
+        """Return one of ``others`` that is known to be on the same machine."""
+        same = (each for each in others if each.machine and each.machine == self.machine)
+        return next(same, None)
+
     def _is_of_this_machine(self) -> bool:
         return bool(self.machine) and self.machine == _machine()
 
@@ -143,21 +148,24 @@ def cannot_be_reached(who: str, seconds: float) -> str:
 
 
 class Waiting:
-    """One wait of rank ``rank`` for others. Only rank 0 reports who is missing."""
+    """One wait for others, in which ``reports`` says whether to report who is missing.
 
-    def __init__(self, rank: int, how: str) -> None:
-        self._reports, self._how = rank == 0, how
+    Where all can, rank 0 alone does; for the first time after ``first`` seconds, or the usual ones.
+    """
+
+    def __init__(self, reports: bool, how: str, first: float | None = None) -> None:
+        self._reports, self._how = reports, how
         self._began = time.monotonic()
-        self._due = self._began + FIRST_SECONDS
+        self._due = self._began + (FIRST_SECONDS if first is None else first)
 
-    def look(self, missing: Collection[int]) -> None:
-        """Log who is ``missing``, if it is time to."""
+    def look(self, missing: Collection[int], why: str = "") -> None:
+        """Log who is ``missing``, if it is time to, and ``why`` if that is known."""
         now = time.monotonic()
         if not self._reports or now < self._due or not missing:
             return
         self._due += NEXT_SECONDS
         names, seconds = name_ranks(missing), now - self._began
-        _log.warning("Still waiting for %s (%.0f s): %s", names, seconds, self._how)
+        _log.warning("Still waiting for %s (%.0f s): %s%s", names, seconds, self._how, why)
 
     def until(self, deadline: float) -> float:
         """Return when to look again, at the latest: a time of ``time.monotonic``."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import math
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from flashlight_py.distributed.rendezvous.client import Client
@@ -39,7 +40,9 @@ class Place(Store):
     user that does not was started wrongly. ``moves``: while ranks gather, another rank 0 may take
     the place of one that died. A client waits ``patience`` seconds for the answer of one offer.
     ``next_look``: when ``look`` has something to do, by ``time.monotonic``. ``note`` is what rank 0
-    adds when it reports whom it waits for. ``unnumbered``: it numbers who asks for ``ANY_RANK``.
+    adds when it reports whom it waits for. ``unnumbered``: it numbers who asks for ``ANY_RANK``,
+    one process of each host unless they all have ``one_host``. ``first_report``: after so many
+    seconds rather than the usual ones it is said who is missing, also where nobody is at the place.
     """
 
     timeout: float
@@ -53,6 +56,8 @@ class Place(Store):
     next_look = math.inf
     note = ""
     unnumbered = False
+    one_host = False
+    first_report: float | None = None
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
@@ -93,13 +98,26 @@ class Place(Store):
         """Leave as ``close`` does, and return the connections that are proven; collective.
 
         Those of rank 0 to every other rank, by rank, and of these to rank 0. They block, and are
-        the caller's to close.
+        the caller's to close. Rank 0 goes on listening where it says so: see ``late``.
 
         Raises:
             RendezvousError: a rank has not left within the timeout or has died (named).
         """
         self._has_ended = True
         return self._role.hand_over()
+
+    @contextmanager
+    def late(self) -> Iterator[tuple[int, Callable[[], object]]]:
+        """After ``hand_over`` on rank 0: yield what can be read when somebody comes too late.
+
+        And what to call then: it says that a run is under way, and does not block. At the end
+        nobody listens any more.
+        """
+        assert isinstance(self._role, Server)
+        try:
+            yield self._role.late()
+        finally:
+            self._role.close()
 
     def abort(self, reason: str) -> None:
         """Notify the connected ranks that this one aborts; waits up to 2 s until they know."""

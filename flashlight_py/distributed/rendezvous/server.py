@@ -9,10 +9,13 @@ import os
 import selectors
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flashlight_py.distributed.rendezvous.peers import (
+    ANY_RANK,
     Peer,
     Waiting,
     cannot_be_reached,
@@ -20,7 +23,7 @@ from flashlight_py.distributed.rendezvous.peers import (
     not_arrived,
     this_process,
 )
-from flashlight_py.distributed.rendezvous.secret import REMEDY, nonce
+from flashlight_py.distributed.rendezvous.secret import REMEDY, TurnedAway, nonce, warn_if_open
 from flashlight_py.distributed.rendezvous.sockets import user_of
 from flashlight_py.distributed.rendezvous.wire import (
     Connection,
@@ -40,9 +43,6 @@ if TYPE_CHECKING:
 _SHORTLY = 2.0
 # Connections that have proven nothing yet, beyond one per rank; more are a flood.
 _SPARE_CANDIDATES = 64
-# Of hosts whose processes were turned away so many are remembered, for the message of a failure.
-_MOST_NAMED = 8
-
 _log = logging.getLogger("flashlight_py")
 
 
@@ -58,7 +58,7 @@ class Server:
 
     def __init__(self, place: Place) -> None:
         self._place, self._size = place, place.size
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.EpollSelector()
         self._listeners: list[socket.socket] = []
         try:
             for listener in place.listen(self._size + _SPARE_CANDIDATES):
@@ -68,7 +68,7 @@ class Server:
         self._candidates: list[Connection] = []
         self._members: dict[int, Connection] = {}
         self._processes: dict[int, Peer] = {0: this_process()}
-        self._turned_away: set[str] = set()
+        self._turned_away = TurnedAway(place.name)
         self._round = 0
         self._departed: set[int] = set()
         # Once this run has failed: why, and which ranks know it.
@@ -78,7 +78,8 @@ class Server:
     def exchange(self, payload: bytes) -> list[bytes]:
         """Gather a payload of every rank, in rank order."""
         deadline = time.monotonic() + self._place.timeout
-        waiting = Waiting(0, f"rendezvous at {self._place.name}{self._place.note}")
+        how = f"rendezvous at {self._place.name}{self._place.note}"
+        waiting = Waiting(True, how, self._place.first_report)
         while absent := self._absent():
             self._look()
             is_over = not self._serve(min(waiting.until(deadline), self._place.next_look))
@@ -88,7 +89,10 @@ class Server:
         self._round += 1
         if self._round == 1:
             self._place.next_look = math.inf
-            self._warn_if_open()
+            handshakes = ((rank, member.handshake) for rank, member in self._members.items())
+            unproven = [rank for rank, handshake in handshakes if handshake and not handshake.key]
+            if unproven:
+                warn_if_open(self._place.name, name_ranks(unproven))
         others = (self._members[rank].inbox.popleft() for rank in range(1, self._size))
         payloads = [payload, *(message.body for message in others)]
         body = join_payloads(payloads)
@@ -118,23 +122,8 @@ class Server:
             f"; rank {rank} ({self._processes[rank]}) had joined and died or left"
             for rank in sorted(absent & self._processes.keys() - self._members.keys())
         )
-        hosts = ", ".join(sorted(self._turned_away))
-        listed = f"; processes on {hosts} were turned away, as they know another secret: {REMEDY}"
         sentence = not_arrived(absent, self._size, self._place.timeout)
-        return f"{sentence}{left}; {self._place.remedy()}{listed if hosts else ''}"
-
-    def _warn_if_open(self) -> None:
-        """Report, once, that nothing keeps strangers out."""
-        handshakes = ((rank, member.handshake) for rank, member in self._members.items())
-        unproven = [rank for rank, handshake in handshakes if handshake and not handshake.key]
-        if unproven:
-            _log.warning(
-                "%s joined from another host, and this job has no secret: whoever can reach %s "
-                "could have joined, and had this program run what it sends; %s",
-                name_ranks(unproven),
-                self._place.name,
-                REMEDY,
-            )
+        return f"{sentence}{left}; {self._place.remedy()}{self._turned_away}"
 
     def _look(self) -> None:
         """While ranks gather: keep the place in order."""
@@ -190,8 +179,8 @@ class Server:
             elif connection.rank is None and connection.inbox:
                 self._greet(connection)
         except WireError as error:
-            host, place = connection.address[0], self._place.name
-            _log.info("rendezvous at %s: dropped a connection of %s: %s", place, host, error)
+            who = f"rendezvous at {self._place.name}: dropped a connection of"
+            _log.info("%s %s: %s", who, connection.address[0], error)
             self._drop(connection)
             return
         if connection.rank is not None and not self._verdict:
@@ -273,7 +262,11 @@ class Server:
         """
         rank, size, peer = greeting.numbered(self._members)
         reason, me = "", self._processes[0]
-        if rank in self._members or rank == 0:
+        here = [self._processes[each] for each in (0, *self._members)]
+        twin = None if self._place.one_host else peer.twin(here)
+        if greeting.rank == ANY_RANK and twin:
+            reason = f"two processes of one host ask for a rank: {twin} and {peer}; "
+        elif rank in self._members or rank == 0:
             reason = f"two processes claim rank {rank}: {self._processes[rank]} and {peer}; "
         if self._verdict:
             self._refuse(candidate, Kind.FAILURE, self._verdict)
@@ -311,9 +304,7 @@ class Server:
         )
         if user == os.geteuid() and self._round == 0 and not self._verdict:
             raise self._disagreement(f"{reason}; {REMEDY}", greeting.rank, candidate)
-        if host not in self._turned_away and len(self._turned_away) < _MOST_NAMED:
-            self._turned_away.add(host)
-            _log.warning("rendezvous at %s: %s, and was turned away", self._place.name, reason)
+        self._turned_away.add(host, reason)
 
     def _refuse(self, candidate: Connection, kind: Kind, words: str) -> None:
         """Send the last message, which is there when the other side has read it and hangs up."""
@@ -322,19 +313,26 @@ class Server:
         candidate.shut()
 
     def hand_over(self) -> dict[int, socket.socket]:
-        """Wait until every member has left, stop listening, and return their connections."""
+        """Wait until every member has left, and return their connections."""
         self._await_leave()
         members, self._members = self._members, {}
-        self._close()
+        if self._place.moves:
+            self.close()
         for member in members.values():
+            if not self._place.moves and not member.has_ended:
+                self._selector.unregister(member.wire)
             member.send(Kind.GOODBYE, b"", time.monotonic() + _SHORTLY)
             member.wire.setblocking(True)
         return {rank: member.wire for rank, member in members.items()}
 
+    def late(self) -> tuple[int, Callable[[], object]]:
+        """Return what can be read when somebody comes too late, and what to call then."""
+        return self._selector.fileno(), partial(self._serve_ready, 0.0)
+
     def leave(self) -> None:
         """Wait until every member has left, then stop listening."""
         self._await_leave()
-        self._close()
+        self.close()
 
     def _await_leave(self) -> None:
         deadline = time.monotonic() + self._place.timeout
@@ -342,7 +340,7 @@ class Server:
             if all(self._members[rank].has_ended for rank in lingering) or not self._serve(
                 deadline
             ):
-                self._close()
+                self.close()
                 names = name_ranks(lingering)
                 raise self._place.error(f"{names} joined and did not take leave: died or stuck")
 
@@ -390,9 +388,10 @@ class Server:
             with suppress(WireError):
                 while not connection.has_ended and time.monotonic() < deadline:
                     connection.receive(deadline - time.monotonic())
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Stop listening, and close what is not handed over."""
         self._selector.close()
         wires = (each.wire for each in (*self._members.values(), *self._candidates))
         for end in (*self._listeners, *wires):

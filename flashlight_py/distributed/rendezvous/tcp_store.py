@@ -11,13 +11,20 @@ part.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 
-from flashlight_py.distributed.rendezvous.peers import check_member
+from flashlight_py.distributed.rendezvous.client import NobodyError, claim
+from flashlight_py.distributed.rendezvous.peers import check_member, this_process
 from flashlight_py.distributed.rendezvous.place import Offer, Place
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.sockets import is_local, listen, resolved
+from flashlight_py.distributed.rendezvous.wire import Greeting
 from flashlight_py.interfaces import is_own
+
+# So long another rank 0 at our address may take to answer.
+_RIVAL_SECONDS = 2.0
 
 
 class TcpStore(Place):
@@ -26,6 +33,7 @@ class TcpStore(Place):
     ``one_host``: all ranks are known to be on one host, so that they know the user's secret where
     the job was given none. ``also`` are further addresses of rank 0.
     ``unnumbered``: ``rank`` may be ``ANY_RANK``, to take any but 0; rank 0 then numbers those.
+    ``is_strict``: a rank 0 that cannot listen has the one that does, which waits there, fail too.
 
     Raises:
         ValueError: ``rank``, ``size``, ``timeout`` or ``port`` make no sense.
@@ -46,13 +54,15 @@ class TcpStore(Place):
         one_host: bool = False,
         also: Sequence[str] = (),
         unnumbered: bool = False,
+        is_strict: bool = False,
     ) -> None:
         check_member(max(rank, 0) if unnumbered else rank, size, timeout)
         if not 0 < port < 65536:
             raise ValueError(f"the port must be in [1, 65535], got {port}")
         self.name, self._host, self._port = f"{host}:{port}", host, port
         self._addresses = [(each, port) for each in dict.fromkeys([host, *also])]
-        self._one_host, self.unnumbered = one_host, unnumbered
+        self.one_host, self.unnumbered = one_host, unnumbered
+        self._is_strict = is_strict
         self.known = Secret.find(one_host)
         self.secret = self.known.common
         super().__init__(rank, size, timeout)
@@ -68,7 +78,7 @@ class TcpStore(Place):
         """Return what is wrong if MASTER_ADDR means this host, and rank 0 may be on another one."""
         if self.note:
             return f". Rank 0 listens at {self._host}{self.note}"
-        if self.rank == 0 or self._one_host:
+        if self.rank == 0 or self.one_host:
             return ""
         try:
             found = [each[1] for address in self._addresses for each in resolved(*address)]
@@ -83,10 +93,23 @@ class TcpStore(Place):
 
     def listen(self, backlog: int) -> list[socket.socket]:
         """Listen at the address, or for a name at all that this host has; see ``Place``."""
-        listeners = listen(self._host, self._port, backlog, self._one_host)
-        if not self._one_host and all(is_local(each.getsockname()[0]) for each in listeners):
+        try:
+            listeners = listen(self._host, self._port, backlog, self.one_host)
+        except OSError as error:
+            rival = self._rival() if self._is_strict else ""
+            raise OSError(f"{error}{rival}") from error
+        if not self.one_host and all(is_local(each.getsockname()[0]) for each in listeners):
             self.note = f", the loopback of {socket.gethostname()}, which no other host reaches"
         return listeners
+
+    def _rival(self) -> str:
+        """Greet a rank 0 that listens there already, so that it does not wait for us in vain."""
+        (offer,) = self.offers()
+        with suppress(NobodyError):
+            deadline = time.monotonic() + _RIVAL_SECONDS
+            reason = claim(offer, Greeting(0, self.size, this_process()), deadline)
+            return f"; another rank 0 is there{reason and ': '}{reason}"
+        return ""
 
     def offers(self) -> list[Offer]:
         """Return the address; see ``Place``."""

@@ -1,0 +1,72 @@
+"""Flight records that the launcher brings home from hosts, and those that it leaves there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from flashlight_py.launch.loop import Loop
+from flashlight_py.launch.records import MOST_BYTES, MOST_BYTES_OF_HOST, Notes, send_records
+from tests.launch.launcher import launch, write
+
+STAND_IN = 'exec sh -c "$2"\n'
+# A record as large as no usual one, beside one that a newline in its name hides.
+WRITING = """
+import os, pathlib, signal, sys
+rank = os.environ["RANK"]
+path = pathlib.Path(sys.argv[1], f"rank{rank}.json")
+path.write_text('{"job": "j"}' + " " * (5 << 20 if rank == "1" else 0))
+descriptor = int(os.environ["FLASHLIGHT_RECORDS"].partition(":")[0])
+os.write(descriptor, f"{rank} {path}\\n{rank}\\nno record\\n".encode())
+there = pathlib.Path(sys.argv[1], "there")
+if rank == "0":
+    there.touch()
+    signal.pause()
+while not there.exists():
+    pass
+sys.exit(3)
+"""
+
+
+def test_a_record_that_is_too_large_is_named(tmp_path: Path) -> None:
+    ssh = f"sh {write(tmp_path, STAND_IN, 'ssh')}"
+    records = tmp_path / "records"
+    records.mkdir()
+    done = launch("--hosts", "a,b", "--ssh", ssh, write(tmp_path, WRITING), records)
+    assert done.returncode == 3, done.stderr
+    size = (records / "rank1.json").stat().st_size
+    left = (
+        f"flrun: the flight record of rank 1 stays on host b, at {records}/rank1.json: it has "
+        f"{size} bytes, more than the {MOST_BYTES} of one record"
+    )
+    assert left in done.stderr.splitlines()
+    assert "flrun: flight records of 1 of 2 ranks are on " in done.stderr
+
+
+def test_the_limits_of_records(tmp_path: Path) -> None:
+    reports: dict[int, list[Any]] = {}
+    paths = {rank: tmp_path / f"rank{rank}.json" for rank in range(20)}
+    sizes = {0: MOST_BYTES, 1: MOST_BYTES + 1, 19: 1} | dict.fromkeys(range(2, 18), MOST_BYTES)
+    for rank, size in sizes.items():
+        paths[rank].touch()
+        os.truncate(paths[rank], size)
+    os.mkfifo(paths[18])  # nobody writes: to read it would never end
+    send_records(paths, lambda kind, rank, *values: reports.update({rank: [kind, *values]}))
+    kinds = {rank: report[0] for rank, report in reports.items()}
+    whole = MOST_BYTES_OF_HOST // MOST_BYTES
+    sent = [0, *range(2, 1 + whole)]
+    assert kinds == dict.fromkeys(sent, "record") | dict.fromkeys((1, 17, 19), "left_out")
+    assert reports[1][1] == str(paths[1])
+    assert f"more than the {MOST_BYTES} of one record" in reports[1][2]
+    assert f"more than is left of the {MOST_BYTES_OF_HOST} of a host" in reports[17][2]
+    assert reports[19][2].startswith("it has 1 bytes")
+
+
+def test_notes_that_are_none(temporary_folder: Path) -> None:
+    loop = Loop()
+    notes = Notes(loop)
+    os.write(notes.descriptor, b"0 /a b\n\nx /c\n1 relative\n2\n3 /cut")
+    assert notes.paths() == {0: Path("/a b")}
+    notes.close()
+    loop.close()
