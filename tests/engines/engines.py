@@ -82,7 +82,7 @@ def spark() -> Iterator[Run]:
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.ui.enabled": "false",
         "spark.executor.memory": "512m",
-        "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
+        "spark.scheduler.maxRegisteredResourcesWaitingTime": "10s",
         "spark.executorEnv.PYTHONPATH": ROOT,
     }
     before = dict(os.environ)

@@ -106,6 +106,13 @@ def test_dask_needs_a_process_for_each_rank() -> None:
             fl.launch.dask.run(client, tasks.total, (1,), nprocs=5)
 
 
+@pytest.mark.parametrize("run", [spark], indirect=True)
+def test_spark_needs_a_slot_for_each_rank(run: Run) -> None:
+    said = r"5 ranks need as many slots, and, after \d+ s, the cluster has 3; see spark.executor"
+    with pytest.raises(TimeoutError, match=said):
+        fl.launch.spark.run(tasks.total, (1,), nprocs=5)
+
+
 def _listeners() -> list[str]:
     return list(engine_rank._listeners)
 
