@@ -14,8 +14,9 @@ def register() -> None:
 
     Call it in the driver and in each actor, before a group is created; again it does nothing.
     Verbs raise the errors of :func:`flashlight_py.all_reduce`. The first group of an actor is its
-    world. Further groups have the same actors, in any order of ranks;
-    else creating one raises RuntimeError. ``destroy_collective_group`` is collective.
+    world, where it is no rank yet, as those of :func:`flashlight_py.launch.ray.run` are. Further
+    groups have the same actors, in any order of ranks; else creating one raises RuntimeError.
+    ``destroy_collective_group`` is collective.
     """
     from ray.util.collective.backend_registry import _global_registry, register_collective_backend
     from ray.util.collective.collective_group.base_collective_group import BaseGroup

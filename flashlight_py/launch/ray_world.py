@@ -14,20 +14,20 @@ from flashlight_py.launch.ray_cluster import listen_here
 # How often is seen what the others have written, and how long is waited for it, in seconds.
 _LOOK_SECONDS, _MEETING_SECONDS = 0.02, 300.0
 
-# The groups of this process, and the secret of the world that the first of them has made.
+# The groups of this process, and whether the first of them has made the world.
 _groups: list[Any] = []
-_secret = ""
+_has_made_world = False
 
 
 def enter(size: int, rank: int, name: str) -> Any:
-    """Make the world, or a group of all of it."""
-    global _secret
+    """Make a group of all ranks of the world that the actors are; where they are none, make it."""
+    global _has_made_world
     from ray.experimental import internal_kv as store
 
     import flashlight_py as fl
 
     fresh = secrets.token_hex(32)
-    world = _secret if _groups else fresh if fl.is_distributed_init() else ""
+    world = fl.distributed.world.current_world().job if fl.is_distributed_init() else ""
     meeting = None if rank or world else listen_here(fresh)
     try:
         mine = [world, fl.get_world_rank(), meeting, fresh]
@@ -39,7 +39,7 @@ def enter(size: int, rank: int, name: str) -> Any:
             )
         if not world:
             join(fresh, rank, size, Meeting(*meetings[0]), secret[0])
-            ranks, _secret = tuple(range(size)), secret[0]
+            ranks, _has_made_world = tuple(range(size)), True
     finally:
         stop_listening(fresh)
     group = fl.new_group(ranks)
@@ -49,12 +49,14 @@ def enter(size: int, rank: int, name: str) -> Any:
 
 
 def leave(group: Any) -> None:
-    """Close the group, and with the last one leave the world."""
+    """Close the group, and with the last one leave the world that the first has made."""
+    global _has_made_world  # noqa: PLW0603 - a process is in one world
     import flashlight_py as fl
 
     _groups.remove(group)
     group.close()
-    if not _groups:
+    if _has_made_world and not _groups:
+        _has_made_world = False
         fl.distributed_shutdown()
 
 
@@ -62,24 +64,31 @@ def _exchange(size: int, rank: int, name: str, mine: Sequence[Any]) -> list[Any]
     """Return what every rank passes, the last item new each time, by Ray's store of keys.
 
     All have read the same when each has written down what it has read: nothing of a group that
-    failed under the same name is taken for it.
+    failed under the same name is taken for it. Who is done may try again at once, while another one
+    still waits to see that: so each key holds what was written there before as well.
     """
     from ray.experimental import internal_kv as store
 
-    keys = [_key(name, each) for each in range(size)]
-    ends, seen, found = time.monotonic() + _MEETING_SECONDS, [""] * size, list[Any]()
-    while not found or any(each is None or each[1] != seen for each in found):
+    def entries(of: int) -> list[Any]:
+        found: list[Any] = json.loads(store._internal_kv_get(_key(name, of)) or "[]")
+        return found
+
+    before, ends = entries(rank)[:1], time.monotonic() + _MEETING_SECONDS
+    values, seen = list[Any]([None] * size), [""] * size
+    while True:
+        store._internal_kv_put(_key(name, rank), json.dumps([[mine, seen], *before]))
+        found = [[[mine, seen]] if each == rank else entries(each) for each in range(size)]
+        missing = [r for r, each in enumerate(found) if seen not in [old for _, old in each]]
+        if None not in values and not missing:
+            return values
         if time.monotonic() > ends:
-            missing = [r for r, each in enumerate(found) if each is None or each[1] != seen]
             raise TimeoutError(
                 f"the group {name!r}: rank(s) {missing} of {size} did not come within "
                 f"{_MEETING_SECONDS:g} s"
             )
-        time.sleep(_LOOK_SECONDS if found else 0.0)
-        store._internal_kv_put(keys[rank], json.dumps([mine, seen]))
-        found = [text and json.loads(text) for text in map(store._internal_kv_get, keys)]
-        seen = [each[0][-1] if each else "" for each in found]
-    return [each[0] for each in found]
+        time.sleep(_LOOK_SECONDS)
+        values = [each[0][0] if each else None for each in found]
+        seen = [each[-1] if each else "" for each in values]
 
 
 def _key(name: str, rank: int) -> str:

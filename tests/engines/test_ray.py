@@ -219,6 +219,20 @@ def test_a_group_that_the_driver_declares(actors: list[Any]) -> None:
     check(each(actors, "verbs", "declared"))
 
 
+def in_a_group(rank: int) -> tuple[list[float], bool]:
+    fl.launch.ray_collective.register()
+    from ray.util import collective
+
+    collective.init_collective_group(fl.get_world_size(), rank, "FLASHLIGHT", "of ranks")
+    collective.allreduce(total := np.ones(1), "of ranks")
+    collective.destroy_collective_group("of ranks")
+    return total.tolist(), fl.is_distributed_init()
+
+
+def test_the_ranks_of_run_are_members_of_groups() -> None:
+    assert fl.launch.ray.run(in_a_group, nprocs=2) == [([2.0], True)] * 2
+
+
 def test_an_actor_is_in_one_world(actors: list[Any]) -> None:
     enter(actors[:2], "first")
     with pytest.raises(RuntimeError, match="'second': some of its actors are ranks of another"):
