@@ -7,6 +7,7 @@ from typing import Any
 from flashlight_py.launch.ray_world import enter, leave
 
 NAME = "FLASHLIGHT"
+_OPS = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
 
 
 def register() -> None:
@@ -75,5 +76,5 @@ class _Group:
         self._group.recv(xs[0], options.src_rank)
 
 
-def _op(options: Any) -> Any:
-    return {"PRODUCT": "prod"}.get(options.reduceOp.name, options.reduceOp.name.lower())
+def _op(options: Any) -> str:
+    return _OPS[options.reduceOp.name]
