@@ -58,7 +58,7 @@ def run(engine: str, folder: str, ranks: int) -> Any:
     if engine == "flrun":
         fl.distributed_init()
         return [train(fl.get_world_rank(), folder)]
-    return fl.spawn(train, **options)
+    return fl.spawn(train, **options, max_restarts=3)
 
 
 def main() -> None:

@@ -45,8 +45,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "doctor": ("_version", "errors", "device", "interfaces", "_native", "distributed", "launch"),
     # The program of a rank imports the package (""), as the script of a user does.
     "launch.rank_main": ("launch", ""),
-    "launch.engine": ("launch", ""),
-    "launch.ray_collective": ("launch", ""),
+    "launch.engine_rank": ("launch", "", "interfaces", "distributed.rendezvous"),
+    "launch.ray_world": ("launch", ""),
     "launch.ray_train": ("launch", ""),
     "launch.records": ("launch", "distributed.recorder"),
     "launch": ("_version", "errors", "tracebacks", "cores", "interfaces", "distributed.rendezvous"),

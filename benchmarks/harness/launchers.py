@@ -18,7 +18,10 @@ from harness.role import Place
 
 __all__ = ["Host", "Launch", "Launcher", "Library", "launch"]
 
-Launcher = Literal["direct", "openmpi", "openmpi-xhc", "mpich"]
+Launcher = Literal["direct", "openmpi", "openmpi-xhc", "mpich", "flrun", "ray"]
+
+# Ours, as modules; the ranks find their places themselves.
+OURS: Mapping[str, Sequence[str]] = {"flrun": ["flashlight_py.launch"], "ray": ["harness.on_ray"]}
 
 # One thread per rank: the ranks are what fills the cores.
 ONE_THREAD = {
@@ -81,6 +84,9 @@ def launch(library: Library, ranks: int, cores: int, folder: Path, address: Path
     if library.launcher == "direct":
         between = {"GLOO_SOCKET_IFNAME": "eth0"} if library.hosts else {}
         return Launch(workers, {**ONE_THREAD, **between}, _options(library))
+    if library.launcher in OURS:
+        command = [str(library.python), "-m", *OURS[library.launcher], "-n", str(ranks)]
+        return Launch([[*command, "-m", *workers[0][2:]]], ONE_THREAD, " ".join(command[1:]))
     starter = _open_mpi if library.launcher.startswith("openmpi") else _mpich
     flags, variables = starter(ranks, cores, library.launcher == "openmpi-xhc")
     if library.hosts:

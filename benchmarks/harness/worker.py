@@ -91,9 +91,8 @@ def serve(line: Line, role: Role) -> None:
         return  # the conductor is gone, and nobody else waits for an answer
 
 
-def main() -> None:
+def work(role_name: str, address: str, place: str) -> None:
     """Join, serve, end."""
-    role_name, address, place = sys.argv[1:]
     module = importlib.import_module(f"harness.roles.{role_name}")
     role = module.join(Place(**json.loads(place)))
     with call_in(address) as line:
@@ -101,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    work(*sys.argv[1:])

@@ -1,111 +1,45 @@
 """``spawn`` on an engine that is there already: what Ray, Dask and Spark have in common.
 
-``run`` is called where the program is. An engine brings a function that starts every rank once, and
-each rank calls ``Start.serve``, in a process of the engine's, which goes on to live afterwards.
+``run`` is called where the program is. An engine brings a function that starts every rank once, in
+processes that go on to live afterwards; what happens there is in ``engine_rank``.
 """
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import math
-import os
-import pickle
-import secrets
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
+from flashlight_py.launch.calls import Call
+from flashlight_py.launch.engine_rank import Start
 from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.pickling import dumps
-from flashlight_py.launch.ranks import LISTENER, SECRET, without_place
-from flashlight_py.launch.spawning import checked_size, result_of
 
-_log = logging.getLogger("flashlight_py")
+T = TypeVar("T")
 
 # How long is waited for the cause, in seconds, once a rank has ended by a mere consequence.
 CAUSE_SECONDS = 3.0
-# How long a rank has to end after it was told to, in seconds, before its process is killed.
-ENDING_SECONDS = 5.0
-
+# How long is waited for places that others have, or that a failed attempt frees, in seconds.
+ROOM_SECONDS = 60.0
+# How often is seen what an engine does not tell of, in seconds.
+LOOK_SECONDS = 0.5
+# How often work is cancelled that must end, in seconds.
+_CANCEL_SECONDS = 0.2
 
 Outcomes = dict[int, bytes | Failure]
 """By rank, the pickled result, or how it failed."""
 
-
-def lost(why: str) -> Failure:
-    """Return the failure of a rank that has not told of it itself."""
-    return Failure(f"was lost: {why}", time.monotonic())
-
-
-class RankFailure(Exception):
-    """``rank`` has failed in one attempt."""
-
-    def __init__(self, rank: int, failure: Failure) -> None:
-        super().__init__(rank, failure)
-        self.rank, self.failure = rank, failure
-
-
-class TimeIsUp(Exception):
-    """The whole run has lasted too long; ``ranks`` had not returned."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(ranks)
-        self.ranks = ranks
-
-
-@dataclass(frozen=True)
-class Start:
-    """One attempt, as the engine hands it to every rank."""
-
-    name: str
-    size: int
-    restarts: int
-    task: bytes = field(repr=False)
-    secret: str = field(repr=False, default_factory=lambda: secrets.token_hex(32))
-
-    def serve(self, rank: int, host: str, port: int) -> bytes | Failure:
-        """Be ``rank``, which meets the others at ``port`` of rank 0's ``host``, until all returned.
-
-        Returns the pickled result, or how this rank has failed. Its environment is that of a rank
-        while the function runs, and as before afterwards.
-        """
-        more = {"FLASHLIGHT_RESTART_COUNT": str(self.restarts)}
-        try:
-            with (
-                _as_the_only_rank(),
-                _environment_of(rank, self.size, host, port, self.secret, more),
-            ):
-                return self._call(rank)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, ``run`` raises it
-            return Failure.of_exception(error, time.monotonic())
-
-    def _call(self, rank: int) -> bytes:
-        import flashlight_py as fl
-
-        fn, args, params = pickle.loads(self.task)
-        try:
-            with _can_be_ended(), fl.abort_on_exception():
-                fl.distributed_init(fl.DistributedInit.ENV, params=params)
-                result = fn(rank, *args)
-                try:
-                    pickled = dumps(result, main_can_be_imported=False)
-                except TypeError as error:
-                    kind = type(result).__qualname__
-                    raise TypeError(f"the result, of type {kind}, {error}") from error
-                fl.barrier()  # nobody leaves while others compute
-            return pickled
-        finally:
-            fl.distributed_shutdown()
+Attempt = Callable[[Start, Call], Sequence[bytes]]
+"""Starts every rank and returns the pickled results in rank order; leaves none when it raises."""
 
 
 def run(
     what: str,
-    attempt: Callable[[Start, float], Sequence[bytes]],
+    attempt: Attempt,
     fn: Callable[..., Any],
     args: Sequence[Any],
     nprocs: int,
@@ -113,62 +47,50 @@ def run(
     timeout: float | None,
     max_restarts: int,
 ) -> list[Any]:
-    """Run ``fn(rank, *args)`` on ``nprocs`` ranks that ``attempt`` starts; see ``spawn``.
-
-    ``attempt(start, ends)`` returns the pickled results in rank order; the second argument is when
-    time is up, by ``time.monotonic``. It leaves no rank behind when it raises.
-    """
-    size = checked_size(what, fn, args, nprocs, params, timeout)
-    if not isinstance(max_restarts, int) or max_restarts < 0:
-        raise ValueError(f"{what}: max_restarts must be an integer from 0 on, got {max_restarts!r}")
-    name = f"{what} of {getattr(fn, '__qualname__', repr(fn))}"
+    """Run ``fn(rank, *args)`` on ``nprocs`` ranks that ``attempt`` starts; see ``spawn``."""
+    call = Call.checked(what, fn, args, nprocs, params, timeout, max_restarts)
     try:
         task = dumps((fn, tuple(args), dict(params or {})), main_can_be_imported=False)
     except TypeError as error:
-        raise TypeError(f"{name}: the function or its arguments {error}") from error
-    ends = math.inf if timeout is None else time.monotonic() + timeout
-    for restarts in range(max_restarts + 1):
-        results = _try(attempt, Start(name, size, restarts, task), ends, max_restarts)
-        if results is not None:
-            return [result_of(name, rank, size, each) for rank, each in enumerate(results)]
-    raise AssertionError("the last attempt raises or returns")
+        raise TypeError(f"{call.name}: the function or its arguments {error}") from error
+    return call.results(call.attempted(lambda n: attempt(Start(call.size, n, task), call)))
 
 
-def _try(
-    attempt: Callable[[Start, float], Sequence[bytes]], start: Start, ends: float, most: int
-) -> Sequence[bytes] | None:
-    """Return the results of one attempt; None: it failed, and another one may follow."""
-    try:
-        return attempt(start, ends)
-    except RankFailure as failed:
-        error = failed.failure.as_error(start.name, failed.rank, start.size)
-        if start.restarts == most:
-            raise error from None
-        _log.warning("%s\nstarting again: %d of %d", error, start.restarts + 1, most)
-        return None
-    except TimeIsUp as late:
-        names = ", ".join(map(str, late.ranks))
-        raise TimeoutError(
-            f"{start.name}: rank(s) {names} of {start.size} had not returned when the timeout was "
-            "over; all ranks were ended"
-        ) from None
+class Ranks(Protocol):
+    """The ranks of one attempt, in an engine that tells of the end of each."""
+
+    def start(self) -> None:
+        """Start all; does not wait until they run."""
+
+    def outcomes(self, ranks: Set[int], until: float) -> Outcomes:
+        """Wait for the end of one of ``ranks``, for a while, and return how those did that have.
+
+        At the latest until ``until``, a time of ``time.monotonic``.
+        """
+
+    def end(self) -> None:
+        """End the ranks that run, and see that no further one begins."""
 
 
-def collect(
-    ranks: Iterable[int], outcomes: Callable[[Set[int], float], Outcomes], ends: float
-) -> list[bytes]:
-    """Return the results of all ``ranks``, in order, by the time ``ends``.
-
-    ``outcomes(ranks, until)`` waits for the end of one of ``ranks``, for a while, and returns how
-    those did that have.
+def follow(call: Call, ranks: Ranks) -> list[bytes]:
+    """Start ``ranks``, return the results of all, in order, and see that none is left.
 
     Raises:
-        RankFailure: a rank failed; the first cause.
-        TimeIsUp: ``ends`` has come.
+        RankFailedError: a rank failed; the first cause.
+        TimeoutError: time is up.
     """
-    waiting, results, failures = set(ranks), dict[int, bytes](), dict[int, Failure]()
+    try:
+        ranks.start()
+        return _collected(call, ranks)
+    finally:
+        ranks.end()
+
+
+def _collected(call: Call, ranks: Ranks) -> list[bytes]:
+    waiting, results, failures = set(range(call.size)), dict[int, bytes](), dict[int, Failure]()
+    ends = call.ends
     while waiting and time.monotonic() < ends:
-        for rank, outcome in outcomes(waiting, ends).items():
+        for rank, outcome in ranks.outcomes(waiting, ends).items():
             waiting.discard(rank)
             if isinstance(outcome, Failure):
                 failures[rank] = outcome
@@ -179,110 +101,82 @@ def collect(
         if failures:
             ends = min(ends, time.monotonic() + CAUSE_SECONDS)
     if failures:
-        raise RankFailure(*first_cause(failures.items()))
+        raise call.failed(*first_cause(failures.items()))
     if waiting:
-        raise TimeIsUp(sorted(waiting))
+        raise call.late(waiting)
     return [results[rank] for rank in sorted(results)]
 
 
-# In the process of a rank -------------------------------------------------------------------------
+def interruptible(
+    call: Call,
+    work: Callable[[], T],
+    cancel: Callable[[], None],
+    kind: type[threading.Thread] = threading.Thread,
+) -> T:
+    """Return what ``work`` does, in a thread, which ``cancel`` ends when time is up or by Ctrl-C.
 
-_listeners: dict[int, socket.socket] = {}
-_lock = threading.Lock()
-# The thread that is a rank, and the one that can be ended now.
-_rank: int | None = None
-_endable: int | None = None
+    ``cancel`` is called until that has happened: the work may not have begun at first. ``kind`` is
+    that of the thread.
 
-
-def listen(host: str) -> int:
-    """Listen at a free port of ``host``, for rank 0 of this process to come; returns the port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
-    port = int(listener.getsockname()[1])
-    _listeners[port] = listener
-    return port
-
-
-def stop_listening(port: int) -> None:
-    """Close what :func:`listen` has made, if no rank 0 has come for it."""
-    if listener := _listeners.pop(port, None):
-        listener.close()
-
-
-def end_rank() -> bool:
-    """End the rank that a thread of this process is: it raises SystemExit. False: there is none."""
-    import flashlight_py as fl
-
-    with _lock:
-        if _endable is not None:
-            fl.distributed.control.abort.report(SystemExit("the launcher has ended this rank"))
-            _raise_in(_endable, SystemExit)
-        return _rank is not None
-
-
-@contextmanager
-def _as_the_only_rank() -> Iterator[None]:
-    global _rank, _endable  # noqa: PLW0603 - a process is one rank
-    with _lock:
-        if _rank is not None:
-            raise RuntimeError("this process is a rank already; each rank needs one of its own")
-        _rank = threading.get_ident()
+    Raises:
+        TimeoutError: time is up.
+        Exception: what ``work`` raises.
+    """
+    outcome: Future[T] = Future()
+    thread = kind(target=_set, args=[outcome, work], daemon=True)
+    thread.start()
     try:
-        yield
+        thread.join(seconds_until(call.ends))
+        is_late = thread.is_alive()
     finally:
-        with _lock:
-            _raise_in(_rank, None)  # what end_rank has asked for, and did not happen before
-            _rank = _endable = None  # the second too: SystemExit may end whoever resets it
+        while thread.is_alive():
+            cancel()
+            thread.join(_CANCEL_SECONDS)
+    if is_late:
+        raise call.late(range(call.size))
+    return outcome.result()
 
 
-@contextmanager
-def _can_be_ended() -> Iterator[None]:
-    """A part in which the thread may raise SystemExit anywhere; leaving the world is none."""
-    global _endable  # noqa: PLW0603
-    _endable = threading.get_ident()
+def _set(outcome: Future[T], work: Callable[[], T]) -> None:
     try:
-        yield
-    finally:
-        with _lock:
-            _raise_in(_endable, None)
-            _endable = None
+        outcome.set_result(work())
+    except Exception as error:  # noqa: BLE001 - the thread that waits raises it
+        outcome.set_exception(error)
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Have ``thread`` raise ``kind`` as soon as it executes Python; None takes that back."""
-    exception = None if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)
-
-
-@contextmanager
-def _environment_of(
-    rank: int, size: int, host: str, port: int, secret: str, more: Mapping[str, str]
-) -> Iterator[None]:
-    """Have the environment of a rank, and the listener that was made for it."""
-    listener = _listeners.pop(port, None) if rank == 0 else None
-    before = dict(os.environ)
-    variables = {
-        **without_place(before),
-        **{"RANK": str(rank), "WORLD_SIZE": str(size), SECRET: secret},
-        **{"MASTER_ADDR": host, "MASTER_PORT": str(port), **more},
-        **({LISTENER: str(listener.fileno())} if listener else {}),
-    }
-    try:
-        os.environ.clear()
-        os.environ.update(variables)
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        if listener is not None:
-            listener.close()
-
-
-def join(
-    rank: int, size: int, host: str, port: int, secret: str, params: Mapping[str, Any] | None = None
+def wait_for_room(
+    call: Call, seconds: float, count: Callable[[], int], places: str, advice: str
 ) -> None:
-    """Make this process ``rank`` of the world that meets at ``port`` of rank 0's ``host``."""
-    import flashlight_py as fl
+    """Wait until ``count()`` says that there is a place for each rank, for so long at most.
 
-    with _environment_of(rank, size, host, port, secret, {}):
-        fl.distributed_init(fl.DistributedInit.ENV, params=params)
+    Raises:
+        ValueError: there is not, and ``seconds`` is 0; says how many there are.
+        TimeoutError: there was not for so long.
+    """
+    began = time.monotonic()
+    while (found := count()) < call.size:
+        waited = time.monotonic() - began
+        if began + waited >= min(began + seconds, call.ends):
+            after = f", after {waited:.0f} s," if seconds else ""
+            raise (TimeoutError if seconds else ValueError)(
+                f"{call.name}: {call.size} ranks need as many {places}, and{after} the cluster has "
+                f"{found}; {advice}"
+            )
+        time.sleep(LOOK_SECONDS)  # engines themselves only look again and again
+
+
+def lost(why: object) -> Failure:
+    """Return the failure of a rank that has not told of it itself."""
+    text = str(why)
+    line = next((line for line in text.splitlines() if line.strip()), type(why).__name__)
+    return Failure(f"was lost: {line}", time.monotonic())
+
+
+def host_of(address: str) -> str:
+    """Return the host of an address with a port, such as ``tcp://[::1]:8786`` or ``h0:7077``."""
+    return urlsplit(f"//{address.rpartition('//')[2]}").hostname or ""
+
+
+def seconds_until(ends: float) -> float | None:
+    """Return the seconds until a time of ``time.monotonic``, at least 0; None: for ever."""
+    return None if math.isinf(ends) else max(ends - time.monotonic(), 0.0)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 from flashlight_py.launch import engine
+from flashlight_py.launch.calls import Call
+from flashlight_py.launch.engine_rank import Start
 from flashlight_py.launch.failures import Failure
+from flashlight_py.launch.ray_cluster import joined, listen_here, most_ranks, nodes_of, placed
 
 T = TypeVar("T")
-
-# How long is waited for resources that others use just now, in seconds, before that is an error.
-_ROOM_SECONDS = 60.0
 
 
 def run(
@@ -33,149 +30,80 @@ def run(
     ``ray.init()`` before, the cluster at RAY_ADDRESS is joined, or one is started on this machine.
 
     Args:
-        fn, args, params, timeout: as of ``spawn``; cloudpickle sends what an actor cannot import.
+        fn, args, params, timeout, max_restarts: as of ``spawn``; cloudpickle sends what an actor
+            cannot import.
         nprocs: number of ranks; default as many as the cluster's resources are enough for.
-        max_restarts: how often all ranks are started again when one has failed;
-            FLASHLIGHT_RESTART_COUNT counts.
         resources: of each rank, default ``{"CPU": 1}``; ``"GPU"`` and a cluster's own as well.
         strategy: of the placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
 
     Raises:
         TypeError, ValueError: as of ``spawn``, or the cluster is too small.
         RankFailedError: a rank raised, or its actor died; the first cause. The others were killed.
-        TimeoutError: ``timeout`` has passed, or others did not release what the ranks need within
-            60 seconds; the ranks have been killed.
+        TimeoutError: ``timeout`` has passed, also where an actor did not start before, or others
+            did not release what the ranks need within 60 seconds; the ranks have been killed.
     """
     import ray
 
     each = {"CPU": 1.0, **(resources or {})}
-    with _initialised(ray):
-        size = _most(ray, each) if nprocs is None else nprocs
+    with joined(ray):
+        size = most_ranks(nodes_of(ray), each, strategy) if nprocs is None else nprocs
 
-        def attempt(start: engine.Start, ends: float) -> list[bytes]:
-            with _placed(ray, start, each, strategy, ends) as group:
-                ranks = _Ranks(ray, start, each, group)
-                try:
-                    ranks.start(start)
-                    return engine.collect(range(start.size), ranks.outcomes, ends)
-                finally:
-                    ranks.end()
+        def attempt(start: Start, call: Call) -> list[bytes]:
+            with placed(ray, call, each, strategy, start.restarts > 0) as group:
+                return engine.follow(call, _Ranks(ray, start, call, each, group))
 
         return engine.run("ray.run", attempt, fn, args, size, params, timeout, max_restarts)
-
-
-@contextmanager
-def _initialised(ray: Any) -> Iterator[None]:
-    """Join a cluster, or start one on this machine's loopback, where that was not done before."""
-    if ray.is_initialized():
-        yield
-        return
-    address = os.environ.get("RAY_ADDRESS")
-    # Not 127.0.0.1, in whose place Ray takes the address of this machine's network.
-    here = {"_node_ip_address": "127.0.0.2", "include_dashboard": False}
-    ray.init(address=address or "local", **({} if address else here))
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _most(ray: Any, each: Mapping[str, float]) -> int:
-    """Return how many ranks the nodes have room for, were nothing else there."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    needed = {name: count for name, count in each.items() if count > 0}
-    rooms = (min(int(node.get(k, 0) / v) for k, v in needed.items()) for node in nodes)
-    return sum(rooms) if needed else len(nodes)
-
-
-@contextmanager
-def _placed(
-    ray: Any, start: engine.Start, each: Mapping[str, float], strategy: str, ends: float
-) -> Iterator[Any]:
-    """Return a placement group that is ready; it is removed afterwards."""
-    from ray.util import placement_group, remove_placement_group
-
-    if (most := _most(ray, each)) < start.size and not start.restarts:
-        raise ValueError(
-            f"{start.name}: {start.size} ranks with {dict(each)} each do not fit: the cluster has "
-            f"room for {most}"
-        )
-    group = placement_group([dict(each)] * start.size, strategy=strategy)
-    try:
-        seconds = min(_ROOM_SECONDS, max(ends - time.monotonic(), 0.0))
-        if not group.wait(seconds):
-            raise TimeoutError(
-                f"{start.name}: the cluster had no room for {start.size} ranks with {dict(each)} "
-                f"each, placed by {strategy}, within {seconds:g} s; is something else running?"
-            )
-        yield group
-    finally:
-        remove_placement_group(group)
 
 
 class _Rank:
     """The actor."""
 
-    def listen(self) -> tuple[str, int]:
-        import ray
-
-        host = ray.util.get_node_ip_address()
-        return host, engine.listen(host)
-
-    def serve(self, start: engine.Start, rank: int, host: str, port: int) -> bytes | Failure:
-        return start.serve(rank, host, port)
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        return function(*args)
 
 
 class _Ranks:
     """An actor for each rank."""
 
     def __init__(
-        self, ray: Any, start: engine.Start, each: Mapping[str, float], group: Any
+        self, ray: Any, start: Start, call: Call, each: Mapping[str, float], group: Any
     ) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         own = {name: count for name, count in each.items() if name not in ("CPU", "GPU")}
         needs = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0), "resources": own}
+        places = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(call.size)]
         actor = ray.remote(_Rank)
-        self._ray = ray
-        self._actors = [
-            actor.options(
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank), **needs
-            ).remote()
-            for rank in range(start.size)
-        ]
-        self._tasks: dict[int, Any] = {}
+        self._ray, self._start, self._call = ray, start, call
+        self._actors = [actor.options(scheduling_strategy=p, **needs).remote() for p in places]
+        self._tasks: dict[Any, int] = {}
 
-    def start(self, start: engine.Start) -> None:
+    def start(self) -> None:
+        key, left = self._start.key, engine.seconds_until(self._call.ends)
         try:
-            host, port = self._ray.get(self._actors[0].listen.remote())
+            where = self._ray.get(self._actors[0].call.remote(listen_here, key), timeout=left)
+        except self._ray.exceptions.GetTimeoutError:
+            raise self._call.late(range(self._call.size)) from None
         except self._ray.exceptions.RayError as error:
-            raise engine.RankFailure(0, _lost(error)) from error
+            raise self._call.failed(0, engine.lost(error)) from error
         for rank, actor in enumerate(self._actors):
-            self._tasks[rank] = actor.serve.remote(start, rank, host, port)
+            self._tasks[actor.call.remote(self._start.serve, rank, where)] = rank
 
     def outcomes(self, ranks: Set[int], until: float) -> engine.Outcomes:
         """Wait for the end of one of ``ranks``, until that time; return how those did that have."""
-        tasks = {self._tasks[rank]: rank for rank in ranks}
-        seconds = max(until - time.monotonic(), 0.0)
-        limit = None if seconds == float("inf") else seconds
-        self._ray.wait([*tasks], num_returns=1, timeout=limit)
-        ended, _ = self._ray.wait([*tasks], num_returns=len(tasks), timeout=0)
-        return {tasks[task]: self._outcome(task) for task in ended}
+        tasks = [task for task, rank in self._tasks.items() if rank in ranks]
+        self._ray.wait(tasks, num_returns=1, timeout=engine.seconds_until(until))
+        ended, _ = self._ray.wait(tasks, num_returns=len(tasks), timeout=0)
+        return {self._tasks[task]: self._outcome(task) for task in ended}
 
     def _outcome(self, task: Any) -> bytes | Failure:
         try:
             outcome: bytes | Failure = self._ray.get(task)
         except self._ray.exceptions.RayError as error:
-            return _lost(error)
+            return engine.lost(error)
         return outcome
 
     def end(self) -> None:
         """Kill the actors."""
         for actor in self._actors:
             self._ray.kill(actor)
-
-
-def _lost(error: Exception) -> Failure:
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return engine.lost(reason)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import secrets
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flashlight_py.launch import engine
+from flashlight_py.launch.engine_rank import ENDING_SECONDS, join
+from flashlight_py.launch.ray_cluster import listen_here
 
 
 def config(params: Mapping[str, Any] | None = None) -> Any:
@@ -69,23 +71,16 @@ class _World:
         """Have the workers join a world of their own."""
         import ray
 
-        host, port = workers.execute_single(0, _listen)
-        place = (len(workers), host, port, secrets.token_hex(32), backend_config.params)
-        ray.get([workers.execute_single_async(i, engine.join, i, *place) for i in range(place[0])])
+        size, key, secret = len(workers), uuid.uuid4().hex, secrets.token_hex(32)
+        world = (size, workers.execute_single(0, listen_here, key), secret, backend_config.params)
+        ray.get([workers.execute_single_async(i, join, key, i, *world) for i in range(size)])
 
     def on_shutdown(self, workers: Any, _: _Config) -> None:
         """Have them leave it; what cannot is ended by Ray, with its process."""
         import ray
 
         tasks = workers.execute_async(_leave)
-        ray.wait(tasks, num_returns=len(tasks), timeout=engine.ENDING_SECONDS)
-
-
-def _listen() -> tuple[str, int]:
-    import ray
-
-    host = ray.util.get_node_ip_address()
-    return host, engine.listen(host)
+        ray.wait(tasks, num_returns=len(tasks), timeout=ENDING_SECONDS)
 
 
 def _leave() -> None:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import base64
-import math
+import json
 import pickle
 import re
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from flashlight_py.launch import engine
+from flashlight_py.launch.calls import Call
+from flashlight_py.launch.engine_rank import Meeting, Start
 from flashlight_py.launch.failures import Failure
 
 T = TypeVar("T")
 
-# How often a stage is cancelled that must end, in seconds.
-_CANCEL_SECONDS = 0.2
+# For how long executors are waited for, and Spark's default.
+_EXECUTORS_SECONDS = ("spark.scheduler.maxRegisteredResourcesWaitingTime", "30s")
 
 # What the exception of a task carries to the driver, in the text that Spark makes of it.
 _REPORT = re.compile(r"flashlight rank (\d+) failed: ([\w+/=]+)!")
@@ -40,17 +41,17 @@ def run(
     are ranks. What they print is the executor's output. Blocks until every rank has returned.
 
     Args:
-        fn, args, params, timeout: as of ``spawn``; cloudpickle sends what nobody can import there.
+        fn, args, params, timeout, max_restarts: as of ``spawn``; cloudpickle sends what a worker
+            cannot import.
         nprocs: number of ranks; default the application's parallelism.
-        max_restarts: how often all ranks are started again when one has failed;
-            FLASHLIGHT_RESTART_COUNT counts. Spark itself runs no failed stage of results again.
 
     Raises:
-        TypeError, ValueError: as of ``spawn``.
+        TypeError, ValueError: as of ``spawn``, or a local application has too few slots.
         RuntimeError: no SparkContext is active.
         RankFailedError: a rank raised, or its worker or executor died; the first cause. The others
             were ended by Spark.
-        TimeoutError: ``timeout`` has passed; the ranks have been ended.
+        TimeoutError: ``timeout`` has passed, and the ranks have been ended; or the executors had
+            too few slots for ``spark.scheduler.maxRegisteredResourcesWaitingTime`` (30 seconds).
     """
     from pyspark import SparkContext
 
@@ -63,50 +64,43 @@ def run(
     return engine.run("spark.run", attempt, fn, args, size, params, timeout, max_restarts)
 
 
-def _attempt(context: Any, start: engine.Start, ends: float) -> list[bytes]:
-    """Run the stage in a thread, as nothing else lets a call of Spark have an end in time."""
+def _attempt(context: Any, start: Start, call: Call) -> list[bytes]:
     from pyspark import InheritableThread
 
-    tag, outcome = f"flashlight-{uuid.uuid4().hex}", list[Any]()
+    _wait_for_slots(context._jsc.sc(), call)
 
-    def stage() -> None:
-        context.addJobTag(tag)
-        try:
-            outcome.append(_stage(context, start))
-        except Exception as error:  # noqa: BLE001 - Java's, the caller's thread raises it
-            outcome.append(error)
+    def stage() -> list[tuple[int, bytes]]:
+        context.addJobTag(start.key)
+        ranks = context.parallelize(range(start.size), start.size).barrier()
+        return ranks.mapPartitions(lambda _: _serve(start)).collect()  # type: ignore[no-any-return]
 
-    thread = InheritableThread(target=stage, daemon=True)
-    thread.start()
+    cancel = partial(context.cancelJobsWithTag, start.key)
     try:
-        thread.join(None if math.isinf(ends) else max(ends - time.monotonic(), 0.0))
-        is_late = thread.is_alive()
-    finally:
-        while thread.is_alive():  # the job may not have begun when it is cancelled first
-            context.cancelJobsWithTag(tag)
-            thread.join(_CANCEL_SECONDS)
-    if is_late:
-        raise engine.TimeIsUp(range(start.size))
-    (result,) = outcome
-    if isinstance(result, Exception):
-        raise _failure(str(result), result)
-    return [pickled for _, pickled in sorted(result)]
+        found = engine.interruptible(call, stage, cancel, InheritableThread)
+    except Exception as error:
+        if failed := _failure(call, str(error)):
+            raise failed from None
+        raise
+    return [pickled for _, pickled in sorted(found)]
 
 
-def _stage(context: Any, start: engine.Start) -> list[tuple[int, bytes]]:
-    ranks = context.parallelize(range(start.size), start.size)
-    return ranks.barrier().mapPartitions(lambda _: _serve(start)).collect()  # type: ignore[no-any-return]
+def _wait_for_slots(context: Any, call: Call) -> None:
+    """Wait for executors that are about to come; Spark itself would for 10 minutes."""
+    profile = context.resourceProfileManager().defaultResourceProfile()
+    seconds = context.conf().getTimeAsSeconds(*_EXECUTORS_SECONDS)
+    advice = "see spark.executor.instances, spark.executor.cores and spark.task.cpus"
+    count = partial(context.maxNumConcurrentTasks, profile)
+    engine.wait_for_room(call, 0 if context.isLocal() else seconds, count, "slots", advice)
 
 
-def _serve(start: engine.Start) -> Iterator[tuple[int, bytes]]:
+def _serve(start: Start) -> Iterator[tuple[int, bytes]]:
     """Be the rank of this task, in a Python worker."""
     from pyspark import BarrierTaskContext
 
     task = BarrierTaskContext.get()
-    rank = task.partitionId()
-    host = task.getTaskInfos()[0].address.rpartition(":")[0]
-    port = task.allGather(str(engine.listen(host)) if rank == 0 else "")[0]
-    outcome = start.serve(rank, host, int(port))
+    rank, hosts = task.partitionId(), [engine.host_of(each.address) for each in task.getTaskInfos()]
+    meetings = task.allGather(json.dumps(start.listen(hosts[0], hosts)) if rank == 0 else "")
+    outcome = start.serve(rank, Meeting(*json.loads(meetings[0])))
     if not isinstance(outcome, Failure):
         return iter([(rank, outcome)])
     if outcome.follows:  # Spark names the task that fails first, and then ends this one
@@ -115,11 +109,11 @@ def _serve(start: engine.Start) -> Iterator[tuple[int, bytes]]:
     raise RuntimeError(f"{outcome.what}; flashlight rank {rank} failed: {report}!")
 
 
-def _failure(text: str, error: Exception) -> Exception:
-    """Return what ``text``, of Spark's exception, says of the rank that failed; else ``error``."""
+def _failure(call: Call, text: str) -> Exception | None:
+    """Return the error of the rank that failed, from the text of Spark's exception."""
     if match := _REPORT.search(text):
         failure = pickle.loads(base64.b64decode(match[2]))
-        return engine.RankFailure(int(match[1]), failure._replace(at=time.monotonic()))
+        return call.failed(int(match[1]), failure._replace(at=time.monotonic()))
     if match := _LOST.search(text):
-        return engine.RankFailure(int(match[1]), engine.lost(match[2]))
-    return error
+        return call.failed(int(match[1]), engine.lost(match[2]))
+    return None

@@ -5,9 +5,7 @@ Each rank reports a result, or how it failed, through a link to this process.
 
 from __future__ import annotations
 
-import math
 import multiprocessing
-import operator
 import os
 import pickle
 import signal
@@ -21,11 +19,11 @@ from functools import partial
 from multiprocessing import spawn as mp_spawn
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, TypeVar
 
 from flashlight_py.cores import thread_variables, usable_cores
-from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.attempt import Attempt
+from flashlight_py.launch.calls import Call
 from flashlight_py.launch.failures import Failure, describe_exit
 from flashlight_py.launch.loop import Poll
 from flashlight_py.launch.output import STREAMS, Output
@@ -47,6 +45,7 @@ def spawn(
     nprocs: int | None = None,
     params: Mapping[str, Any] | None = None,
     timeout: float | None = None,
+    max_restarts: int = 0,
 ) -> list[T]:
     """Run ``fn(rank, *args)`` in new processes of this machine, with the world initialised.
 
@@ -68,7 +67,10 @@ def spawn(
         nprocs: number of processes; default the cores that this process may use.
         params: of :func:`flashlight_py.distributed_init`, without FILE_PATH.
         timeout: seconds that the whole run may take, from the first process to the last
-            result; default no limit.
+            result, restarts included; default no limit.
+        max_restarts: how often all ranks are started again, as new processes, when one has failed
+            and all have ended; FLASHLIGHT_RESTART_COUNT of the ranks counts, from 0 on. Each
+            failure before the last is logged as a warning.
 
     Returns:
         What each rank's call returned, in rank order.
@@ -76,10 +78,12 @@ def spawn(
     Raises:
         TypeError: ``fn`` cannot be called, or ``fn`` or ``args`` cannot be pickled. No process
             was started.
-        ValueError: ``nprocs``, ``timeout`` or ``params`` make no sense. No process was started.
-        RankFailedError: a rank raised (the message holds its traceback), exited or was killed.
-            The first cause is named, not the PeerLostErrors that follow from it; the other ranks
-            have been ended, by SIGTERM (it raises SystemExit there) and after 5 seconds by SIGKILL.
+        ValueError: ``nprocs``, ``timeout``, ``params`` or ``max_restarts`` make no sense. No
+            process was started.
+        RankFailedError: in the last attempt, a rank raised (the message holds its traceback),
+            exited or was killed. The first cause is named, not the PeerLostErrors that follow from
+            it; the other ranks have been ended, by SIGTERM (it raises SystemExit there) and after 5
+            seconds by SIGKILL.
         TimeoutError: ``timeout`` has passed; the ranks have been ended.
         OSError: the system starts no more processes, or what the ranks print cannot be written to
             a replaced ``sys.stdout`` or ``sys.stderr``; the ranks have been ended.
@@ -94,23 +98,29 @@ def spawn(
         >>> if __name__ == "__main__":
         ...     print(fl.spawn(total, args=(10,), nprocs=2))  # [21, 21]
     """
-    size = checked_size("spawn", fn, args, nprocs, params, timeout)
-    name = f"spawn of {getattr(fn, '__qualname__', repr(fn))}"
-    task = pack_task(name, fn, tuple(args), dict(params or {}))
-    ends = math.inf if timeout is None else time.monotonic() + timeout
-    with (
-        tempfile.TemporaryDirectory(prefix="flashlight-", ignore_cleanup_errors=True) as folder,
-        open(
-            os.memfd_create("flashlight task"), "wb"
-        ) as memory,  # no file: nobody else may write it
-        closing(Poll()) as poll,
-    ):
+    call = Call.checked("spawn", fn, args, nprocs, params, timeout, max_restarts)
+    task = pack_task(call.name, fn, tuple(args), dict(params or {}))
+    with open(os.memfd_create("flashlight task"), "wb") as memory:  # no file: nobody may write it
         memory.write(task)
         memory.flush()
-        world = SpawnedWorld(poll, name, size)
+        world, codes = call.attempted(partial(_attempt, call, memory.fileno()))
+    _warn_of(call.name, codes)
+    return call.results([world.results[rank] for rank in range(call.size)])
+
+
+def _attempt(call: Call, task: int, restarts: int) -> tuple[SpawnedWorld, list[int]]:
+    """Start all ranks, with the task that a descriptor has, and wait for their end.
+
+    Returns the world, with a result of each, and the exit codes. Nothing is left when it raises.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="flashlight-", ignore_cleanup_errors=True) as folder,
+        closing(Poll()) as poll,
+    ):
+        world = SpawnedWorld(poll, call)
         try:
-            world.start(folder, memory.fileno())
-            world.run(ends)
+            world.start(folder, task, restarts)
+            world.run()
         except BaseException as error:
             is_interrupt = isinstance(error, KeyboardInterrupt)
             world.end(signal.SIGINT if is_interrupt else signal.SIGTERM)
@@ -118,42 +128,8 @@ def spawn(
         finally:
             codes = world.close()
     if world.output.error:
-        raise OSError(f"{name}: {world.output.error}; all ranks were ended")
-    _warn_of(name, codes)
-    return [result_of(name, rank, size, world.results[rank]) for rank in range(size)]
-
-
-def checked_size(
-    what: str,
-    fn: object,
-    args: object,
-    nprocs: int | None,
-    params: Mapping[str, Any] | None,
-    timeout: float | None,
-) -> int:
-    """Return the number of processes, if all arguments of ``what`` make sense."""
-    if not callable(fn):
-        raise TypeError(f"{what}: fn must be a function of (rank, *args), got {fn!r}")
-    if not isinstance(args, tuple | list):
-        raise TypeError(f"{what}: args must be a tuple such as (x,), got {type(args).__name__}")
-    size = usable_cores() if nprocs is None else _whole(nprocs)
-    if size < 1:
-        raise ValueError(f"{what}: nprocs must be an integer of at least 1, got {nprocs!r}")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"{what}: timeout must be a positive number of seconds, got {timeout!r}")
-    if params is not None and "FILE_PATH" in params:
-        raise ValueError(f"{what}: the ranks meet at a path of their own; leave FILE_PATH out")
-    return size
-
-
-def _whole(number: SupportsIndex) -> int:
-    """Return an integer of any kind, also NumPy's, as an int; 0 for anything else."""
-    if isinstance(number, bool):
-        return 0
-    try:
-        return operator.index(number)
-    except TypeError:
-        return 0
+        raise OSError(f"{call.name}: {world.output.error}; all ranks were ended")
+    return world, codes
 
 
 def pack_task(name: str, fn: object, args: object, params: object) -> bytes:
@@ -201,16 +177,6 @@ def _has_script(preparation: Mapping[str, Any]) -> bool:
     return not f".{module}".endswith(".__main__") or (path is not None and os.path.isfile(path))
 
 
-def result_of(name: str, rank: int, size: int, pickled: bytes) -> Any:
-    """Return what ``rank`` of ``size`` returned, from its pickle."""
-    try:
-        return pickle.loads(pickled)
-    except Exception as error:
-        raise RankFailedError(
-            f"{name}: what rank {rank} of {size} returned cannot be unpickled here: {error}", rank
-        ) from error
-
-
 def _warn_of(name: str, codes: list[int]) -> None:
     for rank, code in enumerate(codes):
         if code != 0:
@@ -225,9 +191,9 @@ def _warn_of(name: str, codes: list[int]) -> None:
 class SpawnedWorld:
     """The ranks of one run, and our ends of the links to them; ``results`` are pickles, by rank."""
 
-    def __init__(self, poll: Poll, name: str, size: int) -> None:
+    def __init__(self, poll: Poll, call: Call) -> None:
         self.results: dict[int, bytes] = {}
-        self._poll, self._name, self._size = poll, name, size
+        self._poll, self._call, self._size = poll, call, call.size
         self._links: dict[int, Connection] = {}
         # A notebook, a test or redirect_stdout has put an object in the place of sys.stdout; what
         # a process inherits would go past it.
@@ -236,18 +202,22 @@ class SpawnedWorld:
             for stream in STREAMS
             if getattr(sys, f"std{stream}") not in (None, getattr(sys, f"__std{stream}__"))
         ]
-        self.output = Output(size, descriptors=(sys.stdout, sys.stderr))
-        self._attempt = Attempt(poll, self.signal, self.output, range(size), ENDING_SECONDS)
+        self.output = Output(call.size, descriptors=(sys.stdout, sys.stderr))
+        self._attempt = Attempt(poll, self.signal, self.output, range(call.size), ENDING_SECONDS)
         self._ranks = Ranks(poll, self._attempt.on_output, replaced)
 
-    def start(self, folder: str, task: int) -> None:
+    def start(self, folder: str, task: int, restarts: int) -> None:
         """Start all ranks; they inherit the descriptor ``task`` and meet in ``folder``."""
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()  # what was printed before stands before what the ranks print
-        threads = thread_variables(os.environ, self._size, usable_cores())
+        common = {
+            **os.environ,
+            **thread_variables(os.environ, self._size, usable_cores()),
+            "FLASHLIGHT_RESTART_COUNT": str(restarts),
+        }
         meeting = os.path.join(folder, "meeting")
         for rank in range(self._size):
-            environ = {**os.environ, **threads, **rank_variables(rank, self._size, meeting)}
+            environ = {**common, **rank_variables(rank, self._size, meeting)}
             ours, theirs = Pipe()
             with theirs:
                 place = [folder, str(task), str(theirs.fileno()), str(os.getpid())]
@@ -258,24 +228,18 @@ class SpawnedWorld:
             with suppress(ConnectionError):  # a rank that has died already is noticed later
                 ours.send_bytes(multiprocessing.current_process().authkey)
 
-    def run(self, ends: float) -> None:
-        """Wait for every rank's result, until the time ``ends`` (of ``time.monotonic``), and end.
+    def run(self) -> None:
+        """Wait for every rank's result, and end.
 
         Raises:
             RankFailedError: a rank failed; the first cause.
             TimeoutError: time is up.
         """
-        self._attempt.run(ends)
+        self._attempt.run(self._call.ends)
         if self._attempt.cause is not None:
-            rank, failure = self._attempt.cause
-            raise failure.as_error(self._name, rank, self._size)
-        late = self._attempt.undecided
-        if late and not self._attempt.is_ending:
-            names = ", ".join(map(str, sorted(late)))
-            raise TimeoutError(
-                f"{self._name}: rank(s) {names} of {self._size} had not returned when the timeout "
-                "was over; all ranks were ended"
-            )
+            raise self._call.failed(*self._attempt.cause)
+        if self._attempt.undecided and not self._attempt.is_ending:
+            raise self._call.late(self._attempt.undecided)
 
     def end(self, number: int) -> None:
         """Send ``number`` to the ranks and what they started; kill what is left of them later."""

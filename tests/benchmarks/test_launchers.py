@@ -45,3 +45,11 @@ def test_ranks_without_cores_of_their_own_have_to_yield() -> None:
 
 def test_every_rank_computes_with_one_thread() -> None:
     assert launched("direct", 2).environment["OPENBLAS_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "module"), [("flrun", "flashlight_py.launch"), ("ray", "harness.on_ray")]
+)
+def test_our_own_launchers_start_the_program_of_a_rank(launcher: Launcher, module: str) -> None:
+    (command,) = launched(launcher, 2).commands
+    assert command[:8] == [str(PYTHON), "-m", module, "-n", "2", "-m", "harness.worker", "a_role"]

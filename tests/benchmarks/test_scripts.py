@@ -200,3 +200,14 @@ def test_verbs_between_hosts_without_peers(tmp_path: Path) -> None:
     assert "| all_reduce, 1 MB |" in output
     assert [m["task"] for m in result["measurements"]] == ["1 Gbit/s, 2 x 1, all_reduce"] * 2
     assert [list(m["seconds"]) for m in result["measurements"]] == [["flashlight_py"]] * 2
+
+
+@pytest.mark.slow
+def test_engines_beside_spawn_and_flrun(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs 'flashlight-py[ray]'")
+    pytest.importorskip("distributed", reason="needs 'flashlight-py[dask]'")
+    output, result = run(tmp_path, "engines.py", "--engines", "dask", "--sizes", "4")
+    starts, reduces = result["measurements"]
+    assert list(starts["seconds"]) == ["spawn", "run", "the engine alone"]
+    assert list(reduces["seconds"]) == ["flrun", "fl.launch.ray", "ray.util.collective"]
+    assert "| run beyond spawn, in seconds | <= 1x |" in output

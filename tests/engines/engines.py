@@ -38,7 +38,7 @@ def dask() -> Iterator[Run]:
 
         def run(*args: Any, **options: Any) -> list[Any]:
             client.wait_for_workers(SIZE, timeout=60)  # a test may have killed one
-            return fl.launch.dask.run(client, *args, nprocs=SIZE, **options)
+            return fl.launch.dask.run(client, *args, **{"nprocs": SIZE, **options})
 
         yield run
 
@@ -46,7 +46,7 @@ def dask() -> Iterator[Run]:
 @contextmanager
 def ray() -> Iterator[Run]:
     with ray_cluster():
-        yield lambda *args, **more: fl.launch.ray.run(*args, nprocs=SIZE, **more)
+        yield lambda *args, **more: fl.launch.ray.run(*args, **{"nprocs": SIZE, **more})
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def spark() -> Iterator[Run]:
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.ui.enabled": "false",
         "spark.executor.memory": "512m",
-        "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
+        "spark.scheduler.maxRegisteredResourcesWaitingTime": "10s",
         "spark.executorEnv.PYTHONPATH": ROOT,
     }
     before = dict(os.environ)
@@ -94,7 +94,7 @@ def spark() -> Iterator[Run]:
             builder = builder.config(name, value)
         session = builder.getOrCreate()
         try:
-            yield lambda *args, **more: fl.launch.spark.run(*args, nprocs=SIZE, **more)
+            yield lambda *args, **more: fl.launch.spark.run(*args, **{"nprocs": SIZE, **more})
         finally:
             gateway = session.sparkContext._gateway
             session.stop()

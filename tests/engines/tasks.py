@@ -34,6 +34,10 @@ def never(rank: int) -> None:
     fl.barrier()
 
 
+def sleep(_: object) -> None:
+    time.sleep(6)
+
+
 def unpicklable(rank: int) -> Any:
     return (each for each in [rank])
 

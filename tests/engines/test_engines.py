@@ -13,7 +13,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.errors import RankFailedError
-from flashlight_py.launch import engine
+from flashlight_py.launch import engine_rank
 from tests.engines import tasks
 from tests.engines.engines import SIZE, Run, dask, ended, ray, spark
 
@@ -100,14 +100,21 @@ def test_dask_needs_a_process_for_each_rank() -> None:
         distributed.LocalCluster(n_workers=2, processes=False, **options) as cluster,
         distributed.Client(cluster) as client,
     ):
-        with pytest.raises(ValueError, match="threads of one process"):
+        with pytest.raises(ValueError, match="and the cluster has 1; start more with proc"):
             fl.launch.dask.run(client, tasks.total, (1,), nprocs=2)
-        with pytest.raises(ValueError, match="5 ranks need as many workers, and the cluster has 2"):
+        with pytest.raises(ValueError, match="5 ranks need as many worker processes"):
             fl.launch.dask.run(client, tasks.total, (1,), nprocs=5)
 
 
-def _listeners() -> list[int]:
-    return list(engine._listeners)
+@pytest.mark.parametrize("run", [spark], indirect=True)
+def test_spark_needs_a_slot_for_each_rank(run: Run) -> None:
+    said = r"5 ranks need as many slots, and, after \d+ s, the cluster has 3; see spark.executor"
+    with pytest.raises(TimeoutError, match=said):
+        fl.launch.spark.run(tasks.total, (1,), nprocs=5)
+
+
+def _listeners() -> list[str]:
+    return list(engine_rank._listeners)
 
 
 def test_dask_leaves_nothing_where_a_rank_never_runs() -> None:

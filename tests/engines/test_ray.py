@@ -32,6 +32,37 @@ def cluster() -> Iterator[None]:
         yield
 
 
+# run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"resources": {"CPU": 3}}, r"'CPU': 3\} each, placed by PACK, do not fit: .* room for 0"),
+        ({"strategy": "STRICT_PACK"}, r"room for 2\. Its nodes have CPU 2; CPU 2; CPU 2"),
+        ({"strategy": "STRICT_SPREAD", "nprocs": 4}, "4 ranks with .* room for 3"),
+    ],
+)
+def test_what_the_nodes_can_never_hold_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        fl.launch.ray.run(tasks.total, (1,), **{"nprocs": SIZE, **options})
+
+
+def test_what_others_hold_is_waited_for() -> None:
+    others = ray.remote(tasks.sleep).options(num_cpus=2).remote(None)
+    ray.wait([others], timeout=1)  # it begins
+    with pytest.raises(TimeoutError, match=r"placed by PACK, within 2 s; .* Free are CPU [0-4]\b"):
+        fl.launch.ray.run(tasks.total, (1,), nprocs=6, timeout=2)
+    assert len(fl.launch.ray.run(tasks.total, (1,), nprocs=6)) == 6
+
+
+def test_a_timeout_ends_an_actor_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake: no actor of Ray stays in its start by itself for sure."""
+    monkeypatch.setattr(fl.launch.ray, "listen_here", tasks.sleep)
+    with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 had not returned"):
+        fl.launch.ray.run(tasks.total, (1,), nprocs=2, timeout=4)
+
+
 # Ray Train ----------------------------------------------------------------------------------------
 
 
@@ -186,6 +217,20 @@ def test_a_group_that_the_driver_declares(actors: list[Any]) -> None:
     ranks = list(range(SIZE))
     collective.create_collective_group(actors, SIZE, ranks, "FLASHLIGHT", "declared")
     check(each(actors, "verbs", "declared"))
+
+
+def in_a_group(rank: int) -> tuple[list[float], bool]:
+    fl.launch.ray_collective.register()
+    from ray.util import collective
+
+    collective.init_collective_group(fl.get_world_size(), rank, "FLASHLIGHT", "of ranks")
+    collective.allreduce(total := np.ones(1), "of ranks")
+    collective.destroy_collective_group("of ranks")
+    return total.tolist(), fl.is_distributed_init()
+
+
+def test_the_ranks_of_run_are_members_of_groups() -> None:
+    assert fl.launch.ray.run(in_a_group, nprocs=2) == [([2.0], True)] * 2
 
 
 def test_an_actor_is_in_one_world(actors: list[Any]) -> None:

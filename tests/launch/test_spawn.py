@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.launch import spawning
+from flashlight_py.launch import calls, spawning
 
 HAS_CLOUDPICKLE = importlib.util.find_spec("cloudpickle") is not None
 NEEDS_CLOUDPICKLE = pytest.mark.skipif(
@@ -51,7 +51,7 @@ def is_initialised(rank: int) -> bool:
 
 
 def test_default_is_one_process_for_each_usable_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawning, "usable_cores", lambda: 2)
+    monkeypatch.setattr(calls, "usable_cores", lambda: 2)
     assert len(fl.spawn(places)) == 2
 
 
@@ -229,6 +229,8 @@ def test_what_cannot_be_pickled_is_refused_before_a_process_starts(
         ({"nprocs": True}, ValueError, "at least 1, got True"),
         ({"nprocs": 2.0}, ValueError, r"got 2\.0"),
         ({"timeout": 0}, ValueError, "positive number of seconds"),
+        ({"max_restarts": -1}, ValueError, "max_restarts must be an integer from 0 on, got -1"),
+        ({"max_restarts": None}, ValueError, "max_restarts must be an integer from 0 on, got None"),
         ({"params": {"FILE_PATH": "/x"}}, ValueError, "leave FILE_PATH out"),
     ],
 )

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,31 @@ class Trap:
 
 def make_trap(rank: int) -> Trap:
     return Trap()
+
+
+def test_all_ranks_are_started_again(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    assert fl.spawn(killed_before, (1, str(tmp_path)), 2, max_restarts=2) == ["1", "1"]
+    (record,) = caplog.records
+    assert record.message.startswith("spawn of killed_before: rank 1 of 2 was killed by SIGKILL")
+    assert record.message.endswith("starting again: 1 of 2")
+    assert not [pid.name for pid in tmp_path.iterdir() if Path("/proc", pid.name).exists()]
+
+
+@pytest.mark.slow
+def test_after_the_last_attempt_its_first_cause_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 exited with code 1"):
+        fl.spawn(killed_before, (2, str(tmp_path)), 2, max_restarts=1)
+
+
+def killed_before(rank: int, restarts: int, folder: str) -> str:
+    """Rank 1 is killed at first, then exits, while rank 0 waits for it."""
+    Path(folder, str(os.getpid())).touch()
+    fl.barrier()
+    count = os.environ["FLASHLIGHT_RESTART_COUNT"]
+    if rank == 1 and int(count) < restarts:
+        FAILURES["sys.exit with a text" if int(count) else "SIGKILL"]()
+    fl.barrier()
+    return count
 
 
 def test_timeout_ends_ranks_that_do_not_return() -> None:

@@ -1,0 +1,210 @@
+"""What an engine costs: ``run`` beside ``spawn``, and all_reduce in actors of Ray beside flrun's.
+
+    python benchmarks/engines.py --json engines.json
+
+The engines are those of tests/engines, on this machine's loopback, started before anything is
+timed. A start is that of two ranks which initialise the world, do one all_reduce, return and end,
+in turns with ``spawn``. Beside it stands what the engine itself takes for two tasks that do
+nothing: an actor of Ray is a new process, a worker of Dask or Spark is there already. The method of
+the all_reduces is that of all_reduce.py. Ray's own function around its collectives takes some
+microseconds, so these are judged from 64 KB on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import flashlight_py as fl
+from harness.conductor import Case, Conductor, Contender
+from harness.facts import machine_facts
+from harness.launchers import Library
+from harness.options import common_arguments, plan_of
+from harness.report import (
+    facts_text,
+    left_out_text,
+    ratio_table,
+    size_name,
+    time_table,
+    verdict_table,
+    write_json,
+)
+from harness.statistics import Measurement
+from harness.verdicts import Verdict, at_most
+
+ENGINES, RANKS = ["ray", "dask", "spark"], 2
+SIZES = [4, 64 << 10, 4 << 20]
+SPAWN, RUN, ALONE = "spawn", "run", "the engine alone"
+FLRUN, ACTORS, COLLECTIVE = "flrun", "fl.launch.ray", "ray.util.collective"
+SECONDS = 1.0  # that a start may take beyond spawn's
+MOST = 1.2  # times flrun's all_reduce
+
+Run = Callable[..., list[Any]]
+
+
+def total(rank: int) -> int:
+    """Return the sum of all ranks."""
+    return int(fl.all_reduce(np.array(rank)))
+
+
+def measure_starts(engine: str, rounds: int) -> Measurement:
+    """Return the times of starts on ``engine``, or the reason why there are none."""
+    from tests.engines import engines
+
+    measurement = Measurement(engine, "", 0, RANKS)
+    with _started(getattr(engines, engine), measurement) as run:
+        if run is None:
+            return measurement
+        calls: dict[str, Callable[[], Any]] = {
+            SPAWN: lambda: fl.spawn(total, nprocs=RANKS),
+            RUN: lambda: run(total, nprocs=RANKS),
+            ALONE: alone(engine),
+        }
+        for title, call in calls.items():
+            call()  # the first one of a kind starts processes that stay
+            measurement.seconds[title] = []
+        for _ in range(rounds):
+            for title, call in calls.items():
+                began = time.perf_counter()
+                call()
+                measurement.seconds[title].append(time.perf_counter() - began)
+    return measurement
+
+
+@contextmanager
+def _started(
+    engine: Callable[[], AbstractContextManager[Any]], measurement: Measurement
+) -> Iterator[Any]:
+    """Start an engine; None: it cannot be had, and the measurement says why."""
+    import pytest
+
+    try:
+        context: AbstractContextManager[Any] = engine()
+        found = context.__enter__()
+    except pytest.skip.Exception as absent:
+        measurement.left_out[RUN] = str(absent)
+        context, found = nullcontext(), None
+    try:
+        yield found
+    finally:
+        context.__exit__(None, None, None)
+
+
+def alone(engine: str) -> Callable[[], Any]:
+    """Return what the engine itself does to have two processes at once."""
+    if engine == "ray":
+        return _actors
+    if engine == "dask":
+        from distributed import default_client
+
+        client = default_client()
+        return lambda: client.gather([client.submit(_nothing, i, pure=False) for i in range(RANKS)])
+    from pyspark import SparkContext
+
+    ranks = SparkContext._active_spark_context.parallelize(range(RANKS), RANKS).barrier()
+    return lambda: ranks.mapPartitions(_nothing).collect()
+
+
+def _actors() -> None:
+    import ray
+
+    from flashlight_py.launch.ray import _Rank
+
+    actors = [ray.remote(_Rank).options(num_cpus=1).remote() for _ in range(RANKS)]
+    ray.get([actor.call.remote(_nothing, i) for i, actor in enumerate(actors)])
+    for actor in actors:
+        ray.kill(actor)
+
+
+def _nothing(argument: Any) -> Any:
+    return [] if hasattr(argument, "__next__") else argument
+
+
+def measure_all_reduces(sizes: list[int], conductor: Conductor) -> list[Measurement]:
+    """Return the times of all_reduce in actors of one host, and of flrun's ranks there."""
+    from tests.engines import engines
+
+    measurements = [Measurement("all_reduce", "float32", nbytes, RANKS) for nbytes in sizes]
+    python, role = Path(sys.executable), "flashlight_started"
+    entrants = [
+        Contender(library.title, library, RANKS)
+        for library in (
+            Library(FLRUN, role, python, "flrun"),
+            Library(ACTORS, role, python, "ray"),
+            Library(COLLECTIVE, role, python, "ray", {"through": COLLECTIVE}),
+        )
+    ]
+    with _started(lambda: engines.ray_cluster(cpus=2), measurements[0]), conductor:
+        if measurements[0].left_out:
+            return []
+        import ray
+
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        for m in measurements:
+            task = {"verb": m.task, "dtype": m.dtype, "nbytes": m.nbytes}
+            conductor.measure(Case(m, task, 2 * m.nbytes), entrants)
+        os.environ.pop("RAY_ADDRESS")
+    return measurements
+
+
+def verdicts(starts: list[Measurement], reduces: list[Measurement]) -> list[Verdict]:
+    """Judge the starts and the all_reduces."""
+    beyond = {
+        m.task: [a - b for a, b in zip(m.seconds[RUN], m.seconds[SPAWN], strict=True)]
+        for m in starts
+        if RUN in m.seconds
+    }
+    missing = "; ".join(reason for m in starts for reason in m.left_out.values())
+    return [
+        at_most("run beyond spawn, in seconds", SECONDS, beyond, missing),
+        *(
+            at_most(
+                f"{title}, all_reduce, to {FLRUN}",
+                MOST,
+                {size_name(m.nbytes): m.ratios(title, FLRUN) for m in reduces if m.nbytes >= least},
+            )
+            for title, least in ((ACTORS, 0), (COLLECTIVE, 64 << 10))
+        ),
+    ]
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments("Time what runs on engines.", [RANKS], "")
+    add = parser.add_argument
+    add("--engines", nargs="*", default=ENGINES, choices=ENGINES, metavar="ENGINE")
+    add("--sizes", type=int, nargs="*", default=SIZES, help="bytes of each rank's argument")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    sys.path.append(str(Path(__file__).parent.parent))
+    options = read_options()
+    machine, conductor = machine_facts(), Conductor(plan_of(options))
+    rounds = options.rounds or (3 if options.quick else 9)
+    starts = [measure_starts(engine, rounds) for engine in options.engines]
+    reduces = measure_all_reduces(options.sizes, conductor) if options.sizes else []
+    if starts:
+        print(f"\n### Two ranks\n\n{time_table(starts, 'from start to end', lambda m: m.task)}")
+    if reduces:
+        print(f"\n### all_reduce\n\n{time_table(reduces, 'bytes', lambda m: size_name(m.nbytes))}")
+        print(f"\nTime of the others divided by that of {FLRUN}:\n")
+        print(ratio_table(reduces, "bytes", lambda m: size_name(m.nbytes), FLRUN))
+    judged = verdicts(starts, reduces)
+    print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
+    print(left_out_text([*starts, *reduces], lambda m: f"{m.task} {m.nbytes or ''}"))
+    if options.json:
+        write_json(options.json, machine, conductor, [*starts, *reduces], judged)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The ranks of a library as ranks of ``fl.launch.ray``, in the cluster at RAY_ADDRESS.
+
+python -m harness.on_ray -n RANKS -m harness.worker ROLE SOCKET PLACE
+"""
+
+from __future__ import annotations
+
+import sys
+
+import flashlight_py as fl
+from harness import worker
+
+
+def rank(_: int, *words: str) -> None:
+    """Be one of them."""
+    worker.work(*words)
+
+
+def main() -> None:
+    """Start them, and wait for their end."""
+    _, count, _, _, *words = sys.argv[1:]
+    fl.launch.ray.run(rank, words, int(count))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""A call of a function on all ranks of a new world: its arguments, attempts and results.
+
+``spawn`` and the engines have this in common, and no more: where and how ranks run is theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+import pickle
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, SupportsIndex, TypeVar
+
+from flashlight_py.cores import usable_cores
+from flashlight_py.errors import RankFailedError
+from flashlight_py.launch.failures import Failure
+
+T = TypeVar("T")
+
+_log = logging.getLogger("flashlight_py")
+
+
+class Call(NamedTuple):
+    """What is called, in the words of errors, on how many ranks, and until when at the latest.
+
+    ``ends`` is a time of ``time.monotonic`` for all attempts together, of which there may be
+    ``max_restarts`` more than one.
+    """
+
+    name: str
+    size: int
+    ends: float
+    max_restarts: int
+
+    @classmethod
+    def checked(
+        cls,
+        what: str,
+        fn: object,
+        args: object,
+        nprocs: int | None,
+        params: Mapping[str, Any] | None,
+        timeout: float | None,
+        max_restarts: int,
+    ) -> Call:
+        """Return the call of ``fn`` by ``what``, if all arguments make sense.
+
+        Raises:
+            TypeError, ValueError: they do not.
+        """
+        if not callable(fn):
+            raise TypeError(f"{what}: fn must be a function of (rank, *args), got {fn!r}")
+        if not isinstance(args, tuple | list):
+            raise TypeError(f"{what}: args must be a tuple such as (x,), got {type(args).__name__}")
+        size = usable_cores() if nprocs is None else _whole(nprocs)
+        if size < 1:
+            raise ValueError(f"{what}: nprocs must be an integer of at least 1, got {nprocs!r}")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(
+                f"{what}: timeout must be a positive number of seconds, got {timeout!r}"
+            )
+        if params is not None and "FILE_PATH" in params:
+            raise ValueError(f"{what}: the ranks meet at a path of their own; leave FILE_PATH out")
+        if _whole(max_restarts, -1) < 0:
+            raise ValueError(
+                f"{what}: max_restarts must be an integer from 0 on, got {max_restarts!r}"
+            )
+        name = f"{what} of {getattr(fn, '__qualname__', repr(fn))}"
+        ends = math.inf if timeout is None else time.monotonic() + timeout
+        return cls(name, size, ends, int(max_restarts))
+
+    def attempted(self, attempt: Callable[[int], T]) -> T:
+        """Return what ``attempt`` does, called with the number of restarts before it.
+
+        Raises:
+            RankFailedError: the last attempt did; the ones before are logged as warnings.
+        """
+        restarts = 0
+        while True:
+            try:
+                return attempt(restarts)
+            except RankFailedError as error:  # noqa: PERF203 - each lasts
+                if restarts == self.max_restarts:
+                    raise
+                restarts += 1
+                _log.warning("%s\nstarting again: %d of %d", error, restarts, self.max_restarts)
+
+    def failed(self, rank: int, failure: Failure) -> RankFailedError:
+        """Return the error that reports how ``rank`` failed."""
+        return failure.as_error(self.name, rank, self.size)
+
+    def late(self, ranks: Iterable[int]) -> TimeoutError:
+        """Return the error that reports that time was up before ``ranks`` had returned."""
+        names = ", ".join(map(str, sorted(ranks)))
+        return TimeoutError(
+            f"{self.name}: rank(s) {names} of {self.size} had not returned when the timeout was "
+            "over; all ranks were ended"
+        )
+
+    def results(self, pickled: Sequence[bytes]) -> list[Any]:
+        """Return what the ranks returned, from the pickles in rank order.
+
+        Raises:
+            RankFailedError: one cannot be unpickled here.
+        """
+        return [self._result(rank, each) for rank, each in enumerate(pickled)]
+
+    def _result(self, rank: int, pickled: bytes) -> Any:
+        try:
+            return pickle.loads(pickled)
+        except Exception as error:
+            raise RankFailedError(
+                f"{self.name}: what rank {rank} of {self.size} returned cannot be unpickled here: "
+                f"{error}",
+                rank,
+            ) from error
+
+
+def _whole(number: SupportsIndex, otherwise: int = 0) -> int:
+    """Return an integer of any kind, also NumPy's, as an int; ``otherwise`` for anything else."""
+    if isinstance(number, bool):
+        return otherwise
+    try:
+        return operator.index(number)
+    except TypeError:
+        return otherwise

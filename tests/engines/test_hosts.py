@@ -1,0 +1,60 @@
+"""Ranks of an engine on several hosts meet, whatever the engine calls the one of rank 0."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from flashlight_py.launch.engine_rank import Start
+from flashlight_py.launch.pickling import dumps
+from tests.cluster.hosts import Cluster
+from tests.engines import tasks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+# What the process of an engine does: rank 0 says where to meet, the other one is told.
+PROGRAM = """
+import json, pickle, sys
+from flashlight_py.launch.engine_rank import Meeting
+from flashlight_py.launch.failures import Failure
+packed, rank, hosts, meeting = json.loads(sys.argv[1])
+start = pickle.loads(bytes.fromhex(packed))
+if rank == 0:
+    meeting = start.listen(hosts[0], hosts)
+    print(json.dumps(meeting), flush=True)
+found = start.serve(rank, Meeting(*meeting))
+print(found.what if isinstance(found, Failure) else pickle.loads(found), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(2) as cluster:
+        names = {each.name: each.addresses for each in cluster}
+        for host in cluster:  # as Debian's installer does
+            host.hosts_file({**names, host.name: "127.0.1.1"})
+        yield cluster
+
+
+@pytest.mark.parametrize(
+    "hosts", [["h0", "h1"], ["127.0.1.1", "127.0.1.1", "h1"], ["fd77::1", "fd77::2"]]
+)
+def test_rank_0_is_reached_from_another_host(cluster: Cluster, hosts: list[str]) -> None:
+    start = Start(2, 0, dumps((tasks.total, (10,), {"TIMEOUT": 20})))
+
+    def begin(rank: int, meeting: object = None) -> subprocess.Popen[str]:
+        told = json.dumps([dumps(start).hex(), rank, hosts, meeting])
+        command = [sys.executable, "-c", PROGRAM, told]
+        return cluster[rank].popen(command, stdout=subprocess.PIPE, text=True)
+
+    with begin(0) as first:
+        assert first.stdout is not None
+        meeting = json.loads(first.stdout.readline())
+        assert meeting[0][0] == hosts[0]
+        with begin(1, meeting) as second:
+            found = [each.communicate()[0].strip() for each in (first, second)]
+    assert found == ["(0, 21)", "(1, 21)"]
