@@ -26,11 +26,13 @@ namespace tcp = gloo::transport::tcp;
 // Connections that have proven nothing yet, beyond one for each rank; more are a flood.
 constexpr size_t kSpare = 64;
 
-// How long a wait reads the connection itself: to have Gloo's thread scheduled, and then the one that
-// waits, takes about as long. Half of it after a wait for which that was too short, and so on: nobody
-// burns what others need where hosts are far, or threads more than processors.
-constexpr std::chrono::microseconds kBrief{64};
+// How long a wait reads the connection itself: a few times what it takes to have Gloo's thread
+// scheduled, and then the one that waits. Half of that after a wait for which it was too short, and so
+// on: nobody burns what others need where hosts are far, or threads more than processors. Every so many
+// waits the whole time is tried again, as waits in which nobody reads are longer.
+constexpr std::chrono::microseconds kBrief{300};
 constexpr int kMostVain = 6;
+constexpr unsigned kTryEvery = 8;
 
 [[noreturn]] void fail(const char* doing) {
   throw std::system_error(errno, std::generic_category(), doing);
@@ -145,7 +147,8 @@ void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {
   if (wanted.has_received() || !is_connected(peer)) return;
   auto& pair = static_cast<Pair&>(*pairs_[peer]);
   const int vain = vain_.load(std::memory_order_relaxed);
-  const auto end = Clock::now() + kBrief / (1 << vain);
+  const bool tries = reads_.fetch_add(1, std::memory_order_relaxed) % kTryEvery == 0;
+  const auto end = Clock::now() + kBrief / (tries ? 1 : 1 << vain);
   pair.is_served(false);
   for (;;) {
     pair.read_what_has_arrived();
@@ -153,7 +156,7 @@ void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {
     sched_yield();
   }
   pair.is_served(true);
-  const int next = wanted.has_received() ? std::max(vain - 1, 0) : std::min(vain + 2, kMostVain);
+  const int next = wanted.has_received() ? vain / 2 : std::min(vain + 2, kMostVain);
   vain_.store(next, std::memory_order_relaxed);
 }
 

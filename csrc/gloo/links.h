@@ -103,6 +103,7 @@ class Links : public gloo::transport::tcp::Context {
   double seconds_ = 0;
   std::atomic<int64_t> calls_{0};
   std::atomic<int> vain_{0};  // the more, the more threads have read for nothing of late
+  std::atomic<unsigned> reads_{0};
   std::unique_ptr<std::atomic<int>[]> states_;  // by peer; written under the lock
 
   std::mutex closing_;  // one thread closes, and others wait until it has
