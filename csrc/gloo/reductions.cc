@@ -15,6 +15,10 @@ constexpr size_t kPieces = 8, kLeastPiece = 64 << 10;
 // So many pieces of each rank can arrive unasked, if they fit in the memory for those of all.
 constexpr size_t kMostPlaces = 8, kOfAll = 8 << 20;
 
+// Two ranks exchange so much in one step, and reduce it twice; of more, half the additions count more than
+// a step.
+constexpr size_t kInOneStep = 4 << 20;
+
 // Who gets the reduced parts, where it is not one rank.
 constexpr int kNobody = -1, kEverybody = -2;
 
@@ -221,8 +225,8 @@ void Collectives::reduce_inline(const Call& call, const void* data, size_t skip,
   fl::reduce(call.mine.dtype, call.mine.op, call.mine.scale, into, from.data(), size_, count);
 }
 
-// Small: everybody has everybody's data and reduces it, and so do two ranks, which then send no more
-// than otherwise. Large: bytes sent per rank are 2 (n-1)/n of the array, as for a ring, in 2 steps
+// Small: everybody has everybody's data and reduces it, and so do two ranks of more, which then send no
+// more than otherwise. Large: bytes sent per rank are 2 (n-1)/n of the array, as for a ring, in 2 steps
 // instead of 2 (n-1), and with a sum that does not depend on where in the ring a part began.
 void Collectives::all_reduce(Call& call, void* data) {
   const bool small = call.bytes() * (size_ - 1) <= kInlineBytes;
@@ -230,7 +234,7 @@ void Collectives::all_reduce(Call& call, void* data) {
   if (small) reduce_inline(call, data, 0, call.mine.count, data);
   post_headers();
   if (small) return;
-  if (size_ == 2) {
+  if (size_ == 2 && call.bytes() <= kInOneStep) {
     return reduce_in_parts(call, data, static_cast<char*>(data), same_for_all(call.bytes()), kNobody);
   }
   const Parts parts = even_parts(call.mine, size_);
