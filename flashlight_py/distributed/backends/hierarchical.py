@@ -110,6 +110,7 @@ class HierarchicalBackend(HierarchicalMessages):
         self._thread: ThreadPoolExecutor | None = None
         self._searches = Searches()
         self._running: list[FutureWork] = []
+        self._notified: list[Backend] = []  # parts that end since another one was lost
 
     @property
     def hosts(self) -> Sequence[Sequence[int]]:
@@ -251,8 +252,17 @@ class HierarchicalBackend(HierarchicalMessages):
             backend.abort(cause)
 
     def lost(self, doing: str) -> DistributedError | None:
-        """Return why the group cannot be used any more; see ``Backend``."""
-        return next(filter(None, (part.lost(doing) for part in self._parts)), None)
+        """Return why the group cannot be used any more; see ``Backend``.
+
+        Not all ranks are connected: who learns it notifies those that it is connected with.
+        """
+        found = {part: part.lost(doing) for part in self._parts if part not in self._notified}
+        why = next(filter(None, found.values()), None)
+        if isinstance(why, PeerLostError):
+            for part in (part for part, loss in found.items() if loss is None):
+                self._notified.append(part)
+                part.abort(why)
+        return why
 
     def is_busy(self) -> bool:
         """Return whether something runs; see ``Backend``."""
