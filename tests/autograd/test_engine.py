@@ -33,6 +33,7 @@ def test_chain_longer_than_the_recursion_limit() -> None:
     np.testing.assert_array_equal(x.grad, ones(3))
 
 
+@pytest.mark.slow
 def test_dropping_a_very_long_graph_does_not_overflow_the_stack() -> None:
     """A stack overflow kills the process, so it happens in one of its own, on a small stack."""
     program = (

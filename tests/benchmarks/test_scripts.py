@@ -155,6 +155,7 @@ def test_the_launcher_is_timed_beside_bare_processes(tmp_path: Path) -> None:
     assert [len(m["seconds"]) for m in json.loads(file.read_text())["measurements"]] == [3, 3]
 
 
+@pytest.mark.slow
 def test_ranks_begin_in_every_way(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [sys.executable, str(BENCHMARKS / "begin.py"), "--ranks", "3", "--rounds", "1"]

@@ -63,6 +63,7 @@ def test_a_prepared_call_is_timed_until_it_is_forgotten() -> None:
         team.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("leaves_nothing")
 def test_ctrl_c_ends_the_team_that_is_asked() -> None:
     """What was measured so far can be shown: closing then waits for no answer."""

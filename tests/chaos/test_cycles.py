@@ -15,14 +15,8 @@ CYCLES = 12
 SLACK = 1500
 
 
-# The world of several hosts is made of both of the others.
-BACKENDS = [
-    pytest.param(name, marks=[] if name == "hierarchical" else pytest.mark.slow)
-    for name in cycles.BACKENDS
-]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", cycles.BACKENDS)
 def test_init_and_shutdown_leave_a_process_as_it_was(
     ranks: Ranks, tmp_path: Path, backend: str
 ) -> None:

@@ -89,6 +89,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_on_every_rank(ranks: Ranks, small_disk: Path) -> None:
     filler = small_disk / "filler"
     filler.write_bytes(bytes(DISK * PAGE))

@@ -215,6 +215,7 @@ for step in range(1, 10_000):
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_the_last_one_that_was_reported_is_there(tmp_path: Path) -> None:
     random = np.random.default_rng(5)
     for round_ in range(3):

@@ -148,6 +148,7 @@ with Cluster(2) as cluster:
 """
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_test_that_is_killed(cluster: Cluster) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True, check=False

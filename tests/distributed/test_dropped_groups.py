@@ -14,7 +14,7 @@ import flashlight_py as fl
 from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import run_ranks
 
-ranks = ranks_in(("gloo", 2), ("shm", 2), ("hierarchical", 4), ("mpi", 2))
+ranks = ranks_in(("gloo", 2), ("shm", 2), slow=[("hierarchical", 4), ("mpi", 2)])
 
 
 def held() -> tuple[int, int]:

@@ -22,7 +22,7 @@ from tests.distributed.harness import run_outcomes, run_ranks
 BACKENDS = ["gloo", "shm"]
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=["gloo", pytest.param("shm", marks=pytest.mark.slow)])
 def params(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"BACKEND": request.param}
 
@@ -192,7 +192,9 @@ def stop_in_the_middle(rank: int, size: int, meeting: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "hierarchical", "mpi"])
+@pytest.mark.parametrize(
+    "backend", [*BACKENDS, "hierarchical", pytest.param("mpi", marks=pytest.mark.slow)]
+)
 def test_a_stopped_rank_is_named_with_what_it_joined_last(backend: str, tmp_path: Path) -> None:
     os.mkfifo(meeting := str(tmp_path / "meeting"))
     world = conformance.BACKENDS[backend][1]

@@ -80,6 +80,7 @@ def test_without_rank_0_it_is_rank_0_that_is_named(ranks: Ranks, tmp_path: Path)
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_rank_missing_in_a_later_exchange_is_named(ranks: Ranks) -> None:
     ranks.start(2, 3, hold="exchanged 0")
     for rank in ranks.start_together((0, 1), 3, timeout=1.0):
@@ -103,6 +104,7 @@ def test_two_processes_with_one_rank_are_refused(ranks: Ranks, tmp_path: Path, t
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_two_ranks_0_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     servers = [ranks.start(0, 3) for _ in range(2)]
     client = ranks.start(1, 3)

@@ -14,7 +14,7 @@ from tests.distributed.conformance import ranks_in
 SHORT, MOST = 0.3, 60.0  # seconds: the group's, and far less than the world's
 
 
-ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 3), ("mpi", 3))
+ranks = ranks_in(("gloo", 3), ("shm", 3), slow=[("hierarchical", 3), ("mpi", 3)])
 
 
 def waits_in_vain(group: fl.ProcessGroup, verb: str) -> None:

@@ -262,7 +262,7 @@ def differ_in_group(rank: int, size: int) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.slow)])
 def test_verbs_of_different_groups_are_a_mismatch(backend: str) -> None:
     texts = run_ranks(differ_in_group, 2, params={"BACKEND": backend, "TIMEOUT": 1})
     # The second receives the failure of the first.
@@ -283,7 +283,7 @@ def many_leave_one_waiting(rank: int, size: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.slow)])
 def test_verbs_of_different_groups_name_every_rank_that_is_missing(backend: str) -> None:
     text = run_ranks(many_leave_one_waiting, 4, params={"BACKEND": backend, "TIMEOUT": 1})[0]
     call = "called all_reduce(float64 (3,), op=sum, scale=1) as rank"

@@ -71,6 +71,7 @@ def test_everything_at_once_in_any_order_of_waiting(ranks: Any, seed: int) -> No
     ranks.run(mpi_mix.mix, seed, 150)
 
 
+@pytest.mark.slow
 def test_an_operation_goes_on_while_its_rank_does_something_else(pool: Any) -> None:
     seconds = pool(2, **WORLD).run(mpi_ranks.goes_on_in_the_background)
     assert seconds[0] >= 2.0

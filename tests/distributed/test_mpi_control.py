@@ -75,7 +75,7 @@ def test_what_does_not_get_on_ends_after_the_timeout(control: str) -> None:
         assert "did not finish within 1 seconds" in outcome.value, outcome.report()
 
 
-@pytest.mark.parametrize("control", ["shm", "gloo"])
+@pytest.mark.parametrize("control", ["shm", GLOO])
 def test_a_rank_that_has_done_its_part_may_leave(control: str) -> None:
     for outcome in run_outcomes(mpi_ranks.leave_in_order, 3, **mpi_world(control)):
         assert outcome.value == [1.0] * 10, outcome.report()

@@ -169,6 +169,7 @@ fl.barrier()
     assert whom == "job" or "KeyboardInterrupt" in output
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_away_is_named_after_the_timeout() -> None:
     outcomes = run_outcomes(stay_away, 3, 4.0, init="mpi", params={"BACKEND": "mpi", "TIMEOUT": 1})
     for rank in (0, 2):
@@ -184,12 +185,14 @@ def test_a_barrier_has_a_timeout_of_its_own() -> None:
     assert "rank 1 did not join within 0.5 seconds" in outcomes[0].value
 
 
+@pytest.mark.slow
 def test_waiting_answers_ctrl_c() -> None:
     outcomes = run_outcomes(interrupted, 2, **WORLD)
     assert outcomes[0].value == "interrupted", outcomes[0].report()
 
 
-@pytest.mark.parametrize("case", ["recv", pytest.param("send", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["recv", "send"])
 def test_a_message_that_never_comes_names_both_tags(case: str) -> None:
     params = {"BACKEND": "mpi", "TIMEOUT": 1}
     outcomes = run_outcomes(mpi_ranks.wait_alone, 2, case, init="mpi", params=params)

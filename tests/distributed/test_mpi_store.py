@@ -71,6 +71,7 @@ say(store.size)
     assert mpirun(size, script) == [f"{rank}: {size}" for rank in range(size)]
 
 
+@pytest.mark.slow
 def test_a_missing_rank_is_named() -> None:
     """First by rank 0 while it waits, then by all."""
     script = """

@@ -230,6 +230,7 @@ def one_is_late(rank: int, size: int, elsewhere: bool) -> str:
     return str(caught.value) if rank == 0 else ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_call_is_named_after_the_timeout() -> None:
     late, elsewhere = (run_ranks(one_is_late, 2, where)[0] for where in (False, True))
     assert "rank 1 did not join within 0.5 seconds" in late

@@ -17,7 +17,7 @@ import flashlight_py as fl
 from tests.gpu import test_contact, test_hooks, test_training, verbs
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
     return pool(request.param, env={"STAND_IN": "1"})
 

@@ -62,10 +62,10 @@ def wait_for_anybody(rank: int, size: int) -> None:
             fl.send(np.zeros(3), 0, tag=5)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gloo", "hierarchical")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gloo", "hierarchical", "mpi")]
 
 
-@pytest.mark.parametrize("name", ["shm", "mpi", *SLOW])
+@pytest.mark.parametrize("name", ["shm", *SLOW])
 def test_nobody_sends_in_time(name: str) -> None:
     """It ends by the timeout, and says whom it waited for and what is sent instead."""
     sizes, made = BACKENDS[name]

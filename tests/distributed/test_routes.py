@@ -195,6 +195,7 @@ def black_hole(port: int) -> Iterator[str]:
         yield host
 
 
+@pytest.mark.slow
 def test_an_address_that_does_not_answer_delays_nothing() -> None:
     with listening() as port, black_hole(port) as nowhere:
         attempts = Attempts([(nowhere, port), ("127.0.0.1", port)])

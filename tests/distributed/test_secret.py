@@ -236,6 +236,7 @@ def test_another_user_of_the_host_is_turned_away_and_the_meeting_goes_on(ranks: 
     assert closed([rank_0, ranks.start(1, 2)])
 
 
+@pytest.mark.slow
 @as_root
 def test_who_was_turned_away_is_named_when_a_rank_does_not_come(ranks: Ranks) -> None:
     rank_0 = ranks.start(0, 2, timeout=2.0)

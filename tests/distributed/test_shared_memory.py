@@ -39,7 +39,7 @@ def shared_equals_ordinary(rank: int, size: int, name: str, count: int) -> None:
         assert_equal(x, expected, f"{op} of {count} {name}")
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_an_array_in_shared_memory_has_the_same_bits(pool: Any, size: int) -> None:
     names, counts = ("float32", "float16", "int8", "complex128"), (0, 1, 5000, 100_001, 700_000)
     pool(size, params=SHM).run_each(shared_equals_ordinary, itertools.product(names, counts))

@@ -104,6 +104,7 @@ def test_a_rank_may_die_and_start_again_while_others_are_awaited(ranks: Ranks) -
     assert closed([server, ranks.start(1, 3), ranks.start(2, 3)])
 
 
+@pytest.mark.slow
 def test_two_processes_with_one_rank_are_refused(ranks: Ranks) -> None:
     for rank in (ranks.start(0, 3), ranks.start(1, 3), ranks.start(1, 3)):
         assert "two processes claim rank 1" in rank.refusal()

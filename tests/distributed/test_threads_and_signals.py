@@ -27,7 +27,7 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
 SOON = 20.0
 
 
-@pytest.fixture(params=WORLDS)
+@pytest.fixture(params=["shm", pytest.param("gloo", marks=pytest.mark.slow), "hierarchical"])
 def world(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
     return WORLDS[request.param]
 

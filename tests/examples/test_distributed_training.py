@@ -65,10 +65,10 @@ def parameters(file: Path) -> dict[str, np.ndarray]:
 
 
 def test_one_process_learns() -> None:
-    (output,) = printed(start(PYTHON, "--epochs", 3))
+    (output,) = printed(start(PYTHON, "--epochs", 3, "--samples", 3000))
     found = losses(output)
     assert found == sorted(found, reverse=True)
-    assert found[-1] < 4.0
+    assert found[-1] < 0.3 * found[0]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -102,11 +102,13 @@ def test_number_of_processes_does_not_change_the_training(size: int, tmp_path: P
         np.testing.assert_allclose(ours[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_samples_that_do_not_divide_leave_no_rank_waiting() -> None:
     (output,) = printed(start([*mpirun_command(4), *PYTHON], "--epochs", 2, "--samples", 11))
     assert len(losses(output)) == 2
 
 
+@pytest.mark.slow
 def test_saved_parameters_and_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     job = ["--epochs", 2, "--samples", 50, "--save", tmp_path / "p.npz"]

@@ -74,6 +74,7 @@ def disturbed(folder: Path, random: Any, ranks: int, kills: int, *options: str) 
     return "".join(lines) + rest, killed
 
 
+@pytest.mark.slow
 def test_the_launcher_goes_on_with_fewer_ranks_and_the_same_bits(
     tmp_path: Path, expected: str
 ) -> None:

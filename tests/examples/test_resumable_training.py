@@ -82,6 +82,7 @@ def last_line(output: str) -> str:
     return output.splitlines(keepends=True)[-1]
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
     first, expected = trained(tmp_path / "run", "--epochs", 1, "--save-every", 50)
     assert first == "Starting\nSaved step 50\nDone after step 50\n" + last_line(first)

@@ -21,6 +21,7 @@ def test_the_series_is_forecast_by_its_windows(tmp_path: Path) -> None:
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_number_of_processes_does_not_change_the_forecast() -> None:
     alone, together = (numbers(printed(PROGRAM, *SHORT, ranks=ranks)) for ranks in (1, 2))
     assert alone == pytest.approx(together, abs=0.002)

@@ -56,7 +56,8 @@ print("finished", size)
 """
 
 
-@pytest.mark.parametrize("kind", ["batches", pytest.param("indices", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["batches", "indices"])
 def test_every_sample_of_the_epoch_is_used_once(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

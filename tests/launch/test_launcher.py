@@ -95,6 +95,7 @@ def test_the_other_ranks_report_why_one_has_raised(tmp_path: Path) -> None:
     assert reported.endswith("ValueError: a bad batch")
 
 
+@pytest.mark.slow
 def test_of_ranks_that_wait_for_each_other_one_that_waited_to_the_end_is_named(
     tmp_path: Path,
 ) -> None:

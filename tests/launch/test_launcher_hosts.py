@@ -137,6 +137,7 @@ def test_a_host_that_cannot_be_reached(tmp_path: Path, ssh: str) -> None:
     assert done.stderr.count("flrun: starting again") == 1  # all its ranks are lost at once
 
 
+@pytest.mark.slow
 def test_agents_stay_for_a_further_start(tmp_path: Path) -> None:
     """Each start has a port and a secret of its own."""
     log = tmp_path / "log"

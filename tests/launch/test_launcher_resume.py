@@ -42,6 +42,7 @@ def parameters(file: Path) -> dict[str, bytes]:
         return {name: saved[name].tobytes() for name in saved.files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0])
 def test_restarts_change_nothing(tmp_path: Path, seed: int) -> None:
     job = ("--epochs", 2, "--save-every", 5)

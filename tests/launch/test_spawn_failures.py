@@ -212,6 +212,7 @@ def killed_before(rank: int, restarts: int, folder: str) -> str:
     return count
 
 
+@pytest.mark.slow
 def test_timeout_ends_ranks_that_do_not_return() -> None:
     with pytest.raises(TimeoutError, match=r"spawn of wait: rank\(s\) 0, 1 of 2 had not returned"):
         fl.spawn(wait, nprocs=2, timeout=1.0)

@@ -103,6 +103,7 @@ threading.Event().wait()
 """
 
 
+@pytest.mark.slow
 def test_what_fails_or_hangs_stops_nothing_else_and_leaves_nothing(
     program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,6 +134,7 @@ def test_what_cannot_start_leaves_nothing(tmp_path: Path, allowed: int) -> None:
     assert held() == before
 
 
+@pytest.mark.slow
 def test_a_process_may_have_any_name() -> None:
     name = Path("/proc/self/comm")
     before = name.read_bytes()
