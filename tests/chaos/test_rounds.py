@@ -27,7 +27,7 @@ def sample(backend: str, fate: str) -> list[str]:
     ]
 
 
-ORDINARY = [("gloo", "kill"), ("shm", "stop"), ("hierarchical", "exception")]
+ORDINARY = [("gloo", "kill"), ("hierarchical", "exception")]
 ORDINARY += [("gloo", "exit"), ("shm", "interrupt")]
 PAIRS = [
     pytest.param(backend, fate, marks=[] if (backend, fate) in ORDINARY else pytest.mark.slow)

@@ -75,7 +75,8 @@ def calls_of(group: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("backend", "size"), [("gloo", 3), ("shm", 3), ("hierarchical", 3), ("mpi", 3)]
+    ("backend", "size"),
+    [("gloo", 3), ("shm", 3), ("hierarchical", 3), pytest.param("mpi", 3, marks=pytest.mark.slow)],
 )
 def test_errors_count_as_records_do(pool: Any, backend: str, size: int) -> None:
     if backend == "mpi":

@@ -11,7 +11,7 @@ from flashlight_py.distributed.verbs import VERBS
 from tests.distributed import conformance
 from tests.distributed.conformance import BY_NAME, DTYPES, LAYOUTS, WORLDS, ranks_in
 
-LARGER = [("gloo", 3), ("mpi", 3)]
+LARGER = [("gloo", 3), ("hierarchical", 4), ("mpi", 3)]
 ranks = ranks_in(*(world for world in WORLDS if world not in LARGER), slow=LARGER)
 
 

@@ -165,6 +165,7 @@ def stay_away(rank: int, size: int, seconds: float) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_away_is_named_after_the_timeout(params: Any) -> None:
     outcomes = run_outcomes(stay_away, 3, 2.5, params={**params, "TIMEOUT": 1})
     for rank in (0, 2):
@@ -193,7 +194,8 @@ def stop_in_the_middle(rank: int, size: int, meeting: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "backend", [*BACKENDS, "hierarchical", pytest.param("mpi", marks=pytest.mark.slow)]
+    "backend",
+    ["hierarchical", *(pytest.param(b, marks=pytest.mark.slow) for b in (*BACKENDS, "mpi"))],
 )
 def test_a_stopped_rank_is_named_with_what_it_joined_last(backend: str, tmp_path: Path) -> None:
     os.mkfifo(meeting := str(tmp_path / "meeting"))

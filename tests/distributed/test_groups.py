@@ -13,7 +13,7 @@ from flashlight_py.distributed.group import ProcessGroup
 from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import run_ranks
 
-ranks = ranks_in(("gloo", 4), ("shm", 4), ("hierarchical", 5), slow=[("mpi", 4)])
+ranks = ranks_in(("gloo", 4), ("shm", 4), slow=[("hierarchical", 5), ("mpi", 4)])
 
 
 def total(group: ProcessGroup, value: float) -> float:

@@ -95,7 +95,7 @@ def test_outer_sum_is_the_product(shape: tuple[int, int]) -> None:
     np.testing.assert_allclose(out, left @ right.T, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("size", [1, 100, 70_000, 300_001])
+@pytest.mark.parametrize("size", [1, 100, 70_000, pytest.param(300_001, marks=pytest.mark.slow)])
 def test_the_largest_are_found(size: int) -> None:
     for kind in ("normal", "mostly zeros", "sorted", "equal"):
         values = some_values(size, kind)

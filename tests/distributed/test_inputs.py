@@ -11,7 +11,7 @@ import flashlight_py as fl
 from tests.distributed.conformance import BACKENDS, ranks_in
 from tests.distributed.harness import run_outcomes
 
-ranks = ranks_in(("gloo", 4), ("shm", 4), ("hierarchical", 5), ("mpi", 4))
+ranks = ranks_in(("gloo", 4), ("shm", 4), ("hierarchical", 5), slow=[("mpi", 4)])
 
 
 def numbers(rank: int, rows: int) -> np.ndarray:
@@ -182,7 +182,7 @@ def other_tags(rank: int, size: int, peer: int) -> str:
         ("gloo", 2, 1),
         pytest.param("shm", 2, 1, marks=pytest.mark.slow),
         pytest.param("hierarchical", 3, 1, marks=pytest.mark.slow),  # of its host
-        ("hierarchical", 3, 2),  # of the other
+        pytest.param("hierarchical", 3, 2, marks=pytest.mark.slow),  # of the other
     ],
 )
 def test_tags_that_do_not_meet_are_both_reported_on_every_rank(

@@ -50,6 +50,7 @@ def test_all_to_all_of_equal_and_of_uneven_parts(ranks: Any) -> None:
         ranks.run(mpi_ranks.all_to_all_both_ways, "float32", rows)
 
 
+@pytest.mark.slow
 def test_arrays_that_are_too_large_for_one_call_go_in_pieces(ranks: Any) -> None:
     """With a limit of 50 or 10,000 bytes in place of 2 GB."""
     for limit in (50, 10_000):

@@ -29,7 +29,11 @@ def mpi_world(control: str, **params: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("control", "path"), [("gloo", "Gloo"), ("both", "shared memory inside hosts, Gloo between")]
+    ("control", "path"),
+    [
+        pytest.param("gloo", "Gloo", marks=pytest.mark.slow),
+        ("both", "shared memory inside hosts, Gloo between"),
+    ],
 )
 def test_on_several_hosts(pool: Any, control: str, path: str) -> None:
     ranks = pool(3, **mpi_world(control))
@@ -68,6 +72,7 @@ def test_who_ends_in_the_middle_is_named_at_once(
         assert others in outcomes[rank].value
 
 
+@pytest.mark.slow
 @ONE_AND_SEVERAL
 def test_what_does_not_get_on_ends_after_the_timeout(control: str) -> None:
     world = mpi_world(control, TIMEOUT=1)
@@ -75,6 +80,7 @@ def test_what_does_not_get_on_ends_after_the_timeout(control: str) -> None:
         assert "did not finish within 1 seconds" in outcome.value, outcome.report()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("control", ["shm", GLOO])
 def test_a_rank_that_has_done_its_part_may_leave(control: str) -> None:
     for outcome in run_outcomes(mpi_ranks.leave_in_order, 3, **mpi_world(control)):

@@ -55,6 +55,7 @@ fl.all_reduce(np.zeros(3))
     assert "ValueError: no such file" in output
 
 
+@pytest.mark.slow
 def test_an_uncaught_exception_ends_ranks_that_compute_too() -> None:
     script = """
 if rank == 1:

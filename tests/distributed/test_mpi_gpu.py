@@ -16,7 +16,7 @@ from tests.gpu import verbs
 pytest.importorskip("mpi4py")
 
 
-@pytest.fixture(params=["staged", "aware"])
+@pytest.fixture(params=["staged", pytest.param("aware", marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest, pool: Any) -> Any:
     params = {"BACKEND": "mpi", "MPI_CUDA_AWARE": int(request.param == "aware")}
     return pool(3, init="mpi", params=params, env={"STAND_IN": "1"})

@@ -12,13 +12,14 @@ from tests.distributed.conformance import ranks_in, two_hosts
 from tests.distributed.oracles import ORACLES, run_with_mpi
 from tests.distributed.programs import ASYNCHRONOUS, ROOTED, VERBS, Call, programs, run_program
 
-WORLDS = [("single", 1), ("gloo", 2), ("shm", 2), ("hierarchical", 3), ("mpi", 2)]
+WORLDS = [("single", 1), ("gloo", 2), ("shm", 2), ("hierarchical", 3)]
 SLOW = [
     ("gloo", 4),
     ("gloo", 5),
     ("shm", 3),
     ("shm", 5),
     ("hierarchical", 5),
+    ("mpi", 2),
     ("mpi", 4),
     ("mpi", 5),
 ]

@@ -63,6 +63,7 @@ def test_a_late_rank_is_waited_for(ranks: Ranks, late: int) -> None:
     assert closed(started)
 
 
+@pytest.mark.slow
 def test_missing_ranks_are_named_on_every_rank(ranks: Ranks) -> None:
     for rank in ranks.start_together((0, 1, 4), 5, timeout=2.0):
         assert "ranks 2, 3 of 5 have not arrived within 2 s" in rank.refusal()

@@ -67,6 +67,7 @@ def accuracies(*options: object, ranks: int = 1) -> list[float]:
     return [float(number) for number in re.findall(r"accuracy ([\d.]+)%", output)]
 
 
+@pytest.mark.slow
 def test_digits_are_learnt_on_two_ranks() -> None:
     found = accuracies("--num-epochs", 3, ranks=2)
     assert len(found) == 3

@@ -12,6 +12,7 @@ PROGRAM = "tagi_time_series.py"
 SHORT = ("--num-epochs", 5, "--samples", 400)
 
 
+@pytest.mark.slow
 def test_the_series_is_forecast_by_its_windows(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "forecast.png"

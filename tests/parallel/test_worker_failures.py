@@ -27,6 +27,7 @@ def model() -> Iterator[fl.DataParallel]:
     model.close()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_nothing_is_left_in_the_end() -> None:
     gc.collect()
     before = _descriptors()
