@@ -70,9 +70,9 @@ static int is_inside(const Binding *binding) {
 PyObject *fetch(const Binding *binding, fl_op *op, PyObject *x, PyObject *out, const plain_call *call,
                 recorded made) {
   const fl_signature *s = &call->signature;
-  return PyObject_CallFunction(binding->ended, "KiOOOiK", (unsigned long long)(uintptr_t)op,
+  return PyObject_CallFunction(binding->ended, "KiOOOiKd", (unsigned long long)(uintptr_t)op,
                                (int)s->verb, x, out, call->result == NULL ? Py_None : call->result,
-                               (int)s->root, (unsigned long long)made.id);
+                               (int)s->root, (unsigned long long)made.id, call->seconds);
 }
 
 /* What a rank receives that has called scatter without a place for it: a copy, where it is small. */
@@ -118,7 +118,7 @@ fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *ro
 
 /* A collective on this thread, in two steps. */
 static PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
-  if (!binding->begin(binding->group, &call->signature, call->data, binding->seconds)) {
+  if (!binding->begin(binding->group, &call->signature, call->data, call->seconds)) {
     Py_XDECREF(call->result);
     Py_RETURN_NOTIMPLEMENTED;
   }
@@ -154,7 +154,7 @@ static PyObject *run(Binding *binding, PyObject *x, PyObject *out, plain_call *c
   const recorded made = record(binding, &call->signature, call->peer, 0, place);
   fl_op *op;
   Py_BEGIN_ALLOW_THREADS;
-  op = binding->run(binding->group, &call->signature, call->data, call->output, -1, binding->seconds, 0,
+  op = binding->run(binding->group, &call->signature, call->data, call->output, -1, call->seconds, 0,
                     site);
   Py_END_ALLOW_THREADS;
   leave(binding, thread);
@@ -271,16 +271,20 @@ static Binding *binding_of(PyObject *self) {
 }
 
 /* native(verb, x, out, op, scale, root or peer, tag, async_op): the result, or a Work; NotImplemented,
-   and nothing has happened, where Python must do it. In the place of `op` an all_to_all may have `rows`, a
+   and nothing has happened, where Python must do it. A ninth argument, `seconds`, is what a collective
+   that blocks may take. In the place of `op` an all_to_all may have `rows`, a
    list or a tuple, which no operation is. */
 PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call call;
   if (binding == NULL) return NULL;
-  if (count != 8) {
-    PyErr_SetString(PyExc_TypeError, "expected (verb, x, out, op, scale, root or peer, tag, async_op)");
+  if (count != 8 && count != 9) {
+    PyErr_SetString(PyExc_TypeError,
+                    "expected (verb, x, out, op, scale, root or peer, tag, async_op[, seconds])");
     return NULL;
   }
+  const double seconds = count == 9 ? PyFloat_AsDouble(args[8]) : binding->seconds;
+  if (seconds == -1.0 && PyErr_Occurred()) return NULL;
   if (is_left_to_python(binding)) Py_RETURN_NOTIMPLEMENTED;
   const int is_async = PyObject_IsTrue(args[7]);
   const int inside = is_inside(binding);
@@ -292,6 +296,7 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   if (plain < 0) return NULL;
   if (!plain) Py_RETURN_NOTIMPLEMENTED;
   PyObject *x = args[1], *out = args[2];
+  call.seconds = seconds;
   if (call.peer >= 0) { /* a blocking send has no result */
     call.result = call.signature.verb == FL_SEND && !is_async ? Py_None : x;
     Py_INCREF(call.result);
@@ -343,9 +348,9 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
     PyObject *handles = Py_BuildValue("(KK)", (unsigned long long)(uintptr_t)ops[0],
                                       (unsigned long long)(uintptr_t)ops[1]);
     result = handles == NULL ? NULL
-                             : PyObject_CallFunction(binding->ended, "OiOOOiK", handles, RING_SENDRECV,
+                             : PyObject_CallFunction(binding->ended, "OiOOOiKd", handles, RING_SENDRECV,
                                                      args[0], args[2], args[2], 0,
-                                                     (unsigned long long)made.id);
+                                                     (unsigned long long)made.id, binding->seconds);
     Py_XDECREF(handles);
   }
   ring_end(made.row, made.id, result == NULL);

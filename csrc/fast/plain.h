@@ -8,6 +8,7 @@ typedef struct {
   void *data, *output; /* as fl_..._run takes them */
   fl_room room;        /* of the gathers */
   int peer;            /* of a message; else -1 */
+  double seconds;      /* that the call may take */
   PyObject *result;    /* what the call returns where all goes well; a reference of its own, or NULL */
 } plain_call;
 

@@ -116,6 +116,7 @@ PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *
       !read_rows(rows, size, call.signature.shape[0], counts)) {
     Py_RETURN_NOTIMPLEMENTED;
   }
+  call.seconds = binding->seconds;
   plain_call step = table_of(size, counts, table);
   step.output = &step.room;
   if (!binding->begin(binding->group, &step.signature, step.data, binding->seconds)) {

@@ -12,7 +12,7 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.verbs import BARRIER
+from flashlight_py.distributed.verbs import BARRIER, Verb
 from flashlight_py.distributed.work import AllOf, Work
 from flashlight_py.errors import DistributedError
 
@@ -117,6 +117,10 @@ class Backend(abc.ABC):
         begins a list of messages, and returns one of the array of each that has ended, or its Work.
         """
         return left_to_python, left_to_python
+
+    def step(self, verb: Verb, array: Array, seconds: float) -> Any:
+        """Return the result of ``verb`` of ``array``, which is a step of a call; blocking."""
+        return self.start(Call(verb, array, seconds=seconds)).wait()
 
 
 def left_to_python(*arguments: object) -> Any:

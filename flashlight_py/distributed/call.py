@@ -110,7 +110,7 @@ class Call:
     @property
     def name(self) -> str:
         """The function that users have called."""
-        return self.part_of.partition("(")[0] or self.verb.name
+        return self.part_of.partition("(")[0] if self.part_of else self.verb.name
 
     @property
     def is_ragged(self) -> bool:

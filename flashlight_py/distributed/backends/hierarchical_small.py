@@ -37,6 +37,7 @@ class SmallCalls:
 
     def __init__(self, rank: int, hosts: Sequence[Sequence[int]]) -> None:
         self._rank, self._hosts, self._size = rank, hosts, sum(map(len, hosts))
+        self._native = _native.load("gloo")
         self._most = _MOST_BYTES // (len(hosts) - 1)
         self._most_of_each = self._most // max(map(len, hosts))
 
@@ -54,7 +55,7 @@ class SmallCalls:
             return Load(0, as_bytes(array)) if self._rank == call.root else NO_LOAD
         first, last = factors(array.dtype, call.op, call.scale)
         kind = call.name, array.dtype, call.op
-        made = partial(_combined, *kind, first), partial(_combined, *kind, last)
+        made = partial(self._combined, *kind, first), partial(self._combined, *kind, last)
         return Load(0, as_bytes(array), *made)
 
     def _are_few(self, call: Call, rows: int) -> bool:
@@ -93,6 +94,18 @@ class SmallCalls:
         require_room(call, rows, self._rank, self._size)
         result = room_for(call, rows)
         np.concatenate(in_rank_order(whole, self._hosts, found.lengths), out=result)
+        return result
+
+    def _combined(
+        self, name: str, dtype: np.dtype[Any], op: int, scale: float, parts: Sequence[Array]
+    ) -> Array:
+        """Return ``parts``, bytes of ``dtype``, combined in their order as large arrays are."""
+        ffi, count = self._native.ffi, parts[0].size // dtype.itemsize
+        result = np.empty_like(parts[0])
+        where = ffi.from_buffer("char[]", result, require_writable=True)
+        sources = ffi.new("const void *[]", [ffi.from_buffer(part) for part in parts])
+        code = dtype_code(name, dtype)
+        self._native.lib.fl_reduce(code, op, scale, where, sources, len(parts), count)
         return result
 
 
@@ -137,16 +150,3 @@ def in_rank_order(whole: Array, hosts: Sequence[Sequence[int]], rows: Sequence[i
 def as_bytes(array: Array) -> Array:
     """Return the memory of ``array``, which is contiguous, as bytes of one dimension."""
     return array.reshape(-1).view(np.uint8)
-
-
-def _combined(
-    name: str, dtype: np.dtype[Any], op: int, scale: float, parts: Sequence[Array]
-) -> Array:
-    """Return ``parts``, bytes of ``dtype``, combined in their order as large arrays are."""
-    native = _native.load("gloo")
-    result = np.empty_like(parts[0])
-    address = native.ffi.from_buffer
-    sources = native.ffi.new("const void *[]", [address(part) for part in parts])
-    where, count = address("char[]", result, require_writable=True), result.size // dtype.itemsize
-    native.lib.fl_reduce(dtype_code(name, dtype), op, scale, where, sources, len(parts), count)
-    return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,7 +11,7 @@ from flashlight_py import _native
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed import open_groups
 from flashlight_py.distributed.arrays import dtype_code
-from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backend import Backend, left_to_python
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.describing import Describer
 from flashlight_py.distributed.backends.interrupts import SITE_BYTES, raise_interruption
@@ -29,16 +28,16 @@ from flashlight_py.distributed.backends.native_work import (
 from flashlight_py.distributed.call import COMPOSED, Call
 from flashlight_py.distributed.call_site import PACKAGE, Place, caller, site_of, text_at_site
 from flashlight_py.distributed.control import abort
-from flashlight_py.distributed.recorder.journal import NATIVE, SENDRECV, Journal
+from flashlight_py.distributed.recorder.journal import NATIVE, SENDRECV, Journal, Ring
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.verbs import BARRIER, SCATTER, VERBS
+from flashlight_py.distributed.verbs import BARRIER, SCATTER, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Work
-from flashlight_py.errors import BackendUnavailableError, DistributedError, GroupClosedError
+from flashlight_py.errors import DistributedError, GroupClosedError
 
 MESSAGE_BYTES = 1024
 _ARRAY = object()
 
-_log = logging.getLogger("flashlight_py")
+_SLOWER = "small calls take some microseconds longer"
 
 # The numbers of the calls that others are steps of; 0: a call by itself.
 _STEPS = {"": 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
@@ -76,29 +75,40 @@ class NativeGroup(Backend):
         self._callers = Callers(self.name)
         self._running: dict[NativeWork, None] = {}  # in order; threads change it at the same time
         self._first: list[Any] = []  # what is to be done before the next call
+        self._step: Callable[..., Any] | None = None  # native code for steps of calls
         self._free = _Free(getattr(self.lib, f"{self.symbols}_free"))
 
     def bind(self, journal: Journal) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Let native code read plain arrays by itself; see ``Backend``."""
-        try:
-            fast = _native.load("fast")
-        except BackendUnavailableError as error:
-            _log.warning("small calls take some microseconds longer: %s", error)
+        if (fast := _native.optional("fast", _SLOWER)) is None:
             return super().bind(journal)
-        fast.verbs(_FLAGS)
         self.journal = journal
         journal.open_to_native(fast.clocks)
-        self._callers.of_native = journal.header
-        self._free.kept.append(journal.memory)
+        return self._bound(fast, journal)
+
+    def step(self, verb: Verb, array: Array, seconds: float) -> Any:
+        """Let native code make a step of a call; see ``Backend``. Nothing is recorded."""
+        native = self._step
+        if native is None:
+            fast = _native.optional("fast", _SLOWER)
+            native = self._step = left_to_python if fast is None else self._bound(fast, Ring())[0]
+        result = native(verb.code, array, None, "sum", 1.0, 0, 0, False, seconds)
+        return super().step(verb, array, seconds) if result is NotImplemented else result
+
+    def _bound(self, fast: Any, ring: Ring) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        group = self._open("bind")
+        fast.verbs(_FLAGS)
+        self._callers.of_native = ring.header
+        self._free.kept.append(ring.memory)
         own = [f"{self.symbols}_{name}" for name in ("run", "exchange")]
         of_op = [f"fl_op_{name}" for name in ("stamp", "wait", "signatures", "output", "free")]
         names = (*own, *of_op, *self.steps)
         functions = [self._address_of(self.ffi.addressof(self.lib, name)) for name in names]
         return fast.bind(  # type: ignore[no-any-return]
-            *(self._address_of(self._group), self._group, self.rank, self.size, self.timeout),
+            *(self._address_of(group), group, self.rank, self.size, self.timeout),
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_here),
-            *(journal.memory, journal.notes, PACKAGE, self._callers.threads),
+            *(ring.memory, ring.notes, PACKAGE, self._callers.threads),
             (self._first, open_groups.dropped),
         )
 
@@ -115,17 +125,26 @@ class NativeGroup(Backend):
         return self._address_of(self._here(1))
 
     def _native_ended(
-        self, handle: Any, verb: int, x: Any, out: Any, made: Any, root: int, call: int
+        self,
+        handle: Any,
+        verb: int,
+        x: Any,
+        out: Any,
+        made: Any,
+        root: int,
+        call: int,
+        limit: float,
     ) -> Any:
         """Return the result of a blocking native call that was not simply done, or raise."""
         try:
             if verb == SENDRECV.code:
-                works = [self._wrapped(one, verb, x, out, out, 0) for one in handle if one]
+                arrays = x, out, out
+                works = [self._wrapped(one, verb, arrays, 0, limit) for one in handle if one]
                 raise_interruption(self.lib, self.ffi.NULL)
                 AllOf(works).wait()
                 return out
             raise_interruption(self.lib, self.ffi.cast("fl_op *", handle))
-            return self._wrapped(handle, verb, x, out, made, root).wait()
+            return self._wrapped(handle, verb, (x, out, made), root, limit).wait()
         except BaseException as error:
             if self.journal is not None:
                 self.journal.failed(call, error)
@@ -146,16 +165,17 @@ class NativeGroup(Backend):
         """Return the Work of an asynchronous native call; ``room`` must live as long."""
         work: Work = Done(made)
         if handle:
-            work = self._wrapped(handle, verb, x, out, made, root, room)
+            work = self._wrapped(handle, verb, (x, out, made, room), root, self.timeout)
             work.id = call
         if verb == self.lib.FL_RECV:
             work.source = peer
         return work
 
     def _wrapped(
-        self, handle: int, verb: int, x: Any, out: Any, made: Any, root: int, room: Any = None
+        self, handle: int, verb: int, arrays: tuple[Any, ...], root: int, seconds: float
     ) -> StartedWork:
-        """Return the Work of the operation ``handle``, an address."""
+        """Return the Work of the operation ``handle``, an address; it needs all of ``arrays``."""
+        x, out, made, *_ = arrays
         result = made
         if made is None and verb == self.lib.FL_SCATTER:
             result = SCATTERED
@@ -163,8 +183,8 @@ class NativeGroup(Backend):
             result = GATHERED
         name = NATIVE[verb].name
         received = Received(name, result, x, out, root, made)
-        kept, op = (x, out, made, room), self.ffi.cast("fl_op *", handle)
-        work = StartedWork(self, name, op, kept, received, self.timeout)
+        op = self.ffi.cast("fl_op *", handle)
+        work = StartedWork(self, name, op, arrays, received, seconds)
         self._track(work)
         return work
 
@@ -346,7 +366,7 @@ class NativeGroup(Backend):
 
     def abandon(self) -> None:
         """Close the descriptors, in a forked child; see ``Backend``."""
-        group, self._group = self._group, None
+        group, self._group, self._step = self._group, None, None
         if group is not None:
             self._abandon(group)
 
@@ -359,7 +379,7 @@ class NativeGroup(Backend):
 
         What this very thread is in the middle of, as in a signal handler, ends when that goes on.
         """
-        group, self._group = self._group, None
+        group, self._group, self._step = self._group, None, None
         if group is not None:
             self._close(group)
         self._running.clear()

@@ -145,17 +145,16 @@ class Agreement:
         local = self._gather_inside(mine, seconds)
         if self._inside.rank == 0 and self._between is not None:
             sent = _one_of(unpacked(local), load.inside)
-            call = Call(ALL_GATHER, sent.packed(), seconds=between_hosts(seconds))
-            answer = _one_of(unpacked(self._between.start(call).wait()), load.between).packed()
+            whole = self._between.step(ALL_GATHER, sent.packed(), between_hosts(seconds))
+            answer = _one_of(unpacked(whole), load.between).packed()
         # The rank that has it may wait for another host meanwhile, and is not late itself.
-        limit = between_hosts(seconds, 2)
-        return unpacked(self._inside.start(Call(ALL_GATHER, answer, seconds=limit)).wait())[0]
+        return unpacked(self._inside.step(ALL_GATHER, answer, between_hosts(seconds, 2)))[0]
 
     def _gather_inside(self, mine: Array, seconds: float) -> Array:
         if self._is_ahead:  # of a local peer that has three limits of other hosts itself
             seconds = between_hosts(self._timeout, 4)
         self._is_ahead = False
-        local: Array = self._inside.start(Call(GATHER, mine, seconds=seconds)).wait()
+        local: Array = self._inside.step(GATHER, mine, seconds)
         return local
 
     def _differences(self, call: Call, number: int) -> MismatchError:

@@ -72,19 +72,29 @@ def name_of_group(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, key))}{again}"
 
 
-class Journal:
-    """Counts the calls of the group ``name`` and records them.
+class Ring:
+    """Where native code writes its calls.
 
-    ``ranks`` are its ranks in the world, ``path`` says in words what carries the data. ``memory``
-    is the ring, ``notes`` has for each of its places a line of user code, or the record of a call
-    that went through Python. ``header[CALLER]`` is the thread that is in a native collective, or 0.
+    ``memory`` is the ring, ``notes`` has for each of its places a line of user code, or the record
+    of a call that went through Python. ``header[CALLER]`` is the thread that is in a native
+    collective, or 0.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], path: str) -> None:
-        self.name, self.ranks, self.path = name, tuple(ranks), path
+    def __init__(self) -> None:
         self.memory = np.zeros(_HEADER_BYTES + _CALLS * _CALL.itemsize, np.uint8)
         self.notes: list[Any] = [None] * _CALLS
         self.header = memoryview(self.memory.data)[:_HEADER_BYTES].cast("Q")
+
+
+class Journal(Ring):
+    """Counts the calls of the group ``name`` and records them.
+
+    ``ranks`` are its ranks in the world, ``path`` says in words what carries the data.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], path: str) -> None:
+        super().__init__()
+        self.name, self.ranks, self.path = name, tuple(ranks), path
         self.count: Sequence[int] = self.header[_NUMBER : _NUMBER + 1]
         self._calls = self.memory[_HEADER_BYTES:].view(_CALL)
         self._errors: dict[int, str] = {}
