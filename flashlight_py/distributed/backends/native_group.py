@@ -88,16 +88,15 @@ class NativeGroup(Backend):
 
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
         """Let native code make a step of a call; see ``Backend``. Nothing is recorded."""
-        native = self._step
-        if native is None:
+        if (native := self._step) is None:
             fast = _native.optional("fast", _SLOWER)
             native = self._step = left_to_python if fast is None else self._bound(fast, Ring())[0]
         result = native(verb.code, array, None, "sum", 1.0, 0, 0, False, seconds)
         return super().step(verb, array, seconds) if result is NotImplemented else result
 
     def _bound(self, fast: Any, ring: Ring) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        group = self._open("bind")
         fast.verbs(_FLAGS)
+        group = self._open("bind")
         self._callers.of_native = ring.header
         self._free.kept.append(ring.memory)
         own = [f"{self.symbols}_{name}" for name in ("run", "exchange")]
@@ -398,3 +397,4 @@ class _Free:
 
     def __call__(self, group: Any) -> None:
         self._free(group)
+        self.kept.clear()
