@@ -105,11 +105,8 @@ void Collectives::announce(const Call& call, const void* data, const Parts& give
     frame.site = call.site;
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
     if (bytes > 0) std::memcpy(frame.payload, source + give[r].begin, bytes);
-    if (has_read_) {
-      mesh_.delay_requests(r, true);
-      post_header(r, (turn_ + 1) % kTurns);
-      mesh_.delay_requests(r, false);
-    }
+    const Packet packet = mesh_.packet(r);
+    if (has_read_) post_header(r, (turn_ + 1) % kTurns);
     outgoing_buffers_[r]->send(r, kHeaderSlot, 0, offsetof(Frame, payload) + bytes);
   }
   has_read_ = false;

@@ -16,7 +16,6 @@
 
 #include "attempt.h"
 #include "line.h"
-#include "pair.h"
 
 namespace fl {
 namespace {
@@ -138,8 +137,8 @@ std::unique_ptr<gloo::transport::UnboundBuffer> Links::createUnboundBuffer(void*
   return std::make_unique<Receiver>(shared_from_this(), data, bytes);
 }
 
-void Links::delay_requests(int peer, bool delays) {
-  if (is_connected(peer)) static_cast<Pair&>(*pairs_[peer]).delay_requests(delays);
+Packet Links::packet(int peer) const {
+  return Packet(is_connected(peer) ? static_cast<Pair*>(pairs_[peer].get()) : nullptr);
 }
 
 void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {

@@ -21,6 +21,7 @@
 #include "../common/operation.h"
 #include "abi.h"
 #include "descriptors.h"
+#include "pair.h"
 
 namespace fl {
 
@@ -65,8 +66,7 @@ class Links : public gloo::transport::tcp::Context {
   // In a forked child: close the descriptors.
   void abandon() const noexcept { descriptors_.close_all(); }
 
-  // Whether `peer` is asked for messages in one packet with what is sent to it next; for 200 ms at most.
-  void delay_requests(int peer, bool delays);
+  Packet packet(int peer) const;
 
   // For a moment, read on this thread what arrives from `peer`, until `buffer` has received: Gloo's
   // thread, and then this one, need not be scheduled first.

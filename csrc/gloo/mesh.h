@@ -77,8 +77,7 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   // Ask for what `peer` sends in a later operation. One that has left already, after operations that
   // succeeded, makes that one fail, not this one.
   void ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
-  // See Links.
-  void delay_requests(int peer, bool delays) { links_->delay_requests(peer, delays); }
+  Packet packet(int peer) const { return links_->packet(peer); }
   // Which rank connect() waits for just now; -1: for none.
   int awaited() const { return awaited_; }
 

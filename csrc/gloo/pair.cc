@@ -1,6 +1,8 @@
 #include "pair.h"
 
 #include <gloo/transport/tcp/loop.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -77,19 +79,41 @@ void Pair::read_what_has_arrived() {
   if (state_ == CONNECTED) handleReadWrite(EPOLLIN);
 }
 
-void Pair::delay_requests(bool delays) {
-  const std::lock_guard<std::mutex> lock(m_);
-  delays_ = delays;
+Packet::Packet(Pair* pair) : pair_(pair) {
+  if (pair_ == nullptr) return;
+  const std::lock_guard<std::mutex> lock(pair_->m_);
+  ++pair_->packets_;
+}
+
+// To set the option again sends what the kernel holds back.
+Packet::~Packet() {
+  if (pair_ == nullptr) return;
+  const std::lock_guard<std::mutex> lock(pair_->m_);
+  if (--pair_->packets_ > 0 || !pair_->is_held_) return;
+  pair_->is_held_ = false;
+  const int on = 1;
+  if (pair_->state_ != Pair::CONNECTED) return;
+  setsockopt(pair_->fd_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+void Pair::send(gloo::transport::UnboundBuffer* buffer, uint64_t slot, size_t offset, size_t bytes) {
+  const Packet packet(this);
+  tcp::Pair::send(buffer, slot, offset, bytes);
 }
 
 bool Pair::write(tcp::Op& op) {
-  if (delays_ && op.getOpcode() == tcp::Op::NOTIFY_RECV_READY && op.nwritten == 0) {
+  const auto code = op.getOpcode();
+  const bool notifies = code == tcp::Op::NOTIFY_RECV_READY || code == tcp::Op::NOTIFY_SEND_READY;
+  if (packets_ > 0 && notifies && op.nwritten == 0) {
     const ssize_t sent =
         ::send(fd_, &op.preamble, sizeof op.preamble, MSG_MORE | MSG_NOSIGNAL | MSG_DONTWAIT);
     op.nwritten = std::max<ssize_t>(sent, 0);
+    is_held_ = true;
     if (op.nwritten == sizeof op.preamble) return true;
   }
-  return tcp::Pair::write(op);
+  const bool all = tcp::Pair::write(op);
+  if (!notifies) is_held_ = false;
+  return all;
 }
 
 bool Receiver::has_received() {

@@ -22,14 +22,30 @@ class Pair : public gloo::transport::tcp::Pair {
   void is_served(bool served);
   // Read what has arrived, on this thread.
   void read_what_has_arrived();
-  // Whether the peer is asked for messages in one packet with what is sent to it next; for 200 ms at
-  // most.
-  void delay_requests(bool delays);
+  // What says how long the message is goes with it.
+  void send(gloo::transport::UnboundBuffer* buffer, uint64_t slot, size_t offset,
+            size_t bytes) override;
+  using gloo::transport::tcp::Pair::send;
 
  private:
+  friend class Packet;
   bool write(gloo::transport::tcp::Op& op) override;
 
-  bool delays_ = false;  // under its mutex, like all else
+  // Under its mutex, like all else: how many packets have begun, and whether the kernel holds one back.
+  int packets_ = 0;
+  bool is_held_ = false;
+};
+
+// While it lives, what notifies the peer of messages goes in one packet with what is sent to it next.
+class Packet {
+ public:
+  explicit Packet(Pair* pair);  // null: there is no connection yet
+  ~Packet();
+  Packet(const Packet&) = delete;
+  Packet& operator=(const Packet&) = delete;
+
+ private:
+  Pair* const pair_;
 };
 
 // What all buffers of Links are.
