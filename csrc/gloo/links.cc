@@ -155,7 +155,7 @@ void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {
     sched_yield();
   }
   pair.is_served(true);
-  const int next = wanted.has_received() ? vain / 2 : std::min(vain + 2, kMostVain);
+  const int next = !wanted.has_received() ? std::min(vain + 1, kMostVain) : tries ? 0 : vain / 2;
   vain_.store(next, std::memory_order_relaxed);
 }
 
