@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -108,8 +109,10 @@ def spark() -> Iterator[Run]:
 
 @contextmanager
 def ended() -> Iterator[None]:
-    """Afterwards, no process of the engine is left."""
+    """Afterwards, no process of the engine is left, and no answer to Ctrl-C, as Ray Train's."""
+    answer = signal.getsignal(signal.SIGINT)
     yield
+    signal.signal(signal.SIGINT, answer)
     tracker = resource_tracker._resource_tracker._pid  # multiprocessing's, of this process
     leftovers.helpers.update({tracker} if tracker else ())
     left = leftovers.end_processes()
