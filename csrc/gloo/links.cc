@@ -83,13 +83,13 @@ Links::Links(std::shared_ptr<tcp::Device> device, int rank, int size, bool liste
 
 Links::~Links() { close(); }
 
-void Links::open(const char* addresses, size_t bytes, const char* proofs, Hook connected,
-                 Hook needed) {
+void Links::open(const char* addresses, size_t bytes, const char* proofs, Made made,
+                 Needed needed) {
   for (int peer = 0; peer < size; ++peer) {
     addresses_.emplace_back(addresses + peer * bytes, addresses + (peer + 1) * bytes);
   }
   proofs_.assign(proofs, 2 * FL_PROOF_BYTES * size);
-  connected_ = std::move(connected);
+  made_ = std::move(made);
   needed_ = std::move(needed);
   const std::lock_guard<std::mutex> lock(lock_);
   if (listener_ == nullptr) throw Failure(FL_CLOSED, {}, "closed while connecting");
@@ -255,8 +255,8 @@ void Links::adopt(Attempt& attempt) {
   attempt.is_taken = true;
   descriptors_.add(attempt.socket);
   if (seconds_ > 0) keep_alive(attempt.socket, seconds_);
+  made_(attempt.peer, *pairs_[attempt.peer]);
   states_[attempt.peer].store(kConnected, std::memory_order_release);
-  connected_(attempt.peer);
   // Nothing listens where all are connected, and nobody is asked: see calls_of.
   for (int peer = 0; peer < size; ++peer) {
     if (listens_on_ || (peer != rank && !is_connected(peer))) return;

@@ -29,9 +29,11 @@ class Attempt;
 
 class Links : public gloo::transport::tcp::Context {
  public:
-  // Of a peer: a connection to it was made, on Gloo's thread, before anybody uses it; one is used that
-  // is not there: return when it is, or throw.
-  using Hook = std::function<void(int peer)>;
+  // Of a peer: a connection to it was made, on Gloo's thread, which nobody else has yet. Who fails to read
+  // from one that others have keeps it locked until that thread has gone round.
+  using Made = std::function<void(int peer, gloo::transport::Pair& pair)>;
+  // Of a peer: a connection to it is used that is not there. Return when it is, or throw.
+  using Needed = std::function<void(int peer)>;
 
   // Listens, and answers nobody yet. `listens_on`: also when all are connected, for calls_of.
   Links(std::shared_ptr<gloo::transport::tcp::Device> device, int rank, int size, bool listens_on);
@@ -43,7 +45,7 @@ class Links : public gloo::transport::tcp::Context {
   // Before open(): have the kernel watch over the connections; see keep_alive.
   void keep_alive_for(double seconds) { seconds_ = seconds; }
   // Begin to answer; for `addresses` and `proofs` see fl_gloo_connect.
-  void open(const char* addresses, size_t bytes, const char* proofs, Hook connected, Hook needed);
+  void open(const char* addresses, size_t bytes, const char* proofs, Made made, Needed needed);
   // Close all connections, and make none any more; what the hooks need must live until then.
   void close() noexcept;
 
@@ -97,7 +99,8 @@ class Links : public gloo::transport::tcp::Context {
   std::vector<char> address_;
   std::vector<std::vector<char>> addresses_;
   std::string proofs_;
-  Hook connected_, needed_;
+  Made made_;
+  Needed needed_;
   std::unique_ptr<Listener> listener_;
   Descriptors descriptors_;
   double seconds_ = 0;

@@ -99,7 +99,8 @@ std::vector<int> Mesh::neighbours() const {
 void Mesh::connect(const char* addresses, size_t bytes, const char* proofs, bool lazily,
                    Clock::time_point deadline) {
   links_->open(
-      addresses, bytes, proofs, [this](int peer) { post_control(peer); },
+      addresses, bytes, proofs,
+      [this](int peer, gloo::transport::Pair& pair) { post_control(peer, pair); },
       [this](int peer) { require(peer); });
   if (lazily) return;
   const Waiter waiter(watch_, deadline, nullptr);
@@ -151,10 +152,10 @@ std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) 
 }
 
 // On Gloo's thread: before anything else is sent or received there.
-void Mesh::post_control(int peer) {
+void Mesh::post_control(int peer, gloo::transport::Pair& pair) {
   const std::lock_guard<std::mutex> lock(asking_);
   control_buffers_[peer] = createUnboundBuffer(&control_[peer], sizeof(Control));
-  control_buffers_[peer]->recv(peer, kControlSlot);
+  pair.recv(control_buffers_[peer].get(), kControlSlot, 0, sizeof(Control));
 }
 
 // Gloo notifies those who wait to receive that a connection broke, and so the receive of the control

@@ -127,7 +127,7 @@ class Mesh : public gloo::Context, public Transport, public Connections {
     void operator()(void* memory) const { std::free(memory); }
   };
   std::vector<int> broken_pairs();
-  void post_control(int peer);
+  void post_control(int peer, gloo::transport::Pair& pair);
   void report_to_others(const Failure& failure);
   std::vector<int> await_cause(std::vector<int> missing);
   void lose(const Failure& failure) noexcept;
