@@ -49,7 +49,10 @@ class Links::Listener : public tcp::Handler {
     if (bind(socket, address, where.ai_addrlen) != 0) fail("bind");
     if (listen(socket, SOMAXCONN) != 0) fail("listen");
   }
-  Listener(Links& links, int socket) : links_(links), socket(socket) {}
+  // Of another descriptor, on which nothing happens.
+  Listener(Links& links, int descriptor) : links_(links), socket(descriptor) {
+    if (socket < 0) fail("eventfd");
+  }
   ~Listener() override { close(); }
 
   // Nobody can come any more.
@@ -71,6 +74,7 @@ Links::Links(std::shared_ptr<tcp::Device> device, int rank, int size, bool liste
     : Context(std::move(device), rank, size),
       listens_on_(listens_on),
       listener_(std::make_unique<Listener>(*this, attributes_of(*device_))),
+      settles_(std::make_unique<Listener>(*this, eventfd(0, EFD_CLOEXEC))),
       descriptors_(size + 2),
       states_(new std::atomic<int>[size]()),
       problems_(size) {
@@ -118,9 +122,8 @@ void Links::close() noexcept {
 
 // Return when Gloo's thread does nothing here any more: it takes nothing from what it serves before.
 void Links::settle() const {
-  Listener nobody(const_cast<Links&>(*this), eventfd(0, EFD_CLOEXEC));
-  device_->registerDescriptor(nobody.socket, EPOLLIN, &nobody);
-  device_->unregisterDescriptor(nobody.socket, &nobody);
+  device_->registerDescriptor(settles_->socket, EPOLLIN, settles_.get());
+  device_->unregisterDescriptor(settles_->socket, settles_.get());
 }
 
 void Links::remove(int socket) const noexcept {

@@ -102,6 +102,7 @@ class Links : public gloo::transport::tcp::Context {
   Made made_;
   Needed needed_;
   std::unique_ptr<Listener> listener_;
+  const std::unique_ptr<Listener> settles_;  // of settle(), which may come when there are no descriptors left
   Descriptors descriptors_;
   double seconds_ = 0;
   std::atomic<int64_t> calls_{0};
