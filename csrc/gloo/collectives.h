@@ -84,9 +84,9 @@ class Collectives {
   // asked.
   static constexpr size_t kTurns = 2;
   struct Frame {
-    uint64_t arrived;  // written by the sender, cleared by the receiver
     fl_signature signature;
     fl_site site;
+    uint64_t arrived;  // written by the sender, cleared by the receiver; when it is there, so is the above
     char payload[kInlineBytes];
   };
   class ReductionInParts;

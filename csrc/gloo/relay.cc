@@ -44,7 +44,7 @@ void Relay::exchange(const fl_signature& call, const fl_site& site, const void* 
                      Waiter& waiter) {
   begins_.clear();
   end_ = 0;
-  hold({1, bytes, call, site}, data);
+  hold({bytes, call, site, 1}, data);
   for (Step& step : steps_) {
     const size_t sent = step.blocks == begins_.size() ? end_ : begins_[step.blocks];
     step.sends->send(step.to, kRelaySlot, 0, sent);

@@ -41,10 +41,10 @@ class Relay {
   // before this rank sends the last.
   static constexpr size_t kTurns = 2;
   struct Head {
-    uint64_t arrived;  // never 0
-    uint64_t bytes;    // of the payload, which follows
+    uint64_t bytes;  // of the payload, which follows
     fl_signature call;
     fl_site site;
+    uint64_t arrived;  // never 0; when it is there, so is the above
   };
   struct Step {
     int to, from;
