@@ -32,7 +32,8 @@ void Collectives::open() {
   }
   has_begun_ = false;
   const auto neighbours = mesh_.neighbours();
-  if (mesh_.is_connected(neighbours[0])) begin();
+  const auto connected = [&](int peer) { return mesh_.is_connected(peer); };
+  if (std::all_of(neighbours.begin(), neighbours.end(), connected)) begin();
 }
 
 // Once, when the neighbours are connected.

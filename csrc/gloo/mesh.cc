@@ -134,6 +134,7 @@ void Mesh::require(int peer) {
 
 void Mesh::ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset,
                size_t bytes) {
+  if (!is_connected(peer)) require(peer);  // one that is not made is no connection that broke
   try {
     buffer.recv(peer, slot, offset, bytes);
   } catch (const std::exception&) {

@@ -75,7 +75,7 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   // Wait until `peer` is connected, as the operation that runs on this thread may. Throws Failure.
   void require(int peer);
   // Ask for what `peer` sends in a later operation. One that has left already, after operations that
-  // succeeded, makes that one fail, not this one.
+  // succeeded, makes that one fail, not this one. Throws Failure where it cannot be connected.
   void ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
   Packet packet(int peer) const { return links_->packet(peer); }
   // Which rank connect() waits for just now; -1: for none.

@@ -1,0 +1,249 @@
+"""Connections that are not made in an operation, or break in the middle of a message.
+
+Ranks are groups of the native library in one process, whose connections a test can lead elsewhere.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py import _native
+from flashlight_py.distributed.arrays import dtype_code
+from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER
+from flashlight_py.errors import BackendUnavailableError
+from tests.distributed.harness import run_ranks
+
+HERE = "127.0.0.1"
+# So many pass on what they call; two that are no neighbours connect when arrays are large.
+MANY, FAR = 9, 3
+LARGE = 200_000
+# What Gloo writes before each message; so much of a call comes, a part of what says which it is.
+PREAMBLE, BEGINNING = 48, 16
+
+ROOT = Path(__file__).parents[2]
+LINKS = ("links", "attempt", "pair", "descriptors", "line")
+
+
+class Raw:
+    """``size`` ranks, each with the addresses of all, which may be changed before they connect."""
+
+    def __init__(self, size: int) -> None:
+        try:
+            native = _native.load("gloo")
+        except BackendUnavailableError as error:
+            pytest.skip(str(error))
+        self.ffi, self.lib, self.size = native.ffi, native.lib, size
+        room = self.ffi.new("char[]", 1024)
+        create = self.lib.fl_gloo_create
+        self.groups = [create(r, size, HERE.encode(), b"", 20.0, room, 1024) for r in range(size)]
+        assert self.ffi.NULL not in self.groups
+        counts = [self.lib.fl_gloo_address(group, room, 1024) for group in self.groups]
+        one = [
+            self._address(group, count) for group, count in zip(self.groups, counts, strict=True)
+        ]
+        self.addresses = [list(one) for _ in range(size)]
+
+    def _address(self, group: Any, count: int) -> bytes:
+        room = self.ffi.new("char[]", 1024)
+        self.lib.fl_gloo_address(group, room, 1024)
+        return bytes(self.ffi.buffer(room, count))
+
+    def port(self, rank: int) -> int:
+        return int.from_bytes(self.addresses[rank][rank][2:4], "big")
+
+    def lead(self, rank: int, peer: int, port: int) -> None:
+        """Have ``rank`` find ``peer`` at ``port``."""
+        address = self.addresses[rank][peer]
+        self.addresses[rank][peer] = address[:2] + port.to_bytes(2, "big") + address[4:]
+
+    def connect(self, rank: int, lazily: bool = False) -> None:
+        given = self.addresses[rank]
+        proofs = bytes(2 * 32 * self.size)
+        kept = [self.ffi.from_buffer(bytes_) for bytes_ in (b"".join(given), proofs)]
+        op = self.lib.fl_gloo_connect(
+            self.groups[rank], kept[0], len(given[0]), kept[1], lazily, 20
+        )
+        assert self.end(op) == self.lib.FL_OK
+
+    def all_reduce(self, rank: int, x: Any, blocking: bool = True) -> Any:
+        call = self._signature(ALL_REDUCE.code, x)
+        return self._run(rank, call, self.ffi.from_buffer(x), blocking)
+
+    def barrier(self, rank: int) -> None:
+        call = self._signature(BARRIER.code, np.empty((), np.float32))
+        assert self.end(self._run(rank, call, self.ffi.NULL, True)) == self.lib.FL_OK
+
+    def _signature(self, verb: int, x: Any) -> Any:
+        call = self.ffi.new("fl_signature *", {"verb": verb, "scale": 1.0, "count": x.size})
+        call.dtype, call.itemsize, call.ndim = dtype_code("", x.dtype), x.itemsize, x.ndim
+        call.shape[0] = x.size
+        return call
+
+    def _run(self, rank: int, call: Any, data: Any, blocking: bool) -> Any:
+        null = self.ffi.NULL
+        return self.lib.fl_gloo_run(
+            self.groups[rank], call, data, null, -1, 20.0, not blocking, null
+        )
+
+    def end(self, op: Any) -> int:
+        """Wait for ``op`` and return how it ended."""
+        if op == self.ffi.NULL:
+            return int(self.lib.FL_OK)
+        while self.lib.fl_op_wait(op, 0.1) == self.lib.FL_PENDING:
+            pass
+        status = int(self.lib.fl_op_wait(op, 0.0))
+        self.lib.fl_op_free(op)
+        return status
+
+    def on_all(self, run: Callable[[int], None]) -> None:
+        """Run ``run(rank)`` of every rank on a thread of its own."""
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def close(self) -> None:
+        for group in self.groups:
+            self.lib.fl_gloo_close(group)
+        for group in self.groups:
+            self.lib.fl_gloo_free(group)
+
+
+@pytest.fixture
+def nobody() -> Iterator[socket.socket]:
+    """Takes connections and says nothing."""
+    with socket.create_server((HERE, 0)) as server:
+        yield server
+
+
+def test_a_signal_ends_a_wait_for_a_connection(nobody: socket.socket) -> None:
+    """It was swallowed, and what came then to another place gave wrong sums everywhere."""
+    raw = Raw(MANY)
+    silent = nobody.getsockname()[1]
+    raw.lead(0, FAR, silent)
+    raw.lead(FAR, 0, silent)
+    began, answers = time.monotonic(), [1]
+    ended: dict[int, tuple[int, float]] = {}
+
+    @raw.ffi.callback("int(void)")  # type: ignore[untyped-decorator]
+    def check() -> int:
+        """Answer as Python does: a handler raises once."""
+        return answers.pop() if answers and time.monotonic() - began > 1.0 else 0
+
+    def run(rank: int) -> None:
+        raw.connect(rank)
+        if rank == 0:
+            raw.lib.fl_gloo_on_interrupt(raw.groups[0], check)
+        status = raw.end(raw.all_reduce(rank, np.ones(LARGE, np.float32)))
+        ended[rank] = status, time.monotonic() - began
+        if rank == 0:
+            nobody.close()
+
+    try:
+        raw.on_all(run)
+        assert ended[0][0] == raw.lib.FL_CLOSED
+        assert ended[0][1] < 6.0
+        assert raw.lib.FL_OK not in {status for status, _ in ended.values()}
+    finally:
+        raw.close()
+
+
+class Cut:
+    """Leads connections to ``port``; from ``cut()`` on only ``most`` bytes more come from there."""
+
+    def __init__(self, port: int) -> None:
+        self._to, self._server = port, socket.create_server((HERE, 0))
+        self.port = self._server.getsockname()[1]
+        self._most = -1
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def cut(self, most: int) -> None:
+        self._most = most
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            here = self._server.accept()[0]
+            there = socket.create_connection((HERE, self._to))
+            threading.Thread(target=self._pump, args=(here, there, False), daemon=True).start()
+            self._pump(there, here, True)
+
+    def _pump(self, source: socket.socket, sink: socket.socket, is_cut: bool) -> None:
+        with suppress(OSError), source, sink:
+            while data := source.recv(65536):
+                if is_cut and self._most >= 0:
+                    data = data[: self._most]
+                    self._most -= len(data)
+                sink.sendall(data)
+
+
+def test_a_call_is_not_told_before_all_of_it_has_come() -> None:
+    """Its first bytes, and the rest of an earlier call: that was told as what a rank had begun."""
+    raw = Raw(2)
+    cut = Cut(raw.port(1))
+    raw.lead(0, 1, cut.port)
+    call = raw.ffi.new("fl_signature *")
+    try:
+        raw.on_all(lambda rank: raw.connect(rank, lazily=rank == 1))
+        for _ in range(2):
+            raw.on_all(raw.barrier)
+        time.sleep(0.1)  # nothing is on its way any more
+        # It asks for the next call, says that it sends, and sends.
+        cut.cut(3 * PREAMBLE + BEGINNING)
+        op = raw.all_reduce(1, np.ones(5, np.float32), blocking=False)
+        time.sleep(0.3)
+        assert not raw.lib.fl_gloo_is_ahead(raw.groups[0], 1, call)
+        raw.lib.fl_gloo_close(raw.groups[1])
+        raw.end(op)
+    finally:
+        cut.close()
+        raw.close()
+
+
+def each_a_host(rank: int) -> dict[str, str]:
+    return {"FLASHLIGHT_MEMORY_DOMAIN": str(rank)}
+
+
+def leave_without_descriptors(rank: int, size: int) -> None:
+    fl.barrier()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        fl.distributed_shutdown()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_that_has_no_descriptors_left_leaves_in_order() -> None:
+    """Its own error is what it is to end with, not an abort."""
+    run_ranks(leave_without_descriptors, 2, env=each_a_host)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_nobody_has_a_connection_before_it_is_ready(tmp_path: Path) -> None:
+    """Whoever had it, and found it broken, waited for the thread that was to make it ready."""
+    program = tmp_path / "ready"
+    sources = [ROOT / "csrc/gloo" / f"{name}.cc" for name in LINKS]
+    sources += [ROOT / "tests/native/gloo/ready.cc", ROOT / "csrc/common/operation.cc"]
+    compiler = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    missing = ["-idirafter", ROOT / "csrc/gloo/missing"]
+    subprocess.run([*compiler, *missing, *sources, "-lgloo", "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "0 1\n"
