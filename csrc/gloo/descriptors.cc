@@ -5,23 +5,28 @@
 
 namespace fl {
 
+Descriptor Descriptor::of(int number) noexcept {
+  struct stat status;
+  if (fstat(number, &status) != 0) return {};
+  return {number, status.st_dev, status.st_ino};
+}
+
+void Descriptor::close_if_same() const noexcept {
+  struct stat status;
+  const bool is_open = number >= 0 && fstat(number, &status) == 0;
+  if (is_open && status.st_dev == device && status.st_ino == inode) close(number);
+}
+
 void Descriptors::add(int descriptor) {
   const size_t count = count_;
-  struct stat status;
-  if (count == most_ || fstat(descriptor, &status) != 0) return;
-  found_[count] = {descriptor, status.st_dev, status.st_ino};
+  const Descriptor found = Descriptor::of(descriptor);
+  if (count == most_ || found.number < 0) return;
+  found_[count] = found;
   count_ = count + 1;
 }
 
 void Descriptors::close_all() const noexcept {
-  for (size_t i = 0; i < count_; ++i) {
-    const Found& found = found_[i];
-    struct stat status;
-    const bool is_open = fstat(found.descriptor, &status) == 0;
-    if (is_open && status.st_dev == found.device && status.st_ino == found.inode) {
-      close(found.descriptor);
-    }
-  }
+  for (size_t i = 0; i < count_; ++i) found_[i].close_if_same();
 }
 
 }  // namespace fl

@@ -10,9 +10,20 @@
 
 namespace fl {
 
+// One, and what it is: its number may come to mean something else.
+struct Descriptor {
+  int number = -1;  // none
+  dev_t device = 0;
+  ino_t inode = 0;
+
+  static Descriptor of(int number) noexcept;
+  // In a forked child: whatever has used its number meanwhile stays open.
+  void close_if_same() const noexcept;
+};
+
 class Descriptors {
  public:
-  explicit Descriptors(size_t most) : found_(new Found[most]), most_(most) {}
+  explicit Descriptors(size_t most) : found_(new Descriptor[most]), most_(most) {}
 
   // One thread at a time. Beyond so many as were announced they are not remembered.
   void add(int descriptor);
@@ -21,12 +32,7 @@ class Descriptors {
   void close_all() const noexcept;
 
  private:
-  struct Found {
-    int descriptor;
-    dev_t device;
-    ino_t inode;
-  };
-  const std::unique_ptr<Found[]> found_;
+  const std::unique_ptr<Descriptor[]> found_;
   const size_t most_;
   std::atomic<size_t> count_{0};
 };

@@ -62,20 +62,20 @@ Heartbeat::Heartbeat(int rank, sockaddr_storage here) : rank_(rank) {
                        getsockname(listener_, address, &size) == 0;
   if (!listens) {
     const std::string reason = std::strerror(errno);
-    close_all();
+    if (listener_ >= 0) close(listener_);
     throw std::runtime_error("cannot listen for heartbeats: " + reason);
   }
+  listening_ = Descriptor::of(listener_);
   port_ = ntohs(here.ss_family == AF_INET ? reinterpret_cast<sockaddr_in&>(here).sin_port
                                           : reinterpret_cast<sockaddr_in6&>(here).sin6_port);
 }
 
-Heartbeat::~Heartbeat() { close_all(); }
+Heartbeat::~Heartbeat() { close(listener_); }
 
-void Heartbeat::close_all() noexcept {
-  if (listener_ >= 0) close(listener_);
-  listener_ = -1;
-  for (Guest& guest : guests_) guest.line.close();
-  for (Asked& asked : asked_) asked.line.close();
+void Heartbeat::abandon() const noexcept {
+  listening_.close_if_same();
+  for (const Guest& guest : guests_) guest.line.abandon();
+  for (const Asked& asked : asked_) asked.line.abandon();
 }
 
 void Heartbeat::begin(Hosts hosts) {

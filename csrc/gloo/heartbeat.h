@@ -45,7 +45,7 @@ class Heartbeat {
   Clock::time_point due() const { return due_; }
 
   // In a forked child.
-  void close_all() noexcept;
+  void abandon() const noexcept;
 
  private:
   struct Guest {  // who asks us
@@ -86,6 +86,7 @@ class Heartbeat {
 
   const int rank_;
   int listener_ = -1, port_ = 0;
+  Descriptor listening_;
   Hosts hosts_;
   Clock::duration interval_{}, doubt_{}, limit_{};
   int target_ = -1;                // the host that is asked; -1: none

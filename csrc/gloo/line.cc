@@ -13,7 +13,7 @@ namespace fl {
 namespace {
 
 constexpr size_t kMostWaiting = 16384;
-constexpr int kProbes = 3;
+constexpr int kProbes = 3, kMostIdle = 32767;  // more seconds the kernel refuses
 
 // Nothing is wrong, it only cannot be done now.
 bool is_later(int error) { return error == EAGAIN || error == EINTR || error == EINPROGRESS; }
@@ -24,12 +24,14 @@ void set(int socket, int level, int option, int value) {
 
 }  // namespace
 
-Line::Line(int socket) : socket_(socket), is_connected_(true) {
+Line::Line(int socket)
+    : socket_(socket), known_(Descriptor::of(socket)), is_connected_(true) {
   set(socket_, IPPROTO_TCP, TCP_NODELAY, 1);
 }
 
 Line::Line(const sockaddr_storage& address)
     : socket_(socket(address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)),
+      known_(Descriptor::of(socket_)),
       is_connected_(false) {
   if (socket_ < 0) {
     fail(errno);
@@ -40,19 +42,17 @@ Line::Line(const sockaddr_storage& address)
   if (connect(socket_, reinterpret_cast<const sockaddr*>(&address), size) != 0) fail(errno);
 }
 
-Line::~Line() { close(); }
+Line::~Line() {
+  if (socket_ >= 0) close(socket_);
+}
 
 Line::Line(Line&& other) noexcept
     : socket_(std::exchange(other.socket_, -1)),
+      known_(other.known_),
       is_connected_(other.is_connected_),
       has_left_(other.has_left_),
       is_broken_(other.is_broken_),
       come_(std::move(other.come_)) {}
-
-void Line::close() noexcept {
-  if (socket_ >= 0) ::close(socket_);
-  socket_ = -1;
-}
 
 void Line::fail(int error) {
   if (is_later(error)) return;
@@ -103,10 +103,10 @@ void set_port(sockaddr_storage& address, int port) {
 }
 
 void keep_alive(int socket, double seconds) noexcept {
-  const int idle = std::max(1, static_cast<int>(seconds));
+  const int idle = static_cast<int>(seconds);
   set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
-  set(socket, IPPROTO_TCP, TCP_KEEPIDLE, idle);
-  set(socket, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, idle / kProbes));
+  set(socket, IPPROTO_TCP, TCP_KEEPIDLE, std::clamp(idle, 1, kMostIdle));
+  set(socket, IPPROTO_TCP, TCP_KEEPINTVL, std::clamp(idle / kProbes, 1, kMostIdle));
   set(socket, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
 }
 

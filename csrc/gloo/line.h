@@ -5,6 +5,8 @@
 
 #include <string>
 
+#include "descriptors.h"
+
 namespace fl {
 
 class Line {
@@ -32,12 +34,14 @@ class Line {
 
   // It is of no use.
   void give_up() { is_broken_ = true; }
-  void close() noexcept;
+  // In a forked child: close it.
+  void abandon() const noexcept { known_.close_if_same(); }
 
  private:
   void fail(int error);
 
   int socket_;
+  Descriptor known_;
   bool is_connected_, has_left_ = false, is_broken_ = false;
   std::string come_;
 };

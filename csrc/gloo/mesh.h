@@ -90,7 +90,7 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   // In a forked child, whose threads are not here.
   void close_descriptors() const noexcept {
     links_->abandon();
-    if (heartbeat_ != nullptr) heartbeat_->close_all();
+    if (heartbeat_ != nullptr) heartbeat_->abandon();
   }
 
   // What sends `bytes` bytes at `data`, or receives them there: then they are written.

@@ -9,16 +9,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("tests/native/gloo/crowd.cc", "csrc/gloo/heartbeat.cc", "csrc/gloo/line.cc")
+SOURCES = ("heartbeat.cc", "line.cc", "descriptors.cc", "../common/operation.cc")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++"),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def output(folder: Path, name: str, *arguments: str) -> str:
+    """Return what a program of tests/native/gloo prints."""
+    program = folder / name
+    sources = [ROOT / "csrc/gloo" / each for each in SOURCES]
+    compiler = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    file = ROOT / "tests/native/gloo" / f"{name}.cc"
+    subprocess.run([*compiler, "-o", program, file, *sources], check=True)
+    command = [program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
 def test_one_rank_answers_a_host_full_of_them(tmp_path: Path) -> None:
     """At the start all connect at once, as strangers do who have not proven anything yet."""
-    program = tmp_path / "crowd"
-    sources = [ROOT / each for each in (*SOURCES, "csrc/common/operation.cc")]
-    compiler = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread"]
-    subprocess.run([*compiler, "-o", program, *sources], check=True)
-    done = subprocess.run([program, "100"], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "99\n"
+    assert output(tmp_path, "crowd", "100") == "99\n"
+
+
+def test_a_forked_child_closes_no_descriptor_of_others(tmp_path: Path) -> None:
+    assert output(tmp_path, "child") == ""
