@@ -103,7 +103,8 @@ class Then(Work):
         """
         end = None if timeout is None else time.monotonic() + timeout
         value = self._other(timeout)
-        if not self._making.acquire(timeout=-1 if end is None else max(0, end - time.monotonic())):
+        left = threading.TIMEOUT_MAX if end is None else max(0, end - time.monotonic())
+        if not self._making.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
             raise CollectiveTimeoutError(
                 f"another thread still makes the result after wait(timeout={timeout}) seconds; it "
                 "can be waited for again"

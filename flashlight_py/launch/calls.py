@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, SupportsIndex, TypeVar
 from flashlight_py.cores import usable_cores
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.failures import Failure
+from flashlight_py.launch.loop import MOST_SECONDS
 
 T = TypeVar("T")
 
@@ -57,9 +58,10 @@ class Call(NamedTuple):
         size = usable_cores() if nprocs is None else _whole(nprocs)
         if size < 1:
             raise ValueError(f"{what}: nprocs must be an integer of at least 1, got {nprocs!r}")
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not (0 < timeout <= MOST_SECONDS or timeout == math.inf):
             raise ValueError(
-                f"{what}: timeout must be a positive number of seconds, got {timeout!r}"
+                f"{what}: timeout must be a positive number of seconds, at most {MOST_SECONDS:.0f} "
+                f"(None: no limit), got {timeout!r}"
             )
         if params is not None and "FILE_PATH" in params:
             raise ValueError(f"{what}: the ranks meet at a path of their own; leave FILE_PATH out")

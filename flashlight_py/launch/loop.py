@@ -22,6 +22,9 @@ FORWARDED = (
     signal.SIGUSR2,
 )
 
+# The kernel waits for events no longer than 24 days.
+MOST_SECONDS = 1e6
+
 # How often each end of a connection shows the other that it is there.
 BEAT_SECONDS = 0.5
 

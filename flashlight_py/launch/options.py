@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from flashlight_py._version import __version__
 from flashlight_py.cores import usable_cores
+from flashlight_py.launch.loop import MOST_SECONDS
 from flashlight_py.launch.pulse import LOST_SECONDS
 
 _EXAMPLES = """examples:
@@ -26,7 +27,6 @@ _EXAMPLES = """examples:
 # OpenSSH would wait for minutes, or for ever. These leave the first word to our own ``Pulse``.
 _DEADLINES = ("ConnectTimeout=10", "ServerAliveInterval=5")
 LEAST_SECONDS = 2.0
-_MOST_SECONDS = 1e6  # the kernel waits for events no longer than 24 days
 
 
 class Options(NamedTuple):
@@ -283,7 +283,7 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds <= _MOST_SECONDS:
-        limit = f"from 0 to {_MOST_SECONDS:.0f}"
+    if not 0 <= seconds <= MOST_SECONDS:
+        limit = f"from 0 to {MOST_SECONDS:.0f}"
         raise argparse.ArgumentTypeError(f"expected a number of seconds {limit}, got {text!r}")
     return seconds

@@ -12,6 +12,7 @@ import flashlight_py as fl
 from tests.distributed.conformance import ranks_in
 
 SHORT, MOST = 0.3, 60.0  # seconds: the group's, and far less than the world's
+LONG = (1e10, 1e300, float("inf"))  # more than clocks and locks have room for
 
 
 ranks = ranks_in(("gloo", 3), ("shm", 3), slow=[("hierarchical", 3), ("mpi", 3)])
@@ -57,3 +58,22 @@ def differ(rank: int, size: int) -> None:
 
 def test_ranks_pass_one_timeout(ranks: Any) -> None:
     ranks.run(differ)
+
+
+def wait_for_long(rank: int, size: int) -> None:
+    for timeout in LONG:
+        with fl.new_group(range(size), timeout=timeout) as group:
+            group.barrier(timeout)
+            assert group.all_reduce(np.ones(3))[0] == size
+            made = group.all_gather(np.ones((3, 2)).T, async_op=True)
+            assert made.wait(timeout).shape == (2 * size, 3)
+            pair = [np.ones(2), np.ones(3)]
+            several = fl.all_reduce_multiple(pair, async_op=True, contiguous=True, group=group)
+            assert several.wait(timeout)[1][0] == size
+            received = group.irecv(np.zeros(1), (rank - 1) % size)
+            group.send(np.full(1, float(rank)), (rank + 1) % size)
+            assert received.wait(timeout)[0] == (rank - 1) % size
+
+
+def test_a_timeout_may_be_as_long_as_one_likes(ranks: Any) -> None:
+    ranks.run(wait_for_long)

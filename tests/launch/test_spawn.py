@@ -229,6 +229,7 @@ def test_what_cannot_be_pickled_is_refused_before_a_process_starts(
         ({"nprocs": True}, ValueError, "at least 1, got True"),
         ({"nprocs": 2.0}, ValueError, r"got 2\.0"),
         ({"timeout": 0}, ValueError, "positive number of seconds"),
+        ({"timeout": 1e7}, ValueError, "at most 1000000"),
         ({"max_restarts": -1}, ValueError, "max_restarts must be an integer from 0 on, got -1"),
         ({"max_restarts": None}, ValueError, "max_restarts must be an integer from 0 on, got None"),
         ({"params": {"FILE_PATH": "/x"}}, ValueError, "leave FILE_PATH out"),

@@ -86,7 +86,7 @@ class FutureWork(Work):
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``."""
         try:
-            return self._future.result(timeout)
+            return self._future.result(timeout and min(timeout, threading.TIMEOUT_MAX))
         except FutureTimeout as error:
             if self._future.done():
                 self.failure_reported = True
