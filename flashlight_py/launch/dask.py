@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from flashlight_py.distributed.rendezvous.peers import this_process
 from flashlight_py.launch import engine, engine_rank
 from flashlight_py.launch.calls import Call
 
 T = TypeVar("T")
 
-# How long is waited for ranks that were told to end, in seconds: until their processes are gone.
-_KILLED_SECONDS = 2 * engine_rank.ENDING_SECONDS
+# How long is waited for the end of ranks, in seconds: until their processes are gone.
+_END_SECONDS = 2 * engine_rank.ENDING_SECONDS
 
 
 def run(
@@ -47,8 +47,7 @@ def run(
     size = len(client.nthreads()) if nprocs is None else nprocs
 
     def attempt(start: engine_rank.Start, call: Call) -> list[bytes]:
-        workers = _workers(client, call, start.restarts)
-        return engine.follow(call, _Ranks(client, workers, start))
+        return engine.follow(call, _Ranks(client, call, start))
 
     return engine.run("dask.run", attempt, fn, args, size, params, timeout, max_restarts)
 
@@ -58,42 +57,47 @@ def _workers(client: Any, call: Call, restarts: int) -> list[str]:
     found: list[str] = []
 
     def count() -> int:
-        answers = client.run(_process, on_error="ignore")  # of those that are not dead yet
+        answers = _answers(client, call, this_process, on_error="ignore")  # of those not dead yet
         found[:] = sorted({process: worker for worker, process in answers.items()}.values())
         return len(found)
 
     advice = f"start more with processes=True, and call client.wait_for_workers({call.size})"
-    seconds = engine.ROOM_SECONDS if restarts else 0
-    engine.wait_for_room(call, seconds, count, "worker processes", advice)
+    engine.wait_for_room(call, restarts and engine.ROOM_SECONDS, count, "worker processes", advice)
     return found[: call.size]
+
+
+def _answers(client: Any, call: Call, function: Callable[..., T], *args: Any, **at: Any) -> Any:
+    """Return what ``function`` returns on workers; one that is stopped does not, and time is up."""
+    try:
+        return client.run(function, *args, callback_timeout=engine.seconds_until(call.ends), **at)
+    except asyncio.TimeoutError:
+        raise call.late(range(call.size)) from None
 
 
 class _Ranks:
     """A task for each rank, which nothing of Dask can end once it runs."""
 
-    def __init__(self, client: Any, workers: Sequence[str], start: engine_rank.Start) -> None:
-        self._client, self._workers, self._start = client, workers, start
-        self._tasks: dict[int, Any] = {}
+    def __init__(self, client: Any, call: Call, start: engine_rank.Start) -> None:
+        self._client, self._call, self._start = client, call, start
+        self._workers, self._tasks = _workers(client, call, start.restarts), dict[int, Any]()
 
     def start(self) -> None:
         start, first, hosts = self._start, self._workers[0], [*map(engine.host_of, self._workers)]
-        meeting = self._client.run(start.listen, hosts[0], hosts, workers=[first])[first]
+        where = _answers(self._client, self._call, start.listen, hosts[0], hosts, workers=[first])
         for rank, worker in enumerate(self._workers):
             pinned = {"workers": [worker], "retries": 0, "key": f"{start.key}-{rank}"}
-            self._tasks[rank] = self._client.submit(start.serve, rank, meeting, **pinned)
+            self._tasks[rank] = self._client.submit(start.serve, rank, where[first], **pinned)
 
     def outcomes(self, ranks: Set[int], until: float) -> engine.Outcomes:
         """Wait for the end of one of ``ranks``, for a moment; return how those did that have."""
         import distributed
 
         seconds = min(engine.LOOK_SECONDS, max(until - time.monotonic(), 0.0))
-        tasks: Any = {rank: self._tasks[rank] for rank in ranks}
-        with suppress(distributed.TimeoutError):
-            distributed.wait([*tasks.values()], seconds, "FIRST_COMPLETED")
-        living = self._client.nthreads()
-        found: engine.Outcomes = {}
-        for rank, task in tasks.items():
-            worker = self._workers[rank]
+        with suppress(asyncio.TimeoutError):
+            distributed.wait([self._tasks[rank] for rank in ranks], seconds, "FIRST_COMPLETED")
+        living, found = self._client.nthreads(), engine.Outcomes()
+        for rank in ranks:
+            task, worker = self._tasks[rank], self._workers[rank]
             if worker not in living:  # Dask would wait for it, and run the task again
                 found[rank] = engine.lost(f"its worker {worker} was killed or has ended")
             elif task.status == "finished":
@@ -105,15 +109,12 @@ class _Ranks:
     def end(self) -> None:
         """End the ranks that run, and those that begin later."""
         done = {rank for rank, task in self._tasks.items() if task.done()}
-        living = self._client.nthreads()  # to tell a dead one takes 30 seconds
+        living, told = self._client.nthreads(), dict[str, bool]()  # to tell a dead one takes 30 s
         at = {r: each for r, each in enumerate(self._workers) if r not in done and each in living}
-        tell = {"workers": [*at.values()], "on_error": "ignore"}
-        told = self._client.run(engine_rank.end_rank, self._start.key, **tell) if at else {}
-        late, ends = {r for r in at if told.get(at[r])}, time.monotonic() + _KILLED_SECONDS
+        tell = {"on_error": "ignore", "callback_timeout": _END_SECONDS, "workers": [*at.values()]}
+        with suppress(asyncio.TimeoutError):  # one is stopped; the others have ended by then
+            told = self._client.run(engine_rank.end_rank, self._start.key, **tell)
+        late, ends = {r for r in at if told.get(at[r])}, time.monotonic() + _END_SECONDS
         while late and time.monotonic() < ends:  # the next attempt must not get its worker
             late -= self.outcomes(late, ends).keys()
         self._client.cancel([*self._tasks.values()], force=True)
-
-
-def _process() -> tuple[str, int]:
-    return socket.gethostname(), os.getpid()

@@ -34,6 +34,13 @@ def never(rank: int) -> None:
     fl.barrier()
 
 
+def stop(rank: int) -> None:
+    """The last rank is stopped, as by a debugger."""
+    if rank == fl.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    fl.barrier()
+
+
 def sleep(_: object) -> None:
     time.sleep(6)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -134,3 +135,26 @@ def test_dask_leaves_nothing_where_a_rank_never_runs() -> None:
         client.wait_for_workers(2, timeout=60)
         other.result()
         assert fl.launch.dask.run(client, tasks.total, (1,), nprocs=2) == [(0, 3), (1, 3)]
+
+
+@pytest.mark.parametrize("when", ["before", "running"])
+def test_dask_does_not_wait_for_a_worker_that_is_stopped(when: str) -> None:
+    distributed = pytest.importorskip("distributed", reason="needs 'flashlight-py[dask]'")
+    options = {"dashboard_address": "127.0.0.1:0", "threads_per_worker": 1, "host": "127.0.0.1"}
+    with (
+        distributed.LocalCluster(n_workers=2, **options) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        pids = client.run(os.getpid)
+        last = pids[max(pids)]
+        if when == "before":
+            os.kill(last, signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            with pytest.raises(TimeoutError, match="had not returned when the timeout was over"):
+                fl.launch.dask.run(client, tasks.stop, timeout=3)
+            assert time.monotonic() - began < 20  # 3, and as long as ranks may take to end
+        finally:
+            os.kill(last, signal.SIGCONT)
+        client.wait_for_workers(2, timeout=60)
+        assert fl.launch.dask.run(client, tasks.total, (1,)) == [(0, 3), (1, 3)]
