@@ -18,9 +18,14 @@ PORT = "29411"
 
 
 class Members:
-    """``counts`` ranks on each host of ``cluster``; a context, which ends them."""
+    """``counts`` ranks on each host of ``cluster``; a context, which ends them.
 
-    def __init__(self, cluster: Cluster, counts: Sequence[int], program: str, **env: str) -> None:
+    ``env`` is added to their environment: a text for all, or one for each rank.
+    """
+
+    def __init__(
+        self, cluster: Cluster, counts: Sequence[int], program: str, **env: str | Sequence[str]
+    ) -> None:
         self._cluster, self._counts = cluster, counts
         self._program, self._env = program, env
         self._stack = contextlib.ExitStack()
@@ -45,7 +50,7 @@ class Members:
             "MASTER_PORT": PORT,
             "FLASHLIGHT_SECRET": "of these tests, and long enough",
             "OPENBLAS_NUM_THREADS": "1",
-            **self._env,
+            **{k: each if isinstance(each, str) else each[rank] for k, each in self._env.items()},
         }
         command = [sys.executable, "-m", "tests.cluster.member", self._program]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -31,3 +31,27 @@ def test_the_only_rank_of_a_host_may_stop_for_less_than_the_limit(cluster: Clust
         time.sleep(LIMIT)
         members.tell([0])
         assert [end["kind"] for end in members.ends()] == [""] * 2
+
+
+@pytest.mark.parametrize("limits", [("1", "8"), ("8", "1"), ("1", "0"), ("100000", "100000")])
+def test_the_longest_limit_of_any_rank_counts(cluster: Cluster, limits: tuple[str, str]) -> None:
+    with Members(cluster, [1, 1], "small", FLASHLIGHT_HOST_TIMEOUT=limits) as members:
+        members.await_ready()
+        for rank in range(2):
+            members.stop(rank)
+            time.sleep(4)
+            members.stop(rank, is_stopped=False)
+        members.tell([0])
+        assert [end["kind"] for end in members.ends()] == [""] * 2
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [2, 2]])
+def test_an_interface_that_is_down_for_a_short_time(cluster: Cluster, counts: list[int]) -> None:
+    with Members(cluster, counts, "large") as members:
+        members.await_ready()
+        cluster[1].run(["ip", "link", "set", "eth0", "down"]).check_returncode()
+        time.sleep(2)
+        cluster[1].run(["ip", "link", "set", "eth0", "up"]).check_returncode()
+        time.sleep(LIMIT)
+        members.tell([0])
+        assert [end["kind"] for end in members.ends()] == [""] * sum(counts)

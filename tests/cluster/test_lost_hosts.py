@@ -66,6 +66,16 @@ def test_ranks_that_wait_notice_a_cut(cluster: Cluster, program: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("program", ["small", "large"])
+def test_ranks_notice_an_interface_that_goes_down(program: str) -> None:
+    with Cluster(2, families="4") as cluster, Members(cluster, [2, 2], program) as members:
+        members.await_ready()
+        since = time.monotonic()
+        cluster[1].run(["ip", "link", "set", "eth0", "down"]).check_returncode()
+        check_two_by_two(members.ends(), since)
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_idle_raises_at_its_next_call(cluster: Cluster) -> None:
     with Members(cluster, [2, 2], "idle") as members:
         members.await_ready()
