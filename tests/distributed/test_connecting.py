@@ -146,6 +146,7 @@ def test_a_signal_ends_a_wait_for_a_connection(nobody: socket.socket) -> None:
 
     def run(rank: int) -> None:
         raw.connect(rank)
+        time.sleep(0.3)  # else it may run on the thread that has connected, where no signal counts
         if rank == 0:
             raw.lib.fl_gloo_on_interrupt(raw.groups[0], check)
         status = raw.end(raw.all_reduce(rank, np.ones(LARGE, np.float32)))
