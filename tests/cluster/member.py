@@ -40,6 +40,10 @@ def call_when_told() -> None:
     fl.all_reduce(np.ones(1))
 
 
+def wait_until_told() -> None:
+    sys.stdin.readline()
+
+
 def start_and_wait() -> None:
     """Wait for an asynchronous call that rank 0 joins when it is told."""
     if fl.get_world_rank() == 0:
@@ -91,6 +95,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "asynchronous": start_and_wait,
     "gil": hold_the_gil,
     "leave": leave_early,
+    "shutdown": wait_until_told,
     "group": use_another_group,
 }
 

@@ -169,6 +169,22 @@ def test_the_host_that_is_cut_off_says_so_of_itself(counts: list[int]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seconds", [1.1, 1.15, 1.2, 1.25])
+def test_ranks_leave_while_a_host_is_being_lost(cluster: Cluster, seconds: float) -> None:
+    """That takes 1.2 s to 1.3 s; they raise, and end."""
+    with Members(cluster, [2, 2], "shutdown", FLASHLIGHT_HOST_TIMEOUT="1.5") as members:
+        members.await_ready()
+        cluster[1].cut()
+        try:
+            time.sleep(seconds)
+            members.tell(range(4))
+            assert [end["kind"] for end in members.ends()] == [""] * 4
+            assert [process.wait(WITHIN) for process in members.processes] == [1] * 4
+        finally:
+            cluster[1].mend()
+
+
+@pytest.mark.slow
 def test_a_group_without_the_lost_host_goes_on(cluster: Cluster) -> None:
     with Members(cluster, [2, 1], "group") as members:
         members.await_ready()
