@@ -77,3 +77,16 @@ def wait_for_long(rank: int, size: int) -> None:
 
 def test_a_timeout_may_be_as_long_as_one_likes(ranks: Any) -> None:
     ranks.run(wait_for_long)
+
+
+def wait_for_no_number(rank: int, size: int) -> None:
+    received = fl.irecv(np.zeros(1), (rank - 1) % size)
+    with pytest.raises((fl.errors.CollectiveTimeoutError, ValueError)):
+        received.wait(float("nan"))
+    fl.barrier()
+    fl.send(np.full(1, float(rank)), (rank + 1) % size)
+    assert received.wait()[0] == (rank - 1) % size
+
+
+def test_a_wait_for_no_number_of_seconds_ends_at_once(ranks: Any) -> None:
+    ranks.run(wait_for_no_number)

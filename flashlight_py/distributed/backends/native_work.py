@@ -144,7 +144,7 @@ class NativeWork(Work):
         else:
             end = time.monotonic() + timeout
             while (status := self._status(self._slice(end))) == pending:
-                if time.monotonic() >= end:
+                if not time.monotonic() < end:  # also where that is no number
                     raise CollectiveTimeoutError(self._still_running(timeout))
         self._backend.forget(self)
         return self._finish(status)

@@ -109,7 +109,7 @@ class Progress:
         try:
             pause = _Pause(self)
             while not operation.ended:
-                if end is not None and time.monotonic() >= end:
+                if end is not None and not time.monotonic() < end:
                     return False
                 self.step()
                 if not operation.ended:

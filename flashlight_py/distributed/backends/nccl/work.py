@@ -58,7 +58,7 @@ class StreamWork(Work):
         """
         end = time.monotonic() + timeout
         while not self.is_completed():
-            if time.monotonic() >= end:
+            if not time.monotonic() < end:
                 raise CollectiveTimeoutError(
                     f"[{self.flight.verb}] rank {self._backend.rank} of {self._backend.size}: "
                     f"still running after wait(timeout={timeout:g}) seconds; it goes on, and can "
