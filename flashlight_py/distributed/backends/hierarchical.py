@@ -145,7 +145,9 @@ class HierarchicalBackend(HierarchicalMessages):
     def _flatly(self, call: Call) -> Any:
         """Have the backend that joins all ranks do it: the hierarchy would save nothing."""
         seconds = self._far if call.verb is not BARRIER else call.seconds
-        return self._flat.start(replace(call, blocking=True, seconds=seconds)).wait()
+        result = self._flat.start(replace(call, blocking=True, seconds=seconds)).wait()
+        self._agreement.runs_ahead()  # a local peer may wait for its part from another host
+        return result
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array in the memory of this rank's host; see ``Backend``."""
