@@ -110,7 +110,7 @@ std::optional<Failure> Heartbeat::look() {
   if (!found) found = listen_to_asked();
   if (!found && target_ >= 0 && now - heard_ >= limit_) found = verdict();
   if (found) {
-    tell(*found);
+    notify(*found);
     due_ = kNever;
   } else if (target_ >= 0 && now - heard_ >= doubt_) {
     suspect();
@@ -314,7 +314,7 @@ std::string Heartbeat::in_words(const std::vector<int>& lost, bool reaches_anoth
   return words + "; it is the only other one, so " + here + " may be the one that is cut off";
 }
 
-void Heartbeat::tell(const Failure& found) {
+void Heartbeat::notify(const Failure& found) {
   std::ostringstream text;
   for (int rank : found.missing) text << (rank == found.missing[0] ? "" : ",") << rank;
   text << ";" << found.what();

@@ -3,7 +3,7 @@
 // Each rank asks one rank of the next host now and then, which answers: a byte each way. Where none
 // answers for a while, the other ranks of that host are asked, by connections of their own: one that
 // is stopped, or busy, does not stand for its host. And the other hosts are asked too: where nobody
-// answers, this host is the one that is cut off. What is found out is told to all that are connected.
+// answers, this host is the one that is cut off. All that are connected are notified of what is found out.
 // Everything here runs on one thread, and nothing blocks.
 #pragma once
 
@@ -82,7 +82,7 @@ class Heartbeat {
   void trust(Asked& answers);
   Failure verdict() const;
   std::string in_words(const std::vector<int>& lost, bool reaches_another, size_t hosts) const;
-  void tell(const Failure& found);
+  void notify(const Failure& found);
 
   const int rank_;
   int listener_ = -1, port_ = 0;

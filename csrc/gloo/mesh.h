@@ -45,7 +45,7 @@ Hosts read_hosts(const fl_hosts& given, int size, const char* addresses, size_t 
                  const char* proofs);
 
 // Another group that is to end where hosts are lost, and lives at least as long; `advice` ends what it
-// is told.
+// reports.
 struct Companion {
   void (*give_up)(void* other, const char* why);
   void* other;

@@ -109,12 +109,12 @@ class _Ranks:
     def end(self) -> None:
         """End the ranks that run, and those that begin later."""
         done = {rank for rank, task in self._tasks.items() if task.done()}
-        living, told = self._client.nthreads(), dict[str, bool]()  # to tell a dead one takes 30 s
+        living, runs = self._client.nthreads(), dict[str, bool]()  # to ask a dead one takes 30 s
         at = {r: each for r, each in enumerate(self._workers) if r not in done and each in living}
-        tell = {"on_error": "ignore", "callback_timeout": _END_SECONDS, "workers": [*at.values()]}
+        asked = {"on_error": "ignore", "callback_timeout": _END_SECONDS, "workers": [*at.values()]}
         with suppress(asyncio.TimeoutError):  # one is stopped; the others have ended by then
-            told = self._client.run(engine_rank.end_rank, self._start.key, **tell)
-        late, ends = {r for r in at if told.get(at[r])}, time.monotonic() + _END_SECONDS
+            runs = self._client.run(engine_rank.end_rank, self._start.key, **asked)
+        late, ends = {r for r in at if runs.get(at[r])}, time.monotonic() + _END_SECONDS
         while late and time.monotonic() < ends:  # the next attempt must not get its worker
             late -= self.outcomes(late, ends).keys()
         self._client.cancel([*self._tasks.values()], force=True)

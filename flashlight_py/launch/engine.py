@@ -25,7 +25,7 @@ T = TypeVar("T")
 CAUSE_SECONDS = 3.0
 # How long is waited for places that others have, or that a failed attempt frees, in seconds.
 ROOM_SECONDS = 60.0
-# How often is seen what an engine does not tell of, in seconds.
+# How often is seen what an engine does not report, in seconds.
 LOOK_SECONDS = 0.5
 # How often work is cancelled that must end, in seconds.
 _CANCEL_SECONDS = 0.2
@@ -57,7 +57,7 @@ def run(
 
 
 class Ranks(Protocol):
-    """The ranks of one attempt, in an engine that tells of the end of each."""
+    """The ranks of one attempt, in an engine that reports the end of each."""
 
     def start(self) -> None:
         """Start all; does not wait until they run."""
@@ -166,7 +166,7 @@ def wait_for_room(
 
 
 def lost(why: object) -> Failure:
-    """Return the failure of a rank that has not told of it itself."""
+    """Return the failure of a rank that has not reported it itself."""
     text = str(why)
     line = next((line for line in text.splitlines() if line.strip()), type(why).__name__)
     return Failure(f"was lost: {line}", time.monotonic())

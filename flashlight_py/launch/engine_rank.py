@@ -22,7 +22,7 @@ from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps
 from flashlight_py.launch.ranks import ADDRESSES, LISTENER, SECRET, without_place
 
-# How long a rank has to end after it was told to, in seconds, before its process is killed.
+# How long a rank has to end after it was asked to, in seconds, before its process is killed.
 ENDING_SECONDS = 5.0
 _BACKLOG = 1024  # the kernel takes what it allows
 

@@ -194,8 +194,8 @@ class Cut:
                 sink.sendall(data)
 
 
-def test_a_call_is_not_told_before_all_of_it_has_come() -> None:
-    """Its first bytes, and the rest of an earlier call: that was told as what a rank had begun."""
+def test_a_call_is_not_reported_before_all_of_it_has_come() -> None:
+    """Its first bytes, and the rest of an earlier call, which once was what a rank had begun."""
     raw = Raw(2)
     cut = Cut(raw.port(1))
     raw.lead(0, 1, cut.port)
