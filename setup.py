@@ -191,8 +191,21 @@ OPTIM.extra_compile_args += ["-fno-math-errno", "-fno-trapping-math"]
 OPTIM.include_dirs += ["."]
 OPTIM.language = "c++"
 
+TAPE = numpy_extension(
+    "tape",
+    [
+        f"csrc/tape/{name}.cc"
+        for name in ("module", "program", "instructions", "loops", "elements", "products")
+    ],
+    [f"csrc/tape/{name}.h" for name in ("tape", "program", "products")],
+)
+# As csrc/optim: nothing contracts, but in products, which BLAS computes with them as well.
+TAPE.extra_compile_args += ["-std=c++17", "-ffp-contract=off"]
+TAPE.extra_compile_args += ["-fno-math-errno", "-fno-trapping-math"]
+TAPE.language = "c++"
+
 setup(
-    ext_modules=[FAST, OPTIM, TREE],
+    ext_modules=[FAST, OPTIM, TAPE, TREE],
     cffi_modules=[f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "tagi", "nccl")],
     cmdclass={"build_ext": BuildOptionalExtensions},
     options={

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "array_module", "device_of", "is_cupy", "to_device"]
+__all__ = [
+    "Array",
+    "array_module",
+    "device_of",
+    "is_cupy",
+    "operation",
+    "owner_of",
+    "require",
+    "to_device",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # A NumPy or CuPy array. CuPy has no complete stubs and follows NumPy's interface, so the type
 # checker sees NumPy's.
@@ -23,8 +36,58 @@ def is_cupy(value: object) -> bool:
 
 
 def array_module(array: object) -> ModuleType:
-    """Return the module (``numpy`` or ``cupy``) whose functions apply to ``array``."""
-    return sys.modules["cupy"] if is_cupy(array) else np
+    """Return the module (``numpy`` or ``cupy``) whose functions apply to ``array``.
+
+    An array of another library names it by ``__array_library__``.
+    """
+    if is_cupy(array):
+        return sys.modules["cupy"]
+    library: ModuleType = getattr(array, "__array_library__", np)
+    return library
+
+
+def owner_of(values: Iterable[Any]) -> Any:
+    """Return the class of the first of ``values``, or of those in its lists, that has an
+    ``__operation__``; or None."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            found = owner_of(value)
+        else:
+            held = getattr(value, "data", value) if hasattr(value, "grad_buffer") else value
+            found = type(held) if hasattr(type(held), "__operation__") else None
+        if found is not None:
+            return found
+    return None
+
+
+def operation(function: Function) -> Function:
+    """Let arrays of other libraries than NumPy and CuPy do ``function`` in their own way.
+
+    For what does more with arrays than compute others from them. Where an argument, or the array of
+    one that is a variable, is of a class with a method ``__operation__``, that is called with the
+    function, its arguments and its options, and returns the result.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        owner = owner_of((*args, *options.values()))
+        if owner is None:
+            return function(*args, **options)
+        return owner.__operation__(function, args, options)
+
+    return call  # type: ignore[return-value]
+
+
+def require(condition: Array, error: Callable[[], Exception]) -> None:
+    """Raise ``error()`` unless all elements of ``condition`` are true; waits for a GPU.
+
+    An array of another library may do that in its own way: ``__require__(error)``.
+    """
+    own = getattr(type(condition), "__require__", None)
+    if own is not None:
+        own(condition, error)
+    elif not condition.all():
+        raise error()
 
 
 def device_of(array: Array) -> str:

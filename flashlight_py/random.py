@@ -62,7 +62,8 @@ def generator(library: ModuleType = np) -> Any:
     for noted in _notes:
         if name not in noted:
             noted[name] = found, _copied_state(found)
-    return found
+    recorded = getattr(library, "recorded_generator", None)
+    return found if recorded is None else recorded(found)
 
 
 @contextlib.contextmanager

@@ -137,6 +137,23 @@ void run(const Task& task, const Numbered& rule, double scale, bool zero) {
   step(piece, rule.numbers, scale, zero);
 }
 
+// An array of another kind may have its own way to do what `name` of this module does: then that was
+// done, and `result` is what it returned.
+bool is_deferred(PyObject* module, const char* name, PyObject* array, PyObject* args, PyObject** result) {
+  *result = nullptr;
+  if (array == nullptr || PyArray_CheckExact(array)) return false;
+  Owned type(PyObject_Type(array));
+  Owned own(type == nullptr ? nullptr : PyObject_GetAttrString(type.get(), "__operation__"));
+  if (own == nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  Owned function(PyObject_GetAttrString(module, name)), options(PyDict_New());
+  if (function == nullptr || options == nullptr || args == nullptr) return true;
+  *result = PyObject_CallFunctionObjArgs(own.get(), function.get(), args, options.get(), nullptr);
+  return true;
+}
+
 struct Steps {
   PyObject *params, *states, *times, *rule, *scale_object;
   double scale;
@@ -249,11 +266,23 @@ struct Steps {
    parameters that are left to the caller. One that has a placement is skipped where `sharded`, else it
    is returned alone and nothing was stepped. rule(position, grad_scale) is asked once for parameters
    that are at the same step, or for each. */
-PyObject* step(PyObject*, PyObject* const* args, Py_ssize_t count) {
+PyObject* step(PyObject* module, PyObject* const* args, Py_ssize_t count) {
   if (count != 7 || !PyList_Check(args[0]) || !PyTuple_Check(args[1]) || !PyList_Check(args[2])) {
     PyErr_SetString(PyExc_TypeError,
                     "step(params, states, steps, rule, grad_scale, per_position, sharded)");
     return nullptr;
+  }
+  if (PyList_Size(args[0]) > 0) {
+    Owned data(PyObject_GetAttr(PyList_GetItem(args[0], 0), data_name));
+    if (data != nullptr && !PyArray_CheckExact(data.get())) {
+      Owned all(PyTuple_New(count));
+      for (Py_ssize_t i = 0; all != nullptr && i < count; ++i) {
+        Py_INCREF(args[i]);
+        PyTuple_SetItem(all.get(), i, args[i]);
+      }
+      PyObject* result;
+      if (is_deferred(module, "step", data.get(), all.get(), &result)) return result;
+    }
   }
   Steps steps{args[0], args[1], args[2], args[3], args[4], PyFloat_AsDouble(args[4]),
               args[5] == Py_True, args[6] == Py_True, {}, {}};
@@ -290,7 +319,7 @@ bool all_writable(PyObject* given, Task* task) {
 
 /* change((rule, numbers), piece, grad_scale, zero): whether the piece fits and was stepped. It is
    (parameter, [gradients], *states); with `zero` the gradients are 0 afterwards. */
-PyObject* change(PyObject*, PyObject* args) {
+PyObject* change(PyObject* module, PyObject* args) {
   PyObject *rule, *piece, *grads;
   double scale;
   int zero;
@@ -305,9 +334,11 @@ PyObject* change(PyObject*, PyObject* args) {
                  numbered.rule->name, numbered.rule->states);
     return nullptr;
   }
+  PyObject* param = PyTuple_GetItem(piece, 0);
+  PyObject* result;
+  if (is_deferred(module, "change", param, args, &result)) return result;
   Task task{};
   std::vector<void*> slices;
-  PyObject* param = PyTuple_GetItem(piece, 0);
   Py_INCREF(param);
   bool fits = take_param(Owned(param), &task) && take_slices(grads, &task, &slices) &&
               (!zero || all_writable(grads, &task));
@@ -325,7 +356,10 @@ PyObject* change(PyObject*, PyObject* args) {
 }
 
 /* sum_of_squares(grad): a float, or None where the array does not fit. */
-PyObject* sum_of_squares(PyObject*, PyObject* grad) {
+PyObject* sum_of_squares(PyObject* module, PyObject* grad) {
+  Owned args(PyTuple_Pack(1, grad));
+  PyObject* result;
+  if (is_deferred(module, "sum_of_squares", grad, args.get(), &result)) return result;
   PyArrayObject* array = readable(grad, nullptr);
   if (array == nullptr) Py_RETURN_NONE;
   const fl::optim::Set& set = fl::optim::chosen_set();

@@ -6,7 +6,7 @@ from flashlight_py import kernels
 from flashlight_py.autograd.functions.operands import as_variable
 from flashlight_py.autograd.narrow import narrowed, total, widened
 from flashlight_py.autograd.variable import Input, Variable, record
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module, is_cupy, require
 
 
 def softmax(x: Input, axis: int = -1) -> Variable:
@@ -110,8 +110,10 @@ def categorical_cross_entropy(
     counted = labels != ignore_index
     picked = xp.where(counted, labels, 0)[..., None]
     losses = xp.where(counted, -xp.take_along_axis(logs, picked, axis=-1)[..., 0], 0)
-    divisor = max(int(counted.sum()), 1) if reduction == "mean" else 1
-    result = losses if reduction == "none" else total(losses) / divisor
+    result, divisor = losses if reduction == "none" else total(losses), 1
+    if reduction == "mean":
+        divisor = xp.maximum(counted.sum(), 1).astype(result.dtype)
+        result = result / divisor
 
     def vjp(grad: Array) -> Array:
         hit = (xp.arange(logs.shape[-1]) == picked) & counted[..., None]
@@ -140,9 +142,12 @@ def _check_classes(logs: Array, labels: Array, reduction: str, ignore_index: int
             f"{logs.shape} need targets of shape {logs.shape[:-1]}, got {labels.shape}"
         )
     classes = logs.shape[-1]
-    wrong = labels[((labels < 0) | (labels >= classes)) & (labels != ignore_index)]
-    if wrong.size:
-        raise ValueError(
-            f"categorical_cross_entropy: target {int(wrong[0])} is no class of 0..{classes - 1} "
-            f"and not ignore_index ({ignore_index})"
+    right = ((labels >= 0) & (labels < classes)) | (labels == ignore_index)
+
+    def error() -> ValueError:
+        return ValueError(
+            f"categorical_cross_entropy: target {int(labels[~right][0])} is no class of "
+            f"0..{classes - 1} and not ignore_index ({ignore_index})"
         )
+
+    require(right, error)

@@ -1,0 +1,202 @@
+// Instructions as Python describes them: tuples that begin with a name.
+
+#include <cstring>
+#include <string>
+
+#include "products.h"
+#include "program.h"
+
+namespace fl::tape {
+namespace {
+
+// Call what Python gave with arguments that never change.
+class Call final : public Instruction {
+ public:
+  Call(PyObject* function, PyObject* args, PyObject* instead)
+      : function_(share(function)), args_(share(args)), instead_(share(instead)) {}
+
+  Outcome run(Table) override {
+    Owned result(PyObject_Call(function_.get(), args_.get(), nullptr));
+    if (result != nullptr && result.get() == Py_NotImplemented && instead_.get() != Py_None) {
+      result.reset(PyObject_CallNoArgs(instead_.get()));
+    }
+    return result == nullptr ? Outcome::failed : Outcome::done;
+  }
+
+  int64_t work() const override { return -1; }
+
+ private:
+  Owned function_, args_, instead_;
+};
+
+// Leave the captured path unless a truth value is true.
+class Require final : public Instruction {
+ public:
+  explicit Require(int at) : at_(at) {}
+  Outcome run(Table table) override { return *table[at_] != 0 ? Outcome::done : Outcome::left; }
+  int64_t work() const override { return 1; }
+
+ private:
+  int at_;
+};
+
+class Multiply final : public Instruction {
+ public:
+  Multiply(bool is_double, const size_t (&sizes)[3], const int (&at)[3], const ptrdiff_t (&steps)[3][2])
+      : product_(product_of(is_double)) {
+    std::memcpy(sizes_, sizes, sizeof sizes);
+    std::memcpy(at_, at, sizeof at);
+    for (int i = 0; i < 3; ++i) operands_[i] = {nullptr, steps[i][0], steps[i][1]};
+  }
+
+  Outcome run(Table table) override {
+    for (int i = 0; i < 3; ++i) operands_[i].data = table[at_[i]];
+    product_(sizes_[0], sizes_[1], sizes_[2], operands_[0], operands_[1], operands_[2], false);
+    return Outcome::done;
+  }
+
+  int64_t work() const override {
+    return static_cast<int64_t>(sizes_[0] * sizes_[1] * sizes_[2] / 8 + 1);
+  }
+
+ private:
+  Product product_;
+  size_t sizes_[3];
+  int at_[3];
+  Matrix operands_[3];
+};
+
+// The loop of `ufunc` for the dtypes whose characters are `types`, or one of our own by its name.
+bool find_loop(PyObject* function, PyObject* types, Loop* loop, void** data) {
+  *data = nullptr;
+  if (PyUnicode_Check(function)) {
+    const char* name = PyUnicode_AsUTF8AndSize(function, nullptr);
+    *loop = name == nullptr ? nullptr : own_loop(name);
+    if (*loop == nullptr && !PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "no loop %s", name);
+    return *loop != nullptr;
+  }
+  const PyUFuncObject* ufunc = reinterpret_cast<PyUFuncObject*>(function);
+  Owned numbers(PySequence_Tuple(types));
+  if (numbers == nullptr) return false;
+  for (int i = 0; i < ufunc->ntypes; ++i) {
+    bool same = PyTuple_Size(numbers.get()) == ufunc->nargs;
+    for (int k = 0; same && k < ufunc->nargs; ++k) {
+      same = ufunc->types[i * ufunc->nargs + k] == PyLong_AsLong(PyTuple_GetItem(numbers.get(), k));
+    }
+    if (same) {
+      *loop = reinterpret_cast<Loop>(ufunc->functions[i]);
+      *data = ufunc->data == nullptr ? nullptr : const_cast<void*>(ufunc->data[i]);
+      return true;
+    }
+  }
+  if (!PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "no loop of %s", ufunc->name);
+  return false;
+}
+
+bool read_elementwise(PyObject* described, size_t dimensions, Elementwise* op) {
+  PyObject *function, *types, *at, *steps, *stays;
+  if (!PyArg_ParseTuple(described, "OOO!O!O!", &function, &types, &PyTuple_Type, &at, &PyTuple_Type,
+                        &steps, &PyTuple_Type, &stays)) {
+    return false;
+  }
+  op->operands = static_cast<int>(PyTuple_Size(at));
+  if (op->operands > MOST_OPERANDS || dimensions > MOST_DIMENSIONS) {
+    PyErr_SetString(PyExc_ValueError, "too many operands or dimensions");
+    return false;
+  }
+  for (int i = 0; i < op->operands; ++i) {
+    op->at[i] = static_cast<int>(PyLong_AsLong(PyTuple_GetItem(at, i)));
+    op->stays[i] = PyObject_IsTrue(PyTuple_GetItem(stays, i)) == 1;
+    for (size_t d = 0; d < dimensions; ++d) {
+      PyObject* step = PyTuple_GetItem(PyTuple_GetItem(steps, i), static_cast<Py_ssize_t>(d));
+      op->steps[i][d] = PyLong_AsSsize_t(step);
+    }
+  }
+  return PyErr_Occurred() == nullptr && find_loop(function, types, &op->loop, &op->data);
+}
+
+// ("loops", dimensions, ((function, types, at, steps, stays), ...))
+std::unique_ptr<Instruction> read_loops(PyObject* described) {
+  PyObject *name, *extents, *operations;
+  if (!PyArg_ParseTuple(described, "OO!O!", &name, &PyTuple_Type, &extents, &PyTuple_Type, &operations)) {
+    return nullptr;
+  }
+  std::vector<intptr_t> dimensions;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(extents); ++i) {
+    dimensions.push_back(PyLong_AsSsize_t(PyTuple_GetItem(extents, i)));
+  }
+  std::vector<Elementwise> group_of(static_cast<size_t>(PyTuple_Size(operations)));
+  for (size_t i = 0; i < group_of.size(); ++i) {
+    PyObject* operation = PyTuple_GetItem(operations, static_cast<Py_ssize_t>(i));
+    if (!read_elementwise(operation, dimensions.size(), &group_of[i])) return nullptr;
+  }
+  return group(std::move(group_of), dimensions);
+}
+
+// ("reduce", ufunc, types, from, to, rows, columns, row step, column step, result step, itemsize,
+//  along rows, address of the initial value or 0)
+std::unique_ptr<Instruction> read_reduction(PyObject* described) {
+  PyObject *name, *ufunc, *types;
+  Reduction r;
+  int along_rows;
+  Py_ssize_t initial;
+  if (!PyArg_ParseTuple(described, "OOOiinnnnnnpn", &name, &ufunc, &types, &r.from, &r.to, &r.rows,
+                        &r.columns, &r.row_step, &r.column_step, &r.result_step, &r.itemsize,
+                        &along_rows, &initial) ||
+      !find_loop(ufunc, types, &r.loop, &r.data)) {
+    return nullptr;
+  }
+  r.along_rows = along_rows != 0;
+  r.initial = reinterpret_cast<const char*>(initial);
+  return reduce(r);
+}
+
+// ("product", is double, m, n, k, at a, at b, at c, six steps in elements: rows and columns of each)
+std::unique_ptr<Instruction> read_product(PyObject* described) {
+  PyObject* name;
+  int is_double, at[3];
+  Py_ssize_t m, n, k, steps[6];
+  if (!PyArg_ParseTuple(described, "Opnnniiinnnnnn", &name, &is_double, &m, &n, &k, &at[0], &at[1],
+                        &at[2], &steps[0], &steps[1], &steps[2], &steps[3], &steps[4], &steps[5])) {
+    return nullptr;
+  }
+  const size_t sizes[3] = {static_cast<size_t>(m), static_cast<size_t>(n), static_cast<size_t>(k)};
+  const ptrdiff_t of_each[3][2] = {{steps[0], steps[1]}, {steps[2], steps[3]}, {steps[4], steps[5]}};
+  return std::make_unique<Multiply>(is_double != 0, sizes, at, of_each);
+}
+
+// ("call", function, args, what to call where that returns NotImplemented, or None)
+std::unique_ptr<Instruction> read_call(PyObject* described) {
+  PyObject *name, *function, *args, *instead;
+  if (!PyArg_ParseTuple(described, "OOO!O", &name, &function, &PyTuple_Type, &args, &instead)) {
+    return nullptr;
+  }
+  return std::make_unique<Call>(function, args, instead);
+}
+
+// ("require", at)
+std::unique_ptr<Instruction> read_require(PyObject* described) {
+  PyObject* name;
+  int at;
+  if (!PyArg_ParseTuple(described, "Oi", &name, &at)) return nullptr;
+  return std::make_unique<Require>(at);
+}
+
+}  // namespace
+
+std::unique_ptr<Instruction> read_instruction(PyObject* described) {
+  static const struct {
+    const char* name;
+    std::unique_ptr<Instruction> (*read)(PyObject*);
+  } kinds[] = {{"loops", read_loops}, {"reduce", read_reduction}, {"product", read_product},
+               {"call", read_call},   {"require", read_require}};
+  PyObject* name = PyTuple_Check(described) ? PyTuple_GetItem(described, 0) : nullptr;
+  const char* text = name == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(name, nullptr);
+  for (const auto& kind : kinds) {
+    if (text != nullptr && std::strcmp(kind.name, text) == 0) return kind.read(described);
+  }
+  if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "no instruction %R", described);
+  return nullptr;
+}
+
+}  // namespace fl::tape

@@ -1,0 +1,136 @@
+/* The module: a step that replays its programs, and falls back to Python. */
+
+#define FL_TAPE_MODULE
+#include "program.h"
+
+#include <structmember.h>
+
+namespace fl::tape {
+namespace {
+
+// What Python's Captured is derived from: `programs`, the most recent first; `slow`(args, kwargs) is
+// called where none fits, `left`(args, kwargs) where one was left on the way.
+struct Step {
+  PyObject_HEAD
+  PyObject *slow, *left;
+  std::vector<std::unique_ptr<Program>>* programs;
+};
+
+PyObject* fall_back(PyObject* function, PyObject* args, PyObject* kwargs) {
+  PyObject* options = kwargs == nullptr ? Py_None : kwargs;
+  return PyObject_CallFunctionObjArgs(function, args, options, nullptr);
+}
+
+PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
+  Step* step = reinterpret_cast<Step*>(self);
+  auto& programs = *step->programs;
+  for (size_t i = 0; i < programs.size(); ++i) {
+    if (programs[i]->is_busy()) continue;  // another thread, or a call from inside
+    const int fits = programs[i]->fits(args, kwargs);
+    if (fits < 0) return nullptr;
+    if (fits == 0) continue;
+    if (i > 0) std::swap(programs[i], programs[0]);
+    bool is_left;
+    PyObject* result = programs[0]->replay(args, kwargs, &is_left);
+    return is_left ? fall_back(step->left, args, kwargs) : result;
+  }
+  return fall_back(step->slow, args, kwargs);
+}
+
+PyObject* create(PyTypeObject* type, PyObject*, PyObject*) {
+  PyObject* self = PyType_GenericAlloc(type, 0);
+  if (self == nullptr) return nullptr;
+  Step* step = reinterpret_cast<Step*>(self);
+  Py_INCREF(Py_None);
+  step->slow = Py_None;
+  Py_INCREF(Py_None);
+  step->left = Py_None;
+  step->programs = new std::vector<std::unique_ptr<Program>>();
+  return self;
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Step* step = reinterpret_cast<Step*>(self);
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(step->slow);
+  Py_VISIT(step->left);
+  return 0;
+}
+
+int clear(PyObject* self) {
+  Step* step = reinterpret_cast<Step*>(self);
+  Py_CLEAR(step->slow);
+  Py_CLEAR(step->left);
+  if (step->programs != nullptr) step->programs->clear();
+  return 0;
+}
+
+void destroy(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  clear(self);
+  delete reinterpret_cast<Step*>(self)->programs;
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_Del(self);
+  Py_DECREF(type);
+}
+
+/* add(description): the program that is tried first from now on; returns how many instructions it has. */
+PyObject* add(PyObject* self, PyObject* description) {
+  std::unique_ptr<Program> program = Program::read(description);
+  if (program == nullptr) return nullptr;
+  const int64_t count = program->instructions();
+  auto& programs = *reinterpret_cast<Step*>(self)->programs;
+  programs.insert(programs.begin(), std::move(program));
+  return PyLong_FromLongLong(count);
+}
+
+/* drop(most): keep that many programs, those that were used last. */
+PyObject* drop(PyObject* self, PyObject* most) {
+  auto& programs = *reinterpret_cast<Step*>(self)->programs;
+  const size_t count = PyLong_AsSize_t(most);
+  if (PyErr_Occurred()) return nullptr;
+  while (programs.size() > count && !programs.back()->is_busy()) programs.pop_back();
+  Py_RETURN_NONE;
+}
+
+PyObject* find_slots(PyObject*, PyObject* type) {
+  if (!slots.find(type)) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyMethodDef step_methods[] = {{"add", add, METH_O, nullptr},
+                              {"drop", drop, METH_O, nullptr},
+                              {nullptr, nullptr, 0, nullptr}};
+PyMemberDef step_members[] = {{"slow", T_OBJECT_EX, offsetof(Step, slow), 0, nullptr},
+                              {"left", T_OBJECT_EX, offsetof(Step, left), 0, nullptr},
+                              {nullptr, 0, 0, 0, nullptr}};
+PyType_Slot step_slots[] = {{Py_tp_new, reinterpret_cast<void*>(create)},
+                            {Py_tp_call, reinterpret_cast<void*>(call)},
+                            {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+                            {Py_tp_clear, reinterpret_cast<void*>(clear)},
+                            {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+                            {Py_tp_methods, step_methods},
+                            {Py_tp_members, step_members},
+                            {0, nullptr}};
+PyType_Spec step_spec = {"flashlight_py._native._tape.Step", sizeof(Step), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, step_slots};
+
+PyMethodDef methods[] = {{"find_slots", find_slots, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_tape", nullptr, -1,     methods,
+                          nullptr,               nullptr, nullptr, nullptr};
+
+}  // namespace
+}  // namespace fl::tape
+
+PyMODINIT_FUNC PyInit__tape(void) {
+  import_array();
+  PyObject* module = PyModule_Create(&fl::tape::definition);
+  if (module == nullptr) return nullptr;
+  PyObject* type = PyType_FromSpec(&fl::tape::step_spec);
+  if (type == nullptr || PyModule_AddObject(module, "Step", type) < 0) {
+    Py_XDECREF(type);
+    Py_DECREF(module);
+    return nullptr;
+  }
+  return module;
+}

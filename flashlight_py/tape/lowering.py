@@ -1,0 +1,320 @@
+"""From notes to native instructions: which function of NumPy is which loop.
+
+What has no native instruction stays a call of the very same function of NumPy.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashlight_py.tape.recording import Note, bounds
+
+Array = np.ndarray[Any, Any]
+
+
+class Loops(NamedTuple):
+    """One elementwise operation: of a ufunc, or of our own by its name; the result comes last."""
+
+    function: Any
+    types: tuple[int, ...]
+    operands: tuple[Array, ...]
+
+
+class Reduce(NamedTuple):
+    """A reduction of ``source`` (rows, columns) along its rows, or down its columns."""
+
+    ufunc: np.ufunc
+    types: tuple[int, ...]
+    source: Array
+    target: Array
+    along_rows: bool
+    initial: Array | None
+
+
+class Product(NamedTuple):
+    """``c = a @ b`` of matrices."""
+
+    a: Array
+    b: Array
+    c: Array
+
+
+Lowered = Loops | Reduce | Product
+
+
+class Lowering:
+    """Lowers notes; ``made`` is called for each array that is needed in between, and ``constant``
+    for each that never changes."""
+
+    def __init__(self, make: Callable[[tuple[int, ...], Any], Array]) -> None:
+        self._make = make
+        self.constants: list[Array] = []
+
+    def lower(self, note: Note) -> list[Lowered] | None:
+        """Return what does the same as ``note``, or None."""
+        if note.effect:
+            return None
+        function = note.function
+        if isinstance(function, np.ufunc):
+            return self._matrix(note) if function is np.matmul else self._ufunc(note, function)
+        if isinstance(getattr(function, "__self__", None), np.ufunc):
+            return self._reduction(note) if function.__name__ == "reduce" else None
+        rule = _RULES.get(function)
+        return None if rule is None else rule(self, note)
+
+    # Elementwise --------------------------------------------------------------------------------
+
+    def _ufunc(self, note: Note, ufunc: np.ufunc, args: Any = None) -> list[Lowered] | None:
+        args = note.args if args is None else args
+        if note.options.keys() - {"out", "casting"} or ufunc.nout != 1 or ufunc.signature:
+            return None
+        out = (*note.made, *note.changed)[0]
+        args = args[: ufunc.nin]
+        try:
+            dtypes = ufunc.resolve_dtypes((*map(_dtype_of, args), None))
+        except TypeError:
+            return None
+        if dtypes[-1] != out.dtype or any(dtype.hasobject for dtype in dtypes):
+            return None
+        lowered: list[Lowered] = []
+        operands = []
+        for value, dtype in zip(args, dtypes[:-1], strict=True):
+            operand = self._as(value, dtype, lowered)
+            if operand is None:
+                return None
+            operands.append(operand)
+        return self._loops(lowered, ufunc, tuple(dtype.num for dtype in dtypes), operands, out)
+
+    def _as(self, value: Any, dtype: Any, lowered: list[Lowered]) -> Array | None:
+        """Return ``value`` as an array of ``dtype``, cast by what is added to ``lowered``."""
+        if not isinstance(value, np.ndarray):
+            constant = np.asarray(value, dtype)
+            self.constants.append(constant)
+            return constant
+        if value.dtype == dtype:
+            return value
+        cast = f"cast:{value.dtype.str[1:]}:{dtype.str[1:]}"
+        if cast not in CASTS:
+            return None
+        between = self._make(value.shape, dtype)
+        lowered.append(Loops(cast, (), (value, between)))
+        return between
+
+    def _loops(
+        self,
+        before: list[Lowered],
+        function: Any,
+        types: tuple[int, ...],
+        operands: list[Array],
+        out: Array,
+    ) -> list[Lowered] | None:
+        if not out.size:
+            return []
+        try:
+            spread = [np.broadcast_to(each, out.shape) for each in operands]
+        except ValueError:
+            return None
+        if any(clashes(each, out) for each in spread):
+            return None
+        return [*before, Loops(function, types, (*spread, out))]
+
+    def _copy(self, source: Any, target: Array) -> list[Lowered] | None:
+        lowered: list[Lowered] = []
+        if target.dtype.hasobject:
+            return None
+        if not isinstance(source, np.ndarray):
+            source = self._as(source, target.dtype, lowered)
+        elif source.dtype != target.dtype:
+            cast = f"cast:{source.dtype.str[1:]}:{target.dtype.str[1:]}"
+            return self._loops([], cast, (), [source], target) if cast in CASTS else None
+        name = f"copy:{target.dtype.itemsize}"
+        return self._loops([], name, (), [source], target) if name in SIZED else None
+
+    def _copy_of_first(self, note: Note) -> list[Lowered] | None:
+        source = note.args[0]
+        if not note.made or not isinstance(source, np.ndarray):
+            return None
+        return self._copy(source, note.made[0])
+
+    def _copyto(self, note: Note) -> list[Lowered] | None:
+        target, source = note.args[:2]
+        if note.options.keys() - {"casting"}:
+            return None
+        return self._copy(source, target)
+
+    def _reshape(self, note: Note) -> list[Lowered] | None:
+        source = note.args[0]
+        if not note.made or note.options or not note.made[0].flags.c_contiguous:
+            return None
+        return self._copy(source, note.made[0].reshape(source.shape))
+
+    def _where(self, note: Note) -> list[Lowered] | None:
+        if len(note.args) != 3 or note.options or len(note.made) != 1:
+            return None
+        out, lowered = note.made[0], []
+        condition, *values = note.args
+        if getattr(condition, "dtype", None) != np.bool_:
+            return None
+        operands = [self._as(each, out.dtype, lowered) for each in (values)]
+        if any(each is None for each in operands) or f"where:{out.dtype.itemsize}" not in SIZED:
+            return None
+        condition = self._as(condition, condition.dtype, lowered)
+        name = f"where:{out.dtype.itemsize}"
+        return self._loops(lowered, name, (), [condition, *operands], out)  # type: ignore[list-item]
+
+    def _clip(self, note: Note) -> list[Lowered] | None:
+        return self._ufunc(note, _CLIP, note.args)
+
+    def _power(self, note: Note) -> list[Lowered] | None:
+        base, exponent = note.args
+        if not isinstance(base, np.ndarray) or base.dtype.kind != "f":
+            return None
+        if type(exponent) in (int, float):
+            instead = _POWERS.get(float(exponent))
+            if instead is not None:
+                return self._ufunc(note, instead, (base,))
+        return self._ufunc(note, np.power)
+
+    def _concatenate(self, note: Note) -> list[Lowered] | None:
+        parts, axis = note.args[0], note.options.get("axis", (*note.args, 0)[1])
+        if note.options.keys() - {"axis"} or not isinstance(axis, int) or not note.made:
+            return None
+        out, start, lowered = note.made[0], 0, []
+        for part in parts:
+            room: list[Any] = [slice(None)] * out.ndim
+            room[axis] = slice(start, start + part.shape[axis])
+            start += part.shape[axis]
+            copied = self._copy(part, out[tuple(room)])
+            if copied is None:
+                return None
+            lowered += copied
+        return lowered
+
+    # Others -------------------------------------------------------------------------------------
+
+    def _matrix(self, note: Note) -> list[Lowered] | None:
+        if note.options.keys() - {"out"} or len(note.args) < 2:
+            return None
+        a, b = note.args[:2]
+        c = (*note.made, *note.changed)[0]
+        arrays = (a, b, c)
+        if not all(isinstance(each, np.ndarray) and each.ndim == 2 for each in arrays):
+            return None
+        if not a.dtype == b.dtype == c.dtype or a.dtype.char not in "fd":
+            return None
+        if not c.size or any(clashes(each, c, identical=True) for each in (a, b)):
+            return [] if not c.size else None
+        return [Product(a, b, c)]
+
+    def _reduction(self, note: Note) -> list[Lowered] | None:
+        ufunc: np.ufunc = note.function.__self__  # type: ignore[attr-defined]
+        x, axis, dtype, out, keepdims = _reduce_arguments(note)
+        if ufunc not in _INITIALS or out is not None or not isinstance(x, np.ndarray) or not x.size:
+            return None
+        if note.options.keys() - {"axis", "dtype", "out", "keepdims"} or len(note.made) != 1:
+            return None
+        target = note.made[0]
+        lowered: list[Lowered] = []
+        kind = np.dtype(np.bool_) if ufunc in (np.logical_and, np.logical_or) else target.dtype
+        if x.dtype != kind and x.size > _BUFFERED and kind.kind == "f":
+            return None
+        source = self._as(x, kind, lowered)
+        axes = _axes(axis, x.ndim)
+        if source is None or axes is None:
+            return None
+        matrix = _as_matrix(source, axes)
+        if matrix is None:
+            return None
+        source, along_rows = matrix
+        initial = _INITIALS[ufunc]
+        start = None if initial is None else np.asarray(initial, target.dtype)
+        if start is not None:
+            self.constants.append(start)
+        types = (kind.num, kind.num, target.dtype.num)
+        return [*lowered, Reduce(ufunc, types, source, target.reshape(-1), along_rows, start)]
+
+
+def _reduce_arguments(note: Note) -> tuple[Any, ...]:
+    names = ("axis", "dtype", "out", "keepdims")
+    given = dict(zip(names, note.args[1:], strict=False)) | note.options
+    x = note.args[0]
+    return (x, given.get("axis", 0), *(given.get(name) for name in names[1:]))
+
+
+def _axes(axis: Any, ndim: int) -> tuple[int, ...] | None:
+    if axis is None:
+        return tuple(range(ndim))
+    given = (axis,) if isinstance(axis, int) else tuple(axis)
+    return tuple(sorted(each % ndim for each in given)) if ndim else ()
+
+
+def _as_matrix(source: Array, axes: tuple[int, ...]) -> tuple[Array, bool] | None:
+    """Return the array as a matrix, and whether it is reduced along its rows; None: neither."""
+    if not source.flags.c_contiguous or not axes:
+        return None
+    shape = source.shape
+    inner = tuple(range(source.ndim - len(axes), source.ndim))
+    if axes == inner:
+        kept = int(np.prod(shape[: inner[0]], dtype=np.int64))
+        return source.reshape(kept, -1), True
+    if axes == tuple(range(len(axes))):
+        reduced = int(np.prod(shape[: len(axes)], dtype=np.int64))
+        columns = source.size // reduced
+        if columns == 1:  # then NumPy sees one dimension
+            return source.reshape(1, -1), True
+        return source.reshape(reduced, -1), False
+    return None
+
+
+def _dtype_of(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype
+    return type(value) if type(value) in (int, float, complex) else np.asarray(value).dtype
+
+
+def clashes(source: Array, target: Array, identical: bool = False) -> bool:
+    """Return whether what is written to ``target`` may be read from ``source`` later."""
+    low, high = bounds(source)
+    begin, end = bounds(target)
+    if high <= begin or end <= low:
+        return False
+    same = low == begin and source.strides == target.strides and source.dtype == target.dtype
+    return identical or not same
+
+
+_CLIP = getattr(np, "_core", None) or np.core
+_CLIP = _CLIP.umath.clip
+_BUFFERED = 8192  # elements that NumPy casts at a time
+_POWERS = {2.0: np.square, -1.0: np.reciprocal, 0.5: np.sqrt, 1.0: np.positive}
+_INITIALS: dict[np.ufunc, Any] = {
+    np.add: 0,
+    np.multiply: 1,
+    np.logical_and: True,
+    np.logical_or: False,
+    np.maximum: None,
+    np.minimum: None,
+}
+_FROM_INTEGERS = ("b1", "u1", "i1", "i2", "i4", "i8")
+CASTS = {
+    *(f"cast:{a}:{b}" for a in _FROM_INTEGERS for b in ("b1", "i1", "i2", "i4", "i8", "f4", "f8")),
+    *("cast:f4:f8", "cast:f8:f4", "cast:f4:b1", "cast:f8:b1"),
+}
+SIZED = {f"{name}:{size}" for name in ("copy", "where") for size in (1, 2, 4, 8, 16)}
+_RULES: dict[Any, Callable[[Lowering, Note], list[Lowered] | None]] = {
+    np.copyto: Lowering._copyto,
+    np.copy: Lowering._copy_of_first,
+    np.ndarray.astype: Lowering._copy_of_first,
+    np.ndarray.copy: Lowering._copy_of_first,
+    np.ndarray.reshape: Lowering._reshape,
+    np.reshape: Lowering._reshape,
+    np.where: Lowering._where,
+    np.clip: Lowering._clip,
+    operator.pow: Lowering._power,
+    np.concatenate: Lowering._concatenate,
+    np.ndarray.dot: Lowering._matrix,
+    np.dot: Lowering._matrix,
+}

@@ -1,0 +1,168 @@
+"""What the notes of a step are about: which memory each operand is in, and what is needed of it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashlight_py.tape.recording import Note, Recording, address_of, bounds
+
+MADE, ARGUMENT, OUTSIDE = "made", "argument", "outside"
+_LINE = 64  # bytes
+
+
+class Where(NamedTuple):
+    """Memory: ``number`` of the array that was made, or of the argument; ``offset`` in bytes."""
+
+    space: str
+    number: int
+    offset: int
+
+
+class Memory:
+    """Which array an address lies in. ``made`` by the step; ``arguments`` that it was called with."""
+
+    def __init__(
+        self, made: Sequence[np.ndarray[Any, Any]], arguments: Sequence[np.ndarray[Any, Any] | None]
+    ) -> None:
+        self.made = list(made)
+        ranges = [(*bounds(each), MADE, number) for number, each in enumerate(made)]
+        ranges += [
+            (*bounds(each), ARGUMENT, number)
+            for number, each in enumerate(arguments)
+            if each is not None
+        ]
+        self._ranges = sorted(each for each in ranges if each[0] < each[1])
+        self._starts = [each[0] for each in self._ranges]
+
+    def where(self, array: np.ndarray[Any, Any]) -> Where:
+        """Return where the first element of ``array`` lies."""
+        address = address_of(array)
+        place = bisect_right(self._starts, address) - 1
+        if place >= 0:
+            low, high, space, number = self._ranges[place]
+            if address < high:
+                return Where(space, number, address - low)
+        return Where(OUTSIDE, -1, address)
+
+
+def arrays_in(value: Any) -> Iterator[np.ndarray[Any, Any]]:
+    """Return the arrays that an argument of a note consists of."""
+    if type(value) is np.ndarray:
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from arrays_in(each)
+    elif isinstance(value, dict):
+        yield from arrays_in(list(value.values()))
+    elif hasattr(value, "__captured_arrays__"):
+        yield from value.__captured_arrays__
+
+
+def operands_of(note: Note) -> Iterator[np.ndarray[Any, Any]]:
+    """Return all arrays of a note."""
+    yield from arrays_in(note.args)
+    yield from arrays_in(note.options)
+    yield from note.made
+    yield from note.changed
+    if note.required is not None:
+        yield note.required
+
+
+def is_outcome(note: Note, memory: Memory, kept: set[int]) -> bool:
+    """Return whether a note writes to memory that is seen from outside, or does more."""
+    if note.effect:
+        return True
+    for array in (*note.made, *note.changed):
+        where = memory.where(array)
+        if where.space != MADE or where.number in kept:
+            return True
+    return False
+
+
+def without_dead(notes: Iterable[Note], memory: Memory, kept: Iterable[int]) -> list[Note]:
+    """Return the notes that something depends on: those ``kept``, of what was made, and effects."""
+    seen_outside = set(kept)
+    needed = set(seen_outside)
+    alive = []
+    for note in reversed(list(notes)):
+        written = [memory.where(array) for array in (*note.made, *note.changed)]
+        if is_outcome(note, memory, seen_outside) or any(
+            where.space == MADE and where.number in needed for where in written
+        ):
+            alive.append(note)
+            for array in operands_of(note):
+                where = memory.where(array)
+                if where.space == MADE:
+                    needed.add(where.number)
+    return alive[::-1]
+
+
+class Arena:
+    """One piece of memory for all that is only used inside a step; lifetimes do not overlap.
+
+    ``lifetimes``: for each array that was made, by number, the first and the last instruction.
+    """
+
+    def __init__(
+        self, made: Sequence[np.ndarray[Any, Any]], lifetimes: dict[int, tuple[int, int]]
+    ) -> None:
+        self._offsets: dict[int, int] = {}
+        size = 0
+        placed: list[tuple[int, int, int, int]] = []  # begin, end, first, last
+        by_size = sorted(lifetimes, key=lambda number: -made[number].nbytes)
+        for number in by_size:
+            first, last = lifetimes[number]
+            low, high = bounds(made[number])
+            need = -(-max(1, high - low) // _LINE) * _LINE
+            busy = sorted(each for each in placed if each[2] <= last and first <= each[3])
+            at = 0
+            for begin, end, _, _ in busy:
+                if at + need <= begin:
+                    break
+                at = max(at, end)
+            placed.append((at, at + need, first, last))
+            self._offsets[number] = at
+            size = max(size, at + need)
+        self._memory = np.zeros(size + _LINE, np.uint8)
+        start = address_of(self._memory)
+        self._begin = -(-start // _LINE) * _LINE
+        self.nbytes = size
+
+    def address(self, number: int) -> int:
+        """Return where array ``number`` begins."""
+        return self._begin + self._offsets[number]
+
+    def view(self, number: int, offset: int, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the array that lies where ``like`` lay in the array that was made."""
+        at = self.address(number) + offset - address_of(self._memory)
+        return np.ndarray(like.shape, like.dtype, self._memory, at, like.strides)
+
+
+def outline(recording: Recording, arguments: Sequence[np.ndarray[Any, Any] | None]) -> list[Any]:
+    """Return what two runs of a step have in common if they do the same."""
+    memory = Memory(recording.made, arguments)
+
+    def described(value: Any) -> Any:
+        if type(value) is np.ndarray:
+            return (*memory.where(value), value.shape, value.strides, value.dtype.str)
+        if isinstance(value, (tuple, list)):
+            return tuple(map(described, value))
+        if isinstance(value, dict):
+            return tuple((name, described(each)) for name, each in value.items())
+        if hasattr(value, "__captured_arrays__"):
+            return type(value), described(value.__captured_arrays__)
+        if isinstance(value, (float, complex, np.generic)):
+            return repr(value)
+        return value if isinstance(value, (int, str, bool, type(None))) else str(type(value))
+
+    return [
+        (
+            getattr(note.function, "__qualname__", repr(note.function)),
+            *map(described, (note.args, note.options, note.made, note.changed)),
+        )
+        for note in recording.notes
+    ]

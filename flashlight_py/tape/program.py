@@ -1,0 +1,449 @@
+"""From the notes of a step to the program that replays it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashlight_py.autograd import Variable
+from flashlight_py.autograd.graph import Node
+from flashlight_py.tape.arrays import Number, Recorded, RecordedScalar
+from flashlight_py.tape.lowering import Loops, Lowered, Lowering, Product, Reduce
+from flashlight_py.tape.operands import (
+    ARGUMENT,
+    MADE,
+    OUTSIDE,
+    Arena,
+    Memory,
+    arrays_in,
+    operands_of,
+    without_dead,
+)
+from flashlight_py.tape.recording import Note, Recording, address_of
+
+Array = np.ndarray[Any, Any]
+
+# Kinds of arguments and results, and slots, in csrc/tape/program.h.
+ARRAY_ARGUMENT, VARIABLE_ARGUMENT, VALUE_ARGUMENT = range(3)
+CONSTANT, ARRAY, VARIABLE, NUMBER, ARGUMENT_ITSELF, TUPLE, LIST, DICT = range(8)
+SLOTS = {"data": 0, "grad": 1}
+
+
+class Returned(NamedTuple):
+    """A variable that a step returned: itself, and what it held then."""
+
+    variable: Variable
+    data: Any
+    has_history: bool
+
+
+class CannotCapture(Exception):
+    """What a step does has no program; the message says why."""
+
+
+class Builder:
+    """Makes a program of a recording.
+
+    ``arguments``: for each argument its array, or None, and ``values`` the argument itself.
+    ``kept``: arrays that variables have when the step is over. ``result``: what it returned.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        arguments: Sequence[Array | None],
+        values: Sequence[Any],
+        kept: Sequence[Array],
+        result: Any,
+    ) -> None:
+        self._arguments, self._values = arguments, values
+        self._memory = Memory(recording.made, arguments)
+        self._lowering = Lowering(self._make)
+        places = map(self._memory.where, kept)
+        self._kept = {where.number for where in places if where.space == MADE}
+        self._returned: list[Array] = []
+        self._result = result
+        self._table: dict[tuple[int, int], int] = {}
+        self._keep: list[Any] = [recording.made, list(kept)]
+        self._collect_returned(result)
+        returned = {
+            where.number for where in map(self._memory.where, self._returned) if where.space == MADE
+        }
+        notes = self._without_constants(recording.notes)
+        self._notes = without_dead(notes, self._memory, self._kept | returned)
+        self._cells: dict[int, Array] = {}
+        self._written_arguments: set[int] = set()
+
+    def describe(self, names: tuple[str, ...], bindings: list[Any], guards: Any) -> tuple[Any, ...]:
+        """Return the program as csrc/tape/program.cc reads it.
+
+        Raises:
+            CannotCapture: it cannot be done.
+        """
+        steps = [(note, self._lowering.lower(note)) for note in self._notes]
+        self._check_requirements()
+        self._find_cells(note for note, lowered in steps if lowered is None)
+        self._arena = Arena(self._memory.made, self._lifetimes(steps))
+        instructions = self._emit(steps)
+        result = self._describe_result(self._result)
+        arguments = tuple(
+            self._describe_argument(number, value) for number, value in enumerate(self._values)
+        )
+        table = [place for place, _ in sorted(self._table.items(), key=lambda item: item[1])]
+        keep = (self._keep, self._arena, self._cells, self._lowering.constants)
+        return arguments, names, table, instructions, bindings, result, guards, keep
+
+    def _make(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        made = np.empty(shape, dtype)
+        self._memory = Memory([*self._memory.made, made], self._arguments)
+        return made
+
+    # Constants ----------------------------------------------------------------------------------
+
+    def _without_constants(self, notes: list[Note]) -> list[Note]:
+        """Leave out what makes arrays whose values never change, unless they are written to."""
+        written = {
+            self._memory.where(array).number
+            for note in notes
+            for array in note.changed
+            if self._memory.where(array).space == MADE
+        }
+        left = []
+        for note in notes:
+            if not _is_constant(note):
+                left.append(note)
+                continue
+            made = note.made[0]
+            if self._memory.where(made).number in written:
+                original = made.copy() if note.function is not np.empty else made
+                original = _again(note)
+                self._keep.append(original)
+                left.append(Note(np.copyto, (made, original), {}, [], [made]))
+            else:
+                self._kept.add(self._memory.where(made).number)
+        return left
+
+    # Memory -------------------------------------------------------------------------------------
+
+    def _check_requirements(self) -> None:
+        """A step that is left on the way must not have changed anything."""
+        changed = False
+        for note in self._notes:
+            if note.required is not None:
+                if changed:
+                    raise CannotCapture(
+                        "a value is checked after something was changed, so that the step could "
+                        "not begin anew where the check fails"
+                    )
+            elif note.effect or any(
+                self._memory.where(array).space != MADE for array in (*note.made, *note.changed)
+            ):
+                changed = True
+
+    def _find_cells(self, called: Any) -> None:
+        """Give a place of its own to each argument that a function of Python is called with."""
+        for note in called:
+            for array in operands_of(note):
+                where = self._memory.where(array)
+                argument = self._arguments[where.number] if where.space == ARGUMENT else None
+                if argument is not None and where.number not in self._cells:
+                    self._cells[where.number] = np.empty(argument.shape, argument.dtype)
+        for note in self._notes:
+            for array in (*note.made, *note.changed):
+                where = self._memory.where(array)
+                if where.space == ARGUMENT:
+                    self._written_arguments.add(where.number)
+        if self._written_arguments & self._cells.keys():
+            raise CannotCapture("an argument is changed in place, and passed to a function")
+
+    def _lifetimes(self, steps: list[tuple[Note, list[Lowered] | None]]) -> dict[int, tuple[int, int]]:
+        found: dict[int, tuple[int, int]] = {}
+        last = len(steps)
+
+        def use(array: Array, when: int) -> None:
+            where = self._memory.where(array)
+            if where.space == MADE and where.number not in self._kept:
+                first, end = found.get(where.number, (when, when))
+                found[where.number] = min(first, when), max(end, when)
+
+        for when, (note, lowered) in enumerate(steps):
+            for array in _arrays_of(note, lowered):
+                use(array, when)
+        for array in self._returned:
+            use(array, last)
+        return found
+
+    def _entry(self, array: Array) -> int:
+        """Return the entry of the table that says where ``array`` begins."""
+        where = self._memory.where(array)
+        if where.space == OUTSIDE:
+            place = -1, where.offset
+        elif where.space == ARGUMENT:
+            place = where.number, where.offset
+        elif where.number in self._kept:
+            place = -1, address_of(array)
+        else:
+            place = -1, self._arena.address(where.number) + where.offset
+        return self._table.setdefault(place, len(self._table))
+
+    def _view(self, array: Array) -> Array:
+        """Return what Python gets in the place of ``array``."""
+        where = self._memory.where(array)
+        if where.space == MADE and where.number not in self._kept:
+            return self._arena.view(where.number, where.offset, array)
+        if where.space == ARGUMENT:
+            cell = self._cells[where.number]
+            return np.ndarray(array.shape, array.dtype, cell.data, where.offset, array.strides)
+        return array
+
+    def _views(self, value: Any) -> Any:
+        if type(value) is np.ndarray:
+            return self._view(value)
+        if isinstance(value, (tuple, list)):
+            return type(value)([self._views(each) for each in value])
+        if isinstance(value, dict):
+            return {name: self._views(each) for name, each in value.items()}
+        if isinstance(value, Variable) and any(True for _ in [value.data]):
+            where = self._memory.where(value.data)
+            return value if where.space == OUTSIDE else Variable(self._view(value.data))
+        if hasattr(value, "__captured_arrays__"):
+            return value.with_arrays([self._view(each) for each in value.__captured_arrays__])
+        return value
+
+    # Instructions -------------------------------------------------------------------------------
+
+    def _emit(self, steps: list[tuple[Note, list[Lowered] | None]]) -> list[tuple[Any, ...]]:
+        instructions: list[tuple[Any, ...]] = []
+        waiting: list[Loops] = []
+
+        def flush() -> None:
+            if waiting:
+                instructions.append(self._emit_loops(waiting))
+                waiting.clear()
+
+        for note, lowered in steps:
+            for each in lowered or ():
+                if isinstance(each, Loops):
+                    if waiting and not _go_together(waiting, each):
+                        flush()
+                    waiting.append(each)
+                    continue
+                flush()
+                instructions.append(
+                    self._emit_reduction(each) if isinstance(each, Reduce) else self._emit_product(each)
+                )
+            if lowered is None:
+                flush()
+                instructions.append(self._emit_call(note))
+        flush()
+        return instructions
+
+    def _emit_loops(self, loops: list[Loops]) -> tuple[Any, ...]:
+        shape = loops[0].operands[-1].shape
+        every = [each for loop in loops for each in loop.operands]
+        dimensions, steps = _collapsed(shape, [each.strides for each in every])
+        operations = []
+        at = 0
+        for loop in loops:
+            count = len(loop.operands)
+            entries = tuple(map(self._entry, loop.operands))
+            own = tuple(steps[at : at + count])
+            operations.append((loop.function, loop.types, entries, own, (False,) * count))
+            at += count
+        return "loops", dimensions, tuple(operations)
+
+    def _emit_reduction(self, each: Reduce) -> tuple[Any, ...]:
+        rows, columns = each.source.shape
+        row_step, column_step = each.source.strides
+        initial = 0 if each.initial is None else address_of(each.initial)
+        entries = self._entry(each.source), self._entry(each.target)
+        sizes = rows, columns, row_step, column_step, each.target.itemsize, each.target.itemsize
+        return "reduce", each.ufunc, each.types, *entries, *sizes, each.along_rows, initial
+
+    def _emit_product(self, each: Product) -> tuple[Any, ...]:
+        (m, k), n = each.a.shape, each.b.shape[1]
+        size = each.c.itemsize
+        steps = [step // size for matrix in each for step in matrix.strides]
+        entries = map(self._entry, each)
+        return "product", size == 8, m, n, k, *entries, *steps
+
+    def _emit_call(self, note: Note) -> tuple[Any, ...]:
+        if note.required is not None:
+            return "require", self._entry(note.required)
+        function, args, options = note.function, self._views(note.args), self._views(note.options)
+        targets = [self._view(each) for each in note.made]
+        if note.effect and not targets and not options:
+            return "call", function, args, None
+        return "call", _filling(function, args, options, targets), (), None
+
+    # What goes in and out -----------------------------------------------------------------------
+
+    def _describe_argument(self, number: int, value: Any) -> tuple[Any, ...]:
+        array = self._arguments[number]
+        if array is None:
+            return VALUE_ARGUMENT, 0, (), 0, value, 0
+        kind = VARIABLE_ARGUMENT if isinstance(value, Variable) else ARRAY_ARGUMENT
+        cell = self._cells.get(number)
+        if cell is None and array.size and not array.flags.c_contiguous:
+            raise CannotCapture(f"argument {number} is not contiguous")
+        address = 0 if cell is None else address_of(cell)
+        written = number in self._written_arguments
+        return kind, array.dtype.num, array.shape, address, None, int(written)
+
+    def _collect_returned(self, result: Any) -> None:
+        if type(result) is Returned:
+            result = result.data
+        kind = type(result)
+        if kind in (Recorded, RecordedScalar, Number):
+            self._returned.append(result.array)
+        elif kind in (tuple, list):
+            for each in result:
+                self._collect_returned(each)
+        elif kind is dict:
+            self._collect_returned(list(result.values()))
+
+    def _describe_result(self, result: Any) -> tuple[Any, ...]:
+        kind = type(result)
+        if kind is Returned:
+            for number, value in enumerate(self._values):
+                if result.variable is value:
+                    return ARGUMENT_ITSELF, None, None, number, 0, (), ()
+            if not self._is_made(result.data):
+                return CONSTANT, result.variable, None, 0, 0, (), ()
+            array, calc_grad = result.data.array, result.variable.calc_grad
+            node = Node(array.shape, array.dtype, None) if result.has_history else None  # type: ignore[arg-type]
+            return VARIABLE, calc_grad, node, *self._array(array), ()
+        if kind in (Recorded, RecordedScalar):
+            for number, array in enumerate(self._arguments):
+                if result.array is array:
+                    return ARGUMENT_ITSELF, None, None, number, 0, (), ()
+            if not self._is_made(result):
+                return CONSTANT, result.array, None, 0, 0, (), ()
+            return ARRAY, None, None, *self._array(result.array), ()
+        if kind is Number:
+            return NUMBER, None, None, *self._array(result.array), ()
+        if kind in (tuple, list):
+            parts = tuple(map(self._describe_result, result))
+            return TUPLE if kind is tuple else LIST, None, None, 0, 0, (), parts
+        if kind is dict:
+            parts = tuple(map(self._describe_result, result.values()))
+            return DICT, tuple(result), None, 0, 0, (), parts
+        if result is None or kind in (int, float, bool, str, complex):
+            return CONSTANT, result, None, 0, 0, (), ()
+        raise CannotCapture(f"it returns an object of type {kind.__name__}")
+
+    def _is_made(self, data: Any) -> bool:
+        if type(data) not in (Recorded, RecordedScalar):
+            return False
+        return self._memory.where(data.array).space != OUTSIDE
+
+    def _array(self, array: Array) -> tuple[int, int, tuple[int, ...]]:
+        if not array.flags.c_contiguous:
+            raise CannotCapture("it returns an array that is not contiguous")
+        return self._entry(array), array.dtype.num, array.shape
+
+
+def _filling(
+    function: Callable[..., Any], args: Any, options: Any, targets: list[Array]
+) -> Callable[[], None]:
+    """Return what calls ``function`` and writes what it returns to ``targets``."""
+    if not targets:
+        return lambda: function(*args, **options)
+    if isinstance(function, np.ufunc) and len(targets) == 1:
+        return lambda: function(*args, **options, out=targets[0])
+
+    def fill() -> None:
+        results = function(*args, **options)
+        for target, result in zip(targets, _flattened(results), strict=True):
+            target[...] = result
+
+    return fill
+
+
+def _flattened(results: Any) -> list[Any]:
+    if isinstance(results, (tuple, list)):
+        return [each for result in results for each in _flattened(result)]
+    return [results]
+
+
+def _arrays_of(note: Note, lowered: list[Lowered] | None) -> list[Array]:
+    if lowered is None:
+        return list(operands_of(note))
+    found: list[Array] = []
+    for each in lowered:
+        if isinstance(each, Loops):
+            found += each.operands
+        elif isinstance(each, Reduce):
+            found += [each.source, each.target]
+        else:
+            found += each
+    return found
+
+
+def _is_constant(note: Note) -> bool:
+    if note.effect or note.changed or len(note.made) != 1 or note.options.get("out") is not None:
+        return False
+    if note.function in _VALUE_FREE:
+        return True
+    return note.function in _CONSTANT and not [*arrays_in((note.args, note.options))]
+
+
+def _again(note: Note) -> Array:
+    made: Array = note.function(*note.args, **note.options)
+    return made
+
+
+_CONSTANT = {np.asarray, np.array, np.zeros, np.ones, np.full, np.empty, np.arange, np.linspace,
+             np.eye, np.identity}  # fmt: skip
+_VALUE_FREE = {np.zeros_like, np.ones_like, np.empty_like}
+
+
+def _go_together(waiting: list[Loops], new: Loops) -> bool:
+    """Return whether an operation can be done strip by strip with those before it."""
+    shape = new.operands[-1].shape
+    if waiting[0].operands[-1].shape != shape:
+        return False
+    every = [each for loop in (*waiting, new) for each in loop.operands]
+    dimensions, _ = _collapsed(shape, [each.strides for each in every])
+    if len(dimensions) > 2:
+        return False
+    target = new.operands[-1]
+    for loop in waiting:
+        if any(_is_torn(operand, target) for operand in loop.operands):
+            return False
+        if any(_is_torn(operand, loop.operands[-1]) for operand in new.operands):
+            return False
+    return True
+
+
+def _is_torn(operand: Array, written: Array) -> bool:
+    """Return whether an element of ``operand`` may be another element of what is written."""
+    from flashlight_py.tape.lowering import clashes
+
+    return clashes(operand, written)
+
+
+def _collapsed(
+    shape: tuple[int, ...], strides: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Return fewer dimensions with the same elements in the same order, and their steps."""
+    dimensions: list[int] = []
+    steps: list[list[int]] = [[] for _ in strides]
+    for axis in reversed(range(len(shape))):
+        if shape[axis] == 1:
+            continue
+        if dimensions and all(
+            each[axis] == own[0] * dimensions[0] for each, own in zip(strides, steps, strict=True)
+        ):
+            dimensions[0] *= shape[axis]
+            continue
+        dimensions.insert(0, shape[axis])
+        for each, own in zip(strides, steps, strict=True):
+            own.insert(0, each[axis])
+    if not dimensions:
+        return (1,), [(0,)] * len(strides)
+    return tuple(dimensions), [tuple(own) for own in steps]
+
+

@@ -1,0 +1,343 @@
+"""The notes of one run of a step: what NumPy computed, from what, and where the results are.
+
+Arrays are known by their memory. An operand that lies in the memory of another one is part of it,
+however it was made; so views need no notes, and what is written in place is seen by all readers.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.autograd import Variable
+from flashlight_py.tape.arrays import Number, Recorded, RecordedScalar, current
+
+_PACKAGE = str(Path(__file__).parent.parent)
+_NUMPY = str(Path(np.__file__).parent)
+
+
+class Note:
+    """One call: ``function(*args, **options)`` of plain arrays.
+
+    ``made``: new arrays that it returned; ``changed``: arrays that it wrote to. An ``effect`` does
+    more than that, and is never left out. ``required``: a truth value that has to be true.
+    """
+
+    __slots__ = ("args", "changed", "effect", "function", "made", "options", "required")
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        made: list[np.ndarray[Any, Any]],
+        changed: list[np.ndarray[Any, Any]],
+        effect: bool = False,
+        required: np.ndarray[Any, Any] | None = None,
+    ) -> None:
+        self.function, self.args, self.options = function, args, options
+        self.made, self.changed, self.effect = made, changed, effect
+        self.required = required
+
+
+class Recording:
+    """What a step does, from ``begin`` to ``end`` on this thread.
+
+    ``known``: arrays that were there before.
+    """
+
+    def __init__(self, known: Iterable[np.ndarray[Any, Any]]) -> None:
+        self.notes: list[Note] = []
+        self.left = ""  # why it cannot be captured, once something was found
+        self.made: list[np.ndarray[Any, Any]] = []
+        self.live: list[object] = []  # whose state operations read and change by themselves
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for low, high in _merged(map(bounds, known)):
+            self._starts.append(low)
+            self._ends.append(high)
+
+    def knows(self, array: np.ndarray[Any, Any]) -> bool:
+        """Return whether the memory is that of an array which was there, or was made and noted."""
+        address = address_of(array)
+        place = bisect_right(self._starts, address) - 1
+        return place >= 0 and address < self._ends[place]
+
+    def leave(self, reason: str) -> None:
+        """Give up; the step goes on, and computes what it would compute without a recording."""
+        if not self.left:
+            self.left = f"{reason} at {_line_of_user()}"
+
+    # What arrays report -------------------------------------------------------------------------
+
+    def compute(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        changed: tuple[Any, ...],
+    ) -> Any:
+        """Return what ``function`` returns, noted."""
+        plain_args = tuple([self._plain(each) for each in args])
+        plain_options = {name: self._plain(each) for name, each in options.items()}
+        result = function(*plain_args, **plain_options)
+        out = options.get("out")
+        given = out if isinstance(out, tuple) else () if out is None else (out,)
+        written = [self._plain(each) for each in (*changed, *given) if each is not None]
+        made: list[np.ndarray[Any, Any]] = []
+        if given and len(given) == 1:
+            wrapped = given[0]
+        else:
+            wrapped = self._wrap(result, made)
+        if (made or written) and not self.left:
+            self.notes.append(Note(function, plain_args, plain_options, made, written))
+        return wrapped
+
+    def number(self, array: np.ndarray[Any, Any]) -> Any:
+        """Return the only element of ``array``, to be returned by the step."""
+        kept = self.compute(np.copy, (Recorded(array),), {}, ())
+        return Number(kept.array)
+
+    def require(self, condition: Any) -> None:
+        """Note that all of ``condition`` are true; where they are not, the step is left."""
+        all_true = condition.all()
+        note = Note(_nothing, (), {}, [], [], effect=True, required=all_true.array)
+        self.notes.append(note)
+
+    def operation(
+        self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """Do an operation that does more than compute; it is done again by every replay."""
+        handler = handlers.get(function)
+        if handler is not None:
+            return handler(self, function, args, options)
+        plain_args = tuple([self._frozen(each) for each in args])
+        plain_options = {name: self._frozen(each) for name, each in options.items()}
+        arrays = [*_arrays_in(plain_args), *_arrays_in(tuple(plain_options.values()))]
+        self.live += [each for each in args if not isinstance(each, (np.ndarray, Variable))]
+        result = self.without(lambda: function(*plain_args, **plain_options))
+        cell: list[Any] = []
+        for given, plain in zip((*args, *options.values()), (*plain_args, *plain_options.values()), strict=True):
+            if result is plain and result is not None:
+                result = given
+                break
+        else:
+            if isinstance(result, (np.ndarray, np.generic)):
+                made: list[np.ndarray[Any, Any]] = []
+                wrapped = self._wrap(result, made)
+                self.effect(function, plain_args, plain_options, made, arrays)
+                return wrapped
+            if result is not None and not isinstance(result, (bool, int, float, str)):
+                self._effect_with_result(cell, function, plain_args, plain_options, arrays)
+                return Later(self, result, cell)
+        self.effect(function, plain_args, plain_options, [], arrays)
+        return result
+
+    def effect(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        made: list[np.ndarray[Any, Any]],
+        changed: list[np.ndarray[Any, Any]],
+    ) -> None:
+        """Note an operation that was done."""
+        if not self.left:
+            self.notes.append(Note(function, args, options, made, changed, effect=True))
+
+    def _effect_with_result(
+        self,
+        cell: list[Any],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        arrays: list[np.ndarray[Any, Any]],
+    ) -> None:
+        def again(*args: Any, **options: Any) -> None:
+            cell[:] = [function(*args, **options)]
+
+        again.__qualname__ = getattr(function, "__qualname__", "operation")
+        self.effect(again, args, options, [], arrays)
+
+    def without(self, function: Callable[[], Any]) -> Any:
+        """Call ``function`` with nothing noted."""
+        current.recording = None
+        try:
+            return function()
+        finally:
+            current.recording = self
+
+    def generator(self, found: Any) -> Any:
+        """Return what draws as ``found`` does, and draws again in every replay."""
+        return _Generator(self, found)
+
+    def wrap_drawn(self, draw: Callable[[], Any]) -> Any:
+        """Return what ``draw`` returns: every replay draws again."""
+        result = draw()
+        if not isinstance(result, np.ndarray):
+            self.leave("a random number that is drawn as a number of Python")
+            return result
+        made: list[np.ndarray[Any, Any]] = []
+        wrapped = self._wrap(result, made)
+        self.effect(draw, (), {}, made, [])
+        return wrapped
+
+    # Between arrays and what stands for them ----------------------------------------------------
+
+    def _plain(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is Recorded or kind is RecordedScalar:
+            return value.array
+        if kind is np.ndarray:
+            if value.size and not self.knows(value):
+                self.leave(
+                    "an array is used that was not there before the step and is not computed by "
+                    "it from others; make it before, or pass it to the step,"
+                )
+            return value
+        if kind is Number:
+            self.leave("item() reads a value that is computed in it")
+            return value.value
+        if kind is tuple or kind is list:
+            return kind([self._plain(each) for each in value])
+        return value
+
+    def _frozen(self, value: Any) -> Any:
+        """Return ``value`` as an operation gets it in every replay."""
+        if isinstance(value, Variable) and type(value.data) in (Recorded, RecordedScalar):
+            return Variable(value.data.array)
+        return value.array if type(value) is Number else self._plain(value)
+
+    def _wrap(self, result: Any, made: list[np.ndarray[Any, Any]]) -> Any:
+        kind = type(result)
+        if kind is np.ndarray:
+            if result.size and self.knows(result):
+                return Recorded(result)
+            self._add(result)
+            made.append(result)
+            return Recorded(result)
+        if isinstance(result, np.generic):
+            array = np.asarray(result)
+            self._add(array)
+            made.append(array)
+            return RecordedScalar(array)
+        if kind is tuple or kind is list:
+            return kind([self._wrap(each, made) for each in result])
+        if result is not None:
+            self.leave("a value is read that is computed in it")
+        return result
+
+    def _add(self, array: np.ndarray[Any, Any]) -> None:
+        self.made.append(array)
+        if array.size:
+            low, high = bounds(array)
+            place = bisect_right(self._starts, low)
+            self._starts.insert(place, low)
+            self._ends.insert(place, high)
+
+
+class Later:
+    """What an operation returned, such as a Work: its methods are operations themselves."""
+
+    def __init__(self, recording: Recording, value: Any, cell: list[Any]) -> None:
+        self._recording, self._value, self._cell = recording, value, cell
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._value, name)
+        if not callable(value):
+            return value
+        cell = self._cell
+
+        def again(*args: Any, **options: Any) -> None:
+            getattr(cell[0], name)(*args, **options)
+
+        def call(*args: Any, **options: Any) -> Any:
+            recording = self._recording
+            result = recording.without(lambda: value(*args, **options))
+            recording.effect(again, args, options, [], [])
+            return result
+
+        return call
+
+
+class _Generator:
+    """Draws as the generator that it stands for."""
+
+    def __init__(self, recording: Recording, found: Any) -> None:
+        self._recording, self._found = recording, found
+
+    def __getattr__(self, name: str) -> Any:
+        from flashlight_py import random
+
+        def method(*args: Any, **options: Any) -> Any:
+            return self._recording.wrap_drawn(
+                lambda: getattr(random.generator(), name)(*args, **options)
+            )
+
+        return method if callable(getattr(self._found, name)) else getattr(self._found, name)
+
+
+# Of some functions: what does them and notes them, instead of Recording.operation.
+handlers: dict[Any, Callable[[Recording, Any, Any, Any], Any]] = {}
+
+
+def address_of(array: np.ndarray[Any, Any]) -> int:
+    """Return where the first element lies."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Return the addresses between which all elements lie; the second is behind the last one."""
+    low = high = address_of(array)
+    if not array.size:
+        return low, low
+    for extent, step in zip(array.shape, array.strides, strict=True):
+        reach = (extent - 1) * step
+        if reach < 0:
+            low += reach
+        else:
+            high += reach
+    return low, high + array.itemsize
+
+
+def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(set(ranges)):
+        if found and low < found[-1][1]:
+            found[-1] = found[-1][0], max(high, found[-1][1])
+        elif low < high:
+            found.append((low, high))
+    return found
+
+
+def _arrays_in(values: tuple[Any, ...]) -> list[np.ndarray[Any, Any]]:
+    found = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            found += _arrays_in(tuple(value))
+        elif isinstance(value, Variable):
+            found.append(value.data)
+        elif type(value) is np.ndarray:
+            found.append(value)
+    return found
+
+
+def _line_of_user() -> str:
+    """Return the line, outside of this package and NumPy, that has led here."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, _NUMPY)):
+        frame = frame.f_back
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(file, line).strip()
+    return f"{file}:{line}" + (f" ({text})" if text else "")
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -1,0 +1,206 @@
+"""A training step that is recorded and replayed natively."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flashlight_py import _native
+from flashlight_py.autograd import Variable
+from flashlight_py.tape import kernels
+from flashlight_py.tape.arrays import Recorded, RecordedScalar, current
+from flashlight_py.tape.operands import outline
+from flashlight_py.tape.program import SLOTS, Builder, CannotCapture, Returned
+from flashlight_py.tape.reach import Place, Reach
+from flashlight_py.tape.recording import Recording
+
+_MOST_PROGRAMS = 16
+_MOST_RECORDINGS = 64  # without a replay between them
+
+Array = np.ndarray[Any, Any]
+
+_tape = _native.load("tape")
+_tape.find_slots(Variable)
+kernels.install()
+
+
+class Captured(_tape.Step):  # type: ignore[misc, name-defined]
+    """What :func:`capture` returns: called like the step."""
+
+    def __init__(self, step: Callable[..., Any], check: bool = False) -> None:
+        self.__wrapped__ = step
+        self.check = check
+        self.slow, self.left = self._run, self._run_anew
+        self.reason = ""  # why it stays eager; empty: it does not
+        self._seen: dict[Any, Any] = {}  # the last recording's outline for such arguments
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def _run_anew(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
+        return self.__wrapped__(*args, **(options or {}))
+
+    def _run(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
+        step, options = self.__wrapped__, options or {}
+        values = (*args, *options.values())
+        key = (tuple(options), *map(_kind_of, values))
+        if self.reason or current.recording is not None or None in key[1:]:
+            return step(*args, **options)
+        if key not in self._seen:
+            self._seen[key] = None
+            return step(*args, **options)
+        session = _Session(step, values, tuple(options))
+        result, outcome = session.record(args, options)
+        if session.reason:
+            self._stay_eager(session.reason)
+        elif outcome == self._seen[key]:
+            try:
+                self.add(session.description())
+                self.drop(_MOST_PROGRAMS)
+            except CannotCapture as error:
+                self._stay_eager(str(error))
+        self._seen[key] = outcome
+        return result
+
+    def _stay_eager(self, reason: str) -> None:
+        self.reason = reason
+        self.drop(0)
+        name = getattr(self.__wrapped__, "__qualname__", "step")
+        warnings.warn(f"capture: {name} stays eager: {reason}", RuntimeWarning, stacklevel=3)
+
+
+class _Session:
+    """One recorded run of a step."""
+
+    def __init__(
+        self, step: Callable[..., Any], values: tuple[Any, ...], names: tuple[str, ...]
+    ) -> None:
+        self._step, self._values, self._names = step, values, names
+        self._arrays = [_array_of(value) for value in values]
+        self._reach = Reach(step)
+        self.reason = ""
+
+    def record(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+        """Run the step and return what it returns, and an outline of what it did."""
+        places = self._reach.arrays
+        found = [each for place in places if type(each := place.get()) is np.ndarray]
+        self._recording = Recording([*found, *(a for a in self._arrays if a is not None)])
+        self._recorded: dict[int, Recorded] = {}
+        before = {id(variable): variable.grad for variable in self._reach.variables}
+        given = self._swap_in(places)
+        position = len(args)
+        try:
+            current.recording = self._recording
+            result = self._step(*given[:position], **dict(zip(options, given[position:], strict=True)))
+        finally:
+            current.recording = None
+            self._after = [(v, v.data, v.grad) for v in self._reach.variables]
+            self._swap_out(places)
+        self._result, self._before = _as_returned(result), before
+        self._live = {id(each) for each in self._recording.live}
+        self.reason = self._recording.left
+        changed = self._reach.changed(self._live)
+        if changed and not self.reason:
+            self.reason = (
+                f"it changes what is not an array, which a replay would not do: {'; '.join(changed)}"
+            )
+        return _unwrapped(result), outline(self._recording, self._arrays)
+
+    def description(self) -> tuple[Any, ...]:
+        """Return the program.
+
+        Raises:
+            CannotCapture: there is none.
+        """
+        kept, bindings = [], []
+        for variable, data, grad in self._after:
+            if type(data) in (Recorded, RecordedScalar) and data.array is not variable.data:
+                raise CannotCapture("it gives a variable another array")
+            if type(grad) is Recorded and grad.array is not self._before[id(variable)]:
+                kept.append(grad.array)
+            if (now := variable.grad) is not self._before[id(variable)] or now is not None:
+                bindings.append((variable, SLOTS["grad"], now))
+        builder = Builder(self._recording, self._arrays, self._values, kept, self._result)
+        return builder.describe(self._names, bindings, self._guards())
+
+    def _guards(self) -> Any:
+        return None
+
+    def _swap_in(self, places: list[Place]) -> list[Any]:
+        for place in places:
+            array = place.get()
+            if type(array) is np.ndarray:
+                place.set(self._stand_in(array))
+        given = []
+        for value, array in zip(self._values, self._arrays, strict=True):
+            if array is None:
+                given.append(value)
+            elif isinstance(value, Variable):
+                value.data = self._stand_in(array)  # type: ignore[assignment]
+                given.append(value)
+            else:
+                given.append(self._stand_in(array))
+        return given
+
+    def _stand_in(self, array: Array) -> Recorded:
+        return self._recorded.setdefault(id(array), Recorded(array))
+
+    def _swap_out(self, places: list[Place]) -> None:
+        for place in (*places, *Reach(self._step).arrays):
+            array = place.get()
+            if type(array) in (Recorded, RecordedScalar):
+                place.set(array.array)  # type: ignore[attr-defined]
+        for value, array in zip(self._values, self._arrays, strict=True):
+            if isinstance(value, Variable):
+                value.data = array  # type: ignore[assignment]
+
+
+def _array_of(value: Any) -> Array | None:
+    if isinstance(value, Variable):
+        value = value.data
+    return value if type(value) is np.ndarray else None
+
+
+def _kind_of(value: Any) -> Any:
+    """Return what arguments must have in common to be replayed alike; None: it cannot be."""
+    array = _array_of(value)
+    if array is not None:
+        is_leaf = not isinstance(value, Variable) or not (value.calc_grad or value.node)
+        return (type(value), array.dtype.str, array.shape) if is_leaf else None
+    try:
+        hash(value)
+    except TypeError:
+        return None
+    return type(value), value
+
+
+def _as_returned(result: Any) -> Any:
+    """Return what the step returned, with what variables in it held."""
+    kind = type(result)
+    if kind is Variable:
+        return Returned(result, result.data, result.node is not None)
+    if kind in (tuple, list):
+        return kind(map(_as_returned, result))
+    if kind is dict:
+        return {name: _as_returned(each) for name, each in result.items()}
+    return result
+
+
+def _unwrapped(result: Any) -> Any:
+    """Return what the step returned, with arrays in the place of what stands for them."""
+    kind = type(result)
+    if kind is Variable:
+        if type(result.data) in (Recorded, RecordedScalar):
+            result.data = np.array(result.data.array)
+        return result
+    if kind in (Recorded, RecordedScalar):
+        return result.array
+    if kind in (tuple, list):
+        return kind(map(_unwrapped, result))
+    if kind is dict:
+        return {name: _unwrapped(each) for name, each in result.items()}
+    return getattr(result, "value", result) if kind.__name__ == "Number" else result
