@@ -40,15 +40,17 @@ class OptimizerStep:
         grads = [None if grad is None else next(left) for grad in self._grads]
         return OptimizerStep(self._step, self._args, grads)
 
-    def run(self) -> None:
-        """Step all parameters."""
+    def call(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return what a replay calls, with which arguments."""
+        held = [variable.grad for variable in self._params]
+        if all(a is b for a, b in zip(held, self._grads, strict=True)):
+            return self._step, self._args  # as variables have their gradients during a replay
+        return self._run, ()
+
+    def _run(self) -> None:
         for variable, grad in zip(self._params, self._grads, strict=True):
             variable.grad = grad
         self._step(*self._args)
-
-
-def _run(step: OptimizerStep) -> None:
-    step.run()
 
 
 def _record_step(
@@ -80,7 +82,7 @@ def _record_step(
     recording.live += [optimizer, steps]
     changed = [data.array for data, grad in kept if grad is not None]
     changed += [each for row in own_states for each in row]
-    recording.effect(_run, (OptimizerStep(function, replayed, plain),), {}, [], changed)
+    recording.effect(OptimizerStep(function, replayed, plain), (), {}, [], changed)
     return None
 
 

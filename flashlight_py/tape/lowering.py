@@ -115,7 +115,10 @@ class Lowering:
         if not out.size:
             return []
         try:
-            spread = [np.broadcast_to(each, out.shape) for each in operands]
+            spread = [
+                each if each.shape == out.shape else np.broadcast_to(each, out.shape)
+                for each in operands
+            ]
         except ValueError:
             return None
         if any(clashes(each, out) for each in spread):
@@ -139,6 +142,9 @@ class Lowering:
         if not note.made or not isinstance(source, np.ndarray):
             return None
         return self._copy(source, note.made[0])
+
+    def _array(self, note: Note) -> list[Lowered] | None:
+        return None if note.options else self._copy_of_first(note)
 
     def _copyto(self, note: Note) -> list[Lowered] | None:
         target, source = note.args[:2]
@@ -282,8 +288,9 @@ def clashes(source: Array, target: Array, identical: bool = False) -> bool:
     begin, end = bounds(target)
     if high <= begin or end <= low:
         return False
-    same = low == begin and source.strides == target.strides and source.dtype == target.dtype
-    return identical or not same
+    same = source.shape == target.shape and source.dtype == target.dtype and low == begin
+    steps = zip(target.shape, source.strides, target.strides, strict=False)
+    return identical or not (same and all(a == b for extent, a, b in steps if extent > 1))
 
 
 _CLIP = getattr(np, "_core", None) or np.core
@@ -306,6 +313,7 @@ CASTS = {
 SIZED = {f"{name}:{size}" for name in ("copy", "where") for size in (1, 2, 4, 8, 16)}
 _RULES: dict[Any, Callable[[Lowering, Note], list[Lowered] | None]] = {
     np.copyto: Lowering._copyto,
+    np.array: Lowering._array,
     np.copy: Lowering._copy_of_first,
     np.ndarray.astype: Lowering._copy_of_first,
     np.ndarray.copy: Lowering._copy_of_first,

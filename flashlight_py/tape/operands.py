@@ -64,6 +64,7 @@ def arrays_in(value: Any) -> Iterator[np.ndarray[Any, Any]]:
 
 def operands_of(note: Note) -> Iterator[np.ndarray[Any, Any]]:
     """Return all arrays of a note."""
+    yield from arrays_in(note.function)
     yield from arrays_in(note.args)
     yield from arrays_in(note.options)
     yield from note.made
@@ -161,8 +162,8 @@ def outline(recording: Recording, arguments: Sequence[np.ndarray[Any, Any] | Non
 
     return [
         (
-            getattr(note.function, "__qualname__", repr(note.function)),
-            *map(described, (note.args, note.options, note.made, note.changed)),
+            getattr(note.function, "__qualname__", type(note.function).__name__),
+            *map(described, (note.function, note.args, note.options, note.made, note.changed)),
         )
         for note in recording.notes
     ]
