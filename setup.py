@@ -195,9 +195,9 @@ TAPE = numpy_extension(
     "tape",
     [
         f"csrc/tape/{name}.cc"
-        for name in ("module", "program", "instructions", "loops", "elements", "products")
+        for name in ("module", "program", "guards", "instructions", "loops", "elements", "products")
     ],
-    [f"csrc/tape/{name}.h" for name in ("tape", "program", "products")],
+    [f"csrc/tape/{name}.h" for name in ("tape", "program", "guards", "products")],
 )
 # As csrc/optim: nothing contracts, but in products, which BLAS computes with them as well.
 TAPE.extra_compile_args += ["-std=c++17", "-ffp-contract=off"]

@@ -17,10 +17,14 @@ __all__ = [
     "device_of",
     "is_cupy",
     "operation",
+    "operations_made",
     "owner_of",
     "require",
     "to_device",
 ]
+
+operations_made: list[Callable[[], int]] = []
+"""Each returns how many operations with effects beyond arrays, such as messages, were made."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -1,7 +1,7 @@
 /* The module: a step that replays its programs, and falls back to Python. */
 
 #define FL_TAPE_MODULE
-#include "program.h"
+#include "guards.h"
 
 #include <structmember.h>
 
@@ -94,7 +94,7 @@ PyObject* drop(PyObject* self, PyObject* most) {
 }
 
 PyObject* find_slots(PyObject*, PyObject* type) {
-  if (!slots.find(type)) return nullptr;
+  if (!slots.find(type) || !Guards::find_cells()) return nullptr;
   Py_RETURN_NONE;
 }
 

@@ -35,6 +35,7 @@ class Slots {
 
   // Find where they are in instances of `type`; false with an exception.
   bool find(PyObject* type);
+  static bool named(PyObject* name, Name* to);
   bool is_instance(PyObject* object) const {
     return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type_.get();
   }
@@ -72,8 +73,12 @@ struct Result {
   std::vector<Result> parts;
 };
 
+class Guards;
+
 class Program {
  public:
+  Program();
+  ~Program();
   // From what flashlight_py/tape/program.py describes; null with an exception.
   static std::unique_ptr<Program> read(PyObject* description);
 
@@ -112,7 +117,8 @@ class Program {
   Instructions instructions_;
   std::vector<Binding> bindings_;
   Result result_;
-  Owned guards_, keep_;
+  std::unique_ptr<Guards> guards_;
+  Owned keep_;
   bool is_busy_ = false, is_large_ = false;
 };
 

@@ -24,6 +24,8 @@ class Apart:
     Two that do would be written twice, or read while they are written.
     """
 
+    __captured_state__ = ()
+
     def __init__(self, verb: str) -> None:
         self._verb = verb
         # Where they begin, their places in the order, where they end, whether they are written.

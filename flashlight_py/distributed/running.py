@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from flashlight_py.device import Array, is_cupy
+from flashlight_py.device import Array, is_cupy, owner_of
 from flashlight_py.distributed.arrays import (
     as_array,
     check_reduction,
@@ -24,7 +24,7 @@ from flashlight_py.distributed.arrays import (
 )
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.membership import Membership, of
+from flashlight_py.distributed.membership import Membership, native, of
 from flashlight_py.distributed.numbers import (
     NUMBERS,
     as_number,
@@ -56,6 +56,10 @@ def collective(
     The arguments are those of the public functions; ``received`` as of ``Call``. Returns the
     result, or a Work.
     """
+    owner = owner_of((x, out))
+    if owner is not None:
+        how = {"op": op, "scale": scale, "root": root, "rows": rows, "out": out}
+        return owner.__operation__(_once_more, (group, verb, x), {**how, "async_op": async_op})
     members = of(group)
     several = verb.lists and isinstance(x, list | tuple)
     begun = len(x) if several and async_op else 1
@@ -66,6 +70,26 @@ def collective(
         if several:
             return _each(members, verb, x, how, out, async_op)
         return _prepare(members, verb, x, how, out, async_op)()
+
+
+def _once_more(
+    group: Membership | None,
+    verb: Verb,
+    x: Any,
+    *,
+    op: str,
+    scale: float,
+    root: Any,
+    rows: Any,
+    out: Any,
+    async_op: bool,
+) -> Any:
+    """Do what a public function does: by the short way if that can do it."""
+    y = native(group)(verb.code, x, out, op if rows is None else rows, scale, root, 0, async_op)
+    if y is not NotImplemented:
+        return y
+    how: Any = {"op": op, "scale": scale, "root": root, "rows": rows, "out": out}
+    return collective(group, verb, x, **how, async_op=async_op)
 
 
 def _of_number(group: Membership, verb: Verb, x: Any, how: dict[str, Any], async_op: bool) -> Any:

@@ -1,56 +1,332 @@
+"""The Python state that a step can reach: what a replay must find as the recording has found it.
+
+What a step does depends on more than arrays: on the attributes of modules, on flags and numbers
+of the user's. All that it can reach from what it closes over and from the globals it names is walked
+once, and compared by native code before each replay (csrc/tape/guards.h).
+"""
+
 from __future__ import annotations
-import functools, types
-from typing import Any
+
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Container
+from enum import Enum
+from typing import Any, NamedTuple
+
 import numpy as np
+
 from flashlight_py.autograd import Variable
 
-class Place:
-    def __init__(self, get, set, words): self.get, self.set, self._w = get, set, words
-    def words(self): return self._w
+_PACKAGE = __name__.partition(".")[0]
+_LARGE = 1000  # items; of what is larger only the length is compared
+_MOST = 50_000  # objects
+_LEAVES = (int, float, complex, bool, str, bytes, type(None), Enum, np.dtype, np.generic, slice, range)
+_SLOTS = ("data", "grad", "buffer")
+
+# Kinds of guards in csrc/tape/guards.cc.
+DICT, ITEMS, CELL, GLOBAL, SLOT, LENGTH = range(6)
+
+
+class Anything:
+    """Stands for a value that is not compared."""
+
+
+ANYTHING = Anything()
+
+
+class Place(NamedTuple):
+    """Where an array is: an attribute, an item, a cell or a slot."""
+
+    words: str
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+class Holder(NamedTuple):
+    """Something that holds values: its kind, what a guard looks at, and whose state it is."""
+
+    kind: int
+    container: Any
+    key: Any
+    owner: Any
+    words: str
+
+    def values(self) -> list[Any]:
+        """Return what it holds now."""
+        if self.kind == DICT:
+            return list(self.container.values())
+        if self.kind == ITEMS:
+            return list(self.container)
+        if self.kind == CELL:
+            return [_contents(self.container)]
+        if self.kind == GLOBAL:
+            return [self.container.get(self.key, ANYTHING)]
+        if self.kind == SLOT:
+            return [getattr(self.container, self.key)]
+        return [len(self.container)]
+
+    def names(self) -> list[str]:
+        """Return what the values are called."""
+        if self.kind == DICT:
+            dot = "." if self.owner is not self.container else ""
+            return [f"{self.words}{dot}{name}" if dot else f"{self.words}[{name!r}]"
+                    for name in self.container]  # fmt: skip
+        if self.kind == ITEMS:
+            return [f"{self.words}[{number}]" for number in range(len(self.container))]
+        return [f"len({self.words})" if self.kind == LENGTH else self.words]
+
 
 class Reach:
-    def __init__(self, function):
-        self.variables=[]; self.arrays=[]; self._seen=set()
-        self._walk(function, 0)
-    def changed(self, live): return []
-    def _place(self, get, set, words): self.arrays.append(Place(get,set,words))
-    def _walk(self, o, depth):
-        if id(o) in self._seen or depth>12: return
-        self._seen.add(id(o))
-        if isinstance(o, types.FunctionType):
-            for c in o.__closure__ or ():
-                try: v=c.cell_contents
-                except ValueError: continue
-                if isinstance(v, np.ndarray): self._place(lambda c=c: c.cell_contents, lambda x,c=c: setattr(c,'cell_contents',x), 'cell')
-                else: self._walk(v, depth+1)
-            names=set(); codes=[o.__code__]
-            while codes:
-                k=codes.pop(); names|=set(k.co_names); codes+= [x for x in k.co_consts if isinstance(x, types.CodeType)]
-            for n in names:
-                if n in o.__globals__:
-                    v=o.__globals__[n]
-                    if isinstance(v,np.ndarray): self._place(lambda g=o.__globals__,n=n:g[n], lambda x,g=o.__globals__,n=n:g.__setitem__(n,x), n)
-                    else: self._walk(v, depth+1)
-        elif isinstance(o, types.MethodType):
-            self._walk(o.__self__, depth+1); self._walk(o.__func__, depth+1)
-        elif isinstance(o, functools.partial):
-            self._walk(o.func, depth+1)
-            for a in o.args: self._walk(a, depth+1)
-        elif isinstance(o, Variable):
-            self.variables.append(o)
-            for n in ('data','grad','buffer'):
-                self._place(lambda n=n: getattr(o,n), lambda x,n=n: setattr(o,n,x), n)
-            if o.hook is not None: self._walk(o.hook, depth+1)
-        elif isinstance(o, (list,)):
-            for i,v in enumerate(o):
-                if isinstance(v,np.ndarray): self._place(lambda i=i:o[i], lambda x,i=i:o.__setitem__(i,x), f'[{i}]')
-                else: self._walk(v, depth+1)
-        elif isinstance(o, tuple):
-            for v in o: self._walk(v, depth+1)
-        elif isinstance(o, dict):
-            for i,v in list(o.items()):
-                if isinstance(v,np.ndarray): self._place(lambda i=i:o[i], lambda x,i=i:o.__setitem__(i,x), f'[{i}]')
-                else: self._walk(v, depth+1)
-        elif isinstance(o, (types.ModuleType, type)) or isinstance(o,(int,float,str,bytes,types.BuiltinFunctionType)): return
-        elif hasattr(o,'__dict__') and type(o).__module__.startswith('flashlight_py') and 'distributed' not in type(o).__module__ or type(o).__module__ in('__main__',) and hasattr(o,'__dict__'):
-            self._walk(o.__dict__, depth+1)
+    """What ``function`` can reach, and how it was.
+
+    ``variables`` and ``arrays`` (by where they are) in the order of the walk.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.variables: list[Variable] = []
+        self.arrays: list[Place] = []
+        self._holders: list[Holder] = []
+        self._seen: dict[int, Any] = {}
+        self._unseen: deque[tuple[Any, str]] = deque([(function, "")])
+        while self._unseen and len(self._seen) < _MOST:
+            value, words = self._unseen.popleft()
+            if id(value) not in self._seen:
+                self._seen[id(value)] = value
+                self._enter(value, words)
+        self._before = [(holder, holder.values(), holder.names()) for holder in self._holders]
+
+    def changed(self, live: Container[int]) -> list[str]:
+        """Return in words what is not as it was, but arrays; ``live``: ids of owners left out."""
+        found = []
+        for holder, before, names in self._before:
+            now = holder.values()
+            skip = id(holder.owner) in live or id(holder.container) in live
+            if holder.kind == SLOT and holder.key == "grad":
+                continue
+            if len(now) != len(before):
+                found.append(f"{holder.words}: {len(before)} items before, {len(now)} now")
+                continue
+            for name, old, new in zip(names, before, now, strict=True):
+                if (skip and isinstance(new, _LEAVES)) or _same(old, new):
+                    continue
+                found.append(f"{name}: {_short(old)} before, {_short(new)} now")
+        return found
+
+    def guards(self, live: Container[int], grads: Container[int]) -> list[tuple[Any, ...]]:
+        """Return what csrc/tape/guards.cc compares: all as it is now.
+
+        ``grads``: ids of the variables whose gradient has to be the array that it is.
+        """
+        found: list[tuple[Any, ...]] = []
+        for holder in self._holders:
+            values = holder.values()
+            skip = id(holder.owner) in live or id(holder.container) in live
+            if holder.kind == SLOT and holder.key == "grad" and id(holder.container) not in grads:
+                continue
+            values = [
+                ANYTHING if _is_closed(each) or (skip and isinstance(each, _LEAVES)) else each
+                for each in values
+            ]
+            if holder.kind == ITEMS and isinstance(holder.container, tuple):
+                continue  # which never changes
+            if any(each is not ANYTHING for each in values) or holder.kind in (DICT, ITEMS):
+                found.append((holder.kind, holder.container, holder.key, tuple(values)))
+        return found
+
+    # The walk -----------------------------------------------------------------------------------
+
+    def _enter(self, value: Any, words: str) -> None:
+        kind = type(value)
+        if isinstance(value, _LEAVES) or isinstance(value, (type, types.ModuleType)):
+            return
+        if kind is Variable:
+            self._enter_variable(value, words)
+        elif kind is types.FunctionType:
+            self._enter_function(value, words)
+        elif kind is types.MethodType:
+            self._look(value.__self__, words)
+            self._look(value.__func__, words)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._look(part, words)
+        elif isinstance(value, (list, tuple, dict, set, frozenset, deque)):
+            self._enter_container(value, value, words)
+        elif kind.__module__.partition(".")[0] not in sys.stdlib_module_names and kind is not np.ndarray:
+            self._enter_instance(value, words)
+
+    def _look(self, value: Any, words: str) -> None:
+        if not isinstance(value, _LEAVES):
+            self._unseen.append((value, words))
+
+    def _enter_variable(self, variable: Variable, words: str) -> None:
+        self.variables.append(variable)
+        for name in _SLOTS:
+            self._holders.append(Holder(SLOT, variable, name, variable, f"{words}.{name}"))
+            self._note_array(
+                f"{words}.{name}",
+                functools.partial(getattr, variable, name),
+                functools.partial(setattr, variable, name),
+            )
+        for name in ("hook", "placement", "_calc_grad"):
+            self._holders.append(Holder(SLOT, variable, name, variable, f"{words}.{name}"))
+        self._look(variable.hook, f"{words}.hook")
+        if not isinstance(variable.buffer, np.ndarray):
+            self._look(variable.buffer, f"{words}.buffer")
+
+    def _note_array(self, words: str, get: Callable[[], Any], set_: Callable[[Any], None]) -> None:
+        if isinstance(get(), np.ndarray):
+            self.arrays.append(Place(words, get, set_))
+
+    def _enter_function(self, function: types.FunctionType, words: str) -> None:
+        names = function.__code__.co_freevars
+        for name, cell in zip(names, function.__closure__ or (), strict=True):
+            value = _contents(cell)
+            self._holders.append(Holder(CELL, cell, None, function, name))
+            if isinstance(value, np.ndarray):
+                get = functools.partial(_contents, cell)
+                self._note_array(name, get, functools.partial(setattr, cell, "cell_contents"))
+            self._look(value, name)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._look(value, function.__name__)
+        if not _is_foreign(function.__module__):
+            self._enter_globals(function)
+
+    def _enter_globals(self, function: types.FunctionType) -> None:
+        scope = function.__globals__
+        for name in _names_of(function.__code__):
+            if name not in scope:
+                continue
+            value = scope[name]
+            self._holders.append(Holder(GLOBAL, scope, name, function, name))
+            if isinstance(value, types.ModuleType) and not _is_foreign(value.__name__):
+                self._enter_module(value, function, name)
+            if isinstance(value, np.ndarray):
+                get = functools.partial(scope.get, name)
+                self._note_array(name, get, functools.partial(scope.__setitem__, name))
+            self._look(value, name)
+
+    def _enter_module(self, module: types.ModuleType, function: types.FunctionType, words: str) -> None:
+        scope = vars(module)
+        for name in _names_of(function.__code__):
+            if name in scope:
+                value = scope[name]
+                self._holders.append(Holder(GLOBAL, scope, name, module, f"{words}.{name}"))
+                if isinstance(value, np.ndarray):
+                    get = functools.partial(scope.get, name)
+                    self._note_array(f"{words}.{name}", get, functools.partial(setattr, module, name))
+                self._look(value, f"{words}.{name}")
+
+    def _enter_container(self, value: Any, owner: Any, words: str) -> None:
+        if len(value) > _LARGE:
+            self._holders.append(Holder(LENGTH, value, None, owner, words))
+            return
+        if isinstance(value, dict):
+            self._holders.append(Holder(DICT, value, None, owner, words))
+            dot = "" if owner is value else "."
+            for name, each in list(value.items()):
+                called = f"{words}.{name}" if dot else f"{words}[{name!r}]"
+                if isinstance(each, np.ndarray):
+                    get = functools.partial(value.get, name)
+                    self._note_array(called, get, functools.partial(value.__setitem__, name))
+                self._look(each, called)
+            return
+        is_ordered = isinstance(value, (list, tuple))
+        self._holders.append(Holder(ITEMS if is_ordered else LENGTH, value, None, owner, words))
+        for number, each in enumerate(list(value)):
+            called = f"{words}[{number}]"
+            if isinstance(each, np.ndarray) and isinstance(value, list):
+                get = functools.partial(value.__getitem__, number)
+                self._note_array(called, get, functools.partial(value.__setitem__, number))
+            self._look(each, called)
+
+    def _enter_instance(self, value: Any, words: str) -> None:
+        kind = type(value)
+        if _is_closed(value):
+            return
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._enter_container(attributes, value, words)
+        for name in _slots_of(kind):
+            each = getattr(value, name, ANYTHING)
+            if each is ANYTHING:
+                continue
+            if isinstance(each, np.ndarray):
+                get = functools.partial(getattr, value, name)
+                self._note_array(f"{words}.{name}", get, functools.partial(setattr, value, name))
+            self._look(each, f"{words}.{name}")
+        if not _is_foreign(kind.__module__):
+            for name in _names_in(kind):
+                self._look(getattr(kind, name), words)
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty as yet
+        return ANYTHING
+
+
+@functools.lru_cache(maxsize=256)
+def _names_of(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names that a function and those inside it use, of globals and attributes."""
+    found = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found.update(dict.fromkeys(_names_of(constant)))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=256)
+def _names_in(kind: type) -> tuple[str, ...]:
+    """Return the names of the functions that a class of the user has."""
+    return tuple(name for name, each in vars(kind).items() if type(each) is types.FunctionType)
+
+
+@functools.lru_cache(maxsize=256)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    found: list[str] = []
+    for each in kind.__mro__:
+        slots = vars(each).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+def _is_foreign(module: str | None) -> bool:
+    """Return whether a module is this package's, NumPy's or the standard library's."""
+    name = (module or "").partition(".")[0]
+    return name in (_PACKAGE, "numpy", "cupy") or (name in sys.stdlib_module_names and name != "__main__")
+
+
+def _same(old: Any, new: Any, depth: int = 6) -> bool:
+    """Return whether nothing but arrays differs."""
+    if old is new or (isinstance(old, np.ndarray) and isinstance(new, np.ndarray)):
+        return True
+    if type(old) is not type(new) or not depth:
+        return False
+    if _is_closed(old):
+        return True
+    if isinstance(old, _LEAVES):
+        return bool(old == new)
+    if isinstance(old, (list, tuple, deque)):
+        return len(old) == len(new) and all(map(_same, old, new, [depth - 1] * len(old)))
+    attributes = old if isinstance(old, dict) else getattr(old, "__dict__", None)
+    others = new if isinstance(new, dict) else getattr(new, "__dict__", None)
+    if attributes is None or others is None:
+        return False
+    return _same(list(attributes), list(others), depth - 1) and _same(
+        list(attributes.values()), list(others.values()), depth - 1
+    )
+
+
+def _is_closed(value: Any) -> bool:
+    """Return whether a class says that no step depends on what is inside of its instances."""
+    return getattr(type(value), "__captured_state__", None) == ()
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, _LEAVES):
+        return f"{value!r:.60}"
+    return f"a {type(value).__name__}"
+

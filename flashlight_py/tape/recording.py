@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.autograd import Variable
+from flashlight_py.device import operations_made
 from flashlight_py.tape.arrays import Number, Recorded, RecordedScalar, current
 
 _PACKAGE = str(Path(__file__).parent.parent)
@@ -57,6 +58,7 @@ class Recording:
         self.left = ""  # why it cannot be captured, once something was found
         self.made: list[np.ndarray[Any, Any]] = []
         self.live: list[object] = []  # whose state operations read and change by themselves
+        self._made_before = _operations_made()
         self._starts: list[int] = []
         self._ends: list[int] = []
         for low, high in _merged(map(bounds, known)):
@@ -168,10 +170,17 @@ class Recording:
     def without(self, function: Callable[[], Any]) -> Any:
         """Call ``function`` with nothing noted."""
         current.recording = None
+        before = _operations_made()
         try:
             return function()
         finally:
             current.recording = self
+            self._made_before += _operations_made() - before
+
+    def check_operations(self) -> None:
+        """Leave unless all operations that were made have been noted."""
+        if _operations_made() != self._made_before:
+            self.leave("something is sent that is no array of the step,")
 
     def generator(self, found: Any) -> Any:
         """Return what draws as ``found`` does, and draws again in every replay."""
@@ -285,6 +294,10 @@ class _Generator:
 
 # Of some functions: what does them and notes them, instead of Recording.operation.
 handlers: dict[Any, Callable[[Recording, Any, Any, Any], Any]] = {}
+
+
+def _operations_made() -> int:
+    return sum(made() for made in operations_made)
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:

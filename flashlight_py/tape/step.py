@@ -15,7 +15,7 @@ from flashlight_py.tape import kernels
 from flashlight_py.tape.arrays import Recorded, RecordedScalar, current
 from flashlight_py.tape.operands import outline
 from flashlight_py.tape.program import SLOTS, Builder, CannotCapture, Returned
-from flashlight_py.tape.reach import Place, Reach
+from flashlight_py.tape.reach import ANYTHING, Place, Reach
 from flashlight_py.tape.recording import Recording
 
 _MOST_PROGRAMS = 16
@@ -96,6 +96,7 @@ class _Session:
         try:
             current.recording = self._recording
             result = self._step(*given[:position], **dict(zip(options, given[position:], strict=True)))
+            self._recording.check_operations()
         finally:
             current.recording = None
             self._after = [(v, v.data, v.grad) for v in self._reach.variables]
@@ -125,10 +126,10 @@ class _Session:
             if (now := variable.grad) is not self._before[id(variable)] or now is not None:
                 bindings.append((variable, SLOTS["grad"], now))
         builder = Builder(self._recording, self._arrays, self._values, kept, self._result)
-        return builder.describe(self._names, bindings, self._guards())
+        return builder.describe(self._names, bindings, (self._guards(), ANYTHING))
 
-    def _guards(self) -> Any:
-        return None
+    def _guards(self) -> list[tuple[Any, ...]]:
+        return Reach(self._step).guards(self._live, ())
 
     def _swap_in(self, places: list[Place]) -> list[Any]:
         for place in places:
