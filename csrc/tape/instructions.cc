@@ -40,32 +40,6 @@ class Require final : public Instruction {
   int at_;
 };
 
-class Multiply final : public Instruction {
- public:
-  Multiply(bool is_double, const size_t (&sizes)[3], const int (&at)[3], const ptrdiff_t (&steps)[3][2])
-      : product_(product_of(is_double)) {
-    std::memcpy(sizes_, sizes, sizeof sizes);
-    std::memcpy(at_, at, sizeof at);
-    for (int i = 0; i < 3; ++i) operands_[i] = {nullptr, steps[i][0], steps[i][1]};
-  }
-
-  Outcome run(Table table) override {
-    for (int i = 0; i < 3; ++i) operands_[i].data = table[at_[i]];
-    product_(sizes_[0], sizes_[1], sizes_[2], operands_[0], operands_[1], operands_[2], false);
-    return Outcome::done;
-  }
-
-  int64_t work() const override {
-    return static_cast<int64_t>(sizes_[0] * sizes_[1] * sizes_[2] / 8 + 1);
-  }
-
- private:
-  Product product_;
-  size_t sizes_[3];
-  int at_[3];
-  Matrix operands_[3];
-};
-
 // The loop of `ufunc` for the dtypes whose characters are `types`, or one of our own by its name.
 bool find_loop(PyObject* function, PyObject* types, Loop* loop, void** data) {
   *data = nullptr;
@@ -151,18 +125,45 @@ std::unique_ptr<Instruction> read_reduction(PyObject* described) {
   return reduce(r);
 }
 
-// ("product", is double, m, n, k, at a, at b, at c, six steps in elements: rows and columns of each)
-std::unique_ptr<Instruction> read_product(PyObject* described) {
+// ("gemm", is double, transposed a, transposed b, at a, at b, at c, m, n, k, three steps)
+std::unique_ptr<Instruction> read_gemm(PyObject* described) {
   PyObject* name;
-  int is_double, at[3];
-  Py_ssize_t m, n, k, steps[6];
-  if (!PyArg_ParseTuple(described, "Opnnniiinnnnnn", &name, &is_double, &m, &n, &k, &at[0], &at[1],
-                        &at[2], &steps[0], &steps[1], &steps[2], &steps[3], &steps[4], &steps[5])) {
-    return nullptr;
-  }
-  const size_t sizes[3] = {static_cast<size_t>(m), static_cast<size_t>(n), static_cast<size_t>(k)};
-  const ptrdiff_t of_each[3][2] = {{steps[0], steps[1]}, {steps[2], steps[3]}, {steps[4], steps[5]}};
-  return std::make_unique<Multiply>(is_double != 0, sizes, at, of_each);
+  Gemm g;
+  return PyArg_ParseTuple(described, "OiiiiiiLLLLLL", &name, &g.is_double, &g.transposed_a,
+                          &g.transposed_b, &g.a, &g.b, &g.c, &g.m, &g.n, &g.k, &g.a_step, &g.b_step,
+                          &g.c_step)
+             ? multiply(g)
+             : nullptr;
+}
+
+// ("gemv", is double, order, transposed, at the matrix, at x, at y, rows, columns, two steps)
+std::unique_ptr<Instruction> read_gemv(PyObject* described) {
+  PyObject* name;
+  Gemv g;
+  return PyArg_ParseTuple(described, "OiiiiiiLLLL", &name, &g.is_double, &g.order, &g.transposed,
+                          &g.matrix, &g.x, &g.y, &g.rows, &g.columns, &g.matrix_step, &g.x_step)
+             ? multiply(g)
+             : nullptr;
+}
+
+// ("dot", is double, at x, at y, at the result, count, two steps)
+std::unique_ptr<Instruction> read_dot(PyObject* described) {
+  PyObject* name;
+  Dot d;
+  return PyArg_ParseTuple(described, "OiiiiLLL", &name, &d.is_double, &d.x, &d.y, &d.to, &d.count,
+                          &d.x_step, &d.y_step)
+             ? multiply(d)
+             : nullptr;
+}
+
+// ("outer", is double, at a, at b, at c, m, n, three steps)
+std::unique_ptr<Instruction> read_outer(PyObject* described) {
+  PyObject* name;
+  Outer o;
+  return PyArg_ParseTuple(described, "OiiiiLLLLL", &name, &o.is_double, &o.a, &o.b, &o.c, &o.m, &o.n,
+                          &o.a_step, &o.b_step, &o.c_step)
+             ? multiply(o)
+             : nullptr;
 }
 
 // ("call", function, args, what to call where that returns NotImplemented, or None)
@@ -188,7 +189,8 @@ std::unique_ptr<Instruction> read_instruction(PyObject* described) {
   static const struct {
     const char* name;
     std::unique_ptr<Instruction> (*read)(PyObject*);
-  } kinds[] = {{"loops", read_loops}, {"reduce", read_reduction}, {"product", read_product},
+  } kinds[] = {{"loops", read_loops}, {"reduce", read_reduction}, {"gemm", read_gemm},
+               {"gemv", read_gemv},   {"dot", read_dot},          {"outer", read_outer},
                {"call", read_call},   {"require", read_require}};
   PyObject* name = PyTuple_Check(described) ? PyTuple_GetItem(described, 0) : nullptr;
   const char* text = name == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(name, nullptr);

@@ -2,6 +2,7 @@
 
 #define FL_TAPE_MODULE
 #include "guards.h"
+#include "products.h"
 
 #include <structmember.h>
 
@@ -98,6 +99,22 @@ PyObject* find_slots(PyObject*, PyObject* type) {
   Py_RETURN_NONE;
 }
 
+/* use_blas(is_long, sgemm, dgemm, sgemv, dgemv, sdot, ddot): addresses. */
+PyObject* use_blas(PyObject*, PyObject* args) {
+  Py_ssize_t at[6];
+  int is_long;
+  if (!PyArg_ParseTuple(args, "pnnnnnn", &is_long, &at[0], &at[1], &at[2], &at[3], &at[4], &at[5])) {
+    return nullptr;
+  }
+  for (int i = 0; i < 2; ++i) {
+    blas.gemm[i] = reinterpret_cast<void*>(at[i]);
+    blas.gemv[i] = reinterpret_cast<void*>(at[2 + i]);
+    blas.dot[i] = reinterpret_cast<void*>(at[4 + i]);
+  }
+  blas.is_long = is_long != 0;
+  Py_RETURN_NONE;
+}
+
 PyMethodDef step_methods[] = {{"add", add, METH_O, nullptr},
                               {"drop", drop, METH_O, nullptr},
                               {nullptr, nullptr, 0, nullptr}};
@@ -115,7 +132,9 @@ PyType_Slot step_slots[] = {{Py_tp_new, reinterpret_cast<void*>(create)},
 PyType_Spec step_spec = {"flashlight_py._native._tape.Step", sizeof(Step), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, step_slots};
 
-PyMethodDef methods[] = {{"find_slots", find_slots, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef methods[] = {{"find_slots", find_slots, METH_O, nullptr},
+                         {"use_blas", use_blas, METH_VARARGS, nullptr},
+                         {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_tape", nullptr, -1,     methods,
                           nullptr,               nullptr, nullptr, nullptr};
 

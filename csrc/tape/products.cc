@@ -1,21 +1,98 @@
 #include "products.h"
 
+#include <type_traits>
+
 namespace fl::tape {
+
+Blas blas;
+
 namespace {
-template <typename R>
-void product(size_t m, size_t n, size_t k, const Matrix& a, const Matrix& b, const Matrix& c, bool adds) {
-  for (size_t i = 0; i < m; ++i) {
-    for (size_t j = 0; j < n; ++j) {
-      R sum = 0;
-      for (size_t l = 0; l < k; ++l) {
-        sum += static_cast<R*>(a.data)[i * a.rows_step + l * a.columns_step] *
-               static_cast<R*>(b.data)[l * b.rows_step + j * b.columns_step];
-      }
-      R& to = static_cast<R*>(c.data)[i * c.rows_step + j * c.columns_step];
-      to = adds ? to + sum : sum;
+
+template <typename R, typename Int>
+using GemmOf = void (*)(int order, int a, int b, Int m, Int n, Int k, R alpha, const R*, Int, const R*, Int,
+                        R beta, R*, Int);
+template <typename R, typename Int>
+using GemvOf = void (*)(int order, int transposed, Int rows, Int columns, R alpha, const R*, Int, const R*,
+                        Int, R beta, R*, Int);
+template <typename R, typename Int>
+using DotOf = R (*)(Int count, const R*, Int, const R*, Int);
+
+template <typename R, typename Int>
+void call(const Gemm& g, Table table) {
+  const auto function = reinterpret_cast<GemmOf<R, Int>>(blas.gemm[std::is_same_v<R, double>]);
+  function(ROW_MAJOR, g.transposed_a, g.transposed_b, static_cast<Int>(g.m), static_cast<Int>(g.n),
+           static_cast<Int>(g.k), 1, reinterpret_cast<R*>(table[g.a]), static_cast<Int>(g.a_step),
+           reinterpret_cast<R*>(table[g.b]), static_cast<Int>(g.b_step), 0,
+           reinterpret_cast<R*>(table[g.c]), static_cast<Int>(g.c_step));
+}
+
+template <typename R, typename Int>
+void call(const Gemv& g, Table table) {
+  const auto function = reinterpret_cast<GemvOf<R, Int>>(blas.gemv[std::is_same_v<R, double>]);
+  function(g.order, g.transposed, static_cast<Int>(g.rows), static_cast<Int>(g.columns), 1,
+           reinterpret_cast<R*>(table[g.matrix]), static_cast<Int>(g.matrix_step),
+           reinterpret_cast<R*>(table[g.x]), static_cast<Int>(g.x_step), 0,
+           reinterpret_cast<R*>(table[g.y]), 1);
+}
+
+template <typename R, typename Int>
+void call(const Dot& d, Table table) {
+  const auto function = reinterpret_cast<DotOf<R, Int>>(blas.dot[std::is_same_v<R, double>]);
+  *reinterpret_cast<R*>(table[d.to]) =
+      function(static_cast<Int>(d.count), reinterpret_cast<R*>(table[d.x]), static_cast<Int>(d.x_step),
+               reinterpret_cast<R*>(table[d.y]), static_cast<Int>(d.y_step));
+}
+
+// Where there is nothing to add up BLAS has no order of its own, and takes four times as long.
+template <typename R, typename Int>
+void call(const Outer& o, Table table) {
+  const R* a = reinterpret_cast<R*>(table[o.a]);
+  const R* const b = reinterpret_cast<R*>(table[o.b]);
+  R* c = reinterpret_cast<R*>(table[o.c]);
+  for (int64_t i = 0; i < o.m; ++i, a += o.a_step, c += o.c_step) {
+    const R left = *a;
+    if (o.b_step == 1) {
+      for (int64_t j = 0; j < o.n; ++j) c[j] = R(0) + left * b[j];
+    } else {
+      for (int64_t j = 0; j < o.n; ++j) c[j] = R(0) + left * b[j * o.b_step];
     }
   }
 }
+
+int64_t work_of(const Gemm& g) { return g.m * g.n * g.k / 8 + 1; }
+int64_t work_of(const Gemv& g) { return g.rows * g.columns / 4 + 1; }
+int64_t work_of(const Dot& d) { return d.count / 4 + 1; }
+int64_t work_of(const Outer& o) { return o.m * o.n; }
+
+template <typename Kind>
+class Multiply final : public Instruction {
+ public:
+  explicit Multiply(const Kind& kind) : kind_(kind), run_(chosen(kind)) {}
+  Outcome run(Table table) override {
+    run_(kind_, table);
+    return Outcome::done;
+  }
+  int64_t work() const override { return work_of(kind_); }
+
+ private:
+  using Run = void (*)(const Kind&, Table);
+  static Run chosen(const Kind& kind) {
+    const Run is_long[] = {call<float, int64_t>, call<double, int64_t>};
+    const Run is_short[] = {call<float, int>, call<double, int>};
+    return (blas.is_long ? is_long : is_short)[kind.is_double];
+  }
+
+  Kind kind_;
+  Run run_;
+};
+
 }  // namespace
-Product product_of(bool is_double) { return is_double ? product<double> : product<float>; }
+
+std::unique_ptr<Instruction> multiply(const Gemm& gemm) { return std::make_unique<Multiply<Gemm>>(gemm); }
+std::unique_ptr<Instruction> multiply(const Gemv& gemv) { return std::make_unique<Multiply<Gemv>>(gemv); }
+std::unique_ptr<Instruction> multiply(const Dot& dot) { return std::make_unique<Multiply<Dot>>(dot); }
+std::unique_ptr<Instruction> multiply(const Outer& outer) {
+  return std::make_unique<Multiply<Outer>>(outer);
+}
+
 }  // namespace fl::tape

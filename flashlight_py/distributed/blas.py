@@ -12,13 +12,13 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+
+from flashlight_py import libraries
 
 # What OpenBLAS reads when it is loaded: whoever has set one has chosen.
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 # Names of its functions: those of NumPy's and SciPy's wheels first; 64_ is for 64-bit integers.
 _SPELLINGS = ("scipy_openblas_{}64_", "scipy_openblas_{}", "openblas_{}64_", "openblas_{}")
-_MAPS = Path("/proc/self/maps")
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,7 @@ def describe() -> str:
 
 def _loaded() -> Iterator[_OpenBlas]:
     """Find the libraries that this process has mapped; none where the system does not say."""
-    lines = _MAPS.read_text(errors="surrogateescape").splitlines() if _MAPS.exists() else []
-    paths = {line.split(maxsplit=5)[-1] for line in lines if "openblas" in line}
-    for path in sorted(path for path in paths if "openblas" in Path(path).name):
-        if not os.path.exists(path):  # replaced since, and mapped as "... (deleted)"
-            continue
-        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    for library in libraries.mapped("openblas"):
         for spelling in _SPELLINGS:
             if hasattr(library, spelling.format("set_num_threads")):
                 yield _OpenBlas(library, spelling)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashlight_py.tape import blas
 from flashlight_py.tape.recording import Note, bounds
 
 Array = np.ndarray[Any, Any]
@@ -36,11 +37,11 @@ class Reduce(NamedTuple):
 
 
 class Product(NamedTuple):
-    """``c = a @ b`` of matrices."""
+    """A matrix product: the instruction's name and first numbers, the operands, more numbers."""
 
-    a: Array
-    b: Array
-    c: Array
+    begin: tuple[Any, ...]
+    operands: tuple[Array, ...]
+    numbers: tuple[int, ...]
 
 
 Lowered = Loops | Reduce | Product
@@ -50,8 +51,9 @@ class Lowering:
     """Lowers notes; ``made`` is called for each array that is needed in between, and ``constant``
     for each that never changes."""
 
-    def __init__(self, make: Callable[[tuple[int, ...], Any], Array]) -> None:
+    def __init__(self, make: Callable[[tuple[int, ...], Any], Array], has_blas: bool) -> None:
         self._make = make
+        self._has_blas = has_blas
         self.constants: list[Array] = []
 
     def lower(self, note: Note) -> list[Lowered] | None:
@@ -60,7 +62,7 @@ class Lowering:
             return None
         function = note.function
         if isinstance(function, np.ufunc):
-            return self._matrix(note) if function is np.matmul else self._ufunc(note, function)
+            return self._matmul(note) if function is np.matmul else self._ufunc(note, function)
         if isinstance(getattr(function, "__self__", None), np.ufunc):
             return self._reduction(note) if function.__name__ == "reduce" else None
         rule = _RULES.get(function)
@@ -203,18 +205,20 @@ class Lowering:
     # Others -------------------------------------------------------------------------------------
 
     def _matrix(self, note: Note) -> list[Lowered] | None:
-        if note.options.keys() - {"out"} or len(note.args) < 2:
+        if note.options.keys() - {"out"} or len(note.args) < 2 or not self._has_blas:
             return None
         a, b = note.args[:2]
         c = (*note.made, *note.changed)[0]
-        arrays = (a, b, c)
-        if not all(isinstance(each, np.ndarray) and each.ndim == 2 for each in arrays):
+        if not all(isinstance(each, np.ndarray) for each in (a, b)):
             return None
-        if not a.dtype == b.dtype == c.dtype or a.dtype.char not in "fd":
-            return None
-        if not c.size or any(clashes(each, c, identical=True) for each in (a, b)):
-            return [] if not c.size else None
-        return [Product(a, b, c)]
+        found = blas.product(a, b, c)
+        return None if found is None else [Product(*found)]
+
+    def _matmul(self, note: Note) -> list[Lowered] | None:
+        """As ``dot`` where that has the same bits; NumPy does not always choose the same function."""
+        a, b = note.args[:2]
+        same = a.ndim == b.ndim == 2 and np.array_equal(a.dot(b), note.made[0]) if note.made else False
+        return self._matrix(note) if same else None
 
     def _reduction(self, note: Note) -> list[Lowered] | None:
         ufunc: np.ufunc = note.function.__self__  # type: ignore[attr-defined]

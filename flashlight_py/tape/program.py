@@ -57,10 +57,11 @@ class Builder:
         values: Sequence[Any],
         kept: Sequence[Array],
         result: Any,
+        has_blas: bool,
     ) -> None:
         self._arguments, self._values = arguments, values
         self._memory = Memory(recording.made, arguments)
-        self._lowering = Lowering(self._make)
+        self._lowering = Lowering(self._make, has_blas)
         places = map(self._memory.where, kept)
         self._kept = {where.number for where in places if where.space == MADE}
         self._returned: list[Array] = []
@@ -263,11 +264,7 @@ class Builder:
         return "reduce", each.ufunc, each.types, *entries, *sizes, each.along_rows, initial
 
     def _emit_product(self, each: Product) -> tuple[Any, ...]:
-        (m, k), n = each.a.shape, each.b.shape[1]
-        size = each.c.itemsize
-        steps = [step // size for matrix in each for step in matrix.strides]
-        entries = map(self._entry, each)
-        return "product", size == 8, m, n, k, *entries, *steps
+        return *each.begin, *map(self._entry, each.operands), *each.numbers
 
     def _emit_call(self, note: Note) -> tuple[Any, ...]:
         if note.required is not None:
@@ -380,7 +377,7 @@ def _arrays_of(note: Note, lowered: list[Lowered] | None) -> list[Array]:
         elif isinstance(each, Reduce):
             found += [each.source, each.target]
         else:
-            found += each
+            found += each.operands
     return found
 
 

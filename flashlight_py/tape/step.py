@@ -11,7 +11,7 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.autograd import Variable
-from flashlight_py.tape import kernels
+from flashlight_py.tape import blas, kernels
 from flashlight_py.tape.arrays import Recorded, RecordedScalar, current
 from flashlight_py.tape.operands import outline
 from flashlight_py.tape.program import SLOTS, Builder, CannotCapture, Returned
@@ -26,6 +26,7 @@ Array = np.ndarray[Any, Any]
 _tape = _native.load("tape")
 _tape.find_slots(Variable)
 kernels.install()
+_has_blas = blas.connect(_tape)
 
 
 class Captured(_tape.Step):  # type: ignore[misc, name-defined]
@@ -125,7 +126,7 @@ class _Session:
                 kept.append(grad.array)
             if (now := variable.grad) is not self._before[id(variable)] or now is not None:
                 bindings.append((variable, SLOTS["grad"], now))
-        builder = Builder(self._recording, self._arrays, self._values, kept, self._result)
+        builder = Builder(self._recording, self._arrays, self._values, kept, self._result, _has_blas)
         return builder.describe(self._names, bindings, (self._guards(), ANYTHING))
 
     def _guards(self) -> list[tuple[Any, ...]]:
