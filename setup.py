@@ -179,9 +179,9 @@ TREE = numpy_extension(
 )
 OPTIM = numpy_extension(
     "optim",
-    [f"csrc/optim/{name}.cc" for name in ("module", "sets")],
+    [f"csrc/optim/{name}.cc" for name in ("module", "prepared", "sets", "tasks")],
     [
-        *("csrc/optim/kernels.inc", "csrc/optim/optim.h"),
+        *("csrc/optim/kernels.inc", "csrc/optim/optim.h", "csrc/optim/tasks.h"),
         *("csrc/common/each_set.inc", "flashlight_py/optim/rules.inc"),
     ],
 )

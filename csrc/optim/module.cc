@@ -4,138 +4,15 @@
    one call reads the variables, checks their arrays and steps them all. What does not fit (another
    dtype, strides, a subclass, another library's array) is left to the caller. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
-#include <numpy/arrayobject.h>
+#define FL_OPTIM_MODULE
+#include "tasks.h"
 
-#include <cstring>
-#include <memory>
 #include <vector>
 
-#include "optim.h"
-
+namespace fl::optim {
 namespace {
 
-using fl::optim::MOST_NUMBERS;
-using fl::optim::MOST_STATES;
-
-// From here on steps are long enough to let other threads run meanwhile.
-constexpr size_t BYTES_WITHOUT_GIL = 1 << 16;
-
-struct Release {
-  void operator()(PyObject* object) const { Py_XDECREF(object); }
-};
-using Owned = std::unique_ptr<PyObject, Release>;
-
 PyObject *data_name, *grad_name, *placement_name;
-
-// A rule and its numbers, as Python's rule() returns them.
-struct Numbered {
-  const fl::optim::Rule* rule = nullptr;
-  double numbers[MOST_NUMBERS];
-};
-
-// A parameter's step: where its arrays are, and what keeps them.
-struct Task {
-  fl::optim::Piece piece;
-  bool is_double;
-  Py_ssize_t position;
-  void* grad;  // where piece.grads points to when there is one
-  Owned kept[2 + MOST_STATES];
-};
-
-bool read_rule(PyObject* given, Numbered* to) {
-  PyObject* numbers = PyTuple_Check(given) ? PyTuple_GetItem(given, 1) : nullptr;
-  const char* name = numbers ? PyUnicode_AsUTF8AndSize(PyTuple_GetItem(given, 0), nullptr) : nullptr;
-  if (name == nullptr || !PyTuple_Check(numbers)) {
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a rule is (name, (number, ...))");
-    return false;
-  }
-  const fl::optim::Rule* rules = fl::optim::chosen_set().rules;
-  to->rule = nullptr;
-  for (int i = 0; i < fl::optim::RULES; ++i) {
-    if (std::strcmp(rules[i].name, name) == 0) to->rule = &rules[i];
-  }
-  if (to->rule == nullptr || PyTuple_Size(numbers) != to->rule->numbers) {
-    PyErr_Format(PyExc_ValueError, "no rule %s with %zd numbers", name, PyTuple_Size(numbers));
-    return false;
-  }
-  for (int i = 0; i < to->rule->numbers; ++i) {
-    to->numbers[i] = PyFloat_AsDouble(PyTuple_GetItem(numbers, i));
-  }
-  return PyErr_Occurred() == nullptr;
-}
-
-// An array that a kernel can read, of the dtype and shape of `like` unless that is null; or null.
-PyArrayObject* readable(PyObject* object, PyArrayObject* like) {
-  if (object == nullptr || !PyArray_CheckExact(object)) return nullptr;
-  PyArrayObject* array = reinterpret_cast<PyArrayObject*>(object);
-  if (!PyArray_ISCARRAY_RO(array)) return nullptr;
-  const int type = PyArray_TYPE(array);
-  if (like == nullptr) return type == NPY_FLOAT || type == NPY_DOUBLE ? array : nullptr;
-  return type == PyArray_TYPE(like) && PyArray_SAMESHAPE(array, like) ? array : nullptr;
-}
-
-PyArrayObject* writable(PyObject* object, PyArrayObject* like) {
-  PyArrayObject* array = readable(object, like);
-  return array != nullptr && PyArray_ISWRITEABLE(array) ? array : nullptr;
-}
-
-bool overlap(PyArrayObject* one, PyArrayObject* other) {
-  const char *a = PyArray_BYTES(one), *b = PyArray_BYTES(other);
-  return a < b + PyArray_NBYTES(other) && b < a + PyArray_NBYTES(one);
-}
-
-// Take `param` (owned) as what the task steps; false: it does not fit.
-bool take_param(Owned param, Task* task) {
-  PyArrayObject* array = writable(param.get(), nullptr);
-  if (array == nullptr) return false;
-  task->piece.param = PyArray_DATA(array);
-  task->piece.size = static_cast<size_t>(PyArray_SIZE(array));
-  task->is_double = PyArray_TYPE(array) == NPY_DOUBLE;
-  for (void*& state : task->piece.states) state = task->piece.param;  // of rules with fewer
-  task->kept[0] = std::move(param);
-  return true;
-}
-
-PyArrayObject* param_of(const Task& task) {
-  return reinterpret_cast<PyArrayObject*>(task.kept[0].get());
-}
-
-// Take a gradient; one that is only not contiguous is copied.
-bool take_grad(Owned grad, Task* task) {
-  PyArrayObject* param = param_of(*task);
-  if (grad != nullptr && PyArray_CheckExact(grad.get())) {
-    PyArrayObject* array = reinterpret_cast<PyArrayObject*>(grad.get());
-    if (PyArray_TYPE(array) == PyArray_TYPE(param) && !PyArray_ISCARRAY_RO(array)) {
-      grad.reset(PyArray_NewCopy(array, NPY_CORDER));
-    }
-  }
-  PyArrayObject* array = readable(grad.get(), param);
-  if (array == nullptr || overlap(array, param)) return false;
-  task->grad = PyArray_DATA(array);
-  task->piece.slices = 1;
-  task->kept[1] = std::move(grad);
-  return true;
-}
-
-bool take_state(int number, PyObject* state, Task* task) {
-  PyArrayObject* array = writable(state, param_of(*task));
-  if (array == nullptr) return false;
-  Py_INCREF(state);
-  task->kept[2 + number].reset(state);
-  task->piece.states[number] = PyArray_DATA(array);
-  return true;
-}
-
-void run(const Task& task, const Numbered& rule, double scale, bool zero) {
-  const fl::optim::Step step = task.is_double ? rule.rule->float64 : rule.rule->float32;
-  fl::optim::Piece piece = task.piece;
-  void* grad = task.grad;
-  if (piece.grads == nullptr) piece.grads = &grad;
-  step(piece, rule.numbers, scale, zero);
-}
 
 // An array of another kind may have its own way to do what `name` of this module does: then that was
 // done, and `result` is what it returned.
@@ -155,9 +32,8 @@ bool is_deferred(PyObject* module, const char* name, PyObject* array, PyObject* 
 }
 
 struct Steps {
-  PyObject *params, *states, *times, *rule, *scale_object;
-  double scale;
-  bool per_position, sharded;
+  PyObject *params, *states;
+  bool sharded;
   std::vector<Task> tasks;
   Owned left;
 
@@ -217,49 +93,6 @@ struct Steps {
     }
     return true;
   }
-
-  // Count a step of parameter `position`; return which it is, or -1 with an error.
-  long long count_step(Py_ssize_t position) {
-    PyObject* before = PyList_GetItem(times, position);
-    const long long time = before == nullptr ? -1 : PyLong_AsLongLong(before) + 1;
-    if (time == 0 || before == nullptr) return -1;
-    PyObject* now = PyLong_FromLongLong(time);
-    return now == nullptr || PyList_SetItem(times, position, now) < 0 ? -1 : time;
-  }
-
-  bool ask(Py_ssize_t position, Numbered* numbered) {
-    Owned number(PyLong_FromSsize_t(position));
-    if (number == nullptr) return false;
-    Owned answer(PyObject_CallFunctionObjArgs(rule, number.get(), scale_object, nullptr));
-    if (answer == nullptr || !read_rule(answer.get(), numbered)) return false;
-    if (numbered->rule->states != PyTuple_Size(states)) {
-      PyErr_Format(PyExc_ValueError, "the rule %s has %d states, not %zd", numbered->rule->name,
-                   numbered->rule->states, PyTuple_Size(states));
-      return false;
-    }
-    return true;
-  }
-
-  bool run_all() {
-    Numbered numbered;
-    long long known = -1;
-    for (const Task& task : tasks) {
-      const long long time = count_step(task.position);
-      if (time < 0) return false;
-      if (time != known || per_position) {
-        if (!ask(task.position, &numbered)) return false;
-        known = time;
-      }
-      if (task.piece.size * sizeof(float) < BYTES_WITHOUT_GIL) {
-        run(task, numbered, scale, false);
-      } else {
-        Py_BEGIN_ALLOW_THREADS;
-        run(task, numbered, scale, false);
-        Py_END_ALLOW_THREADS;
-      }
-    }
-    return true;
-  }
 };
 
 /* step(params, states, steps, rule, grad_scale, per_position, sharded): None, or the positions of the
@@ -284,15 +117,20 @@ PyObject* step(PyObject* module, PyObject* const* args, Py_ssize_t count) {
       if (is_deferred(module, "step", data.get(), all.get(), &result)) return result;
     }
   }
-  Steps steps{args[0], args[1], args[2], args[3], args[4], PyFloat_AsDouble(args[4]),
-              args[5] == Py_True, args[6] == Py_True, {}, {}};
+  Steps steps{args[0], args[1], args[6] == Py_True, {}, {}};
+  const Asking asking{args[2], args[3], args[4], args[5] == Py_True, PyTuple_Size(args[1])};
+  const double scale = PyFloat_AsDouble(args[4]);
   if (PyErr_Occurred()) return nullptr;
   bool refused = false;
   if (PyTuple_Size(steps.states) > MOST_STATES) {
     PyErr_SetString(PyExc_ValueError, "a rule has at most three states");
     return nullptr;
   }
-  if (!(steps.look_at_all(&refused) && steps.run_all()) && !refused) return nullptr;
+  if (!(steps.look_at_all(&refused) &&
+        run_all(steps.tasks.data(), steps.tasks.size(), asking, scale)) &&
+      !refused) {
+    return nullptr;
+  }
   if (PyErr_Occurred()) return nullptr;
   if (steps.left != nullptr) return steps.left.release();
   Py_RETURN_NONE;
@@ -362,7 +200,7 @@ PyObject* sum_of_squares(PyObject* module, PyObject* grad) {
   if (is_deferred(module, "sum_of_squares", grad, args.get(), &result)) return result;
   PyArrayObject* array = readable(grad, nullptr);
   if (array == nullptr) Py_RETURN_NONE;
-  const fl::optim::Set& set = fl::optim::chosen_set();
+  const Set& set = chosen_set();
   const auto squares = PyArray_TYPE(array) == NPY_DOUBLE ? set.float64 : set.float32;
   double sum;
   Py_BEGIN_ALLOW_THREADS;
@@ -373,10 +211,10 @@ PyObject* sum_of_squares(PyObject* module, PyObject* grad) {
 
 /* use(name): the instruction set used until now; from now on `name`. For tests. */
 PyObject* use(PyObject*, PyObject* name) {
-  const char* before = fl::optim::chosen_set().name;
+  const char* before = chosen_set().name;
   const char* wanted = PyUnicode_AsUTF8AndSize(name, nullptr);
   if (wanted == nullptr) return nullptr;
-  if (!fl::optim::choose(wanted)) {
+  if (!choose(wanted)) {
     return PyErr_Format(PyExc_ValueError, "this processor has no instruction set %s", wanted);
   }
   return PyUnicode_FromString(before);
@@ -392,12 +230,21 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_optim", nullptr, -1,     meth
                           nullptr,               nullptr,  nullptr, nullptr};
 
 }  // namespace
+}  // namespace fl::optim
 
 PyMODINIT_FUNC PyInit__optim(void) {
+  using namespace fl::optim;
   import_array();
   data_name = PyUnicode_InternFromString("data");
   grad_name = PyUnicode_InternFromString("grad");
   placement_name = PyUnicode_InternFromString("placement");
   if (!data_name || !grad_name || !placement_name) return nullptr;
-  return PyModule_Create(&definition);
+  PyObject* module = PyModule_Create(&definition);
+  PyObject* type = module == nullptr ? nullptr : steps_type();
+  if (type == nullptr || PyModule_AddObject(module, "Steps", type) < 0) {
+    Py_XDECREF(type);
+    Py_XDECREF(module);
+    return nullptr;
+  }
+  return module;
 }

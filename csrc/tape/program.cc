@@ -253,11 +253,17 @@ bool Program::set_arguments(PyObject* args, PyObject* kwargs) {
 }
 
 Outcome Program::run() {
-  PyThreadState* others = nullptr;
   Outcome outcome = Outcome::done;
+  if (!is_large_) {
+    for (size_t i = 0; outcome == Outcome::done && i < instructions_.size(); ++i) {
+      outcome = instructions_[i]->run(table_.data());
+    }
+    return outcome;
+  }
+  PyThreadState* others = nullptr;
   for (const auto& instruction : instructions_) {
     const bool is_native = instruction->work() >= 0;
-    if (is_large_ && is_native && others == nullptr) others = PyEval_SaveThread();
+    if (is_native && others == nullptr) others = PyEval_SaveThread();
     if (!is_native && others != nullptr) {
       PyEval_RestoreThread(others);
       others = nullptr;

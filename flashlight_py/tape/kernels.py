@@ -17,40 +17,42 @@ Array = np.ndarray[Any, Any]
 class OptimizerStep:
     """An optimizer's step as it is done by every replay: it reads the rate and counts by itself.
 
-    ``grads``: the gradient of each of ``params`` when the step is done, or None.
+    ``pieces``: position, parameter, gradient and states of each parameter that is stepped.
     """
 
     def __init__(
         self,
-        step: Callable[..., Any],
-        args: tuple[Any, ...],
-        grads: list[Array | None],
+        make: Callable[..., Any],
+        params: list[Variable],
+        pieces: list[tuple[Any, ...]],
+        how: tuple[Any, ...],
     ) -> None:
-        self._step, self._args, self._grads = step, args, grads
-        self._params: list[Variable] = args[0]
+        self._make, self._params, self._pieces, self._how = make, params, pieces, how
         self.__name__ = "optimizer.step"
 
     @property
     def __captured_arrays__(self) -> list[Array]:
-        return [grad for grad in self._grads if grad is not None]
+        return [array for piece in self._pieces for array in piece[1:]]
 
     def with_arrays(self, arrays: list[Array]) -> OptimizerStep:
-        """Return the same with other gradients, which lie where they are in a replay."""
+        """Return the same with arrays where they lie in a replay."""
         left = iter(arrays)
-        grads = [None if grad is None else next(left) for grad in self._grads]
-        return OptimizerStep(self._step, self._args, grads)
+        pieces = [(piece[0], *(next(left) for _ in piece[1:])) for piece in self._pieces]
+        return OptimizerStep(self._make, self._params, pieces, self._how)
 
-    def call(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return what a replay calls, with which arguments."""
-        held = [variable.grad for variable in self._params]
-        if all(a is b for a, b in zip(held, self._grads, strict=True)):
-            return self._step, self._args  # as variables have their gradients during a replay
-        return self._run, ()
+    def call(self) -> Callable[[], Any]:
+        """Return what a replay calls."""
+        prepared = self._make(self._pieces, *self._how)
+        held = [(self._params[position], grad) for position, _, grad, *_ in self._pieces]
+        if not self._how[-1] or all(variable.grad is grad for variable, grad in held):
+            return prepared  # type: ignore[no-any-return]
 
-    def _run(self) -> None:
-        for variable, grad in zip(self._params, self._grads, strict=True):
-            variable.grad = grad
-        self._step(*self._args)
+        def step() -> None:  # by a rule that reads gradients, which are gone when the step is over
+            for variable, grad in held:
+                variable.grad = grad
+            prepared()
+
+        return step
 
 
 def _record_step(
@@ -80,10 +82,21 @@ def _record_step(
         recording.leave("the optimizer steps arrays for which there is no native kernel")
         return left
     recording.live += [optimizer, steps]
-    changed = [data.array for data, grad in kept if grad is not None]
-    changed += [each for row in own_states for each in row]
-    recording.effect(OptimizerStep(function, replayed, plain), (), {}, [], changed)
+    pieces = [
+        (position, data.array, grad.array, *(row[position] for row in own_states))
+        for position, (data, grad) in enumerate(kept)
+        if grad is not None
+    ]
+    changed = [array for _, param, _, *own in pieces for array in (param, *own)]
+    how = (steps, rule, scale, per_position)
+    step_again = OptimizerStep(_steps_of(function), params, pieces, how)
+    recording.effect(step_again, (), {}, [], changed)
     return None
+
+
+def _steps_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    steps: Callable[..., Any] = function.__self__.Steps  # type: ignore[attr-defined]
+    return steps
 
 
 def install() -> None:

@@ -271,7 +271,7 @@ class Builder:
             return "require", self._entry(note.required)
         function, args, options = note.function, self._views(note.args), self._views(note.options)
         if hasattr(function, "__captured_arrays__"):
-            function, args = self._views(function).call()
+            function = self._views(function).call()
         targets = [self._view(each) for each in note.made]
         if note.effect and not targets and not options:
             return "call", function, args, None
