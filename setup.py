@@ -197,11 +197,15 @@ TAPE = numpy_extension(
         f"csrc/tape/{name}.cc"
         for name in ("module", "program", "guards", "instructions", "loops", "elements", "products")
     ],
-    [f"csrc/tape/{name}.h" for name in ("tape", "program", "guards", "products")],
+    [
+        *(f"csrc/tape/{name}.h" for name in ("tape", "program", "guards", "products")),
+        *("csrc/tape/outer.inc", "csrc/common/each_set.inc"),
+    ],
 )
-# As csrc/optim: nothing contracts, but in products, which BLAS computes with them as well.
+# As csrc/optim.
 TAPE.extra_compile_args += ["-std=c++17", "-ffp-contract=off"]
 TAPE.extra_compile_args += ["-fno-math-errno", "-fno-trapping-math"]
+TAPE.include_dirs += ["."]
 TAPE.language = "c++"
 
 setup(

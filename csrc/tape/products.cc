@@ -43,20 +43,15 @@ void call(const Dot& d, Table table) {
                reinterpret_cast<R*>(table[d.y]), static_cast<Int>(d.y_step));
 }
 
+#define FL_KERNELS "csrc/tape/outer.inc"
+#include "../common/each_set.inc"
+
 // Where there is nothing to add up BLAS has no order of its own, and takes four times as long.
 template <typename R, typename Int>
 void call(const Outer& o, Table table) {
-  const R* a = reinterpret_cast<R*>(table[o.a]);
-  const R* const b = reinterpret_cast<R*>(table[o.b]);
-  R* c = reinterpret_cast<R*>(table[o.c]);
-  for (int64_t i = 0; i < o.m; ++i, a += o.a_step, c += o.c_step) {
-    const R left = *a;
-    if (o.b_step == 1) {
-      for (int64_t j = 0; j < o.n; ++j) c[j] = R(0) + left * b[j];
-    } else {
-      for (int64_t j = 0; j < o.n; ++j) c[j] = R(0) + left * b[j * o.b_step];
-    }
-  }
+  static const auto kernel = FL_CHOSEN(outer<R>);
+  kernel(o.m, o.n, reinterpret_cast<R*>(table[o.a]), o.a_step, reinterpret_cast<R*>(table[o.b]),
+         reinterpret_cast<R*>(table[o.c]), o.c_step);
 }
 
 int64_t work_of(const Gemm& g) { return g.m * g.n * g.k / 8 + 1; }

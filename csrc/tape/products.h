@@ -37,10 +37,10 @@ struct Dot {
   int64_t count, x_step, y_step;
 };
 
-// c[i, j] = 0 + a[i] * b[j]: nothing is added up. Steps in elements.
+// c[i, j] = 0 + a[i] * b[j]: nothing is added up. Steps in elements; those of b are 1.
 struct Outer {
   int is_double, a, b, c;
-  int64_t m, n, a_step, b_step, c_step;
+  int64_t m, n, a_step, c_step;
 };
 
 std::unique_ptr<Instruction> multiply(const Gemm& gemm);

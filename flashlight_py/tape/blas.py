@@ -100,10 +100,9 @@ def _of_matrices(a: Array, b: Array, c: Array) -> tuple[Any, ...] | None:
 
 def _outer(a: Array, b: Array, c: Array) -> tuple[Any, ...] | None:
     size = c.itemsize
-    steps = a.strides[0], b.strides[0]
-    if any(step % size for step in steps):
+    if a.strides[0] % size or (b.size > 1 and b.strides[0] != size):
         return None
-    numbers = a.size, b.size, steps[0] // size, steps[1] // size, c.shape[1]
+    numbers = a.size, b.size, a.strides[0] // size, c.shape[1]
     return ("outer", int(size == 8)), (a, b, c), numbers
 
 
