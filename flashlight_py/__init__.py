@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from flashlight_py.parallel.join import join as join
     from flashlight_py.parallel.synchronize import synchronize as synchronize
     from flashlight_py.random import set_seed as set_seed
+    from flashlight_py.tape import capture as capture
     from flashlight_py.trace import profile as profile
 
 # All but the verbs. Type checkers know what is public by how it is imported.
@@ -146,6 +147,7 @@ _NAMES = [
     "synchronize",
     "sync_meter",
     "profile",
+    "capture",
     "save",
     "load",
     "Checkpoint",
@@ -199,6 +201,7 @@ _HOMES = {
         "synchronize",
     ],
     "random": ["set_seed"],
+    "tape": ["capture"],
     "trace": ["profile"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -14,6 +14,7 @@ namespace {
 struct Step {
   PyObject_HEAD
   PyObject *slow, *left;
+  Py_ssize_t replays;  // that were done to the end
   std::vector<std::unique_ptr<Program>>* programs;
 };
 
@@ -33,7 +34,9 @@ PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
     if (i > 0) std::swap(programs[i], programs[0]);
     bool is_left;
     PyObject* result = programs[0]->replay(args, kwargs, &is_left);
-    return is_left ? fall_back(step->left, args, kwargs) : result;
+    if (is_left) return fall_back(step->left, args, kwargs);
+    step->replays += result != nullptr;
+    return result;
   }
   return fall_back(step->slow, args, kwargs);
 }
@@ -120,6 +123,7 @@ PyMethodDef step_methods[] = {{"add", add, METH_O, nullptr},
                               {nullptr, nullptr, 0, nullptr}};
 PyMemberDef step_members[] = {{"slow", T_OBJECT_EX, offsetof(Step, slow), 0, nullptr},
                               {"left", T_OBJECT_EX, offsetof(Step, left), 0, nullptr},
+                              {"replays", T_PYSSIZET, offsetof(Step, replays), READONLY, nullptr},
                               {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot step_slots[] = {{Py_tp_new, reinterpret_cast<void*>(create)},
                             {Py_tp_call, reinterpret_cast<void*>(call)},

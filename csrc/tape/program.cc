@@ -185,18 +185,18 @@ bool Program::read_bindings(PyObject* described) {
   return true;
 }
 
-// (kind, object, node, at, type, shape, parts)
+// (kind, object, node, at, type, shape, strides or nothing, parts)
 bool Program::read_result(PyObject* described, Result* to) {
-  PyObject *object, *node, *shape, *parts;
+  PyObject *object, *node, *shape, *strides, *parts;
   int kind;
-  if (!PyArg_ParseTuple(described, "iOOiiO!O!", &kind, &object, &node, &to->at, &to->type, &PyTuple_Type,
-                        &shape, &PyTuple_Type, &parts)) {
+  if (!PyArg_ParseTuple(described, "iOOiiO!O!O!", &kind, &object, &node, &to->at, &to->type, &PyTuple_Type,
+                        &shape, &PyTuple_Type, &strides, &PyTuple_Type, &parts)) {
     return false;
   }
   to->kind = static_cast<Result::Kind>(kind);
   to->object = share(object);
   to->node = share(node);
-  if (!read_shape(shape, &to->shape)) return false;
+  if (!read_shape(shape, &to->shape) || !read_shape(strides, &to->strides)) return false;
   for (Py_ssize_t i = 0; i < PyTuple_Size(parts); ++i) {
     to->parts.emplace_back();
     if (!read_result(PyTuple_GetItem(parts, i), &to->parts.back())) return false;
@@ -289,8 +289,17 @@ PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
 }
 
 PyObject* Program::build_array(const Result& result) const {
-  PyObject* made =
-      PyArray_SimpleNew(static_cast<int>(result.shape.size()), result.shape.data(), result.type);
+  const int dimensions = static_cast<int>(result.shape.size());
+  npy_intp* shape = const_cast<npy_intp*>(result.shape.data());
+  if (!result.strides.empty()) {
+    Owned there(PyArray_New(&PyArray_Type, dimensions, shape, result.type,
+                            const_cast<npy_intp*>(result.strides.data()),
+                            table_[static_cast<size_t>(result.at)], 0, 0, nullptr));
+    return there == nullptr
+               ? nullptr
+               : PyArray_NewCopy(reinterpret_cast<PyArrayObject*>(there.get()), NPY_KEEPORDER);
+  }
+  PyObject* made = PyArray_SimpleNew(dimensions, shape, result.type);
   if (made == nullptr) return nullptr;
   PyArrayObject* array = reinterpret_cast<PyArrayObject*>(made);
   std::memcpy(PyArray_DATA(array), table_[static_cast<size_t>(result.at)],

@@ -69,7 +69,7 @@ struct Result {
   enum Kind { CONSTANT, ARRAY, VARIABLE, NUMBER, ARGUMENT, TUPLE, LIST, DICT } kind;
   Owned object, node;  // the constant, or the keys; the node of a variable that has a history
   int at = 0, type = 0;
-  std::vector<npy_intp> shape;
+  std::vector<npy_intp> shape, strides;  // no strides: contiguous
   std::vector<Result> parts;
 };
 

@@ -113,7 +113,7 @@ class Recorded(NDArrayOperatorsMixin):
             found = self.array[where]
             if isinstance(found, np.ndarray):
                 return Recorded(found)
-            view = self.array[(*where, ...) if isinstance(where, tuple) else (where, ...)]
+            view = self.array[_to_a_view(where)]
             return compute(np.positive if _has_positive(view) else np.copy, (Recorded(view),), {})
         if _has_truth_values(where):
             _read("an index by truth values, whose result may have any shape,")
@@ -121,8 +121,7 @@ class Recorded(NDArrayOperatorsMixin):
 
     def __setitem__(self, where: Any, value: Any) -> None:
         if _is_basic(where):
-            whole = (*where, ...) if isinstance(where, tuple) else (where, ...)
-            view = Recorded(self.array[whole] if where is not ... else self.array)
+            view = Recorded(self.array[_to_a_view(where)])
             compute(np.copyto, (view, value), {"casting": "unsafe"}, (view,))
         else:
             compute(operator.setitem, (self, where, value), {}, (self,))
@@ -296,6 +295,12 @@ def _is_basic(where: Any) -> bool:
         )
         for part in parts
     )  # fmt: skip
+
+
+def _to_a_view(where: Any) -> tuple[Any, ...]:
+    """Return the index that leads to an array also where ``where`` leads to a number."""
+    parts = where if type(where) is tuple else (where,)
+    return parts if Ellipsis in parts else (*parts, ...)
 
 
 def _has_truth_values(where: Any) -> bool:

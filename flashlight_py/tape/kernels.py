@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +23,11 @@ class OptimizerStep:
 
     def __init__(
         self,
-        make: Callable[..., Any],
-        params: list[Variable],
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
         pieces: list[tuple[Any, ...]],
-        how: tuple[Any, ...],
     ) -> None:
-        self._make, self._params, self._pieces, self._how = make, params, pieces, how
+        self._step, self._args, self._pieces = step, args, pieces
         self.__name__ = "optimizer.step"
 
     @property
@@ -38,21 +38,30 @@ class OptimizerStep:
         """Return the same with arrays where they lie in a replay."""
         left = iter(arrays)
         pieces = [(piece[0], *(next(left) for _ in piece[1:])) for piece in self._pieces]
-        return OptimizerStep(self._make, self._params, pieces, self._how)
+        return OptimizerStep(self._step, self._args, pieces)
 
     def call(self) -> Callable[[], Any]:
         """Return what a replay calls."""
-        prepared = self._make(self._pieces, *self._how)
-        held = [(self._params[position], grad) for position, _, grad, *_ in self._pieces]
-        if not self._how[-1] or all(variable.grad is grad for variable, grad in held):
-            return prepared  # type: ignore[no-any-return]
+        params, _, *how, _ = self._args
+        held = [(params[position], grad) for position, _, grad, *_ in self._pieces]
+        are_held = all(variable.grad is grad for variable, grad in held)
+        step: Callable[[], Any]
+        try:
+            step = self._step.__self__.Steps(self._pieces, *how)  # type: ignore[attr-defined]
+        except ValueError:  # a gradient that is not contiguous, which each step copies
+            step = functools.partial(self._step, *self._args)
+        else:
+            if not how[-1]:
+                return step
+        if are_held:
+            return step
 
-        def step() -> None:  # by a rule that reads gradients, which are gone when the step is over
+        def with_gradients() -> None:  # those that are gone when the captured step is over
             for variable, grad in held:
                 variable.grad = grad
-            prepared()
+            step()
 
-        return step
+        return with_gradients
 
 
 def _record_step(
@@ -88,15 +97,8 @@ def _record_step(
         if grad is not None
     ]
     changed = [array for _, param, _, *own in pieces for array in (param, *own)]
-    how = (steps, rule, scale, per_position)
-    step_again = OptimizerStep(_steps_of(function), params, pieces, how)
-    recording.effect(step_again, (), {}, [], changed)
+    recording.effect(OptimizerStep(function, replayed, pieces), (), {}, [], changed)
     return None
-
-
-def _steps_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    steps: Callable[..., Any] = function.__self__.Steps  # type: ignore[attr-defined]
-    return steps
 
 
 def install() -> None:

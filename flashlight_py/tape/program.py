@@ -308,29 +308,29 @@ class Builder:
         if kind is Returned:
             for number, value in enumerate(self._values):
                 if result.variable is value:
-                    return ARGUMENT_ITSELF, None, None, number, 0, (), ()
+                    return ARGUMENT_ITSELF, None, None, number, 0, (), (), ()
             if not self._is_made(result.data):
-                return CONSTANT, result.variable, None, 0, 0, (), ()
+                return CONSTANT, result.variable, None, 0, 0, (), (), ()
             array, calc_grad = result.data.array, result.variable.calc_grad
             node = Node(array.shape, array.dtype, None) if result.has_history else None  # type: ignore[arg-type]
             return VARIABLE, calc_grad, node, *self._array(array), ()
         if kind in (Recorded, RecordedScalar):
             for number, array in enumerate(self._arguments):
                 if result.array is array:
-                    return ARGUMENT_ITSELF, None, None, number, 0, (), ()
+                    return ARGUMENT_ITSELF, None, None, number, 0, (), (), ()
             if not self._is_made(result):
-                return CONSTANT, result.array, None, 0, 0, (), ()
+                return CONSTANT, result.array, None, 0, 0, (), (), ()
             return ARRAY, None, None, *self._array(result.array), ()
         if kind is Number:
             return NUMBER, None, None, *self._array(result.array), ()
         if kind in (tuple, list):
             parts = tuple(map(self._describe_result, result))
-            return TUPLE if kind is tuple else LIST, None, None, 0, 0, (), parts
+            return TUPLE if kind is tuple else LIST, None, None, 0, 0, (), (), parts
         if kind is dict:
             parts = tuple(map(self._describe_result, result.values()))
-            return DICT, tuple(result), None, 0, 0, (), parts
+            return DICT, tuple(result), None, 0, 0, (), (), parts
         if result is None or kind in (int, float, bool, str, complex):
-            return CONSTANT, result, None, 0, 0, (), ()
+            return CONSTANT, result, None, 0, 0, (), (), ()
         raise CannotCapture(f"it returns an object of type {kind.__name__}")
 
     def _is_made(self, data: Any) -> bool:
@@ -338,10 +338,9 @@ class Builder:
             return False
         return self._memory.where(data.array).space != OUTSIDE
 
-    def _array(self, array: Array) -> tuple[int, int, tuple[int, ...]]:
-        if not array.flags.c_contiguous:
-            raise CannotCapture("it returns an array that is not contiguous")
-        return self._entry(array), array.dtype.num, array.shape
+    def _array(self, array: Array) -> tuple[Any, ...]:
+        strides = () if array.flags.c_contiguous else array.strides
+        return self._entry(array), array.dtype.num, array.shape, strides
 
 
 def _filling(

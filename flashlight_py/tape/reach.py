@@ -70,7 +70,7 @@ class Holder(NamedTuple):
     def names(self) -> list[str]:
         """Return what the values are called."""
         if self.kind == DICT:
-            dot = "." if self.owner is not self.container else ""
+            dot = "." if self.container is getattr(self.owner, "__dict__", None) else ""
             return [f"{self.words}{dot}{name}" if dot else f"{self.words}[{name!r}]"
                     for name in self.container]  # fmt: skip
         if self.kind == ITEMS:
@@ -89,12 +89,12 @@ class Reach:
         self.arrays: list[Place] = []
         self._holders: list[Holder] = []
         self._seen: dict[int, Any] = {}
-        self._unseen: deque[tuple[Any, str]] = deque([(function, "")])
+        self._unseen: deque[tuple[Any, str, Any]] = deque([(function, "", None)])
         while self._unseen and len(self._seen) < _MOST:
-            value, words = self._unseen.popleft()
+            value, words, owner = self._unseen.popleft()
             if id(value) not in self._seen:
                 self._seen[id(value)] = value
-                self._enter(value, words)
+                self._enter(value, words, owner)
         self._before = [(holder, holder.values(), holder.names()) for holder in self._holders]
 
     def changed(self, live: Container[int]) -> list[str]:
@@ -137,7 +137,7 @@ class Reach:
 
     # The walk -----------------------------------------------------------------------------------
 
-    def _enter(self, value: Any, words: str) -> None:
+    def _enter(self, value: Any, words: str, owner: Any) -> None:
         kind = type(value)
         if isinstance(value, _LEAVES) or isinstance(value, (type, types.ModuleType)):
             return
@@ -152,13 +152,14 @@ class Reach:
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._look(part, words)
         elif isinstance(value, (list, tuple, dict, set, frozenset, deque)):
-            self._enter_container(value, value, words)
+            self._enter_container(value, value if owner is None else owner, words)
         elif kind.__module__.partition(".")[0] not in sys.stdlib_module_names and kind is not np.ndarray:
             self._enter_instance(value, words)
 
-    def _look(self, value: Any, words: str) -> None:
+    def _look(self, value: Any, words: str, owner: Any = None) -> None:
+        """Enter ``value`` later; ``owner``: the instance whose state it is, if it is a container."""
         if not isinstance(value, _LEAVES):
-            self._unseen.append((value, words))
+            self._unseen.append((value, words, owner))
 
     def _enter_variable(self, variable: Variable, words: str) -> None:
         self.variables.append(variable)
@@ -224,13 +225,13 @@ class Reach:
             return
         if isinstance(value, dict):
             self._holders.append(Holder(DICT, value, None, owner, words))
-            dot = "" if owner is value else "."
+            dot = "." if value is getattr(owner, "__dict__", None) else ""
             for name, each in list(value.items()):
                 called = f"{words}.{name}" if dot else f"{words}[{name!r}]"
                 if isinstance(each, np.ndarray):
                     get = functools.partial(value.get, name)
                     self._note_array(called, get, functools.partial(value.__setitem__, name))
-                self._look(each, called)
+                self._look(each, called, None if owner is value else owner)
             return
         is_ordered = isinstance(value, (list, tuple))
         self._holders.append(Holder(ITEMS if is_ordered else LENGTH, value, None, owner, words))
@@ -239,7 +240,7 @@ class Reach:
             if isinstance(each, np.ndarray) and isinstance(value, list):
                 get = functools.partial(value.__getitem__, number)
                 self._note_array(called, get, functools.partial(value.__setitem__, number))
-            self._look(each, called)
+            self._look(each, called, None if owner is value else owner)
 
     def _enter_instance(self, value: Any, words: str) -> None:
         kind = type(value)

@@ -1,0 +1,78 @@
+"""Steps in two copies, an eager and a captured one, to be compared bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import flashlight_py as fl
+
+
+class Twin:
+    """A step, and the variables and the optimizer that it changes."""
+
+    def __init__(self, step: Any, variables: list[fl.Variable], optimizer: Any = None) -> None:
+        self.step, self.variables, self.optimizer = step, variables, optimizer
+
+    def state(self) -> list[Any]:
+        """All that a step leaves behind."""
+        found: list[Any] = [variable.array for variable in self.variables]
+        found += [variable.grad for variable in self.variables]
+        if self.optimizer is not None:
+            found.append(self.optimizer.state_dict())
+        return found
+
+    def assert_replayed(self, calls: int, eager: int = 3) -> None:
+        """All calls but the first ones were replays."""
+        assert self.step.reason == ""
+        assert self.step.replays == calls - eager
+
+
+def twins(make: Callable[[], tuple[Any, ...]]) -> tuple[Twin, Twin]:
+    """Return what ``make`` makes, eager and captured: (step, variables[, optimizer])."""
+    eager, (step, *rest) = Twin(*make()), make()
+    return eager, Twin(fl.capture(step), *rest)
+
+
+def assert_same_bits(expected: Any, got: Any) -> None:
+    """Both are nested in the same way, of arrays, variables and numbers with the same bits."""
+    if isinstance(expected, fl.Variable):
+        assert type(got) is fl.Variable
+        assert got.calc_grad == expected.calc_grad
+        expected, got = expected.array, got.array
+    if isinstance(expected, np.ndarray):
+        assert type(got) is np.ndarray
+        assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+        assert got.tobytes() == expected.tobytes(), f"{expected} {got}"
+    elif isinstance(expected, dict):
+        assert list(expected) == list(got)
+        assert_same_bits(list(expected.values()), list(got.values()))
+    elif isinstance(expected, (list, tuple)):
+        assert type(expected) is type(got)
+        assert len(expected) == len(got)
+        for one, other in zip(expected, got, strict=True):
+            assert_same_bits(one, other)
+    else:
+        assert type(expected) is type(got)
+        assert expected == got or expected != expected
+
+
+def optimizers() -> dict[str, Callable[[list[fl.Variable]], Any]]:
+    """Every optimizer, with options that use all of its rule."""
+    optim = fl.optim
+    return {
+        "sgd": lambda p: optim.SGDOptimizer(p, 0.1),
+        "sgd_decay": lambda p: optim.SGDOptimizer(p, 0.1, weight_decay=0.01),
+        "momentum": lambda p: optim.SGDOptimizer(p, 0.1, momentum=0.9, weight_decay=0.01),
+        "nesterov": lambda p: optim.SGDOptimizer(p, 0.1, momentum=0.9, nesterov=True),
+        "adam": lambda p: optim.AdamOptimizer(p, 0.1, weight_decay=0.01),
+        "adam_l2": lambda p: optim.AdamOptimizer(p, 0.1, weight_decay=0.01, decoupled=False),
+        "adagrad": lambda p: optim.AdagradOptimizer(p, 0.1, weight_decay=0.01),
+        "rmsprop": lambda p: optim.RMSPropOptimizer(p, 0.1),
+        "rmsprop_centered": lambda p: optim.RMSPropOptimizer(p, 0.1, use_first=True),
+        "adadelta": lambda p: optim.AdadeltaOptimizer(p, 0.1),
+        "amsgrad": lambda p: optim.AMSgradOptimizer(p, 0.1),
+        "novograd": lambda p: optim.NovogradOptimizer(p, 0.1),
+    }
