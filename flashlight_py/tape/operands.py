@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -71,6 +72,38 @@ def operands_of(note: Note) -> Iterator[np.ndarray[Any, Any]]:
     yield from note.changed
     if note.required is not None:
         yield note.required
+
+
+def read_by(note: Note) -> Iterator[np.ndarray[Any, Any]]:
+    """Return the arrays whose values a note depends on."""
+    if note.effect:
+        yield from operands_of(note)
+        return
+    args = note.args[1:] if note.function in (np.copyto, operator.setitem) else note.args
+    yield from arrays_in(args)
+    yield from arrays_in({name: each for name, each in note.options.items() if name != "out"})
+
+
+def is_read_first(array: np.ndarray[Any, Any], notes: Iterable[Note]) -> bool:
+    """Return whether ``notes`` depend on what ``array`` held before they wrote to all of it."""
+    low, high = bounds(array)
+    for note in notes:
+        for each in read_by(note):
+            begin, end = bounds(each)
+            if begin < high and low < end:
+                return True
+        for each in (*note.made, *note.changed):
+            begin, end = bounds(each)
+            if begin <= low and high <= end and end - begin == each.nbytes:
+                return False
+    return False
+
+
+def is_written(array: np.ndarray[Any, Any], notes: Iterable[Note]) -> bool:
+    """Return whether ``notes`` write to ``array``."""
+    low, high = bounds(array)
+    written = (bounds(each) for note in notes for each in (*note.made, *note.changed))
+    return any(begin < high and low < end for begin, end in written)
 
 
 def is_outcome(note: Note, memory: Memory, kept: set[int]) -> bool:

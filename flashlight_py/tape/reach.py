@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -114,17 +114,19 @@ class Reach:
                 found.append(f"{name}: {_short(old)} before, {_short(new)} now")
         return found
 
-    def guards(self, live: Container[int], grads: Container[int]) -> list[tuple[Any, ...]]:
+    def guards(self, live: Container[int], grads: Mapping[int, Any]) -> list[tuple[Any, ...]]:
         """Return what csrc/tape/guards.cc compares: all as it is now.
 
-        ``grads``: ids of the variables whose gradient has to be the array that it is.
+        ``grads``: by a variable's id, what its gradient has to be where that matters.
         """
         found: list[tuple[Any, ...]] = []
         for holder in self._holders:
             values = holder.values()
             skip = id(holder.owner) in live or id(holder.container) in live
-            if holder.kind == SLOT and holder.key == "grad" and id(holder.container) not in grads:
-                continue
+            if holder.kind == SLOT and holder.key == "grad":
+                if id(holder.container) not in grads:
+                    continue
+                values = [grads[id(holder.container)]]
             values = [
                 ANYTHING if _is_closed(each) or (skip and isinstance(each, _LEAVES)) else each
                 for each in values

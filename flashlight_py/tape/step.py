@@ -13,13 +13,13 @@ from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.tape import blas, kernels
 from flashlight_py.tape.arrays import Recorded, RecordedScalar, current
-from flashlight_py.tape.operands import outline
+from flashlight_py.tape.operands import is_read_first, is_written, outline
 from flashlight_py.tape.program import SLOTS, Builder, CannotCapture, Returned
 from flashlight_py.tape.reach import ANYTHING, Place, Reach
-from flashlight_py.tape.recording import Recording
+from flashlight_py.tape.recording import Note, Recording
 
 _MOST_PROGRAMS = 16
-_MOST_RECORDINGS = 64  # without a replay between them
+_MOST_TRIES = 16
 
 Array = np.ndarray[Any, Any]
 
@@ -38,6 +38,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self.slow, self.left = self._run, self._run_anew
         self.reason = ""  # why it stays eager; empty: it does not
         self._seen: dict[Any, Any] = {}  # the last recording's outline for such arguments
+        self._tries = self._replays_before = 0
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -52,29 +53,47 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         if self.reason or current.recording is not None or None in key[1:]:
             return step(*args, **options)
         if key not in self._seen:
+            self._count()
             self._seen[key] = None
             return step(*args, **options)
-        session = _Session(step, values, tuple(options))
-        result, outcome = session.record(args, options)
+        session = Session(step, values, tuple(options))
+        result, outline = session.record(args, options)
         if session.reason:
             self._stay_eager(session.reason)
-        elif outcome == self._seen[key]:
-            try:
-                self.add(session.description())
-                self.drop(_MOST_PROGRAMS)
-            except CannotCapture as error:
-                self._stay_eager(str(error))
-        self._seen[key] = outcome
+        elif outline == self._seen[key]:
+            self._add(session)
+        self._count()
+        self._seen[key] = outline
         return result
+
+    def _add(self, session: Session) -> None:
+        try:
+            self.add(session.description())
+        except CannotCapture as error:
+            self._stay_eager(str(error))
+        else:
+            self.drop(_MOST_PROGRAMS)
+
+    def _count(self) -> None:
+        """Count calls that were not replayed; too many in a row do not pay."""
+        if self.replays != self._replays_before:
+            self._replays_before, self._tries = self.replays, 0
+        self._tries += 1
+        if self._tries > _MOST_TRIES and not self.reason:
+            self._stay_eager(
+                f"{_MOST_TRIES} calls in a row could not be replayed. Each time it was called with "
+                "other shapes, dtypes or values of what are no arrays, or found other values of "
+                "what it reads from Python; pass what changes as an array"
+            )
 
     def _stay_eager(self, reason: str) -> None:
         self.reason = reason
         self.drop(0)
         name = getattr(self.__wrapped__, "__qualname__", "step")
-        warnings.warn(f"capture: {name} stays eager: {reason}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"capture: {name} stays eager: {reason}", RuntimeWarning, stacklevel=4)
 
 
-class _Session:
+class Session:
     """One recorded run of a step."""
 
     def __init__(
@@ -88,10 +107,11 @@ class _Session:
     def record(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         """Run the step and return what it returns, and an outline of what it did."""
         places = self._reach.arrays
-        found = [each for place in places if type(each := place.get()) is np.ndarray]
-        self._recording = Recording([*found, *(a for a in self._arrays if a is not None)])
+        held = [(place, place.get()) for place in places]
+        plain = [array for _, array in held if type(array) is np.ndarray]
+        self._recording = Recording([*plain, *(a for a in self._arrays if a is not None)])
         self._recorded: dict[int, Recorded] = {}
-        before = {id(variable): variable.grad for variable in self._reach.variables}
+        self._before = [(variable, variable.grad) for variable in self._reach.variables]
         given = self._swap_in(places)
         position = len(args)
         try:
@@ -100,9 +120,9 @@ class _Session:
             self._recording.check_operations()
         finally:
             current.recording = None
-            self._after = [(v, v.data, v.grad) for v in self._reach.variables]
-            self._swap_out(places)
-        self._result, self._before = _as_returned(result), before
+            self._put_back(held)
+            self._swap_out()
+        self._result = _as_returned(result)
         self._live = {id(each) for each in self._recording.live}
         self.reason = self._recording.left
         changed = self._reach.changed(self._live)
@@ -118,19 +138,42 @@ class _Session:
         Raises:
             CannotCapture: there is none.
         """
-        kept, bindings = [], []
-        for variable, data, grad in self._after:
-            if type(data) in (Recorded, RecordedScalar) and data.array is not variable.data:
-                raise CannotCapture("it gives a variable another array")
-            if type(grad) is Recorded and grad.array is not self._before[id(variable)]:
-                kept.append(grad.array)
-            if (now := variable.grad) is not self._before[id(variable)] or now is not None:
+        notes = self._recording.notes
+        kept: list[Array] = []
+        bindings: list[tuple[Any, ...]] = []
+        grads: dict[int, Any] = {}
+        for variable, before in self._before:
+            now = variable.grad
+            if before is None:
+                needed = now is not None
+            else:
+                needed = is_read_first(before, notes)
+            if needed:
+                grads[id(variable)] = before
+            if now is not before or (now is not None and is_written(now, notes)):
                 bindings.append((variable, SLOTS["grad"], now))
+                kept += [] if now is None else [now]
         builder = Builder(self._recording, self._arrays, self._values, kept, self._result, _has_blas)
-        return builder.describe(self._names, bindings, (self._guards(), ANYTHING))
+        guards = Reach(self._step).guards(self._live, grads)
+        return builder.describe(self._names, bindings, (guards, ANYTHING))
 
-    def _guards(self) -> list[tuple[Any, ...]]:
-        return Reach(self._step).guards(self._live, ())
+    def _put_back(self, held: list[tuple[Place, Any]]) -> None:
+        """Copy what took the place of arrays into them, as every replay does."""
+        for place, array in held:
+            now = place.get()
+            if type(now) not in (Recorded, RecordedScalar) or place.words.endswith(".grad"):
+                continue
+            if now.array is array:
+                continue
+            is_made = any(now.array is made for made in self._recording.made)
+            fits = now.array.shape == array.shape and now.array.dtype == array.dtype
+            if not (is_made and fits) or place.words.endswith(".buffer"):
+                self._recording.leave(f"another array takes the place of {place.words}")
+                continue
+            note = Note(np.copyto, (array, now.array), {}, [], [array])
+            self._recording.notes.append(note)
+            np.copyto(array, now.array)
+            place.set(array)
 
     def _swap_in(self, places: list[Place]) -> list[Any]:
         for place in places:
@@ -151,8 +194,8 @@ class _Session:
     def _stand_in(self, array: Array) -> Recorded:
         return self._recorded.setdefault(id(array), Recorded(array))
 
-    def _swap_out(self, places: list[Place]) -> None:
-        for place in (*places, *Reach(self._step).arrays):
+    def _swap_out(self) -> None:
+        for place in (*self._reach.arrays, *Reach(self._step).arrays):
             array = place.get()
             if type(array) in (Recorded, RecordedScalar):
                 place.set(array.array)  # type: ignore[attr-defined]
