@@ -327,6 +327,12 @@ PyObject* Program::build(const Result& result, PyObject* args, PyObject* kwargs)
       PyArrayObject* of_one = reinterpret_cast<PyArrayObject*>(array.get());
       return PyArray_GETITEM(of_one, PyArray_BYTES(of_one));
     }
+    case Result::SCALAR: {
+      Owned array(build_array(result));
+      if (array == nullptr) return nullptr;
+      PyArrayObject* of_one = reinterpret_cast<PyArrayObject*>(array.get());
+      return PyArray_ToScalar(PyArray_BYTES(of_one), of_one);
+    }
     case Result::TUPLE:
     case Result::LIST: {
       const bool is_list = result.kind == Result::LIST;

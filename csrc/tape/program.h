@@ -66,7 +66,7 @@ struct Argument {
 
 // What a step returns.
 struct Result {
-  enum Kind { CONSTANT, ARRAY, VARIABLE, NUMBER, ARGUMENT, TUPLE, LIST, DICT } kind;
+  enum Kind { CONSTANT, ARRAY, VARIABLE, NUMBER, SCALAR, ARGUMENT, TUPLE, LIST, DICT } kind;
   Owned object, node;  // the constant, or the keys; the node of a variable that has a history
   int at = 0, type = 0;
   std::vector<npy_intp> shape, strides;  // no strides: contiguous

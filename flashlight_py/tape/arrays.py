@@ -89,6 +89,8 @@ class Recorded(NDArrayOperatorsMixin):
         return len(self.array)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # else NumPy would read the memory before it asks for __array__
+            raise AttributeError(name)
         value = getattr(self.array, name)  # which raises AttributeError as an array does
         if name in _READS:
             return _reader(name, value)
@@ -391,7 +393,7 @@ _SAY_NOTHING_OF_VALUES = {np.shape, np.ndim, np.size, np.result_type, np.can_cas
                           np.isrealobj, np.may_share_memory, np.shares_memory}  # fmt: skip
 _CHANGE_THE_FIRST = {np.copyto, np.put, np.place, np.putmask, np.fill_diagonal, np.put_along_axis}
 _CHANGE_THEMSELVES = {"sort", "partition", "put", "resize", "itemset", "setfield"}
-_READS = {"tolist", "tobytes", "tofile", "dump", "dumps", "nonzero", "__array_interface__"}
+_READS = {"tolist", "tobytes", "tofile", "dump", "dumps", "nonzero"}
 
 
 class _Library:

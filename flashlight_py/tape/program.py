@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 
 # Kinds of arguments and results, and slots, in csrc/tape/program.h.
 ARRAY_ARGUMENT, VARIABLE_ARGUMENT, VALUE_ARGUMENT = range(3)
-CONSTANT, ARRAY, VARIABLE, NUMBER, ARGUMENT_ITSELF, TUPLE, LIST, DICT = range(8)
+CONSTANT, ARRAY, VARIABLE, NUMBER, SCALAR, ARGUMENT_ITSELF, TUPLE, LIST, DICT = range(9)
 SLOTS = {"data": 0, "grad": 1}
 
 
@@ -156,8 +156,13 @@ class Builder:
                 where = self._memory.where(array)
                 if where.space == ARGUMENT:
                     self._written_arguments.add(where.number)
+        for number, array in enumerate(self._arguments):
+            if array is not None and not array.flags.c_contiguous:
+                self._cells[number] = np.empty(array.shape, array.dtype)
         if self._written_arguments & self._cells.keys():
-            raise CannotCapture("an argument is changed in place, and passed to a function")
+            raise CannotCapture(
+                "an argument is changed in place, and is not contiguous or passed to a function"
+            )
 
     def _lifetimes(self, steps: list[tuple[Note, list[Lowered] | None]]) -> dict[int, tuple[int, int]]:
         found: dict[int, tuple[int, int]] = {}
@@ -285,8 +290,6 @@ class Builder:
             return VALUE_ARGUMENT, 0, (), 0, value, 0
         kind = VARIABLE_ARGUMENT if isinstance(value, Variable) else ARRAY_ARGUMENT
         cell = self._cells.get(number)
-        if cell is None and array.size and not array.flags.c_contiguous:
-            raise CannotCapture(f"argument {number} is not contiguous")
         address = 0 if cell is None else address_of(cell)
         written = number in self._written_arguments
         return kind, array.dtype.num, array.shape, address, None, int(written)
@@ -320,7 +323,8 @@ class Builder:
                     return ARGUMENT_ITSELF, None, None, number, 0, (), (), ()
             if not self._is_made(result):
                 return CONSTANT, result.array, None, 0, 0, (), (), ()
-            return ARRAY, None, None, *self._array(result.array), ()
+            as_what = SCALAR if kind is RecordedScalar else ARRAY
+            return as_what, None, None, *self._array(result.array), ()
         if kind is Number:
             return NUMBER, None, None, *self._array(result.array), ()
         if kind in (tuple, list):

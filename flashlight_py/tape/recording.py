@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from flashlight_py import random
 from flashlight_py.autograd import Variable
 from flashlight_py.device import operations_made
 from flashlight_py.tape.arrays import Number, Recorded, RecordedScalar, current
@@ -59,6 +60,8 @@ class Recording:
         self.made: list[np.ndarray[Any, Any]] = []
         self.live: list[object] = []  # whose state operations read and change by themselves
         self._made_before = _operations_made()
+        random.generator()  # so that there is one, whose state can be compared
+        self._drawn = random.state_dict()
         self._starts: list[int] = []
         self._ends: list[int] = []
         for low, high in _merged(map(bounds, known)):
@@ -181,6 +184,11 @@ class Recording:
         """Leave unless all operations that were made have been noted."""
         if _operations_made() != self._made_before:
             self.leave("something is sent that is no array of the step,")
+        self._check_draws()
+
+    def _check_draws(self) -> None:
+        if random.state_dict() != self._drawn:
+            self.leave("random numbers are drawn that are no array of the step,")
 
     def generator(self, found: Any) -> Any:
         """Return what draws as ``found`` does, and draws again in every replay."""
@@ -188,7 +196,9 @@ class Recording:
 
     def wrap_drawn(self, draw: Callable[[], Any]) -> Any:
         """Return what ``draw`` returns: every replay draws again."""
+        self._check_draws()
         result = draw()
+        self._drawn = random.state_dict()
         if not isinstance(result, np.ndarray):
             self.leave("a random number that is drawn as a number of Python")
             return result
@@ -282,8 +292,6 @@ class _Generator:
         self._recording, self._found = recording, found
 
     def __getattr__(self, name: str) -> Any:
-        from flashlight_py import random
-
         def method(*args: Any, **options: Any) -> Any:
             return self._recording.wrap_drawn(
                 lambda: getattr(random.generator(), name)(*args, **options)

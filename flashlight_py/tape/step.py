@@ -19,7 +19,7 @@ from flashlight_py.tape.reach import ANYTHING, Place, Reach
 from flashlight_py.tape.recording import Note, Recording
 
 _MOST_PROGRAMS = 16
-_MOST_TRIES = 16
+_MOST_TRIES = 64
 
 Array = np.ndarray[Any, Any]
 
@@ -38,7 +38,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self.slow, self.left = self._run, self._run_anew
         self.reason = ""  # why it stays eager; empty: it does not
         self._seen: dict[Any, Any] = {}  # the last recording's outline for such arguments
-        self._tries = self._replays_before = 0
+        self._tries = 0
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -75,15 +75,13 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             self.drop(_MOST_PROGRAMS)
 
     def _count(self) -> None:
-        """Count calls that were not replayed; too many in a row do not pay."""
-        if self.replays != self._replays_before:
-            self._replays_before, self._tries = self.replays, 0
+        """Count a call that was not replayed; where most are not, recording does not pay."""
         self._tries += 1
-        if self._tries > _MOST_TRIES and not self.reason:
+        if self._tries > max(_MOST_TRIES, self.replays) and not self.reason:
             self._stay_eager(
-                f"{_MOST_TRIES} calls in a row could not be replayed. Each time it was called with "
-                "other shapes, dtypes or values of what are no arrays, or found other values of "
-                "what it reads from Python; pass what changes as an array"
+                f"{self._tries} calls could not be replayed, and {self.replays} could. It was called "
+                "with ever other shapes, dtypes or values of what are no arrays, or found other "
+                "values of what it reads from Python; pass what changes as an array"
             )
 
     def _stay_eager(self, reason: str) -> None:
@@ -242,8 +240,10 @@ def _unwrapped(result: Any) -> Any:
         if type(result.data) in (Recorded, RecordedScalar):
             result.data = np.array(result.data.array)
         return result
-    if kind in (Recorded, RecordedScalar):
+    if kind is Recorded:
         return result.array
+    if kind is RecordedScalar:
+        return result.array[()]
     if kind in (tuple, list):
         return kind(map(_unwrapped, result))
     if kind is dict:
