@@ -13,6 +13,10 @@ bool is_value(PyObject* object) {
          PyBytes_Check(object) || PyComplex_Check(object) || PyTuple_Check(object);
 }
 
+bool is_empty_container(PyObject* object) {
+  return (PyList_Check(object) || PyDict_Check(object)) && PyObject_Size(object) == 0;
+}
+
 }  // namespace
 
 bool Guards::find_cells() {
@@ -58,7 +62,10 @@ bool Guards::read(PyObject* entries, PyObject* anything) {
 
 int Guards::compare(PyObject* now, Owned& before) {
   if (now == before.get() || before == nullptr) return 1;
-  if (now == nullptr || Py_TYPE(now) != Py_TYPE(before.get()) || !is_value(now)) return 0;
+  if (now == nullptr || Py_TYPE(now) != Py_TYPE(before.get())) return 0;
+  // Not remembered: the new one may be filled, and nobody would look into it.
+  if (is_empty_container(now) && is_empty_container(before.get())) return 1;
+  if (!is_value(now)) return 0;
   const int same = PyObject_RichCompareBool(now, before.get(), Py_EQ);
   if (same == 1) before = share(now);
   return same;

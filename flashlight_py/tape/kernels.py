@@ -90,7 +90,7 @@ def _record_step(
     if left is not None:
         recording.leave("the optimizer steps arrays for which there is no native kernel")
         return left
-    recording.live += [optimizer, steps]
+    recording.read_by_replays(optimizer)
     pieces = [
         (position, data.array, grad.array, *(row[position] for row in own_states))
         for position, (data, grad) in enumerate(kept)

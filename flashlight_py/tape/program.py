@@ -39,6 +39,9 @@ class Returned(NamedTuple):
     has_history: bool
 
 
+Group = list[Loops] | Reduce | Product | Note  # what becomes one instruction
+
+
 class CannotCapture(Exception):
     """What a step does has no program; the message says why."""
 
@@ -86,8 +89,9 @@ class Builder:
         steps = [(note, self._lowering.lower(note)) for note in self._notes]
         self._check_requirements()
         self._find_cells(note for note, lowered in steps if lowered is None)
-        self._arena = Arena(self._memory.made, self._lifetimes(steps))
-        instructions = self._emit(steps)
+        groups = _grouped(steps)
+        self._arena = Arena(self._memory.made, self._lifetimes(groups))
+        instructions = [self._emit(group) for group in groups]
         result = self._describe_result(self._result)
         arguments = tuple(
             self._describe_argument(number, value) for number, value in enumerate(self._values)
@@ -164,21 +168,21 @@ class Builder:
                 "an argument is changed in place, and is not contiguous or passed to a function"
             )
 
-    def _lifetimes(self, steps: list[tuple[Note, list[Lowered] | None]]) -> dict[int, tuple[int, int]]:
+    def _lifetimes(self, groups: list[Group]) -> dict[int, tuple[int, int]]:
+        """Return in which groups each array is used; within one, strips come in any order."""
         found: dict[int, tuple[int, int]] = {}
-        last = len(steps)
 
         def use(array: Array, when: int) -> None:
             where = self._memory.where(array)
             if where.space == MADE and where.number not in self._kept:
-                first, end = found.get(where.number, (when, when))
-                found[where.number] = min(first, when), max(end, when)
+                first, last = found.get(where.number, (when, when))
+                found[where.number] = min(first, when), max(last, when)
 
-        for when, (note, lowered) in enumerate(steps):
-            for array in _arrays_of(note, lowered):
+        for when, group in enumerate(groups):
+            for array in _arrays_of(group):
                 use(array, when)
         for array in self._returned:
-            use(array, last)
+            use(array, len(groups))
         return found
 
     def _entry(self, array: Array) -> int:
@@ -220,31 +224,12 @@ class Builder:
 
     # Instructions -------------------------------------------------------------------------------
 
-    def _emit(self, steps: list[tuple[Note, list[Lowered] | None]]) -> list[tuple[Any, ...]]:
-        instructions: list[tuple[Any, ...]] = []
-        waiting: list[Loops] = []
-
-        def flush() -> None:
-            if waiting:
-                instructions.append(self._emit_loops(waiting))
-                waiting.clear()
-
-        for note, lowered in steps:
-            for each in lowered or ():
-                if isinstance(each, Loops):
-                    if waiting and not _go_together(waiting, each):
-                        flush()
-                    waiting.append(each)
-                    continue
-                flush()
-                instructions.append(
-                    self._emit_reduction(each) if isinstance(each, Reduce) else self._emit_product(each)
-                )
-            if lowered is None:
-                flush()
-                instructions.append(self._emit_call(note))
-        flush()
-        return instructions
+    def _emit(self, group: Group) -> tuple[Any, ...]:
+        if isinstance(group, list):
+            return self._emit_loops(group)
+        if isinstance(group, Reduce):
+            return self._emit_reduction(group)
+        return self._emit_product(group) if isinstance(group, Product) else self._emit_call(group)
 
     def _emit_loops(self, loops: list[Loops]) -> tuple[Any, ...]:
         shape = loops[0].operands[-1].shape
@@ -370,18 +355,29 @@ def _flattened(results: Any) -> list[Any]:
     return [results]
 
 
-def _arrays_of(note: Note, lowered: list[Lowered] | None) -> list[Array]:
-    if lowered is None:
-        return list(operands_of(note))
-    found: list[Array] = []
-    for each in lowered:
-        if isinstance(each, Loops):
-            found += each.operands
-        elif isinstance(each, Reduce):
-            found += [each.source, each.target]
-        else:
-            found += each.operands
-    return found
+def _grouped(steps: list[tuple[Note, list[Lowered] | None]]) -> list[Group]:
+    """Return what becomes one instruction each."""
+    groups: list[Group] = []
+    for note, lowered in steps:
+        if lowered is None:
+            groups.append(note)
+        for each in lowered or ():
+            last = groups[-1] if groups else None
+            if not isinstance(each, Loops):
+                groups.append(each)
+            elif isinstance(last, list) and _go_together(last, each):
+                last.append(each)
+            else:
+                groups.append([each])
+    return groups
+
+
+def _arrays_of(group: Group) -> list[Array]:
+    if isinstance(group, list):
+        return [array for loops in group for array in loops.operands]
+    if isinstance(group, Reduce):
+        return [group.source, group.target]
+    return list(group.operands if isinstance(group, Product) else operands_of(group))
 
 
 def _is_constant(note: Note) -> bool:

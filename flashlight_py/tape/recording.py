@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -58,7 +59,6 @@ class Recording:
         self.notes: list[Note] = []
         self.left = ""  # why it cannot be captured, once something was found
         self.made: list[np.ndarray[Any, Any]] = []
-        self.live: list[object] = []  # whose state operations read and change by themselves
         self._made_before = _operations_made()
         random.generator()  # so that there is one, whose state can be compared
         self._drawn = random.state_dict()
@@ -125,7 +125,7 @@ class Recording:
         plain_args = tuple([self._frozen(each) for each in args])
         plain_options = {name: self._frozen(each) for name, each in options.items()}
         arrays = [*_arrays_in(plain_args), *_arrays_in(tuple(plain_options.values()))]
-        self.live += [each for each in args if not isinstance(each, (np.ndarray, Variable))]
+        self.read_by_replays(*args)
         result = self.without(lambda: function(*plain_args, **plain_options))
         cell: list[Any] = []
         for given, plain in zip((*args, *options.values()), (*plain_args, *plain_options.values()), strict=True):
@@ -143,6 +143,13 @@ class Recording:
                 return Later(self, result, cell)
         self.effect(function, plain_args, plain_options, [], arrays)
         return result
+
+    @staticmethod
+    def read_by_replays(*objects: object) -> None:
+        """Note whose numbers operations read and change by themselves, in every replay."""
+        for each in objects:
+            if type(each).__weakrefoffset__ and not isinstance(each, (np.ndarray, Variable)):
+                live.add(each)
 
     def effect(
         self,
@@ -299,6 +306,9 @@ class _Generator:
 
         return method if callable(getattr(self._found, name)) else getattr(self._found, name)
 
+
+# Objects whose numbers are none of what a replay must find as they were.
+live: weakref.WeakSet[object] = weakref.WeakSet()
 
 # Of some functions: what does them and notes them, instead of Recording.operation.
 handlers: dict[Any, Callable[[Recording, Any, Any, Any], Any]] = {}

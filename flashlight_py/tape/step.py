@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,11 @@ from flashlight_py.tape.arrays import Recorded, RecordedScalar, current
 from flashlight_py.tape.operands import is_read_first, is_written, outline
 from flashlight_py.tape.program import SLOTS, Builder, CannotCapture, Returned
 from flashlight_py.tape.reach import ANYTHING, Place, Reach
-from flashlight_py.tape.recording import Note, Recording
+from flashlight_py.tape.recording import Note, Recording, live
 
 _MOST_PROGRAMS = 16
 _MOST_TRIES = 64
+_MOST_OUTLINES = 8  # kept, for each kind of arguments
 
 Array = np.ndarray[Any, Any]
 
@@ -37,7 +39,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self.check = check
         self.slow, self.left = self._run, self._run_anew
         self.reason = ""  # why it stays eager; empty: it does not
-        self._seen: dict[Any, Any] = {}  # the last recording's outline for such arguments
+        self._seen: dict[Any, deque[Any]] = {}  # what recordings did, by the kind of arguments
         self._tries = 0
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -54,16 +56,17 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             return step(*args, **options)
         if key not in self._seen:
             self._count()
-            self._seen[key] = None
+            self._seen[key] = deque(maxlen=_MOST_OUTLINES)
             return step(*args, **options)
         session = Session(step, values, tuple(options))
         result, outline = session.record(args, options)
         if session.reason:
             self._stay_eager(session.reason)
-        elif outline == self._seen[key]:
+        elif outline in self._seen[key]:
             self._add(session)
+        else:
+            self._seen[key].append(outline)
         self._count()
-        self._seen[key] = outline
         return result
 
     def _add(self, session: Session) -> None:
@@ -121,7 +124,7 @@ class Session:
             self._put_back(held)
             self._swap_out()
         self._result = _as_returned(result)
-        self._live = {id(each) for each in self._recording.live}
+        self._live = {id(each) for each in live}
         self.reason = self._recording.left
         changed = self._reach.changed(self._live)
         if changed and not self.reason:
