@@ -18,6 +18,7 @@ __all__ = [
     "is_cupy",
     "operation",
     "operations_made",
+    "own_operations",
     "owner_of",
     "require",
     "to_device",
@@ -25,6 +26,9 @@ __all__ = [
 
 operations_made: list[Callable[[], int]] = []
 """Each returns how many operations with effects beyond arrays, such as messages, were made."""
+
+own_operations: list[object] = []
+"""Not empty: arrays are in use whose classes have an ``__operation__``."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -53,11 +57,15 @@ def array_module(array: object) -> ModuleType:
 def owner_of(values: Iterable[Any]) -> Any:
     """Return the class of the first of ``values``, or of those in its lists, that has an
     ``__operation__``; or None."""
+    return _owner_of(values) if own_operations else None
+
+
+def _owner_of(values: Iterable[Any]) -> Any:
     for value in values:
         if isinstance(value, (list, tuple)):
-            found = owner_of(value)
+            found = _owner_of(value)
         else:
-            held = getattr(value, "data", value) if hasattr(value, "grad_buffer") else value
+            held = value.data if hasattr(type(value), "grad_buffer") else value
             found = type(held) if hasattr(type(held), "__operation__") else None
         if found is not None:
             return found

@@ -242,5 +242,6 @@ def _why_without_edges(node: Node) -> str:
         )
     return (
         "backward: this graph was freed by an earlier backward pass; compute the loss "
-        "again, or pass retain_graph=True to the earlier backward()"
+        "again, or pass retain_graph=True to the earlier backward(). What a captured step returns "
+        "has none: call backward() inside of it"
     )

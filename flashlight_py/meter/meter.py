@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array, array_module, operation
 
 # Sums of float64, with shape (number of sums,).
 State: TypeAlias = NDArray[np.float64]
@@ -67,6 +67,7 @@ class AverageValueMeter(Meter):
         self._mean = 0.0
         self._deviation = 0.0
 
+    @operation
     def add(self, value: float | Array, weight: float = 1.0) -> None:
         """Add a number, or every element of an array of any shape, with ``weight`` each.
 
@@ -142,6 +143,7 @@ class CountMeter(Meter):
         """Forget everything."""
         self._counts[:] = 0
 
+    @operation
     def add(self, category: int, count: int = 1) -> None:
         """Add ``count`` to ``category``.
 
@@ -179,6 +181,7 @@ class MSEMeter(Meter):
         self._error = 0.0
         self._calls = 0
 
+    @operation
     def add(self, output: Array, target: Array) -> None:
         """Add the sum of squared differences of two arrays of the same shape, in float64.
 
@@ -286,6 +289,7 @@ class TopKMeter(Meter):
         self._correct = 0
         self._total = 0
 
+    @operation
     def add(self, output: Array, target: Array) -> None:
         """Add a batch: scores of shape (batch, classes), integer targets of shape (batch,).
 

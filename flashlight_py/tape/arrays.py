@@ -226,6 +226,11 @@ class Number:
     def __class__(self) -> type:
         return type(self.value)
 
+    @classmethod
+    def __operation__(cls, function: Any, args: Any, options: Any) -> Any:
+        """Do what does more than compute, as of arrays."""
+        return Recorded.__operation__(function, args, options)
+
     def __getattr__(self, name: str) -> Any:
         _read("item()")
         return getattr(self.value, name)

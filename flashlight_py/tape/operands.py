@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -179,10 +180,14 @@ class Arena:
 def outline(recording: Recording, arguments: Sequence[np.ndarray[Any, Any] | None]) -> list[Any]:
     """Return what two runs of a step have in common if they do the same."""
     memory = Memory(recording.made, arguments)
+    unknown = {address_of(each): number for number, each in enumerate(recording.constants)}
 
     def described(value: Any) -> Any:
         if type(value) is np.ndarray:
-            return (*memory.where(value), value.shape, value.strides, value.dtype.str)
+            where = memory.where(value)
+            if where.space == OUTSIDE and where.offset in unknown:
+                where = Where("constant", unknown[where.offset], 0)
+            return (*where, value.shape, value.strides, value.dtype.str)
         if isinstance(value, (tuple, list)):
             return tuple(map(described, value))
         if isinstance(value, dict):
@@ -193,10 +198,15 @@ def outline(recording: Recording, arguments: Sequence[np.ndarray[Any, Any] | Non
             return repr(value)
         return value if isinstance(value, (int, str, bool, type(None))) else str(type(value))
 
-    return [
+    constants: list[Any] = [
+        (each.dtype.str, each.shape, hashlib.sha256(np.ascontiguousarray(each)).digest())
+        for each in recording.constants
+    ]
+    notes = [
         (
             getattr(note.function, "__qualname__", type(note.function).__name__),
             *map(described, (note.function, note.args, note.options, note.made, note.changed)),
         )
         for note in recording.notes
     ]
+    return [*constants, *notes]

@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -79,17 +79,19 @@ class Holder(NamedTuple):
 
 
 class Reach:
-    """What ``function`` can reach, and how it was.
+    """What ``function`` can reach, also from its arguments, and how it was.
 
     ``variables`` and ``arrays`` (by where they are) in the order of the walk.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
         self.variables: list[Variable] = []
         self.arrays: list[Place] = []
         self._holders: list[Holder] = []
         self._seen: dict[int, Any] = {}
         self._unseen: deque[tuple[Any, str, Any]] = deque([(function, "", None)])
+        for number, value in enumerate(arguments):
+            self._look(value, f"argument {number}")
         while self._unseen and len(self._seen) < _MOST:
             value, words, owner = self._unseen.popleft()
             if id(value) not in self._seen:

@@ -59,6 +59,9 @@ class Recording:
         self.notes: list[Note] = []
         self.left = ""  # why it cannot be captured, once something was found
         self.made: list[np.ndarray[Any, Any]] = []
+        # Arrays that nobody knew, such as numpy.ones(3): they count as constants, if they are the
+        # same whenever the step is recorded.
+        self.constants: list[np.ndarray[Any, Any]] = []
         self._made_before = _operations_made()
         random.generator()  # so that there is one, whose state can be compared
         self._drawn = random.state_dict()
@@ -127,29 +130,30 @@ class Recording:
         arrays = [*_arrays_in(plain_args), *_arrays_in(tuple(plain_options.values()))]
         self.read_by_replays(*args)
         result = self.without(lambda: function(*plain_args, **plain_options))
+        if isinstance(result, (np.ndarray, np.generic)):
+            given = (*args, *options.values())
+            plain = (*plain_args, *plain_options.values())
+            same = [old for old, new in zip(given, plain, strict=True) if new is result]
+            if same:  # what was changed in place
+                self.effect(function, plain_args, plain_options, [], [result])
+                return same[0]
+            made: list[np.ndarray[Any, Any]] = []
+            wrapped = self._wrap(result, made)
+            self.effect(function, plain_args, plain_options, made, [])
+            return wrapped
+        if result is None or isinstance(result, (bool, int, float, str)):
+            self.effect(function, plain_args, plain_options, [], [])
+            return result
         cell: list[Any] = []
-        for given, plain in zip((*args, *options.values()), (*plain_args, *plain_options.values()), strict=True):
-            if result is plain and result is not None:
-                result = given
-                break
-        else:
-            if isinstance(result, (np.ndarray, np.generic)):
-                made: list[np.ndarray[Any, Any]] = []
-                wrapped = self._wrap(result, made)
-                self.effect(function, plain_args, plain_options, made, arrays)
-                return wrapped
-            if result is not None and not isinstance(result, (bool, int, float, str)):
-                self._effect_with_result(cell, function, plain_args, plain_options, arrays)
-                return Later(self, result, cell)
-        self.effect(function, plain_args, plain_options, [], arrays)
-        return result
+        self.effect(_keeping(function, cell), plain_args, plain_options, [], arrays)
+        return Later(self, result, cell)
 
     @staticmethod
     def read_by_replays(*objects: object) -> None:
         """Note whose numbers operations read and change by themselves, in every replay."""
         for each in objects:
             if type(each).__weakrefoffset__ and not isinstance(each, (np.ndarray, Variable)):
-                live.add(each)
+                live[id(each)] = each
 
     def effect(
         self,
@@ -162,20 +166,6 @@ class Recording:
         """Note an operation that was done."""
         if not self.left:
             self.notes.append(Note(function, args, options, made, changed, effect=True))
-
-    def _effect_with_result(
-        self,
-        cell: list[Any],
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        arrays: list[np.ndarray[Any, Any]],
-    ) -> None:
-        def again(*args: Any, **options: Any) -> None:
-            cell[:] = [function(*args, **options)]
-
-        again.__qualname__ = getattr(function, "__qualname__", "operation")
-        self.effect(again, args, options, [], arrays)
 
     def without(self, function: Callable[[], Any]) -> Any:
         """Call ``function`` with nothing noted."""
@@ -222,10 +212,8 @@ class Recording:
             return value.array
         if kind is np.ndarray:
             if value.size and not self.knows(value):
-                self.leave(
-                    "an array is used that was not there before the step and is not computed by "
-                    "it from others; make it before, or pass it to the step,"
-                )
+                self.constants.append(value)
+                self._know(value)
             return value
         if kind is Number:
             self.leave("item() reads a value that is computed in it")
@@ -262,10 +250,23 @@ class Recording:
     def _add(self, array: np.ndarray[Any, Any]) -> None:
         self.made.append(array)
         if array.size:
-            low, high = bounds(array)
-            place = bisect_right(self._starts, low)
-            self._starts.insert(place, low)
-            self._ends.insert(place, high)
+            self._know(array)
+
+    def _know(self, array: np.ndarray[Any, Any]) -> None:
+        low, high = bounds(array)
+        place = bisect_right(self._starts, low)
+        self._starts.insert(place, low)
+        self._ends.insert(place, high)
+
+
+def _keeping(function: Callable[..., Any], cell: list[Any]) -> Callable[..., None]:
+    """Return ``function``, which puts what it returns into ``cell``."""
+
+    def call(*args: Any, **options: Any) -> None:
+        cell[:] = [function(*args, **options)]
+
+    call.__qualname__ = getattr(function, "__qualname__", "operation")
+    return call
 
 
 class Later:
@@ -308,7 +309,7 @@ class _Generator:
 
 
 # Objects whose numbers are none of what a replay must find as they were.
-live: weakref.WeakSet[object] = weakref.WeakSet()
+live: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 
 # Of some functions: what does them and notes them, instead of Recording.operation.
 handlers: dict[Any, Callable[[Recording, Any, Any, Any], Any]] = {}

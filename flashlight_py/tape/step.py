@@ -12,6 +12,7 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.autograd import Variable
+from flashlight_py.device import own_operations
 from flashlight_py.tape import blas, kernels
 from flashlight_py.tape.arrays import Recorded, RecordedScalar, current
 from flashlight_py.tape.operands import is_read_first, is_written, outline
@@ -21,6 +22,7 @@ from flashlight_py.tape.recording import Note, Recording, live
 
 _MOST_PROGRAMS = 16
 _MOST_TRIES = 64
+_MOST_KINDS = 64  # of arguments
 _MOST_OUTLINES = 8  # kept, for each kind of arguments
 
 Array = np.ndarray[Any, Any]
@@ -51,11 +53,20 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
     def _run(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
         step, options = self.__wrapped__, options or {}
         values = (*args, *options.values())
+        if self.reason or current.recording is not None:
+            return step(*args, **options)
         key = (tuple(options), *map(_kind_of, values))
-        if self.reason or current.recording is not None or None in key[1:]:
+        if None in key:
+            number = key.index(None) - 1
+            self._stay_eager(
+                f"argument {number} is {_described(values[number])}; pass arrays, variables without "
+                "gradients, and what can be compared"
+            )
             return step(*args, **options)
         if key not in self._seen:
             self._count()
+            if len(self._seen) >= _MOST_KINDS:
+                self._seen.pop(next(iter(self._seen)))
             self._seen[key] = deque(maxlen=_MOST_OUTLINES)
             return step(*args, **options)
         session = Session(step, values, tuple(options))
@@ -102,7 +113,9 @@ class Session:
     ) -> None:
         self._step, self._values, self._names = step, values, names
         self._arrays = [_array_of(value) for value in values]
-        self._reach = Reach(step)
+        # Of arguments that are no arrays, such as the instance of a method.
+        self._objects = [v for v, a in zip(values, self._arrays, strict=True) if a is None]
+        self._reach = Reach(step, self._objects)
         self.reason = ""
 
     def record(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
@@ -117,14 +130,16 @@ class Session:
         position = len(args)
         try:
             current.recording = self._recording
+            own_operations.append(self._recording)
             result = self._step(*given[:position], **dict(zip(options, given[position:], strict=True)))
             self._recording.check_operations()
         finally:
             current.recording = None
+            own_operations.remove(self._recording)
             self._put_back(held)
             self._swap_out()
         self._result = _as_returned(result)
-        self._live = {id(each) for each in live}
+        self._live = set(live)
         self.reason = self._recording.left
         changed = self._reach.changed(self._live)
         if changed and not self.reason:
@@ -155,7 +170,7 @@ class Session:
                 bindings.append((variable, SLOTS["grad"], now))
                 kept += [] if now is None else [now]
         builder = Builder(self._recording, self._arrays, self._values, kept, self._result, _has_blas)
-        guards = Reach(self._step).guards(self._live, grads)
+        guards = Reach(self._step, self._objects).guards(self._live, grads)
         return builder.describe(self._names, bindings, (guards, ANYTHING))
 
     def _put_back(self, held: list[tuple[Place, Any]]) -> None:
@@ -196,7 +211,7 @@ class Session:
         return self._recorded.setdefault(id(array), Recorded(array))
 
     def _swap_out(self) -> None:
-        for place in (*self._reach.arrays, *Reach(self._step).arrays):
+        for place in (*self._reach.arrays, *Reach(self._step, self._objects).arrays):
             array = place.get()
             if type(array) in (Recorded, RecordedScalar):
                 place.set(array.array)  # type: ignore[attr-defined]
@@ -222,6 +237,12 @@ def _kind_of(value: Any) -> Any:
     except TypeError:
         return None
     return type(value), value
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Variable):
+        return "a variable with a gradient"
+    return f"an object of type {type(value).__name__}"
 
 
 def _as_returned(result: Any) -> Any:

@@ -66,7 +66,6 @@ READS = {
     "comparison": lambda loss, x: np.array_equal(x, x),
     "mask": lambda loss, x: x[x > 0.5].sum(),
     "draw": lambda loss, x: fl.random.generator().random() * 0,
-    "unknown": lambda loss, x: x + np.zeros(3),
 }
 
 
@@ -115,6 +114,16 @@ def test_random_numbers_of_python_differ_each_time() -> None:
         for _ in range(100):
             step(X[0])
     assert step.replays == 0
+
+
+def test_arrays_that_a_step_makes_are_constants_where_they_are_the_same() -> None:
+    constant = fl.capture(lambda x: x + np.arange(3.0))
+    drawn = fl.capture(lambda x: x + np.random.default_rng().random(3))
+    for number in range(20):
+        assert_same_bits(X[number] + np.arange(3.0), constant(X[number]))
+        drawn(X[0])
+    assert constant.replays == 17
+    assert drawn.replays == 0
 
 
 def test_another_shape_dtype_or_value_is_recorded_by_itself() -> None:
