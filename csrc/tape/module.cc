@@ -88,6 +88,17 @@ PyObject* add(PyObject* self, PyObject* description) {
   return PyLong_FromLongLong(count);
 }
 
+/* fits(args, kwargs or None): whether there is a program for them, as things are now. */
+PyObject* fits(PyObject* self, PyObject* given) {
+  PyObject *args, *kwargs;
+  if (!PyArg_ParseTuple(given, "O!O", &PyTuple_Type, &args, &kwargs)) return nullptr;
+  for (auto& program : *reinterpret_cast<Step*>(self)->programs) {
+    const int found = program->fits(args, kwargs == Py_None ? nullptr : kwargs);
+    if (found != 0) return found < 0 ? nullptr : PyBool_FromLong(1);
+  }
+  Py_RETURN_FALSE;
+}
+
 /* drop(most): keep that many programs, those that were used last. */
 PyObject* drop(PyObject* self, PyObject* most) {
   auto& programs = *reinterpret_cast<Step*>(self)->programs;
@@ -120,6 +131,7 @@ PyObject* use_blas(PyObject*, PyObject* args) {
 
 PyMethodDef step_methods[] = {{"add", add, METH_O, nullptr},
                               {"drop", drop, METH_O, nullptr},
+                              {"fits", fits, METH_VARARGS, nullptr},
                               {nullptr, nullptr, 0, nullptr}};
 PyMemberDef step_members[] = {{"slow", T_OBJECT_EX, offsetof(Step, slow), 0, nullptr},
                               {"left", T_OBJECT_EX, offsetof(Step, left), 0, nullptr},

@@ -15,6 +15,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.device import own_operations
 from flashlight_py.tape import blas, kernels
 from flashlight_py.tape.arrays import Recorded, RecordedScalar, current
+from flashlight_py.tape.checking import beside
 from flashlight_py.tape.operands import is_read_first, is_written, outline
 from flashlight_py.tape.program import SLOTS, Builder, CannotCapture, Returned
 from flashlight_py.tape.reach import ANYTHING, Place, Reach
@@ -22,6 +23,7 @@ from flashlight_py.tape.recording import Note, Recording, live
 
 _MOST_PROGRAMS = 16
 _MOST_TRIES = 64
+_CHECKED = 3  # replays, with check=True
 _MOST_KINDS = 64  # of arguments
 _MOST_OUTLINES = 8  # kept, for each kind of arguments
 
@@ -43,6 +45,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self.reason = ""  # why it stays eager; empty: it does not
         self._seen: dict[Any, deque[Any]] = {}  # what recordings did, by the kind of arguments
         self._tries = 0
+        self._trials: list[_Trial] = []  # with check
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -63,6 +66,9 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
                 "gradients, and what can be compared"
             )
             return step(*args, **options)
+        for trial in self._trials:
+            if trial.fits(args, options or None):
+                return self._try(trial, args, options)
         if key not in self._seen:
             self._count()
             if len(self._seen) >= _MOST_KINDS:
@@ -82,11 +88,33 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
 
     def _add(self, session: Session) -> None:
         try:
-            self.add(session.description())
+            description = session.description()
         except CannotCapture as error:
             self._stay_eager(str(error))
+            return
+        if self.check:
+            self._trials.append(_Trial(description))
         else:
-            self.drop(_MOST_PROGRAMS)
+            self._use(description)
+
+    def _use(self, description: tuple[Any, ...]) -> None:
+        self.add(description)
+        self.drop(_MOST_PROGRAMS)
+
+    def _try(self, trial: _Trial, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Return what the step returns, after a replay was found to do the same."""
+        try:
+            result = beside(self.__wrapped__, trial, args, options)
+        except RuntimeError as error:
+            self.reason = str(error)
+            self._trials.clear()
+            self.drop(0)
+            raise
+        trial.left_to_check -= 1
+        if not trial.left_to_check:
+            self._trials.remove(trial)
+            self._use(trial.description)
+        return result
 
     def _count(self) -> None:
         """Count a call that was not replayed; where most are not, recording does not pay."""
@@ -103,6 +131,15 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self.drop(0)
         name = getattr(self.__wrapped__, "__qualname__", "step")
         warnings.warn(f"capture: {name} stays eager: {reason}", RuntimeWarning, stacklevel=4)
+
+
+class _Trial(_tape.Step):  # type: ignore[misc, name-defined]
+    """A program that is checked before it is used."""
+
+    def __init__(self, description: tuple[Any, ...]) -> None:
+        self.description = description
+        self.left_to_check = _CHECKED
+        self.add(description)
 
 
 class Session:
