@@ -15,7 +15,7 @@ struct Step {
   PyObject_HEAD
   PyObject *slow, *left;
   Py_ssize_t replays;  // that were done to the end
-  std::vector<std::unique_ptr<Program>>* programs;
+  std::vector<std::shared_ptr<Program>>* programs;
 };
 
 PyObject* fall_back(PyObject* function, PyObject* args, PyObject* kwargs) {
@@ -27,13 +27,15 @@ PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
   Step* step = reinterpret_cast<Step*>(self);
   auto& programs = *step->programs;
   for (size_t i = 0; i < programs.size(); ++i) {
-    if (programs[i]->is_busy()) continue;  // another thread, or a call from inside
-    const int fits = programs[i]->fits(args, kwargs);
+    // Held: whatever runs meanwhile, a garbage collection is enough, may drop it.
+    const std::shared_ptr<Program> program = programs[i];
+    if (program->is_busy()) return fall_back(step->left, args, kwargs);  // a thread, or from inside
+    const int fits = program->fits(args, kwargs);
     if (fits < 0) return nullptr;
     if (fits == 0) continue;
-    if (i > 0) std::swap(programs[i], programs[0]);
+    if (i > 0 && i < programs.size()) std::swap(programs[i], programs[0]);
     bool is_left;
-    PyObject* result = programs[0]->replay(args, kwargs, &is_left);
+    PyObject* result = program->replay(args, kwargs, &is_left);
     if (is_left) return fall_back(step->left, args, kwargs);
     step->replays += result != nullptr;
     return result;
@@ -49,7 +51,7 @@ PyObject* create(PyTypeObject* type, PyObject*, PyObject*) {
   step->slow = Py_None;
   Py_INCREF(Py_None);
   step->left = Py_None;
-  step->programs = new std::vector<std::unique_ptr<Program>>();
+  step->programs = new std::vector<std::shared_ptr<Program>>();
   return self;
 }
 
@@ -104,7 +106,7 @@ PyObject* drop(PyObject* self, PyObject* most) {
   auto& programs = *reinterpret_cast<Step*>(self)->programs;
   const size_t count = PyLong_AsSize_t(most);
   if (PyErr_Occurred()) return nullptr;
-  while (programs.size() > count && !programs.back()->is_busy()) programs.pop_back();
+  while (programs.size() > count) programs.pop_back();
   Py_RETURN_NONE;
 }
 

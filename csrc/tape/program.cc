@@ -277,15 +277,19 @@ Outcome Program::run() {
 
 PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
   *is_left = false;
-  // What is used where it lies must not go while other threads run.
-  Owned kept_args = share(args), kept_kwargs = share(kwargs);
-  if (!set_arguments(args, kwargs)) return nullptr;
-  for (const Binding& each : bindings_) slots.set(each.variable.get(), each.slot, each.value.get());
+  // What is used where it lies must not go while other threads run; and until the result is there,
+  // none may begin a replay.
+  const Owned kept_args = share(args), kept_kwargs = share(kwargs);
   is_busy_ = true;
-  const Outcome outcome = run();
+  PyObject* result = nullptr;
+  if (set_arguments(args, kwargs)) {
+    for (const Binding& each : bindings_) slots.set(each.variable.get(), each.slot, each.value.get());
+    const Outcome outcome = run();
+    *is_left = outcome == Outcome::left;
+    if (outcome == Outcome::done) result = build(result_, args, kwargs);
+  }
   is_busy_ = false;
-  *is_left = outcome == Outcome::left;
-  return outcome == Outcome::done ? build(result_, args, kwargs) : nullptr;
+  return result;
 }
 
 PyObject* Program::build_array(const Result& result) const {

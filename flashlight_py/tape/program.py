@@ -189,6 +189,7 @@ class Builder:
         """Return the entry of the table that says where ``array`` begins."""
         where = self._memory.where(array)
         if where.space == OUTSIDE:
+            self._keep.append(array)
             place = -1, where.offset
         elif where.space == ARGUMENT:
             place = where.number, where.offset
