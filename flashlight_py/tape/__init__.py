@@ -15,17 +15,18 @@ def capture(step: Callable[..., Any] | None = None, check: bool = False) -> Any:
     """Return ``step``, which from its fourth call on is replayed by native code.
 
     Also a decorator, with or without arguments. The first call with arguments of some shapes and
-    dtypes runs as it is. The next two are recorded: what NumPy computes, gradient hooks, reductions,
-    the optimizer and meters. If both do the same, later calls are one call into native code, with
-    the same results to the bit.
+    dtypes runs as it is. The next two are recorded: what NumPy computes, gradient hooks,
+    reductions, the optimizer and meters. If both do the same, later calls are one call into native
+    code, with the same results to the bit.
 
-    Arguments are arrays, variables without gradients, and values that are compared, such as numbers;
-    what the step returns comes back: new variables, arrays and numbers, also in tuples, lists and
-    dicts. What it reads from Python (attributes, globals, what it closes over) is compared before each
-    replay, and recorded again where it has changed; learning rates and the like are read by every
-    replay. Where a step cannot be captured, as it reads a value in the middle (``float(loss)``,
-    ``if``), changes numbers in Python or takes other paths each time, it stays as it is, with one
-    ``RuntimeWarning`` that says why and in which line. See docs/capture.md.
+    Arguments are arrays, variables without gradients, and values that are compared, such as
+    numbers; what the step returns comes back: new variables, arrays and numbers, also in tuples,
+    lists and dicts. What it reads from Python (attributes, globals, what it closes over) is
+    compared before each replay, and recorded again where it has changed; learning rates and the
+    like are read by every replay. Where a step cannot be captured, as it reads a value in the
+    middle (``float(loss)``, ``if``), changes numbers in Python or takes other paths each time, it
+    stays as it is, with one ``RuntimeWarning`` that says why and in which line. See
+    docs/capture.md.
 
     Gradients that replays leave behind are in the same arrays each time. NumPy's warnings (such as
     of a division by zero) are not repeated.

@@ -207,7 +207,21 @@ def _not_in_place(self: Any, other: Any) -> Any:
     return NotImplemented
 
 
-for _name in ("add sub mul truediv floordiv mod pow lshift rshift and or xor matmul").split():
+for _name in [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "lshift",
+    "rshift",
+    "and",
+    "or",
+    "xor",
+    "matmul",
+]:
     setattr(RecordedScalar, f"__i{_name}__", _not_in_place)
 
 _KINDS = (Recorded, RecordedScalar)
@@ -246,9 +260,44 @@ def _reading(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *("add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod").split(),
-    *("pow rpow eq ne lt le gt ge neg pos abs bool int float complex index trunc floor ceil").split(),
-    *("round hash repr str format").split(),
+    *[
+        "add",
+        "radd",
+        "sub",
+        "rsub",
+        "mul",
+        "rmul",
+        "truediv",
+        "rtruediv",
+        "floordiv",
+        "rfloordiv",
+        "mod",
+        "rmod",
+        "divmod",
+        "rdivmod",
+    ],
+    *[
+        "pow",
+        "rpow",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "neg",
+        "pos",
+        "abs",
+        "bool",
+        "int",
+        "float",
+        "complex",
+        "index",
+        "trunc",
+        "floor",
+        "ceil",
+    ],
+    *["round", "hash", "repr", "str", "format"],
 ):
     setattr(Number, f"__{_name}__", _reading(f"__{_name}__"))
 
@@ -295,13 +344,13 @@ def _reader(name: str, value: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_basic(where: Any) -> bool:
     parts = where if type(where) is tuple else (where,)
-    return all(
-        part is None or part is Ellipsis or type(part) is slice or (
-            isinstance(part, (int, np.integer)) and not isinstance(part, bool)
-            and type(part) is not Number
-        )
-        for part in parts
-    )  # fmt: skip
+    return all(part is None or part is Ellipsis or type(part) is slice or _is_whole(part)
+               for part in parts)  # fmt: skip
+
+
+def _is_whole(value: Any) -> bool:
+    kind = type(value)
+    return kind is not bool and issubclass(kind, (int, np.integer))
 
 
 def _to_a_view(where: Any) -> tuple[Any, ...]:
@@ -334,7 +383,9 @@ class _Methods:
     def sum(self: Any, axis: Any = None, dtype: Any = None, out: Any = None, **options: Any) -> Any:
         return np.add.reduce(self, axis, dtype, out, **options)
 
-    def prod(self: Any, axis: Any = None, dtype: Any = None, out: Any = None, **options: Any) -> Any:
+    def prod(
+        self: Any, axis: Any = None, dtype: Any = None, out: Any = None, **options: Any
+    ) -> Any:
         return np.multiply.reduce(self, axis, dtype, out, **options)
 
     def max(self: Any, axis: Any = None, out: Any = None, **options: Any) -> Any:
@@ -349,7 +400,9 @@ class _Methods:
     def all(self: Any, axis: Any = None, out: Any = None, **options: Any) -> Any:
         return np.logical_and.reduce(self, axis, np.bool_, out, **options)
 
-    def mean(self: Any, axis: Any = None, dtype: Any = None, out: Any = None, **options: Any) -> Any:
+    def mean(
+        self: Any, axis: Any = None, dtype: Any = None, out: Any = None, **options: Any
+    ) -> Any:
         if dtype is not None or out is not None or options.keys() - {"keepdims"}:
             options |= {"axis": axis, "dtype": dtype, "out": out}
             return compute(np.ndarray.mean, (self,), options)

@@ -1,4 +1,4 @@
-"""Matrix products as NumPy has them made: the same function of the same BLAS, hence the same bits."""
+"""Matrix products as NumPy has them made: by the same function of the same BLAS."""
 
 from __future__ import annotations
 
@@ -44,18 +44,19 @@ def product(a: Array, b: Array, c: Array) -> tuple[Any, ...] | None:
         return None
     if a.ndim == b.ndim == 1:
         return _of_vectors(a, b, c) if a.size > 1 else _outer(a, b, c.reshape(1, 1))
-    if a.ndim != 2 or b.ndim != 2 or not c.flags.c_contiguous:
-        return None
-    m, k, n = *a.shape, b.shape[1]
-    if k == 1 or (m == k == 1) or (k == n == 1):
-        return _outer(a.reshape(-1), b.reshape(-1), c) if k == 1 else None
-    if m == 1 and n == 1:
+    is_plain = a.ndim == b.ndim == 2 and c.flags.c_contiguous
+    return _of_two_dimensions(a, b, c) if is_plain else None
+
+
+def _of_two_dimensions(a: Array, b: Array, c: Array) -> tuple[Any, ...] | None:
+    (m, k), n = a.shape, b.shape[1]
+    if k == 1:
+        return _outer(a[:, 0], b[0], c)
+    if m == n == 1:
         return _of_vectors(a[0], b[:, 0], c)
     if n == 1:
         return _of_matrix(a, b[:, 0], c, AS_IT_IS)
-    if m == 1:
-        return _of_matrix(b, a[0], c, TRANSPOSED)
-    return _of_matrices(a, b, c)
+    return _of_matrix(b, a[0], c, TRANSPOSED) if m == 1 else _of_matrices(a, b, c)
 
 
 def _of_vectors(x: Array, y: Array, c: Array) -> tuple[Any, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -109,5 +110,5 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
     if isinstance(one, float):
-        return isinstance(other, float) and (one == other or one != one)
+        return isinstance(other, float) and (one == other or math.isnan(one))
     return one == other if isinstance(one, (int, str)) else True

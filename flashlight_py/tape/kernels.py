@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from flashlight_py import _native
-from flashlight_py.autograd import Variable
 from flashlight_py.tape.recording import Recording, handlers
 
 Array = np.ndarray[Any, Any]
@@ -97,7 +96,8 @@ def _record_step(
         if grad is not None
     ]
     changed = [array for _, param, _, *own in pieces for array in (param, *own)]
-    recording.effect(OptimizerStep(function, replayed, pieces), (), {}, [], changed)
+    again: Any = OptimizerStep(function, replayed, pieces)
+    recording.effect(again, (), {}, [], changed)
     return None
 
 

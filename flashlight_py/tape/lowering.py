@@ -163,7 +163,8 @@ class Lowering:
     def _where(self, note: Note) -> list[Lowered] | None:
         if len(note.args) != 3 or note.options or len(note.made) != 1:
             return None
-        out, lowered = note.made[0], []
+        out = note.made[0]
+        lowered: list[Lowered] = []
         condition, *values = note.args
         if getattr(condition, "dtype", None) != np.bool_:
             return None
@@ -191,7 +192,8 @@ class Lowering:
         parts, axis = note.args[0], note.options.get("axis", (*note.args, 0)[1])
         if note.options.keys() - {"axis"} or not isinstance(axis, int) or not note.made:
             return None
-        out, start, lowered = note.made[0], 0, []
+        out, start = note.made[0], 0
+        lowered: list[Lowered] = []
         for part in parts:
             room: list[Any] = [slice(None)] * out.ndim
             room[axis] = slice(start, start + part.shape[axis])
@@ -215,14 +217,16 @@ class Lowering:
         return None if found is None else [Product(*found)]
 
     def _matmul(self, note: Note) -> list[Lowered] | None:
-        """As ``dot`` where that has the same bits; NumPy does not always choose the same function."""
+        """As ``dot`` where that has the same bits: NumPy may choose another function."""
         a, b = note.args[:2]
-        same = a.ndim == b.ndim == 2 and np.array_equal(a.dot(b), note.made[0]) if note.made else False
+        same = (
+            a.ndim == b.ndim == 2 and np.array_equal(a.dot(b), note.made[0]) if note.made else False
+        )
         return self._matrix(note) if same else None
 
     def _reduction(self, note: Note) -> list[Lowered] | None:
         ufunc: np.ufunc = note.function.__self__  # type: ignore[attr-defined]
-        x, axis, dtype, out, keepdims = _reduce_arguments(note)
+        x, axis, out = _reduce_arguments(note)
         if ufunc not in _INITIALS or out is not None or not isinstance(x, np.ndarray) or not x.size:
             return None
         if note.options.keys() - {"axis", "dtype", "out", "keepdims"} or len(note.made) != 1:
@@ -252,7 +256,7 @@ def _reduce_arguments(note: Note) -> tuple[Any, ...]:
     names = ("axis", "dtype", "out", "keepdims")
     given = dict(zip(names, note.args[1:], strict=False)) | note.options
     x = note.args[0]
-    return (x, given.get("axis", 0), *(given.get(name) for name in names[1:]))
+    return x, given.get("axis", 0), given.get("out")
 
 
 def _axes(axis: Any, ndim: int) -> tuple[int, ...] | None:
@@ -297,8 +301,7 @@ def clashes(source: Array, target: Array, identical: bool = False) -> bool:
     return identical or not (same and all(a == b for extent, a, b in steps if extent > 1))
 
 
-_CLIP = getattr(np, "_core", None) or np.core
-_CLIP = _CLIP.umath.clip
+_CLIP: np.ufunc = (np._core if hasattr(np, "_core") else np.core).umath.clip
 _BUFFERED = 8192  # elements that NumPy casts at a time
 _POWERS = {2.0: np.square, -1.0: np.reciprocal, 0.5: np.sqrt, 1.0: np.positive}
 _INITIALS: dict[np.ufunc, Any] = {

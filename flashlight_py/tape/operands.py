@@ -25,7 +25,7 @@ class Where(NamedTuple):
 
 
 class Memory:
-    """Which array an address lies in. ``made`` by the step; ``arguments`` that it was called with."""
+    """Which array an address lies in: of those ``made`` by the step, or its ``arguments``."""
 
     def __init__(
         self, made: Sequence[np.ndarray[Any, Any]], arguments: Sequence[np.ndarray[Any, Any] | None]
@@ -199,7 +199,7 @@ def outline(recording: Recording, arguments: Sequence[np.ndarray[Any, Any] | Non
         return value if isinstance(value, (int, str, bool, type(None))) else str(type(value))
 
     constants: list[Any] = [
-        (each.dtype.str, each.shape, hashlib.sha256(np.ascontiguousarray(each)).digest())
+        (each.dtype.str, each.shape, hashlib.sha256(each.tobytes()).digest())
         for each in recording.constants
     ]
     notes = [

@@ -10,7 +10,7 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Node
 from flashlight_py.tape.arrays import Number, Recorded, RecordedScalar
-from flashlight_py.tape.lowering import Loops, Lowered, Lowering, Product, Reduce
+from flashlight_py.tape.lowering import Loops, Lowered, Lowering, Product, Reduce, clashes
 from flashlight_py.tape.operands import (
     ARGUMENT,
     MADE,
@@ -122,7 +122,6 @@ class Builder:
                 continue
             made = note.made[0]
             if self._memory.where(made).number in written:
-                original = made.copy() if note.function is not np.empty else made
                 original = _again(note)
                 self._keep.append(original)
                 left.append(Note(np.copyto, (made, original), {}, [], [made]))
@@ -160,9 +159,9 @@ class Builder:
                 where = self._memory.where(array)
                 if where.space == ARGUMENT:
                     self._written_arguments.add(where.number)
-        for number, array in enumerate(self._arguments):
-            if array is not None and not array.flags.c_contiguous:
-                self._cells[number] = np.empty(array.shape, array.dtype)
+        for number, given in enumerate(self._arguments):
+            if given is not None and not given.flags.c_contiguous:
+                self._cells[number] = np.empty(given.shape, given.dtype)
         if self._written_arguments & self._cells.keys():
             raise CannotCapture(
                 "an argument is changed in place, and is not contiguous or passed to a function"
@@ -216,7 +215,7 @@ class Builder:
             return type(value)([self._views(each) for each in value])
         if isinstance(value, dict):
             return {name: self._views(each) for name, each in value.items()}
-        if isinstance(value, Variable) and any(True for _ in [value.data]):
+        if isinstance(value, Variable):
             where = self._memory.where(value.data)
             return value if where.space == OUTSIDE else Variable(self._view(value.data))
         if hasattr(value, "__captured_arrays__"):
@@ -295,33 +294,39 @@ class Builder:
     def _describe_result(self, result: Any) -> tuple[Any, ...]:
         kind = type(result)
         if kind is Returned:
-            for number, value in enumerate(self._values):
-                if result.variable is value:
-                    return ARGUMENT_ITSELF, None, None, number, 0, (), (), ()
-            if not self._is_made(result.data):
-                return CONSTANT, result.variable, None, 0, 0, (), (), ()
-            array, calc_grad = result.data.array, result.variable.calc_grad
-            node = Node(array.shape, array.dtype, None) if result.has_history else None  # type: ignore[arg-type]
-            return VARIABLE, calc_grad, node, *self._array(array), ()
+            return self._describe_variable(result)
         if kind in (Recorded, RecordedScalar):
-            for number, array in enumerate(self._arguments):
-                if result.array is array:
-                    return ARGUMENT_ITSELF, None, None, number, 0, (), (), ()
-            if not self._is_made(result):
-                return CONSTANT, result.array, None, 0, 0, (), (), ()
-            as_what = SCALAR if kind is RecordedScalar else ARRAY
-            return as_what, None, None, *self._array(result.array), ()
+            return self._describe_array(result)
         if kind is Number:
             return NUMBER, None, None, *self._array(result.array), ()
-        if kind in (tuple, list):
-            parts = tuple(map(self._describe_result, result))
-            return TUPLE if kind is tuple else LIST, None, None, 0, 0, (), (), parts
-        if kind is dict:
-            parts = tuple(map(self._describe_result, result.values()))
-            return DICT, tuple(result), None, 0, 0, (), (), parts
+        if kind in _CONTAINERS:
+            parts = tuple(map(self._describe_result, result.values() if kind is dict else result))
+            keys = tuple(result) if kind is dict else None
+            return _CONTAINERS[kind], keys, None, 0, 0, (), (), parts
         if result is None or kind in (int, float, bool, str, complex):
-            return CONSTANT, result, None, 0, 0, (), (), ()
+            return _constant(result)
         raise CannotCapture(f"it returns an object of type {kind.__name__}")
+
+    def _describe_variable(self, result: Returned) -> tuple[Any, ...]:
+        for number, value in enumerate(self._values):
+            if result.variable is value:
+                return _argument(number)
+        if not self._is_made(result.data):
+            return _constant(result.variable)
+        array, calc_grad = result.data.array, result.variable.calc_grad
+        node = None
+        if result.has_history:
+            node = Node(array.shape, array.dtype, None)  # type: ignore[arg-type]
+        return VARIABLE, calc_grad, node, *self._array(array), ()
+
+    def _describe_array(self, result: Recorded) -> tuple[Any, ...]:
+        for number, array in enumerate(self._arguments):
+            if result.array is array:
+                return _argument(number)
+        if not self._is_made(result):
+            return _constant(result.array)
+        as_what = SCALAR if type(result) is RecordedScalar else ARRAY
+        return as_what, None, None, *self._array(result.array), ()
 
     def _is_made(self, data: Any) -> bool:
         if type(data) not in (Recorded, RecordedScalar):
@@ -331,6 +336,17 @@ class Builder:
     def _array(self, array: Array) -> tuple[Any, ...]:
         strides = () if array.flags.c_contiguous else array.strides
         return self._entry(array), array.dtype.num, array.shape, strides
+
+
+_CONTAINERS: dict[type, int] = {tuple: TUPLE, list: LIST, dict: DICT}
+
+
+def _constant(value: Any) -> tuple[Any, ...]:
+    return CONSTANT, value, None, 0, 0, (), (), ()
+
+
+def _argument(number: int) -> tuple[Any, ...]:
+    return ARGUMENT_ITSELF, None, None, number, 0, (), (), ()
 
 
 def _filling(
@@ -410,18 +426,11 @@ def _go_together(waiting: list[Loops], new: Loops) -> bool:
         return False
     target = new.operands[-1]
     for loop in waiting:
-        if any(_is_torn(operand, target) for operand in loop.operands):
+        if any(clashes(operand, target) for operand in loop.operands):
             return False
-        if any(_is_torn(operand, loop.operands[-1]) for operand in new.operands):
+        if any(clashes(operand, loop.operands[-1]) for operand in new.operands):
             return False
     return True
-
-
-def _is_torn(operand: Array, written: Array) -> bool:
-    """Return whether an element of ``operand`` may be another element of what is written."""
-    from flashlight_py.tape.lowering import clashes
-
-    return clashes(operand, written)
 
 
 def _collapsed(
@@ -444,5 +453,3 @@ def _collapsed(
     if not dimensions:
         return (1,), [(0,)] * len(strides)
     return tuple(dimensions), [tuple(own) for own in steps]
-
-

@@ -1,8 +1,8 @@
 """The Python state that a step can reach: what a replay must find as the recording has found it.
 
 What a step does depends on more than arrays: on the attributes of modules, on flags and numbers
-of the user's. All that it can reach from what it closes over and from the globals it names is walked
-once, and compared by native code before each replay (csrc/tape/guards.h).
+of the user's. All that it can reach from what it closes over and from the globals it names is
+walked once, and compared by native code before each replay (csrc/tape/guards.h).
 """
 
 from __future__ import annotations
@@ -22,7 +22,20 @@ from flashlight_py.autograd import Variable
 _PACKAGE = __name__.partition(".")[0]
 _LARGE = 1000  # items; of what is larger only the length is compared
 _MOST = 50_000  # objects
-_LEAVES = (int, float, complex, bool, str, bytes, type(None), Enum, np.dtype, np.generic, slice, range)
+_LEAVES = (
+    int,
+    float,
+    complex,
+    bool,
+    str,
+    bytes,
+    type(None),
+    Enum,
+    np.dtype,
+    np.generic,
+    slice,
+    range,
+)
 _SLOTS = ("data", "grad", "buffer")
 
 # Kinds of guards in csrc/tape/guards.cc.
@@ -143,7 +156,7 @@ class Reach:
 
     def _enter(self, value: Any, words: str, owner: Any) -> None:
         kind = type(value)
-        if isinstance(value, _LEAVES) or isinstance(value, (type, types.ModuleType)):
+        if isinstance(value, (*_LEAVES, type, types.ModuleType)):
             return
         if kind is Variable:
             self._enter_variable(value, words)
@@ -157,11 +170,14 @@ class Reach:
                 self._look(part, words)
         elif isinstance(value, (list, tuple, dict, set, frozenset, deque)):
             self._enter_container(value, value if owner is None else owner, words)
-        elif kind.__module__.partition(".")[0] not in sys.stdlib_module_names and kind is not np.ndarray:
+        elif (
+            kind.__module__.partition(".")[0] not in sys.stdlib_module_names
+            and kind is not np.ndarray
+        ):
             self._enter_instance(value, words)
 
     def _look(self, value: Any, words: str, owner: Any = None) -> None:
-        """Enter ``value`` later; ``owner``: the instance whose state it is, if it is a container."""
+        """Enter ``value`` later; ``owner``: the instance whose state a container is."""
         if not isinstance(value, _LEAVES):
             self._unseen.append((value, words, owner))
 
@@ -212,7 +228,9 @@ class Reach:
                 self._note_array(name, get, functools.partial(scope.__setitem__, name))
             self._look(value, name)
 
-    def _enter_module(self, module: types.ModuleType, function: types.FunctionType, words: str) -> None:
+    def _enter_module(
+        self, module: types.ModuleType, function: types.FunctionType, words: str
+    ) -> None:
         scope = vars(module)
         for name in _names_of(function.__code__):
             if name in scope:
@@ -220,7 +238,9 @@ class Reach:
                 self._holders.append(Holder(GLOBAL, scope, name, module, f"{words}.{name}"))
                 if isinstance(value, np.ndarray):
                     get = functools.partial(scope.get, name)
-                    self._note_array(f"{words}.{name}", get, functools.partial(setattr, module, name))
+                    self._note_array(
+                        f"{words}.{name}", get, functools.partial(setattr, module, name)
+                    )
                 self._look(value, f"{words}.{name}")
 
     def _enter_container(self, value: Any, owner: Any, words: str) -> None:
@@ -247,7 +267,7 @@ class Reach:
             self._look(each, called, None if owner is value else owner)
 
     def _enter_instance(self, value: Any, words: str) -> None:
-        kind = type(value)
+        kind: Any = type(value)
         if _is_closed(value):
             return
         attributes = getattr(value, "__dict__", None)
@@ -283,14 +303,14 @@ def _names_of(code: types.CodeType) -> tuple[str, ...]:
     return tuple(found)
 
 
-@functools.lru_cache(maxsize=256)
-def _names_in(kind: type) -> tuple[str, ...]:
+@functools.cache
+def _names_in(kind: Any) -> tuple[str, ...]:
     """Return the names of the functions that a class of the user has."""
     return tuple(name for name, each in vars(kind).items() if type(each) is types.FunctionType)
 
 
-@functools.lru_cache(maxsize=256)
-def _slots_of(kind: type) -> tuple[str, ...]:
+@functools.cache
+def _slots_of(kind: Any) -> tuple[str, ...]:
     found: list[str] = []
     for each in kind.__mro__:
         slots = vars(each).get("__slots__", ())
@@ -301,7 +321,9 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 def _is_foreign(module: str | None) -> bool:
     """Return whether a module is this package's, NumPy's or the standard library's."""
     name = (module or "").partition(".")[0]
-    return name in (_PACKAGE, "numpy", "cupy") or (name in sys.stdlib_module_names and name != "__main__")
+    return name in (_PACKAGE, "numpy", "cupy") or (
+        name in sys.stdlib_module_names and name != "__main__"
+    )
 
 
 def _same(old: Any, new: Any, depth: int = 6) -> bool:
@@ -310,18 +332,20 @@ def _same(old: Any, new: Any, depth: int = 6) -> bool:
         return True
     if type(old) is not type(new) or not depth:
         return False
-    if _is_closed(old):
-        return True
     if isinstance(old, _LEAVES):
         return bool(old == new)
+    return _is_closed(old) or _same_parts(old, new, depth - 1)
+
+
+def _same_parts(old: Any, new: Any, depth: int) -> bool:
     if isinstance(old, (list, tuple, deque)):
-        return len(old) == len(new) and all(map(_same, old, new, [depth - 1] * len(old)))
+        return len(old) == len(new) and all(map(_same, old, new, [depth] * len(old)))
     attributes = old if isinstance(old, dict) else getattr(old, "__dict__", None)
     others = new if isinstance(new, dict) else getattr(new, "__dict__", None)
     if attributes is None or others is None:
         return False
-    return _same(list(attributes), list(others), depth - 1) and _same(
-        list(attributes.values()), list(others.values()), depth - 1
+    return list(attributes) == list(others) and _same_parts(
+        list(attributes.values()), list(others.values()), depth
     )
 
 
@@ -334,4 +358,3 @@ def _short(value: Any) -> str:
     if isinstance(value, _LEAVES):
         return f"{value!r:.60}"
     return f"a {type(value).__name__}"
-

@@ -99,10 +99,7 @@ class Recording:
         given = out if isinstance(out, tuple) else () if out is None else (out,)
         written = [self._plain(each) for each in (*changed, *given) if each is not None]
         made: list[np.ndarray[Any, Any]] = []
-        if given and len(given) == 1:
-            wrapped = given[0]
-        else:
-            wrapped = self._wrap(result, made)
+        wrapped = given[0] if len(given) == 1 else self._wrap(result, made)
         if (made or written) and not self.left:
             self.notes.append(Note(function, plain_args, plain_options, made, written))
         return wrapped
@@ -135,7 +132,7 @@ class Recording:
             plain = (*plain_args, *plain_options.values())
             same = [old for old, new in zip(given, plain, strict=True) if new is result]
             if same:  # what was changed in place
-                self.effect(function, plain_args, plain_options, [], [result])
+                self.effect(function, plain_args, plain_options, [], [np.asarray(result)])
                 return same[0]
             made: list[np.ndarray[Any, Any]] = []
             wrapped = self._wrap(result, made)
@@ -224,8 +221,9 @@ class Recording:
 
     def _frozen(self, value: Any) -> Any:
         """Return ``value`` as an operation gets it in every replay."""
-        if isinstance(value, Variable) and type(value.data) in (Recorded, RecordedScalar):
-            return Variable(value.data.array)
+        held: Any = value.data if isinstance(value, Variable) else None
+        if type(held) in (Recorded, RecordedScalar):
+            return Variable(held.array)
         return value.array if type(value) is Number else self._plain(value)
 
     def _wrap(self, result: Any, made: list[np.ndarray[Any, Any]]) -> Any:

@@ -62,8 +62,8 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         if None in key:
             number = key.index(None) - 1
             self._stay_eager(
-                f"argument {number} is {_described(values[number])}; pass arrays, variables without "
-                "gradients, and what can be compared"
+                f"argument {number} is {_described(values[number])}; pass arrays, variables "
+                "without gradients, and what can be compared"
             )
             return step(*args, **options)
         for trial in self._trials:
@@ -121,9 +121,9 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self._tries += 1
         if self._tries > max(_MOST_TRIES, self.replays) and not self.reason:
             self._stay_eager(
-                f"{self._tries} calls could not be replayed, and {self.replays} could. It was called "
-                "with ever other shapes, dtypes or values of what are no arrays, or found other "
-                "values of what it reads from Python; pass what changes as an array"
+                f"{self._tries} calls could not be replayed, and {self.replays} could. It was "
+                "called with ever other shapes, dtypes or values of what are no arrays, or found "
+                "other values of what it reads from Python; pass what changes as an array"
             )
 
     def _stay_eager(self, reason: str) -> None:
@@ -168,7 +168,9 @@ class Session:
         try:
             current.recording = self._recording
             own_operations.append(self._recording)
-            result = self._step(*given[:position], **dict(zip(options, given[position:], strict=True)))
+            result = self._step(
+                *given[:position], **dict(zip(options, given[position:], strict=True))
+            )
             self._recording.check_operations()
         finally:
             current.recording = None
@@ -180,9 +182,8 @@ class Session:
         self.reason = self._recording.left
         changed = self._reach.changed(self._live)
         if changed and not self.reason:
-            self.reason = (
-                f"it changes what is not an array, which a replay would not do: {'; '.join(changed)}"
-            )
+            what = "; ".join(changed)
+            self.reason = f"it changes what is not an array, which a replay would not do: {what}"
         return _unwrapped(result), outline(self._recording, self._arrays)
 
     def description(self) -> tuple[Any, ...]:
@@ -197,16 +198,14 @@ class Session:
         grads: dict[int, Any] = {}
         for variable, before in self._before:
             now = variable.grad
-            if before is None:
-                needed = now is not None
-            else:
-                needed = is_read_first(before, notes)
-            if needed:
+            if (now is not None) if before is None else is_read_first(before, notes):
                 grads[id(variable)] = before
             if now is not before or (now is not None and is_written(now, notes)):
                 bindings.append((variable, SLOTS["grad"], now))
                 kept += [] if now is None else [now]
-        builder = Builder(self._recording, self._arrays, self._values, kept, self._result, _has_blas)
+        builder = Builder(
+            self._recording, self._arrays, self._values, kept, self._result, _has_blas
+        )
         guards = Reach(self._step, self._objects).guards(self._live, grads)
         return builder.describe(self._names, bindings, (guards, ANYTHING))
 
@@ -251,7 +250,7 @@ class Session:
         for place in (*self._reach.arrays, *Reach(self._step, self._objects).arrays):
             array = place.get()
             if type(array) in (Recorded, RecordedScalar):
-                place.set(array.array)  # type: ignore[attr-defined]
+                place.set(array.array)
         for value, array in zip(self._values, self._arrays, strict=True):
             if isinstance(value, Variable):
                 value.data = array  # type: ignore[assignment]
