@@ -109,7 +109,7 @@ def measure_training(epochs: int, turns: int) -> Measurement:
     Raises:
         RuntimeError: it fails, or the two end with different losses.
     """
-    found = Measurement(TRAINING.replace("100", str(epochs), 1), "float32", 0, 2)
+    found = Measurement(TRAINING.replace("100", f"{epochs}", 1), "float32", 0, 2)
     for _ in range(turns):
         losses = []
         for title in (CAPTURED, EAGER):

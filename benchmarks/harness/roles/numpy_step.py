@@ -28,7 +28,7 @@ from harness.roles.perceptron import (
 )
 
 PIECE = 1 << 15  # elements of a piece
-OUTER = 64  # from so many inputs on, an outer product by multiplication is faster than by BLAS
+OUTER = 1024  # from so many inputs on, an outer product by multiplication is faster than by BLAS
 
 Floats = NDArray[Any]
 Criterion = Callable[[Floats], float]
@@ -160,18 +160,17 @@ def _sgd(flat: Floats, grads: Floats) -> Callable[[], None]:
     add, subtract, multiply = np.add, np.subtract, np.multiply
 
     def update() -> None:
-        for param, grad, velocity in pieces:
+        for param, grad, velocity, change in pieces:
             multiply(velocity, momentum, velocity)
             add(velocity, grad, velocity)
-            multiply(velocity, rate, grad)
-            subtract(param, grad, param)
+            multiply(velocity, rate, change)
+            subtract(param, change, param)
 
     return update
 
 
 def _adam(flat: Floats, grads: Floats) -> Callable[[], None]:
     pieces = _pieces(flat, grads, np.zeros_like(flat), np.zeros_like(flat))
-    scratch = np.empty(min(PIECE, flat.size), flat.dtype)
     numbers = (*BETAS, 1 - BETAS[0], 1 - BETAS[1], 0, 0)
     beta1, beta2, rest1, rest2, small, rate = (np.array(each, flat.dtype) for each in numbers)
     add, subtract, multiply, divide, root = np.add, np.subtract, np.multiply, np.divide, np.sqrt
@@ -182,15 +181,14 @@ def _adam(flat: Floats, grads: Floats) -> Callable[[], None]:
         time += 1
         correction = (1 - BETAS[1] ** time) ** 0.5
         small[()], rate[()] = EPS * correction, LR * correction / (1 - BETAS[0] ** time)
-        for param, grad, mean, square in pieces:
-            other = scratch[: param.size]
+        for param, grad, mean, square, other in pieces:
             multiply(grad, rest1, other)
             multiply(mean, beta1, mean)
             add(mean, other, mean)
-            multiply(grad, grad, grad)
-            multiply(grad, rest2, grad)
+            multiply(grad, grad, other)
+            multiply(other, rest2, other)
             multiply(square, beta2, square)
-            add(square, grad, square)
+            add(square, other, square)
             root(square, other)
             add(other, small, other)
             divide(mean, other, other)
@@ -201,8 +199,11 @@ def _adam(flat: Floats, grads: Floats) -> Callable[[], None]:
 
 
 def _pieces(*arrays: Floats) -> list[tuple[Floats, ...]]:
+    """Return the pieces of each array, and after them a scratch that is the same for all."""
+    scratch = np.empty(min(PIECE, arrays[0].size), arrays[0].dtype)
     starts = range(0, arrays[0].size, PIECE)
-    return [tuple(array[start : start + PIECE] for array in arrays) for start in starts]
+    parts = [[array[start : start + PIECE] for array in arrays] for start in starts]
+    return [(*part, scratch[: part[0].size]) for part in parts]
 
 
 _CRITERIA = {"mse": _mean_squared_error, "cross entropy": _cross_entropy}
