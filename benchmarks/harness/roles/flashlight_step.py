@@ -10,8 +10,6 @@ from harness.role import Place
 from harness.roles.flashlight import RankRole
 from harness.roles.perceptron import LR, MOMENTUM, Recipe, Step, StepRole, batches, parameters
 
-capture = getattr(fl, "capture", None) or (lambda step: step)
-
 
 class Flashlight(RankRole, StepRole):
     """Kinds are words: "eager" or "captured", then "distributed" or "leaves" or nothing.
@@ -31,7 +29,7 @@ class Flashlight(RankRole, StepRole):
         body: Any = _leaf_by_leaf if "leaves" in kind else _whole
         function = body(model, _criterion(recipe), optimizer)
         if "captured" in kind:
-            function = capture(function)
+            function = fl.capture(function)
         coming = itertools.cycle(batches(recipe))
 
         def step() -> float:
