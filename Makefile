@@ -85,7 +85,7 @@ bench: $(READY) ## run every benchmark beside its peers, into build/bench
 	@mkdir -p build/bench
 	$(IN_VENV) set -o pipefail; for script in benchmarks/[a-z]*.py; do \
 	  name=$$(basename $$script .py); echo "== $$script"; \
-	  [ $$name = all_reduce ] && plot="--plot build/bench/all_reduce.png" || plot=; \
+	  case $$name in all_reduce|training_step) plot="--plot build/bench/$$name.png";; *) plot=;; esac; \
 	  python $$script --json build/bench/$$name.json $$plot $(BENCH) | tee build/bench/$$name.md || \
 	    [ $$? = 77 ] || exit 1; \
 	done

@@ -1,27 +1,32 @@
-"""One training step of the example: by hand, with this package, torch, torch DDP and JAX.
+"""Training steps: captured and eager, beside hand-written NumPy, JAX, torch and torch DDP.
 
-    python benchmarks/training_step.py --json training_step.json
+    python benchmarks/training_step.py --json training_step.json --plot training_step.png
 
-What a step is, and that all start from the same numbers, stands in harness/roles/perceptron.py.
-Everybody's first losses are compared with those of the step that is written by hand, so that
-nobody wins by computing something else. Then all take turns, round by round, each in processes of
-its own; medians of the rounds count. One thread per process. An epoch of N samples takes N steps on
-one rank, and N / 2 on each of two.
+What a step is, and that all start from the same numbers, stands in harness/roles/perceptron.py;
+which ones there are, in harness/step_cases.py. Everybody's first losses are compared with those of
+the step that is written by hand, so that nobody wins by computing something else. Then all take
+turns, round by round, each library in processes of its own; medians of the rounds count. One thread
+per process. ``--parts`` chooses:
+
+steps: small networks, beside everybody, and what a new step's first calls take.
+grid: three layers of each width, with each batch, beside NumPy alone.
+training: the example from start to end, by its own script on 2 ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from harness.conductor import Case, Conductor, Contender
-from harness.environments import PEERS, python_of
+from harness.conductor import Conductor
 from harness.facts import machine_facts
-from harness.launchers import Library
-from harness.options import common_arguments, ours, plan_of
+from harness.options import common_arguments, plan_of
+from harness.plot import plot_grid
 from harness.report import (
     duration,
     facts_text,
@@ -31,67 +36,147 @@ from harness.report import (
     write_json,
 )
 from harness.statistics import Measurement, median
-from harness.step_targets import DDP, EXAMPLE, HAND_WRITTEN, OURS, on_ranks, verdicts
+from harness.step_cases import WORKS, Pythons, Work, case_of, contenders, grid_work, pythons_of
+from harness.step_targets import (
+    CAPTURED,
+    EAGER,
+    HAND_WRITTEN,
+    OURS,
+    RECORDS,
+    TRAINING,
+    TWENTY,
+    verdicts,
+)
+from harness.whole_training import train
 
-SAMPLES = 10_000  # of the example's epoch
-PLAIN, DISTRIBUTED = {"kind": "plain"}, {"kind": "distributed"}
+PARTS = ("steps", "grid", "training")
+WIDTHS, BATCHES = (1, 4, 16, 64, 256, 1024, 4096), (1, 8, 64, 256, 1024)
+QUICK_WIDTHS, QUICK_BATCHES = (1, 64), (1, 64)
+EPOCHS, TURNS = 100, 3  # of the whole training
+MOST_OPERATIONS = 1e11  # of a step in the grid: one or two seconds of a core
 
-
-def contenders(options: argparse.Namespace, absent: dict[str, str]) -> list[Contender]:
-    """Return who is measured, the reference first."""
-    by_hand = Library(HAND_WRITTEN, "numpy_step", Path(sys.executable))
-    package = ours("flashlight_step")
-    found = [Contender(HAND_WRITTEN, by_hand, 1, PLAIN), Contender(OURS, package, 1, PLAIN)]
-    found += [
-        Contender(on_ranks(EXAMPLE, ranks), package, ranks, DISTRIBUTED)
-        for ranks in sorted({1, *options.ranks})
-    ]
-    for name in filter(None, options.peers.split(",")):
-        python = python_of(PEERS[name], options.environments)
-        if isinstance(python, str):
-            absent[PEERS[name].title] = python
-        else:
-            found += _peer(name, python, options.ranks)
-    return found
+Cell = tuple[int, int]
 
 
-def _peer(name: str, python: Path, ranks: list[int]) -> list[Contender]:
-    if name == "jax":
-        return [Contender("JAX, jit", Library("JAX", "jax_step", python), 1, PLAIN)]
-    torch = Library("torch", "torch_step", python)
-    several = [Contender(on_ranks(DDP, n), torch, n, DISTRIBUTED) for n in ranks]
-    return [Contender("torch, eager", torch, 1, PLAIN), *several]
+def measure(
+    conductor: Conductor, work: Work, ranks: list[int], pythons: Pythons
+) -> tuple[Measurement, Mapping[str, Any]]:
+    """Return the times of a step and what the contenders reported, after a look at their losses."""
+    steps = conductor.measure(case_of(work, max(ranks)), contenders(work, ranks, pythons))
+    check_that_all_compute_the_same(work.title, conductor.details)
+    return steps, conductor.details
 
 
-def check_that_all_compute_the_same(losses: dict[str, list[list[float]]]) -> None:
+def check_that_all_compute_the_same(work: str, details: Mapping[str, Any]) -> None:
     """Compare the first losses of every contender's ranks with the reference's.
 
     Raises:
         RuntimeError: a contender computes something else.
     """
-    reference = losses[HAND_WRITTEN][0]
-    for title, of_ranks in losses.items():
-        if not all(np.allclose(values, reference, rtol=1e-3, atol=1e-6) for values in of_ranks):
-            raise RuntimeError(f"{title} computes other losses than hand-written NumPy")
+    reference = details[HAND_WRITTEN][0]["losses"] if details else []
+    for title, of_ranks in details.items():
+        for answer in of_ranks:
+            if not np.allclose(answer["losses"], reference, rtol=1e-3, atol=1e-6):
+                raise RuntimeError(f"{work}: {title} has other losses than hand-written NumPy")
 
 
-def table(steps: Measurement, ranks: dict[str, int]) -> str:
-    """Return the medians of a step and an epoch, and the ratio to the reference."""
+def measure_grid(conductor: Conductor, options: argparse.Namespace) -> dict[Cell, Measurement]:
+    """Return the times of every cell; those of too many operations are left out."""
+    found = {}
+    for width, batch in itertools.product(options.widths, options.batches):
+        work = grid_work(width, batch)
+        if work.recipe.operations > options.most_operations:
+            left_out = case_of(work, 1).measurement
+            left_out.left_out["all"] = f"more than {options.most_operations:g} operations a step"
+            found[width, batch] = left_out
+        else:
+            found[width, batch], _ = measure(conductor, work, [1], {})
+    return found
+
+
+def first_calls(details: Mapping[str, Any]) -> Measurement:
+    """Return what the first calls of newly made steps took."""
+    found = Measurement(f"{TWENTY}, first calls", "float32", 0, 1)
+    for title, answers in details.items():
+        for call, seconds in zip(RECORDS, zip(*answers[0]["calls"], strict=True), strict=True):
+            found.seconds[f"{title}, {call}"] = list(seconds)
+    return found
+
+
+def measure_training(epochs: int, turns: int) -> Measurement:
+    """Return what the example takes: captured and eager, in turn.
+
+    Raises:
+        RuntimeError: it fails, or the two end with different losses.
+    """
+    found = Measurement(TRAINING.replace("100", f"{epochs}", 1), "float32", 0, 2)
+    for _ in range(turns):
+        losses = []
+        for title in (CAPTURED, EAGER):
+            done = train(2, epochs, title == CAPTURED)
+            found.seconds.setdefault(title, []).append(done.whole)
+            found.seconds.setdefault(f"{title}, epochs alone", []).append(done.epochs)
+            losses.append(done.loss)
+        if not np.allclose(losses, losses[0], rtol=1e-3):
+            raise RuntimeError(f"the example ends with {losses[0]} captured, else {losses[1]}")
+    return found
+
+
+def table(measurements: list[Measurement]) -> str:
+    """Return the medians, and how often ours fits in each."""
     rows = []
-    for title, seconds in steps.seconds.items():
-        epoch = median(seconds) * SAMPLES / ranks[title]
-        ratio = median(steps.ratios(title, HAND_WRITTEN) or [float("nan")])
-        rows.append([title, duration(median(seconds)), duration(epoch), f"{ratio:.3g}"])
-    return markdown(["batch 1", "a step", "an epoch", "a step / hand-written"], rows)
+    for steps in measurements:
+        for title, seconds in steps.seconds.items():
+            ratios = [steps.ratios(*pair) for pair in ((HAND_WRITTEN, title), (title, CAPTURED))]
+            texts = [f"{median(each):.3g}x" if each else "-" for each in ratios]
+            rows.append([steps.task, title, duration(median(seconds)), *texts])
+    return markdown(["", "", "a step", "as fast as hand-written NumPy", "captured is faster"], rows)
+
+
+def medians(grid: Mapping[Cell, Measurement], of: str, to: str) -> dict[Cell, float]:
+    """Return the ratio of each cell that was measured."""
+    rounds = {cell: steps.ratios(of, to) for cell, steps in grid.items()}
+    return {cell: median(ratios) for cell, ratios in rounds.items() if ratios}
+
+
+def grid_text(grid: Mapping[Cell, Measurement]) -> str:
+    """Return a table of ratios for each reference, with the smallest one and the median."""
+    batches = sorted({batch for _, batch in grid})
+    texts = []
+    for reference in (HAND_WRITTEN, EAGER):
+        ratios = medians(grid, reference, CAPTURED)
+        rows = [
+            [str(width), *(f"{ratios[width, b]:.3g}" if (width, b) in ratios else "-"
+                           for b in batches)]
+            for width in sorted({width for width, _ in grid})
+        ]  # fmt: skip
+        values = list(ratios.values()) or [float("nan")]
+        texts.append(
+            f"{reference}'s time to the captured step's: smallest {min(values):.3g}, "
+            f"median {median(values):.3g}\n\n"
+            + markdown(["width", *(f"batch {batch}" for batch in batches)], rows)
+        )
+    return "\n\n".join(texts)
 
 
 def read_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = common_arguments("Time one training step of the example.", [2], "torch,jax")
+    parser = common_arguments("Time training steps, captured and eager.", [2], "torch,jax")
+    add = parser.add_argument
+    add("--parts", nargs="+", choices=PARTS, default=PARTS)
+    add("--widths", type=int, nargs="+", help="of the grid")
+    add("--batches", type=int, nargs="+", help="of the grid")
+    add("--most-operations", type=float, default=MOST_OPERATIONS, help="of a step in the grid")
+    add("--epochs", type=int, help="of the whole training")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the grid")
     options = parser.parse_args()
     unknown = set(filter(None, options.peers.split(","))) - {"torch", "jax"}
     if unknown:
         parser.error(f"--peers: only torch and jax train; got {', '.join(sorted(unknown))}")
+    quick = options.quick
+    options.widths = options.widths or (QUICK_WIDTHS if quick else WIDTHS)
+    options.batches = options.batches or (QUICK_BATCHES if quick else BATCHES)
+    options.epochs = options.epochs or (1 if quick else EPOCHS)
     return options
 
 
@@ -99,17 +184,31 @@ def main() -> None:
     """Measure, check, print, write."""
     options = read_options()
     machine = machine_facts()
+    works: dict[str, Measurement] = {}
+    grid: dict[Cell, Measurement] = {}
+    recording = training = None
     with Conductor(plan_of(options)) as conductor:
-        entrants = contenders(options, conductor.absent)
-        case = Case(Measurement("training step", "float32", 0, max(options.ranks)), {})
-        steps = conductor.measure(case, entrants)
-        check_that_all_compute_the_same(conductor.details)
-    judged = verdicts(steps, conductor.absent)
-    print("\n" + table(steps, {entrant.title: entrant.ranks for entrant in entrants}))
-    print(f"\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
-    print(left_out_text([steps], lambda m: m.task))
+        if "steps" in options.parts:
+            pythons = pythons_of(options, conductor.absent)
+            for work in WORKS:
+                works[work.title], details = measure(conductor, work, options.ranks, pythons)
+                if work.title == TWENTY:
+                    recording = first_calls(details)
+        if "grid" in options.parts:
+            grid = measure_grid(conductor, options)
+    if "training" in options.parts:
+        training = measure_training(options.epochs, 1 if options.quick else TURNS)
+    judged = verdicts(works, list(grid.values()), recording, training, conductor.absent)
+    single = [m for m in (*works.values(), recording, training) if m is not None]
+    print(f"\n{table(single)}\n")
+    print(f"{grid_text(grid)}\n" if grid else "")
+    print(f"{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
+    measured = [*single, *grid.values()]
+    print(left_out_text(measured, lambda m: m.task))
     if options.json:
-        write_json(options.json, machine, conductor, [steps], judged)
+        write_json(options.json, machine, conductor, measured, judged)
+    if options.plot and grid:
+        plot_grid(medians(grid, HAND_WRITTEN, CAPTURED), machine["CPU"], options.plot)
     conductor.require(OURS)
 
 

@@ -1,14 +1,15 @@
-"""Measurements as a picture: time against size, both logarithmic, one line per library."""
+"""Measurements as pictures: time against size, one line per library; ratios as a grid."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.report import duration, size_name
 from harness.statistics import Measurement, median
 
-__all__ = ["plot_times"]
+__all__ = ["plot_grid", "plot_times"]
 
 OURS = "flashlight_py"
 
@@ -57,3 +58,35 @@ def _panel(axes: object, measurements: list[Measurement]) -> None:
     axes.tick_params(axis="x", rotation=45)
     axes.set_xlabel("bytes of the array on each rank")
     axes.grid(which="major", alpha=0.3)
+
+
+def plot_grid(ratios: Mapping[tuple[int, int], float], title: str, file: Path) -> None:
+    """Write a PNG with a field for each width and batch: how many times faster ours is.
+
+    Args:
+        ratios: by width and batch; above 1 is faster. Cells may be missing.
+        title: over the picture, such as the machine.
+        file: where to write it.
+    """
+    from matplotlib.figure import Figure
+
+    widths, batches = (sorted(set(each)) for each in zip(*ratios, strict=True))
+    figure = Figure(
+        figsize=(1.5 + 0.9 * len(widths), 1.6 + 0.6 * len(batches)), layout="constrained"
+    )
+    axes = figure.subplots()
+    powers = [
+        [math.log2(ratios[w, b]) if (w, b) in ratios else math.nan for w in widths] for b in batches
+    ]
+    end = max(abs(math.log2(ratio)) for ratio in ratios.values()) or 1.0
+    axes.imshow(powers, cmap="RdYlGn", vmin=-end, vmax=end, origin="lower", aspect="auto")
+    for (width, batch), ratio in ratios.items():
+        at = widths.index(width), batches.index(batch)
+        axes.text(*at, f"{ratio:.3g}", ha="center", va="center", fontsize="small")
+    axes.set_xticks(range(len(widths)), [str(width) for width in widths])
+    axes.set_yticks(range(len(batches)), [str(batch) for batch in batches])
+    axes.set(xlabel="width of three layers", ylabel="batch")
+    axes.set_title("hand-written NumPy's time to a captured step's")
+    figure.suptitle(title, fontsize="small")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)

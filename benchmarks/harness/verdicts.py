@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.statistics import median
 
-__all__ = ["Verdict", "at_least", "at_most"]
+__all__ = ["Show", "Verdict", "at_least", "at_most"]
 
 Rounds = Sequence[float]
+Show = Callable[[float], str]
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.3g}x"
 
 
 @dataclass(frozen=True)
@@ -34,20 +39,37 @@ def at_least(target: str, bound: float, rounds: Mapping[str, Rounds], missing: s
     return _judge(target, f">= {bound:g}x", bound, 1, rounds, missing)
 
 
-def at_most(target: str, bound: float, rounds: Mapping[str, Rounds], missing: str = "") -> Verdict:
-    """Judge that the median of every entry is ``bound`` or less; the highest one is shown."""
-    return _judge(target, f"<= {bound:g}x", bound, -1, rounds, missing)
+def at_most(
+    target: str,
+    bound: float,
+    rounds: Mapping[str, Rounds],
+    missing: str = "",
+    show: Show = _times,
+) -> Verdict:
+    """Judge that the median of every entry is ``bound`` or less; the highest one is shown.
+
+    ``show`` writes a number; where they are no ratios, as seconds.
+    """
+    return _judge(target, f"<= {show(bound)}", bound, -1, rounds, missing, show)
 
 
 def _judge(
-    target: str, needed: str, bound: float, sign: int, rounds: Mapping[str, Rounds], missing: str
+    target: str,
+    needed: str,
+    bound: float,
+    sign: int,
+    rounds: Mapping[str, Rounds],
+    missing: str,
+    show: Show = _times,
 ) -> Verdict:
     medians = {where: median(values) for where, values in rounds.items() if values}
     if not medians:
         return Verdict(target, needed, f"not measured: {missing or 'left out'}", None)
     worst = min(medians, key=lambda where: sign * medians[where])
-    low, high = min(rounds[worst]), max(rounds[worst])
-    measured = f"{medians[worst]:.3g}x ({worst}; rounds {low:.3g} to {high:.3g})"
+    span = " to ".join(
+        show(end).removesuffix("x") for end in (min(rounds[worst]), max(rounds[worst]))
+    )
+    measured = f"{show(medians[worst])} ({worst}; rounds {span})"
     missed = sum(sign * value < sign * bound for value in medians.values())
     if missed:
         measured += f"; missed by {missed} of {len(medians)}"

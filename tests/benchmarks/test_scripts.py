@@ -66,16 +66,29 @@ VERBS += [v.name for v in TABLE if v.reduces and v.in_place and v.name not in VE
 
 
 @pytest.mark.slow
-def test_training_step_without_peers(tmp_path: Path) -> None:
-    output, result = run(tmp_path, "training_step.py")
+def test_training_steps_without_peers(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs 'flashlight-py[plot]'")
+    picture = tmp_path / "grid.png"
+    options = ("--widths", "1", "8", "--batches", "1", "4", "--plot", str(picture))
+    output, result = run(tmp_path, "training_step.py", *options)
     assert "- ABSENT torch gloo: not installed" in output
     assert "- ABSENT JAX: not installed" in output
-    assert set(result["measurements"][0]["seconds"]) == {
+    found = {m["task"]: m["seconds"] for m in result["measurements"]}
+    assert set(found["10-100-1, batch 1"]) == {
         "hand-written NumPy",
-        "flashlight_py",
-        "flashlight_py, distributed, 1 rank",
-        "flashlight_py, distributed, 2 ranks",
+        "NumPy with temporaries",
+        *(
+            f"flashlight_py, {way}{also}"
+            for way in ("eager", "captured")
+            for also in ("", ", reducing, 1 rank", ", reducing, 2 ranks")
+        ),
     }
+    assert "flashlight_py, captured, 8 leaves" in found["64-128-10, batch 64"]
+    assert len(found["20 layers of 64, batch 16, first calls"]) == 12
+    assert len(found["width 8, batch 4"]) == 3
+    assert len(found["1 epochs of 10,000 samples, 2 ranks"]) == 4
+    assert not any(m["left_out"] for m in result["measurements"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

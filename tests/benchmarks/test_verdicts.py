@@ -89,18 +89,38 @@ def test_minima_of_integers_are_judged_against_their_sum() -> None:
     assert found["min and max of integers, to their sum"] == worst
 
 
-def test_two_ranks_take_half_of_the_steps_each() -> None:
-    seconds = {
-        step_targets.HAND_WRITTEN: [20.0],
-        step_targets.OURS: [36.0],
-        step_targets.on_ranks(step_targets.EXAMPLE, 1): [40.0],
-        step_targets.on_ranks(step_targets.EXAMPLE, 2): [41.0],
-        step_targets.on_ranks(step_targets.DDP, 2): [2050.0],
+def test_captured_steps_are_judged() -> None:
+    eager, captured = step_targets.EAGER, step_targets.CAPTURED
+    rounds = {
+        step_targets.HAND_WRITTEN: 11e-6,
+        step_targets.SIMPLE: 26e-6,
+        eager: 34e-6,
+        captured: 2e-6,
+        step_targets.reducing(eager, 1): 40e-6,
+        step_targets.reducing(eager, 2): 41e-6,
+        step_targets.reducing(captured, 2): 5e-6,
+        step_targets.on_ranks(step_targets.DDP, 2): 2500e-6,
     }
-    found = step_targets.verdicts(Measurement("training step", "float32", 0, 2, seconds), {})
-    assert [verdict.reached for verdict in found] == [True, True, False, True]
-    assert found[1].measured.startswith("1.95x")
-    assert found[3].measured.startswith("50x")
+    seconds = {title: [value] for title, value in rounds.items()}
+    seed = Measurement(step_targets.SEED, "float32", 0, 2, seconds)
+    cell = {step_targets.HAND_WRITTEN: [1.2], eager: [1.0], captured: [1.1]}
+    grid = [Measurement("width 1, batch 1", "float32", 0, 1, cell)]
+    training = Measurement(step_targets.TRAINING, "float32", 0, 2, {captured: [2.5]})
+    found = {
+        verdict.target: (verdict.measured.partition(" (")[0], verdict.reached)
+        for verdict in step_targets.verdicts({seed.task: seed}, grid, None, training, {})
+    }
+    at_seed = f"{step_targets.SEED}, "
+    assert found[at_seed + "1 rank"] == ("2 us", True)
+    assert found[at_seed + "2 ranks"] == ("5 us", False)
+    assert found[at_seed + "the time of hand-written NumPy to ours"] == ("5.5x", False)
+    assert found[at_seed + "the time of NumPy with temporaries to ours"] == ("13x", True)
+    assert found[at_seed + "JAX's time to ours"] == ("not measured: left out", None)
+    assert found["2 ranks, torch DDP's time to ours"] == ("500x", True)
+    assert found["2 ranks, an eager epoch against 1 rank's"] == ("1.95x", True)
+    assert found["the median of them"] == ("1.09x", True)
+    assert found[step_targets.TRAINING] == ("2.5 s", True)
+    assert found["eager's time to the captured step's"] == ("0.909x", False)
 
 
 def on_gpu(nbytes: int, **seconds: float) -> Measurement:

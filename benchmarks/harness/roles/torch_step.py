@@ -1,7 +1,8 @@
-"""The step with torch: eager, or wrapped in DistributedDataParallel on gloo."""
+"""The step with torch: eager, compiled, or wrapped in DistributedDataParallel on gloo."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from harness.role import Place
 from harness.roles import torch_process
-from harness.roles.perceptron import LR, MOMENTUM, Step, StepRole, parameters, sample
+from harness.roles.perceptron import LR, MOMENTUM, Recipe, Step, StepRole, batches, parameters
 
 
 class Torch(StepRole):
@@ -32,28 +33,52 @@ class Torch(StepRole):
         if self.size > 1:
             dist.destroy_process_group()
 
-    def step(self, kind: str) -> Step:
-        model: Any = torch.nn.Sequential(
-            torch.nn.Linear(10, 100), torch.nn.ReLU(), torch.nn.Linear(100, 1)
-        )
-        with torch.no_grad():
-            for tensor, array in zip(model.parameters(), parameters(), strict=True):
-                tensor.copy_(torch.from_numpy(array))
+    def step(self, recipe: Recipe, kind: str) -> Step:
+        model = _model(recipe)
         if kind == "distributed":
             # The fastest of its settings that suit any model: gradients are not copied.
             model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        loss = torch.nn.MSELoss()
-        optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
-        x, target = map(torch.from_numpy, sample())
+        is_mse = recipe.loss == "mse"
+        criterion: Any = torch.nn.MSELoss() if is_mse else torch.nn.CrossEntropyLoss()
+        optimizer = _optimizer(recipe, model)
+        pairs = [tuple(map(torch.from_numpy, pair)) for pair in batches(recipe)]
+        coming = itertools.cycle(pairs)
+
+        def forward(x: Any, y: Any) -> Any:
+            return criterion(model(x), y)
+
+        if kind == "compiled":
+            forward = torch.compile(forward)
+
+        def evaluate() -> float:
+            with torch.inference_mode():
+                return float(forward(*next(coming)).item())
 
         def step() -> float:
             optimizer.zero_grad()
-            error = loss(model(x), target)
-            error.backward()
+            loss = forward(*next(coming))
+            loss.backward()
             optimizer.step()
-            return float(error.item())
+            return float(loss.item())
 
-        return step
+        return step if recipe.trains else evaluate
+
+
+def _model(recipe: Recipe) -> Any:
+    layers: list[Any] = []
+    for inputs, outputs in itertools.pairwise(recipe.widths):
+        layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
+    model = torch.nn.Sequential(*layers[:-1]).to(getattr(torch, recipe.dtype))
+    with torch.no_grad():
+        for tensor, array in zip(model.parameters(), parameters(recipe), strict=True):
+            tensor.copy_(torch.from_numpy(array))
+    return model
+
+
+def _optimizer(recipe: Recipe, model: Any) -> Any:
+    if recipe.rule == "adam":
+        return torch.optim.Adam(model.parameters(), LR, fused=True)
+    return torch.optim.SGD(model.parameters(), LR, MOMENTUM, fused=True)
 
 
 def join(place: Place) -> Torch:

@@ -1,0 +1,134 @@
+"""Which training steps are timed, and who takes part in each."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from harness.conductor import Case, Contender
+from harness.environments import PEERS, python_of
+from harness.launchers import Library
+from harness.options import ours
+from harness.roles.perceptron import Recipe
+from harness.statistics import Measurement
+from harness.step_targets import (
+    BATCH_8,
+    CLASSES,
+    DDP,
+    HAND_WRITTEN,
+    JAX,
+    LEAVES,
+    SEED,
+    SIMPLE,
+    TWENTY,
+    WAYS,
+    on_ranks,
+    reducing,
+)
+
+__all__ = ["WORKS", "Pythons", "Work", "case_of", "contenders", "grid_work", "pythons_of"]
+
+ROLE = "flashlight_step"
+ARRAYS = 6  # of the size of the parameters, at most, in one library
+ACTIVATIONS = 16  # arrays of the size of all layers' results; the batches are among them
+
+Pythons = Mapping[str, Path]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step; ``also`` has who takes part besides, or how: in words."""
+
+    title: str
+    recipe: Recipe
+    also: frozenset[str] = frozenset()
+    peers: bool = True
+
+
+def _works() -> list[Work]:
+    seed = Recipe((10, 100, 1))
+    classes = Recipe((64, 128, 10), 16, loss="cross entropy")
+    found = [
+        Work(SEED, seed, frozenset({"distributed", "compiled", "simple"})),
+        Work(f"{SEED}, forward pass only", replace(seed, trains=False)),
+        Work(BATCH_8, replace(seed, batch=8), frozenset({"simple"})),
+        Work(CLASSES, classes, frozenset({"compiled", "simple"})),
+    ]
+    for title, recipe in ((SEED, seed), (CLASSES, classes)):
+        found.append(Work(f"{title}, Adam", replace(recipe, rule="adam")))
+        found.append(Work(f"{title}, float64", replace(recipe, dtype="float64")))
+    for widths, batch in (((64, 128, 10), 64), ((256,) * 4, 256)):
+        name = f"{'-'.join(map(str, widths))}, batch {batch}"
+        found.append(Work(name, Recipe(widths, batch), frozenset({"leaves"}), peers=False))
+    found.append(Work(TWENTY, Recipe((64,) * 21, 16, starts=5)))
+    return found
+
+
+WORKS = _works()
+
+
+def grid_work(width: int, batch: int) -> Work:
+    """Return the step of three layers of this width, which only NumPy takes beside this package."""
+    return Work(f"width {width}, batch {batch}", Recipe((width,) * 4, batch), peers=False)
+
+
+def case_of(work: Work, ranks: int) -> Case:
+    """Return what the conductor measures."""
+    recipe = work.recipe
+    size = np.dtype(recipe.dtype).itemsize
+    memory = ARRAYS * recipe.weights + ACTIVATIONS * recipe.batch * sum(recipe.widths)
+    most_ranks = ranks if "distributed" in work.also else 1
+    measurement = Measurement(work.title, recipe.dtype, size * recipe.weights, most_ranks)
+    return Case(measurement, {"recipe": asdict(recipe)}, size * memory)
+
+
+def pythons_of(options: argparse.Namespace, absent: dict[str, str]) -> Pythons:
+    """Return the interpreters of the chosen peers; add those that are not there to ``absent``."""
+    found = {}
+    for name in filter(None, options.peers.split(",")):
+        python = python_of(PEERS[name], options.environments)
+        if isinstance(python, str):
+            absent[PEERS[name].title] = python
+        else:
+            found[name] = python
+    return found
+
+
+def contenders(work: Work, ranks: list[int], pythons: Pythons) -> list[Contender]:
+    """Return who takes part, the reference first."""
+    by_hand = Library(HAND_WRITTEN, "numpy_step", Path(sys.executable))
+    found = [Contender(HAND_WRITTEN, by_hand, 1, {"kind": "plain"})]
+    if "simple" in work.also:
+        simple = Library(SIMPLE, "numpy_simple_step", Path(sys.executable))
+        found.append(Contender(SIMPLE, simple, 1, {"kind": "plain"}))
+    for kind, title in WAYS.items():
+        found.append(Contender(title, ours(ROLE), 1, {"kind": kind}))
+        if "leaves" in work.also:
+            found.append(Contender(title + LEAVES, ours(ROLE), 1, {"kind": f"{kind} leaves"}))
+        if "distributed" in work.also:
+            task = {"kind": f"{kind} distributed"}
+            counts = sorted({1, *ranks})
+            found += [Contender(reducing(title, n), ours(ROLE), n, task) for n in counts]
+    return found + (_peers(work, ranks, pythons) if work.peers else [])
+
+
+def _peers(work: Work, ranks: list[int], pythons: Pythons) -> list[Contender]:
+    found = []
+    if "jax" in pythons:
+        found.append(Contender(JAX, Library("JAX", "jax_step", pythons["jax"]), 1, {"kind": "jit"}))
+    if "torch" in pythons:
+        torch = Library("torch", "torch_step", pythons["torch"])
+        found.append(Contender("torch, eager", torch, 1, {"kind": "plain"}))
+        # Its compiler needs one of C++: without that it fails, and torch itself is still there.
+        compiled = replace(torch, title="torch, compiled")
+        if "compiled" in work.also:
+            found.append(Contender(compiled.title, compiled, 1, {"kind": "compiled"}))
+        if "distributed" in work.also:
+            task = {"kind": "distributed"}
+            found += [Contender(on_ranks(DDP, n), torch, n, task) for n in ranks]
+    return found
