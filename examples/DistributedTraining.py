@@ -4,6 +4,7 @@ One process, four started by MPI, or two that find each other through a shared f
 
     python examples/DistributedTraining.py
     mpirun -n 4 python examples/DistributedTraining.py
+    mpirun -n 2 python examples/DistributedTraining.py --capture
     python examples/DistributedTraining.py --init file --file /shared/run --world-size 2 --rank 0
     python examples/DistributedTraining.py --init file --file /shared/run --world-size 2 --rank 1
 """
@@ -53,15 +54,21 @@ def main(options: argparse.Namespace) -> None:
     meter = fl.meter.AverageValueMeter()
     history = []
 
+    def step(inputs: fl.Variable, targets: fl.Variable) -> fl.Variable:
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    if options.capture:  # the same step, replayed by native code
+        step = fl.capture(step)
+
     say("[Multi-layer Perceptron] Started...")
     for epoch in with_progress(range(1, options.epochs + 1)):
         meter.reset()
         for inputs, targets in batches:
-            optimizer.zero_grad()
-            loss = criterion(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            meter.add(loss.scalar())
+            meter.add(step(inputs, targets).scalar())
 
         mse = np.array(meter.value()[0])
         fl.all_reduce(mse, scale=1 / world_size)
@@ -155,6 +162,7 @@ def read_options() -> argparse.Namespace:
     add("--rank", type=int, help="of this process, with --init file")
     add("--world-size", type=positive, help="number of processes, with --init file")
     add("--file", type=Path, help="a path that all processes see, with --init file")
+    add("--capture", action="store_true", help="record the step once and replay it natively")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--plot", type=Path, metavar="FILE.png", help="draw the loss curve")
     add("--save", type=Path, metavar="FILE.npz", help="write the trained parameters")
