@@ -26,6 +26,7 @@ NEEDED = {
     "tree": "",
     "tagi": "",
     "optim": "",
+    "tape": "",
 }
 # What a system must have for the extension, as a program that includes it.
 HEADERS = {"gloo": ["gloo/context.h"], "shm": ["linux/futex.h"]}
@@ -190,9 +191,16 @@ OPTIM.extra_compile_args += ["-std=c++17", "-ffp-contract=off"]
 OPTIM.extra_compile_args += ["-fno-math-errno", "-fno-trapping-math"]
 OPTIM.include_dirs += ["."]
 OPTIM.language = "c++"
+TAPE = numpy_extension(
+    "tape",
+    [f"csrc/tape/{name}.cc" for name in ("module", "guards", "same")],
+    ["csrc/tape/guards.h"],
+)
+TAPE.extra_compile_args += ["-std=c++17"]
+TAPE.language = "c++"
 
 setup(
-    ext_modules=[FAST, OPTIM, TREE],
+    ext_modules=[FAST, OPTIM, TAPE, TREE],
     cffi_modules=[f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "tagi", "nccl")],
     cmdclass={"build_ext": BuildOptionalExtensions},
     options={

@@ -38,6 +38,8 @@ class Joiner:
 class Membership:
     """Some ranks of the world and the backends that join them. ``rank`` is -1 outside of it."""
 
+    __captured_state__: tuple[str, ...] = ()
+
     def __init__(
         self,
         backend: Backend | None,

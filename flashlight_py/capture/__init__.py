@@ -1,0 +1,1 @@
+"""Training steps that are recorded once and replayed by native code."""
