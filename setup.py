@@ -193,7 +193,7 @@ OPTIM.include_dirs += ["."]
 OPTIM.language = "c++"
 TAPE = numpy_extension(
     "tape",
-    [f"csrc/tape/{name}.cc" for name in ("module", "guards", "same")],
+    [f"csrc/tape/{name}.cc" for name in ("module", "guards", "offset", "same")],
     ["csrc/tape/guards.h"],
 )
 TAPE.extra_compile_args += ["-std=c++17"]

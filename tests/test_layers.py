@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "meter": ("errors", "device"),
     "distributed.rendezvous": ("errors", "interfaces"),
     "distributed": ("errors", "tracebacks", "device", "cores", "interfaces", "_native"),
-    "capture": (*FRAMEWORK[:4], "_native"),
+    "capture": (*FRAMEWORK[:5], "_native"),
     # Workers are processes that this one starts, as the ranks of spawn.
     "parallel.workers": (*FRAMEWORK, "cores", "distributed", "launch"),
     "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "tagi", "_native"),

@@ -30,16 +30,23 @@ constexpr Form FORMS[KINDS] = {
 struct Group {
   Kind kind = WHOLE;
   PyObject* held = nullptr;
-  PyObject* owner = nullptr;      // null: none
-  PyTypeObject* type = nullptr;   // of the owner
+  PyObject* owner = nullptr;     // null: none
+  PyTypeObject* type = nullptr;  // of the owner
   Py_ssize_t size = -1;
-  size_t count = 0;
-  std::vector<PyObject*> keys, values;
-  std::vector<Py_ssize_t> positions;
+  size_t first = 0, end = 0;  // its values
 };
 
+// One value: where it is to be found, and what was there; null for what its group does not have.
+struct Value {
+  PyObject* now;
+  PyObject* key;
+  Py_ssize_t position;
+};
+
+// Flat, since to follow a pointer per group would take as long as to compare a value.
 struct Guards {
   std::vector<Group> groups;
+  std::vector<Value> values;
 };
 
 struct GuardsObject {
@@ -74,86 +81,80 @@ inline int is_owned(const Group& group) {
   return now == group.held;
 }
 
-int whole_holds(Group& group) {
-  if (const int owned = is_owned(group); owned != 1) return owned;
+int whole_holds(const Group& group, Value* value, Value* end) {
   if (PyDict_Size(group.held) != group.size) return 0;
   Py_ssize_t position = 0;
-  PyObject *key, *value;
-  for (size_t i = 0; i < group.count; ++i) {
-    if (!PyDict_Next(group.held, &position, &key, &value)) return 0;
-    int answer = 1;
-    if (key != group.keys[i]) {
-      Py_INCREF(value);
-      answer = compare(group.keys[i], key);
-      Py_DECREF(value);
-    }
-    if (answer == 1) answer = compare(group.values[i], value);
+  PyObject *key, *now;
+  for (; value < end; ++value) {
+    if (!PyDict_Next(group.held, &position, &key, &now)) return 0;
+    if (value->key == key && value->now == now) continue;
+    Py_INCREF(key);
+    int answer = compare(value->now, now);
+    if (answer == 1) answer = compare(value->key, key);
+    Py_DECREF(key);
     if (answer != 1) return answer;
   }
   return 1;
 }
 
 // Look for a name anew, and remember where it is; null: it is not there.
-PyObject* find(Group& group, size_t i) {
+PyObject* find(const Group& group, Value* value) {
   Py_ssize_t position = 0, before = 0;
-  PyObject *key, *value;
-  while (PyDict_Next(group.held, &position, &key, &value)) {
-    if (guards_same(group.keys[i], key) == 1) {
-      compare(group.keys[i], key);
-      group.positions[i] = before;
-      return value;
+  PyObject *key, *now;
+  while (PyDict_Next(group.held, &position, &key, &now)) {
+    if (guards_same(value->key, key) == 1) {
+      compare(value->key, key);
+      value->position = before;
+      return now;
     }
     before = position;
   }
   return nullptr;
 }
 
-int named_holds(Group& group) {
-  if (const int owned = is_owned(group); owned != 1) return owned;
+int named_holds(const Group& group, Value* value, Value* end) {
   if (group.size >= 0 && PyDict_Size(group.held) != group.size) return 0;
-  for (size_t i = 0; i < group.count; ++i) {
-    Py_ssize_t position = group.positions[i];
-    PyObject *key, *value;
-    if (!PyDict_Next(group.held, &position, &key, &value) || key != group.keys[i]) {
-      value = find(group, i);
-      if (value == nullptr) return 0;
+  for (; value < end; ++value) {
+    Py_ssize_t position = value->position;
+    PyObject *key, *now;
+    if (!PyDict_Next(group.held, &position, &key, &now) || key != value->key) {
+      now = find(group, value);
+      if (now == nullptr) return 0;
     }
-    const int answer = compare(group.values[i], value);
+    const int answer = compare(value->now, now);
     if (answer != 1) return answer;
   }
   return 1;
 }
 
-int absent_holds(const Group& group) {
-  for (PyObject* key : group.keys) {
-    if (PyDict_GetItemWithError(group.held, key) != nullptr) return 0;
+int absent_holds(const Group& group, const Value* value, const Value* end) {
+  for (; value < end; ++value) {
+    if (PyDict_GetItemWithError(group.held, value->key) != nullptr) return 0;
     if (PyErr_Occurred()) return -1;
   }
   return 1;
 }
 
-int list_holds(Group& group) {
+int list_holds(const Group& group, Value* value, Value* end) {
   if (PyList_Size(group.held) != group.size) return 0;
-  for (size_t i = 0; i < group.count; ++i) {
-    const int answer = compare(group.values[i], PyList_GetItem(group.held, group.positions[i]));
+  for (; value < end; ++value) {
+    const int answer = compare(value->now, PyList_GetItem(group.held, value->position));
     if (answer != 1) return answer;
   }
   return 1;
 }
 
-int items_hold(Group& group) {
+int items_hold(const Group& group, Value* value, Value* end) {
   PyObject* iterator = PyObject_GetIter(group.held);
   if (iterator == nullptr) return -1;
   int answer = 1;
-  size_t i = 0;
-  while (PyObject* item = PyIter_Next(iterator)) {
-    answer = i < group.count ? compare(group.values[i++], item) : 0;
+  while (PyObject* item = answer == 1 ? PyIter_Next(iterator) : nullptr) {
+    answer = value < end ? compare((value++)->now, item) : 0;
     Py_DECREF(item);
-    if (answer != 1) break;
   }
   Py_DECREF(iterator);
   if (PyErr_Occurred()) return -1;
-  return answer == 1 ? i == group.count : answer;
+  return answer == 1 ? value == end : answer;
 }
 
 int length_holds(const Group& group) {
@@ -167,142 +168,128 @@ inline PyObject* at(PyObject* object, Py_ssize_t offset) {
   return found;
 }
 
-int slots_hold(Group& group) {
-  for (size_t i = 0; i < group.count; ++i) {
-    PyObject* now = at(group.held, group.positions[i]);
-    if (now == group.values[i]) continue;
-    const int answer = now == nullptr ? 0 : compare(group.values[i], now);
+int slots_hold(const Group& group, Value* value, Value* end) {
+  for (; value < end; ++value) {
+    PyObject* now = at(group.held, value->position);
+    if (now == value->now) continue;
+    // null, for what is empty, is like itself alone
+    const int answer = now == nullptr || value->now == nullptr ? 0 : compare(value->now, now);
     if (answer != 1) return answer;
   }
   return 1;
 }
 
-int empty_holds(const Group& group) {
-  for (const Py_ssize_t offset : group.positions) {
-    if (at(group.held, offset) != nullptr) return 0;
-  }
-  return 1;
-}
-
-int holds(Group& group) {
+inline int holds(const Group& group, Value* value, Value* end) {
+  if (const int owned = is_owned(group); owned != 1) return owned;
   switch (group.kind) {
-    case WHOLE: return whole_holds(group);
-    case NAMED: return named_holds(group);
-    case ABSENT: return absent_holds(group);
-    case LIST: return list_holds(group);
-    case ITEMS: return items_hold(group);
+    case WHOLE: return whole_holds(group, value, end);
+    case NAMED: return named_holds(group, value, end);
+    case ABSENT: return absent_holds(group, value, end);
+    case LIST: return list_holds(group, value, end);
+    case ITEMS: return items_hold(group, value, end);
     case LENGTH: return length_holds(group);
-    case SLOTS: return slots_hold(group);
-    default: return empty_holds(group);
+    default: return slots_hold(group, value, end);
   }
 }
 
 // --- making and keeping
 
-bool take_objects(PyObject* given, std::vector<PyObject*>* to) {
-  for (Py_ssize_t i = 0; i < PyTuple_Size(given); ++i) {
-    PyObject* object = PyTuple_GetItem(given, i);
-    Py_INCREF(object);
-    to->push_back(object);
+PyObject* referred(PyObject* object) {
+  Py_INCREF(object);
+  return object;
+}
+
+// The values of a group while its tuple is read.
+struct Reading {
+  Group* group;
+  std::vector<Value> values;
+};
+
+bool take_part(char part, PyObject* given, Reading* reading) {
+  Group* group = reading->group;
+  if (part == 'o' && given != Py_None) {
+    group->owner = referred(given);
+    group->type = Py_TYPE(given);
+    Py_INCREF(reinterpret_cast<PyObject*>(group->type));
+  }
+  if (part == 'h') group->held = referred(given);
+  if (part == 's') group->size = PyLong_AsSsize_t(given);
+  if (part == 'o' || part == 'h' || part == 's') return PyErr_Occurred() == nullptr;
+  const Py_ssize_t count = PyTuple_Size(given);
+  if (count < 0) return false;
+  if (reading->values.empty()) reading->values.resize(count, Value{nullptr, nullptr, 0});
+  if (static_cast<size_t>(count) != reading->values.size()) {
+    PyErr_SetString(PyExc_ValueError, "guards: an entry's tuples have different lengths");
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* one = PyTuple_GetItem(given, i);
+    if (part == 'k') reading->values[i].key = referred(one);
+    if (part == 'v') reading->values[i].now = referred(one);
+    if (part == 'p') reading->values[i].position = PyLong_AsSsize_t(one);
   }
   return PyErr_Occurred() == nullptr;
 }
 
-bool take_numbers(PyObject* given, std::vector<Py_ssize_t>* to) {
-  for (Py_ssize_t i = 0; i < PyTuple_Size(given); ++i) {
-    to->push_back(PyLong_AsSsize_t(PyTuple_GetItem(given, i)));
-  }
-  return PyErr_Occurred() == nullptr;
-}
-
-bool take_part(char part, PyObject* given, Group* group) {
-  switch (part) {
-    case 'o':
-      if (given == Py_None) return true;
-      Py_INCREF(given);
-      group->owner = given;
-      group->type = Py_TYPE(given);
-      Py_INCREF(reinterpret_cast<PyObject*>(group->type));
-      return true;
-    case 'h':
-      Py_INCREF(given);
-      group->held = given;
-      return true;
-    case 'k': return take_objects(given, &group->keys);
-    case 'v': return take_objects(given, &group->values);
-    case 'p': return take_numbers(given, &group->positions);
-    default: group->size = PyLong_AsSsize_t(given); return PyErr_Occurred() == nullptr;
-  }
-}
-
-bool refuse(const Group& group) {
-  PyErr_Format(PyExc_ValueError, "guards: no entry %s of %R with these parts",
-               FORMS[group.kind].name, group.held);
-  return false;
-}
-
-// Whether the parts fit each other and the container; what the loops rely on.
-bool check(Group* group) {
-  const size_t keys = group->keys.size(), values = group->values.size();
-  const size_t positions = group->positions.size();
+// Whether the parts fit the container: what the loops rely on.
+bool fits(const Reading& reading) {
+  Group* group = reading.group;
   switch (group->kind) {
-    case WHOLE:
+    case WHOLE: group->size = static_cast<Py_ssize_t>(reading.values.size()); [[fallthrough]];
     case NAMED:
-      if (!PyDict_Check(group->held) || keys != values) return refuse(*group);
-      group->positions.assign(keys, 0);
-      if (group->kind == WHOLE) group->size = static_cast<Py_ssize_t>(keys);
-      break;
-    case ABSENT:
-      if (!PyDict_Check(group->held)) return refuse(*group);
-      break;
+    case ABSENT: return PyDict_Check(group->held);
     case LIST:
-      if (!PyList_Check(group->held) || positions != values) return refuse(*group);
-      for (const Py_ssize_t position : group->positions) {
-        if (position < 0 || position >= group->size) return refuse(*group);
+      for (const Value& value : reading.values) {
+        if (value.position < 0 || value.position >= group->size) return false;
       }
-      break;
-    case SLOTS:
-      if (positions != values) return refuse(*group);
-      break;
-    default: break;
+      return PyList_Check(group->held);
+    default: return true;
   }
-  group->count = values;
-  return true;
 }
 
-bool take(PyObject* entry, Group* group) {
-  PyObject* name = PyTuple_Check(entry) && PyTuple_Size(entry) ? PyTuple_GetItem(entry, 0) : nullptr;
-  for (int kind = 0; name != nullptr && kind < KINDS; ++kind) {
-    const Form& form = FORMS[kind];
-    const Py_ssize_t parts = static_cast<Py_ssize_t>(std::strlen(form.parts));
-    if (!PyUnicode_Check(name) || PyUnicode_CompareWithASCIIString(name, form.name) != 0) continue;
-    if (PyTuple_Size(entry) != 1 + parts) break;
-    group->kind = static_cast<Kind>(kind);
-    for (Py_ssize_t i = 0; i < parts; ++i) {
-      if (!take_part(form.parts[i], PyTuple_GetItem(entry, 1 + i), group)) return false;
-    }
-    return check(group);
+bool take(PyObject* entry, Guards* guards) {
+  PyObject* name = PyTuple_Check(entry) && PyTuple_Size(entry) ? PyTuple_GetItem(entry, 0) : Py_None;
+  int kind = 0;
+  while (kind < KINDS && !(PyUnicode_Check(name) &&
+                           PyUnicode_CompareWithASCIIString(name, FORMS[kind].name) == 0)) {
+    ++kind;
   }
-  PyErr_Format(PyExc_ValueError, "guards: no such entry: %R", entry);
-  return false;
+  const char* parts = kind < KINDS ? FORMS[kind].parts : "";
+  bool taken = kind < KINDS && PyTuple_Size(entry) == 1 + static_cast<Py_ssize_t>(std::strlen(parts));
+  if (taken) {
+    // What was taken is in `guards` at once, which releases it also where something is wrong.
+    guards->groups.emplace_back();
+    Reading reading{&guards->groups.back(), {}};
+    reading.group->kind = static_cast<Kind>(kind);
+    for (Py_ssize_t i = 0; taken && parts[i] != 0; ++i) {
+      taken = take_part(parts[i], PyTuple_GetItem(entry, 1 + i), &reading);
+    }
+    taken = taken && fits(reading);
+    reading.group->first = guards->values.size();
+    guards->values.insert(guards->values.end(), reading.values.begin(), reading.values.end());
+    reading.group->end = guards->values.size();
+  }
+  if (!taken && !PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "guards: bad entry %R", entry);
+  return taken;
 }
 
 // Calls `visit` with every reference that the guards keep.
 template <typename Visit>
 int each(const Guards& guards, Visit visit) {
+  int stop = 0;
+  const auto one = [&](PyObject* object) {
+    if (object != nullptr && stop == 0) stop = visit(object);
+  };
   for (const Group& group : guards.groups) {
-    for (PyObject* object : {group.held, group.owner, reinterpret_cast<PyObject*>(group.type)}) {
-      if (object != nullptr) {
-        if (const int stop = visit(object)) return stop;
-      }
-    }
-    for (const auto* objects : {&group.keys, &group.values}) {
-      for (PyObject* object : *objects) {
-        if (const int stop = visit(object)) return stop;
-      }
-    }
+    one(group.held);
+    one(group.owner);
+    one(reinterpret_cast<PyObject*>(group.type));
   }
-  return 0;
+  for (const Value& value : guards.values) {
+    one(value.now);
+    one(value.key);
+  }
+  return stop;
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
@@ -356,10 +343,9 @@ PyObject* guards_new(PyObject*, PyObject* entries) {
     return nullptr;
   }
   self->guards = new Guards;
-  self->guards->groups.resize(PyTuple_Size(sequence));
   bool taken = true;
-  for (size_t i = 0; taken && i < self->guards->groups.size(); ++i) {
-    taken = take(PyTuple_GetItem(sequence, i), &self->guards->groups[i]);
+  for (Py_ssize_t i = 0; taken && i < PyTuple_Size(sequence); ++i) {
+    taken = take(PyTuple_GetItem(sequence, i), self->guards);
   }
   Py_DECREF(sequence);
   PyObject_GC_Track(self);
@@ -377,44 +363,10 @@ int guards_hold(PyObject* object) {
     PyErr_SetString(PyExc_TypeError, "guards_hold: not what guards_new returned");
     return -1;
   }
-  for (Group& group : guards->groups) {
-    const int answer = holds(group);
+  Value* values = guards->values.data();
+  for (const Group& group : guards->groups) {
+    const int answer = holds(group, values + group.first, values + group.end);
     if (answer != 1) return answer;
   }
   return 1;
-}
-
-Py_ssize_t guards_offset(PyObject* object, PyObject* descriptor, PyObject* marker) {
-  PyTypeObject* type = Py_TYPE(descriptor);
-  auto get = reinterpret_cast<descrgetfunc>(PyType_GetSlot(type, Py_tp_descr_get));
-  auto set = reinterpret_cast<descrsetfunc>(PyType_GetSlot(type, Py_tp_descr_set));
-  PyObject* basic = PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)),
-                                           "__basicsize__");
-  const Py_ssize_t size = basic == nullptr ? -1 : PyLong_AsSsize_t(basic);
-  Py_XDECREF(basic);
-  if (get == nullptr || set == nullptr || size < 0) {
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "guards_offset: no data descriptor");
-    return -1;
-  }
-  PyObject* before = get(descriptor, object, reinterpret_cast<PyObject*>(Py_TYPE(object)));
-  if (before == nullptr) {  // nothing is there
-    if (!PyErr_ExceptionMatches(PyExc_AttributeError) && !PyErr_ExceptionMatches(PyExc_ValueError)) {
-      return -1;
-    }
-    PyErr_Clear();
-  }
-  if (set(descriptor, object, marker) < 0) {
-    Py_XDECREF(before);
-    return -1;
-  }
-  Py_ssize_t found = -1;
-  for (Py_ssize_t offset = sizeof(PyObject); offset + Py_ssize_t{sizeof before} <= size;
-       offset += sizeof before) {
-    if (at(object, offset) == marker) found = offset;
-  }
-  const int restored = set(descriptor, object, before);
-  Py_XDECREF(before);
-  if (restored < 0) return -1;
-  if (found < 0) PyErr_SetString(PyExc_TypeError, "guards_offset: the attribute is not in memory");
-  return found;
 }
