@@ -32,6 +32,7 @@ struct Group {
   PyObject* held = nullptr;
   PyObject* owner = nullptr;     // null: none
   PyTypeObject* type = nullptr;  // of the owner
+  Py_ssize_t dict_at = 0;        // where the owner's memory refers to its dict; 0: not known
   Py_ssize_t size = -1;
   size_t first = 0, end = 0;  // its values
 };
@@ -71,10 +72,17 @@ inline int compare(PyObject*& known, PyObject* now) {
   return 1;
 }
 
+inline PyObject* at(PyObject* object, Py_ssize_t offset) {
+  PyObject* found;
+  std::memcpy(&found, reinterpret_cast<const char*>(object) + offset, sizeof found);
+  return found;
+}
+
 // Whether the dict is still the one that holds the owner's attributes, and its class the same.
 inline int is_owned(const Group& group) {
   if (group.owner == nullptr) return 1;
   if (Py_TYPE(group.owner) != group.type) return 0;
+  if (group.dict_at != 0) return at(group.owner, group.dict_at) == group.held;
   PyObject* now = PyObject_GenericGetDict(group.owner, nullptr);
   if (now == nullptr) return -1;
   Py_DECREF(now);  // the owner has it
@@ -162,12 +170,6 @@ int length_holds(const Group& group) {
   return now < 0 ? -1 : now == group.size;
 }
 
-inline PyObject* at(PyObject* object, Py_ssize_t offset) {
-  PyObject* found;
-  std::memcpy(&found, reinterpret_cast<const char*>(object) + offset, sizeof found);
-  return found;
-}
-
 int slots_hold(const Group& group, Value* value, Value* end) {
   for (; value < end; ++value) {
     PyObject* now = at(group.held, value->position);
@@ -231,9 +233,29 @@ bool take_part(char part, PyObject* given, Reading* reading) {
   return PyErr_Occurred() == nullptr;
 }
 
+// Where an object refers to its dict, if that can be told: at __dictoffset__, or where the class has
+// Py_TPFLAGS_MANAGED_DICT (3.11 and later), which is not in the limited API, a word before what the
+// garbage collector has in front of the object. Asking Python takes some ten times as long.
+Py_ssize_t place_of_dict(PyObject* owner, PyObject* dict) {
+  constexpr unsigned long managed = 1ul << 4;
+  constexpr Py_ssize_t word = sizeof(PyObject*);
+  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(owner));
+  Py_ssize_t place = 0;
+  if (PyType_GetFlags(Py_TYPE(owner)) & managed) {
+    place = -3 * word;
+  } else if (PyObject* said = PyObject_GetAttrString(type, "__dictoffset__")) {
+    place = PyLong_AsSsize_t(said);
+    Py_DECREF(said);
+  }
+  PyErr_Clear();
+  const bool inside = place == -3 * word || place > 0;
+  return inside && place % word == 0 && at(owner, place) == dict ? place : 0;
+}
+
 // Whether the parts fit the container: what the loops rely on.
 bool fits(const Reading& reading) {
   Group* group = reading.group;
+  if (group->owner != nullptr) group->dict_at = place_of_dict(group->owner, group->held);
   switch (group->kind) {
     case WHOLE: group->size = static_cast<Py_ssize_t>(reading.values.size()); [[fallthrough]];
     case NAMED:
