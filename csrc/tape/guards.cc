@@ -31,7 +31,7 @@ struct Group {
   Kind kind = WHOLE;
   PyObject* held = nullptr;
   PyObject* owner = nullptr;     // null: none
-  PyTypeObject* type = nullptr;  // of the owner
+  PyTypeObject* type = nullptr;  // of the owner, or of what is held
   Py_ssize_t dict_at = 0;        // where the owner's memory refers to its dict; 0: not known
   Py_ssize_t size = -1;
   size_t first = 0, end = 0;  // its values
@@ -171,6 +171,7 @@ int length_holds(const Group& group) {
 }
 
 int slots_hold(const Group& group, Value* value, Value* end) {
+  if (Py_TYPE(group.held) != group.type) return 0;
   for (; value < end; ++value) {
     PyObject* now = at(group.held, value->position);
     if (now == value->now) continue;
@@ -209,12 +210,12 @@ struct Reading {
 
 bool take_part(char part, PyObject* given, Reading* reading) {
   Group* group = reading->group;
-  if (part == 'o' && given != Py_None) {
-    group->owner = referred(given);
-    group->type = Py_TYPE(given);
+  if (part == 'o' && given != Py_None) group->owner = referred(given);
+  if (part == 'h') {
+    group->held = referred(given);
+    group->type = Py_TYPE(group->owner == nullptr ? given : group->owner);
     Py_INCREF(reinterpret_cast<PyObject*>(group->type));
   }
-  if (part == 'h') group->held = referred(given);
   if (part == 's') group->size = PyLong_AsSsize_t(given);
   if (part == 'o' || part == 'h' || part == 's') return PyErr_Occurred() == nullptr;
   const Py_ssize_t count = PyTuple_Size(given);

@@ -57,18 +57,19 @@ int same_scalars(PyObject* before, PyObject* after) {
   return equal;
 }
 
+// As isinstance, but it asks nobody for __class__.
+bool is_a(PyObject* object, PyObject* type) {
+  return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(type)) != 0;
+}
+
 int same_of_numpy(PyObject* before, PyObject* after) {
   static PyObject *dtype, *generic, *mutable_scalar;
   if (numpy_type("dtype", &dtype) == nullptr || numpy_type("generic", &generic) == nullptr ||
       numpy_type("void", &mutable_scalar) == nullptr) {
     return -1;
   }
-  int answer = PyObject_IsInstance(before, dtype);
-  if (answer != 0) return answer < 0 ? -1 : PyObject_RichCompareBool(before, after, Py_EQ);
-  answer = PyObject_IsInstance(before, generic);
-  if (answer != 1) return answer;
-  answer = PyObject_IsInstance(before, mutable_scalar);
-  return answer == 0 ? same_scalars(before, after) : answer < 0 ? -1 : 0;
+  if (is_a(before, dtype)) return PyObject_RichCompareBool(before, after, Py_EQ);
+  return is_a(before, generic) && !is_a(before, mutable_scalar) ? same_scalars(before, after) : 0;
 }
 
 bool same_bits(double before, double after) { return std::memcmp(&before, &after, sizeof before) == 0; }

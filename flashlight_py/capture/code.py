@@ -26,6 +26,18 @@ def global_names(code: CodeType) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
+def imported_names(code: CodeType) -> tuple[str, ...]:
+    """Return the modules that ``code`` and the functions in it import, and their packages."""
+    found = [
+        instruction.argval
+        for part in _parts(code)
+        for instruction in dis.get_instructions(part)
+        if instruction.opname == "IMPORT_NAME"
+    ]
+    return tuple(dict.fromkeys(name for one in found for name in (one, one.partition(".")[0])))
+
+
+@functools.lru_cache(maxsize=1024)
 def other_names(code: CodeType) -> frozenset[str]:
     """Return every name in ``code`` that may be an attribute, also one given as a string."""
     found: set[str] = set()

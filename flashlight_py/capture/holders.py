@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any
@@ -18,6 +19,12 @@ Entry = tuple[Any, ...]  # as csrc/tape/guards.h describes them
 IsLive = Callable[[Any, Any], bool]
 
 
+def size_of(container: Any) -> int:
+    """Return the number of items in a built-in container, or in a user's kind of one."""
+    kinds = (dict, list, tuple, set, frozenset, deque)
+    return next(kind.__len__(container) for kind in kinds if issubclass(type(container), kind))
+
+
 class Holder:
     """A container found by the walk, and what it held then: ``keys`` and ``values``.
 
@@ -25,10 +32,11 @@ class Holder:
     where in that; None: by the step function itself.
     """
 
-    __slots__ = ("above", "key", "keys", "of", "values")
+    __slots__ = ("above", "key", "keys", "kind", "of", "values")
 
     def __init__(self, of: Any, above: Holder | None, key: Any) -> None:
         self.of = of
+        self.kind = type(of)  # which an assignment to __class__ changes
         self.above = above
         self.key = key
         self.keys, self.values = self.read()
@@ -39,7 +47,7 @@ class Holder:
 
     def get(self, key: Any) -> Any:
         """Return the value at ``key`` as it is now."""
-        return dict(zip(*self.read(), strict=True))[key]
+        raise NotImplementedError
 
     def put(self, key: Any, value: Any) -> None:
         """Put ``value`` at ``key``."""
@@ -76,17 +84,21 @@ class Items(Holder):
     __slots__ = ()
 
     def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        return tuple(self.of), tuple(dict.values(self.of))
+        return tuple(dict.keys(self.of)), tuple(dict.values(self.of))
+
+    def get(self, key: Any) -> Any:
+        return dict.__getitem__(self.of, key)
 
     def put(self, key: Any, value: Any) -> None:
         self.of[key] = value
 
     def guards(self, is_live: IsLive) -> Iterable[Entry]:
         keys, values = self._kept(is_live)
-        if len(keys) == len(self.of):
+        size = dict.__len__(self.of)
+        if len(keys) == size:
             yield "whole", None, self.of, keys, values
         else:
-            yield "named", None, self.of, keys, values, len(self.of)
+            yield "named", None, self.of, keys, values, size
 
     def words(self, key: Any) -> str:
         return f"{self.name()}[{key!r}]"
@@ -109,6 +121,9 @@ class Attributes(Holder):
             return tuple(held), tuple(held.values())
         keys = tuple(key for key in self.only if key in held)
         return keys, tuple(held[key] for key in keys)
+
+    def get(self, key: Any) -> Any:
+        return dict_of(self.of)[key]
 
     def put(self, key: Any, value: Any) -> None:
         dict_of(self.of)[key] = value
@@ -134,20 +149,21 @@ class Names(Holder):
 
     def __init__(self, of: Any, held: dict[str, Any], above: Holder | None, key: Any) -> None:
         self.held = held
+        self.keys = ()
         super().__init__(of, above, key)
-        self.keys = []
-        self.values = []
 
     def add(self, names: Iterable[str]) -> list[tuple[str, Any]]:
         """Hold these names too; return them with their values, but for those known."""
         new = [(name, self.held.get(name, MISSING)) for name in names if name not in self.keys]
-        self.keys = [*self.keys, *(name for name, _ in new)]
-        self.values = [*self.values, *(value for _, value in new)]
+        self.keys = (*self.keys, *(name for name, _ in new))
+        self.values = (*self.values, *(value for _, value in new))
         return new
 
     def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        keys = self.keys if hasattr(self, "keys") else []
-        return keys, [self.held.get(name, MISSING) for name in keys]
+        return self.keys, tuple(self.held.get(name, MISSING) for name in self.keys)
+
+    def get(self, key: Any) -> Any:
+        return self.held.get(key, MISSING)
 
     def put(self, key: Any, value: Any) -> None:
         if isinstance(self.of, type):
@@ -172,7 +188,7 @@ class Names(Holder):
             yield "absent", self.held, tuple(absent)
 
     def words(self, key: Any) -> str:
-        return str(key) if self.above is None else f"{self.name()}.{key}"
+        return str(key) if self.key is None else f"{self.name()}.{key}"
 
 
 class Row(Holder):
@@ -184,11 +200,14 @@ class Row(Holder):
         values = tuple(list.__iter__(self.of))
         return range(len(values)), values
 
+    def get(self, key: Any) -> Any:
+        return self.of[key]
+
     def put(self, key: Any, value: Any) -> None:
         self.of[key] = value
 
     def guards(self, is_live: IsLive) -> Iterable[Entry]:
-        yield ("list", self.of, *self._kept(is_live), len(self.of))
+        yield ("list", self.of, *self._kept(is_live), list.__len__(self.of))
 
     def words(self, key: Any) -> str:
         return f"{self.name()}[{key}]"
@@ -217,11 +236,11 @@ class Large(Holder):
     __slots__ = ()
 
     def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        return ("number of items",), (len(self.of),)
+        return ("number of items",), (size_of(self.of),)
 
     def guards(self, is_live: IsLive) -> Iterable[Entry]:
         if not is_live(self.of, None):
-            yield "length", self.of, len(self.of)
+            yield "length", self.of, size_of(self.of)
 
     def words(self, key: Any) -> str:
         return f"{key} of {self.name()}"
@@ -247,14 +266,13 @@ class Parts(Holder):
     def put(self, key: Any, value: Any) -> None:
         """Put a new tuple in the place of this one."""
         assert self.above is not None
-        items = [value if i == key else item for i, item in enumerate(self.get_all())]
+        items = [value if i == key else item for i, item in enumerate(self.read()[1])]
         new = tuple(items) if type(self.of) is tuple else type(self.of)._make(items)
         self.above.put(self.key, new)
         self.of = new
 
-    def get_all(self) -> Sequence[Any]:
-        """Return the items."""
-        return self.read()[1]
+    def get(self, key: Any) -> Any:
+        return self.of[key] if self.names is None else getattr(self.of, key)
 
     def can_put(self) -> bool:
         is_known = type(self.of) is tuple or hasattr(self.of, "_make")
@@ -282,6 +300,9 @@ class Slots(Holder):
     def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
         of = self.of
         return tuple(self.layout), [_get(one, of) for one, _ in self.layout.values()]
+
+    def get(self, key: Any) -> Any:
+        return _get(self.layout[key][0], self.of)
 
     def put(self, key: Any, value: Any) -> None:
         self.layout[key][0].__set__(self.of, value)

@@ -15,7 +15,12 @@ and not a list of parameters.
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import random
+import sys
+import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from types import FunctionType, MethodType, ModuleType
@@ -24,7 +29,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.capture.code import global_names, other_names
+from flashlight_py.capture.code import global_names, imported_names, other_names
 from flashlight_py.capture.holders import (
     MISSING,
     Attributes,
@@ -39,6 +44,7 @@ from flashlight_py.capture.holders import (
     Parts,
     Row,
     Slots,
+    size_of,
 )
 from flashlight_py.capture.kinds import (
     CELL,
@@ -115,8 +121,10 @@ class Reach:
         found: list[str] = []
         for holder in self._holders:
             keys, values = holder.read()
-            is_same = len(values) == len(holder.values) and (
-                all(map(same, holder.values, values)) and all(map(same, holder.keys, keys))
+            is_same = (
+                type(holder.of) is holder.kind
+                and len(values) == len(holder.values)
+                and (all(map(same, holder.values, values)) and all(map(same, holder.keys, keys)))
             )
             if not is_same and not is_live(holder.of, None):
                 found += _differences(holder, keys, values, is_live)
@@ -168,7 +176,7 @@ class Reach:
         """Note one value that was found; what is in it comes later."""
         if self._kind(type(value)) is None:
             return
-        if isinstance(value, np.ndarray):
+        if issubclass(type(value), np.ndarray):
             if above is not None and above.can_put():
                 self.arrays.append(Place(above, key))
         elif id(value) not in self._seen:
@@ -190,7 +198,7 @@ class Reach:
             if issubclass(kind, base):
                 return None if visit is None else functools.partial(visit, self)
         if hasattr(kind, "__next__") and not is_user(kind):
-            return self._visit_iterator
+            return self._visit_opaque
         return None if is_opaque(kind) else self._visit_object
 
     def _visit_variable(self, variable: Variable, above: Holder | None, key: Any) -> None:
@@ -201,11 +209,16 @@ class Reach:
             self._look(holder.values[holder.keys.index(name)], holder, name)
         if variable.hook is not None:
             self._hooks.append((variable.hook, holder, "hook"))
+        if type(variable) is not Variable:
+            self._visit_object(variable, above, key)
 
     def _visit_generator(self, one: np.random.Generator, above: Holder | None, key: Any) -> None:
         self.generators.append(one)
 
-    def _visit_iterator(self, one: Any, above: Holder | None, key: Any) -> None:
+    def _visit_reference(self, one: Any, above: Holder | None, key: Any) -> None:
+        self._look(one(), above, key)
+
+    def _visit_opaque(self, one: Any, above: Holder | None, key: Any) -> None:
         self.opaque.append(above.words(key) if above else str(key))
 
     def _visit_function(self, function: FunctionType, above: Holder | None, key: Any) -> None:
@@ -219,6 +232,8 @@ class Reach:
         self._add(Slots(function, above, key, layout(FUNCTION)))
         if not is_user(function):
             return
+        for name in imported_names(function.__code__):
+            self._look(sys.modules.get(name), None, name)
         self._named |= other_names(function.__code__)
         held = function.__globals__
         if id(held) not in self._globals:
@@ -288,14 +303,14 @@ class Reach:
             self._add(Slots(one, above, key, own))
 
     def _is_large(self, container: Any, above: Holder | None) -> bool:
-        if len(container) <= MANY:
+        if size_of(container) <= MANY:
             return False
         while isinstance(above, Parts):
             above = above.above
         if above is not None and type(above.of).__module__.startswith("flashlight_py."):
             return False
-        first = next(iter(container))
-        return not (isinstance(first, Variable) and first.calc_grad)
+        first = container[0] if type(container) in (list, tuple) else None
+        return not (type(first) is Variable and first.calc_grad)
 
 
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
@@ -311,6 +326,9 @@ _VISITS: dict[type, Any] = {
     functools.partial: Reach._visit_partial,
     **dict.fromkeys((property, staticmethod, classmethod), Reach._visit_wrapper),
     functools.cached_property: Reach._visit_wrapper,
+    weakref.ref: Reach._visit_reference,
+    **dict.fromkeys((random.Random, np.random.RandomState), Reach._visit_opaque),
+    **dict.fromkeys((threading.local, contextvars.ContextVar), Reach._visit_opaque),
     tuple: Reach._visit_tuple,
     **dict.fromkeys((dict, list, set, frozenset, deque), Reach._visit_container),
     type: Reach._visit_class,
@@ -331,6 +349,9 @@ def _differences(holder: Holder, keys: Any, values: Any, is_live: IsLive) -> Ite
     is_row = isinstance(holder, Row)
     if is_row and len(values) != len(holder.values):
         yield f"{holder.name()}: {len(holder.values)} items -> {len(values)}"
+        return
+    if type(holder.of) is not holder.kind:
+        yield f"{holder.name()}: {holder.kind.__name__} -> {type(holder.of).__name__}"
         return
     before = dict(zip(holder.keys, holder.values, strict=True))
     after = dict(zip(keys, values, strict=True))
