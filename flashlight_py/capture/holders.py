@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any
 
+import numpy as np
+
 
 class _Missing:
     def __repr__(self) -> str:
@@ -14,15 +16,30 @@ class _Missing:
 
 
 MISSING: Any = _Missing()  # where an attribute or a name is not set
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
 Layout = dict[str, tuple[Any, int]]
 Entry = tuple[Any, ...]  # as csrc/tape/guards.h describes them
 IsLive = Callable[[Any, Any], bool]
 
 
+def short(value: Any) -> str:
+    """Return a value for a message; of what may be large, or a user's own, the type."""
+    kind = type(value)
+    if value is MISSING or kind in (int, float, complex, bool, str, bytes, type(None)):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    if kind is np.ndarray:
+        return f"an array of shape {value.shape}"
+    if kind in _CONTAINERS:
+        return f"{kind.__name__} of {len(value)}"
+    return f"{kind.__name__} object"
+
+
 def size_of(container: Any) -> int:
     """Return the number of items in a built-in container, or in a user's kind of one."""
-    kinds = (dict, list, tuple, set, frozenset, deque)
-    return next(kind.__len__(container) for kind in kinds if issubclass(type(container), kind))
+    base = next(base for base in _CONTAINERS if issubclass(type(container), base))
+    size: int = base.__len__(container)
+    return size
 
 
 class Holder:
@@ -101,7 +118,7 @@ class Items(Holder):
             yield "named", None, self.of, keys, values, size
 
     def words(self, key: Any) -> str:
-        return f"{self.name()}[{key!r}]"
+        return f"{self.name()}[{short(key)}]"
 
 
 class Attributes(Holder):

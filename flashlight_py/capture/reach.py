@@ -44,6 +44,7 @@ from flashlight_py.capture.holders import (
     Parts,
     Row,
     Slots,
+    short,
     size_of,
 )
 from flashlight_py.capture.kinds import (
@@ -362,18 +363,6 @@ def _differences(holder: Holder, keys: Any, values: Any, is_live: IsLive) -> Ite
             found = True
         elif not same(old, new):
             found = True
-            yield f"{holder.words(key)}: {_short(old)} -> {_short(new)}"
+            yield f"{holder.words(key)}: {short(old)} -> {short(new)}"
     if not found:
         yield f"{holder.name()}: its items are in another order"
-
-
-def _short(value: Any) -> str:
-    """Return a value for a message; of objects that may be large, or of users, the type."""
-    if isinstance(value, np.ndarray):
-        return f"an array of shape {value.shape}"
-    if value is MISSING or type(value) in (int, float, complex, bool, str, bytes, type(None)):
-        text = repr(value)
-        return text if len(text) <= 60 else f"{text[:57]}..."
-    if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
-        return f"{type(value).__name__} of {len(value)}"
-    return f"{type(value).__name__} object"
