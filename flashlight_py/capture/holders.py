@@ -243,7 +243,7 @@ class Iterated(Row):
         return hasattr(self.of, "rotate")  # a deque
 
     def guards(self, is_live: IsLive) -> Iterable[Entry]:
-        if not is_live(self.of, None):
+        if not (is_live(self.of, None) or issubclass(type(self.of), frozenset)):
             yield "items", self.of, tuple(self.of)
 
 

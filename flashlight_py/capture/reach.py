@@ -229,10 +229,11 @@ class Reach:
             if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
                 self._add(Cell(cell, above, name, layout(CELL)))
+        if not is_user(function):  # nothing but what it closes over, or wraps
+            self._enter(Attributes(function, above, key))
+            return
         self._add(Attributes(function, above, key))
         self._add(Slots(function, above, key, layout(FUNCTION)))
-        if not is_user(function):
-            return
         for name in imported_names(function.__code__):
             self._look(sys.modules.get(name), None, name)
         self._named |= other_names(function.__code__)
@@ -251,7 +252,8 @@ class Reach:
             self._enter(Parts(method, above, key, ("__self__", "__func__")))
 
     def _visit_partial(self, partial: Any, above: Holder | None, key: Any) -> None:
-        self._enter(Parts(partial, above, key, ("func", "args", "keywords")))
+        names = ("func", "args", "keywords") if partial.keywords else ("func", "args")
+        self._enter(Parts(partial, above, key, names))
 
     def _visit_wrapper(self, wrapper: Any, above: Holder | None, key: Any) -> None:
         self._enter(Parts(wrapper, above, key, ("fget", "fset", "fdel", "func", "__func__")))
@@ -265,12 +267,12 @@ class Reach:
     def _visit_container(self, container: Any, above: Holder | None, key: Any) -> None:
         if self._is_large(container, above):
             self._holders.append(Large(container, above, key))
-        elif isinstance(container, dict):
+        elif issubclass(type(container), dict):
             self._add(Items(container, above, key))
-            if isinstance(container, OrderedDict):  # which has an order of its own
+            if issubclass(type(container), OrderedDict):  # which has an order of its own
                 self._add(Iterated(container, above, key))
         else:
-            of = Row if isinstance(container, list) else Iterated
+            of = Row if issubclass(type(container), list) else Iterated
             self._add(of(container, above, key))
         if type(container).__flags__ & HEAP_TYPE:
             self._visit_object(container, above, key)
@@ -279,7 +281,7 @@ class Reach:
         for base in one.__mro__:
             if is_user(base) and (base is one or id(base) not in self._seen):
                 self._seen[id(base)] = base
-                names = Names(base, class_dict(base), above, key if base is one else base.__name__)
+                names = Names(base, class_dict(base), None, base.__qualname__)
                 self._holders.append(names)
                 self._spaces.append((names, named_by_others(base)))
 
@@ -293,7 +295,7 @@ class Reach:
         kind = type(one)
         if id(kind) not in self._seen:
             self._seen[id(kind)] = kind
-            self._visit_class(kind, above, f"{key}.__class__")
+            self._visit_class(kind, above, key)
         only = state_of(kind)
         if kind.__dictoffset__:
             self._add(Attributes(one, above, key, only))
