@@ -193,8 +193,8 @@ OPTIM.include_dirs += ["."]
 OPTIM.language = "c++"
 TAPE = numpy_extension(
     "tape",
-    [f"csrc/tape/{name}.cc" for name in ("module", "guards", "offset", "same")],
-    ["csrc/tape/guards.h"],
+    [f"csrc/tape/{name}.cc" for name in ("module", "guards", "holding", "offset", "same")],
+    ["csrc/tape/groups.h", "csrc/tape/guards.h"],
 )
 TAPE.extra_compile_args += ["-std=c++17"]
 TAPE.language = "c++"

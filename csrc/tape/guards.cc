@@ -1,20 +1,12 @@
-// Guards: what each container held, as flat lists of pointers, compared group by group.
-//
-// Between two replays hardly anything changes, and then every comparison is of two pointers. What
-// takes time is to reach the values, so each container is walked as its kind allows: a whole dict by
-// PyDict_Next in order; some of its names by PyDict_Next from the place where each was last time
-// (places are indices into the dict's items, and one that is wrong shows another key); attributes
-// with slots, cells and functions' parts straight from memory.
+// The object that keeps guards: made from tuples, freed by the garbage collector.
 
-#include "guards.h"
+#include "groups.h"
 
 #include <cstring>
-#include <initializer_list>
-#include <vector>
 
 namespace {
 
-enum Kind { WHOLE, NAMED, ABSENT, LIST, ITEMS, LENGTH, SLOTS, EMPTY, KINDS };
+using namespace fl::tape;
 
 // Of each kind: its name, and what its tuple has, in this order: (o)wner, (h)eld container, (k)eys,
 // (p)ositions, (v)alues, (s)ize.
@@ -27,175 +19,10 @@ constexpr Form FORMS[KINDS] = {
     {"items", "hv"},   {"length", "hs"},  {"slots", "hpv"},  {"empty", "hp"},
 };
 
-struct Group {
-  Kind kind = WHOLE;
-  PyObject* held = nullptr;
-  PyObject* owner = nullptr;     // null: none
-  PyTypeObject* type = nullptr;  // of the owner, or of what is held
-  Py_ssize_t dict_at = 0;        // where the owner's memory refers to its dict; 0: not known
-  Py_ssize_t size = -1;
-  size_t first = 0, end = 0;  // its values
-};
-
-// One value: where it is to be found, and what was there; null for what its group does not have.
-struct Value {
-  PyObject* now;
-  PyObject* key;
-  Py_ssize_t position;
-};
-
-// Flat, since to follow a pointer per group would take as long as to compare a value.
-struct Guards {
-  std::vector<Group> groups;
-  std::vector<Value> values;
-};
-
 struct GuardsObject {
   PyObject_HEAD
   Guards* guards;
 };
-
-// --- comparing
-
-// Whether `now` is what `known` was; then it is remembered.
-inline int compare(PyObject*& known, PyObject* now) {
-  if (known == now) return 1;
-  Py_INCREF(now);  // a comparison must not lose it
-  const int answer = guards_same(known, now);
-  if (answer != 1) {
-    Py_DECREF(now);
-    return answer;
-  }
-  PyObject* before = known;
-  known = now;
-  Py_DECREF(before);
-  return 1;
-}
-
-inline PyObject* at(PyObject* object, Py_ssize_t offset) {
-  PyObject* found;
-  std::memcpy(&found, reinterpret_cast<const char*>(object) + offset, sizeof found);
-  return found;
-}
-
-// Whether the dict is still the one that holds the owner's attributes, and its class the same.
-inline int is_owned(const Group& group) {
-  if (group.owner == nullptr) return 1;
-  if (Py_TYPE(group.owner) != group.type) return 0;
-  if (group.dict_at != 0) return at(group.owner, group.dict_at) == group.held;
-  PyObject* now = PyObject_GenericGetDict(group.owner, nullptr);
-  if (now == nullptr) return -1;
-  Py_DECREF(now);  // the owner has it
-  return now == group.held;
-}
-
-int whole_holds(const Group& group, Value* value, Value* end) {
-  if (PyDict_Size(group.held) != group.size) return 0;
-  Py_ssize_t position = 0;
-  PyObject *key, *now;
-  for (; value < end; ++value) {
-    if (!PyDict_Next(group.held, &position, &key, &now)) return 0;
-    if (value->key == key && value->now == now) continue;
-    Py_INCREF(key);
-    int answer = compare(value->now, now);
-    if (answer == 1) answer = compare(value->key, key);
-    Py_DECREF(key);
-    if (answer != 1) return answer;
-  }
-  return 1;
-}
-
-// Look for a name anew, and remember where it is; null: it is not there.
-PyObject* find(const Group& group, Value* value) {
-  Py_ssize_t position = 0, before = 0;
-  PyObject *key, *now;
-  while (PyDict_Next(group.held, &position, &key, &now)) {
-    if (guards_same(value->key, key) == 1) {
-      compare(value->key, key);
-      value->position = before;
-      return now;
-    }
-    before = position;
-  }
-  return nullptr;
-}
-
-int named_holds(const Group& group, Value* value, Value* end) {
-  if (group.size >= 0 && PyDict_Size(group.held) != group.size) return 0;
-  for (; value < end; ++value) {
-    Py_ssize_t position = value->position;
-    PyObject *key, *now;
-    if (!PyDict_Next(group.held, &position, &key, &now) || key != value->key) {
-      now = find(group, value);
-      if (now == nullptr) return 0;
-    }
-    const int answer = compare(value->now, now);
-    if (answer != 1) return answer;
-  }
-  return 1;
-}
-
-int absent_holds(const Group& group, const Value* value, const Value* end) {
-  for (; value < end; ++value) {
-    if (PyDict_GetItemWithError(group.held, value->key) != nullptr) return 0;
-    if (PyErr_Occurred()) return -1;
-  }
-  return 1;
-}
-
-int list_holds(const Group& group, Value* value, Value* end) {
-  if (PyList_Size(group.held) != group.size) return 0;
-  for (; value < end; ++value) {
-    const int answer = compare(value->now, PyList_GetItem(group.held, value->position));
-    if (answer != 1) return answer;
-  }
-  return 1;
-}
-
-int items_hold(const Group& group, Value* value, Value* end) {
-  PyObject* iterator = PyObject_GetIter(group.held);
-  if (iterator == nullptr) return -1;
-  int answer = 1;
-  while (PyObject* item = answer == 1 ? PyIter_Next(iterator) : nullptr) {
-    answer = value < end ? compare((value++)->now, item) : 0;
-    Py_DECREF(item);
-  }
-  Py_DECREF(iterator);
-  if (PyErr_Occurred()) return -1;
-  return answer == 1 ? value == end : answer;
-}
-
-int length_holds(const Group& group) {
-  const Py_ssize_t now = PyObject_Size(group.held);
-  return now < 0 ? -1 : now == group.size;
-}
-
-int slots_hold(const Group& group, Value* value, Value* end) {
-  if (Py_TYPE(group.held) != group.type) return 0;
-  for (; value < end; ++value) {
-    PyObject* now = at(group.held, value->position);
-    if (now == value->now) continue;
-    // null, for what is empty, is like itself alone
-    const int answer = now == nullptr || value->now == nullptr ? 0 : compare(value->now, now);
-    if (answer != 1) return answer;
-  }
-  return 1;
-}
-
-inline int holds(const Group& group, Value* value, Value* end) {
-  if (const int owned = is_owned(group); owned != 1) return owned;
-  switch (group.kind) {
-    case WHOLE: return whole_holds(group, value, end);
-    case NAMED: return named_holds(group, value, end);
-    case ABSENT: return absent_holds(group, value, end);
-    case LIST: return list_holds(group, value, end);
-    case ITEMS: return items_hold(group, value, end);
-    case LENGTH: return length_holds(group);
-    default: return slots_hold(group, value, end);
-  }
-}
-
-// --- making and keeping
 
 PyObject* referred(PyObject* object) {
   Py_INCREF(object);
@@ -234,6 +61,10 @@ bool take_part(char part, PyObject* given, Reading* reading) {
   return PyErr_Occurred() == nullptr;
 }
 
+bool refers(PyObject* owner, Py_ssize_t place, PyObject* dict) {
+  return std::memcmp(reinterpret_cast<const char*>(owner) + place, &dict, sizeof dict) == 0;
+}
+
 // Where an object refers to its dict, if that can be told: at __dictoffset__, or where the class has
 // Py_TPFLAGS_MANAGED_DICT (3.11 and later), which is not in the limited API, a word before what the
 // garbage collector has in front of the object. Asking Python takes some ten times as long.
@@ -250,7 +81,7 @@ Py_ssize_t place_of_dict(PyObject* owner, PyObject* dict) {
   }
   PyErr_Clear();
   const bool inside = place == -3 * word || place > 0;
-  return inside && place % word == 0 && at(owner, place) == dict ? place : 0;
+  return inside && place % word == 0 && refers(owner, place, dict) ? place : 0;
 }
 
 // Whether the parts fit the container: what the loops rely on.
@@ -357,7 +188,10 @@ PyTypeObject* guards_type;  // made once
 }  // namespace
 
 PyObject* guards_new(PyObject*, PyObject* entries) {
-  if (guards_type == nullptr) guards_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  if (guards_type == nullptr) {
+    know_layouts();
+    guards_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  }
   PyObject* sequence = guards_type == nullptr ? nullptr : PySequence_Tuple(entries);
   if (sequence == nullptr) return nullptr;
   GuardsObject* self = PyObject_GC_New(GuardsObject, guards_type);
@@ -386,10 +220,5 @@ int guards_hold(PyObject* object) {
     PyErr_SetString(PyExc_TypeError, "guards_hold: not what guards_new returned");
     return -1;
   }
-  Value* values = guards->values.data();
-  for (const Group& group : guards->groups) {
-    const int answer = holds(group, values + group.first, values + group.end);
-    if (answer != 1) return answer;
-  }
-  return 1;
+  return all_hold(*guards);
 }

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import gc
 import sys
 import types
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -57,6 +55,10 @@ class Plain:
 
     def step(self) -> Any:
         return self.factor(), self.history
+
+    def set_count(self) -> None:
+        for _ in range(100):  # until Python has made a faster instruction of it
+            self.count = 2
 
     def factor(self) -> float:
         return self.rate
@@ -111,6 +113,18 @@ def _attribute(name: str, value: Any) -> Callable[[Any], None]:
         (lambda: {"a": 1}, _set("b", 2)),
         (lambda: {"a": 1, "b": 2}, lambda x: x.pop("b")),
         (lambda: {"a": 1, "b": 2}, lambda x: x.update(a=x.pop("a"))),
+        (lambda: {"a": 1}, lambda x: x.update(a=2)),
+        (lambda: {"a": 1}, lambda x: x.setdefault("b", 1)),
+        (lambda: {"a": 1}, lambda x: x.popitem()),
+        (lambda: {"a": 1}, lambda x: x.clear()),
+        (lambda: {"a": 1}, lambda x: x.__ior__({"a": 2})),
+        (lambda: {"a": 1}, lambda x: exec("a = 2", x)),
+        (lambda: {"a": 1}, lambda x: x.__init__({"a": 2})),
+        (lambda: {}, _set("a", 1)),
+        (lambda: [1, 2], lambda x: x.sort(reverse=True)),
+        (lambda: [1, 2], lambda x: x.__init__([1, 3])),
+        (lambda: [1, 2], _set(slice(None), [2, 2])),
+        (lambda: [1, 2], lambda x: x.extend(range(100))),
         (lambda: OrderedDict(a=1, b=1), lambda x: x.move_to_end("a")),
         (lambda: {1, 2}, lambda x: x.add(3)),
         (lambda: deque([1, 2]), lambda x: x.rotate()),
@@ -122,6 +136,7 @@ def _attribute(name: str, value: Any) -> Callable[[Any], None]:
         (lambda: Plain(count=1), _attribute("count", 2)),
         (lambda: Plain(count=1), _attribute("rate", 0.5)),
         (lambda: Plain(count=1), lambda x: delattr(x, "count")),
+        (lambda: Plain(count=1), lambda x: x.set_count()),
         (lambda: Plain(a=1), lambda x: setattr(x, "__dict__", {"a": 1})),
         (lambda: Plain(a=1), lambda x: setattr(x, "__class__", type("Other", (Plain,), {}))),
         (lambda: Plain(inner=Plain(count=1)), lambda x: _attribute("count", 2)(x.inner)),
@@ -218,6 +233,22 @@ def test_a_module_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.holds()
     settings.rate = 0.2  # type: ignore[attr-defined]
     assert not watch.holds()
+
+
+def test_a_global_that_a_function_sets() -> None:
+    watch = Watch(lambda: SCALE)
+    before = SCALE
+
+    def set_it(to: float) -> None:
+        global SCALE  # noqa: PLW0603 - as a user's code does
+        for _ in range(100):  # until Python has made a faster instruction of it
+            SCALE = to
+
+    for _ in range(3):
+        set_it(before + 1)
+        assert not watch.holds()
+        set_it(before)
+        assert watch.holds()
 
 
 def scaled(x: float, by: float = 1.0, *, plus: float = 0.0) -> float:
@@ -336,54 +367,3 @@ def test_guards_follow_what_was_set_before_they_were_made() -> None:
     guards = native().guards(reach.guards())
     assert native().hold(guards)
     assert reach.changed() == ["value.count: 1 -> 2"]
-
-
-def test_nothing_is_leaked_by_many_checks() -> None:
-    values: list[Any] = [object(), 1.5, "text"]
-    one = Plain(values=values, rate=1.5)
-    watch = Watch(using(one))
-    before = [sys.getrefcount(value) for value in (one, values, vars(one), *values)]
-    for number in range(100_000):
-        one.rate = 1.0 + 0.5  # a new object every now and then
-        if number % 1000 == 0:
-            one.rate = float("1.5")
-        assert native().hold(watch.guards)
-    one.rate = values[1]
-    assert native().hold(watch.guards)
-    assert [sys.getrefcount(value) for value in (one, values, vars(one), *values)] == before
-    del watch
-    gc.collect()
-    assert sys.getrefcount(values[0]) < before[3]
-
-
-def test_guards_that_hold_themselves_are_collected() -> None:
-    one = Plain()
-    one.guards = native().guards(Reach(using(one)).guards())  # type: ignore[attr-defined]
-    gone = weakref.ref(one)
-    del one
-    gc.collect()
-    assert gone() is None
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        (),
-        ("other", [], ()),
-        ("list", [1], (0,), (1,)),
-        ("list", [1], (0, 1), (1,), 1),
-        ("list", [1], (5,), (1,), 1),
-        ("list", {}, (0,), (1,), 1),
-        ("list", [1], [0], (1,), 1),
-        ("whole", None, [], (), ()),
-        ("slots", 1, ("a",), (1,)),
-    ],
-)
-def test_bad_entries_are_refused(entry: tuple[Any, ...]) -> None:
-    with pytest.raises((TypeError, ValueError, SystemError)):
-        native().guards([entry])
-
-
-def test_other_objects_are_no_guards() -> None:
-    with pytest.raises(TypeError, match="guards_new"):
-        native().hold([])
