@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
+import functools
 import gc
 import sys
-import weakref
 from types import CellType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -21,10 +21,6 @@ _OF_CLASSES = frozenset(
     | {"__annotations__", "__abstractmethods__", "__parameters__", "__match_args__", "_abc_impl"}
     | {"__firstlineno__", "__static_attributes__", "__orig_bases__", "__hash__"}
 )
-
-CELL = CellType()
-FUNCTION = FunctionType((lambda: None).__code__, {})
-VARIABLE: Variable = Variable.__new__(Variable)
 
 
 def package_of(one: Any) -> str:
@@ -76,16 +72,22 @@ def named_by_others(kind: type) -> frozenset[str]:
     return frozenset((declared | special) - _OF_CLASSES)
 
 
-_layouts: weakref.WeakKeyDictionary[type, Layout] = weakref.WeakKeyDictionary()
-
-
 def layout(one: Any) -> Layout:
     """Return where the attributes of objects like ``one`` lie that are in their own memory."""
-    kind = type(one)
-    known = _layouts.get(kind)
-    if known is None:
-        known = _layouts[kind] = _find(one, _marked(kind))
-    return known
+    # The limited API does not say where a slot lies. A new object is assigned to it, looked for in
+    # the object's memory, and what was there is assigned again: in one call, with the GIL held, so
+    # that nobody sees it; for functions and cells, in one of our own.
+    find = native().offset
+    marked = _marked(type(one))
+    return {name: (each, find(one, each, marker)) for name, (each, marker) in marked.items()}
+
+
+@functools.cache
+def known_layouts() -> dict[type, Layout]:
+    """Return the layouts of what every step has: its cells, functions and variables."""
+    code = (lambda: None).__code__
+    ours = (CellType(), FunctionType(code, {}), Variable.__new__(Variable))
+    return {type(one): layout(one) for one in ours}
 
 
 def _marked(kind: type) -> dict[str, tuple[Any, Any]]:
@@ -103,11 +105,3 @@ def _marked(kind: type) -> dict[str, tuple[Any, Any]]:
         for name, descriptor in base.__dict__.items()
         if isinstance(descriptor, MemberDescriptorType)
     }
-
-
-def _find(one: Any, marked: dict[str, tuple[Any, Any]]) -> Layout:
-    # The limited API does not say where a slot lies. A new object is assigned to it, looked for in
-    # the object's memory, and what was there is assigned again: in one call, with the GIL held, so
-    # that nobody sees it; for functions and cells, in one of our own.
-    find = native().offset
-    return {name: (each, find(one, each, marker)) for name, (each, marker) in marked.items()}

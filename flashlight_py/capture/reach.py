@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Iterator
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -48,12 +48,10 @@ from flashlight_py.capture.holders import (
     size_of,
 )
 from flashlight_py.capture.kinds import (
-    CELL,
-    FUNCTION,
-    VARIABLE,
     class_dict,
     is_opaque,
     is_user,
+    known_layouts,
     layout,
     named_by_others,
     state_of,
@@ -102,6 +100,7 @@ class Reach:
         self._holders: list[Holder] = []
         self._seen: dict[int, Any] = {}  # also keeps what was seen, so that ids stay its own
         self._kinds: dict[type, _Visit | None] = {}
+        self._layouts = dict(known_layouts())
         self._globals: dict[int, Names] = {}
         self._named: set[str] = set()  # attributes in the code of users
         self._spaces: list[tuple[Names, frozenset[str]]] = []  # of users: modules and classes
@@ -204,7 +203,7 @@ class Reach:
 
     def _visit_variable(self, variable: Variable, above: Holder | None, key: Any) -> None:
         self.variables.append(variable)
-        holder = Slots(variable, above, key, layout(VARIABLE))
+        holder = Slots(variable, above, key, self._layouts[Variable])
         self._holders.append(holder)
         for name in ("data", "grad", "buffer"):
             self._look(holder.values[holder.keys.index(name)], holder, name)
@@ -228,12 +227,12 @@ class Reach:
         ):
             if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
-                self._add(Cell(cell, above, name, layout(CELL)))
+                self._add(Cell(cell, above, name, self._layouts[CellType]))
         if not is_user(function):  # nothing but what it closes over, or wraps
             self._enter(Attributes(function, above, key))
             return
         self._add(Attributes(function, above, key))
-        self._add(Slots(function, above, key, layout(FUNCTION)))
+        self._add(Slots(function, above, key, self._layouts[FunctionType]))
         for name in imported_names(function.__code__):
             self._look(sys.modules.get(name), None, name)
         self._named |= other_names(function.__code__)
@@ -299,7 +298,9 @@ class Reach:
         only = state_of(kind)
         if kind.__dictoffset__:
             self._add(Attributes(one, above, key, only))
-        own = layout(one)
+        own = self._layouts.get(kind)
+        if own is None:
+            own = self._layouts[kind] = layout(one)
         if only is not None:
             own = {name: place for name, place in own.items() if name in only}
         if own:

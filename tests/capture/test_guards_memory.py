@@ -32,6 +32,18 @@ def test_nothing_is_leaked_by_many_checks() -> None:
     assert sys.getrefcount(values[0]) < before[3]
 
 
+def test_a_class_that_was_met_can_go() -> None:
+    class Short:
+        __slots__ = ("__weakref__", "value")
+
+    one = Short()
+    native().guards(Reach(using(one)).guards())
+    gone = weakref.ref(Short)
+    del one, Short
+    gc.collect()
+    assert gone() is None
+
+
 def test_guards_that_hold_themselves_are_collected() -> None:
     one = Plain()
     one.guards = native().guards(Reach(using(one)).guards())  # type: ignore[attr-defined]
