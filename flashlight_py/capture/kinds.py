@@ -32,11 +32,36 @@ def package_of(one: Any) -> str:
     return name.partition(".")[0] if isinstance(name, str) else ""
 
 
-def is_user(one: Any) -> bool:
-    """Return whether a class, function or module is of a user, or a library we do not know."""
+def is_ours(one: Any) -> bool:
+    """Return whether a class, function or module is of this package, NumPy, CuPy or Python."""
     package = package_of(one)
-    return package not in ("flashlight_py", "numpy", "cupy") and (
-        package not in sys.stdlib_module_names
+    return package in ("flashlight_py", "numpy", "cupy") or package in sys.stdlib_module_names
+
+
+def is_user(one: Any) -> bool:
+    """Return whether the code of a class or function is a user's, and so to be followed.
+
+    Libraries are not, or one call of theirs would lead to all that they have; that is, installed
+    packages that do not use this one.
+    """
+    return not is_ours(one) and not _is_library(package_of(one), len(sys.modules))
+
+
+@functools.lru_cache(maxsize=256)
+def _is_library(package: str, _: int) -> bool:
+    """Return whether a package, after so many imports, is an installed one without this one."""
+    where = getattr(getattr(sys.modules.get(package), "__spec__", None), "origin", None) or ""
+    if "site-packages" not in where and "dist-packages" not in where:
+        return False
+    names = [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
+    return not any(_uses_us(sys.modules[name]) for name in names)
+
+
+def _uses_us(module: Any) -> bool:
+    return any(
+        issubclass(type(value), (type, FunctionType, ModuleType))
+        and package_of(value) == "flashlight_py"
+        for value in list(getattr(module, "__dict__", {}).values())
     )
 
 
@@ -44,7 +69,7 @@ def is_opaque(kind: type) -> bool:
     """Return whether objects of this class count as themselves alone."""
     if issubclass(kind, enum.Enum) or state_of(kind) == ():
         return True
-    return not (is_user(kind) or package_of(kind) in _OPEN | {"flashlight_py"})
+    return is_ours(kind) and package_of(kind) not in _OPEN | {"flashlight_py"}
 
 
 def state_of(kind: type) -> tuple[str, ...] | None:

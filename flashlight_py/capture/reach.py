@@ -2,10 +2,11 @@
 
 Followed are the variables that the function closes over, its defaults, the globals that its code
 names, and what is in those: containers, attributes, gradient hooks, the functions and methods of
-users that are named there, and what these reach in turn. Not followed are classes and functions of
-the standard library, NumPy and this package (but what the latter close over is), and objects whose
-class has ``__captured_state__``: a tuple of the only attributes that are state; where it is empty,
-the object counts as itself alone.
+users that are named there, and what these reach in turn. Built-in functions count as constants.
+Not followed is the code of the standard library, NumPy, this package and installed libraries that
+do not use it (but what such functions close over is), nor objects whose class has
+``__captured_state__``: a tuple of the only attributes that are state; where it is empty, the object
+counts as itself alone.
 
 Numbers and the like are compared by value, all other objects by identity. A container with more
 than ``MANY`` items is compared by identity and number of items alone, so that data in a global cost
@@ -50,6 +51,7 @@ from flashlight_py.capture.holders import (
 from flashlight_py.capture.kinds import (
     class_dict,
     is_opaque,
+    is_ours,
     is_user,
     known_layouts,
     layout,
@@ -197,7 +199,7 @@ class Reach:
         for base, visit in _VISITS.items():
             if issubclass(kind, base):
                 return None if visit is None else functools.partial(visit, self)
-        if hasattr(kind, "__next__") and not is_user(kind):
+        if hasattr(kind, "__next__") and is_ours(kind):
             return self._visit_opaque
         return None if is_opaque(kind) else self._visit_object
 
@@ -285,7 +287,7 @@ class Reach:
                 self._spaces.append((names, named_by_others(base)))
 
     def _visit_module(self, module: ModuleType, above: Holder | None, key: Any) -> None:
-        if is_user(module):
+        if not is_ours(module):
             names = Names(module, vars(module), above, key)
             self._holders.append(names)
             self._spaces.append((names, frozenset()))

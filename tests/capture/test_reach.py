@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import random
 import sys
@@ -12,6 +13,7 @@ import types
 import weakref
 from collections import deque, namedtuple
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -247,6 +249,24 @@ def test_a_module_that_the_step_imports(monkeypatch: pytest.MonkeyPatch) -> None
     reach = Reach(step)
     config.rate = 2.0  # type: ignore[attr-defined]
     assert reach.changed() == ["config_of_a_user.rate: 1.0 -> 2.0"]
+
+
+def test_the_code_of_an_installed_library_is_not_followed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    text = "STATE = [1]\nRATE = 1\ndef call():\n    return STATE\n"
+    (folder / "library_of_others.py").write_text(text.replace("STATE", "HIDDEN"))
+    (folder / "library_on_flashlight.py").write_text(f"from flashlight_py import nn\n{text}")
+    monkeypatch.syspath_prepend(str(folder))
+    others = importlib.import_module("library_of_others")
+    users = importlib.import_module("library_on_flashlight")
+    reach = Reach(lambda: (others.call(), others.RATE, users.call()))
+    others.HIDDEN.append(2)
+    users.STATE.append(2)
+    others.RATE = 2  # type: ignore[attr-defined]
+    assert sorted(reach.changed()) == ["STATE: 1 items -> 2", "others.RATE: 1 -> 2"]
 
 
 def test_what_a_weak_reference_refers_to_is_followed() -> None:
