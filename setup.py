@@ -26,6 +26,7 @@ NEEDED = {
     "tree": "",
     "tagi": "",
     "optim": "",
+    "tape": "",
 }
 # What a system must have for the extension, as a program that includes it.
 HEADERS = {"gloo": ["gloo/context.h"], "shm": ["linux/futex.h"]}
@@ -190,15 +191,15 @@ OPTIM.extra_compile_args += ["-std=c++17", "-ffp-contract=off"]
 OPTIM.extra_compile_args += ["-fno-math-errno", "-fno-trapping-math"]
 OPTIM.include_dirs += ["."]
 OPTIM.language = "c++"
-
 TAPE = numpy_extension(
     "tape",
     [
-        f"csrc/tape/{name}.cc"
-        for name in ("module", "program", "guards", "instructions", "loops", "elements", "products")
+        *(f"csrc/tape/{name}.cc" for name in ("module", "program", "instructions", "loops")),
+        *(f"csrc/tape/{name}.cc" for name in ("elements", "products", "guards", "holding")),
+        *(f"csrc/tape/{name}.cc" for name in ("offset", "same")),
     ],
     [
-        *(f"csrc/tape/{name}.h" for name in ("tape", "program", "guards", "products")),
+        *(f"csrc/tape/{name}.h" for name in ("tape", "program", "guards", "groups", "products")),
         *("csrc/tape/outer.inc", "csrc/common/each_set.inc"),
     ],
 )

@@ -35,7 +35,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "dataset": ("errors", "device", "random"),
     "meter": ("errors", "device"),
     "distributed.rendezvous": ("errors", "interfaces"),
-    "distributed": ("errors", "tracebacks", "device", "cores", "interfaces", "_native"),
+    "distributed": (
+        *("errors", "tracebacks", "device", "cores", "interfaces", "libraries", "_native"),
+    ),
+    "libraries": (),
+    "tape": (*FRAMEWORK[:5], "libraries", "_native"),
     # Workers are processes that this one starts, as the ranks of spawn.
     "parallel.workers": (*FRAMEWORK, "cores", "distributed", "launch"),
     "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "tagi", "_native"),

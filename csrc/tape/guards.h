@@ -1,40 +1,35 @@
-// Python state that has to be as it was when a step was recorded.
+// Whether Python state is as it was, in a few nanoseconds per value.
 #pragma once
 
-#include <memory>
-#include <vector>
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
 
-#include "program.h"
+// Returns a new object that keeps `entries`, a sequence of tuples, each the state of one container:
+//
+//   ("whole", owner, dict, keys, values)        exactly these items in this order; it is the __dict__
+//                                               of `owner`, whose class is the same, unless None
+//   ("named", owner, dict, keys, values, size)  these items; how many it has, or -1 for any number
+//   ("absent", dict, keys)                      none of these
+//   ("list", list, positions, values, size)     these items, and how many it has
+//   ("items", object, values)                   what iteration over it yields
+//   ("length", object, size)                    how many items it has, and nothing of them
+//   ("slots", object, offsets, values)          what is in its memory, at offsets in bytes
+//   ("empty", object, offsets)                  nothing is there
+//
+// keys, positions, values and offsets are tuples. Null with an exception where they are not.
+PyObject* guards_new(PyObject* module, PyObject* entries);
 
-namespace fl::tape {
+// Returns 1 where all is as it was, 0 where something differs, -1 with an exception. A value that is
+// another object is as it was if same() says so, and is remembered: the next call is fast again.
+// Of Python code it calls only the iterators of "items".
+int guards_hold(PyObject* guards);
 
-// Values are compared as objects. A number, a text or the like that is another object may still be
-// equal; then it is remembered, and the next comparison is quick again.
-class Guards {
- public:
-  // From a list of (kind, container, key, values), as flashlight_py/tape/reach.py makes it, where
-  // `anything` stands for values that are not compared; false with an exception.
-  bool read(PyObject* entries, PyObject* anything);
+// Returns 1 where `after` is of the same type and value as `before`, bit for bit, 0 where not, -1 with
+// an exception. By value are compared numbers, str, bytes, slices, ranges, dtypes, NumPy's scalars and
+// tuples, item by item; all else is the same only if it is the same object.
+int guards_same(PyObject* before, PyObject* after);
 
-  int hold();  // 1, or 0 where something differs; -1 with an exception
-
-  // Where the contents of a cell are, which the limited API does not tell; false with an exception.
-  static bool find_cells();
-
- private:
-  enum Kind { DICT, ITEMS, CELL, GLOBAL, SLOT, LENGTH };
-  struct Entry {
-    Kind kind;
-    Owned container, key;
-    std::vector<Owned> values;  // null: anything
-    Slots::Name slot;
-  };
-
-  int holds(Entry& entry) const;
-  int holds_dict(Entry& entry) const;
-  static int compare(PyObject* now, Owned& before);
-
-  std::vector<Entry> entries_;
-};
-
-}  // namespace fl::tape
+// Returns where in the memory of `object` the attribute lies that `descriptor` sets, in bytes, or -1
+// with an exception. It is set to `marker`, which must be referred to from nowhere else, found there,
+// and set back.
+Py_ssize_t guards_offset(PyObject* object, PyObject* descriptor, PyObject* marker);

@@ -3,6 +3,7 @@
 #define FL_TAPE_MODULE
 #include "guards.h"
 #include "products.h"
+#include "program.h"
 
 #include <structmember.h>
 
@@ -110,9 +111,32 @@ PyObject* drop(PyObject* self, PyObject* most) {
   Py_RETURN_NONE;
 }
 
-PyObject* find_slots(PyObject*, PyObject* type) {
-  if (!slots.find(type) || !Guards::find_cells()) return nullptr;
+/* use_slots(type, offsets): where the slots of variables lie, in the order of Slots::Name. */
+PyObject* use_slots(PyObject*, PyObject* args) {
+  PyObject *type, *offsets;
+  if (!PyArg_ParseTuple(args, "OO!", &type, &PyTuple_Type, &offsets) || !slots.use(type, offsets)) {
+    return nullptr;
+  }
   Py_RETURN_NONE;
+}
+
+PyObject* hold(PyObject*, PyObject* guards) {
+  const int answer = guards_hold(guards);
+  return answer < 0 ? nullptr : PyBool_FromLong(answer);
+}
+
+PyObject* same(PyObject*, PyObject* args) {
+  PyObject *before, *after;
+  if (!PyArg_ParseTuple(args, "OO", &before, &after)) return nullptr;
+  const int answer = guards_same(before, after);
+  return answer < 0 ? nullptr : PyBool_FromLong(answer);
+}
+
+PyObject* offset(PyObject*, PyObject* args) {
+  PyObject *object, *descriptor, *marker;
+  if (!PyArg_ParseTuple(args, "OOO", &object, &descriptor, &marker)) return nullptr;
+  const Py_ssize_t found = guards_offset(object, descriptor, marker);
+  return found < 0 ? nullptr : PyLong_FromSsize_t(found);
 }
 
 /* use_blas(is_long, sgemm, dgemm, sgemv, dgemv, sdot, ddot): addresses. */
@@ -150,9 +174,14 @@ PyType_Slot step_slots[] = {{Py_tp_new, reinterpret_cast<void*>(create)},
 PyType_Spec step_spec = {"flashlight_py._native._tape.Step", sizeof(Step), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, step_slots};
 
-PyMethodDef methods[] = {{"find_slots", find_slots, METH_O, nullptr},
-                         {"use_blas", use_blas, METH_VARARGS, nullptr},
-                         {nullptr, nullptr, 0, nullptr}};
+PyMethodDef methods[] = {
+    {"use_slots", use_slots, METH_VARARGS, nullptr},
+    {"use_blas", use_blas, METH_VARARGS, nullptr},
+    {"guards", guards_new, METH_O, "guards(entries): an object that keeps the state of containers."},
+    {"hold", hold, METH_O, "hold(guards): whether all is as it was."},
+    {"same", same, METH_VARARGS, "same(before, after): whether two values are the same."},
+    {"offset", offset, METH_VARARGS, "offset(object, descriptor, marker): where it is, in bytes."},
+    {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_tape", nullptr, -1,     methods,
                           nullptr,               nullptr, nullptr, nullptr};
 

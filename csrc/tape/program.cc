@@ -14,9 +14,6 @@ namespace {
 // From here on, in elements, a step is long enough to let other threads run meanwhile.
 constexpr int64_t WORK_WITHOUT_GIL = 100000;
 
-const char* const slot_names[Slots::COUNT] = {"data",   "grad",      "node",      "hook",
-                                              "buffer", "placement", "_calc_grad"};
-
 bool read_shape(PyObject* described, std::vector<npy_intp>* to) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(described); ++i) {
     to->push_back(PyLong_AsSsize_t(PyTuple_GetItem(described, i)));
@@ -49,39 +46,13 @@ bool fits_array(const Argument& argument, PyObject* object) {
 
 }  // namespace
 
-bool Slots::named(PyObject* name, Name* to) {
-  const char* text = PyUnicode_AsUTF8AndSize(name, nullptr);
-  for (int i = 0; text != nullptr && i < COUNT; ++i) {
-    if (std::strcmp(text, slot_names[i]) == 0) {
-      *to = static_cast<Name>(i);
-      return true;
-    }
-  }
-  if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "no slot %R", name);
-  return false;
-}
-
-bool Slots::find(PyObject* type) {
-  Owned basic(PyObject_GetAttrString(type, "__basicsize__"));
-  const size_t size = basic == nullptr ? 0 : PyLong_AsSize_t(basic.get());
-  Owned sample(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0));
-  if (PyErr_Occurred() || sample == nullptr) return false;
-  for (int name = 0; name < COUNT; ++name) {
-    Owned mark(PyList_New(0));
-    if (mark == nullptr || PyObject_SetAttrString(sample.get(), slot_names[name], mark.get()) < 0) return false;
-    offsets_[name] = 0;
-    for (size_t at = sizeof(PyObject); at + sizeof(PyObject*) <= size; at += sizeof(PyObject*)) {
-      PyObject* found;
-      std::memcpy(&found, reinterpret_cast<char*>(sample.get()) + at, sizeof found);
-      if (found == mark.get()) offsets_[name] = at;
-    }
-    if (offsets_[name] == 0) {
-      PyErr_Format(PyExc_TypeError, "instances of %R have no slot %s", type, slot_names[name]);
-      return false;
-    }
+bool Slots::use(PyObject* type, PyObject* offsets) {
+  if (PyTuple_Size(offsets) != COUNT) PyErr_SetString(PyExc_ValueError, "another number of slots");
+  for (int name = 0; name < COUNT && !PyErr_Occurred(); ++name) {
+    offsets_[name] = PyLong_AsSize_t(PyTuple_GetItem(offsets, name));
   }
   type_ = share(type);
-  return true;
+  return PyErr_Occurred() == nullptr;
 }
 
 void Slots::set(PyObject* variable, Name name, PyObject* value) const {
@@ -103,20 +74,16 @@ PyObject* Slots::make(Owned array, PyObject* calc_grad, PyObject* node) const {
   return made.release();
 }
 
-Program::Program() = default;
-Program::~Program() = default;
-
-// (arguments, names, table, instructions, bindings, result, (guards, what stands for anything), keep)
+// (arguments, names, table, instructions, bindings, result, guards, keep)
 std::unique_ptr<Program> Program::read(PyObject* description) {
-  PyObject *arguments, *names, *table, *instructions, *bindings, *result, *guards, *anything, *keep;
-  if (!PyArg_ParseTuple(description, "O!O!O!O!O!O!(O!O)O", &PyTuple_Type, &arguments, &PyTuple_Type, &names,
+  PyObject *arguments, *names, *table, *instructions, *bindings, *result, *guards, *keep;
+  if (!PyArg_ParseTuple(description, "O!O!O!O!O!O!OO", &PyTuple_Type, &arguments, &PyTuple_Type, &names,
                         &PyList_Type, &table, &PyList_Type, &instructions, &PyList_Type, &bindings,
-                        &PyTuple_Type, &result, &PyList_Type, &guards, &anything, &keep)) {
+                        &PyTuple_Type, &result, &guards, &keep)) {
     return nullptr;
   }
   auto program = std::make_unique<Program>();
-  program->guards_ = std::make_unique<Guards>();
-  if (!program->guards_->read(guards, anything)) return nullptr;
+  program->guards_ = share(guards);
   program->keep_ = share(keep);
   for (Py_ssize_t i = 0; i < PyTuple_Size(names); ++i) {
     program->names_.push_back(share(PyTuple_GetItem(names, i)));
@@ -228,7 +195,7 @@ int Program::fits(PyObject* args, PyObject* kwargs) {
       if (same != 1) return same;
     }
   }
-  return guards_->hold();
+  return guards_hold(guards_.get());
 }
 
 bool Program::set_arguments(PyObject* args, PyObject* kwargs) {

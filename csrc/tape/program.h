@@ -28,14 +28,13 @@ inline Owned share(PyObject* object) {
   return Owned(object);
 }
 
-// The slots of an instance of `Variable`, which the limited API reaches by name alone, in some 30 ns.
+// The slots of variables, which the limited API reaches by name alone, in some 30 ns each.
 class Slots {
  public:
   enum Name { DATA, GRAD, NODE, HOOK, BUFFER, PLACEMENT, CALC_GRAD, COUNT };
 
-  // Find where they are in instances of `type`; false with an exception.
-  bool find(PyObject* type);
-  static bool named(PyObject* name, Name* to);
+  // They lie at `offsets` in instances of `type`; false with an exception.
+  bool use(PyObject* type, PyObject* offsets);
   bool is_instance(PyObject* object) const {
     return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type_.get();
   }
@@ -73,12 +72,8 @@ struct Result {
   std::vector<Result> parts;
 };
 
-class Guards;
-
 class Program {
  public:
-  Program();
-  ~Program();
   // From what flashlight_py/tape/program.py describes; null with an exception.
   static std::unique_ptr<Program> read(PyObject* description);
 
@@ -117,8 +112,7 @@ class Program {
   Instructions instructions_;
   std::vector<Binding> bindings_;
   Result result_;
-  std::unique_ptr<Guards> guards_;
-  Owned keep_;
+  Owned guards_, keep_;
   bool is_busy_ = false, is_large_ = false;
 };
 

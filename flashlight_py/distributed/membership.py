@@ -38,7 +38,7 @@ class Joiner:
 class Membership:
     """Some ranks of the world and the backends that join them. ``rank`` is -1 outside of it."""
 
-    __captured_state__ = ()
+    __captured_state__: tuple[str, ...] = ()
 
     def __init__(
         self,

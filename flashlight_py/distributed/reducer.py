@@ -103,6 +103,8 @@ class EagerReducer(_Pending):
         group: the process group, default the world.
     """
 
+    __captured_state__ = ("scale", "group", "_inline_bytes")
+
     def __init__(
         self,
         scale: float,
@@ -150,6 +152,8 @@ class CoalescingReducer(_Pending):
         ValueError: ``bucket_bytes`` is not positive, or there is a hook and not ``contiguous``.
         TypeError: ``hook`` is not callable.
     """
+
+    __captured_state__ = ("scale", "group", "_hook", "_async", "_contiguous")
 
     def __init__(
         self,
@@ -273,6 +277,8 @@ class HookReducer(_Pending):
     Raises:
         TypeError: ``hook`` is not callable, or does not compress arrays of this dtype.
     """
+
+    __captured_state__ = ("scale", "group", "_hook", "_parts", "_inline_bytes")
 
     def __init__(
         self,

@@ -190,6 +190,11 @@ class GradientSync(Hooked, PassSync):
     ranks.
     """
 
+    __captured_state__ = (
+        *("reducer", "weigh", "ignored", "enabled", "is_shared", "averages"),
+        *("_units", "_params", "_flags", "_touched", "_given"),
+    )
+
     def __init__(
         self,
         units: list[Unit],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ class State:
 
     def __init__(self, reach: Reach) -> None:
         self._slots = [(variable, variable.grad) for variable in reach.variables]
-        places = [(place.words, place.get()) for place in reach.arrays]
+        places = [(place.words(), place.get()) for place in reach.arrays]
         self._arrays = [(words, array, array.copy()) for words, array in places]
         self._objects = [(each, _copied(vars(each))) for each in live.values() if _has_state(each)]
         self._random = random.state_dict()
@@ -64,12 +65,13 @@ def beside(
         RuntimeError: it does something else; everything is as the step itself has left it.
     """
     objects = [each for each in (*args, *options.values()) if type(each) is not np.ndarray]
-    before = State(Reach(step, objects))
+    root = functools.partial(step, *objects)
+    before = State(Reach(root))
     result = replay(*args, **options)
-    after = State(Reach(step, objects))
+    after = State(Reach(root))
     before.restore()
     expected = step(*args, **options)
-    wrong = list(after.differences(State(Reach(step, objects)), result, expected))
+    wrong = list(after.differences(State(Reach(root)), result, expected))
     if wrong:
         name = getattr(step, "__qualname__", "step")
         raise RuntimeError(

@@ -1,360 +1,374 @@
-"""The Python state that a step can reach: what a replay must find as the recording has found it.
+"""The Python state that a step function can reach, and what of it has changed.
 
-What a step does depends on more than arrays: on the attributes of modules, on flags and numbers
-of the user's. All that it can reach from what it closes over and from the globals it names is
-walked once, and compared by native code before each replay (csrc/tape/guards.h).
+Followed are the variables that the function closes over, its defaults, the globals that its code
+names, and what is in those: containers, attributes, gradient hooks, the functions and methods of
+users that are named there, and what these reach in turn. Built-in functions count as constants.
+Not followed is the code of the standard library, NumPy, this package and installed libraries that
+do not use it (but what such functions close over is), nor objects whose class has
+``__captured_state__``: a tuple of the only attributes that are state; where it is empty, the object
+counts as itself alone.
+
+Numbers and the like are compared by value, all other objects by identity. A container with more
+than ``MANY`` items is compared by identity and number of items alone, so that data in a global cost
+nothing; but not where it belongs to an object of this package, such as an optimizer's parameters,
+and not a list of parameters.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import random
 import sys
-import types
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping
-from enum import Enum
-from typing import Any, NamedTuple
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Container, Iterable, Iterator
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from flashlight_py.autograd import Variable
-
-_PACKAGE = __name__.partition(".")[0]
-_LARGE = 1000  # items; of what is larger only the length is compared
-_MOST = 50_000  # objects
-_LEAVES = (
-    int,
-    float,
-    complex,
-    bool,
-    str,
-    bytes,
-    type(None),
-    Enum,
-    np.dtype,
-    np.generic,
-    slice,
-    range,
+from flashlight_py.tape.arrays import Recorded
+from flashlight_py.tape.code import global_names, imported_names, other_names
+from flashlight_py.tape.holders import (
+    MISSING,
+    Attributes,
+    Cell,
+    Entry,
+    Holder,
+    IsLive,
+    Items,
+    Iterated,
+    Large,
+    Names,
+    Parts,
+    Row,
+    Slots,
+    short,
+    size_of,
 )
-_SLOTS = ("data", "grad", "buffer")
+from flashlight_py.tape.kinds import (
+    class_dict,
+    is_opaque,
+    is_ours,
+    is_user,
+    known_layouts,
+    layout,
+    named_by_others,
+    state_of,
+)
+from flashlight_py.tape.native import native
 
-# Kinds of guards in csrc/tape/guards.cc.
-DICT, ITEMS, CELL, GLOBAL, SLOT, LENGTH = range(6)
-
-
-class Anything:
-    """Stands for a value that is not compared."""
-
-
-ANYTHING = Anything()
-
-
-class Place(NamedTuple):
-    """Where an array is: an attribute, an item, a cell or a slot."""
-
-    words: str
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
+MANY = 1000
+_Visit: TypeAlias = Callable[[Any, "Holder | None", Any], None]
 
 
-class Holder(NamedTuple):
-    """Something that holds values: its kind, what a guard looks at, and whose state it is."""
+class Place:
+    """Where an array was found."""
 
-    kind: int
-    container: Any
-    key: Any
-    owner: Any
-    words: str
+    __slots__ = ("holder", "key")
 
-    def values(self) -> list[Any]:
-        """Return what it holds now."""
-        if self.kind == DICT:
-            return list(self.container.values())
-        if self.kind == ITEMS:
-            return list(self.container)
-        if self.kind == CELL:
-            return [_contents(self.container)]
-        if self.kind == GLOBAL:
-            return [self.container.get(self.key, ANYTHING)]
-        if self.kind == SLOT:
-            return [getattr(self.container, self.key)]
-        return [len(self.container)]
+    def __init__(self, holder: Holder, key: Any) -> None:
+        self.holder = holder
+        self.key = key
 
-    def names(self) -> list[str]:
-        """Return what the values are called."""
-        if self.kind == DICT:
-            dot = "." if self.container is getattr(self.owner, "__dict__", None) else ""
-            return [f"{self.words}{dot}{name}" if dot else f"{self.words}[{name!r}]"
-                    for name in self.container]  # fmt: skip
-        if self.kind == ITEMS:
-            return [f"{self.words}[{number}]" for number in range(len(self.container))]
-        return [f"len({self.words})" if self.kind == LENGTH else self.words]
+    def get(self) -> Any:
+        """Return what is there now."""
+        return self.holder.get(self.key)
+
+    def set(self, value: Any) -> None:
+        """Put ``value`` there."""
+        self.holder.put(self.key, value)
+
+    def words(self) -> str:
+        """Return how a person would write it: ``"model.layers[2].weight.grad"``."""
+        return self.holder.words(self.key)
 
 
 class Reach:
-    """What ``function`` can reach, also from its arguments, and how it was.
+    """The Python state that a step function can reach, as it was when this was made.
 
-    ``variables`` and ``arrays`` (by where they are) in the order of the walk.
+    ``variables``: every Variable, once, in the order of the walk. ``arrays``: where NumPy arrays
+    were found that can be replaced. ``generators``: NumPy's random generators. ``opaque``: what
+    has a state that cannot be compared, such as iterators, in words.
     """
 
-    def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.variables: list[Variable] = []
         self.arrays: list[Place] = []
+        self.generators: list[np.random.Generator] = []
+        self.opaque: list[str] = []
         self._holders: list[Holder] = []
-        self._seen: dict[int, Any] = {}
-        self._unseen: deque[tuple[Any, str, Any]] = deque([(function, "", None)])
-        for number, value in enumerate(arguments):
-            self._look(value, f"argument {number}")
-        while self._unseen and len(self._seen) < _MOST:
-            value, words, owner = self._unseen.popleft()
-            if id(value) not in self._seen:
-                self._seen[id(value)] = value
-                self._enter(value, words, owner)
-        self._before = [(holder, holder.values(), holder.names()) for holder in self._holders]
+        self._seen: dict[int, Any] = {}  # also keeps what was seen, so that ids stay its own
+        self._kinds: dict[type, _Visit | None] = {}
+        self._layouts = dict(known_layouts())
+        self._globals: dict[int, Names] = {}
+        self._named: set[str] = set()  # attributes in the code of users
+        self._spaces: list[tuple[Names, frozenset[str]]] = []  # of users: modules and classes
+        self._unseen: list[tuple[Any, Holder | None, Any]] = []
+        self._hooks: list[tuple[Any, Holder | None, Any]] = []  # last: parameters are named before
+        self._look(function, None, getattr(function, "__name__", "step"))
+        self._walk()
 
-    def changed(self, live: Container[int]) -> list[str]:
-        """Return in words what is not as it was, but arrays; ``live``: ids of owners left out."""
-        found = []
-        for holder, before, names in self._before:
-            now = holder.values()
-            skip = id(holder.owner) in live or id(holder.container) in live
-            if holder.kind == SLOT and holder.key == "grad":
-                continue
-            if len(now) != len(before):
-                found.append(f"{holder.words}: {len(before)} items before, {len(now)} now")
-                continue
-            for name, old, new in zip(names, before, now, strict=True):
-                if (skip and isinstance(new, _LEAVES)) or _same(old, new):
-                    continue
-                found.append(f"{name}: {_short(old)} before, {_short(new)} now")
-        return found
+    def changed(self, live: Container[Any] = ()) -> list[str]:
+        """Return what has changed since this was made, in words: ``"self.count: 3 -> 4"``.
 
-    def guards(self, live: Container[int], grads: Mapping[int, Any]) -> list[tuple[Any, ...]]:
-        """Return what csrc/tape/guards.cc compares: all as it is now.
-
-        ``grads``: by a variable's id, what its gradient has to be where that matters.
+        Args:
+            live: the id of each object whose own items or attributes are left out, or pairs of an
+                id and a key, for one of them.
         """
-        found: list[tuple[Any, ...]] = []
+        same = native().same
+        is_live = _is_live_in(live)
+        found: list[str] = []
         for holder in self._holders:
-            values = holder.values()
-            skip = id(holder.owner) in live or id(holder.container) in live
-            if holder.kind == SLOT and holder.key == "grad":
-                if id(holder.container) not in grads:
-                    continue
-                values = [grads[id(holder.container)]]
-            values = [
-                ANYTHING if _is_closed(each) or (skip and isinstance(each, _LEAVES)) else each
-                for each in values
-            ]
-            if holder.kind == ITEMS and isinstance(holder.container, tuple):
-                continue  # which never changes
-            if any(each is not ANYTHING for each in values) or holder.kind in (DICT, ITEMS):
-                found.append((holder.kind, holder.container, holder.key, tuple(values)))
+            keys, values = holder.read()
+            is_same = (
+                type(holder.of) is holder.kind
+                and len(values) == len(holder.values)
+                and (all(map(same, holder.values, values)) and all(map(same, holder.keys, keys)))
+            )
+            if not is_same and not is_live(holder.of, None):
+                found += _differences(holder, keys, values, is_live)
         return found
 
-    # The walk -----------------------------------------------------------------------------------
+    def guards(self, live: Container[Any] = ()) -> list[Entry]:
+        """Return entries for the native guards (csrc/tape/guards.h) of the state as it is now.
 
-    def _enter(self, value: Any, words: str, owner: Any) -> None:
-        kind = type(value)
-        if isinstance(value, (*_LEAVES, type, types.ModuleType)):
+        What can be reached since this was made is not followed: make another one for that.
+
+        Args:
+            live: as in ``changed``.
+        """
+        is_live = _is_live_in(live)
+        return [
+            entry
+            for holder in self._holders
+            if not is_live(holder.of, None)
+            for entry in holder.guards(is_live)
+        ]
+
+    def _walk(self) -> None:
+        while True:
+            while self._unseen or self._hooks:
+                value, above, key = self._unseen.pop() if self._unseen else self._hooks.pop(0)
+                if id(value) not in self._seen:
+                    self._seen[id(value)] = value
+                    self._visit(value, above, key)
+            for names, declared in self._spaces:
+                wanted = self._named | declared
+                self._enter(names, names.add(name for name in names.held if name in wanted))
+            if not self._unseen:
+                return
+
+    def _visit(self, value: Any, above: Holder | None, key: Any) -> None:
+        """Look at what is in one object, and then at what is in that, in the order of finding."""
+        known = len(self._unseen)
+        visit = self._kind(type(value))
+        if visit is not None:
+            visit(value, above, key)
+        self._unseen[known:] = reversed(self._unseen[known:])
+
+    def _kind(self, kind: type) -> _Visit | None:
+        if kind not in self._kinds:
+            self._kinds[kind] = self._visit_of(kind)
+        return self._kinds[kind]
+
+    def _look(self, value: Any, above: Holder | None, key: Any) -> None:
+        """Note one value that was found; what is in it comes later."""
+        if self._kind(type(value)) is None:
             return
-        if kind is Variable:
-            self._enter_variable(value, words)
-        elif kind is types.FunctionType:
-            self._enter_function(value, words)
-        elif kind is types.MethodType:
-            self._look(value.__self__, words)
-            self._look(value.__func__, words)
-        elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self._look(part, words)
-        elif isinstance(value, (list, tuple, dict, set, frozenset, deque)):
-            self._enter_container(value, value if owner is None else owner, words)
-        elif (
-            kind.__module__.partition(".")[0] not in sys.stdlib_module_names
-            and kind is not np.ndarray
-        ):
-            self._enter_instance(value, words)
+        if issubclass(type(value), (np.ndarray, Recorded)):
+            if above is not None and above.can_put():
+                self.arrays.append(Place(above, key))
+        elif id(value) not in self._seen:
+            self._unseen.append((value, above, key))
 
-    def _look(self, value: Any, words: str, owner: Any = None) -> None:
-        """Enter ``value`` later; ``owner``: the instance whose state a container is."""
-        if not isinstance(value, _LEAVES):
-            self._unseen.append((value, words, owner))
+    def _enter(self, holder: Holder, pairs: Iterable[tuple[Any, Any]] | None = None) -> None:
+        for key, value in zip(holder.keys, holder.values, strict=True) if pairs is None else pairs:
+            self._look(value, holder, key)
 
-    def _enter_variable(self, variable: Variable, words: str) -> None:
+    def _add(self, holder: Holder) -> Holder:
+        self._holders.append(holder)
+        self._enter(holder)
+        return holder
+
+    # What there is to see in each kind of object.
+
+    def _visit_of(self, kind: type) -> _Visit | None:
+        for base, visit in _VISITS.items():
+            if issubclass(kind, base):
+                return None if visit is None else functools.partial(visit, self)
+        if hasattr(kind, "__next__") and is_ours(kind):
+            return self._visit_opaque
+        return None if is_opaque(kind) else self._visit_object
+
+    def _visit_variable(self, variable: Variable, above: Holder | None, key: Any) -> None:
         self.variables.append(variable)
-        for name in _SLOTS:
-            self._holders.append(Holder(SLOT, variable, name, variable, f"{words}.{name}"))
-            self._note_array(
-                f"{words}.{name}",
-                functools.partial(getattr, variable, name),
-                functools.partial(setattr, variable, name),
-            )
-        for name in ("hook", "placement", "_calc_grad"):
-            self._holders.append(Holder(SLOT, variable, name, variable, f"{words}.{name}"))
-        self._look(variable.hook, f"{words}.hook")
-        if not isinstance(variable.buffer, np.ndarray):
-            self._look(variable.buffer, f"{words}.buffer")
+        holder = Slots(variable, above, key, self._layouts[Variable])
+        self._holders.append(holder)
+        for name in ("data", "grad", "buffer"):
+            self._look(holder.values[holder.keys.index(name)], holder, name)
+        if variable.hook is not None:
+            self._hooks.append((variable.hook, holder, "hook"))
+        if type(variable) is not Variable:
+            self._visit_object(variable, above, key)
 
-    def _note_array(self, words: str, get: Callable[[], Any], set_: Callable[[Any], None]) -> None:
-        if isinstance(get(), np.ndarray):
-            self.arrays.append(Place(words, get, set_))
+    def _visit_generator(self, one: np.random.Generator, above: Holder | None, key: Any) -> None:
+        self.generators.append(one)
 
-    def _enter_function(self, function: types.FunctionType, words: str) -> None:
-        names = function.__code__.co_freevars
-        for name, cell in zip(names, function.__closure__ or (), strict=True):
-            value = _contents(cell)
-            self._holders.append(Holder(CELL, cell, None, function, name))
-            if isinstance(value, np.ndarray):
-                get = functools.partial(_contents, cell)
-                self._note_array(name, get, functools.partial(setattr, cell, "cell_contents"))
-            self._look(value, name)
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._look(value, function.__name__)
-        if not _is_foreign(function.__module__):
-            self._enter_globals(function)
+    def _visit_reference(self, one: Any, above: Holder | None, key: Any) -> None:
+        self._look(one(), above, key)
 
-    def _enter_globals(self, function: types.FunctionType) -> None:
-        scope = function.__globals__
-        for name in _names_of(function.__code__):
-            if name not in scope:
-                continue
-            value = scope[name]
-            self._holders.append(Holder(GLOBAL, scope, name, function, name))
-            if isinstance(value, types.ModuleType) and not _is_foreign(value.__name__):
-                self._enter_module(value, function, name)
-            if isinstance(value, np.ndarray):
-                get = functools.partial(scope.get, name)
-                self._note_array(name, get, functools.partial(scope.__setitem__, name))
-            self._look(value, name)
+    def _visit_opaque(self, one: Any, above: Holder | None, key: Any) -> None:
+        self.opaque.append(above.words(key) if above else str(key))
 
-    def _enter_module(
-        self, module: types.ModuleType, function: types.FunctionType, words: str
-    ) -> None:
-        scope = vars(module)
-        for name in _names_of(function.__code__):
-            if name in scope:
-                value = scope[name]
-                self._holders.append(Holder(GLOBAL, scope, name, module, f"{words}.{name}"))
-                if isinstance(value, np.ndarray):
-                    get = functools.partial(scope.get, name)
-                    self._note_array(
-                        f"{words}.{name}", get, functools.partial(setattr, module, name)
-                    )
-                self._look(value, f"{words}.{name}")
-
-    def _enter_container(self, value: Any, owner: Any, words: str) -> None:
-        if len(value) > _LARGE:
-            self._holders.append(Holder(LENGTH, value, None, owner, words))
+    def _visit_function(self, function: FunctionType, above: Holder | None, key: Any) -> None:
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            if id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                self._add(Cell(cell, above, name, self._layouts[CellType]))
+        if not is_user(function):  # nothing but what it closes over, or wraps
+            self._enter(Attributes(function, above, key))
             return
-        if isinstance(value, dict):
-            self._holders.append(Holder(DICT, value, None, owner, words))
-            dot = "." if value is getattr(owner, "__dict__", None) else ""
-            for name, each in list(value.items()):
-                called = f"{words}.{name}" if dot else f"{words}[{name!r}]"
-                if isinstance(each, np.ndarray):
-                    get = functools.partial(value.get, name)
-                    self._note_array(called, get, functools.partial(value.__setitem__, name))
-                self._look(each, called, None if owner is value else owner)
-            return
-        is_ordered = isinstance(value, (list, tuple))
-        self._holders.append(Holder(ITEMS if is_ordered else LENGTH, value, None, owner, words))
-        for number, each in enumerate(list(value)):
-            called = f"{words}[{number}]"
-            if isinstance(each, np.ndarray) and isinstance(value, list):
-                get = functools.partial(value.__getitem__, number)
-                self._note_array(called, get, functools.partial(value.__setitem__, number))
-            self._look(each, called, None if owner is value else owner)
+        self._add(Attributes(function, above, key))
+        self._add(Slots(function, above, key, self._layouts[FunctionType]))
+        for name in imported_names(function.__code__):
+            self._look(sys.modules.get(name), None, name)
+        self._named |= other_names(function.__code__)
+        held = function.__globals__
+        if id(held) not in self._globals:
+            self._globals[id(held)] = Names(held, held, None, None)
+            self._holders.append(self._globals[id(held)])
+        names = self._globals[id(held)]
+        self._enter(names, names.add(global_names(function.__code__)))
 
-    def _enter_instance(self, value: Any, words: str) -> None:
-        kind: Any = type(value)
-        if _is_closed(value):
-            return
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            self._enter_container(attributes, value, words)
-        for name in _slots_of(kind):
-            each = getattr(value, name, ANYTHING)
-            if each is ANYTHING:
-                continue
-            if isinstance(each, np.ndarray):
-                get = functools.partial(getattr, value, name)
-                self._note_array(f"{words}.{name}", get, functools.partial(setattr, value, name))
-            self._look(each, f"{words}.{name}")
-        if not _is_foreign(kind.__module__):
-            for name in _names_in(kind):
-                self._look(getattr(kind, name), words)
+    def _visit_method(self, method: MethodType, above: Holder | None, key: Any) -> None:
+        if above is None:  # the step itself
+            self._look(method.__self__, None, "self")
+            self._look(method.__func__, None, key)
+        else:
+            self._enter(Parts(method, above, key, ("__self__", "__func__")))
 
+    def _visit_partial(self, partial: Any, above: Holder | None, key: Any) -> None:
+        names = ("func", "args", "keywords") if partial.keywords else ("func", "args")
+        self._enter(Parts(partial, above, key, names))
 
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty as yet
-        return ANYTHING
+    def _visit_wrapper(self, wrapper: Any, above: Holder | None, key: Any) -> None:
+        self._enter(Parts(wrapper, above, key, ("fget", "fset", "fdel", "func", "__func__")))
 
+    def _visit_tuple(self, items: tuple[Any, ...], above: Holder | None, key: Any) -> None:
+        if not self._is_large(items, above):
+            self._enter(Parts(items, above, key))
+        if type(items) is not tuple:
+            self._visit_object(items, above, key)
 
-@functools.lru_cache(maxsize=256)
-def _names_of(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that a function and those inside it use, of globals and attributes."""
-    found = dict.fromkeys(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found.update(dict.fromkeys(_names_of(constant)))
-    return tuple(found)
+    def _visit_container(self, container: Any, above: Holder | None, key: Any) -> None:
+        if self._is_large(container, above):
+            self._holders.append(Large(container, above, key))
+        elif issubclass(type(container), dict):
+            self._add(Items(container, above, key))
+            if issubclass(type(container), OrderedDict):  # which has an order of its own
+                self._add(Iterated(container, above, key))
+        else:
+            of = Row if issubclass(type(container), list) else Iterated
+            self._add(of(container, above, key))
+        if type(container).__flags__ & HEAP_TYPE:
+            self._visit_object(container, above, key)
 
+    def _visit_class(self, one: type, above: Holder | None, key: Any) -> None:
+        for base in one.__mro__:
+            if is_user(base) and (base is one or id(base) not in self._seen):
+                self._seen[id(base)] = base
+                names = Names(base, class_dict(base), None, base.__qualname__)
+                self._holders.append(names)
+                self._spaces.append((names, named_by_others(base)))
 
-@functools.cache
-def _names_in(kind: Any) -> tuple[str, ...]:
-    """Return the names of the functions that a class of the user has."""
-    return tuple(name for name, each in vars(kind).items() if type(each) is types.FunctionType)
+    def _visit_module(self, module: ModuleType, above: Holder | None, key: Any) -> None:
+        if not is_ours(module):
+            names = Names(module, vars(module), above, key)
+            self._holders.append(names)
+            self._spaces.append((names, frozenset()))
 
+    def _visit_object(self, one: Any, above: Holder | None, key: Any) -> None:
+        kind = type(one)
+        if id(kind) not in self._seen:
+            self._seen[id(kind)] = kind
+            self._visit_class(kind, above, key)
+        only = state_of(kind)
+        if kind.__dictoffset__:
+            self._add(Attributes(one, above, key, only))
+        own = self._layouts.get(kind)
+        if own is None:
+            own = self._layouts[kind] = layout(one)
+        if only is not None:
+            own = {name: place for name, place in own.items() if name in only}
+        if own:
+            self._add(Slots(one, above, key, own))
 
-@functools.cache
-def _slots_of(kind: Any) -> tuple[str, ...]:
-    found: list[str] = []
-    for each in kind.__mro__:
-        slots = vars(each).get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else slots
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
-
-
-def _is_foreign(module: str | None) -> bool:
-    """Return whether a module is this package's, NumPy's or the standard library's."""
-    name = (module or "").partition(".")[0]
-    return name in (_PACKAGE, "numpy", "cupy") or (
-        name in sys.stdlib_module_names and name != "__main__"
-    )
-
-
-def _same(old: Any, new: Any, depth: int = 6) -> bool:
-    """Return whether nothing but arrays differs."""
-    if old is new or (isinstance(old, np.ndarray) and isinstance(new, np.ndarray)):
-        return True
-    if type(old) is not type(new) or not depth:
-        return False
-    if isinstance(old, _LEAVES):
-        return bool(old == new)
-    return _is_closed(old) or _same_parts(old, new, depth - 1)
+    def _is_large(self, container: Any, above: Holder | None) -> bool:
+        if size_of(container) <= MANY:
+            return False
+        while isinstance(above, Parts):
+            above = above.above
+        if above is not None and type(above.of).__module__.startswith("flashlight_py."):
+            return False
+        first = container[0] if type(container) in (list, tuple) else None
+        return not (type(first) is Variable and first.calc_grad)
 
 
-def _same_parts(old: Any, new: Any, depth: int) -> bool:
-    if isinstance(old, (list, tuple, deque)):
-        return len(old) == len(new) and all(map(_same, old, new, [depth] * len(old)))
-    attributes = old if isinstance(old, dict) else getattr(old, "__dict__", None)
-    others = new if isinstance(new, dict) else getattr(new, "__dict__", None)
-    if attributes is None or others is None:
-        return False
-    return list(attributes) == list(others) and _same_parts(
-        list(attributes.values()), list(others.values()), depth
-    )
+HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
+
+# By the first that is a base; None: nothing to see.
+_VISITS: dict[type, Any] = {
+    **dict.fromkeys((int, float, complex, str, bytes, type(None), np.generic, np.dtype)),
+    np.ndarray: Reach._look,  # noted where it is found
+    Variable: Reach._visit_variable,
+    np.random.Generator: Reach._visit_generator,
+    FunctionType: Reach._visit_function,
+    MethodType: Reach._visit_method,
+    functools.partial: Reach._visit_partial,
+    **dict.fromkeys((property, staticmethod, classmethod), Reach._visit_wrapper),
+    functools.cached_property: Reach._visit_wrapper,
+    weakref.ref: Reach._visit_reference,
+    **dict.fromkeys((random.Random, np.random.RandomState), Reach._visit_opaque),
+    **dict.fromkeys((threading.local, contextvars.ContextVar), Reach._visit_opaque),
+    tuple: Reach._visit_tuple,
+    **dict.fromkeys((dict, list, set, frozenset, deque), Reach._visit_container),
+    type: Reach._visit_class,
+    ModuleType: Reach._visit_module,
+}
 
 
-def _is_closed(value: Any) -> bool:
-    """Return whether a class says that no step depends on what is inside of its instances."""
-    return getattr(type(value), "__captured_state__", None) == ()
+def _is_live_in(live: Container[Any]) -> IsLive:
+    def is_live(of: Any, key: Any) -> bool:
+        return id(of) in live or (key is not None and (id(of), key) in live)
+
+    return is_live if live else lambda of, key: False
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, _LEAVES):
-        return f"{value!r:.60}"
-    return f"a {type(value).__name__}"
+def _differences(holder: Holder, keys: Any, values: Any, is_live: IsLive) -> Iterator[str]:
+    """Yield in words how a holder differs from what it held."""
+    same = native().same
+    is_row = isinstance(holder, Row)
+    if is_row and len(values) != len(holder.values):
+        yield f"{holder.name()}: {len(holder.values)} items -> {len(values)}"
+        return
+    if type(holder.of) is not holder.kind:
+        yield f"{holder.name()}: {holder.kind.__name__} -> {type(holder.of).__name__}"
+        return
+    before = dict(zip(holder.keys, holder.values, strict=True))
+    after = dict(zip(keys, values, strict=True))
+    found = False
+    for key in {**before, **after}:
+        old, new = before.get(key, MISSING), after.get(key, MISSING)
+        if is_live(holder.of, key):
+            found = True
+        elif not same(old, new):
+            found = True
+            yield f"{holder.words(key)}: {short(old)} -> {short(new)}"
+    if not found:
+        yield f"{holder.name()}: its items are in another order"

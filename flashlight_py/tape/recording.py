@@ -306,11 +306,25 @@ class _Generator:
         return method if callable(getattr(self._found, name)) else getattr(self._found, name)
 
 
+_NUMBERS = (int, float, complex, str, type(None))
+
 # Objects whose numbers are none of what a replay must find as they were.
 live: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 
 # Of some functions: what does them and notes them, instead of Recording.operation.
 handlers: dict[Any, Callable[[Recording, Any, Any, Any], Any]] = {}
+
+
+def numbers_of(objects: Iterable[object]) -> set[Any]:
+    """Return which state of ``objects`` is numbers and lists of numbers, as ``Reach`` takes it."""
+    found: set[Any] = set()
+    for each in objects:
+        for name, value in getattr(each, "__dict__", {}).items():
+            if isinstance(value, _NUMBERS):
+                found.add((id(each), name))
+            elif type(value) is list and all(isinstance(item, _NUMBERS) for item in value):
+                found.add(id(value))
+    return found
 
 
 def _operations_made() -> int:

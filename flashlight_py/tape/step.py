@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 from collections import deque
@@ -16,10 +17,11 @@ from flashlight_py.device import own_operations
 from flashlight_py.tape import blas, kernels
 from flashlight_py.tape.arrays import Recorded, RecordedScalar, current
 from flashlight_py.tape.checking import beside
+from flashlight_py.tape.kinds import known_layouts
 from flashlight_py.tape.operands import is_read_first, is_written, outline
 from flashlight_py.tape.program import SLOTS, Builder, CannotCapture, Returned
-from flashlight_py.tape.reach import ANYTHING, Place, Reach
-from flashlight_py.tape.recording import Note, Recording, live
+from flashlight_py.tape.reach import Place, Reach
+from flashlight_py.tape.recording import Note, Recording, live, numbers_of
 
 _MOST_PROGRAMS = 16
 _MOST_TRIES = 64
@@ -30,13 +32,17 @@ _MOST_OUTLINES = 8  # kept, for each kind of arguments
 Array = np.ndarray[Any, Any]
 
 _tape = _native.load("tape")
-_tape.find_slots(Variable)
+_SLOT_NAMES = ("data", "grad", "node", "hook", "buffer", "placement", "_calc_grad")
+_slots = {name: place for name, (_, place) in known_layouts()[Variable].items()}
+_tape.use_slots(Variable, tuple(_slots[name] for name in _SLOT_NAMES))
 kernels.install()
 _has_blas = blas.connect(_tape)
 
 
 class Captured(_tape.Step):  # type: ignore[misc, name-defined]
     """What :func:`capture` returns: called like the step."""
+
+    __captured_state__ = ()
 
     def __init__(self, step: Callable[..., Any], check: bool = False) -> None:
         self.__wrapped__ = step
@@ -152,7 +158,8 @@ class Session:
         self._arrays = [_array_of(value) for value in values]
         # Of arguments that are no arrays, such as the instance of a method.
         self._objects = [v for v, a in zip(values, self._arrays, strict=True) if a is None]
-        self._reach = Reach(step, self._objects)
+        self._root = functools.partial(step, *self._objects)
+        self._reach = Reach(self._root)
         self.reason = ""
 
     def record(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
@@ -178,8 +185,13 @@ class Session:
             self._put_back(held)
             self._swap_out()
         self._result = _as_returned(result)
-        self._live = set(live)
+        self._live = {(id(variable), "grad") for variable in self._reach.variables}
+        self._live |= numbers_of(live.values())
         self.reason = self._recording.left
+        if self._reach.opaque and not self.reason:
+            self.reason = (
+                f"it can reach what has a state that cannot be compared: {self._reach.opaque[0]}"
+            )
         changed = self._reach.changed(self._live)
         if changed and not self.reason:
             what = "; ".join(changed)
@@ -195,32 +207,32 @@ class Session:
         notes = self._recording.notes
         kept: list[Array] = []
         bindings: list[tuple[Any, ...]] = []
-        grads: dict[int, Any] = {}
+        grads: list[tuple[Any, ...]] = []  # guards of those that the step depends on
         for variable, before in self._before:
             now = variable.grad
             if (now is not None) if before is None else is_read_first(before, notes):
-                grads[id(variable)] = before
+                grads.append(("slots", variable, (_slots["grad"],), (before,)))
             if now is not before or (now is not None and is_written(now, notes)):
                 bindings.append((variable, SLOTS["grad"], now))
                 kept += [] if now is None else [now]
         builder = Builder(
             self._recording, self._arrays, self._values, kept, self._result, _has_blas
         )
-        guards = Reach(self._step, self._objects).guards(self._live, grads)
-        return builder.describe(self._names, bindings, (guards, ANYTHING))
+        guards = _tape.guards([*Reach(self._root).guards(self._live), *grads])
+        return builder.describe(self._names, bindings, guards)
 
     def _put_back(self, held: list[tuple[Place, Any]]) -> None:
         """Copy what took the place of arrays into them, as every replay does."""
         for place, array in held:
             now = place.get()
-            if type(now) not in (Recorded, RecordedScalar) or place.words.endswith(".grad"):
+            if type(now) not in (Recorded, RecordedScalar) or place.key == "grad":
                 continue
             if now.array is array:
                 continue
             is_made = any(now.array is made for made in self._recording.made)
             fits = now.array.shape == array.shape and now.array.dtype == array.dtype
-            if not (is_made and fits) or place.words.endswith(".buffer"):
-                self._recording.leave(f"another array takes the place of {place.words}")
+            if not (is_made and fits) or place.key == "buffer":
+                self._recording.leave(f"another array takes the place of {place.words()}")
                 continue
             note = Note(np.copyto, (array, now.array), {}, [], [array])
             self._recording.notes.append(note)
@@ -247,13 +259,19 @@ class Session:
         return self._recorded.setdefault(id(array), Recorded(array))
 
     def _swap_out(self) -> None:
-        for place in (*self._reach.arrays, *Reach(self._step, self._objects).arrays):
-            array = place.get()
-            if type(array) in (Recorded, RecordedScalar):
-                place.set(array.array)
+        _unwrap(self._reach.arrays)
+        _unwrap(Reach(self._root).arrays)  # what the step itself has put somewhere
         for value, array in zip(self._values, self._arrays, strict=True):
             if isinstance(value, Variable):
                 value.data = array  # type: ignore[assignment]
+
+
+def _unwrap(places: list[Place]) -> None:
+    """Put arrays in the place of what stands for them."""
+    for place in places:
+        array = place.get()
+        if type(array) in (Recorded, RecordedScalar):
+            place.set(array.array)
 
 
 def _array_of(value: Any) -> Array | None:

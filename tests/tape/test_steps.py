@@ -155,12 +155,12 @@ def test_replays_are_checked_beside_the_step() -> None:
 
 
 def test_a_check_finds_what_a_recording_cannot_see() -> None:
-    hidden = iter([2.0] * 3 + [5.0] * 100)
+    hidden = iter([2.0] * 3 + [5.0] * 100).__next__
     weight = fl.param(np.ones(3, np.float32))
 
     @fl.capture(check=True)
     def step(x: np.ndarray) -> Any:
-        weight.array *= next(hidden)
+        weight.array *= hidden()
         return fl.input(x) + 1
 
     for x in X[:3]:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from flashlight_py.distributed.call_site import PACKAGE
 from flashlight_py.distributed.recorder import journal
@@ -38,6 +38,8 @@ class Flight:
 
     A folder ``chosen`` by the user may be a link, or somebody else's that this user may write to.
     """
+
+    __captured_state__: ClassVar[tuple[str, ...]] = ()
 
     rank: int = 0
     size: int = 1

@@ -90,6 +90,8 @@ class Ring:
     collective, or 0.
     """
 
+    __captured_state__: tuple[str, ...] = ()
+
     def __init__(self) -> None:
         self.memory = np.zeros(_HEADER_BYTES + _CALLS * _CALL.itemsize, np.uint8)
         self.notes: list[Any] = [None] * _CALLS
