@@ -156,12 +156,12 @@ std::unique_ptr<Instruction> read_dot(PyObject* described) {
              : nullptr;
 }
 
-// ("outer", is double, at a, at b, at c, m, n, two steps)
+// ("outer", is double, which is one number, at a, at b, at c, m, n, two steps)
 std::unique_ptr<Instruction> read_outer(PyObject* described) {
   PyObject* name;
   Outer o;
-  return PyArg_ParseTuple(described, "OiiiiLLLL", &name, &o.is_double, &o.a, &o.b, &o.c, &o.m, &o.n,
-                          &o.a_step, &o.c_step)
+  return PyArg_ParseTuple(described, "OiiiiiLLLL", &name, &o.is_double, &o.scalar, &o.a, &o.b, &o.c, &o.m,
+                          &o.n, &o.a_step, &o.c_step)
              ? multiply(o)
              : nullptr;
 }

@@ -1,5 +1,6 @@
 #include "products.h"
 
+#include <cstring>
 #include <type_traits>
 
 namespace fl::tape {
@@ -51,7 +52,7 @@ template <typename R, typename Int>
 void call(const Outer& o, Table table) {
   static const auto kernel = FL_CHOSEN(outer<R>);
   kernel(o.m, o.n, reinterpret_cast<R*>(table[o.a]), o.a_step, reinterpret_cast<R*>(table[o.b]),
-         reinterpret_cast<R*>(table[o.c]), o.c_step);
+         reinterpret_cast<R*>(table[o.c]), o.c_step, o.scalar);
 }
 
 int64_t work_of(const Gemm& g) { return g.m * g.n * g.k / 8 + 1; }

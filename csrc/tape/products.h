@@ -39,7 +39,7 @@ struct Dot {
 
 // c[i, j] = 0 + a[i] * b[j]: nothing is added up. Steps in elements; those of b are 1.
 struct Outer {
-  int is_double, a, b, c;
+  int is_double, scalar, a, b, c;  // scalar: a is one number: 1, b is one: 2
   int64_t m, n, a_step, c_step;
 };
 

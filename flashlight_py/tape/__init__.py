@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from flashlight_py.tape.step import Captured
-
 __all__ = ["capture"]
 
 
@@ -57,6 +55,8 @@ def capture(step: Callable[..., Any] | None = None, check: bool = False) -> Any:
         >>> step.replays
         2
     """
+    from flashlight_py.tape.step import Captured  # which loads native code
+
     if step is None:
         return functools.partial(capture, check=check)
     if not callable(step):

@@ -104,7 +104,8 @@ def _outer(a: Array, b: Array, c: Array) -> tuple[Any, ...] | None:
     if a.strides[0] % size or (b.size > 1 and b.strides[0] != size):
         return None
     numbers = a.size, b.size, a.strides[0] // size, c.shape[1]
-    return ("outer", int(size == 8)), (a, b, c), numbers
+    scalar = 1 if a.size == 1 else 2 if b.size == 1 else 0
+    return ("outer", int(size == 8), scalar), (a, b, c), numbers
 
 
 def _begin(array: Array) -> int:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.autograd.graph import Node
-from flashlight_py.tape.arrays import Number, Recorded, RecordedScalar
 from flashlight_py.tape.lowering import Loops, Lowered, Lowering, Product, Reduce, clashes
 from flashlight_py.tape.operands import (
     ARGUMENT,
@@ -22,28 +20,16 @@ from flashlight_py.tape.operands import (
     without_dead,
 )
 from flashlight_py.tape.recording import Note, Recording, address_of
+from flashlight_py.tape.results import CannotCapture, Results, arrays_of
 
 Array = np.ndarray[Any, Any]
 
-# Kinds of arguments and results, and slots, in csrc/tape/program.h.
+# Kinds of arguments, and slots, in csrc/tape/program.h.
 ARRAY_ARGUMENT, VARIABLE_ARGUMENT, VALUE_ARGUMENT = range(3)
-CONSTANT, ARRAY, VARIABLE, NUMBER, SCALAR, ARGUMENT_ITSELF, TUPLE, LIST, DICT = range(9)
 SLOTS = {"data": 0, "grad": 1}
 
 
-class Returned(NamedTuple):
-    """A variable that a step returned: itself, and what it held then."""
-
-    variable: Variable
-    data: Any
-    has_history: bool
-
-
 Group = list[Loops] | Reduce | Product | Note  # what becomes one instruction
-
-
-class CannotCapture(Exception):
-    """What a step does has no program; the message says why."""
 
 
 class Builder:
@@ -67,11 +53,10 @@ class Builder:
         self._lowering = Lowering(self._make, has_blas)
         places = map(self._memory.where, kept)
         self._kept = {where.number for where in places if where.space == MADE}
-        self._returned: list[Array] = []
+        self._returned = arrays_of(result)
         self._result = result
         self._table: dict[tuple[int, int], int] = {}
         self._keep: list[Any] = [recording.made, list(kept)]
-        self._collect_returned(result)
         returned = {
             where.number for where in map(self._memory.where, self._returned) if where.space == MADE
         }
@@ -92,7 +77,13 @@ class Builder:
         groups = _grouped(steps)
         self._arena = Arena(self._memory.made, self._lifetimes(groups))
         instructions = [self._emit(group) for group in groups]
-        result = self._describe_result(self._result)
+        results = Results(
+            self._values,
+            self._arguments,
+            lambda array: self._memory.where(array).space != OUTSIDE,
+            self._entry,
+        )
+        result = results.describe(self._result)
         arguments = tuple(
             self._describe_argument(number, value) for number, value in enumerate(self._values)
         )
@@ -267,8 +258,6 @@ class Builder:
             return "call", function, args, None
         return "call", _filling(function, args, options, targets), (), None
 
-    # What goes in and out -----------------------------------------------------------------------
-
     def _describe_argument(self, number: int, value: Any) -> tuple[Any, ...]:
         array = self._arguments[number]
         if array is None:
@@ -278,75 +267,6 @@ class Builder:
         address = 0 if cell is None else address_of(cell)
         written = number in self._written_arguments
         return kind, array.dtype.num, array.shape, address, None, int(written)
-
-    def _collect_returned(self, result: Any) -> None:
-        if type(result) is Returned:
-            result = result.data
-        kind = type(result)
-        if kind in (Recorded, RecordedScalar, Number):
-            self._returned.append(result.array)
-        elif kind in (tuple, list):
-            for each in result:
-                self._collect_returned(each)
-        elif kind is dict:
-            self._collect_returned(list(result.values()))
-
-    def _describe_result(self, result: Any) -> tuple[Any, ...]:
-        kind = type(result)
-        if kind is Returned:
-            return self._describe_variable(result)
-        if kind in (Recorded, RecordedScalar):
-            return self._describe_array(result)
-        if kind is Number:
-            return NUMBER, None, None, *self._array(result.array), ()
-        if kind in _CONTAINERS:
-            parts = tuple(map(self._describe_result, result.values() if kind is dict else result))
-            keys = tuple(result) if kind is dict else None
-            return _CONTAINERS[kind], keys, None, 0, 0, (), (), parts
-        if result is None or kind in (int, float, bool, str, complex):
-            return _constant(result)
-        raise CannotCapture(f"it returns an object of type {kind.__name__}")
-
-    def _describe_variable(self, result: Returned) -> tuple[Any, ...]:
-        for number, value in enumerate(self._values):
-            if result.variable is value:
-                return _argument(number)
-        if not self._is_made(result.data):
-            return _constant(result.variable)
-        array, calc_grad = result.data.array, result.variable.calc_grad
-        node = None
-        if result.has_history:
-            node = Node(array.shape, array.dtype, None)  # type: ignore[arg-type]
-        return VARIABLE, calc_grad, node, *self._array(array), ()
-
-    def _describe_array(self, result: Recorded) -> tuple[Any, ...]:
-        for number, array in enumerate(self._arguments):
-            if result.array is array:
-                return _argument(number)
-        if not self._is_made(result):
-            return _constant(result.array)
-        as_what = SCALAR if type(result) is RecordedScalar else ARRAY
-        return as_what, None, None, *self._array(result.array), ()
-
-    def _is_made(self, data: Any) -> bool:
-        if type(data) not in (Recorded, RecordedScalar):
-            return False
-        return self._memory.where(data.array).space != OUTSIDE
-
-    def _array(self, array: Array) -> tuple[Any, ...]:
-        strides = () if array.flags.c_contiguous else array.strides
-        return self._entry(array), array.dtype.num, array.shape, strides
-
-
-_CONTAINERS: dict[type, int] = {tuple: TUPLE, list: LIST, dict: DICT}
-
-
-def _constant(value: Any) -> tuple[Any, ...]:
-    return CONSTANT, value, None, 0, 0, (), (), ()
-
-
-def _argument(number: int) -> tuple[Any, ...]:
-    return ARGUMENT_ITSELF, None, None, number, 0, (), (), ()
 
 
 def _filling(

@@ -19,7 +19,8 @@ import numpy as np
 from flashlight_py import random
 from flashlight_py.autograd import Variable
 from flashlight_py.device import operations_made
-from flashlight_py.tape.arrays import Number, Recorded, RecordedScalar, current
+from flashlight_py.tape.arrays import Number, Recorded, RecordedScalar
+from flashlight_py.tape.noting import current
 
 _PACKAGE = str(Path(__file__).parent.parent)
 _NUMPY = str(Path(np.__file__).parent)

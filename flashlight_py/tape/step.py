@@ -15,13 +15,15 @@ from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.device import own_operations
 from flashlight_py.tape import blas, kernels
-from flashlight_py.tape.arrays import Recorded, RecordedScalar, current
+from flashlight_py.tape.arrays import Recorded, RecordedScalar
 from flashlight_py.tape.checking import beside
 from flashlight_py.tape.kinds import known_layouts
+from flashlight_py.tape.noting import current
 from flashlight_py.tape.operands import is_read_first, is_written, outline
-from flashlight_py.tape.program import SLOTS, Builder, CannotCapture, Returned
+from flashlight_py.tape.program import SLOTS, Builder
 from flashlight_py.tape.reach import Place, Reach
 from flashlight_py.tape.recording import Note, Recording, live, numbers_of
+from flashlight_py.tape.results import CannotCapture, as_returned, unwrapped
 
 _MOST_PROGRAMS = 16
 _MOST_TRIES = 64
@@ -184,7 +186,7 @@ class Session:
             own_operations.remove(self._recording)
             self._put_back(held)
             self._swap_out()
-        self._result = _as_returned(result)
+        self._result = as_returned(result)
         self._live = {(id(variable), "grad") for variable in self._reach.variables}
         self._live |= numbers_of(live.values())
         self.reason = self._recording.left
@@ -196,7 +198,7 @@ class Session:
         if changed and not self.reason:
             what = "; ".join(changed)
             self.reason = f"it changes what is not an array, which a replay would not do: {what}"
-        return _unwrapped(result), outline(self._recording, self._arrays)
+        return unwrapped(result), outline(self._recording, self._arrays)
 
     def description(self) -> tuple[Any, ...]:
         """Return the program.
@@ -297,33 +299,3 @@ def _described(value: Any) -> str:
     if isinstance(value, Variable):
         return "a variable with a gradient"
     return f"an object of type {type(value).__name__}"
-
-
-def _as_returned(result: Any) -> Any:
-    """Return what the step returned, with what variables in it held."""
-    kind = type(result)
-    if kind is Variable:
-        return Returned(result, result.data, result.node is not None)
-    if kind in (tuple, list):
-        return kind(map(_as_returned, result))
-    if kind is dict:
-        return {name: _as_returned(each) for name, each in result.items()}
-    return result
-
-
-def _unwrapped(result: Any) -> Any:
-    """Return what the step returned, with arrays in the place of what stands for them."""
-    kind = type(result)
-    if kind is Variable:
-        if type(result.data) in (Recorded, RecordedScalar):
-            result.data = np.array(result.data.array)
-        return result
-    if kind is Recorded:
-        return result.array
-    if kind is RecordedScalar:
-        return result.array[()]
-    if kind in (tuple, list):
-        return kind(map(_unwrapped, result))
-    if kind is dict:
-        return {name: _unwrapped(each) for name, each in result.items()}
-    return getattr(result, "value", result) if kind.__name__ == "Number" else result

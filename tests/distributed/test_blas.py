@@ -78,7 +78,7 @@ def test_who_has_chosen_keeps_his_choice(tmp_path: Path) -> None:
 def test_another_blas_is_not_touched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in blas._VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(blas, "_MAPS", tmp_path / "maps")
+    monkeypatch.setattr(blas.libraries, "_MAPS", tmp_path / "maps")
     blas.limit(1)
     try:
         assert blas.describe().startswith("not set: NumPy's is no OpenBLAS")

@@ -1,0 +1,120 @@
+"""Methods of arrays and functions of NumPy that are written in Python, in terms of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.tape.noting import compute, current, read
+
+
+class Methods:
+    """What arrays compute by functions of NumPy that are written in Python."""
+
+    def item(self: Any, *where: Any) -> Any:
+        if where or self.array.size != 1 or current.recording is None:
+            read("item()")
+            return self.array.item(*where)
+        return current.recording.number(self.array)
+
+    def sum(self: Any, axis: Any = None, dtype: Any = None, out: Any = None, **options: Any) -> Any:
+        return np.add.reduce(self, axis, dtype, out, **options)
+
+    def prod(
+        self: Any, axis: Any = None, dtype: Any = None, out: Any = None, **options: Any
+    ) -> Any:
+        return np.multiply.reduce(self, axis, dtype, out, **options)
+
+    def max(self: Any, axis: Any = None, out: Any = None, **options: Any) -> Any:
+        return np.maximum.reduce(self, axis, None, out, **options)
+
+    def min(self: Any, axis: Any = None, out: Any = None, **options: Any) -> Any:
+        return np.minimum.reduce(self, axis, None, out, **options)
+
+    def any(self: Any, axis: Any = None, out: Any = None, **options: Any) -> Any:
+        return np.logical_or.reduce(self, axis, np.bool_, out, **options)
+
+    def all(self: Any, axis: Any = None, out: Any = None, **options: Any) -> Any:
+        return np.logical_and.reduce(self, axis, np.bool_, out, **options)
+
+    def mean(
+        self: Any, axis: Any = None, dtype: Any = None, out: Any = None, **options: Any
+    ) -> Any:
+        if dtype is not None or out is not None or options.keys() - {"keepdims"}:
+            options |= {"axis": axis, "dtype": dtype, "out": out}
+            return compute(np.ndarray.mean, (self,), options)
+        given = self.array.dtype
+        wide = {"e": np.float32}.get(given.char, np.float64 if given.kind in "biu" else None)
+        total = np.add.reduce(self, axis, wide, None, **options)
+        mean = total / np.intp(self.array.size // max(1, total.size))
+        mean = mean.astype(total.dtype, copy=False)
+        return mean.astype(given) if given.char == "e" else mean
+
+    def clip(self: Any, min: Any = None, max: Any = None, out: Any = None, **options: Any) -> Any:
+        return _clip(self, min, max, out, **options)
+
+    def copy(self: Any, order: str = "C") -> Any:
+        return compute(np.copy, (self, order), {})
+
+    def fill(self: Any, value: Any) -> None:
+        self[...] = value
+
+    def get(self: Any) -> Any:
+        raise AttributeError("'numpy.ndarray' object has no attribute 'get'")
+
+
+METHODS = {name for name in vars(Methods) if not name.startswith("_")}
+
+
+def _clip(x: Any, a_min: Any = None, a_max: Any = None, out: Any = None, **options: Any) -> Any:
+    if a_min is None:
+        return np.minimum(x, a_max, out=out, **options)
+    if a_max is None:
+        return np.maximum(x, a_min, out=out, **options)
+    return compute(np.clip, (x, a_min, a_max), {**options, **({} if out is None else {"out": out})})
+
+
+def _method(name: str) -> Callable[..., Any]:
+    return lambda x, *args, **options: getattr(x, name)(*args, **options)
+
+
+OWN_WORDS: dict[Any, Callable[..., Any]] = {
+    np.clip: _clip,
+    np.max: _method("max"),
+    np.min: _method("min"),
+    **{getattr(np, name): _method(name) for name in ("sum", "prod", "any", "all", "mean")},
+}
+SAY_NOTHING_OF_VALUES = {np.shape, np.ndim, np.size, np.result_type, np.can_cast, np.iscomplexobj,
+                          np.isrealobj, np.may_share_memory, np.shares_memory}  # fmt: skip
+CHANGE_THE_FIRST = {np.copyto, np.put, np.place, np.putmask, np.fill_diagonal, np.put_along_axis}
+CHANGE_THEMSELVES = {"sort", "partition", "put", "resize", "itemset", "setfield"}
+READS = {"tolist", "tobytes", "tofile", "dump", "dumps", "nonzero"}
+
+
+class _Library:
+    """NumPy, whose arrays of its own making are noted as well."""
+
+    __name__ = "numpy"
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(np, name)
+        if name not in _MAKE_ARRAYS:
+            return value
+        return lambda *args, **options: compute(value, args, options)
+
+    @staticmethod
+    def asarray(value: Any, dtype: Any = None) -> Any:
+        if hasattr(type(value), "__operation__"):
+            return value if dtype is None else value.astype(dtype, copy=False)
+        return compute(np.asarray, (value, dtype), {})
+
+    @staticmethod
+    def recorded_generator(found: Any) -> Any:
+        return found if current.recording is None else current.recording.generator(found)
+
+
+_MAKE_ARRAYS = {"array", "zeros", "ones", "full", "empty", "arange", "linspace", "eye", "identity"}
+
+library = _Library()
