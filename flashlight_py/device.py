@@ -15,6 +15,7 @@ __all__ = [
     "Array",
     "array_module",
     "device_of",
+    "effect",
     "is_cupy",
     "operation",
     "operations_made",
@@ -27,8 +28,8 @@ __all__ = [
 operations_made: list[Callable[[], int]] = []
 """Each returns how many operations with effects beyond arrays, such as messages, were made."""
 
-own_operations: list[object] = []
-"""Not empty: arrays are in use whose classes have an ``__operation__``."""
+own_operations: list[Any] = []
+"""The recordings of steps, while arrays are in use whose classes have an ``__operation__``."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -86,6 +87,23 @@ def operation(function: Function) -> Function:
         if owner is None:
             return function(*args, **options)
         return owner.__operation__(function, args, options)
+
+    return call  # type: ignore[return-value]
+
+
+def effect(function: Function) -> Function:
+    """Let a step that is recorded on this thread do ``function`` again in every replay.
+
+    For what does more than compute, and has nothing to do with arrays, or no array for ``operation``
+    to find. What it returns, if anything, has to be the same each time.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        recording = own_operations[-1] if own_operations else None
+        if recording is None or not recording.is_here():
+            return function(*args, **options)
+        return recording.operation(function, args, options)
 
     return call  # type: ignore[return-value]
 

@@ -56,7 +56,7 @@ def generator(library: ModuleType = np) -> Any:
     """Return the generator (``numpy.random.Generator`` or CuPy's) for arrays of ``library``."""
     name = library.__name__
     if name not in _generators:
-        seed = _entropy if library is np and _entropy is not None else _seed
+        seed = _entropy if name == np.__name__ and _entropy is not None else _seed
         _generators[name] = library.random.default_rng(seed)
     found = _generators[name]
     for noted in _notes:

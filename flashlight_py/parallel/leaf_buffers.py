@@ -26,6 +26,8 @@ class Buffers:
     They become those of rank 0 of ``group``.
     """
 
+    __captured_state__ = ("_module", "_names", "_group", "_averaged", "_others")
+
     def __init__(self, module: Module, names: Sequence[str], group: ProcessGroup | None) -> None:
         # Not kept alive: what is known of distributed modules goes with them.
         self._module, self._names, self._group = weakref.ref(module), list(names), group

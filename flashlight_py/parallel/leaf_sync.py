@@ -19,7 +19,7 @@ import numpy as np
 from flashlight_py import random
 from flashlight_py.autograd import Variable, on_backward_end
 from flashlight_py.dataset.shares import contiguous_share
-from flashlight_py.device import Array
+from flashlight_py.device import Array, effect
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.errors import MismatchError, NotInitializedError
@@ -31,12 +31,20 @@ from flashlight_py.parallel.leaf_rows import Rows, join_hosts, merges_after
 from flashlight_py.parallel.leaf_tree import MERGE, ops_of, rows_needed
 
 
+_DIGESTED = 1024  # elements of the first and the last row: enough to notice another order
+
+
 class LeafSync(Hooked):
     """Makes each step's gradients those of ``leaves`` leaves, added up in the order of their tree.
 
     ``params``: whose gradients; ``buffers``: names of the module's buffers that are to be the same
     on every rank. Making it is collective, and blocks.
     """
+
+    __captured_state__ = (
+        *("_params", "leaves", "group", "members", "_buffers", "_rows", "_number_of"),
+        *("_is_open", "_leaf", "_is_done", "_in_pass", "_error"),
+    )
 
     def __init__(
         self,
@@ -91,12 +99,12 @@ class LeafSync(Hooked):
                 "distribute_module_grads again, after distributed_init"
             )
 
-    def steps_leaves(self, rows: int, facts: dict[str, int | str]) -> Iterator[range]:
+    def steps_leaves(self, rows: int, arrays: Sequence[Array]) -> Iterator[range]:
         """Yield the positions of each of this rank's leaves of a batch of ``rows``, ready for it.
 
-        ``facts`` are what all ranks must have in common, by name.
+        ``arrays`` are what all ranks must have in common.
         """
-        self._begin(rows, facts)
+        self._begin(rows, arrays)
         try:
             for leaf in self._mine:
                 self._select(leaf)
@@ -110,7 +118,7 @@ class LeafSync(Hooked):
     def _positions(self, leaf: int) -> range:
         return contiguous_share(self._batch, leaf, self.leaves)
 
-    def _begin(self, rows: int, facts: dict[str, int | str]) -> None:
+    def _begin(self, rows: int, arrays: Sequence[Array]) -> None:
         if self._is_open:
             raise RuntimeError(
                 f"{self.where()}: a loop over leaves of this module is not over on this rank, and "
@@ -127,9 +135,7 @@ class LeafSync(Hooked):
         is_even = len(set(sizes)) == 1 and not narrow
         self._weights = None if is_even else [size / rows for size in sizes]
         self._scale = 1 / count if is_even else 1.0
-        self._key = int(random.generator().integers(1 << 62))
-        self._facts = {**facts, "random numbers": self._key, "step": self._steps}
-        self._steps += 1
+        self._count_step(rows, *arrays)
         self._used = np.zeros(len(self._params), np.int64)
         self._buffers.begin()
         self._height = 0
@@ -138,6 +144,25 @@ class LeafSync(Hooked):
         for param in self._params:
             param.grad = None
 
+    @effect
+    def _count_step(self, rows: int, *arrays: Array) -> None:
+        """Draw this step's random numbers, and note what all ranks must have in common."""
+        random.use(None)
+        self._key = int(random.generator().integers(1 << 62))
+        self._facts = {"rows": rows, "random numbers": self._key, "step": self._steps}
+        if self.members.size > 1:
+            self._facts.update({f"array {n}": looks_of(each) for n, each in enumerate(arrays)})
+        self._steps += 1
+
+    @effect
+    def _use_numbers(self, leaf: int | None) -> None:
+        """Let random numbers be those of ``leaf``; None: those of before."""
+        random.use(None if leaf is None else [self._key, leaf])
+
+    @effect
+    def _meet(self) -> None:
+        self.members.barrier()
+
     def _select(self, leaf: int) -> None:
         """Make everything as it is for ``leaf`` on any rank."""
         self._leaf, self._is_done = leaf, False
@@ -145,7 +170,7 @@ class LeafSync(Hooked):
         for rows in self._rows:
             for param, view in zip(rows.params, rows.gradients(self._height), strict=True):
                 param.buffer = view
-        random.use([self._key, leaf])
+        self._use_numbers(leaf)
 
     def _require_gradient(self) -> None:
         if self._error:
@@ -159,7 +184,7 @@ class LeafSync(Hooked):
 
     def _end(self) -> None:
         """Leave the step, also where it was left early: then there is no gradient."""
-        random.use(None)
+        self._use_numbers(None)
         self._leaf, self._is_open = -1, False
         if not self._is_reduced:
             self._buffers.restore()
@@ -223,12 +248,11 @@ class LeafSync(Hooked):
 
     def _reduce(self) -> None:
         """Make the gradients the mean over the batch. Collective, blocking."""
-        self._compare()
+        used = self._compare(self._used.tolist())
         for rows in self._rows:
             rows.add_up(self._count, self._scale)
         if any(rows.is_shared for rows in self._rows):
-            self.members.barrier()
-        used = self._used.tolist()
+            self._meet()
         means: dict[str, Array] = {}
         for rows in self._rows:
             for param, view in zip(rows.params, rows.gradients(0), strict=True):
@@ -238,22 +262,33 @@ class LeafSync(Hooked):
         self._buffers.end(means)
         self._is_reduced = True
 
-    def _compare(self) -> None:
-        """Find out what any rank has used, and that all are in the same step. Collective."""
+    @effect
+    def _compare(self, used: list[int]) -> list[int]:
+        """Return what any rank has used, if all are in the same step. Collective."""
         if self.members.size == 1:
-            return
+            return used
         numbers = [
             crc32(each.encode()) if isinstance(each, str) else each for each in self._facts.values()
         ]
-        message = np.array([*numbers, *(~number for number in numbers), *self._used], np.int64)
+        message = np.array([*numbers, *(~number for number in numbers), *used], np.int64)
         self.members.all_reduce(message, op="max")
         half = len(numbers)
-        self._used = message[2 * half :]
         if np.array_equal(message[:half], ~message[half : 2 * half]):
-            return
+            found: list[int] = message[2 * half :].tolist()
+            return found
         everyone: list[dict[str, Any]] = of_all_ranks(self._facts, self.members)
         raise MismatchError(
             f"{self.where()}: the ranks are not at the same batch: "
             f"{differing_arguments(everyone)}. Pass every rank the whole global batch, leave no "
             "loop over leaves before its end, and draw the same random numbers on every rank"
         )
+
+
+def looks_of(array: Array) -> str:
+    """Return in short what another batch is unlikely to have: shape, dtype, first and last row."""
+    ends = (
+        b""
+        if array.dtype.hasobject
+        else b"".join([row.reshape(-1)[:_DIGESTED].tobytes() for row in (array[:1], array[-1:])])
+    )
+    return f"{array.dtype} {array.shape}, first and last row {crc32(ends):08x}"

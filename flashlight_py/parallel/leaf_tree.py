@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flashlight_py.dataset.shares import contiguous_share
-from flashlight_py.device import Array
+from flashlight_py.device import Array, array_module
 
 MERGE = -1
 """In a program: replace the two on top of the stack by their sum."""
@@ -164,7 +164,8 @@ def fold(
     """
     first = targets[0]
     block = max(1, _BLOCK_BYTES // first.itemsize)
-    room = [np.empty(min(block, first.size), first.dtype) for _ in sources]
+    xp = array_module(first)
+    room = [xp.empty(min(block, first.size), first.dtype) for _ in sources]
     factor = first.dtype.type(scale)
     with np.errstate(all="ignore"):  # a sum that overflows is infinite, as in every reduction
         for begin in range(0, first.size, block):

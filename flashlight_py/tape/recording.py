@@ -78,6 +78,10 @@ class Recording:
         place = bisect_right(self._starts, address) - 1
         return place >= 0 and address < self._ends[place]
 
+    def is_here(self) -> bool:
+        """Return whether this is the recording of the thread that asks."""
+        return current.recording is self
+
     def leave(self, reason: str) -> None:
         """Give up; the step goes on, and computes what it would compute without a recording."""
         if not self.left:
@@ -139,8 +143,9 @@ class Recording:
             wrapped = self._wrap(result, made)
             self.effect(function, plain_args, plain_options, made, [])
             return wrapped
-        if result is None or isinstance(result, (bool, int, float, str)):
-            self.effect(function, plain_args, plain_options, [], [])
+        if result is None or isinstance(result, (bool, int, float, str, list)):
+            again = function if result is None else _returning(function, result)
+            self.effect(again, plain_args, plain_options, [], [])
             return result
         cell: list[Any] = []
         self.effect(_keeping(function, cell), plain_args, plain_options, [], arrays)
@@ -174,6 +179,7 @@ class Recording:
         finally:
             current.recording = self
             self._made_before += _operations_made() - before
+            self._drawn = random.state_dict()
 
     def check_operations(self) -> None:
         """Leave unless all operations that were made have been noted."""
@@ -265,6 +271,23 @@ def _keeping(function: Callable[..., Any], cell: list[Any]) -> Callable[..., Non
         cell[:] = [function(*args, **options)]
 
     call.__qualname__ = getattr(function, "__qualname__", "operation")
+    return call
+
+
+def _returning(function: Callable[..., Any], recorded: Any) -> Callable[..., None]:
+    """Return ``function``, which has to return what it returned when it was recorded."""
+    name = getattr(function, "__qualname__", "operation")
+
+    def call(*args: Any, **options: Any) -> None:
+        result = function(*args, **options)
+        if result != recorded:
+            raise RuntimeError(
+                f"a captured step: {name} returned {result!r}, and {recorded!r} when the step was "
+                "recorded, which what follows depends on; do not capture a step that takes "
+                "another path on this or another rank"
+            )
+
+    call.__qualname__ = name
     return call
 
 
