@@ -30,7 +30,6 @@ from flashlight_py.parallel.leaf_buffers import Buffers
 from flashlight_py.parallel.leaf_rows import Rows, join_hosts, merges_after
 from flashlight_py.parallel.leaf_tree import MERGE, ops_of, rows_needed
 
-
 _DIGESTED = 1024  # elements of the first and the last row: enough to notice another order
 
 

@@ -13,6 +13,7 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.data_parallel import leaf_sync_of
 from flashlight_py.parallel.leaf_sync import LeafSync
 
+
 def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
     """Iterate over this rank's leaves of a global batch; afterwards gradients are those of it all.
 

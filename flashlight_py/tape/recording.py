@@ -21,6 +21,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.device import operations_made
 from flashlight_py.tape.arrays import Number, Recorded, RecordedScalar
 from flashlight_py.tape.noting import current
+from flashlight_py.tape.operations import Later, RecordedGenerator, keeping, returning
 
 _PACKAGE = str(Path(__file__).parent.parent)
 _NUMPY = str(Path(np.__file__).parent)
@@ -144,11 +145,11 @@ class Recording:
             self.effect(function, plain_args, plain_options, made, [])
             return wrapped
         if result is None or isinstance(result, (bool, int, float, str, list)):
-            again = function if result is None else _returning(function, result)
+            again = function if result is None else returning(function, result)
             self.effect(again, plain_args, plain_options, [], [])
             return result
         cell: list[Any] = []
-        self.effect(_keeping(function, cell), plain_args, plain_options, [], arrays)
+        self.effect(keeping(function, cell), plain_args, plain_options, [], arrays)
         return Later(self, result, cell)
 
     @staticmethod
@@ -193,7 +194,7 @@ class Recording:
 
     def generator(self, found: Any) -> Any:
         """Return what draws as ``found`` does, and draws again in every replay."""
-        return _Generator(self, found)
+        return RecordedGenerator(self, found)
 
     def wrap_drawn(self, draw: Callable[[], Any]) -> Any:
         """Return what ``draw`` returns: every replay draws again."""
@@ -264,7 +265,7 @@ class Recording:
         self._ends.insert(place, high)
 
 
-def _keeping(function: Callable[..., Any], cell: list[Any]) -> Callable[..., None]:
+def keeping(function: Callable[..., Any], cell: list[Any]) -> Callable[..., None]:
     """Return ``function``, which puts what it returns into ``cell``."""
 
     def call(*args: Any, **options: Any) -> None:
@@ -272,62 +273,6 @@ def _keeping(function: Callable[..., Any], cell: list[Any]) -> Callable[..., Non
 
     call.__qualname__ = getattr(function, "__qualname__", "operation")
     return call
-
-
-def _returning(function: Callable[..., Any], recorded: Any) -> Callable[..., None]:
-    """Return ``function``, which has to return what it returned when it was recorded."""
-    name = getattr(function, "__qualname__", "operation")
-
-    def call(*args: Any, **options: Any) -> None:
-        result = function(*args, **options)
-        if result != recorded:
-            raise RuntimeError(
-                f"a captured step: {name} returned {result!r}, and {recorded!r} when the step was "
-                "recorded, which what follows depends on; do not capture a step that takes "
-                "another path on this or another rank"
-            )
-
-    call.__qualname__ = name
-    return call
-
-
-class Later:
-    """What an operation returned, such as a Work: its methods are operations themselves."""
-
-    def __init__(self, recording: Recording, value: Any, cell: list[Any]) -> None:
-        self._recording, self._value, self._cell = recording, value, cell
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._value, name)
-        if not callable(value):
-            return value
-        cell = self._cell
-
-        def again(*args: Any, **options: Any) -> None:
-            getattr(cell[0], name)(*args, **options)
-
-        def call(*args: Any, **options: Any) -> Any:
-            recording = self._recording
-            result = recording.without(lambda: value(*args, **options))
-            recording.effect(again, args, options, [], [])
-            return result
-
-        return call
-
-
-class _Generator:
-    """Draws as the generator that it stands for."""
-
-    def __init__(self, recording: Recording, found: Any) -> None:
-        self._recording, self._found = recording, found
-
-    def __getattr__(self, name: str) -> Any:
-        def method(*args: Any, **options: Any) -> Any:
-            return self._recording.wrap_drawn(
-                lambda: getattr(random.generator(), name)(*args, **options)
-            )
-
-        return method if callable(getattr(self._found, name)) else getattr(self._found, name)
 
 
 _NUMBERS = (int, float, complex, str, type(None))

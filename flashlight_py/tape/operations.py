@@ -1,0 +1,67 @@
+"""What operations return while a step is recorded, and what they are in its replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flashlight_py import random
+
+if TYPE_CHECKING:
+    from flashlight_py.tape.recording import Recording
+
+
+def returning(function: Callable[..., Any], recorded: Any) -> Callable[..., None]:
+    """Return ``function``, which has to return what it returned when it was recorded."""
+    name = getattr(function, "__qualname__", "operation")
+
+    def call(*args: Any, **options: Any) -> None:
+        result = function(*args, **options)
+        if result != recorded:
+            raise RuntimeError(
+                f"a captured step: {name} returned {result!r}, and {recorded!r} when the step was "
+                "recorded, which what follows depends on; do not capture a step that takes "
+                "another path on this or another rank"
+            )
+
+    call.__qualname__ = name
+    return call
+
+
+class Later:
+    """What an operation returned, such as a Work: its methods are operations themselves."""
+
+    def __init__(self, recording: Recording, value: Any, cell: list[Any]) -> None:
+        self._recording, self._value, self._cell = recording, value, cell
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._value, name)
+        if not callable(value):
+            return value
+        cell = self._cell
+
+        def again(*args: Any, **options: Any) -> None:
+            getattr(cell[0], name)(*args, **options)
+
+        def call(*args: Any, **options: Any) -> Any:
+            recording = self._recording
+            result = recording.without(lambda: value(*args, **options))
+            recording.effect(again, args, options, [], [])
+            return result
+
+        return call
+
+
+class RecordedGenerator:
+    """Draws as the generator that it stands for."""
+
+    def __init__(self, recording: Recording, found: Any) -> None:
+        self._recording, self._found = recording, found
+
+    def __getattr__(self, name: str) -> Any:
+        def method(*args: Any, **options: Any) -> Any:
+            return self._recording.wrap_drawn(
+                lambda: getattr(random.generator(), name)(*args, **options)
+            )
+
+        return method if callable(getattr(self._found, name)) else getattr(self._found, name)
