@@ -94,8 +94,8 @@ def operation(function: Function) -> Function:
 def effect(function: Function) -> Function:
     """Let a step that is recorded on this thread do ``function`` again in every replay.
 
-    For what does more than compute, and has nothing to do with arrays, or no array for ``operation``
-    to find. What it returns, if anything, has to be the same each time.
+    For what does more than compute, where there is no array for ``operation`` to find. What it
+    returns, if anything, has to be the same each time.
     """
 
     @functools.wraps(function)

@@ -148,7 +148,8 @@ class LeafSync(Hooked):
         """Draw this step's random numbers, and note what all ranks must have in common."""
         random.use(None)
         self._key = int(random.generator().integers(1 << 62))
-        self._facts = {"rows": rows, "random numbers": self._key, "step": self._steps}
+        self._facts: dict[str, int | str] = {"rows": rows, "step": self._steps}
+        self._facts["random numbers"] = self._key
         if self.members.size > 1:
             self._facts.update({f"array {n}": looks_of(each) for n, each in enumerate(arrays)})
         self._steps += 1

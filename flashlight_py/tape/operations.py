@@ -65,3 +65,13 @@ class RecordedGenerator:
             )
 
         return method if callable(getattr(self._found, name)) else getattr(self._found, name)
+
+
+def keeping(function: Callable[..., Any], cell: list[Any]) -> Callable[..., None]:
+    """Return ``function``, which puts what it returns into ``cell``."""
+
+    def call(*args: Any, **options: Any) -> None:
+        cell[:] = [function(*args, **options)]
+
+    call.__qualname__ = getattr(function, "__qualname__", "operation")
+    return call

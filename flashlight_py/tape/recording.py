@@ -265,16 +265,6 @@ class Recording:
         self._ends.insert(place, high)
 
 
-def keeping(function: Callable[..., Any], cell: list[Any]) -> Callable[..., None]:
-    """Return ``function``, which puts what it returns into ``cell``."""
-
-    def call(*args: Any, **options: Any) -> None:
-        cell[:] = [function(*args, **options)]
-
-    call.__qualname__ = getattr(function, "__qualname__", "operation")
-    return call
-
-
 _NUMBERS = (int, float, complex, str, type(None))
 
 # Objects whose numbers are none of what a replay must find as they were.
