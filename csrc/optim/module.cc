@@ -95,6 +95,22 @@ struct Steps {
   }
 };
 
+// As is_deferred(), by the array of the first parameter; one that is sharded gathers its own to show it.
+bool is_step_deferred(PyObject* module, PyObject* const* args, Py_ssize_t count, PyObject** result) {
+  if (PyList_Size(args[0]) == 0) return false;
+  PyObject* variable = PyList_GetItem(args[0], 0);
+  Owned placement(PyObject_GetAttr(variable, placement_name));
+  if (placement == nullptr || placement.get() != Py_None) return false;
+  Owned data(PyObject_GetAttr(variable, data_name));
+  if (data == nullptr || PyArray_CheckExact(data.get())) return false;
+  Owned all(PyTuple_New(count));
+  for (Py_ssize_t i = 0; all != nullptr && i < count; ++i) {
+    Py_INCREF(args[i]);
+    PyTuple_SetItem(all.get(), i, args[i]);
+  }
+  return is_deferred(module, "step", data.get(), all.get(), result);
+}
+
 /* step(params, states, steps, rule, grad_scale, per_position, sharded): None, or the positions of the
    parameters that are left to the caller. One that has a placement is skipped where `sharded`, else it
    is returned alone and nothing was stepped. rule(position, grad_scale) is asked once for parameters
@@ -105,18 +121,8 @@ PyObject* step(PyObject* module, PyObject* const* args, Py_ssize_t count) {
                     "step(params, states, steps, rule, grad_scale, per_position, sharded)");
     return nullptr;
   }
-  if (PyList_Size(args[0]) > 0) {
-    Owned data(PyObject_GetAttr(PyList_GetItem(args[0], 0), data_name));
-    if (data != nullptr && !PyArray_CheckExact(data.get())) {
-      Owned all(PyTuple_New(count));
-      for (Py_ssize_t i = 0; all != nullptr && i < count; ++i) {
-        Py_INCREF(args[i]);
-        PyTuple_SetItem(all.get(), i, args[i]);
-      }
-      PyObject* result;
-      if (is_deferred(module, "step", data.get(), all.get(), &result)) return result;
-    }
-  }
+  PyObject* result;
+  if (is_step_deferred(module, args, count, &result)) return result;
   Steps steps{args[0], args[1], args[6] == Py_True, {}, {}};
   const Asking asking{args[2], args[3], args[4], args[5] == Py_True, PyTuple_Size(args[1])};
   const double scale = PyFloat_AsDouble(args[4]);

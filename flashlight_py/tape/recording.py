@@ -173,6 +173,7 @@ class Recording:
 
     def without(self, function: Callable[[], Any]) -> Any:
         """Call ``function`` with nothing noted."""
+        self._check_draws()
         current.recording = None
         before = _operations_made()
         try:
