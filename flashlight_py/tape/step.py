@@ -84,6 +84,9 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             self._seen[key] = deque(maxlen=_MOST_OUTLINES)
             return step(*args, **options)
         session = Session(step, values, tuple(options))
+        if session.reason:
+            self._stay_eager(session.reason)
+            return step(*args, **options)
         result, outline = session.record(args, options)
         if session.reason:
             self._stay_eager(session.reason)
@@ -162,7 +165,9 @@ class Session:
         self._objects = [v for v, a in zip(values, self._arrays, strict=True) if a is None]
         self._root = functools.partial(step, *self._objects)
         self._reach = Reach(self._root)
-        self.reason = ""
+        # Ranks change the arrays of sharded modules together, by more than arrays can show.
+        is_sharded = any(variable.placement is not None for variable in self._reach.variables)
+        self.reason = "it uses a sharded module" if is_sharded else ""
 
     def record(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         """Run the step and return what it returns, and an outline of what it did."""
