@@ -22,7 +22,7 @@ from harness.role import Prepared, Role
 
 __all__ = ["BETAS", "EPS", "LR", "MOMENTUM", "Recipe", "Step", "StepRole", "batches", "parameters"]
 
-LR, MOMENTUM = 1e-4, 0.9
+LR, MOMENTUM = 1e-7, 0.9
 BETAS, EPS = (0.9, 0.999), 1e-8
 INPUTS = 4
 # Steps whose losses are compared, as many as take a moment: of large networks a few.
