@@ -200,7 +200,7 @@ TAPE = numpy_extension(
     ],
     [
         *(f"csrc/tape/{name}.h" for name in ("tape", "program", "guards", "groups", "products")),
-        *("csrc/tape/outer.inc", "csrc/common/each_set.inc"),
+        *("csrc/tape/outer.inc", "csrc/tape/kernels.inc", "csrc/common/each_set.inc"),
     ],
 )
 # As csrc/optim.

@@ -11,30 +11,45 @@
 namespace fl::tape {
 namespace {
 
-// As NumPy casts: what is not 0 is true.
-template <typename To, typename From>
-To cast(From value) {
-  if constexpr (std::is_same_v<To, bool>) {
-    return value != From(0);
-  } else {
-    return static_cast<To>(value);
-  }
-}
+#define FL_KERNELS "csrc/tape/kernels.inc"
+#include "../common/each_set.inc"
 
 template <typename From, typename To>
 void cast_loop(char** args, const intptr_t* count, const intptr_t* steps, void*) {
+#define FL_CAST cast<From, To>
+  static const auto kernel = FL_CHOSEN(FL_CAST);
+#undef FL_CAST
   const char* from = args[0];
   char* to = args[1];
   if (steps[0] == sizeof(From) && steps[1] == sizeof(To)) {
-    const From* source = reinterpret_cast<const From*>(from);
-    To* target = reinterpret_cast<To*>(to);
-    for (intptr_t i = 0; i < *count; ++i) target[i] = cast<To>(source[i]);
+    kernel(reinterpret_cast<const From*>(from), reinterpret_cast<To*>(to), *count);
     return;
   }
   for (intptr_t i = 0; i < *count; ++i, from += steps[0], to += steps[1]) {
-    *reinterpret_cast<To*>(to) = cast<To>(*reinterpret_cast<const From*>(from));
+    baseline::cast(reinterpret_cast<const From*>(from), reinterpret_cast<To*>(to), 1);
   }
 }
+
+template <typename R>
+class AddRows final : public Instruction {
+ public:
+  AddRows(int from, int to, intptr_t rows, intptr_t columns, intptr_t row_step)
+      : from_(from), to_(to), rows_(rows), columns_(columns), row_step_(row_step) {}
+
+  Outcome run(Table table) override {
+    static const auto kernel = FL_CHOSEN(add_rows<R>);
+    R* to = reinterpret_cast<R*>(table[to_]);
+    std::memset(to, 0, static_cast<size_t>(columns_) * sizeof(R));
+    kernel(reinterpret_cast<const R*>(table[from_]), rows_, columns_, row_step_, to);
+    return Outcome::done;
+  }
+
+  int64_t work() const override { return rows_ * columns_; }
+
+ private:
+  int from_, to_;
+  intptr_t rows_, columns_, row_step_;
+};
 
 template <size_t size>
 void copy_loop(char** args, const intptr_t* count, const intptr_t* steps, void*) {
@@ -111,6 +126,12 @@ Loops all_loops() {
 }
 
 }  // namespace
+
+std::unique_ptr<Instruction> add_rows(bool is_double, int from, int to, intptr_t rows,
+                                      intptr_t columns, intptr_t row_step) {
+  if (is_double) return std::make_unique<AddRows<double>>(from, to, rows, columns, row_step);
+  return std::make_unique<AddRows<float>>(from, to, rows, columns, row_step);
+}
 
 Loop own_loop(const char* name) {
   static const Loops loops = all_loops();

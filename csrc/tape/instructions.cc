@@ -125,6 +125,18 @@ std::unique_ptr<Instruction> read_reduction(PyObject* described) {
   return reduce(r);
 }
 
+// ("add_rows", is double, from, to, rows, columns, row step in elements)
+std::unique_ptr<Instruction> read_rows(PyObject* described) {
+  PyObject* name;
+  int is_double, from, to;
+  Py_ssize_t rows, columns, row_step;
+  if (!PyArg_ParseTuple(described, "Opiinnn", &name, &is_double, &from, &to, &rows, &columns,
+                        &row_step)) {
+    return nullptr;
+  }
+  return add_rows(is_double != 0, from, to, rows, columns, row_step);
+}
+
 // ("gemm", is double, transposed a, transposed b, at a, at b, at c, m, n, k, three steps)
 std::unique_ptr<Instruction> read_gemm(PyObject* described) {
   PyObject* name;
@@ -189,7 +201,8 @@ std::unique_ptr<Instruction> read_instruction(PyObject* described) {
   static const struct {
     const char* name;
     std::unique_ptr<Instruction> (*read)(PyObject*);
-  } kinds[] = {{"loops", read_loops}, {"reduce", read_reduction}, {"gemm", read_gemm},
+  } kinds[] = {{"loops", read_loops}, {"reduce", read_reduction}, {"add_rows", read_rows},
+               {"gemm", read_gemm},
                {"gemv", read_gemv},   {"dot", read_dot},          {"outer", read_outer},
                {"call", read_call},   {"require", read_require}};
   PyObject* name = PyTuple_Check(described) ? PyTuple_GetItem(described, 0) : nullptr;

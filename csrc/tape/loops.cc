@@ -10,6 +10,8 @@ namespace {
 
 // Elements of a strip: a few operands of it stay in the first cache.
 constexpr intptr_t STRIP = 2048;
+// Elements of a row that is so short that calling a loop takes longer.
+constexpr intptr_t SHORT = 128;
 
 // Whether the operand's rows follow each other without a gap, so that all are one loop.
 bool is_flat(const Elementwise& op, intptr_t columns) {
@@ -53,11 +55,16 @@ class TwoDimensions final : public Instruction {
  public:
   TwoDimensions(std::vector<Elementwise> operations, intptr_t rows, intptr_t columns)
       : operations_(std::move(operations)), rows_(rows), columns_(columns) {
-    for (const Elementwise& op : operations_) flat_.push_back(is_flat(op, columns));
-    block_ = operations_.size() == 1 ? rows : std::max<intptr_t>(1, STRIP / columns);
+    block_ = std::min(rows, std::max<intptr_t>(1, STRIP / columns));
+    for (Elementwise& op : operations_) {
+      if (columns <= SHORT) lay_out(&op);
+      flat_.push_back(is_flat(op, columns));
+    }
+    if (operations_.size() == 1 && tiles_.empty()) block_ = rows;
   }
 
   Outcome run(Table table) override {
+    for (const Tile& tile : tiles_) fill(tile, table[tile.at]);
     for (intptr_t from = 0; from < rows_; from += block_) {
       const intptr_t rows = std::min(block_, rows_ - from);
       for (size_t i = 0; i < operations_.size(); ++i) run_block(table, i, from, rows);
@@ -76,7 +83,8 @@ class TwoDimensions final : public Instruction {
     intptr_t steps[MOST_OPERANDS];
     for (int i = 0; i < op.operands; ++i) {
       steps[i] = op.steps[i][1];
-      args[i] = table[op.at[i]] + (op.stays[i] ? 0 : from * op.steps[i][0]);
+      args[i] = op.at[i] < 0 ? tiles_[static_cast<size_t>(-1 - op.at[i])].room->data()
+                             : table[op.at[i]] + (op.stays[i] ? 0 : from * op.steps[i][0]);
     }
     const intptr_t count = flat_[number] ? rows * columns_ : columns_;
     for (intptr_t row = 0; row < (flat_[number] ? 1 : rows); ++row) {
@@ -85,7 +93,33 @@ class TwoDimensions final : public Instruction {
     }
   }
 
+  // A row that is the same for all rows, such as a bias, and room for it as often as a block has rows.
+  struct Tile {
+    int at;
+    intptr_t step;
+    std::unique_ptr<std::vector<char>> room;
+  };
+
+  // Where rows are short, give each operand that is one row as many as a block has: then the block is
+  // one loop, and a call for each row would take longer than its elements.
+  void lay_out(Elementwise* op) {
+    for (int i = 0; i + 1 < op->operands; ++i) {
+      const intptr_t step = op->steps[i][1];
+      if (op->steps[i][0] != 0 || step <= 0 || op->at[i] < 0) continue;
+      const size_t bytes = static_cast<size_t>(block_ * columns_ * step);
+      tiles_.push_back({op->at[i], step, std::make_unique<std::vector<char>>(bytes)});
+      op->at[i] = -static_cast<int>(tiles_.size());
+      op->steps[i][0] = columns_ * step;
+    }
+  }
+
+  void fill(const Tile& tile, const char* row) const {
+    const size_t bytes = static_cast<size_t>(columns_ * tile.step);
+    for (intptr_t i = 0; i < block_; ++i) std::memcpy(tile.room->data() + i * bytes, row, bytes);
+  }
+
   std::vector<Elementwise> operations_;
+  std::vector<Tile> tiles_;
   std::vector<char> flat_;
   intptr_t rows_, columns_, block_;
 };

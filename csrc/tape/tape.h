@@ -56,6 +56,10 @@ struct Reduction {
 };
 std::unique_ptr<Instruction> reduce(const Reduction& reduction);
 
+// The sum of rows of floats or doubles, whose columns lie side by side; the step is in elements.
+std::unique_ptr<Instruction> add_rows(bool is_double, int from, int to, intptr_t rows,
+                                      intptr_t columns, intptr_t row_step);
+
 // An elementwise loop of our own by its name, or null: casts ("cast:f4:f8"), copies of elements
 // of a size ("copy:8"), selections ("where:8").
 Loop own_loop(const char* name);

@@ -241,6 +241,10 @@ class Builder:
         row_step, column_step = each.source.strides
         initial = 0 if each.initial is None else address_of(each.initial)
         entries = self._entry(each.source), self._entry(each.target)
+        size = each.source.itemsize
+        is_of_floats = each.ufunc is np.add and each.source.dtype.char in "fd"
+        if is_of_floats and not each.along_rows and column_step == size and row_step % size == 0:
+            return "add_rows", size == 8, *entries, rows, columns, row_step // size
         sizes = rows, columns, row_step, column_step, each.target.itemsize, each.target.itemsize
         return "reduce", each.ufunc, each.types, *entries, *sizes, each.along_rows, initial
 
