@@ -209,6 +209,28 @@ class RecordedScalar(Recorded):
 
     __slots__ = ()
 
+    @property
+    def T(self) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if not callable(value):
+            return _as_scalar(value)
+        return lambda *args, **options: _as_scalar(value(*args, **options))
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Any:
+        return self
+
+
+def _as_scalar(value: Any) -> Any:
+    """Return what a method of a number returns: numbers, in the place of arrays of one."""
+    is_one = type(value) is Recorded and value.array.ndim == 0
+    return RecordedScalar(value.array) if is_one else value
+
 
 def _not_in_place(self: Any, other: Any) -> Any:
     return NotImplemented

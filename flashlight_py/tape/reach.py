@@ -16,8 +16,11 @@ and not a list of parameters.
 
 from __future__ import annotations
 
+import array
 import contextvars
+import ctypes
 import functools
+import os
 import random
 import sys
 import threading
@@ -159,6 +162,8 @@ class Reach:
             for names, declared in self._spaces:
                 wanted = self._named | declared
                 self._enter(names, names.add(name for name in names.held if name in wanted))
+            if not self._named.isdisjoint(("environ", "getenv")):
+                self._look(os.environ._data, None, "os.environ")  # type: ignore[attr-defined]
             if not self._unseen:
                 return
 
@@ -280,7 +285,7 @@ class Reach:
             self._visit_object(container, above, key)
 
     def _visit_class(self, one: type, above: Holder | None, key: Any) -> None:
-        for base in one.__mro__:
+        for base in (*one.__mro__, *type.mro(type(one))):
             if is_user(base) and (base is one or id(base) not in self._seen):
                 self._seen[id(base)] = base
                 names = Names(base, class_dict(base), None, base.__qualname__)
@@ -320,6 +325,7 @@ class Reach:
         return not (type(first) is Variable and first.calc_grad)
 
 
+_CData = ctypes.c_int.__mro__[-2]  # the base of what ctypes has
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
 
 # By the first that is a base; None: nothing to see.
@@ -335,6 +341,7 @@ _VISITS: dict[type, Any] = {
     functools.cached_property: Reach._visit_wrapper,
     weakref.ref: Reach._visit_reference,
     **dict.fromkeys((random.Random, np.random.RandomState), Reach._visit_opaque),
+    **dict.fromkeys((bytearray, memoryview, array.array, _CData), Reach._visit_opaque),
     **dict.fromkeys((threading.local, contextvars.ContextVar), Reach._visit_opaque),
     tuple: Reach._visit_tuple,
     **dict.fromkeys((dict, list, set, frozenset, deque), Reach._visit_container),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import random
 import types
 import warnings
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from flashlight_py.tape.noting import current
 from flashlight_py.tape.operands import is_read_first, is_written, outline
 from flashlight_py.tape.program import SLOTS, Builder
 from flashlight_py.tape.reach import Place, Reach
-from flashlight_py.tape.recording import Note, Recording, live, numbers_of
+from flashlight_py.tape.recording import Note, Recording, bounds, is_number, live, numbers_of
 from flashlight_py.tape.results import CannotCapture, as_returned, unwrapped
 
 _MOST_PROGRAMS = 16
@@ -77,13 +79,16 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         for trial in self._trials:
             if trial.fits(args, options or None):
                 return self._try(trial, args, options)
+        session = Session(step, values, tuple(options))
+        if not session.can_record():
+            self._count()
+            return step(*args, **options)
         if key not in self._seen:
             self._count()
             if len(self._seen) >= _MOST_KINDS:
                 self._seen.pop(next(iter(self._seen)))
             self._seen[key] = deque(maxlen=_MOST_OUTLINES)
             return step(*args, **options)
-        session = Session(step, values, tuple(options))
         result, outline = session.record(args, options)
         if session.reason:
             self._stay_eager(session.reason)
@@ -130,8 +135,9 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         if self._tries > max(_MOST_TRIES, self.replays) and not self.reason:
             self._stay_eager(
                 f"{self._tries} calls could not be replayed, and {self.replays} could. It was "
-                "called with ever other shapes, dtypes or values of what are no arrays, or found "
-                "other values of what it reads from Python; pass what changes as an array"
+                "called with ever other shapes, dtypes or values of what are no arrays, with "
+                "arrays that are not contiguous or share memory, or found other values of what it "
+                "reads from Python; pass what changes as an array"
             )
 
     def _stay_eager(self, reason: str) -> None:
@@ -164,6 +170,14 @@ class Session:
         self._reach = Reach(self._root)
         self.reason = ""
 
+    def can_record(self) -> bool:
+        """Return whether arguments are contiguous, and have no memory of others in common."""
+        places = [place.get() for place in self._reach.arrays]
+        known = [bounds(array) for array in places if type(array) is np.ndarray]
+        given = [bounds(array) for array in self._arrays if array is not None]
+        is_shared = any(a < end and begin < b for a, b in given for begin, end in known)
+        return _are_plain(self._arrays) and not is_shared
+
     def record(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         """Run the step and return what it returns, and an outline of what it did."""
         places = self._reach.arrays
@@ -174,6 +188,7 @@ class Session:
         self._before = [(variable, variable.grad) for variable in self._reach.variables]
         given = self._swap_in(places)
         position = len(args)
+        drawn = self._drawn()
         try:
             current.recording = self._recording
             own_operations.append(self._recording)
@@ -190,6 +205,8 @@ class Session:
         self._live = {(id(variable), "grad") for variable in self._reach.variables}
         self._live |= numbers_of(live.values())
         self.reason = self._recording.left
+        if self._drawn() != drawn and not self.reason:
+            self.reason = "it draws random numbers that are not of flashlight_py.random.generator()"
         if self._reach.opaque and not self.reason:
             self.reason = (
                 f"it can reach what has a state that cannot be compared: {self._reach.opaque[0]}"
@@ -198,7 +215,14 @@ class Session:
         if changed and not self.reason:
             what = "; ".join(changed)
             self.reason = f"it changes what is not an array, which a replay would not do: {what}"
-        return unwrapped(result), outline(self._recording, self._arrays)
+        result = unwrapped(result)
+        _unwrap(Reach(functools.partial(id, result)).arrays)  # in objects that it returned
+        return result, outline(self._recording, self._arrays)
+
+    def _drawn(self) -> str:
+        """Return the states of all generators of random numbers that are not this package's."""
+        own = [each.bit_generator.state for each in self._reach.generators]
+        return repr((random.getstate(), np.random.get_state(), own))
 
     def description(self) -> tuple[Any, ...]:
         """Return the program.
@@ -273,7 +297,7 @@ def _unwrap(places: list[Place]) -> None:
     for place in places:
         array = place.get()
         if type(array) in (Recorded, RecordedScalar):
-            place.set(array.array)
+            place.set(array.array if type(array) is Recorded else array.array[()])
 
 
 def _array_of(value: Any) -> Array | None:
@@ -282,12 +306,21 @@ def _array_of(value: Any) -> Array | None:
     return value if type(value) is np.ndarray else None
 
 
+def _are_plain(arrays: list[Array | None]) -> bool:
+    """Return whether all are contiguous, and none has memory of another one."""
+    given = [array for array in arrays if array is not None]
+    spans = sorted(bounds(array) for array in given)
+    are_apart = all(one[1] <= other[0] for one, other in pairwise(spans))
+    return are_apart and all(each.flags.c_contiguous and each.flags.aligned for each in given)
+
+
 def _kind_of(value: Any) -> Any:
     """Return what arguments must have in common to be replayed alike; None: it cannot be."""
     array = _array_of(value)
     if array is not None:
         is_leaf = not isinstance(value, Variable) or not (value.calc_grad or value.node)
-        return (type(value), array.dtype.str, array.shape) if is_leaf else None
+        is_usable = is_leaf and is_number(array.dtype)
+        return (type(value), array.dtype.str, array.shape) if is_usable else None
     try:
         hash(value)
     except TypeError:
@@ -296,6 +329,9 @@ def _kind_of(value: Any) -> Any:
 
 
 def _described(value: Any) -> str:
+    array = _array_of(value)
+    if array is not None and not is_number(array.dtype):
+        return f"an array of {array.dtype}"
     if isinstance(value, Variable):
         return "a variable with a gradient"
     return f"an object of type {type(value).__name__}"
