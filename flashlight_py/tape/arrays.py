@@ -18,6 +18,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from flashlight_py.tape.methods import (
     CHANGE_THE_FIRST,
     CHANGE_THEMSELVES,
+    HAVE_ANY_SHAPE,
     METHODS,
     OWN_WORDS,
     READS,
@@ -52,6 +53,8 @@ class Recorded(NDArrayOperatorsMixin):
     def __array_function__(self, function: Any, _: Any, args: Any, options: Any) -> Any:
         if function in SAY_NOTHING_OF_VALUES:
             return function(*map(plain, args), **options)
+        if function in HAVE_ANY_SHAPE or (function is np.where and len(args) == 1):
+            read(f"{function.__name__}(), whose result may have any shape,")
         own = OWN_WORDS.get(function)
         if own is not None:
             return own(*args, **options)
@@ -129,7 +132,10 @@ class Recorded(NDArrayOperatorsMixin):
         return compute(operator.getitem, (self, where), {})
 
     def __setitem__(self, where: Any, value: Any) -> None:
-        if _is_basic(where):
+        if self.array.dtype.kind not in "biufc":
+            read("an array that is not of numbers")
+            self.array[where] = plain(value)
+        elif _is_basic(where):
             view = Recorded(self.array[_to_a_view(where)])
             compute(np.copyto, (view, value), {"casting": "unsafe"}, (view,))
         else:
@@ -219,11 +225,26 @@ class RecordedScalar(Recorded):
             return _as_scalar(value)
         return lambda *args, **options: _as_scalar(value(*args, **options))
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return self.array.dtype.type
+
+    def __pow__(self, other: Any) -> Any:
+        return compute(_power_of_numbers, (self, other), {})
+
+    def __rpow__(self, other: Any) -> Any:
+        return compute(_power_of_numbers, (other, self), {})
+
     def __copy__(self) -> Any:
         return self
 
     def __deepcopy__(self, _: Any) -> Any:
         return self
+
+
+def _power_of_numbers(one: Any, other: Any) -> Any:
+    """Return a power as NumPy's numbers have it, in another way than its arrays."""
+    return operator.pow(*(x[()] if type(x) is np.ndarray else x for x in (one, other)))
 
 
 def _as_scalar(value: Any) -> Any:
@@ -253,7 +274,7 @@ for _name in [
 ]:
     setattr(RecordedScalar, f"__i{_name}__", _not_in_place)
 
-_KINDS = (Recorded, RecordedScalar)
+KINDS = (Recorded, RecordedScalar)
 
 
 class Number:

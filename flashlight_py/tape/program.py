@@ -284,6 +284,12 @@ def _filling(
     def fill() -> None:
         results = function(*args, **options)
         for target, result in zip(targets, _flattened(results), strict=True):
+            if np.shape(result) != target.shape:
+                raise RuntimeError(
+                    f"a captured step: {getattr(function, '__name__', function)} returned an array "
+                    f"of shape {np.shape(result)}, and of {target.shape} when it was recorded; do "
+                    "not capture a step whose shapes depend on values"
+                )
             target[...] = result
 
     return fill

@@ -27,13 +27,20 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Iterator
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinMethodType,
+    CellType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.tape.arrays import Recorded
+from flashlight_py.tape.arrays import KINDS, Recorded
 from flashlight_py.tape.code import global_names, imported_names, other_names
 from flashlight_py.tape.holders import (
     MISSING,
@@ -185,7 +192,9 @@ class Reach:
         if self._kind(type(value)) is None:
             return
         if issubclass(type(value), (np.ndarray, Recorded)):
-            if above is not None and above.can_put():
+            if type(value) not in (np.ndarray, *KINDS) and value.flags.writeable:
+                self._visit_opaque(value, above, key)
+            elif above is not None and above.can_put():
                 self.arrays.append(Place(above, key))
         elif id(value) not in self._seen:
             self._unseen.append((value, above, key))
@@ -257,6 +266,13 @@ class Reach:
             self._look(method.__func__, None, key)
         else:
             self._enter(Parts(method, above, key, ("__self__", "__func__")))
+
+    def _visit_builtin(self, method: Any, above: Holder | None, key: Any) -> None:
+        one = method.__self__
+        if type(one) is np.ndarray:
+            self._visit_opaque(one, above, key)
+        elif type(one) is not ModuleType:
+            self._enter(Parts(method, above, key, ("__self__",)))
 
     def _visit_partial(self, partial: Any, above: Holder | None, key: Any) -> None:
         names = ("func", "args", "keywords") if partial.keywords else ("func", "args")
@@ -336,6 +352,7 @@ _VISITS: dict[type, Any] = {
     np.random.Generator: Reach._visit_generator,
     FunctionType: Reach._visit_function,
     MethodType: Reach._visit_method,
+    **dict.fromkeys((BuiltinMethodType, MethodWrapperType), Reach._visit_builtin),
     functools.partial: Reach._visit_partial,
     **dict.fromkeys((property, staticmethod, classmethod), Reach._visit_wrapper),
     functools.cached_property: Reach._visit_wrapper,

@@ -249,17 +249,21 @@ class Session:
 
     def _put_back(self, held: list[tuple[Place, Any]]) -> None:
         """Copy what took the place of arrays into them, as every replay does."""
-        for place, array in held:
-            now = place.get()
-            if type(now) not in (Recorded, RecordedScalar) or place.key == "grad":
-                continue
-            if now.array is array:
-                continue
+        new = [
+            (place, array, now)
+            for place, array in held
+            if type(now := place.get()) in (Recorded, RecordedScalar)
+            and place.key != "grad"
+            and now.array is not array
+        ]
+        for place, array, now in new:
             is_made = any(now.array is made for made in self._recording.made)
             fits = now.array.shape == array.shape and now.array.dtype == array.dtype
-            if not (is_made and fits) or place.key == "buffer":
+            is_only = sum(one.array is now.array for _, _, one in new) == 1
+            is_only &= sum(one is array for _, one in held) == 1
+            if not (is_made and fits and is_only) or place.key == "buffer":
                 self._recording.leave(f"another array takes the place of {place.words()}")
-                continue
+        for place, array, now in () if self._recording.left else new:
             note = Note(np.copyto, (array, now.array), {}, [], [array])
             self._recording.notes.append(note)
             np.copyto(array, now.array)
