@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 
 #include "guards.h"
 
@@ -38,7 +39,7 @@ bool fits_array(const Argument& argument, PyObject* object) {
     return false;
   }
   const bool is_usable = argument.is_written ? PyArray_ISCARRAY(array) : PyArray_ISCARRAY_RO(array);
-  if (argument.cell == nullptr && !is_usable) return false;
+  if (!is_usable) return false;
   return argument.shape.empty() ||
          std::memcmp(PyArray_DIMS(array), argument.shape.data(),
                      argument.shape.size() * sizeof(npy_intp)) == 0;
@@ -189,13 +190,30 @@ int Program::fits(PyObject* args, PyObject* kwargs) {
     if (object == nullptr) return PyErr_Occurred() ? -1 : 0;
     if (argument.kind != Argument::VALUE) {
       if (!fits_array(argument, object)) return 0;
-    } else if (object != argument.value.get()) {
-      if (Py_TYPE(object) != Py_TYPE(argument.value.get())) return 0;
-      const int same = PyObject_RichCompareBool(object, argument.value.get(), Py_EQ);
+    } else {
+      const int same = guards_same(argument.value.get(), object);
       if (same != 1) return same;
     }
   }
-  return guards_hold(guards_.get());
+  return are_apart(args, kwargs) ? guards_hold(guards_.get()) : 0;
+}
+
+// Whether no argument shares memory with another one, as when the step was recorded.
+bool Program::are_apart(PyObject* args, PyObject* kwargs) const {
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    if (arguments_[i].kind == Argument::VALUE) continue;
+    PyArrayObject* one = array_of(given(args, kwargs, i), arguments_[i].kind);
+    for (size_t j = 0; j < i; ++j) {
+      if (arguments_[j].kind == Argument::VALUE) continue;
+      PyArrayObject* other = array_of(given(args, kwargs, j), arguments_[j].kind);
+      const std::less<const char*> before;
+      if (before(PyArray_BYTES(one), PyArray_BYTES(other) + PyArray_NBYTES(other)) &&
+          before(PyArray_BYTES(other), PyArray_BYTES(one) + PyArray_NBYTES(one))) {
+        return false;
+      }
+    }
+  }
+  return true;
 }
 
 bool Program::set_arguments(PyObject* args, PyObject* kwargs) {

@@ -100,6 +100,7 @@ class Program {
   bool read_bindings(PyObject* described);
   bool read_result(PyObject* described, Result* to);
   PyObject* given(PyObject* args, PyObject* kwargs, size_t number) const;  // borrowed
+  bool are_apart(PyObject* args, PyObject* kwargs) const;
   bool set_arguments(PyObject* args, PyObject* kwargs);
   Outcome run();
   PyObject* build(const Result& result, PyObject* args, PyObject* kwargs) const;

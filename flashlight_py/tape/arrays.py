@@ -18,6 +18,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from flashlight_py.tape.methods import (
     CHANGE_THE_FIRST,
     CHANGE_THEMSELVES,
+    HAVE_ANY_SHAPE,
     METHODS,
     OWN_WORDS,
     READS,
@@ -52,6 +53,8 @@ class Recorded(NDArrayOperatorsMixin):
     def __array_function__(self, function: Any, _: Any, args: Any, options: Any) -> Any:
         if function in SAY_NOTHING_OF_VALUES:
             return function(*map(plain, args), **options)
+        if function in HAVE_ANY_SHAPE or (function is np.where and len(args) == 1):
+            read(f"{function.__name__}(), whose result may have any shape,")
         own = OWN_WORDS.get(function)
         if own is not None:
             return own(*args, **options)
@@ -129,7 +132,10 @@ class Recorded(NDArrayOperatorsMixin):
         return compute(operator.getitem, (self, where), {})
 
     def __setitem__(self, where: Any, value: Any) -> None:
-        if _is_basic(where):
+        if self.array.dtype.kind not in "biufc":
+            read("an array that is not of numbers")
+            self.array[where] = plain(value)
+        elif _is_basic(where):
             view = Recorded(self.array[_to_a_view(where)])
             compute(np.copyto, (view, value), {"casting": "unsafe"}, (view,))
         else:
@@ -209,6 +215,39 @@ class RecordedScalar(Recorded):
 
     __slots__ = ()
 
+    @property
+    def T(self) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if not callable(value):
+            return _as_scalar(value)
+        return lambda *args, **options: _as_scalar(value(*args, **options))
+
+    def __pow__(self, other: Any) -> Any:
+        return compute(_power_of_numbers, (self, other), {})
+
+    def __rpow__(self, other: Any) -> Any:
+        return compute(_power_of_numbers, (other, self), {})
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Any:
+        return self
+
+
+def _power_of_numbers(one: Any, other: Any) -> Any:
+    """Return a power as NumPy's numbers have it, in another way than its arrays."""
+    return operator.pow(*(x[()] if type(x) is np.ndarray else x for x in (one, other)))
+
+
+def _as_scalar(value: Any) -> Any:
+    """Return what a method of a number returns: numbers, in the place of arrays of one."""
+    is_one = type(value) is Recorded and value.array.ndim == 0
+    return RecordedScalar(value.array) if is_one else value
+
 
 def _not_in_place(self: Any, other: Any) -> Any:
     return NotImplemented
@@ -231,7 +270,7 @@ for _name in [
 ]:
     setattr(RecordedScalar, f"__i{_name}__", _not_in_place)
 
-_KINDS = (Recorded, RecordedScalar)
+KINDS = (Recorded, RecordedScalar)
 
 
 class Number:

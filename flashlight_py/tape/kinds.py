@@ -14,7 +14,7 @@ from flashlight_py.tape.holders import Layout
 from flashlight_py.tape.native import native
 
 # Classes of the standard library whose objects hold what a user puts there.
-_OPEN = frozenset({"argparse", "types", "collections", "functools", "contextlib"})
+_OPEN = frozenset({"argparse", "types", "collections", "functools", "contextlib", "weakref"})
 # What every class has, and no step reads.
 _OF_CLASSES = frozenset(
     {"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__"}

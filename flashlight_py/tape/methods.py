@@ -89,8 +89,12 @@ OWN_WORDS: dict[Any, Callable[..., Any]] = {
 SAY_NOTHING_OF_VALUES = {np.shape, np.ndim, np.size, np.result_type, np.can_cast, np.iscomplexobj,
                           np.isrealobj, np.may_share_memory, np.shares_memory}  # fmt: skip
 CHANGE_THE_FIRST = {np.copyto, np.put, np.place, np.putmask, np.fill_diagonal, np.put_along_axis}
+# How many elements they return depends on values.
+HAVE_ANY_SHAPE = {np.nonzero, np.flatnonzero, np.argwhere, np.unique, np.compress, np.extract,
+                  np.union1d, np.intersect1d, np.setdiff1d, np.setxor1d, np.trim_zeros,
+                  np.bincount}  # fmt: skip
 CHANGE_THEMSELVES = {"sort", "partition", "put", "resize", "itemset", "setfield"}
-READS = {"tolist", "tobytes", "tofile", "dump", "dumps", "nonzero"}
+READS = {"compress", "tolist", "tobytes", "tofile", "dump", "dumps", "nonzero"}
 
 
 class _Library:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py import random
+from flashlight_py.tape.noting import plain
 
 if TYPE_CHECKING:
     from flashlight_py.tape.recording import Recording
@@ -60,8 +61,12 @@ class RecordedGenerator:
 
     def __getattr__(self, name: str) -> Any:
         def method(*args: Any, **options: Any) -> Any:
+            plain_args, plain_options = plain(args), plain(options)
+            given = (*args, *options.values())
+            if any(hasattr(type(each), "__operation__") for each in given):
+                self._recording.leave("random numbers are drawn with an array of the step")
             return self._recording.wrap_drawn(
-                lambda: getattr(random.generator(), name)(*args, **options)
+                lambda: getattr(random.generator(), name)(*plain_args, **plain_options)
             )
 
         return method if callable(getattr(self._found, name)) else getattr(self._found, name)

@@ -60,7 +60,7 @@ class Builder:
         returned = {
             where.number for where in map(self._memory.where, self._returned) if where.space == MADE
         }
-        notes = self._without_constants(recording.notes)
+        notes = self._without_constants(recording.notes, returned)
         self._notes = without_dead(notes, self._memory, self._kept | returned)
         self._cells: dict[int, Array] = {}
         self._written_arguments: set[int] = set()
@@ -98,8 +98,11 @@ class Builder:
 
     # Constants ----------------------------------------------------------------------------------
 
-    def _without_constants(self, notes: list[Note]) -> list[Note]:
-        """Leave out what makes arrays whose values never change, unless they are written to."""
+    def _without_constants(self, notes: list[Note], returned: set[int]) -> list[Note]:
+        """Leave out what makes arrays whose values never change, unless they are written to.
+
+        Nor those ``returned``: the user has the array of the recorded call, and may write to it.
+        """
         written = {
             self._memory.where(array).number
             for note in notes
@@ -112,7 +115,7 @@ class Builder:
                 left.append(note)
                 continue
             made = note.made[0]
-            if self._memory.where(made).number in written:
+            if self._memory.where(made).number in written | returned:
                 original = _again(note)
                 self._keep.append(original)
                 left.append(Note(np.copyto, (made, original), {}, [], [made]))
@@ -285,6 +288,12 @@ def _filling(
     def fill() -> None:
         results = function(*args, **options)
         for target, result in zip(targets, _flattened(results), strict=True):
+            if np.shape(result) != target.shape:
+                raise RuntimeError(
+                    f"a captured step: {getattr(function, '__name__', function)} returned an array "
+                    f"of shape {np.shape(result)}, and of {target.shape} when it was recorded; do "
+                    "not capture a step whose shapes depend on values"
+                )
             target[...] = result
 
     return fill

@@ -16,21 +16,31 @@ and not a list of parameters.
 
 from __future__ import annotations
 
+import array
 import contextvars
+import ctypes
 import functools
+import os
 import random
 import sys
 import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Iterator
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinMethodType,
+    CellType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.tape.arrays import Recorded
+from flashlight_py.tape.arrays import KINDS, Recorded
 from flashlight_py.tape.code import global_names, imported_names, other_names
 from flashlight_py.tape.holders import (
     MISSING,
@@ -159,6 +169,8 @@ class Reach:
             for names, declared in self._spaces:
                 wanted = self._named | declared
                 self._enter(names, names.add(name for name in names.held if name in wanted))
+            if not self._named.isdisjoint(("environ", "getenv")):
+                self._look(os.environ._data, None, "os.environ")  # type: ignore[attr-defined]
             if not self._unseen:
                 return
 
@@ -180,7 +192,9 @@ class Reach:
         if self._kind(type(value)) is None:
             return
         if issubclass(type(value), (np.ndarray, Recorded)):
-            if above is not None and above.can_put():
+            if type(value) not in (np.ndarray, *KINDS) and value.flags.writeable:
+                self._visit_opaque(value, above, key)
+            elif above is not None and above.can_put():
                 self.arrays.append(Place(above, key))
         elif id(value) not in self._seen:
             self._unseen.append((value, above, key))
@@ -253,6 +267,13 @@ class Reach:
         else:
             self._enter(Parts(method, above, key, ("__self__", "__func__")))
 
+    def _visit_builtin(self, method: Any, above: Holder | None, key: Any) -> None:
+        one = method.__self__
+        if type(one) is np.ndarray:
+            self._visit_opaque(one, above, key)
+        elif type(one) is not ModuleType:
+            self._enter(Parts(method, above, key, ("__self__",)))
+
     def _visit_partial(self, partial: Any, above: Holder | None, key: Any) -> None:
         names = ("func", "args", "keywords") if partial.keywords else ("func", "args")
         self._enter(Parts(partial, above, key, names))
@@ -280,7 +301,7 @@ class Reach:
             self._visit_object(container, above, key)
 
     def _visit_class(self, one: type, above: Holder | None, key: Any) -> None:
-        for base in one.__mro__:
+        for base in (*one.__mro__, *type.mro(type(one))):
             if is_user(base) and (base is one or id(base) not in self._seen):
                 self._seen[id(base)] = base
                 names = Names(base, class_dict(base), None, base.__qualname__)
@@ -320,6 +341,7 @@ class Reach:
         return not (type(first) is Variable and first.calc_grad)
 
 
+_CData = ctypes.c_int.__mro__[-2]  # the base of what ctypes has
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
 
 # By the first that is a base; None: nothing to see.
@@ -330,11 +352,13 @@ _VISITS: dict[type, Any] = {
     np.random.Generator: Reach._visit_generator,
     FunctionType: Reach._visit_function,
     MethodType: Reach._visit_method,
+    **dict.fromkeys((BuiltinMethodType, MethodWrapperType), Reach._visit_builtin),
     functools.partial: Reach._visit_partial,
     **dict.fromkeys((property, staticmethod, classmethod), Reach._visit_wrapper),
     functools.cached_property: Reach._visit_wrapper,
     weakref.ref: Reach._visit_reference,
     **dict.fromkeys((random.Random, np.random.RandomState), Reach._visit_opaque),
+    **dict.fromkeys((bytearray, memoryview, array.array, _CData), Reach._visit_opaque),
     **dict.fromkeys((threading.local, contextvars.ContextVar), Reach._visit_opaque),
     tuple: Reach._visit_tuple,
     **dict.fromkeys((dict, list, set, frozenset, deque), Reach._visit_container),

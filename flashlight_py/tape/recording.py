@@ -100,6 +100,8 @@ class Recording:
         """Return what ``function`` returns, noted."""
         plain_args = tuple([self._plain(each) for each in args])
         plain_options = {name: self._plain(each) for name, each in options.items()}
+        if "raise" in np.geterr().values():
+            self.leave("numpy.errstate lets errors of numbers raise, which no replay does,")
         result = function(*plain_args, **plain_options)
         out = options.get("out")
         given = out if isinstance(out, tuple) else () if out is None else (out,)
@@ -215,8 +217,10 @@ class Recording:
     def _plain(self, value: Any) -> Any:
         kind = type(value)
         if kind is Recorded or kind is RecordedScalar:
+            self._check(value.array)
             return value.array
         if kind is np.ndarray:
+            self._check(value)
             if value.size and not self.knows(value):
                 self.constants.append(value)
                 self._know(value)
@@ -254,7 +258,14 @@ class Recording:
             self.leave("a value is read that is computed in it")
         return result
 
+    def _check(self, array: np.ndarray[Any, Any]) -> None:
+        if not is_number(array.dtype):
+            self.leave(f"an array of {array.dtype} is no array of numbers,")
+        elif not array.flags.aligned:
+            self.leave("an array is not aligned,")
+
     def _add(self, array: np.ndarray[Any, Any]) -> None:
+        self._check(array)
         self.made.append(array)
         if array.size:
             self._know(array)
@@ -289,6 +300,11 @@ def numbers_of(objects: Iterable[object]) -> set[Any]:
 
 def _operations_made() -> int:
     return sum(made() for made in operations_made)
+
+
+def is_number(dtype: np.dtype[Any]) -> bool:
+    """Return whether the tape can hold elements of ``dtype``: numbers as the machine has them."""
+    return dtype.kind in "biufc" and dtype.isnative
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:

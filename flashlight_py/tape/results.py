@@ -145,8 +145,8 @@ def unwrapped(result: Any) -> Any:
         return result.array
     if kind is RecordedScalar:
         return result.array[()]
-    if kind in (tuple, list):
-        return kind(map(unwrapped, result))
+    if kind in (tuple, list) or hasattr(kind, "_make"):
+        return getattr(kind, "_make", kind)(map(unwrapped, result))
     if kind is dict:
         return {name: unwrapped(each) for name, each in result.items()}
-    return getattr(result, "value", result) if kind.__name__ == "Number" else result
+    return result.value if kind is Number else result

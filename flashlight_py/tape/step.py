@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import random
 import types
 import warnings
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from flashlight_py.tape.noting import current
 from flashlight_py.tape.operands import is_read_first, is_written, outline
 from flashlight_py.tape.program import SLOTS, Builder
 from flashlight_py.tape.reach import Place, Reach
-from flashlight_py.tape.recording import Note, Recording, live, numbers_of
+from flashlight_py.tape.recording import Note, Recording, bounds, is_number, live, numbers_of
 from flashlight_py.tape.results import CannotCapture, as_returned, unwrapped
 
 _MOST_PROGRAMS = 16
@@ -77,16 +79,29 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         for trial in self._trials:
             if trial.fits(args, options or None):
                 return self._try(trial, args, options)
-        if key not in self._seen:
-            self._count()
-            if len(self._seen) >= _MOST_KINDS:
-                self._seen.pop(next(iter(self._seen)))
-            self._seen[key] = deque(maxlen=_MOST_OUTLINES)
-            return step(*args, **options)
         session = Session(step, values, tuple(options))
         if session.reason:
             self._stay_eager(session.reason)
             return step(*args, **options)
+        if not session.can_record() or self._is_first(key):
+            result = step(*args, **options)
+        else:
+            result = self._record(session, key, args, options)
+        self._count()
+        return result
+
+    def _is_first(self, key: Any) -> bool:
+        """Return whether arguments were of this kind for the first time."""
+        if key in self._seen:
+            return False
+        if len(self._seen) >= _MOST_KINDS:
+            self._seen.pop(next(iter(self._seen)))
+        self._seen[key] = deque(maxlen=_MOST_OUTLINES)
+        return True
+
+    def _record(
+        self, session: Session, key: Any, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
         result, outline = session.record(args, options)
         if session.reason:
             self._stay_eager(session.reason)
@@ -94,7 +109,6 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             self._add(session)
         else:
             self._seen[key].append(outline)
-        self._count()
         return result
 
     def _add(self, session: Session) -> None:
@@ -133,8 +147,9 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         if self._tries > max(_MOST_TRIES, self.replays) and not self.reason:
             self._stay_eager(
                 f"{self._tries} calls could not be replayed, and {self.replays} could. It was "
-                "called with ever other shapes, dtypes or values of what are no arrays, or found "
-                "other values of what it reads from Python; pass what changes as an array"
+                "called with ever other shapes, dtypes or values of what are no arrays, with "
+                "arrays that are not contiguous or share memory, or found other values of what it "
+                "reads from Python; pass what changes as an array"
             )
 
     def _stay_eager(self, reason: str) -> None:
@@ -169,6 +184,14 @@ class Session:
         is_sharded = any(variable.placement is not None for variable in self._reach.variables)
         self.reason = "it uses a sharded module" if is_sharded else ""
 
+    def can_record(self) -> bool:
+        """Return whether arguments are contiguous, and have no memory of others in common."""
+        places = [place.get() for place in self._reach.arrays]
+        known = [bounds(array) for array in places if type(array) is np.ndarray]
+        given = [bounds(array) for array in self._arrays if array is not None]
+        is_shared = any(a < end and begin < b for a, b in given for begin, end in known)
+        return _are_plain(self._arrays) and not is_shared
+
     def record(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         """Run the step and return what it returns, and an outline of what it did."""
         places = self._reach.arrays
@@ -179,6 +202,7 @@ class Session:
         self._before = [(variable, variable.grad) for variable in self._reach.variables]
         given = self._swap_in(places)
         position = len(args)
+        drawn = self._drawn()
         try:
             current.recording = self._recording
             own_operations.append(self._recording)
@@ -195,6 +219,8 @@ class Session:
         self._live = {(id(variable), "grad") for variable in self._reach.variables}
         self._live |= numbers_of(live.values())
         self.reason = self._recording.left
+        if self._drawn() != drawn and not self.reason:
+            self.reason = "it draws random numbers that are not of flashlight_py.random.generator()"
         if self._reach.opaque and not self.reason:
             self.reason = (
                 f"it can reach what has a state that cannot be compared: {self._reach.opaque[0]}"
@@ -203,7 +229,14 @@ class Session:
         if changed and not self.reason:
             what = "; ".join(changed)
             self.reason = f"it changes what is not an array, which a replay would not do: {what}"
-        return unwrapped(result), outline(self._recording, self._arrays)
+        result = unwrapped(result)
+        _unwrap(Reach(functools.partial(id, result)).arrays)  # in objects that it returned
+        return result, outline(self._recording, self._arrays)
+
+    def _drawn(self) -> str:
+        """Return the states of all generators of random numbers that are not this package's."""
+        own = [each.bit_generator.state for each in self._reach.generators]
+        return repr((random.getstate(), np.random.get_state(), own))
 
     def description(self) -> tuple[Any, ...]:
         """Return the program.
@@ -230,17 +263,21 @@ class Session:
 
     def _put_back(self, held: list[tuple[Place, Any]]) -> None:
         """Copy what took the place of arrays into them, as every replay does."""
-        for place, array in held:
-            now = place.get()
-            if type(now) not in (Recorded, RecordedScalar) or place.key == "grad":
-                continue
-            if now.array is array:
-                continue
+        new = [
+            (place, array, now)
+            for place, array in held
+            if type(now := place.get()) in (Recorded, RecordedScalar)
+            and place.key != "grad"
+            and now.array is not array
+        ]
+        for place, array, now in new:
             is_made = any(now.array is made for made in self._recording.made)
             fits = now.array.shape == array.shape and now.array.dtype == array.dtype
-            if not (is_made and fits) or place.key == "buffer":
+            is_only = sum(one.array is now.array for _, _, one in new) == 1
+            is_only &= sum(one is array for _, one in held) == 1
+            if not (is_made and fits and is_only) or place.key == "buffer":
                 self._recording.leave(f"another array takes the place of {place.words()}")
-                continue
+        for place, array, now in () if self._recording.left else new:
             note = Note(np.copyto, (array, now.array), {}, [], [array])
             self._recording.notes.append(note)
             np.copyto(array, now.array)
@@ -278,7 +315,7 @@ def _unwrap(places: list[Place]) -> None:
     for place in places:
         array = place.get()
         if type(array) in (Recorded, RecordedScalar):
-            place.set(array.array)
+            place.set(array.array if type(array) is Recorded else array.array[()])
 
 
 def _array_of(value: Any) -> Array | None:
@@ -287,12 +324,21 @@ def _array_of(value: Any) -> Array | None:
     return value if type(value) is np.ndarray else None
 
 
+def _are_plain(arrays: list[Array | None]) -> bool:
+    """Return whether all are contiguous, and none has memory of another one."""
+    given = [array for array in arrays if array is not None]
+    spans = sorted(bounds(array) for array in given)
+    are_apart = all(one[1] <= other[0] for one, other in pairwise(spans))
+    return are_apart and all(each.flags.c_contiguous and each.flags.aligned for each in given)
+
+
 def _kind_of(value: Any) -> Any:
     """Return what arguments must have in common to be replayed alike; None: it cannot be."""
     array = _array_of(value)
     if array is not None:
         is_leaf = not isinstance(value, Variable) or not (value.calc_grad or value.node)
-        return (type(value), array.dtype.str, array.shape) if is_leaf else None
+        is_usable = is_leaf and is_number(array.dtype)
+        return (type(value), array.dtype.str, array.shape) if is_usable else None
     try:
         hash(value)
     except TypeError:
@@ -301,6 +347,9 @@ def _kind_of(value: Any) -> Any:
 
 
 def _described(value: Any) -> str:
+    array = _array_of(value)
+    if array is not None and not is_number(array.dtype):
+        return f"an array of {array.dtype}"
     if isinstance(value, Variable):
         return "a variable with a gradient"
     return f"an object of type {type(value).__name__}"

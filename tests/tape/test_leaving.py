@@ -113,7 +113,7 @@ def test_random_numbers_of_python_differ_each_time() -> None:
     def step(x: np.ndarray) -> Any:
         return x * random.random()
 
-    with pytest.warns(RuntimeWarning, match="could not be replayed"):
+    with pytest.warns(RuntimeWarning, match="draws random numbers"):
         assert len([step(X[0]) for _ in range(100)]) == 100
     assert step.replays == 0
 
@@ -139,7 +139,6 @@ def test_another_shape_dtype_or_value_is_recorded_by_itself() -> None:
         lambda x: step(x.astype("f4")),
         lambda x: step(x, 2),
         lambda x: step(x, shift=3.0),
-        lambda x: step(x.T),
         lambda x: step(fl.input(x).array, power=2),
     ]
     for number in range(20):

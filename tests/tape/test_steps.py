@@ -7,6 +7,7 @@ import resource
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,17 +155,19 @@ def test_replays_are_checked_beside_the_step() -> None:
     assert step.replays == len(X) - 3 - 3
 
 
-def test_a_check_finds_what_a_recording_cannot_see() -> None:
-    hidden = iter([2.0] * 3 + [5.0] * 100).__next__
+def test_a_check_finds_what_a_recording_cannot_see(tmp_path: Path) -> None:
+    hidden = tmp_path / "factor"
+    hidden.write_text("2.0")
     weight = fl.param(np.ones(3, np.float32))
 
     @fl.capture(check=True)
     def step(x: np.ndarray) -> Any:
-        weight.array *= hidden()
+        weight.array *= float(hidden.read_text())
         return fl.input(x) + 1
 
     for x in X[:3]:
         step(x)
+    hidden.write_text("5.0")
     with pytest.raises(RuntimeError, match=r"differs from the step itself in weight\.data"):
         step(X[3])
     assert weight.array[0] == 40
