@@ -38,8 +38,7 @@ bool fits_array(const Argument& argument, PyObject* object) {
       static_cast<size_t>(PyArray_NDIM(array)) != argument.shape.size()) {
     return false;
   }
-  const bool is_usable = argument.is_written ? PyArray_ISCARRAY(array) : PyArray_ISCARRAY_RO(array);
-  if (!is_usable) return false;
+  if (!PyArray_ISCARRAY_RO(array) || PyArray_ISWRITEABLE(array) != argument.is_writeable) return false;
   return argument.shape.empty() ||
          std::memcmp(PyArray_DIMS(array), argument.shape.data(),
                      argument.shape.size() * sizeof(npy_intp)) == 0;
@@ -95,18 +94,18 @@ std::unique_ptr<Program> Program::read(PyObject* description) {
   return read ? std::move(program) : nullptr;
 }
 
-// Each is (kind, type, shape, cell, value, whether it is written to).
+// Each is (kind, type, shape, cell, value, whether it can be written to).
 bool Program::read_arguments(PyObject* described) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(described); ++i) {
     PyObject *shape, *value;
-    int kind, type, is_written;
+    int kind, type, is_writeable;
     Py_ssize_t cell;
     if (!PyArg_ParseTuple(PyTuple_GetItem(described, i), "iiO!nOi", &kind, &type, &PyTuple_Type, &shape,
-                          &cell, &value, &is_written)) {
+                          &cell, &value, &is_writeable)) {
       return false;
     }
     arguments_.push_back({static_cast<Argument::Kind>(kind), type, {}, reinterpret_cast<char*>(cell),
-                          share(value), is_written != 0});
+                          share(value), is_writeable != 0});
     if (!read_shape(shape, &arguments_.back().shape)) return false;
   }
   return true;

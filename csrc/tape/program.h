@@ -60,7 +60,7 @@ struct Argument {
   std::vector<npy_intp> shape;
   char* cell;  // where it is copied to; null: it is used where it lies
   Owned value;
-  bool is_written;
+  bool is_writeable;
 };
 
 // What a step returns.

@@ -63,7 +63,6 @@ class Builder:
         notes = self._without_constants(recording.notes, returned)
         self._notes = without_dead(notes, self._memory, self._kept | returned)
         self._cells: dict[int, Array] = {}
-        self._written_arguments: set[int] = set()
 
     def describe(self, names: tuple[str, ...], bindings: list[Any], guards: Any) -> tuple[Any, ...]:
         """Return the program as csrc/tape/program.cc reads it.
@@ -151,15 +150,10 @@ class Builder:
         for note in self._notes:
             for array in (*note.made, *note.changed):
                 where = self._memory.where(array)
-                if where.space == ARGUMENT:
-                    self._written_arguments.add(where.number)
-        for number, given in enumerate(self._arguments):
-            if given is not None and not given.flags.c_contiguous:
-                self._cells[number] = np.empty(given.shape, given.dtype)
-        if self._written_arguments & self._cells.keys():
-            raise CannotCapture(
-                "an argument is changed in place, and is not contiguous or passed to a function"
-            )
+                if where.space == ARGUMENT and where.number in self._cells:
+                    raise CannotCapture(
+                        "an argument is changed in place, and passed to a function of Python"
+                    )
 
     def _lifetimes(self, groups: list[Group]) -> dict[int, tuple[int, int]]:
         """Return in which groups each array is used; within one, strips come in any order."""
@@ -272,8 +266,7 @@ class Builder:
         kind = VARIABLE_ARGUMENT if isinstance(value, Variable) else ARRAY_ARGUMENT
         cell = self._cells.get(number)
         address = 0 if cell is None else address_of(cell)
-        written = number in self._written_arguments
-        return kind, array.dtype.num, array.shape, address, None, int(written)
+        return kind, array.dtype.num, array.shape, address, None, int(array.flags.writeable)
 
 
 def _filling(

@@ -338,7 +338,11 @@ def _kind_of(value: Any) -> Any:
     if array is not None:
         is_leaf = not isinstance(value, Variable) or not (value.calc_grad or value.node)
         is_usable = is_leaf and is_number(array.dtype)
-        return (type(value), array.dtype.str, array.shape) if is_usable else None
+        return (
+            (type(value), array.dtype.str, array.shape, array.flags.writeable)
+            if is_usable
+            else None
+        )
     try:
         hash(value)
     except TypeError:

@@ -204,7 +204,6 @@ def test_objects_are_no_numbers() -> None:
     assert step.replays == other.replays == 0
 
 
-@pytest.mark.xfail(strict=True, reason="flags of an argument are no part of its kind")
 def test_whether_an_argument_can_be_written_to() -> None:
     step = fl.capture(lambda x: (x.flags.writeable, x * 1))
     for number, x in enumerate(X.copy()[:10]):
