@@ -7,6 +7,7 @@
 namespace fl::optim {
 namespace {
 #define FL_RULE inline __attribute__((always_inline))
+using std::fabs;
 using std::sqrt;
 #define FL_KERNELS "csrc/optim/kernels.inc"
 #include "../common/each_set.inc"

@@ -13,7 +13,7 @@ bool read_rule(PyObject* given, Numbered* to) {
   }
   const Rule* rules = chosen_set().rules;
   to->rule = nullptr;
-  for (int i = 0; i < RULES; ++i) {
+  for (int i = 0; i < RULES && to->rule == nullptr; ++i) {
     if (std::strcmp(rules[i].name, name) == 0) to->rule = &rules[i];
   }
   if (to->rule == nullptr || PyTuple_Size(numbers) != to->rule->numbers) {

@@ -12,11 +12,14 @@ namespace {
 // Call what Python gave with arguments that never change.
 class Call final : public Instruction {
  public:
-  Call(PyObject* function, PyObject* args, PyObject* instead)
-      : function_(share(function)), args_(share(args)), instead_(share(instead)) {}
+  Call(PyObject* function, PyObject* name, PyObject* args, PyObject* instead)
+      : function_(share(function)), name_(share(name)), args_(share(args)), instead_(share(instead)) {}
 
   Outcome run(Table) override {
-    Owned result(PyObject_Call(function_.get(), args_.get(), nullptr));
+    Owned found(name_ == nullptr ? nullptr : PyObject_GetAttr(function_.get(), name_.get()));
+    if (name_ != nullptr && found == nullptr) return Outcome::failed;
+    PyObject* function = name_ == nullptr ? function_.get() : found.get();
+    Owned result(PyObject_Call(function, args_.get(), nullptr));
     if (result != nullptr && result.get() == Py_NotImplemented && instead_.get() != Py_None) {
       result.reset(PyObject_CallNoArgs(instead_.get()));
     }
@@ -26,7 +29,7 @@ class Call final : public Instruction {
   int64_t work() const override { return -1; }
 
  private:
-  Owned function_, args_, instead_;
+  Owned function_, name_, args_, instead_;
 };
 
 // Leave the captured path unless a truth value is true.
@@ -178,13 +181,16 @@ std::unique_ptr<Instruction> read_outer(PyObject* described) {
              : nullptr;
 }
 
-// ("call", function, args, what to call where that returns NotImplemented, or None)
+// ("call", function, args, what to call where that returns NotImplemented, or None). In place of a
+// function: (what has it, the name of the attribute), where it may be another one at each call.
 std::unique_ptr<Instruction> read_call(PyObject* described) {
   PyObject *name, *function, *args, *instead;
   if (!PyArg_ParseTuple(described, "OOO!O", &name, &function, &PyTuple_Type, &args, &instead)) {
     return nullptr;
   }
-  return std::make_unique<Call>(function, args, instead);
+  PyObject* attribute = nullptr;
+  if (PyTuple_Check(function) && !PyArg_ParseTuple(function, "OO", &function, &attribute)) return nullptr;
+  return std::make_unique<Call>(function, attribute, args, instead);
 }
 
 // ("require", at)

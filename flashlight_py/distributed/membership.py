@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -281,6 +282,11 @@ def native(group: Membership | None) -> Callable[..., Any]:
     library's group from being freed.
     """
     return _native if group is None else of(group).native
+
+
+def place_of_native(group: Membership | None) -> tuple[Any, str]:
+    """Return what has the short way of ``group`` as an attribute, and the attribute's name."""
+    return (sys.modules[__name__], "_native") if group is None else (of(group), "native")
 
 
 def native_sendrecv(group: Membership | None) -> Callable[..., Any]:

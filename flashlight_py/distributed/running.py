@@ -24,7 +24,7 @@ from flashlight_py.distributed.arrays import (
 )
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.membership import Membership, native, of
+from flashlight_py.distributed.membership import Membership, of, place_of_native
 from flashlight_py.distributed.numbers import (
     NUMBERS,
     as_number,
@@ -72,24 +72,47 @@ def collective(
         return _prepare(members, verb, x, how, out, async_op)()
 
 
-def _once_more(
-    group: Membership | None,
-    verb: Verb,
-    x: Any,
-    *,
-    op: str,
-    scale: float,
-    root: Any,
-    rows: Any,
-    out: Any,
-    async_op: bool,
-) -> Any:
-    """Do what a public function does: by the short way if that can do it."""
-    y = native(group)(verb.code, x, out, op if rows is None else rows, scale, root, 0, async_op)
-    if y is not NotImplemented:
-        return y
-    how: Any = {"op": op, "scale": scale, "root": root, "rows": rows, "out": out}
-    return collective(group, verb, x, **how, async_op=async_op)
+class _OnceMore:
+    """What a public function does, done again by each replay of a step that was recorded."""
+
+    def __call__(
+        self,
+        group: Membership | None,
+        verb: Verb,
+        x: Any,
+        *,
+        op: str,
+        scale: float,
+        root: Any,
+        rows: Any,
+        out: Any,
+        async_op: bool,
+    ) -> Any:
+        """Do it by the short way if that can do it."""
+        how: Any = {"op": op, "scale": scale, "root": root, "rows": rows, "out": out}
+        (holder, name), args = self.short(group, verb, x, **how, async_op=async_op)
+        y = getattr(holder, name)(*args)
+        return collective(group, verb, x, **how, async_op=async_op) if y is NotImplemented else y
+
+    @staticmethod
+    def short(
+        group: Membership | None,
+        verb: Verb,
+        x: Any,
+        *,
+        op: str,
+        scale: float,
+        root: Any,
+        rows: Any,
+        out: Any,
+        async_op: bool,
+    ) -> tuple[tuple[Any, str], tuple[Any, ...]]:
+        """Return where the short way is to be found at each call, and what it takes."""
+        args = verb.code, x, out, op if rows is None else rows, scale, root, 0, async_op
+        return place_of_native(group), args
+
+
+_once_more = _OnceMore()
 
 
 def _of_number(group: Membership, verb: Verb, x: Any, how: dict[str, Any], async_op: bool) -> Any:

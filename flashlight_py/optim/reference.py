@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from flashlight_py.autograd.narrow import widened
 from flashlight_py.device import Array, array_module
 
@@ -59,6 +61,12 @@ def _sqrt(array: Array) -> Array:
     return array_module(array).sqrt(array)  # type: ignore[no-any-return]
 
 
+def _normal(array: Array) -> Array:
+    """Return zeros in the place of what is too small to be a normal number; see rules.inc."""
+    is_small = abs(array) < np.finfo(array.dtype).tiny
+    return array_module(array).where(is_small, array.dtype.type(0), array)  # type: ignore[no-any-return]
+
+
 @_rule
 def sgd(param: Array, grad: Array, lr: float, decay: float) -> Results:
     """Return what gradient descent makes of a parameter."""
@@ -77,7 +85,7 @@ def momentum(
 ) -> Results:
     """Return what gradient descent with momentum, or with Nesterov's, makes of a parameter."""
     grad = _decayed(grad, param, decay)
-    velocity = velocity * kept + grad
+    velocity = _normal(velocity * kept + grad)
     step = grad + velocity * kept if nesterov else velocity
     return param - step * lr, velocity
 
@@ -100,8 +108,8 @@ def adam(
 ) -> Results:
     """Return what Adam makes of a parameter; ``root`` corrects the bias of ``sqrt(square)``."""
     grad = _decayed(grad, param, decay)
-    mean = mean * beta1 + grad * rest1
-    square = square * beta2 + grad * grad * rest2
+    mean = _normal(mean * beta1 + grad * rest1)
+    square = _normal(square * beta2 + grad * grad * rest2)
     return param * shrink - mean / (_sqrt(square) * root + eps) * rate, mean, square
 
 
@@ -121,8 +129,8 @@ def amsgrad(
     shrink: float,
 ) -> Results:
     """Return what AMSgrad makes of a parameter."""
-    mean = mean * beta1 + grad * rest1
-    square = square * beta2 + grad * grad * rest2
+    mean = _normal(mean * beta1 + grad * rest1)
+    square = _normal(square * beta2 + grad * grad * rest2)
     largest = array_module(largest).maximum(largest, square)
     return param * shrink - mean / (_sqrt(largest) + eps) * lr, mean, square, largest
 
@@ -148,7 +156,7 @@ def rmsprop(
     shrink: float,
 ) -> Results:
     """Return what RMSprop makes of a parameter."""
-    square = square * rho + grad * grad * rest
+    square = _normal(square * rho + grad * grad * rest)
     return param * shrink - grad / (_sqrt(square) + eps) * lr, square
 
 
@@ -165,8 +173,8 @@ def rmsprop_centered(
     shrink: float,
 ) -> Results:
     """Return what RMSprop with the variance, which rounding does not make negative, makes of it."""
-    square = square * rho + grad * grad * rest
-    mean = mean * rho + grad * rest
+    square = _normal(square * rho + grad * grad * rest)
+    mean = _normal(mean * rho + grad * rest)
     variance = array_module(square).maximum(square - mean * mean, 0)
     return param * shrink - grad / (_sqrt(variance) + eps) * lr, square, mean
 
@@ -184,9 +192,9 @@ def adadelta(
     shrink: float,
 ) -> Results:
     """Return what Adadelta makes of a parameter; ``change`` is the mean square of changes."""
-    square = square * rho + grad * grad * rest
+    square = _normal(square * rho + grad * grad * rest)
     delta = _sqrt((change + eps) / (square + eps)) * grad
-    return param * shrink - delta * lr, square, change * rho + delta * delta * rest
+    return param * shrink - delta * lr, square, _normal(change * rho + delta * delta * rest)
 
 
 @_rule
@@ -201,5 +209,5 @@ def novograd(
     decay: float,
 ) -> Results:
     """Return what NovoGrad makes of a parameter; ``inverse`` is 1 by the gradients' norm."""
-    mean = mean * beta1 + _decayed(grad * inverse, param, decay) * rest1
+    mean = _normal(mean * beta1 + _decayed(grad * inverse, param, decay) * rest1)
     return param - mean * lr, mean

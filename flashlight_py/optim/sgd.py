@@ -39,7 +39,7 @@ class SGDOptimizer(RuleOptimizer):
     ) -> None:
         self.momentum = check_at_least_zero("momentum", momentum)
         self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
-        self.nesterov = nesterov
+        self.nesterov = bool(nesterov)
         if nesterov and not momentum:
             raise ValueError("nesterov=True needs a momentum above 0")
         super().__init__(params, lr, ["velocity"] if momentum else [])
@@ -47,7 +47,7 @@ class SGDOptimizer(RuleOptimizer):
     def _rule(self, position: int, grad_scale: float) -> Rule:
         if not self._states:
             return "sgd", (self._lr, self.weight_decay)
-        return "momentum", (self._lr, self.momentum, self.weight_decay, bool(self.nesterov))
+        return "momentum", (self._lr, self.momentum, self.weight_decay, self.nesterov)
 
     def _state(self) -> dict[str, list[Any]]:
         return {"velocity": [], **super()._state()}

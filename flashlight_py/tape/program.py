@@ -257,7 +257,10 @@ class Builder:
         targets = [self._view(each) for each in note.made]
         if note.effect and not targets and not options:
             return "call", function, args, None
-        return "call", _filling(function, args, options, targets), (), None
+        fill = _filling(function, args, options, targets)
+        if hasattr(function, "short") and not targets:
+            return "call", *function.short(*args, **options), fill
+        return "call", fill, (), None
 
     def _describe_argument(self, number: int, value: Any) -> tuple[Any, ...]:
         array = self._arguments[number]
