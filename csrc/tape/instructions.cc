@@ -71,9 +71,9 @@ bool find_loop(PyObject* function, PyObject* types, Loop* loop, void** data) {
 }
 
 bool read_elementwise(PyObject* described, size_t dimensions, Elementwise* op) {
-  PyObject *function, *types, *at, *steps, *stays;
+  PyObject *function, *types, *at, *steps, *itemsizes;
   if (!PyArg_ParseTuple(described, "OOO!O!O!", &function, &types, &PyTuple_Type, &at, &PyTuple_Type,
-                        &steps, &PyTuple_Type, &stays)) {
+                        &steps, &PyTuple_Type, &itemsizes)) {
     return false;
   }
   op->operands = static_cast<int>(PyTuple_Size(at));
@@ -83,7 +83,7 @@ bool read_elementwise(PyObject* described, size_t dimensions, Elementwise* op) {
   }
   for (int i = 0; i < op->operands; ++i) {
     op->at[i] = static_cast<int>(PyLong_AsLong(PyTuple_GetItem(at, i)));
-    op->stays[i] = PyObject_IsTrue(PyTuple_GetItem(stays, i)) == 1;
+    op->itemsize[i] = PyLong_AsSsize_t(PyTuple_GetItem(itemsizes, i));
     for (size_t d = 0; d < dimensions; ++d) {
       PyObject* step = PyTuple_GetItem(PyTuple_GetItem(steps, i), static_cast<Py_ssize_t>(d));
       op->steps[i][d] = PyLong_AsSsize_t(step);
@@ -92,7 +92,7 @@ bool read_elementwise(PyObject* described, size_t dimensions, Elementwise* op) {
   return PyErr_Occurred() == nullptr && find_loop(function, types, &op->loop, &op->data);
 }
 
-// ("loops", dimensions, ((function, types, at, steps, stays), ...))
+// ("loops", dimensions, ((function, types, at, steps, itemsizes), ...))
 std::unique_ptr<Instruction> read_loops(PyObject* described) {
   PyObject *name, *extents, *operations;
   if (!PyArg_ParseTuple(described, "OO!O!", &name, &PyTuple_Type, &extents, &PyTuple_Type, &operations)) {

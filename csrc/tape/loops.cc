@@ -34,7 +34,7 @@ class OneDimension final : public Instruction {
         intptr_t steps[MOST_OPERANDS];
         for (int i = 0; i < op.operands; ++i) {
           steps[i] = op.steps[i][0];
-          args[i] = table[op.at[i]] + (op.stays[i] ? 0 : from * steps[i]);
+          args[i] = table[op.at[i]] + from * steps[i];
         }
         op.loop(args, &count, steps, op.data);
       }
@@ -84,7 +84,7 @@ class TwoDimensions final : public Instruction {
     for (int i = 0; i < op.operands; ++i) {
       steps[i] = op.steps[i][1];
       args[i] = op.at[i] < 0 ? tiles_[static_cast<size_t>(-1 - op.at[i])].room->data()
-                             : table[op.at[i]] + (op.stays[i] ? 0 : from * op.steps[i][0]);
+                             : table[op.at[i]] + from * op.steps[i][0];
     }
     const intptr_t count = flat_[number] ? rows * columns_ : columns_;
     for (intptr_t row = 0; row < (flat_[number] ? 1 : rows); ++row) {
@@ -96,7 +96,7 @@ class TwoDimensions final : public Instruction {
   // A row that is the same for all rows, such as a bias, and room for it as often as a block has rows.
   struct Tile {
     int at;
-    intptr_t step;
+    intptr_t step, itemsize;
     std::unique_ptr<std::vector<char>> room;
   };
 
@@ -107,15 +107,16 @@ class TwoDimensions final : public Instruction {
       const intptr_t step = op->steps[i][1];
       if (op->steps[i][0] != 0 || step <= 0 || op->at[i] < 0) continue;
       const size_t bytes = static_cast<size_t>(block_ * columns_ * step);
-      tiles_.push_back({op->at[i], step, std::make_unique<std::vector<char>>(bytes)});
+      tiles_.push_back({op->at[i], step, op->itemsize[i], std::make_unique<std::vector<char>>(bytes)});
       op->at[i] = -static_cast<int>(tiles_.size());
       op->steps[i][0] = columns_ * step;
     }
   }
 
   void fill(const Tile& tile, const char* row) const {
-    const size_t bytes = static_cast<size_t>(columns_ * tile.step);
-    for (intptr_t i = 0; i < block_; ++i) std::memcpy(tile.room->data() + i * bytes, row, bytes);
+    const intptr_t next = columns_ * tile.step;
+    const size_t bytes = static_cast<size_t>(next - tile.step + tile.itemsize);  // no gap at the end
+    for (intptr_t i = 0; i < block_; ++i) std::memcpy(tile.room->data() + i * next, row, bytes);
   }
 
   std::vector<Elementwise> operations_;

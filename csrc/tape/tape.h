@@ -36,7 +36,7 @@ struct Elementwise {
   int operands;
   int at[MOST_OPERANDS];
   intptr_t steps[MOST_OPERANDS][MOST_DIMENSIONS];
-  bool stays[MOST_OPERANDS];  // scratch: the same memory for every strip
+  intptr_t itemsize[MOST_OPERANDS];
 };
 
 // Operations over the same elements, one after the other, strip by strip: what one leaves for the

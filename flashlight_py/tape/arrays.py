@@ -16,7 +16,6 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from flashlight_py.tape.methods import (
-    CHANGE_THE_FIRST,
     CHANGE_THEMSELVES,
     HAVE_ANY_SHAPE,
     METHODS,
@@ -24,6 +23,7 @@ from flashlight_py.tape.methods import (
     READS,
     SAY_NOTHING_OF_VALUES,
     Methods,
+    changes_the_first,
     library,
 )
 from flashlight_py.tape.noting import compute, current, plain, read
@@ -58,7 +58,8 @@ class Recorded(NDArrayOperatorsMixin):
         own = OWN_WORDS.get(function)
         if own is not None:
             return own(*args, **options)
-        return compute(function, args, options, args[:1] if function in CHANGE_THE_FIRST else ())
+        changed = args[:1] if changes_the_first(function, args, options) else ()
+        return compute(function, args, options, changed)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         read("numpy.asarray()")
@@ -91,6 +92,9 @@ class Recorded(NDArrayOperatorsMixin):
 
     @property
     def flat(self) -> Any:
+        if not self.array.flags.c_contiguous:
+            read("flat of an array that is not contiguous")
+            return self.array.flat
         return self.reshape(-1)
 
     def __len__(self) -> int:
@@ -101,7 +105,7 @@ class Recorded(NDArrayOperatorsMixin):
             raise AttributeError(name)
         value = getattr(self.array, name)  # which raises AttributeError as an array does
         if name in READS:
-            return _reader(name, value)
+            return _reader(name, value) if callable(value) else _read(name, value)
         if name in METHODS:
             return getattr(Methods, name).__get__(self)
         if callable(value):
@@ -114,7 +118,9 @@ class Recorded(NDArrayOperatorsMixin):
         if name == "array":
             object.__setattr__(self, name, value)
         else:
-            setattr(self.array, name, value)
+            if current.recording is not None:
+                current.recording.leave(f"{name} of an array is set")
+            setattr(self.array, name, plain(value))
 
     # Elements -----------------------------------------------------------------------------------
 
@@ -124,9 +130,15 @@ class Recorded(NDArrayOperatorsMixin):
             if isinstance(found, np.ndarray):
                 return Recorded(found)
             view = self.array[_to_a_view(where)]
+            if view.dtype.kind == "b":
+                return compute(np.logical_or, (Recorded(view), False), {})
             return compute(
                 np.positive if view.dtype.kind in "iufc" else np.copy, (Recorded(view),), {}
             )
+        numbers = _of_numbers(where)
+        if _is_basic(numbers) and isinstance(self.array[numbers], np.ndarray):
+            read("an index")  # which says where the view lies
+            return Recorded(self.array[numbers])
         if _has_truth_values(where):
             read("an index by truth values, whose result may have any shape,")
         return compute(operator.getitem, (self, where), {})
@@ -220,10 +232,21 @@ class RecordedScalar(Recorded):
         return self
 
     def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and not hasattr(self.array, name):
+            return _read(name, getattr(self.array[()], name))
         value = super().__getattr__(name)
         if not callable(value):
             return _as_scalar(value)
         return lambda *args, **options: _as_scalar(value(*args, **options))
+
+    def __getitem__(self, where: Any) -> Any:
+        found = super().__getitem__(where)
+        return found.copy() if type(found) is Recorded else found
+
+    def __round__(self, digits: int | None = None) -> Any:
+        if digits is None:
+            return _read("round()", round(self.array.item()))
+        return compute(np.round, (self, digits), {})
 
     def __pow__(self, other: Any) -> Any:
         return compute(_power_of_numbers, (self, other), {})
@@ -273,92 +296,23 @@ for _name in [
 KINDS = (Recorded, RecordedScalar)
 
 
-class Number:
-    """A Python number read from an array, which the step may return, and not use before that."""
-
-    __slots__ = ("array", "value")
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self.array = array
-        self.value = array.item()
-
-    @property
-    def plain(self) -> Any:
-        """The number."""
-        return self.value
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self.value)
-
-    @classmethod
-    def __operation__(cls, function: Any, args: Any, options: Any) -> Any:
-        """Do what does more than compute, as of arrays."""
-        return Recorded.__operation__(function, args, options)
-
-    def __getattr__(self, name: str) -> Any:
-        read("item()")
-        return getattr(self.value, name)
-
-
-def _reading(name: str) -> Callable[..., Any]:
-    def method(self: Number, *args: Any) -> Any:
-        read("item()")
-        others = [each.value if type(each) is Number else each for each in args]
-        return getattr(self.value, name)(*others)
-
-    return method
-
-
-for _name in (
-    *[
-        "add",
-        "radd",
-        "sub",
-        "rsub",
-        "mul",
-        "rmul",
-        "truediv",
-        "rtruediv",
-        "floordiv",
-        "rfloordiv",
-        "mod",
-        "rmod",
-        "divmod",
-        "rdivmod",
-    ],
-    *[
-        "pow",
-        "rpow",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "neg",
-        "pos",
-        "abs",
-        "bool",
-        "int",
-        "float",
-        "complex",
-        "index",
-        "trunc",
-        "floor",
-        "ceil",
-    ],
-    *["round", "hash", "repr", "str", "format"],
-):
-    setattr(Number, f"__{_name}__", _reading(f"__{_name}__"))
-
-
 def _reader(name: str, value: Callable[..., Any]) -> Callable[..., Any]:
     def method(*args: Any, **options: Any) -> Any:
         read(f"{name}()")
         return value(*args, **options)
 
     return method
+
+
+def _read(name: str, value: Any) -> Any:
+    read(name)
+    return value
+
+
+def _of_numbers(where: Any) -> Any:
+    """Return the index with NumPy's numbers in the place of what stands for them."""
+    parts = where if type(where) is tuple else (where,)
+    return tuple(part.array[()] if type(part) is RecordedScalar else part for part in parts)
 
 
 def _is_basic(where: Any) -> bool:

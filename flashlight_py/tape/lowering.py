@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashlight_py.tape import blas
+from flashlight_py.tape.operands import arrays_in
 from flashlight_py.tape.recording import Note, bounds
 
 Array = np.ndarray[Any, Any]
@@ -94,6 +95,8 @@ class Lowering:
     def _as(self, value: Any, dtype: Any, lowered: list[Lowered]) -> Array | None:
         """Return ``value`` as an array of ``dtype``, cast by what is added to ``lowered``."""
         if not isinstance(value, np.ndarray):
+            if any(True for _ in arrays_in(value)):  # such as [x.sum(), 0.0]
+                return None
             constant = np.asarray(value, dtype)
             self.constants.append(constant)
             return constant
@@ -116,6 +119,8 @@ class Lowering:
     ) -> list[Lowered] | None:
         if not out.size:
             return []
+        if out.ndim > _MOST_DIMENSIONS:
+            return None
         try:
             spread = [
                 each if each.shape == out.shape else np.broadcast_to(each, out.shape)
@@ -133,6 +138,8 @@ class Lowering:
             return None
         if not isinstance(source, np.ndarray):
             source = self._as(source, target.dtype, lowered)
+            if source is None:
+                return None
         elif source.dtype != target.dtype:
             cast = f"cast:{source.dtype.str[1:]}:{target.dtype.str[1:]}"
             return self._loops([], cast, (), [source], target) if cast in CASTS else None
@@ -149,14 +156,15 @@ class Lowering:
         return None if note.options else self._copy_of_first(note)
 
     def _copyto(self, note: Note) -> list[Lowered] | None:
-        target, source = note.args[:2]
-        if note.options.keys() - {"casting"}:
+        if len(note.args) != 2 or note.options.keys() - {"casting"}:
             return None
+        target, source = note.args
         return self._copy(source, target)
 
     def _reshape(self, note: Note) -> list[Lowered] | None:
         source = note.args[0]
-        if not note.made or note.options or not note.made[0].flags.c_contiguous:
+        is_copy = note.made and isinstance(source, np.ndarray) and note.made[0].flags.c_contiguous
+        if not is_copy or note.options or any(isinstance(each, str) for each in note.args):
             return None
         return self._copy(source, note.made[0].reshape(source.shape))
 
@@ -195,6 +203,8 @@ class Lowering:
         out, start = note.made[0], 0
         lowered: list[Lowered] = []
         for part in parts:
+            if not isinstance(part, np.ndarray):
+                return None
             room: list[Any] = [slice(None)] * out.ndim
             room[axis] = slice(start, start + part.shape[axis])
             start += part.shape[axis]
@@ -220,7 +230,11 @@ class Lowering:
         """As ``dot`` where that has the same bits: NumPy may choose another function."""
         a, b = note.args[:2]
         same = (
-            a.ndim == b.ndim == 2 and np.array_equal(a.dot(b), note.made[0]) if note.made else False
+            a.ndim == b.ndim == 2
+            and a.shape[1] > 1  # else they differ in the signs of zeros
+            and a.dot(b).tobytes() == note.made[0].tobytes()
+            if note.made
+            else False
         )
         return self._matrix(note) if same else None
 
@@ -262,7 +276,7 @@ def _reduce_arguments(note: Note) -> tuple[Any, ...]:
 def _axes(axis: Any, ndim: int) -> tuple[int, ...] | None:
     if axis is None:
         return tuple(range(ndim))
-    given = (axis,) if isinstance(axis, int) else tuple(axis)
+    given = axis if isinstance(axis, tuple) else (operator.index(axis),)
     return tuple(sorted(each % ndim for each in given)) if ndim else ()
 
 
@@ -302,6 +316,7 @@ def clashes(source: Array, target: Array, identical: bool = False) -> bool:
 
 
 _CLIP: np.ufunc = (np._core if hasattr(np, "_core") else np.core).umath.clip
+_MOST_DIMENSIONS = 8  # in csrc/tape/tape.h
 _BUFFERED = 8192  # elements that NumPy casts at a time
 _POWERS = {2.0: np.square, -1.0: np.reciprocal, 0.5: np.sqrt, 1.0: np.positive}
 _INITIALS: dict[np.ufunc, Any] = {

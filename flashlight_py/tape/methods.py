@@ -19,29 +19,33 @@ class Methods:
             return self.array.item(*where)
         return current.recording.number(self.array)
 
-    def sum(self: Any, axis: Any = None, dtype: Any = None, out: Any = None, **options: Any) -> Any:
-        return np.add.reduce(self, axis, dtype, out, **options)
+    def sum(
+        self: Any, axis: Any = None, dtype: Any = None, out: Any = None, *more: Any, **options: Any
+    ) -> Any:
+        return np.add.reduce(self, axis, dtype, out, *more, **options)
 
     def prod(
-        self: Any, axis: Any = None, dtype: Any = None, out: Any = None, **options: Any
+        self: Any, axis: Any = None, dtype: Any = None, out: Any = None, *more: Any, **options: Any
     ) -> Any:
-        return np.multiply.reduce(self, axis, dtype, out, **options)
+        return np.multiply.reduce(self, axis, dtype, out, *more, **options)
 
-    def max(self: Any, axis: Any = None, out: Any = None, **options: Any) -> Any:
-        return np.maximum.reduce(self, axis, None, out, **options)
+    def max(self: Any, axis: Any = None, out: Any = None, *more: Any, **options: Any) -> Any:
+        return np.maximum.reduce(self, axis, None, out, *more, **options)
 
-    def min(self: Any, axis: Any = None, out: Any = None, **options: Any) -> Any:
-        return np.minimum.reduce(self, axis, None, out, **options)
+    def min(self: Any, axis: Any = None, out: Any = None, *more: Any, **options: Any) -> Any:
+        return np.minimum.reduce(self, axis, None, out, *more, **options)
 
-    def any(self: Any, axis: Any = None, out: Any = None, **options: Any) -> Any:
-        return np.logical_or.reduce(self, axis, np.bool_, out, **options)
+    def any(self: Any, axis: Any = None, out: Any = None, *more: Any, **options: Any) -> Any:
+        return np.logical_or.reduce(self, axis, np.bool_, out, *more, **options)
 
-    def all(self: Any, axis: Any = None, out: Any = None, **options: Any) -> Any:
-        return np.logical_and.reduce(self, axis, np.bool_, out, **options)
+    def all(self: Any, axis: Any = None, out: Any = None, *more: Any, **options: Any) -> Any:
+        return np.logical_and.reduce(self, axis, np.bool_, out, *more, **options)
 
     def mean(
-        self: Any, axis: Any = None, dtype: Any = None, out: Any = None, **options: Any
+        self: Any, axis: Any = None, dtype: Any = None, out: Any = None, *more: Any, **options: Any
     ) -> Any:
+        if more:
+            (options["keepdims"],) = more
         if dtype is not None or out is not None or options.keys() - {"keepdims"}:
             options |= {"axis": axis, "dtype": dtype, "out": out}
             return compute(np.ndarray.mean, (self,), options)
@@ -69,9 +73,10 @@ METHODS = {name for name in vars(Methods) if not name.startswith("_")}
 
 
 def _clip(x: Any, a_min: Any = None, a_max: Any = None, out: Any = None, **options: Any) -> Any:
-    if a_min is None:
+    a_min, a_max = options.pop("min", a_min), options.pop("max", a_max)
+    if a_min is None and a_max is not None:
         return np.minimum(x, a_max, out=out, **options)
-    if a_max is None:
+    if a_max is None and a_min is not None:
         return np.maximum(x, a_min, out=out, **options)
     return compute(np.clip, (x, a_min, a_max), {**options, **({} if out is None else {"out": out})})
 
@@ -88,13 +93,25 @@ OWN_WORDS: dict[Any, Callable[..., Any]] = {
 }
 SAY_NOTHING_OF_VALUES = {np.shape, np.ndim, np.size, np.result_type, np.can_cast, np.iscomplexobj,
                           np.isrealobj, np.may_share_memory, np.shares_memory}  # fmt: skip
-CHANGE_THE_FIRST = {np.copyto, np.put, np.place, np.putmask, np.fill_diagonal, np.put_along_axis}
+_CHANGE_THE_FIRST = {np.copyto, np.put, np.place, np.putmask, np.fill_diagonal, np.put_along_axis}
+_MAY_OVERWRITE = {np.median, np.nanmedian, np.percentile, np.nanpercentile, np.quantile,
+                  np.nanquantile}  # fmt: skip
+
+
+def changes_the_first(function: Any, args: Any, options: Any) -> bool:
+    """Return whether a function of NumPy changes its first argument in place."""
+    if function is np.nan_to_num:
+        return not options.get("copy", (*args, True)[1])
+    may_overwrite = options.get("overwrite_input") or any(each is True for each in args[3:])
+    return function in _CHANGE_THE_FIRST or (function in _MAY_OVERWRITE and may_overwrite)
+
+
 # How many elements they return depends on values.
 HAVE_ANY_SHAPE = {np.nonzero, np.flatnonzero, np.argwhere, np.unique, np.compress, np.extract,
                   np.union1d, np.intersect1d, np.setdiff1d, np.setxor1d, np.trim_zeros,
                   np.bincount}  # fmt: skip
 CHANGE_THEMSELVES = {"sort", "partition", "put", "resize", "itemset", "setfield"}
-READS = {"compress", "tolist", "tobytes", "tofile", "dump", "dumps", "nonzero"}
+READS = {"compress", "data", "tolist", "tobytes", "tofile", "dump", "dumps", "nonzero"}
 
 
 class _Library:

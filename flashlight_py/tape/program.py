@@ -229,7 +229,8 @@ class Builder:
             count = len(loop.operands)
             entries = tuple(map(self._entry, loop.operands))
             own = tuple(steps[at : at + count])
-            operations.append((loop.function, loop.types, entries, own, (False,) * count))
+            itemsizes = tuple(each.itemsize for each in loop.operands)
+            operations.append((loop.function, loop.types, entries, own, itemsizes))
             at += count
         return "loops", dimensions, tuple(operations)
 

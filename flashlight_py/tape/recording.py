@@ -19,8 +19,9 @@ import numpy as np
 from flashlight_py import random
 from flashlight_py.autograd import Variable
 from flashlight_py.device import operations_made
-from flashlight_py.tape.arrays import Number, Recorded, RecordedScalar
+from flashlight_py.tape.arrays import Recorded, RecordedScalar
 from flashlight_py.tape.noting import current
+from flashlight_py.tape.numbers import Number
 from flashlight_py.tape.operations import Later, RecordedGenerator, keeping, returning
 
 _PACKAGE = str(Path(__file__).parent.parent)
@@ -103,11 +104,16 @@ class Recording:
         if "raise" in np.geterr().values():
             self.leave("numpy.errstate lets errors of numbers raise, which no replay does,")
         result = function(*plain_args, **plain_options)
+        if function is not np.ndarray.astype and _is_view_of_number(result, args):
+            result = result.copy()  # numbers are no memory
         out = options.get("out")
         given = out if isinstance(out, tuple) else () if out is None else (out,)
         written = [self._plain(each) for each in (*changed, *given) if each is not None]
+        written += [each for each in plain_args[1:] if each is result]  # out, by its position
         made: list[np.ndarray[Any, Any]] = []
         wrapped = given[0] if len(given) == 1 else self._wrap(result, made)
+        if made and len(made) != _count_of(result):
+            self.leave("new arrays are returned with such as share their memory,")
         if (made or written) and not self.left:
             self.notes.append(Note(function, plain_args, plain_options, made, written))
         return wrapped
@@ -296,6 +302,15 @@ def numbers_of(objects: Iterable[object]) -> set[Any]:
             elif type(value) is list and all(isinstance(item, _NUMBERS) for item in value):
                 found.add(id(value))
     return found
+
+
+def _is_view_of_number(result: Any, args: tuple[Any, ...]) -> bool:
+    numbers = (each.array for each in args if type(each) is RecordedScalar)
+    return type(result) is np.ndarray and any(np.shares_memory(result, each) for each in numbers)
+
+
+def _count_of(result: Any) -> int:
+    return sum(map(_count_of, result)) if isinstance(result, (tuple, list)) else 1
 
 
 def _operations_made() -> int:

@@ -25,7 +25,7 @@ from flashlight_py.tape.operands import is_read_first, is_written, outline
 from flashlight_py.tape.program import SLOTS, Builder
 from flashlight_py.tape.reach import Place, Reach
 from flashlight_py.tape.recording import Note, Recording, bounds, is_number, live, numbers_of
-from flashlight_py.tape.results import CannotCapture, as_returned, unwrapped
+from flashlight_py.tape.results import CannotCapture, arrays_of, as_returned, unwrapped
 
 _MOST_PROGRAMS = 16
 _MOST_TRIES = 64
@@ -210,10 +210,10 @@ class Session:
                 *given[:position], **dict(zip(options, given[position:], strict=True))
             )
             self._recording.check_operations()
+            replaced = self._put_back(held, result)
         finally:
             current.recording = None
             own_operations.remove(self._recording)
-            self._put_back(held)
             self._swap_out()
         self._result = as_returned(result)
         self._live = {(id(variable), "grad") for variable in self._reach.variables}
@@ -231,6 +231,11 @@ class Session:
             self.reason = f"it changes what is not an array, which a replay would not do: {what}"
         result = unwrapped(result)
         _unwrap(Reach(functools.partial(id, result)).arrays)  # in objects that it returned
+        for place, array, now in replaced:
+            if self.reason:
+                place.set(now)
+            else:
+                np.copyto(array, now)
         return result, outline(self._recording, self._arrays)
 
     def _drawn(self) -> str:
@@ -261,8 +266,13 @@ class Session:
         guards = _tape.guards([*Reach(self._root).guards(self._live), *grads])
         return builder.describe(self._names, bindings, guards)
 
-    def _put_back(self, held: list[tuple[Place, Any]]) -> None:
-        """Copy what took the place of arrays into them, as every replay does."""
+    def _put_back(
+        self, held: list[tuple[Place, Any]], result: Any
+    ) -> list[tuple[Place, Array, Array]]:
+        """Return what took the place of arrays: it is copied into them, as by every replay."""
+        returned = [place.get() for place in Reach(functools.partial(id, result)).arrays]
+        returned = [each.array for each in returned if type(each) is Recorded]
+        returned += arrays_of(as_returned(result))
         new = [
             (place, array, now)
             for place, array in held
@@ -277,11 +287,16 @@ class Session:
             is_only &= sum(one is array for _, one in held) == 1
             if not (is_made and fits and is_only) or place.key == "buffer":
                 self._recording.leave(f"another array takes the place of {place.words()}")
+            if any(np.may_share_memory(array, each) for each in returned):
+                self._recording.leave(
+                    f"it returns the array in the place of which another one is put: "
+                    f"{place.words()}; return a copy"
+                )
         for place, array, now in () if self._recording.left else new:
             note = Note(np.copyto, (array, now.array), {}, [], [array])
             self._recording.notes.append(note)
-            np.copyto(array, now.array)
             place.set(array)
+        return [] if self._recording.left else [(place, a, now.array) for place, a, now in new]
 
     def _swap_in(self, places: list[Place]) -> list[Any]:
         for place in places:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,34 @@ def assert_same_bits(expected: Any, got: Any) -> None:
     else:
         assert type(expected) is type(got)
         assert repr(expected) == repr(got)
+
+
+def compare(step: Callable[..., Any], calls: list[tuple[Any, ...]]) -> Any:
+    """Call an eager and a captured step alike; return the captured one."""
+    captured = fl.capture(step)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "capture: .* stays eager", RuntimeWarning)
+        for args in calls:
+            memory: dict[int, Any] = {}  # with the same arrays in common, in a copy
+            other = [_copied(arg, memory) for arg in args]
+            assert_same_bits(step(*args), captured(*other))
+            assert_same_bits(list(filter(_is_array, args)), list(filter(_is_array, other)))
+    return captured
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray)
+
+
+def _copied(value: Any, memory: dict[int, Any]) -> Any:
+    if not _is_array(value):
+        return value
+    base = value if value.base is None else value.base
+    if not _is_array(base) or base.dtype != value.dtype:
+        return value.copy(order="K")
+    copy = memory.setdefault(id(base), base.copy(order="K"))
+    at = value.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    return np.ndarray(value.shape, value.dtype, copy, at, value.strides)
 
 
 def optimizers() -> dict[str, Callable[[list[fl.Variable]], Any]]:

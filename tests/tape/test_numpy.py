@@ -1,0 +1,138 @@
+"""What NumPy allows: ways to call its functions, and to change arrays, that recordings see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.tape.steps import assert_same_bits, compare
+
+Array = np.ndarray[Any, Any]
+X = np.random.default_rng(0).random((10, 3, 4)) * 4 - 2
+
+
+def changing(change: Callable[[Array, Array], Any], of: Callable[[Array], Array] = np.copy) -> Any:
+    """Return a step that calls ``change`` with a new array and its argument."""
+
+    def step(x: Array) -> Any:
+        y = of(x * 2)
+        change(y, x)
+        return y
+
+    return step
+
+
+def add_one(view: Array) -> None:
+    view += 1
+
+
+def with_gaps(x: Array) -> Array:
+    return np.where(x > 0, x, np.nan)
+
+
+def number_and_view(view_of: Callable[[Any], Any]) -> Callable[[Array], Any]:
+    def step(x: Array) -> Any:
+        number = x.sum()
+        view = view_of(number)
+        view += 1
+        return number, view
+
+    return step
+
+
+ROW = slice(None), 0
+CASES: dict[str, Callable[[Array], Any]] = {
+    "out of cumsum by position": changing(lambda y, x: np.cumsum(x, 0, None, y)),
+    "out of dot by position": changing(lambda y, x: np.dot(x[:, :3].copy(), x, y)),
+    "out of take by position": changing(lambda y, x: x.take([0, 2, 1], 0, y)),
+    "out of concatenate by position": changing(lambda y, x: np.concatenate([x[1:], x[:1]], 0, y)),
+    "out of method by position": changing(lambda y, x: x.cumsum(0, None, y)),
+    "mask of copyto by position": changing(lambda y, x: np.copyto(y, x, "same_kind", x > 0)),
+    "list of sums": changing(lambda y, x: y.__setitem__(ROW, [x.sum(), x.max(), 0.0])),
+    "sum with list of sums": lambda x: x[0, :2] + [x.sum(), x.max()],
+    "choice of list of sums": lambda x: np.where(x[0, :2] > 0, [x.sum(), x.max()], 0),
+    "nan_to_num": changing(lambda y, x: np.nan_to_num(y, copy=False), with_gaps),
+    "nan_to_num by position": changing(lambda y, x: np.nan_to_num(y, False), with_gaps),
+    "median that overwrites": changing(lambda y, x: np.median(y, 0, None, True)),
+    "median that overwrites by name": changing(lambda y, x: np.median(y, overwrite_input=True)),
+    "flat elements": changing(lambda y, x: y.flat.__setitem__(slice(2), x[0, :2])),
+    "flat elements of transposed": changing(lambda y, x: y.T.flat.__setitem__(slice(2), 7.0)),
+    "real parts that are set": changing(lambda y, x: setattr(y, "real", 3.0), lambda x: x + 1j),
+    "elements that are set": changing(lambda y, x: setattr(y, "flat", 3.0)),
+    "shape that is set": changing(lambda y, x: setattr(y, "shape", (4, 3))),
+    "truth value": lambda x: (x > 0)[0, 0],
+    "sum by position": lambda x: (np.sum(x, 0, None, None, True), x.sum(1, None, None, True)),
+    "max by position": lambda x: (np.max(x, 0, None, True), x.max(0, None, True)),
+    "mean by position": lambda x: (np.mean(x, 0, None, None, True), x.mean(0, None, None, True)),
+    "any by position": lambda x: np.any(x > 0, 0, None, True),
+    "clip by name": lambda x: (np.clip(x, min=-1, max=1), np.clip(x, max=0.5)),
+    "clip of nothing": lambda x: np.clip(x, None, None),
+    "reshape by columns": lambda x: (np.reshape(x, -1, "F"), np.reshape(x, (4, 3), order="F")),
+    "axis that is no int": lambda x: (x.sum(axis=np.int64(0)), x.max(np.int8(-1))),
+    "lists in concatenate": lambda x: np.concatenate([x[0], [1.0, 2.0]]),
+    "one of two outs": changing(lambda y, x: np.divmod(x, 0.5, out=(y, None))),
+    "results that share memory": lambda x: np.unravel_index(x.argsort(None), x.shape),
+    "row at a number": changing(lambda y, x: add_one(y[abs(y[0]).argmax() % 3])),
+    "number and its view": number_and_view(lambda number: number[...]),
+    "number and its reshaped view": number_and_view(lambda number: number.reshape(1)),
+    "number and a view by function": number_and_view(lambda number: np.reshape(number, 1)),
+    "round": lambda x: (round(x.sum(), 1), round(x.max())),
+    "memory": lambda x: bytes((x * 2).data) and x,
+    "method of numbers of Python": lambda x: x.sum().is_integer(),
+}
+
+
+@pytest.mark.parametrize("step", CASES.values(), ids=CASES)
+def test_calls(step: Callable[[Array], Any]) -> None:
+    captured = compare(step, [(x,) for x in X])
+    assert captured.reason or captured.replays == 7
+
+
+@pytest.mark.parametrize("product", [np.matmul, np.dot, np.outer], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1)], ids=str)
+def test_signs_of_zeros_in_products(product: Any, shape: tuple[int, int]) -> None:
+    random = np.random.default_rng(0)
+
+    def pairs(*values: float) -> Iterator[tuple[Array, Array]]:
+        for _ in range(6):
+            yield random.choice(values, shape), random.choice(values, shape[::-1])
+
+    step = compare(product, [*pairs(1.5, 2.5), *pairs(0.0, -0.0, 1.5), *pairs(-0.0, -1.5)])
+    assert step.replays == 15
+
+
+class State:
+    def __init__(self) -> None:
+        self.array = np.arange(12.0).reshape(3, 4)
+        self.before: list[Array] = []
+
+    def return_old(self, x: Array) -> Any:
+        old = self.array
+        self.array = old * 0.5 + x
+        return old, old[1:]
+
+    def keep_old(self, x: Array) -> Any:
+        self.before.append(self.array)
+        self.array = self.array * 0.5 + x
+
+
+@pytest.mark.parametrize("name", ["return_old", "keep_old"])
+def test_state_that_gets_another_array(name: str) -> None:
+    eager, captured = State(), State()
+    step = fl.capture(getattr(captured, name))
+    with pytest.warns(RuntimeWarning, match="stays eager"):
+        results = [(getattr(eager, name)(x), step(x)) for x in X]
+    for one, other in results:
+        assert_same_bits(one, other)
+    assert_same_bits(eager.array, captured.array)
+    assert_same_bits(eager.before, captured.before)
+
+
+def test_rows_of_every_second_element() -> None:
+    """A row that is laid out once for many is not read behind its last element."""
+    step = compare(lambda x: x[:, :5] + x[0, ::2], [(x.repeat(3, 1)[:, :9].copy(),) for x in X])
+    assert step.replays == 7
