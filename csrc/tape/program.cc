@@ -268,7 +268,8 @@ PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
   PyObject* result = nullptr;
   if (set_arguments(args, kwargs)) {
     for (const Binding& each : bindings_) slots.set(each.variable.get(), each.slot, each.value.get());
-    const Outcome outcome = run();
+    Outcome outcome = run();
+    if (PyErr_Occurred()) outcome = Outcome::failed;
     *is_left = outcome == Outcome::left;
     if (outcome == Outcome::done) result = build(result_, args, kwargs);
   }

@@ -76,6 +76,8 @@ class Lowering:
         if note.options.keys() - {"out", "casting"} or ufunc.nout != 1 or ufunc.signature:
             return None
         out = (*note.made, *note.changed)[0]
+        if ufunc is np.power and out.dtype.kind in "iu":  # whose loops raise errors
+            return None
         args = args[: ufunc.nin]
         try:
             dtypes = ufunc.resolve_dtypes((*map(_dtype_of, args), None))

@@ -177,10 +177,18 @@ class Arena:
         return np.ndarray(like.shape, like.dtype, self._memory, at, like.strides)
 
 
-def outline(recording: Recording, arguments: Sequence[np.ndarray[Any, Any] | None]) -> list[Any]:
-    """Return what two runs of a step have in common if they do the same."""
+def outline(
+    recording: Recording,
+    arguments: Sequence[np.ndarray[Any, Any] | None],
+    places: dict[int, str],
+) -> list[Any]:
+    """Return what two runs of a step have in common if they do the same.
+
+    ``places``: of arrays that others are put in the place of, by their addresses, where that is.
+    """
     memory = Memory(recording.made, arguments)
-    unknown = {address_of(each): number for number, each in enumerate(recording.constants)}
+    unknown: dict[int, Any] = dict(places)
+    unknown |= {address_of(each): number for number, each in enumerate(recording.constants)}
 
     def described(value: Any) -> Any:
         if type(value) is np.ndarray:

@@ -248,7 +248,7 @@ class Recording:
     def _wrap(self, result: Any, made: list[np.ndarray[Any, Any]]) -> Any:
         kind = type(result)
         if kind is np.ndarray:
-            if result.size and self.knows(result):
+            if not result.size or self.knows(result):
                 return Recorded(result)
             self._add(result)
             made.append(result)

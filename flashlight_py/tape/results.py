@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ class Returned(NamedTuple):
     variable: Variable
     data: Any
     has_history: bool
+    was_there: bool  # before
 
 
 class Results:
@@ -72,8 +73,10 @@ class Results:
         for number, value in enumerate(self._values):
             if result.variable is value:
                 return _argument(number)
-        if not self._is_made(result.data):
+        if result.was_there:
             return _constant(result.variable)
+        if type(result.data) not in (Recorded, RecordedScalar):
+            raise CannotCapture("it returns a new variable of an array that it has not computed")
         array, calc_grad = result.data.array, result.variable.calc_grad
         node = None
         if result.has_history:
@@ -123,15 +126,18 @@ def _argument(number: int) -> tuple[Any, ...]:
     return ARGUMENT_ITSELF, None, None, number, 0, (), (), ()
 
 
-def as_returned(result: Any) -> Any:
-    """Return what the step returned, with what variables in it held."""
+def as_returned(result: Any, there: Container[int]) -> Any:
+    """Return what the step returned, with what variables in it held.
+
+    ``there``: the ids of variables that were there before.
+    """
     kind = type(result)
     if kind is Variable:
-        return Returned(result, result.data, result.node is not None)
+        return Returned(result, result.data, result.node is not None, id(result) in there)
     if kind in (tuple, list):
-        return kind(map(as_returned, result))
+        return kind([as_returned(each, there) for each in result])
     if kind is dict:
-        return {name: as_returned(each) for name, each in result.items()}
+        return {name: as_returned(each, there) for name, each in result.items()}
     return result
 
 

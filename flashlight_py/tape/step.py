@@ -8,7 +8,6 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.device import own_operations
 from flashlight_py.tape import blas, kernels
+from flashlight_py.tape.arguments import are_plain, array_of, described, kind_of
 from flashlight_py.tape.arrays import Recorded, RecordedScalar
 from flashlight_py.tape.checking import beside
 from flashlight_py.tape.kinds import known_layouts
@@ -24,7 +24,14 @@ from flashlight_py.tape.noting import current
 from flashlight_py.tape.operands import is_read_first, is_written, outline
 from flashlight_py.tape.program import SLOTS, Builder
 from flashlight_py.tape.reach import Place, Reach
-from flashlight_py.tape.recording import Note, Recording, bounds, is_number, live, numbers_of
+from flashlight_py.tape.recording import (
+    Note,
+    Recording,
+    address_of,
+    bounds,
+    live,
+    numbers_of,
+)
 from flashlight_py.tape.results import CannotCapture, arrays_of, as_returned, unwrapped
 
 _MOST_PROGRAMS = 16
@@ -56,6 +63,8 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self._seen: dict[Any, deque[Any]] = {}  # what recordings did, by the kind of arguments
         self._tries = 0
         self._trials: list[_Trial] = []  # with check
+        # Of what is put in the place of arrays: the array of that place, which nobody else has.
+        self._homes: dict[str, Array] = {}
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -68,18 +77,18 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         values = (*args, *options.values())
         if self.reason or current.recording is not None:
             return step(*args, **options)
-        key = (tuple(options), *map(_kind_of, values))
+        key = (tuple(options), *map(kind_of, values))
         if None in key:
             number = key.index(None) - 1
             self._stay_eager(
-                f"argument {number} is {_described(values[number])}; pass arrays, variables "
+                f"argument {number} is {described(values[number])}; pass arrays, variables "
                 "without gradients, and what can be compared"
             )
             return step(*args, **options)
         for trial in self._trials:
             if trial.fits(args, options or None):
                 return self._try(trial, args, options)
-        session = Session(step, values, tuple(options))
+        session = Session(step, values, tuple(options), self._homes)
         if session.reason:
             self._stay_eager(session.reason)
             return step(*args, **options)
@@ -105,7 +114,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         result, outline = session.record(args, options)
         if session.reason:
             self._stay_eager(session.reason)
-        elif outline in self._seen[key]:
+        elif outline in self._seen[key] and session.is_at_home:
             self._add(session)
         else:
             self._seen[key].append(outline)
@@ -172,10 +181,16 @@ class Session:
     """One recorded run of a step."""
 
     def __init__(
-        self, step: Callable[..., Any], values: tuple[Any, ...], names: tuple[str, ...]
+        self,
+        step: Callable[..., Any],
+        values: tuple[Any, ...],
+        names: tuple[str, ...],
+        homes: dict[str, Array],
     ) -> None:
+        self._homes = homes
+        self.is_at_home = True  # what is put in the place of arrays can be copied into them
         self._step, self._values, self._names = step, values, names
-        self._arrays = [_array_of(value) for value in values]
+        self._arrays = [array_of(value) for value in values]
         # Of arguments that are no arrays, such as the instance of a method.
         self._objects = [v for v, a in zip(values, self._arrays, strict=True) if a is None]
         self._root = functools.partial(step, *self._objects)
@@ -190,7 +205,7 @@ class Session:
         known = [bounds(array) for array in places if type(array) is np.ndarray]
         given = [bounds(array) for array in self._arrays if array is not None]
         is_shared = any(a < end and begin < b for a, b in given for begin, end in known)
-        return _are_plain(self._arrays) and not is_shared
+        return are_plain(self._arrays) and not is_shared
 
     def record(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         """Run the step and return what it returns, and an outline of what it did."""
@@ -215,7 +230,7 @@ class Session:
             current.recording = None
             own_operations.remove(self._recording)
             self._swap_out()
-        self._result = as_returned(result)
+        self._result = as_returned(result, {id(one) for one in self._reach.variables})
         self._live = {(id(variable), "grad") for variable in self._reach.variables}
         self._live |= numbers_of(live.values())
         self.reason = self._recording.left
@@ -231,12 +246,22 @@ class Session:
             self.reason = f"it changes what is not an array, which a replay would not do: {what}"
         result = unwrapped(result)
         _unwrap(Reach(functools.partial(id, result)).arrays)  # in objects that it returned
+        self._settle(replaced)
+        named = {address_of(array): place.words() for place, array, _ in replaced}
+        return result, outline(self._recording, self._arrays, named)
+
+    def _settle(self, replaced: list[tuple[Place, Array, Array]]) -> None:
+        """Copy what was put in the place of arrays, which others may have, to where replays do."""
         for place, array, now in replaced:
+            home = self._homes.get(place.words())
             if self.reason:
                 place.set(now)
-            else:
+            elif array is home:
                 np.copyto(array, now)
-        return result, outline(self._recording, self._arrays)
+            else:
+                self.is_at_home = False
+                self._homes[place.words()] = now.copy(order="K")
+                place.set(self._homes[place.words()])
 
     def _drawn(self) -> str:
         """Return the states of all generators of random numbers that are not this package's."""
@@ -269,10 +294,10 @@ class Session:
     def _put_back(
         self, held: list[tuple[Place, Any]], result: Any
     ) -> list[tuple[Place, Array, Array]]:
-        """Return what took the place of arrays: it is copied into them, as by every replay."""
+        """Return what took the place of arrays, and let replays copy it into them."""
         returned = [place.get() for place in Reach(functools.partial(id, result)).arrays]
         returned = [each.array for each in returned if type(each) is Recorded]
-        returned += arrays_of(as_returned(result))
+        returned += arrays_of(as_returned(result, ()))
         new = [
             (place, array, now)
             for place, array in held
@@ -331,44 +356,3 @@ def _unwrap(places: list[Place]) -> None:
         array = place.get()
         if type(array) in (Recorded, RecordedScalar):
             place.set(array.array if type(array) is Recorded else array.array[()])
-
-
-def _array_of(value: Any) -> Array | None:
-    if isinstance(value, Variable):
-        value = value.data
-    return value if type(value) is np.ndarray else None
-
-
-def _are_plain(arrays: list[Array | None]) -> bool:
-    """Return whether all are contiguous, and none has memory of another one."""
-    given = [array for array in arrays if array is not None]
-    spans = sorted(bounds(array) for array in given)
-    are_apart = all(one[1] <= other[0] for one, other in pairwise(spans))
-    return are_apart and all(each.flags.c_contiguous and each.flags.aligned for each in given)
-
-
-def _kind_of(value: Any) -> Any:
-    """Return what arguments must have in common to be replayed alike; None: it cannot be."""
-    array = _array_of(value)
-    if array is not None:
-        is_leaf = not isinstance(value, Variable) or not (value.calc_grad or value.node)
-        is_usable = is_leaf and is_number(array.dtype)
-        return (
-            (type(value), array.dtype.str, array.shape, array.flags.writeable)
-            if is_usable
-            else None
-        )
-    try:
-        hash(value)
-    except TypeError:
-        return None
-    return type(value), value
-
-
-def _described(value: Any) -> str:
-    array = _array_of(value)
-    if array is not None and not is_number(array.dtype):
-        return f"an array of {array.dtype}"
-    if isinstance(value, Variable):
-        return "a variable with a gradient"
-    return f"an object of type {type(value).__name__}"

@@ -105,6 +105,13 @@ def test_signs_of_zeros_in_products(product: Any, shape: tuple[int, int]) -> Non
     assert step.replays == 15
 
 
+def test_powers_that_are_none() -> None:
+    step = compare(np.power, [(np.arange(3), np.arange(3) + n) for n in range(6)])
+    assert step.replays == 3
+    with pytest.raises(ValueError, match="negative integer powers"):
+        step(np.arange(3), np.arange(3) - 2)
+
+
 class State:
     def __init__(self) -> None:
         self.array = np.arange(12.0).reshape(3, 4)

@@ -207,6 +207,51 @@ def test_arguments_are_checked() -> None:
             step()
 
 
+def test_variables_of_state_that_are_returned() -> None:
+    """A view of a parameter, a parameter itself, and a gradient without elements."""
+
+    def make() -> tuple[Any, ...]:
+        weight, none = fl.param(np.arange(4.0).reshape(2, 2)), fl.param(np.zeros((4, 0)))
+
+        def step(x: np.ndarray) -> Any:
+            ((weight * fl.input(x)).sum() + none.sum()).backward()
+            weight.array -= 0.1 * weight.grad
+            return weight, weight[::-1], weight.T
+
+        return step, [weight, none]
+
+    eager, captured = twins(make)
+    for number in range(8):
+        x = np.full((2, 2), float(number))
+        assert_same_bits(eager.step(x), captured.step(x.copy()))
+    captured.assert_replayed(8)
+    assert_same_bits(eager.state(), captured.state())
+
+
+def test_results_are_not_overwritten() -> None:
+    """Where a step puts another array in the place of one, which others may have."""
+
+    class State:
+        array = None
+
+    def make() -> Any:
+        state = State()
+        state.array = np.zeros(3)
+
+        def step(x: np.ndarray) -> Any:
+            state.array = state.array + x
+            return state.array
+
+        return step
+
+    eager, captured = make(), fl.capture(make())
+    xs = [np.full((3,) if n % 7 < 5 else (1,), float(n)) for n in range(20)]
+    results = [(eager(x), captured(x)) for x in xs]
+    assert captured.replays >= 10
+    for one, other in results:
+        assert_same_bits(one, other)
+
+
 def test_results_of_replays_are_apart() -> None:
     step = fl.capture(lambda x: fl.input(x) * 2)
     results = [step(x) for x in X]
