@@ -76,9 +76,9 @@ class Lowering:
         if note.options.keys() - {"out", "casting"} or ufunc.nout != 1 or ufunc.signature:
             return None
         out = (*note.made, *note.changed)[0]
-        if ufunc is np.power and out.dtype.kind in "iu":  # whose loops raise errors
-            return None
         args = args[: ufunc.nin]
+        if ufunc is np.power and not _is_plain_power(args, out):
+            return None
         try:
             dtypes = ufunc.resolve_dtypes((*map(_dtype_of, args), None))
         except TypeError:
@@ -266,6 +266,19 @@ class Lowering:
             self.constants.append(start)
         types = (kind.num, kind.num, target.dtype.num)
         return [*lowered, Reduce(ufunc, types, source, target.reshape(-1), along_rows, start)]
+
+
+def _is_plain_power(args: Any, out: Array) -> bool:
+    """Return whether the loop of ``power`` is called as NumPy calls it.
+
+    Of integers it raises errors, and where the exponent stays the same it computes in another way.
+    """
+    if out.dtype.kind in "iu" or not out.flags.c_contiguous:
+        return False
+    arrays = [each for each in args if isinstance(each, np.ndarray)]
+    return all(
+        each.size == 1 or (each.shape == out.shape and each.flags.c_contiguous) for each in arrays
+    )
 
 
 def _reduce_arguments(note: Note) -> tuple[Any, ...]:

@@ -80,6 +80,7 @@ CASES: dict[str, Callable[[Array], Any]] = {
     "number and its view": number_and_view(lambda number: number[...]),
     "number and its reshaped view": number_and_view(lambda number: number.reshape(1)),
     "number and a view by function": number_and_view(lambda number: np.reshape(number, 1)),
+    "number by function": lambda x: (np.transpose(x.sum()), np.squeeze(x.max())),
     "round": lambda x: (round(x.sum(), 1), round(x.max())),
     "memory": lambda x: bytes((x * 2).data) and x,
     "method of numbers of Python": lambda x: x.sum().is_integer(),
@@ -103,6 +104,22 @@ def test_signs_of_zeros_in_products(product: Any, shape: tuple[int, int]) -> Non
 
     step = compare(product, [*pairs(1.5, 2.5), *pairs(0.0, -0.0, 1.5), *pairs(-0.0, -1.5)])
     assert step.replays == 15
+
+
+@pytest.mark.parametrize("exponent", ["each row", "each column", "every", "one", "number"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_powers(exponent: str, dtype: str) -> None:
+    """NumPy takes reciprocals, roots and squares where the exponent stays the same in a loop."""
+    random = np.random.default_rng(0)
+    shapes = {"each row": (9, 1), "each column": (70,), "every": (9, 70), "one": (1,), "number": ()}
+
+    def pairs() -> Iterator[tuple[Array, Array]]:
+        for _ in range(10):
+            exponents = random.choice([-1.0, 2.0, 0.5, 0.0, 3.0], shapes[exponent])
+            yield random.random((9, 70)).astype(dtype) * 3, np.asarray(exponents, dtype)
+
+    step = compare(lambda x, y: (np.power(x, y), np.power(x[:, ::2].T, 2.0), x**y), [*pairs()])
+    assert step.replays == 7
 
 
 def test_powers_that_are_none() -> None:
