@@ -73,6 +73,7 @@ sanitize: ## stress the native code: plain, with Address- and UndefinedBehavior-
 	  $(MAKE) -s -j$$(nproc) -C tests/native OUT=$(CURDIR)/build/native $$way || exit; \
 	  $(MAKE) -s -j$$(nproc) -C tests/native/gloo OUT=$(CURDIR)/build/native/gloo $$way || exit; \
 	done
+	@$(IN_VENV) $(MAKE) -s -j$$(nproc) -C tests/native/tape OUT=$(CURDIR)/build/native/tape address
 
 wheel: $(READY) ## build a wheel that carries libgloo inside, into wheelhouse/
 	$(IN_VENV) scripts/build_wheel wheelhouse

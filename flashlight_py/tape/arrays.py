@@ -234,6 +234,8 @@ class RecordedScalar(Recorded):
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") and not hasattr(self.array, name):
             return _read(name, getattr(self.array[()], name))
+        if name in CHANGE_THEMSELVES or name == "fill":  # a number does not change
+            return lambda *args: getattr(self.array.copy(), name)(*plain(args))
         value = super().__getattr__(name)
         if not callable(value):
             return _as_scalar(value)
@@ -242,6 +244,9 @@ class RecordedScalar(Recorded):
     def __getitem__(self, where: Any) -> Any:
         found = super().__getitem__(where)
         return found.copy() if type(found) is Recorded else found
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        self.array[()][where] = value  # which raises
 
     def __round__(self, digits: int | None = None) -> Any:
         if digits is None:

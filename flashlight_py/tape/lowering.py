@@ -99,6 +99,8 @@ class Lowering:
         if not isinstance(value, np.ndarray):
             if any(True for _ in arrays_in(value)):  # such as [x.sum(), 0.0]
                 return None
+            if type(value) is int and not _has_room(dtype, value):
+                return None
             constant = np.asarray(value, dtype)
             self.constants.append(constant)
             return constant
@@ -266,6 +268,10 @@ class Lowering:
             self.constants.append(start)
         types = (kind.num, kind.num, target.dtype.num)
         return [*lowered, Reduce(ufunc, types, source, target.reshape(-1), along_rows, start)]
+
+
+def _has_room(dtype: Any, value: int) -> bool:
+    return dtype.kind not in "iu" or np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
 
 
 def _is_plain_power(args: Any, out: Array) -> bool:

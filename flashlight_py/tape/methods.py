@@ -35,11 +35,15 @@ class Methods:
     def min(self: Any, axis: Any = None, out: Any = None, *more: Any, **options: Any) -> Any:
         return np.minimum.reduce(self, axis, None, out, *more, **options)
 
-    def any(self: Any, axis: Any = None, out: Any = None, *more: Any, **options: Any) -> Any:
-        return np.logical_or.reduce(self, axis, np.bool_, out, *more, **options)
+    def any(
+        self: Any, axis: Any = None, dtype: Any = None, out: Any = None, *more: Any, **options: Any
+    ) -> Any:
+        return np.logical_or.reduce(self, axis, dtype or np.bool_, out, *more, **options)
 
-    def all(self: Any, axis: Any = None, out: Any = None, *more: Any, **options: Any) -> Any:
-        return np.logical_and.reduce(self, axis, np.bool_, out, *more, **options)
+    def all(
+        self: Any, axis: Any = None, dtype: Any = None, out: Any = None, *more: Any, **options: Any
+    ) -> Any:
+        return np.logical_and.reduce(self, axis, dtype or np.bool_, out, *more, **options)
 
     def mean(
         self: Any, axis: Any = None, dtype: Any = None, out: Any = None, *more: Any, **options: Any
@@ -85,11 +89,19 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda x, *args, **options: getattr(x, name)(*args, **options)
 
 
+def _without_dtype(name: str) -> Callable[..., Any]:
+    return lambda x, axis=None, out=None, *more, **options: getattr(x, name)(
+        axis, None, out, *more, **options
+    )
+
+
 OWN_WORDS: dict[Any, Callable[..., Any]] = {
     np.clip: _clip,
     np.max: _method("max"),
     np.min: _method("min"),
-    **{getattr(np, name): _method(name) for name in ("sum", "prod", "any", "all", "mean")},
+    np.any: _without_dtype("any"),
+    np.all: _without_dtype("all"),
+    **{getattr(np, name): _method(name) for name in ("sum", "prod", "mean")},
 }
 SAY_NOTHING_OF_VALUES = {np.shape, np.ndim, np.size, np.result_type, np.can_cast, np.iscomplexobj,
                           np.isrealobj, np.may_share_memory, np.shares_memory}  # fmt: skip

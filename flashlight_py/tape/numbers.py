@@ -1,8 +1,10 @@
-"""Numbers of Python that a step reads from arrays, and returns."""
+"""Numbers: of Python, that a step reads from arrays and returns, and of NumPy in its functions."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -89,3 +91,22 @@ for _name in (
     *["round", "hash", "repr", "str", "format"],
 ):
     setattr(Number, f"__{_name}__", _reading(f"__{_name}__"))
+
+
+def is_written_in_python(function: Any) -> bool:
+    """Return whether a function of NumPy may look at which kind of object it is given."""
+    return type(getattr(function, "_implementation", None)) is FunctionType and (
+        function is not np.clip
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def of_numbers(function: Any, places: tuple[int, ...]) -> Callable[..., Any]:
+    """Return ``function``, which gets numbers of NumPy in the place of arrays of one."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        given = [each[()] if place in places else each for place, each in enumerate(args)]
+        return function(*given, **options)
+
+    call.__qualname__ = f"{function.__name__} of numbers"
+    return call

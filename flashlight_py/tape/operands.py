@@ -118,6 +118,18 @@ def is_outcome(note: Note, memory: Memory, kept: set[int]) -> bool:
     return False
 
 
+def _may_raise(note: Note) -> bool:
+    """Return whether values decide if a note raises, which the step then does."""
+    if note.function in (np.power, operator.pow):
+        return any(each.dtype.kind in "iu" for each in note.made)
+    if note.function in _INDEXING:
+        return any(True for _ in arrays_in(note.args[1:]))
+    return getattr(note.function, "__module__", None) == "numpy.linalg"
+
+
+_INDEXING = {operator.getitem, np.take, np.ndarray.take, np.take_along_axis, np.choose}
+
+
 def without_dead(notes: Iterable[Note], memory: Memory, kept: Iterable[int]) -> list[Note]:
     """Return the notes that something depends on: those ``kept``, of what was made, and effects."""
     seen_outside = set(kept)
@@ -125,9 +137,8 @@ def without_dead(notes: Iterable[Note], memory: Memory, kept: Iterable[int]) -> 
     alive = []
     for note in reversed(list(notes)):
         written = [memory.where(array) for array in (*note.made, *note.changed)]
-        if is_outcome(note, memory, seen_outside) or any(
-            where.space == MADE and where.number in needed for where in written
-        ):
+        is_needed = is_outcome(note, memory, seen_outside) or _may_raise(note)
+        if is_needed or any(where.space == MADE and where.number in needed for where in written):
             alive.append(note)
             for array in operands_of(note):
                 where = memory.where(array)

@@ -20,8 +20,8 @@ from flashlight_py import random
 from flashlight_py.autograd import Variable
 from flashlight_py.device import operations_made
 from flashlight_py.tape.arrays import Recorded, RecordedScalar
-from flashlight_py.tape.noting import current, plain
-from flashlight_py.tape.numbers import Number
+from flashlight_py.tape.noting import current
+from flashlight_py.tape.numbers import Number, is_written_in_python, of_numbers
 from flashlight_py.tape.operations import Later, RecordedGenerator, keeping, returning
 
 _PACKAGE = str(Path(__file__).parent.parent)
@@ -103,9 +103,12 @@ class Recording:
         plain_options = {name: self._plain(each) for name, each in options.items()}
         if "raise" in np.geterr().values():
             self.leave("numpy.errstate lets errors of numbers raise, which no replay does,")
+        numbers = tuple(i for i, each in enumerate(args) if type(each) is RecordedScalar)
+        if numbers and is_written_in_python(function):
+            function = of_numbers(function, numbers)
         result = function(*plain_args, **plain_options)
-        if type(result) is np.ndarray:
-            result = _of_numbers(result, function, args, options)
+        if numbers and function is not np.ndarray.astype and _is_view_of_number(result, args):
+            result = result.copy()  # numbers are no memory
         out = options.get("out")
         given = out if isinstance(out, tuple) else () if out is None else (out,)
         written = [self._plain(each) for each in (*changed, *given) if each is not None]
@@ -304,16 +307,9 @@ def numbers_of(objects: Iterable[object]) -> set[Any]:
     return found
 
 
-def _of_numbers(result: Any, function: Any, args: tuple[Any, ...], options: Any) -> Any:
-    """Return ``result`` as ``function`` returns it of numbers, which are no memory."""
-    numbers = [each.array for each in args if type(each) is RecordedScalar]
-    if not numbers or function is np.ndarray.astype:
-        return result
-    is_method = hasattr(function, "__objclass__")  # whose results scalars make numbers
-    if not (result.ndim or is_method or "out" in options):
-        given = [each.array[()] if type(each) is RecordedScalar else plain(each) for each in args]
-        return function(*given, **plain(options))
-    return result.copy() if any(np.shares_memory(result, each) for each in numbers) else result
+def _is_view_of_number(result: Any, args: tuple[Any, ...]) -> bool:
+    numbers = (each.array for each in args if type(each) is RecordedScalar)
+    return type(result) is np.ndarray and any(np.shares_memory(result, each) for each in numbers)
 
 
 def _count_of(result: Any) -> int:

@@ -88,7 +88,8 @@ class Results:
             if result.array is array:
                 return _argument(number)
         if not self._is_made(result):
-            return _constant(result.array)
+            is_number = type(result) is RecordedScalar
+            return _constant(result.array[()] if is_number else result.array)
         as_what = SCALAR if type(result) is RecordedScalar else ARRAY
         return as_what, None, None, *self._array(result.array), ()
 

@@ -12,7 +12,7 @@ NATIVE = Path(__file__).parent
 BUILD = NATIVE.parents[1] / "build" / "native"
 
 
-def stress(folder: str, configuration: str, **variables: int) -> None:
+def stress(folder: str, configuration: str, **variables: int | str) -> None:
     """Make ``configuration`` (plain, address, thread) in ``folder``, relative to this one."""
     settings = [f"OUT={BUILD / folder}", *(f"{name}={value}" for name, value in variables.items())]
     command = ["make", "-s", "-j2", "-C", str(NATIVE / folder), configuration, *settings]

@@ -30,6 +30,12 @@ def add_one(view: Array) -> None:
     view += 1
 
 
+def filled_number(x: Array) -> Any:
+    number = x.sum()
+    number.fill(3)
+    return number
+
+
 def with_gaps(x: Array) -> Array:
     return np.where(x > 0, x, np.nan)
 
@@ -81,6 +87,13 @@ CASES: dict[str, Callable[[Array], Any]] = {
     "number and its reshaped view": number_and_view(lambda number: number.reshape(1)),
     "number and a view by function": number_and_view(lambda number: np.reshape(number, 1)),
     "number by function": lambda x: (np.transpose(x.sum()), np.squeeze(x.max())),
+    "number that is filled": filled_number,
+    "parts of a number": lambda x: (x.sum().imag, x.sum().real, x.sum().T),
+    "all by position": lambda x: ((x > 0).all(0, None), np.all(x > 0, 1), x.any(1, dtype="?")),
+    "numbers that have no room": lambda x: (
+        (x > 0).view("u1") < 300,
+        np.clip(x.view("u1"), -1, 300),
+    ),
     "round": lambda x: (round(x.sum(), 1), round(x.max())),
     "memory": lambda x: bytes((x * 2).data) and x,
     "method of numbers of Python": lambda x: x.sum().is_integer(),
@@ -129,6 +142,19 @@ def test_powers_that_are_none() -> None:
         step(np.arange(3), np.arange(3) - 2)
 
 
+def test_errors_of_what_nobody_uses() -> None:
+    def step(x: Array, y: Array) -> Any:
+        np.power(x, y)
+        x[y]
+        return x + y
+
+    captured = compare(step, [(np.arange(3), np.arange(3)) for _ in range(6)])
+    assert captured.replays == 3
+    for y, error in ((np.arange(3) - 1, ValueError), (np.arange(3) + 1, IndexError)):
+        with pytest.raises(error):
+            captured(np.arange(3), y)
+
+
 class State:
     def __init__(self) -> None:
         self.array = np.arange(12.0).reshape(3, 4)
@@ -158,5 +184,5 @@ def test_state_that_gets_another_array(name: str) -> None:
 
 def test_rows_of_every_second_element() -> None:
     """A row that is laid out once for many is not read behind its last element."""
-    step = compare(lambda x: x[:, :5] + x[0, ::2], [(x.repeat(3, 1)[:, :9].copy(),) for x in X])
+    step = compare(lambda x: x[:, :5] + x[-1, ::2], [(x.repeat(3, 1)[:, :9].copy(),) for x in X])
     assert step.replays == 7
