@@ -80,9 +80,12 @@ def read_by(note: Note) -> Iterator[np.ndarray[Any, Any]]:
     if note.effect:
         yield from operands_of(note)
         return
-    args = note.args[1:] if note.function in (np.copyto, operator.setitem) else note.args
-    yield from arrays_in(args)
-    yield from arrays_in({name: each for name, each in note.options.items() if name != "out"})
+    is_masked = "where" in note.options  # so that the rest of what is written to stays as it was
+    is_copy = note.function is np.copyto and len(note.args) == 2 and not is_masked
+    yield from arrays_in(note.args[1:] if is_copy else note.args)
+    for name, each in note.options.items():
+        if name != "out" or is_masked:
+            yield from arrays_in(each)
 
 
 def is_read_first(array: np.ndarray[Any, Any], notes: Iterable[Note]) -> bool:

@@ -155,6 +155,38 @@ def test_errors_of_what_nobody_uses() -> None:
             captured(np.arange(3), y)
 
 
+PARTS: dict[str, Callable[[Array, Array], Any]] = {
+    "index": lambda y, x: y.__setitem__(np.array([0, 2]), 1.0),
+    "mask": lambda y, x: np.copyto(y, x, where=x > 0),
+    "out": lambda y, x: np.sqrt(abs(x), out=y, where=x > 0),
+    "at": lambda y, x: np.add.at(y, [0, 2], 1.0),
+}
+
+
+@pytest.mark.parametrize("change", PARTS.values(), ids=PARTS)
+def test_gradients_of_which_a_part_is_written(change: Callable[[Array, Array], Any]) -> None:
+    """The step reads the rest, so another gradient in its place is another recording."""
+
+    def make() -> Any:
+        weight = fl.param(np.arange(3.0))
+
+        def step(x: Array) -> Any:
+            change(weight.grad, x)
+            return weight.grad * 1
+
+        return weight, step
+
+    (one, eager), (other, captured) = make(), make()
+    captured = fl.capture(captured)
+    kept = [x[0, :3].copy() for x in X]  # alive, so that each has an address of its own
+    for number, x in enumerate(X):
+        if number not in (1, 2, 3, 4):
+            one.grad, other.grad = kept[number].copy(), kept[number]
+        assert_same_bits(eager(x[1, :3]), captured(x[1, :3].copy()))
+        assert_same_bits(one.grad, other.grad)
+    assert captured.replays == 2
+
+
 class State:
     def __init__(self) -> None:
         self.array = np.arange(12.0).reshape(3, 4)
