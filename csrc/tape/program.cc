@@ -74,12 +74,12 @@ PyObject* Slots::make(Owned array, PyObject* calc_grad, PyObject* node) const {
   return made.release();
 }
 
-// (arguments, names, table, instructions, bindings, result, guards, keep)
+// (arguments, names, table, instructions, bindings, result, occupied, guards, keep)
 std::unique_ptr<Program> Program::read(PyObject* description) {
-  PyObject *arguments, *names, *table, *instructions, *bindings, *result, *guards, *keep;
-  if (!PyArg_ParseTuple(description, "O!O!O!O!O!O!OO", &PyTuple_Type, &arguments, &PyTuple_Type, &names,
+  PyObject *arguments, *names, *table, *instructions, *bindings, *result, *occupied, *guards, *keep;
+  if (!PyArg_ParseTuple(description, "O!O!O!O!O!O!O!OO", &PyTuple_Type, &arguments, &PyTuple_Type, &names,
                         &PyList_Type, &table, &PyList_Type, &instructions, &PyList_Type, &bindings,
-                        &PyTuple_Type, &result, &guards, &keep)) {
+                        &PyTuple_Type, &result, &PyList_Type, &occupied, &guards, &keep)) {
     return nullptr;
   }
   auto program = std::make_unique<Program>();
@@ -90,7 +90,7 @@ std::unique_ptr<Program> Program::read(PyObject* description) {
   }
   const bool read = program->read_arguments(arguments) && program->read_table(table) &&
                     program->read_instructions(instructions) && program->read_bindings(bindings) &&
-                    program->read_result(result, &program->result_);
+                    program->read_result(result, &program->result_) && program->read_occupied(occupied);
   return read ? std::move(program) : nullptr;
 }
 
@@ -171,6 +171,15 @@ bool Program::read_result(PyObject* described, Result* to) {
   return true;
 }
 
+bool Program::read_occupied(PyObject* described) {
+  for (Py_ssize_t i = 0; i < PyList_Size(described); ++i) {
+    Py_ssize_t begin, end;
+    if (!PyArg_ParseTuple(PyList_GetItem(described, i), "nn", &begin, &end)) return false;
+    occupied_.push_back({reinterpret_cast<const char*>(begin), reinterpret_cast<const char*>(end)});
+  }
+  return true;
+}
+
 PyObject* Program::given(PyObject* args, PyObject* kwargs, size_t number) const {
   const size_t by_place = arguments_.size() - names_.size();
   if (number < by_place) return PyTuple_GetItem(args, static_cast<Py_ssize_t>(number));
@@ -197,11 +206,17 @@ int Program::fits(PyObject* args, PyObject* kwargs) {
   return are_apart(args, kwargs) ? guards_hold(guards_.get()) : 0;
 }
 
-// Whether no argument shares memory with another one, as when the step was recorded.
+// Whether no argument shares memory with another one, or with what the step changes, as when it was
+// recorded.
 bool Program::are_apart(PyObject* args, PyObject* kwargs) const {
   for (size_t i = 0; i < arguments_.size(); ++i) {
     if (arguments_[i].kind == Argument::VALUE) continue;
     PyArrayObject* one = array_of(given(args, kwargs, i), arguments_[i].kind);
+    const std::pair<const char*, const char*> own(PyArray_BYTES(one),
+                                                  PyArray_BYTES(one) + PyArray_NBYTES(one));
+    const auto next = std::lower_bound(occupied_.begin(), occupied_.end(), own.second,
+                                       [](const auto& each, const char* end) { return each.first < end; });
+    if (next != occupied_.begin() && (next - 1)->second > own.first && own.first < own.second) return false;
     for (size_t j = 0; j < i; ++j) {
       if (arguments_[j].kind == Argument::VALUE) continue;
       PyArrayObject* other = array_of(given(args, kwargs, j), arguments_[j].kind);

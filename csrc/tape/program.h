@@ -12,6 +12,7 @@
 #include <numpy/ufuncobject.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "tape.h"
@@ -99,6 +100,7 @@ class Program {
   bool read_instructions(PyObject* described);
   bool read_bindings(PyObject* described);
   bool read_result(PyObject* described, Result* to);
+  bool read_occupied(PyObject* described);
   PyObject* given(PyObject* args, PyObject* kwargs, size_t number) const;  // borrowed
   bool are_apart(PyObject* args, PyObject* kwargs) const;
   bool set_arguments(PyObject* args, PyObject* kwargs);
@@ -110,6 +112,8 @@ class Program {
   std::vector<Owned> names_;  // of the arguments that are passed by name, which come last
   std::vector<char*> table_;
   std::vector<Place> places_;
+  // What the step writes to, or reads where it writes to arguments: begin and end, in order.
+  std::vector<std::pair<const char*, const char*>> occupied_;
   Instructions instructions_;
   std::vector<Binding> bindings_;
   Result result_;

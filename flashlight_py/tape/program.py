@@ -15,11 +15,12 @@ from flashlight_py.tape.operands import (
     OUTSIDE,
     Arena,
     Memory,
+    Where,
     arrays_in,
     operands_of,
     without_dead,
 )
-from flashlight_py.tape.recording import Note, Recording, address_of
+from flashlight_py.tape.recording import Note, Recording, address_of, bounds, merged
 from flashlight_py.tape.results import CannotCapture, Results, arrays_of
 
 Array = np.ndarray[Any, Any]
@@ -27,7 +28,6 @@ Array = np.ndarray[Any, Any]
 # Kinds of arguments, and slots, in csrc/tape/program.h.
 ARRAY_ARGUMENT, VARIABLE_ARGUMENT, VALUE_ARGUMENT = range(3)
 SLOTS = {"data": 0, "grad": 1}
-
 
 Group = list[Loops] | Reduce | Product | Note  # what becomes one instruction
 
@@ -88,7 +88,8 @@ class Builder:
         )
         table = [place for place, _ in sorted(self._table.items(), key=lambda item: item[1])]
         keep = (self._keep, self._arena, self._cells, self._lowering.constants)
-        return arguments, names, table, instructions, bindings, result, guards, keep
+        occupied = merged(map(bounds, self._occupied()))
+        return arguments, names, table, instructions, bindings, result, occupied, guards, keep
 
     def _make(self, shape: tuple[int, ...], dtype: Any) -> Array:
         made = np.empty(shape, dtype)
@@ -138,6 +139,19 @@ class Builder:
                 self._memory.where(array).space != MADE for array in (*note.made, *note.changed)
             ):
                 changed = True
+
+    def _occupied(self) -> list[Array]:
+        """Return what no argument may share memory with: what is written to, and stays.
+
+        Where arguments are written to, also what is read.
+        """
+        arrays = [array for note in self._notes for array in (*note.made, *note.changed)]
+        if any(self._memory.where(each).space == ARGUMENT for each in arrays):
+            arrays = [array for note in self._notes for array in operands_of(note)]
+        return [each for each in arrays if self._stays(self._memory.where(each))]
+
+    def _stays(self, where: Where) -> bool:
+        return where.space == OUTSIDE or (where.space == MADE and where.number in self._kept)
 
     def _find_cells(self, called: Any) -> None:
         """Give a place of its own to each argument that a function of Python is called with."""

@@ -70,7 +70,7 @@ class Recording:
         self._drawn = random.state_dict()
         self._starts: list[int] = []
         self._ends: list[int] = []
-        for low, high in _merged(map(bounds, known)):
+        for low, high in merged(map(bounds, known)):
             self._starts.append(low)
             self._ends.append(high)
 
@@ -345,7 +345,8 @@ def bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
     return low, high + array.itemsize
 
 
-def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the same memory in order, in pieces that do not overlap."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(set(ranges)):
         if found and low < found[-1][1]:

@@ -108,6 +108,34 @@ def test_an_argument_may_be_a_parameter(first: str) -> None:
         assert_same_bits(one, other)
 
 
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "all": lambda p, x: np.add(p, 1, out=p),
+    "reversed": lambda p, x: np.copyto(p, x[::-1]),
+    "by the argument": lambda p, x: np.multiply(x, 2, out=x),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_an_argument_may_be_what_the_step_changes(change: Callable[[Any, Any], Any]) -> None:
+    state, other = np.arange(6.0), np.arange(6.0)
+
+    def stepping(array: np.ndarray) -> Any:
+        def step(x: np.ndarray) -> Any:
+            before = array[:2] * 2
+            change(array, x)
+            return before, x * 2, array - 1, x[::-1].copy()
+
+        return step
+
+    eager, captured = stepping(state), fl.capture(stepping(other))
+    for number, x in enumerate(X[:12, :, 0].astype(float)):
+        is_same = number in (5, 6, 10)
+        results = eager(state if is_same else x.copy()), captured(other if is_same else x.copy())
+        assert_same_bits(*results)
+        assert_same_bits(state, other)
+    assert captured.replays == 6
+
+
 VALUES: dict[str, tuple[Any, Any]] = {
     "zeros of both signs": (0.0, -0.0),
     "in tuples": ((1,), (1.0,)),
