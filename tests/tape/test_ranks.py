@@ -128,12 +128,26 @@ def test_leaves_are_replayed(size: int) -> None:
     assert run_ranks(leaf_by_leaf, size) == [STEPS - 3] * size
 
 
-def sharded(rank: int, size: int, step_in_backward: bool) -> str:
+def shard(model: Any) -> None:
+    fl.fully_shard(model)
+
+
+def shard_and_step_in_backward(model: Any) -> None:
+    fl.fully_shard(model, step_in_backward=True)
+
+
+def cut(model: Any) -> None:
+    fl.parallel.shard_linear(model[0], "column")
+    fl.parallel.shard_linear(model[2], "row")
+
+
+def sharded(rank: int, size: int, divide: Any, optimizer_type: Any) -> tuple[str, int]:
     def make_step() -> tuple[Any, ...]:
         fl.set_seed(0)
-        model = fl.nn.Sequential(fl.nn.Linear(6, 400_000), fl.nn.Linear(400_000, 3))
-        fl.fully_shard(model, step_in_backward=step_in_backward)
-        optimizer = fl.optim.AdamOptimizer(model.params(), 0.01)
+        layers = fl.nn.Linear(6, 400_000), fl.nn.ReLU(), fl.nn.Linear(400_000, 3)
+        model = fl.nn.Sequential(*layers)
+        divide(model)
+        optimizer = optimizer_type(model.params(), 0.01)
         criterion = fl.nn.MeanSquaredError()
 
         def step(x: np.ndarray, y: np.ndarray) -> Any:
@@ -146,18 +160,24 @@ def sharded(rank: int, size: int, step_in_backward: bool) -> str:
         return step, model.params(), optimizer
 
     eager, captured = twins(make_step)
-    xs, ys = data(rank)
+    xs, ys = data(0 if divide is cut else rank)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for x, y in zip(xs[:5], ys[:5], strict=True):
+        for x, y in zip(xs[:8], ys[:8], strict=True):
             assert_same_bits(eager.step(x, y), captured.step(x, y))
-    return str(captured.step.reason)
+            assert_same_bits(eager.state(), captured.state())
+    return str(captured.step.reason), int(captured.step.replays)
 
 
-@pytest.mark.parametrize("step_in_backward", [False, True])
-def test_a_sharded_module_stays_eager(step_in_backward: bool) -> None:
-    reasons = run_ranks(sharded, 2, step_in_backward)
-    assert reasons == ["it uses a sharded module"] * 2
+@pytest.mark.parametrize("divide", [shard, cut])
+@pytest.mark.parametrize("kind", [fl.optim.AdamOptimizer, fl.optim.NovogradOptimizer])
+def test_sharded_modules_are_replayed(divide: Any, kind: Any) -> None:
+    assert run_ranks(sharded, 2, divide, kind) == [("", 5)] * 2
+
+
+def test_a_step_in_backward_stays_eager() -> None:
+    found = run_ranks(sharded, 2, shard_and_step_in_backward, fl.optim.AdamOptimizer)
+    assert found == [("it uses a module sharded in a way that is not recorded", 0)] * 2
 
 
 def accumulate(rank: int, size: int) -> int:
