@@ -128,58 +128,6 @@ def test_leaves_are_replayed(size: int) -> None:
     assert run_ranks(leaf_by_leaf, size) == [STEPS - 3] * size
 
 
-def shard(model: Any) -> None:
-    fl.fully_shard(model)
-
-
-def shard_and_step_in_backward(model: Any) -> None:
-    fl.fully_shard(model, step_in_backward=True)
-
-
-def cut(model: Any) -> None:
-    fl.parallel.shard_linear(model[0], "column")
-    fl.parallel.shard_linear(model[2], "row")
-
-
-def sharded(rank: int, size: int, divide: Any, optimizer_type: Any) -> tuple[str, int]:
-    def make_step() -> tuple[Any, ...]:
-        fl.set_seed(0)
-        layers = fl.nn.Linear(6, 400_000), fl.nn.ReLU(), fl.nn.Linear(400_000, 3)
-        model = fl.nn.Sequential(*layers)
-        divide(model)
-        optimizer = optimizer_type(model.params(), 0.01)
-        criterion = fl.nn.MeanSquaredError()
-
-        def step(x: np.ndarray, y: np.ndarray) -> Any:
-            optimizer.zero_grad()
-            loss = criterion(model(fl.input(x)), fl.no_grad(y))
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step, model.params(), optimizer
-
-    eager, captured = twins(make_step)
-    xs, ys = data(0 if divide is cut else rank)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for x, y in zip(xs[:8], ys[:8], strict=True):
-            assert_same_bits(eager.step(x, y), captured.step(x, y))
-            assert_same_bits(eager.state(), captured.state())
-    return str(captured.step.reason), int(captured.step.replays)
-
-
-@pytest.mark.parametrize("divide", [shard, cut])
-@pytest.mark.parametrize("kind", [fl.optim.AdamOptimizer, fl.optim.NovogradOptimizer])
-def test_sharded_modules_are_replayed(divide: Any, kind: Any) -> None:
-    assert run_ranks(sharded, 2, divide, kind) == [("", 5)] * 2
-
-
-def test_a_step_in_backward_stays_eager() -> None:
-    found = run_ranks(sharded, 2, shard_and_step_in_backward, fl.optim.AdamOptimizer)
-    assert found == [("it uses a module sharded in a way that is not recorded", 0)] * 2
-
-
 def accumulate(rank: int, size: int) -> int:
     fl.set_seed(0)
 
