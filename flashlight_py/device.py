@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 __all__ = [
     "Array",
     "array_module",
+    "deferred",
     "device_of",
     "effect",
     "is_cupy",
@@ -71,6 +72,15 @@ def _owner_of(values: Iterable[Any]) -> Any:
         if found is not None:
             return found
     return None
+
+
+def deferred(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what the owner of one of ``args`` makes of ``function(*args)``; else NotImplemented.
+
+    See ``operation``, which does the same before the function begins.
+    """
+    owner = owner_of(args)
+    return NotImplemented if owner is None else owner.__operation__(function, args, {})
 
 
 def operation(function: Function) -> Function:

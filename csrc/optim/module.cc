@@ -33,7 +33,6 @@ bool is_deferred(PyObject* module, const char* name, PyObject* array, PyObject* 
 
 struct Steps {
   PyObject *params, *states;
-  bool sharded;
   std::vector<Task> tasks;
   Owned left;
 
@@ -43,15 +42,15 @@ struct Steps {
     return left != nullptr && number != nullptr && PyList_Append(left.get(), number.get()) == 0;
   }
 
-  // Whether parameter `position` fits, 1 or 0, into a task; 2: there is nothing to step, or its
-  // placement steps it; 3: it has one, and the caller knows of none; -1: an error.
+  // Whether parameter `position` fits, 1 or 0, into a task; 2: there is nothing to step; 3: it has a
+  // placement, of which the caller does not know; -1: an error.
   int look(Py_ssize_t position, Task* task) {
     PyObject* variable = PyList_GetItem(params, position);
     if (variable == nullptr) return -1;
     Owned placement(PyObject_GetAttr(variable, placement_name));
     Owned grad(PyObject_GetAttr(variable, grad_name));
     if (placement == nullptr || grad == nullptr) return -1;
-    if (placement.get() != Py_None) return sharded ? 2 : 3;
+    if (placement.get() != Py_None) return 3;
     if (grad.get() == Py_None) return 2;
     Owned data(PyObject_GetAttr(variable, data_name));
     if (data == nullptr) return -1;
@@ -111,19 +110,17 @@ bool is_step_deferred(PyObject* module, PyObject* const* args, Py_ssize_t count,
   return is_deferred(module, "step", data.get(), all.get(), result);
 }
 
-/* step(params, states, steps, rule, grad_scale, per_position, sharded): None, or the positions of the
-   parameters that are left to the caller. One that has a placement is skipped where `sharded`, else it
-   is returned alone and nothing was stepped. rule(position, grad_scale) is asked once for parameters
-   that are at the same step, or for each. */
+/* step(params, states, steps, rule, grad_scale, per_position): None, or the positions of the parameters
+   that are left to the caller. One that has a placement is returned alone, and nothing was stepped.
+   rule(position, grad_scale) is asked once for parameters that are at the same step, or for each. */
 PyObject* step(PyObject* module, PyObject* const* args, Py_ssize_t count) {
-  if (count != 7 || !PyList_Check(args[0]) || !PyTuple_Check(args[1]) || !PyList_Check(args[2])) {
-    PyErr_SetString(PyExc_TypeError,
-                    "step(params, states, steps, rule, grad_scale, per_position, sharded)");
+  if (count != 6 || !PyList_Check(args[0]) || !PyTuple_Check(args[1]) || !PyList_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "step(params, states, steps, rule, grad_scale, per_position)");
     return nullptr;
   }
   PyObject* result;
   if (is_step_deferred(module, args, count, &result)) return result;
-  Steps steps{args[0], args[1], args[6] == Py_True, {}, {}};
+  Steps steps{args[0], args[1], {}, {}};
   const Asking asking{args[2], args[3], args[4], args[5] == Py_True, PyTuple_Size(args[1])};
   const double scale = PyFloat_AsDouble(args[4]);
   if (PyErr_Occurred()) return nullptr;

@@ -78,6 +78,7 @@ class Placement(ABC):
 
     shards: Shards
     is_cut = False  # a process has its part alone, and steps it like a parameter of its own
+    replays = False  # captured steps can do again what is done with the parameter
 
     @abstractmethod
     def zeros(self, dtype: DTypeLike) -> Array:

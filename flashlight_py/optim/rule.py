@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array, array_module, effect
 from flashlight_py.optim import cuda, reference
 from flashlight_py.optim.native import native
 from flashlight_py.optim.optimizer import FirstOrderOptimizer
@@ -54,17 +54,34 @@ class RuleOptimizer(FirstOrderOptimizer):
                 cuda.change(queued, grad_scale)
             return
         self._check_placements()
-        sharded = [  # before the first change: a placement may refuse a parameter
-            (position, variable.placement.pieces(variable, self.states_of(position)))
+        placed = [  # before the first change: a placement may refuse a parameter
+            (position, variable.grad, self._pieces_of(position, variable))
             for position, variable in enumerate(self.params)
-            if variable.placement is not None and variable.grad is not None
+            if variable.grad is not None
         ]
+        self._step_placed(placed, grad_scale)
+
+    def _pieces_of(self, position: int, variable: Variable) -> Sequence[tuple[Array, ...]]:
+        states, grad = self.states_of(position), variable.grad
+        assert grad is not None  # else nothing is stepped
+        if variable.placement is None:
+            return [(variable.data, grad, *states)]
+        return variable.placement.pieces(variable, states)  # type: ignore[no-any-return]
+
+    @effect
+    def _step_placed(
+        self, placed: list[tuple[int, Array, Sequence[tuple[Array, ...]]]], grad_scale: float
+    ) -> None:
+        """Step parameters of sharded modules, and those beside them: position, gradient, pieces."""
+        queued: list[cuda.Step] = []
         with ExitStack() as stack:
             for shards in self._shards:
                 stack.enter_context(shards.changing(f"{type(self).__name__}.step"))
-            queued = self._step_own(grad_scale)
-            for position, pieces in sharded:
+            for position, grad, pieces in placed:
+                variable = self.params[position]
+                held, variable.grad = variable.grad, grad  # for a rule that needs a norm
                 queued += self._step_pieces(position, pieces, grad_scale)
+                variable.grad = held
             cuda.change(queued, grad_scale)
 
     def step_pieces(
@@ -117,7 +134,6 @@ class RuleOptimizer(FirstOrderOptimizer):
                 self._rule,
                 grad_scale,
                 self.needs_whole_gradient,
-                self._shards != [],
             )
             if left is None:
                 return []
@@ -125,9 +141,9 @@ class RuleOptimizer(FirstOrderOptimizer):
         queued: list[cuda.Step] = []
         for position in left or ():
             variable = self.params[position]
-            if variable.placement is None and variable.grad is not None:
-                piece = (variable.data, variable.grad, *self.states_of(position))
-                queued += self._step_pieces(position, [piece], grad_scale)
+            if variable.grad is not None:
+                pieces = self._pieces_of(position, variable)
+                queued += self._step_pieces(position, pieces, grad_scale)
         return queued
 
     def _step_pieces(

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array, is_cupy, to_device
+from flashlight_py.device import Array, effect, is_cupy, to_device
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.host_memory import hosts_of
 from flashlight_py.distributed.world import group_or_world
@@ -185,6 +185,8 @@ class HostShards(Shards):
         step_in_backward, across_hosts: see :func:`fully_shard`.
     """
 
+    __captured_state__ = ("memory", "sync")
+
     def __init__(
         self,
         params: Sequence[Variable],
@@ -289,6 +291,7 @@ class HostShards(Shards):
             self.sync.is_done = False
         return self.memory.changing(what)
 
+    @effect
     def check(self, what: str) -> None:
         """Refuse ``what`` where a rank has ended in the middle of a step; see ``Shards``."""
         self.memory.check(what)
@@ -333,6 +336,7 @@ class HostPlacement(Placement):
     """Where one parameter lies in flat arrays of layout ``name``: at ``position`` of ``unit``."""
 
     shards: HostShards
+    __captured_state__ = ("shards",)
 
     def __init__(
         self, shards: HostShards, name: str, unit: UnitPlan, position: int, shape: tuple[int, ...]
@@ -342,6 +346,7 @@ class HostPlacement(Placement):
         self._place = slice(start, start + unit.sizes[position])
         self._number = unit.numbers[position]
         self._pieces = shards.memory.pieces(name, unit, position)
+        self.replays = not shards.steps
 
     def view(self, flat: Array) -> Array:
         """Return what of a flat array is this parameter's."""

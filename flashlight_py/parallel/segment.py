@@ -58,6 +58,8 @@ class HostMemory:
         across_hosts: each host steps a part of its own, and sends it to the others.
     """
 
+    __captured_state__ = ("params",)
+
     def __init__(self, hosts: Hosts, layouts: Mapping[str, Layout], across_hosts: bool) -> None:
         self.hosts, self._layouts = hosts, layouts
         self.across = across_hosts and hosts.count > 1

@@ -190,6 +190,7 @@ class CutParameter(Placement):
     """A parameter of which this rank has its part alone."""
 
     is_cut = True
+    replays = True
 
     def __init__(self, variable: Variable, cut: Cut, whole_shape: tuple[int, ...]) -> None:
         self.shards = cut

@@ -16,7 +16,7 @@ import numpy as np
 
 from flashlight_py.autograd import Variable, on_backward_end
 from flashlight_py.autograd.engine import GradSink, is_last_contribution
-from flashlight_py.device import Array
+from flashlight_py.device import Array, effect
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.reducer import InlineReducer
@@ -49,7 +49,7 @@ class Sink(GradSink):
         if own is not None:
             own += contribution
             return
-        own = contribution if is_new else np.array(contribution)
+        own = contribution if is_new else contribution.copy()
         if leaf.grad is self.whole:
             self.beside = own
         else:
@@ -75,6 +75,8 @@ class Sink(GradSink):
 
 class Unit:
     """Parameters that are sent together, and where."""
+
+    __captured_state__ = ("pending", "wholes")
 
     def __init__(
         self, name: str, plan: UnitPlan, params: Sequence[Variable], wholes: Sequence[Array]
@@ -104,6 +106,10 @@ class ShardSync(PassSync):
     """
 
     sink_type = Sink
+    __captured_state__ = (
+        *("weigh", "ignored", "enabled", "is_shared"),
+        *("_units", "_params", "_sinks", "_given", "_weight", "_running", "_unused"),
+    )
 
     def __init__(
         self, group: ProcessGroup, memory: HostMemory, buckets: Buckets, units: Sequence[Unit]
@@ -166,6 +172,10 @@ class ShardSync(PassSync):
         weight, adds = self._weigh(), unit.begin()
         if not weight:
             self._unused.add(leaf)
+        self._multiply(unit, a, b, weight, adds)
+
+    @effect
+    def _multiply(self, unit: Unit, a: Array, b: Array, weight: float, adds: bool) -> None:
         start, columns = unit.plan.starts[0], b.shape[1]
         for chunk in unit.plan.chunks:
             bucket = self._buckets.next(chunk, self._memory.grads[unit.name], adds)
@@ -213,15 +223,18 @@ class ShardSync(PassSync):
         if not weight:
             own = [None] * len(own)  # a batch of no samples may have nan for its mean
         self._unused.update(p for p, grad in zip(unit.params, own, strict=True) if grad is None)
-        adds = unit.begin()
-        for chunk in unit.plan.chunks:
-            bucket = self._buckets.next(chunk, self._memory.grads[unit.name], adds)
-            _fill(bucket, chunk, unit.plan, own)
-            self._send(unit, chunk, bucket, weight, adds)
+        self._pack(unit, own, weight, unit.begin())
         for param, sink in zip(unit.params, unit.sinks, strict=True):
             sink.beside = None
             if param.grad is not sink.whole:
                 param.grad = None
+
+    @effect
+    def _pack(self, unit: Unit, own: Sequence[Array | None], weight: float, adds: bool) -> None:
+        for chunk in unit.plan.chunks:
+            bucket = self._buckets.next(chunk, self._memory.grads[unit.name], adds)
+            _fill(bucket, chunk, unit.plan, own)
+            self._send(unit, chunk, bucket, weight, adds)
 
     def _send(self, unit: Unit, chunk: Chunk, bucket: Array, weight: float, adds: bool) -> None:
         self._scale(bucket, weight)
@@ -251,17 +264,21 @@ class ShardSync(PassSync):
             for sink in unit.sinks:
                 sink.passed = False
         self._running, self._given, self._weight = False, 0, 1.0
-        self._unused = set()
+        self._unused.clear()
 
     def _finish(self) -> None:
         """Wait for all ranks' sums; parameters that no rank used have no gradient then."""
-        self._memory.sum_between_hosts()
-        # As all ranks pass their flags when their parts are complete, the sums are, too.
-        here = [param not in self._unused for param in self._params]
-        used = used_on_any_rank(here, self._group)
+        used = self._complete([param not in self._unused for param in self._params])
         for param, sink, anywhere in zip(self._params, self._sinks, used, strict=True):
             if anywhere:
                 param.grad = sink.whole
+
+    @effect
+    def _complete(self, here: list[bool]) -> list[bool]:
+        """Return which parameters a rank has used, when the sums are complete on this host."""
+        self._memory.sum_between_hosts()
+        # As all ranks pass their flags when their parts are complete, the sums are, too.
+        return used_on_any_rank(here, self._group)
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
         """Return this rank's share of the samples, relative to the mean."""

@@ -41,7 +41,7 @@ class OptimizerStep:
 
     def call(self) -> Callable[[], Any]:
         """Return what a replay calls."""
-        params, _, *how, _ = self._args
+        params, _, *how = self._args
         held = [(params[position], grad) for position, _, grad, *_ in self._pieces]
         are_held = all(variable.grad is grad for variable, grad in held)
         step: Callable[[], Any]
@@ -66,15 +66,12 @@ class OptimizerStep:
 def _record_step(
     recording: Recording, function: Callable[..., Any], args: tuple[Any, ...], _: Any
 ) -> Any:
-    params, states, steps, rule, scale, per_position, is_sharded = args
-    if is_sharded or any(variable.placement is not None for variable in params):
-        recording.leave("the optimizer steps a sharded module")
-        return function(*args)
+    params, states, steps, rule, scale, per_position = args
     plain = [getattr(variable.grad, "array", None) for variable in params]
     kept = [(variable.data, variable.grad) for variable in params]
     own_states = tuple([[getattr(each, "array", each) for each in row] for row in states])
     optimizer = getattr(rule, "__self__", None)
-    replayed = (params, own_states, steps, rule, scale, per_position, is_sharded)
+    replayed = (params, own_states, steps, rule, scale, per_position)
 
     def step() -> Any:
         for variable, (data, _), grad in zip(params, kept, plain, strict=True):

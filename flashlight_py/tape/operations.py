@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flashlight_py import random
 from flashlight_py.tape.noting import plain
 
@@ -30,27 +32,33 @@ def returning(function: Callable[..., Any], recorded: Any) -> Callable[..., None
 
 
 class Later:
-    """What an operation returned, such as a Work: its methods are operations themselves."""
+    """What an operation returned that goes on beside the step: a Work, which the step waits for."""
 
-    def __init__(self, recording: Recording, value: Any, cell: list[Any]) -> None:
-        self._recording, self._value, self._cell = recording, value, cell
+    def __init__(
+        self,
+        recording: Recording,
+        value: Any,
+        cell: list[Any],
+        arrays: list[np.ndarray[Any, Any]],
+    ) -> None:
+        self._recording, self.value, self._cell = recording, value, cell
+        self._arrays = arrays  # in use until it has ended
+        self.is_pending = True
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._value, name)
-        if not callable(value):
-            return value
-        cell = self._cell
+        if self._recording.is_here():
+            self._recording.leave(f".{name} is read of what goes on beside the step,")
+        return getattr(self.value, name)
 
-        def again(*args: Any, **options: Any) -> None:
-            getattr(cell[0], name)(*args, **options)
-
-        def call(*args: Any, **options: Any) -> Any:
-            recording = self._recording
-            result = recording.without(lambda: value(*args, **options))
-            recording.effect(again, args, options, [], [])
-            return result
-
-        return call
+    def wait(self, *args: Any, **options: Any) -> Any:
+        """Wait, and let every replay wait here; return what it returns."""
+        if not self._recording.is_here():  # it was kept
+            return self.value.wait(*args, **options)
+        cell, recording, made = self._cell, self._recording, []  # type: ignore[var-annotated]
+        result = recording.wrap(recording.without(lambda: self.value.wait(*args, **options)), made)
+        recording.effect(lambda: cell[0].wait(*args, **options), (), {}, made, self._arrays)
+        self.is_pending = False
+        return result
 
 
 class RecordedGenerator:

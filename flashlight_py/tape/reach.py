@@ -320,7 +320,7 @@ class Reach:
             self._seen[id(kind)] = kind
             self._visit_class(kind, above, key)
         only = state_of(kind)
-        if kind.__dictoffset__:
+        if kind.__dictoffset__ and any("__dict__" in base.__dict__ for base in kind.__mro__):
             self._add(Attributes(one, above, key, only))
         own = self._layouts.get(kind)
         if own is None:

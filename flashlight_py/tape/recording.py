@@ -65,6 +65,7 @@ class Recording:
         # Arrays that nobody knew, such as numpy.ones(3): they count as constants, if they are the
         # same whenever the step is recorded.
         self.constants: list[np.ndarray[Any, Any]] = []
+        self._later: list[Later] = []
         self._made_before = _operations_made()
         random.generator()  # so that there is one, whose state can be compared
         self._drawn = random.state_dict()
@@ -114,7 +115,7 @@ class Recording:
         written = [self._plain(each) for each in (*changed, *given) if each is not None]
         written += [each for each in plain_args[1:] if each is result]  # out, by its position
         made: list[np.ndarray[Any, Any]] = []
-        wrapped = given[0] if len(given) == 1 else self._wrap(result, made)
+        wrapped = given[0] if len(given) == 1 else self.wrap(result, made)
         if made and len(made) != _count_of(result):
             self.leave("new arrays are returned with such as share their memory,")
         if (made or written) and not self.left:
@@ -152,7 +153,7 @@ class Recording:
                 self.effect(function, plain_args, plain_options, [], [np.asarray(result)])
                 return same[0]
             made: list[np.ndarray[Any, Any]] = []
-            wrapped = self._wrap(result, made)
+            wrapped = self.wrap(result, made)
             self.effect(function, plain_args, plain_options, made, [])
             return wrapped
         if result is None or isinstance(result, (bool, int, float, str, list)):
@@ -161,7 +162,8 @@ class Recording:
             return result
         cell: list[Any] = []
         self.effect(keeping(function, cell), plain_args, plain_options, [], arrays)
-        return Later(self, result, cell)
+        self._later.append(Later(self, result, cell, arrays))
+        return self._later[-1]
 
     @staticmethod
     def read_by_replays(*objects: object) -> None:
@@ -196,6 +198,8 @@ class Recording:
 
     def check_operations(self) -> None:
         """Leave unless all operations that were made have been noted."""
+        if any(each.is_pending for each in self._later):
+            self.leave("an operation is begun that the step does not wait for,")
         if _operations_made() != self._made_before:
             self.leave("something is sent that is no array of the step,")
         self._check_draws()
@@ -217,7 +221,7 @@ class Recording:
             self.leave("a random number that is drawn as a number of Python")
             return result
         made: list[np.ndarray[Any, Any]] = []
-        wrapped = self._wrap(result, made)
+        wrapped = self.wrap(result, made)
         self.effect(draw, (), {}, made, [])
         return wrapped
 
@@ -248,7 +252,7 @@ class Recording:
             return Variable(held.array)
         return value.array if type(value) is Number else self._plain(value)
 
-    def _wrap(self, result: Any, made: list[np.ndarray[Any, Any]]) -> Any:
+    def wrap(self, result: Any, made: list[np.ndarray[Any, Any]]) -> Any:
         kind = type(result)
         if kind is np.ndarray:
             if not result.size or self.knows(result):
@@ -262,7 +266,7 @@ class Recording:
             made.append(array)
             return RecordedScalar(array)
         if kind is tuple or kind is list:
-            return kind([self._wrap(each, made) for each in result])
+            return kind([self.wrap(each, made) for each in result])
         if result is not None:
             self.leave("a value is read that is computed in it")
         return result

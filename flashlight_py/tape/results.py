@@ -11,6 +11,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Node
 from flashlight_py.tape.arrays import Recorded, RecordedScalar
 from flashlight_py.tape.numbers import Number
+from flashlight_py.tape.operations import Later
 
 Array = np.ndarray[Any, Any]
 
@@ -157,4 +158,4 @@ def unwrapped(result: Any) -> Any:
         return getattr(kind, "_make", kind)(map(unwrapped, result))
     if kind is dict:
         return {name: unwrapped(each) for name, each in result.items()}
-    return result.value if kind is Number else result
+    return result.value if kind in (Number, Later) else result

@@ -195,9 +195,9 @@ class Session:
         self._objects = [v for v, a in zip(values, self._arrays, strict=True) if a is None]
         self._root = functools.partial(step, *self._objects)
         self._reach = Reach(self._root)
-        # Ranks change the arrays of sharded modules together, by more than arrays can show.
-        is_sharded = any(variable.placement is not None for variable in self._reach.variables)
-        self.reason = "it uses a sharded module" if is_sharded else ""
+        placements = [variable.placement for variable in self._reach.variables]
+        are_known = all(each is None or each.replays for each in placements)
+        self.reason = "" if are_known else "it uses a module sharded in a way that is not recorded"
 
     def can_record(self) -> bool:
         """Return whether arguments are contiguous, and have no memory of others in common."""

@@ -240,11 +240,11 @@ def test_it_checks_the_lists_of_a_step() -> None:
         MODULE.step([variable])
     for answer, match in [(("adam", (0.0,) * 9), "has 2 states, not 0"), (None, "a rule is")]:
         with pytest.raises((ValueError, TypeError), match=match):
-            MODULE.step([variable], (), [0], lambda *_, a=answer: a, 1.0, False, False)
+            MODULE.step([variable], (), [0], lambda *_, a=answer: a, 1.0, False)
     with pytest.raises(IndexError):
-        MODULE.step([variable], ([],), [0], lambda *_: None, 1.0, False, False)
+        MODULE.step([variable], ([],), [0], lambda *_: None, 1.0, False)
     with pytest.raises(AttributeError):
-        MODULE.step([1], (), [0], lambda *_: None, 1.0, False, False)
+        MODULE.step([1], (), [0], lambda *_: None, 1.0, False)
     assert variable.data.tolist() == [1.0]
 
 

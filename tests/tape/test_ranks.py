@@ -128,38 +128,6 @@ def test_leaves_are_replayed(size: int) -> None:
     assert run_ranks(leaf_by_leaf, size) == [STEPS - 3] * size
 
 
-def sharded(rank: int, size: int, step_in_backward: bool) -> str:
-    def make_step() -> tuple[Any, ...]:
-        fl.set_seed(0)
-        model = fl.nn.Sequential(fl.nn.Linear(6, 400_000), fl.nn.Linear(400_000, 3))
-        fl.fully_shard(model, step_in_backward=step_in_backward)
-        optimizer = fl.optim.AdamOptimizer(model.params(), 0.01)
-        criterion = fl.nn.MeanSquaredError()
-
-        def step(x: np.ndarray, y: np.ndarray) -> Any:
-            optimizer.zero_grad()
-            loss = criterion(model(fl.input(x)), fl.no_grad(y))
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step, model.params(), optimizer
-
-    eager, captured = twins(make_step)
-    xs, ys = data(rank)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for x, y in zip(xs[:5], ys[:5], strict=True):
-            assert_same_bits(eager.step(x, y), captured.step(x, y))
-    return str(captured.step.reason)
-
-
-@pytest.mark.parametrize("step_in_backward", [False, True])
-def test_a_sharded_module_stays_eager(step_in_backward: bool) -> None:
-    reasons = run_ranks(sharded, 2, step_in_backward)
-    assert reasons == ["it uses a sharded module"] * 2
-
-
 def accumulate(rank: int, size: int) -> int:
     fl.set_seed(0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flashlight_py.device import deferred
 from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.membership import native, native_sendrecv, of
 from flashlight_py.distributed.messaging import P2POp, begin_all, ends_of, exchange, run
@@ -34,6 +35,8 @@ def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> N
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
     if native(group)(SEND.code, x, None, None, None, dst, tag, False) is not NotImplemented:
+        return
+    if deferred(send, x, dst, tag, group) is not NotImplemented:
         return
     members, op = of(group), P2POp("send", x, dst, tag)
     with refusing(members, "send", [op.end], [x]):
@@ -76,6 +79,8 @@ def recv(
     """
     if not partial:
         y = native(group)(RECV.code, x, None, None, None, src, tag, False)
+        if y is NotImplemented:
+            y = deferred(recv, x, src, tag, group)
         if y is not NotImplemented:
             return y  # type: ignore[no-any-return]
     members, op = of(group), P2POp("recv", x, src, tag, partial)
@@ -96,6 +101,8 @@ def isend(x: X, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Wo
         TypeError, ValueError, DistributedError: as for :func:`send`.
     """
     y = native(group)(SEND.code, x, None, None, None, dst, tag, True)
+    if y is NotImplemented:
+        y = deferred(isend, x, dst, tag, group)
     if y is not NotImplemented:
         return y  # type: ignore[no-any-return]
     members, op = of(group), P2POp("send", x, dst, tag)
@@ -121,6 +128,8 @@ def irecv(
     """
     if not partial:
         y = native(group)(RECV.code, x, None, None, None, src, tag, True)
+        if y is NotImplemented:
+            y = deferred(irecv, x, src, tag, group)
         if y is not NotImplemented:
             return y  # type: ignore[no-any-return]
     members, op = of(group), P2POp("recv", x, src, tag, partial)
@@ -167,6 +176,8 @@ def sendrecv(
     """
     other = tag if recv_tag is None else recv_tag
     y = native_sendrecv(group)(x, dst, out, src, tag, other)
+    if y is NotImplemented:
+        y = deferred(sendrecv, x, dst, out, src, tag, recv_tag, group)
     if y is not NotImplemented:
         return y  # type: ignore[no-any-return]
     members, sending = of(group), P2POp("send", x, dst, tag)

@@ -9,7 +9,7 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.variable import record_in_order
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array, array_module, effect
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.errors import MismatchError
 
@@ -27,7 +27,7 @@ class Call:
         self.group = group
         self.rows = np.zeros((group.size, 0), np.int64)
         self._verb = verb
-        self._number = _calls.get(group, 0) + 1
+        self._number = 0
 
     def record(
         self,
@@ -44,19 +44,29 @@ class Call:
         Raises:
             MismatchError: another rank is at another differentiable collective.
         """
-        table = self._meet(False, v.calc_grad, *rows)
-        _calls[self.group] = self._number
-        self.rows = table[:, 1:]
-        if not table[:, 0].any():
+        table = self._pass_forward(int(v.calc_grad), *rows)
+        self.rows = np.array([row[1:] for row in table])
+        if not any(row[0] for row in table):
             return Variable(result)
         # A rank that needs no gradient takes part in the backward pass for the others' sake.
         source = v if v.calc_grad else Variable(v.data, calc_grad=True)
 
         def meet_and_answer(grad: Array) -> Array:
-            self._meet(True, True)
+            self._pass_back()
             return vjp(grad)
 
         return record_in_order(result, (source, meet_and_answer))
+
+    @effect
+    def _pass_forward(self, *facts: int) -> list[list[int]]:
+        self._number = _calls.get(self.group, 0) + 1
+        table = self._meet(False, *facts)
+        _calls[self.group] = self._number
+        return table.tolist()  # type: ignore[no-any-return]
+
+    @effect
+    def _pass_back(self) -> None:
+        self._meet(True)
 
     def _meet(self, backward: bool, *facts: int) -> Array:
         """Return every rank's ``facts``, one rank a row, if all are where this rank is."""

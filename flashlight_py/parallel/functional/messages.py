@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.variable import record_in_order
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module, effect, is_cupy, operation
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.numbers import whole
 from flashlight_py.distributed.world import group_or_world
@@ -58,12 +58,11 @@ def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None)
     tag = _checked_tag("send", tag)
     array = v.data
     group.send(array, dst, tag)
-    answer = _tag_of_gradient(group, "to", dst, tag)
+    answer = _Answer(group, "to", dst, tag)
     shape, dtype, xp = array.shape, array.dtype, array_module(array)
 
     def receive_gradient(_: Array) -> Array:
-        grad: Array = group.recv(xp.empty(shape, dtype), dst, answer)
-        return grad
+        return answer.receive(xp.empty(shape, dtype))
 
     floating = dtype if dtype.kind == "f" else np.dtype(np.float32)
     return record_in_order(xp.zeros((), floating), (v, receive_gradient))
@@ -93,14 +92,14 @@ def recv(like: Like, src: int, tag: int = 0, group: ProcessGroup | None = None) 
     """
     group = group_or_world(group)
     tag = _checked_tag("recv", tag)
-    array: Array = group.recv(_buffer_for(like), src, tag)
-    answer = _tag_of_gradient(group, "from", src, tag)
+    array = _receive(group, like, src, tag)
+    answer = _Answer(group, "from", src, tag)
     if array.dtype.kind != "f":
         return Variable(array)
     source = Variable(array_module(array).zeros((), array.dtype), calc_grad=True)
 
     def send_gradient(grad: Array) -> Array:
-        group.send(grad, src, answer)
+        answer.send(grad)
         return source.data  # this rank has nothing below
 
     return record_in_order(array, (source, send_gradient))
@@ -116,12 +115,35 @@ def _checked_tag(verb: str, tag: int) -> int:
     return number
 
 
-def _tag_of_gradient(group: ProcessGroup, direction: str, peer: int, tag: int) -> int:
-    """Return the tag for the gradient of the message that was just sent or received."""
-    counts = _messages.setdefault(group, Counter())
-    number = counts[direction, peer, tag]
-    counts[direction, peer, tag] += 1
-    return _GRADIENT + tag * _NUMBERS + number % _NUMBERS
+class _Answer:
+    """The gradient of the message that was just sent or received, and its tag."""
+
+    def __init__(self, group: ProcessGroup, direction: str, peer: int, tag: int) -> None:
+        self._group, self._peer = group, peer
+        self._tag = 0
+        self._count(direction, tag)
+
+    @effect
+    def _count(self, direction: str, tag: int) -> None:
+        counts = _messages.setdefault(self._group, Counter())
+        number = counts[direction, self._peer, tag]
+        counts[direction, self._peer, tag] += 1
+        self._tag = _GRADIENT + tag * _NUMBERS + number % _NUMBERS
+
+    @operation
+    def receive(self, grad: Array) -> Array:
+        """Fill ``grad`` and return it. Blocks."""
+        return self._group.recv(grad, self._peer, self._tag)
+
+    @operation
+    def send(self, grad: Array) -> None:
+        """Send it. Blocks."""
+        self._group.send(grad, self._peer, self._tag)
+
+
+@effect
+def _receive(group: ProcessGroup, like: Like, src: int, tag: int) -> Array:
+    return group.recv(_buffer_for(like), src, tag)
 
 
 def _buffer_for(like: Any) -> Array:
