@@ -280,7 +280,7 @@ class Session:
         grads: list[tuple[Any, ...]] = []  # guards of those that the step depends on
         for variable, before in self._before:
             now = variable.grad
-            if (now is not None) if before is None else is_read_first(before, notes):
+            if before is None or is_read_first(before, notes):
                 grads.append(("slots", variable, (_slots["grad"],), (before,)))
             if now is not before or (now is not None and is_written(now, notes)):
                 bindings.append((variable, SLOTS["grad"], now))

@@ -43,6 +43,11 @@ def run(drawn: tuple[str, Any]) -> Any:
         for call in range(8):
             given = arguments(drawn[1], call)
             other = copy.deepcopy(given)
+            if call == 5 and seed % 3 == 1 and alike(given[0], eager.p):
+                given[0], other[0] = eager.p, state.p
+            if call in (3, 6) and seed % 3 == 2:
+                for each in (eager, state):
+                    each.w.grad = np.full_like(each.w.array, 0.5)
             expected, got = outcome(step, *given), outcome(captured, *other)
             assert_same_bits(expected, got)
             if isinstance(expected, str):  # what was changed before the error is not promised
@@ -60,6 +65,10 @@ def leaves(value: Any) -> list[Any]:
     if isinstance(value, dict):
         value = list(value.values())
     return [each for part in value for each in leaves(part)] if type(value) in LISTS else [value]
+
+
+def alike(one: Any, other: Any) -> bool:
+    return bool(one.shape == other.shape and one.dtype == other.dtype)
 
 
 def array_of(value: Any) -> Any:

@@ -228,6 +228,30 @@ def test_variables_of_state_that_are_returned() -> None:
     assert_same_bits(eager.state(), captured.state())
 
 
+def test_gradients_that_are_set_between_calls() -> None:
+    """A step that leaves no gradient behind, as it found none, takes one away."""
+
+    def make() -> tuple[Any, ...]:
+        weight = fl.param(np.arange(4.0))
+
+        def step(x: np.ndarray) -> Any:
+            (weight * fl.input(x)).sum().backward()
+            result = weight.grad * 2
+            weight.zero_grad()
+            return result
+
+        return step, [weight]
+
+    eager, captured = twins(make)
+    for number in range(12):
+        for each in (eager, captured):
+            if number in (6, 9):
+                each.variables[0].grad = np.full(4, 0.5)
+        assert_same_bits(eager.step(np.full(4, 2.0)), captured.step(np.full(4, 2.0)))
+        assert_same_bits(eager.state(), captured.state())
+    assert captured.step.replays >= 6
+
+
 def test_results_are_not_overwritten() -> None:
     """Where a step puts another array in the place of one, which others may have."""
 
