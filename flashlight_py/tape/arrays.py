@@ -149,7 +149,10 @@ class Recorded(NDArrayOperatorsMixin):
             self.array[where] = plain(value)
         elif _is_basic(where):
             view = Recorded(self.array[_to_a_view(where)])
-            compute(np.copyto, (view, value), {"casting": "unsafe"}, (view,))
+            if _has_room_for(self.array.dtype, value):
+                compute(np.copyto, (view, value), {"casting": "unsafe"}, (view,))
+            else:
+                compute(_set_number, (view, value), {}, (view,))
         else:
             compute(operator.setitem, (self, where, value), {}, (self,))
 
@@ -264,6 +267,20 @@ class RecordedScalar(Recorded):
 
     def __deepcopy__(self, _: Any) -> Any:
         return self
+
+
+def _set_number(target: Any, number: Any) -> None:
+    """Set all elements, or raise what whole numbers raise of NaN and of larger ones."""
+    target[...] = number[()] if type(number) is np.ndarray else number
+
+
+def _has_room_for(dtype: np.dtype[Any], value: Any) -> bool:
+    """Return whether elements of ``dtype`` can be set to ``value``, whatever it may be."""
+    if type(value) is RecordedScalar or isinstance(value, np.generic):
+        return dtype.kind not in "iu" or np.can_cast(value.dtype, dtype)
+    if isinstance(value, (int, float, complex)):
+        return np.can_cast(np.min_scalar_type(value), dtype, "same_kind")
+    return True
 
 
 def _power_of_numbers(one: Any, other: Any) -> Any:

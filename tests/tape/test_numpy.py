@@ -142,6 +142,23 @@ def test_powers_that_are_none() -> None:
         step(np.arange(3), np.arange(3) - 2)
 
 
+def test_errors_of_numbers_that_arrays_have_no_room_for() -> None:
+    def step(x: Array) -> Any:
+        whole = np.zeros_like(x, np.int8)
+        whole[1:] = x.max()
+        return whole
+
+    captured = compare(step, [(x,) for x in X])
+    assert captured.replays == 7
+    for number, error in ((np.nan, ValueError), (np.inf, OverflowError), (300.0, OverflowError)):
+        for call in (step, captured):
+            with pytest.raises(error):
+                call(X[0] + number)
+    for value in (300, np.nan, 1j):
+        with pytest.raises((ValueError, TypeError, OverflowError)):
+            [fl.capture(lambda x, to=value: step(x).fill(to))(X[0]) for _ in range(3)]
+
+
 def test_errors_of_what_nobody_uses() -> None:
     def step(x: Array, y: Array) -> Any:
         np.power(x, y)
