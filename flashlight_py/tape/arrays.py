@@ -271,13 +271,21 @@ class RecordedScalar(Recorded):
 
 def _set_number(target: Any, number: Any) -> None:
     """Set all elements, or raise what whole numbers raise of NaN and of larger ones."""
-    target[...] = number[()] if type(number) is np.ndarray else number
+    target[...] = _as_numbers(number)
+
+
+def _as_numbers(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return [_as_numbers(each) for each in value]
+    return value[()] if type(value) is np.ndarray else value
 
 
 def _has_room_for(dtype: np.dtype[Any], value: Any) -> bool:
     """Return whether elements of ``dtype`` can be set to ``value``, whatever it may be."""
     if type(value) is RecordedScalar or isinstance(value, np.generic):
         return dtype.kind not in "iu" or np.can_cast(value.dtype, dtype)
+    if type(value) in (list, tuple):
+        return all(_has_room_for(dtype, each) for each in value)
     if isinstance(value, (int, float, complex)):
         return np.can_cast(np.min_scalar_type(value), dtype, "same_kind")
     return True

@@ -113,7 +113,7 @@ class Recording:
         out = options.get("out")
         given = out if isinstance(out, tuple) else () if out is None else (out,)
         written = [self._plain(each) for each in (*changed, *given) if each is not None]
-        written += [each for each in plain_args[1:] if each is result]  # out, by its position
+        written += _outs_by_position(result, args, plain_args)
         made: list[np.ndarray[Any, Any]] = []
         wrapped = given[0] if len(given) == 1 else self.wrap(result, made)
         if made and len(made) != _count_of(result):
@@ -308,6 +308,15 @@ def numbers_of(objects: Iterable[object]) -> set[Any]:
                 found.add((id(each), name))
             elif type(value) is list and all(isinstance(item, _NUMBERS) for item in value):
                 found.add(id(value))
+    return found
+
+
+def _outs_by_position(result: Any, args: tuple[Any, ...], plain_args: tuple[Any, ...]) -> list[Any]:
+    """Return what a function has written to; where that is an array of one, it returns a number."""
+    found = [each for each in plain_args[1:] if each is result]
+    if isinstance(result, np.generic):
+        both = zip(args[2:], plain_args[2:], strict=True)
+        found += [p for a, p in both if type(a) is Recorded and not p.ndim]
     return found
 
 

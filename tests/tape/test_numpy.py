@@ -54,6 +54,7 @@ ROW = slice(None), 0
 CASES: dict[str, Callable[[Array], Any]] = {
     "out of cumsum by position": changing(lambda y, x: np.cumsum(x, 0, None, y)),
     "out of dot by position": changing(lambda y, x: np.dot(x[:, :3].copy(), x, y)),
+    "out of one": lambda x: (y := np.zeros_like(x[0, 0, ...]), np.dot(x[0], x[1], y), y)[1:],
     "out of take by position": changing(lambda y, x: x.take([0, 2, 1], 0, y)),
     "out of concatenate by position": changing(lambda y, x: np.concatenate([x[1:], x[:1]], 0, y)),
     "out of method by position": changing(lambda y, x: x.cumsum(0, None, y)),
@@ -146,6 +147,7 @@ def test_errors_of_numbers_that_arrays_have_no_room_for() -> None:
     def step(x: Array) -> Any:
         whole = np.zeros_like(x, np.int8)
         whole[1:] = x.max()
+        whole[0, 1:3] = [x.max(), 0]
         return whole
 
     captured = compare(step, [(x,) for x in X])
