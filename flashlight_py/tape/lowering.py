@@ -59,7 +59,7 @@ class Lowering:
 
     def lower(self, note: Note) -> list[Lowered] | None:
         """Return what does the same as ``note``, or None."""
-        if note.effect:
+        if note.effect or (note.made and note.changed):
             return None
         function = note.function
         if isinstance(function, np.ufunc):
