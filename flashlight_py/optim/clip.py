@@ -102,4 +102,4 @@ def _by_shards(
 def _scale(grads: list[Array], factor: float) -> None:
     for grad in grads:
         # A number would be rounded to float16 first, of which a small one leaves nothing.
-        grad *= np.float32(factor) if grad.dtype.itemsize == 2 else factor
+        np.multiply(grad, np.float32(factor) if grad.dtype.itemsize == 2 else factor, out=grad)
