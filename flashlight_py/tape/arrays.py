@@ -55,6 +55,8 @@ class Recorded(NDArrayOperatorsMixin):
             return function(*map(plain, args), **options)
         if function in HAVE_ANY_SHAPE or (function is np.where and len(args) == 1):
             read(f"{function.__name__}(), whose result may have any shape,")
+        if function is np.repeat and any(map(_is_recorded, (*args[1:2], options.get("repeats")))):
+            read("repeat(), whose result may have any shape,")
         own = OWN_WORDS.get(function)
         if own is not None:
             return own(*args, **options)
@@ -102,6 +104,9 @@ class Recorded(NDArrayOperatorsMixin):
         value = getattr(self.array, name)  # which raises AttributeError as an array does
         if name in READS:
             return _reader(name, value)
+        if name == "data":
+            read(".data")
+            return value
         if name in METHODS:
             return getattr(Methods, name).__get__(self)
         if callable(value):
@@ -204,6 +209,10 @@ class Recorded(NDArrayOperatorsMixin):
 
     def __hash__(self) -> NoReturn:
         raise TypeError("unhashable type: 'numpy.ndarray'")
+
+    def __bytes__(self) -> bytes:
+        read("bytes()")
+        return bytes(self.array)
 
     def __dlpack__(self, **options: Any) -> Any:
         read("DLPack")
@@ -359,6 +368,10 @@ def _reader(name: str, value: Callable[..., Any]) -> Callable[..., Any]:
         return value(*args, **options)
 
     return method
+
+
+def _is_recorded(value: Any) -> bool:
+    return issubclass(type(value), Recorded)
 
 
 def _is_basic(where: Any) -> bool:
