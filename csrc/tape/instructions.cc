@@ -13,15 +13,15 @@ namespace {
 class Call final : public Instruction {
  public:
   Call(PyObject* function, PyObject* name, PyObject* args, PyObject* instead)
-      : function_(share(function)), name_(share(name)), args_(share(args)), instead_(share(instead)) {}
+      : function_(function), name_(name), args_(args), instead_(instead) {}
 
   Outcome run(Table) override {
-    Owned found(name_ == nullptr ? nullptr : PyObject_GetAttr(function_.get(), name_.get()));
+    Owned found(name_ == nullptr ? nullptr : PyObject_GetAttr(function_, name_));
     if (name_ != nullptr && found == nullptr) return Outcome::failed;
-    PyObject* function = name_ == nullptr ? function_.get() : found.get();
-    Owned result(PyObject_Call(function, args_.get(), nullptr));
-    if (result != nullptr && result.get() == Py_NotImplemented && instead_.get() != Py_None) {
-      result.reset(PyObject_CallNoArgs(instead_.get()));
+    PyObject* function = name_ == nullptr ? function_ : found.get();
+    Owned result(PyObject_Call(function, args_, nullptr));
+    if (result != nullptr && result.get() == Py_NotImplemented && instead_ != Py_None) {
+      result.reset(PyObject_CallNoArgs(instead_));
     }
     return result == nullptr ? Outcome::failed : Outcome::done;
   }
@@ -29,7 +29,7 @@ class Call final : public Instruction {
   int64_t work() const override { return -1; }
 
  private:
-  Owned function_, name_, args_, instead_;
+  PyObject *function_, *name_, *args_, *instead_;
 };
 
 // Leave the captured path unless a truth value is true.

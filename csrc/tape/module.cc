@@ -61,6 +61,9 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(step->slow);
   Py_VISIT(step->left);
+  for (const auto& program : *step->programs) {
+    if (program.use_count() == 1) Py_VISIT(program->description());  // else it runs
+  }
   return 0;
 }
 

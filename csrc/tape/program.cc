@@ -83,10 +83,10 @@ std::unique_ptr<Program> Program::read(PyObject* description) {
     return nullptr;
   }
   auto program = std::make_unique<Program>();
-  program->guards_ = share(guards);
-  program->keep_ = share(keep);
+  program->description_ = share(description);
+  program->guards_ = guards;
   for (Py_ssize_t i = 0; i < PyTuple_Size(names); ++i) {
-    program->names_.push_back(share(PyTuple_GetItem(names, i)));
+    program->names_.push_back(PyTuple_GetItem(names, i));
   }
   const bool read = program->read_arguments(arguments) && program->read_table(table) &&
                     program->read_instructions(instructions) && program->read_bindings(bindings) &&
@@ -105,7 +105,7 @@ bool Program::read_arguments(PyObject* described) {
       return false;
     }
     arguments_.push_back({static_cast<Argument::Kind>(kind), type, {}, reinterpret_cast<char*>(cell),
-                          share(value), is_writeable != 0});
+                          value, is_writeable != 0});
     if (!read_shape(shape, &arguments_.back().shape)) return false;
   }
   return true;
@@ -147,7 +147,7 @@ bool Program::read_bindings(PyObject* described) {
     PyObject *variable, *value;
     int slot;
     if (!PyArg_ParseTuple(PyList_GetItem(described, i), "OiO", &variable, &slot, &value)) return false;
-    bindings_.push_back({share(variable), share(value), static_cast<Slots::Name>(slot)});
+    bindings_.push_back({variable, value, static_cast<Slots::Name>(slot)});
   }
   return true;
 }
@@ -161,8 +161,8 @@ bool Program::read_result(PyObject* described, Result* to) {
     return false;
   }
   to->kind = static_cast<Result::Kind>(kind);
-  to->object = share(object);
-  to->node = share(node);
+  to->object = object;
+  to->node = node;
   if (!read_shape(shape, &to->shape) || !read_shape(strides, &to->strides)) return false;
   for (Py_ssize_t i = 0; i < PyTuple_Size(parts); ++i) {
     to->parts.emplace_back();
@@ -183,7 +183,7 @@ bool Program::read_occupied(PyObject* described) {
 PyObject* Program::given(PyObject* args, PyObject* kwargs, size_t number) const {
   const size_t by_place = arguments_.size() - names_.size();
   if (number < by_place) return PyTuple_GetItem(args, static_cast<Py_ssize_t>(number));
-  return PyDict_GetItemWithError(kwargs, names_[number - by_place].get());
+  return PyDict_GetItemWithError(kwargs, names_[number - by_place]);
 }
 
 int Program::fits(PyObject* args, PyObject* kwargs) {
@@ -199,11 +199,11 @@ int Program::fits(PyObject* args, PyObject* kwargs) {
     if (argument.kind != Argument::VALUE) {
       if (!fits_array(argument, object)) return 0;
     } else {
-      const int same = guards_same(argument.value.get(), object);
+      const int same = guards_same(argument.value, object);
       if (same != 1) return same;
     }
   }
-  return are_apart(args, kwargs) ? guards_hold(guards_.get()) : 0;
+  return are_apart(args, kwargs) ? guards_hold(guards_) : 0;
 }
 
 // Whether no argument shares memory with another one, or with what the step changes, as when it was
@@ -282,7 +282,7 @@ PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
   is_busy_ = true;
   PyObject* result = nullptr;
   if (set_arguments(args, kwargs)) {
-    for (const Binding& each : bindings_) slots.set(each.variable.get(), each.slot, each.value.get());
+    for (const Binding& each : bindings_) slots.set(each.variable, each.slot, each.value);
     Outcome outcome = run();
     if (PyErr_Occurred()) outcome = Outcome::failed;
     *is_left = outcome == Outcome::left;
@@ -315,7 +315,7 @@ PyObject* Program::build(const Result& result, PyObject* args, PyObject* kwargs)
   const Py_ssize_t parts = static_cast<Py_ssize_t>(result.parts.size());
   switch (result.kind) {
     case Result::CONSTANT:
-      return share(result.object.get()).release();
+      return share(result.object).release();
     case Result::ARGUMENT:
       return share(given(args, kwargs, static_cast<size_t>(result.at))).release();
     case Result::ARRAY:
@@ -323,7 +323,7 @@ PyObject* Program::build(const Result& result, PyObject* args, PyObject* kwargs)
     case Result::VARIABLE: {
       Owned array(build_array(result));
       return array == nullptr ? nullptr
-                              : slots.make(std::move(array), result.object.get(), result.node.get());
+                              : slots.make(std::move(array), result.object, result.node);
     }
     case Result::NUMBER: {
       Owned array(build_array(result));
@@ -352,7 +352,7 @@ PyObject* Program::build(const Result& result, PyObject* args, PyObject* kwargs)
       Owned made(PyDict_New());
       for (Py_ssize_t i = 0; made != nullptr && i < parts; ++i) {
         Owned part(build(result.parts[static_cast<size_t>(i)], args, kwargs));
-        PyObject* key = PyTuple_GetItem(result.object.get(), i);
+        PyObject* key = PyTuple_GetItem(result.object, i);
         if (part == nullptr || PyDict_SetItem(made.get(), key, part.get()) < 0) return nullptr;
       }
       return made.release();

@@ -60,14 +60,15 @@ struct Argument {
   int type;
   std::vector<npy_intp> shape;
   char* cell;  // where it is copied to; null: it is used where it lies
-  Owned value;
+  PyObject* value;
   bool is_writeable;
 };
 
 // What a step returns.
 struct Result {
   enum Kind { CONSTANT, ARRAY, VARIABLE, NUMBER, SCALAR, ARGUMENT, TUPLE, LIST, DICT } kind;
-  Owned object, node;  // the constant, or the keys; the node of a variable that has a history
+  PyObject* object = nullptr;  // the constant, or the keys
+  PyObject* node = nullptr;    // of a variable that has a history
   int at = 0, type = 0;
   std::vector<npy_intp> shape, strides;  // no strides: contiguous
   std::vector<Result> parts;
@@ -83,6 +84,7 @@ class Program {
   // What the step returns; null with an exception, or where it has to be left (`is_left`).
   PyObject* replay(PyObject* args, PyObject* kwargs, bool* is_left);
   bool is_busy() const { return is_busy_; }
+  PyObject* description() const { return description_.get(); }  // borrowed
   int64_t instructions() const { return static_cast<int64_t>(instructions_.size()); }
 
  private:
@@ -91,7 +93,7 @@ class Program {
     npy_intp offset;
   };
   struct Binding {
-    Owned variable, value;
+    PyObject *variable, *value;
     Slots::Name slot;
   };
 
@@ -109,7 +111,7 @@ class Program {
   PyObject* build_array(const Result& result) const;
 
   std::vector<Argument> arguments_;
-  std::vector<Owned> names_;  // of the arguments that are passed by name, which come last
+  std::vector<PyObject*> names_;  // of the arguments that are passed by name, which come last
   std::vector<char*> table_;
   std::vector<Place> places_;
   // What the step writes to, or reads where it writes to arguments: begin and end, in order.
@@ -117,11 +119,13 @@ class Program {
   Instructions instructions_;
   std::vector<Binding> bindings_;
   Result result_;
-  Owned guards_, keep_;
+  Owned description_;  // which keeps all objects that are referred to here
+  PyObject* guards_ = nullptr;
   bool is_busy_ = false, is_large_ = false;
 };
 
-// An instruction as flashlight_py/tape/program.py describes it; null with an exception.
+// An instruction as flashlight_py/tape/program.py describes it, which keeps its objects; null with an
+// exception.
 std::unique_ptr<Instruction> read_instruction(PyObject* described);
 
 }  // namespace fl::tape

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array
+from flashlight_py.device import Array, operation
 from flashlight_py.optim.optimizer import as_param_list, check_at_least_zero
 from flashlight_py.optim.placement import Shards
 from flashlight_py.optim.squares import sums_of_squares
@@ -55,6 +55,8 @@ def clip_grad_norm(
     limit = check_at_least_zero("max_norm", max_norm)
     params = as_param_list(params, may_be_empty=group is not None)
     own, sharded = _by_shards(params)
+    if group is None and not sharded:
+        return _clip(own, limit)
     sums = [part for grad in own for part in sums_of_squares(grad)]
     sums += [shards.sum_of_squares(those) for shards, those in sharded]
     squares = np.array([sum(sums)], np.float64)
@@ -63,8 +65,15 @@ def clip_grad_norm(
     norm = math.sqrt(squares[0])
     if limit < norm < math.inf:
         pieces = [grad for shards, those in sharded for grad in shards.own_gradients(those)]
-        for grad in [*own, *pieces]:
-            _scale(grad, limit / norm)
+        _scale([*own, *pieces], limit / norm)
+    return norm
+
+
+@operation
+def _clip(grads: list[Array], limit: float) -> float:
+    norm = math.sqrt(sum(part for grad in grads for part in sums_of_squares(grad)))
+    if limit < norm < math.inf:
+        _scale(grads, limit / norm)
     return norm
 
 
@@ -90,6 +99,7 @@ def _by_shards(
     return own, list(found.values())
 
 
-def _scale(grad: Array, factor: float) -> None:
-    # A number would be rounded to float16 first, of which a small one leaves nothing.
-    grad *= np.float32(factor) if grad.dtype.itemsize == 2 else factor
+def _scale(grads: list[Array], factor: float) -> None:
+    for grad in grads:
+        # A number would be rounded to float16 first, of which a small one leaves nothing.
+        np.multiply(grad, np.float32(factor) if grad.dtype.itemsize == 2 else factor, out=grad)

@@ -55,6 +55,8 @@ class Recorded(NDArrayOperatorsMixin):
             return function(*map(plain, args), **options)
         if function in HAVE_ANY_SHAPE or (function is np.where and len(args) == 1):
             read(f"{function.__name__}(), whose result may have any shape,")
+        if function is np.repeat and any(map(_is_recorded, (*args[1:2], options.get("repeats")))):
+            read("repeat(), whose result may have any shape,")
         own = OWN_WORDS.get(function)
         if own is not None:
             return own(*args, **options)
@@ -220,6 +222,10 @@ class Recorded(NDArrayOperatorsMixin):
     def __hash__(self) -> NoReturn:
         raise TypeError("unhashable type: 'numpy.ndarray'")
 
+    def __bytes__(self) -> bytes:
+        read("bytes()")
+        return bytes(self.array)
+
     def __dlpack__(self, **options: Any) -> Any:
         read("DLPack")
         return self.array.__dlpack__(**options)
@@ -343,6 +349,10 @@ def _of_numbers(where: Any) -> Any:
     """Return the index with NumPy's numbers in the place of what stands for them."""
     parts = where if type(where) is tuple else (where,)
     return tuple(part.array[()] if type(part) is RecordedScalar else part for part in parts)
+
+
+def _is_recorded(value: Any) -> bool:
+    return issubclass(type(value), Recorded)
 
 
 def _is_basic(where: Any) -> bool:

@@ -53,6 +53,14 @@ class State:
             yield "the random numbers that follow"
 
 
+def root_of(step: Callable[..., Any], objects: list[Any]) -> Callable[..., Any]:
+    """Return what leads to the step itself, and to the objects that it is called with."""
+    whole: Any = step
+    if isinstance(step, functools.partial):  # which another one would take apart
+        whole = whole.__call__
+    return functools.partial(whole, *objects)
+
+
 def beside(
     step: Callable[..., Any],
     replay: Callable[..., Any],
@@ -65,7 +73,7 @@ def beside(
         RuntimeError: it does something else; everything is as the step itself has left it.
     """
     objects = [each for each in (*args, *options.values()) if type(each) is not np.ndarray]
-    root = functools.partial(step, *objects)
+    root = root_of(step, objects)
     before = State(Reach(root))
     result = replay(*args, **options)
     after = State(Reach(root))

@@ -20,6 +20,7 @@ import array
 import contextvars
 import ctypes
 import functools
+import gc
 import os
 import random
 import sys
@@ -31,6 +32,7 @@ from types import (
     BuiltinMethodType,
     CellType,
     FunctionType,
+    MappingProxyType,
     MethodType,
     MethodWrapperType,
     ModuleType,
@@ -89,7 +91,6 @@ class Place:
         return self.holder.get(self.key)
 
     def set(self, value: Any) -> None:
-        """Put ``value`` there."""
         self.holder.put(self.key, value)
 
     def words(self) -> str:
@@ -125,9 +126,8 @@ class Reach:
     def changed(self, live: Container[Any] = ()) -> list[str]:
         """Return what has changed since this was made, in words: ``"self.count: 3 -> 4"``.
 
-        Args:
-            live: the id of each object whose own items or attributes are left out, or pairs of an
-                id and a key, for one of them.
+        ``live``: the id of each object whose own items or attributes are left out, or pairs of an
+        id and a key, for one of them.
         """
         same = native().same
         is_live = _is_live_in(live)
@@ -146,10 +146,7 @@ class Reach:
     def guards(self, live: Container[Any] = ()) -> list[Entry]:
         """Return entries for the native guards (csrc/tape/guards.h) of the state as it is now.
 
-        What can be reached since this was made is not followed: make another one for that.
-
-        Args:
-            live: as in ``changed``.
+        What can be reached since this was made is not followed. ``live``: as in ``changed``.
         """
         is_live = _is_live_in(live)
         return [
@@ -192,10 +189,11 @@ class Reach:
         if self._kind(type(value)) is None:
             return
         if issubclass(type(value), (np.ndarray, Recorded)):
-            if type(value) not in (np.ndarray, *KINDS) and value.flags.writeable:
-                self._visit_opaque(value, above, key)
-            elif above is not None and above.can_put():
+            is_known = type(value) in (np.ndarray, *KINDS)
+            if is_known and above is not None and above.can_put():
                 self.arrays.append(Place(above, key))
+            elif is_known or value.flags.writeable:
+                self._visit_opaque(value, above, key)
         elif id(value) not in self._seen:
             self._unseen.append((value, above, key))
 
@@ -234,6 +232,9 @@ class Reach:
 
     def _visit_reference(self, one: Any, above: Holder | None, key: Any) -> None:
         self._look(one(), above, key)
+
+    def _visit_proxy(self, one: Any, above: Holder | None, key: Any) -> None:
+        self._look(gc.get_referents(one)[0], above, key)
 
     def _visit_opaque(self, one: Any, above: Holder | None, key: Any) -> None:
         self.opaque.append(above.words(key) if above else str(key))
@@ -357,6 +358,7 @@ _VISITS: dict[type, Any] = {
     **dict.fromkeys((property, staticmethod, classmethod), Reach._visit_wrapper),
     functools.cached_property: Reach._visit_wrapper,
     weakref.ref: Reach._visit_reference,
+    MappingProxyType: Reach._visit_proxy,
     **dict.fromkeys((random.Random, np.random.RandomState), Reach._visit_opaque),
     **dict.fromkeys((bytearray, memoryview, array.array, _CData), Reach._visit_opaque),
     **dict.fromkeys((threading.local, contextvars.ContextVar), Reach._visit_opaque),

@@ -143,6 +143,7 @@ class Recording:
         plain_args = tuple([self._frozen(each) for each in args])
         plain_options = {name: self._frozen(each) for name, each in options.items()}
         arrays = [*_arrays_in(plain_args), *_arrays_in(tuple(plain_options.values()))]
+        made: list[np.ndarray[Any, Any]] = []
         self.read_by_replays(*args)
         result = self.without(lambda: function(*plain_args, **plain_options))
         if isinstance(result, (np.ndarray, np.generic)):
@@ -152,11 +153,14 @@ class Recording:
             if same:  # what was changed in place
                 self.effect(function, plain_args, plain_options, [], [np.asarray(result)])
                 return same[0]
-            made: list[np.ndarray[Any, Any]] = []
             wrapped = self.wrap(result, made)
             self.effect(function, plain_args, plain_options, made, [])
             return wrapped
-        if result is None or isinstance(result, (bool, int, float, str, list)):
+        if isinstance(result, float):  # that is computed from the arrays, such as a norm
+            self.wrap(np.float64(result), made)
+            self.effect(function, plain_args, plain_options, made, arrays)
+            return Number(made[0])
+        if result is None or isinstance(result, (bool, int, str, list)):
             again = function if result is None else returning(function, result)
             self.effect(again, plain_args, plain_options, [], [])
             return result

@@ -18,7 +18,7 @@ from flashlight_py.device import own_operations
 from flashlight_py.tape import blas, kernels
 from flashlight_py.tape.arguments import are_plain, array_of, described, kind_of
 from flashlight_py.tape.arrays import Recorded, RecordedScalar
-from flashlight_py.tape.checking import beside
+from flashlight_py.tape.checking import beside, root_of
 from flashlight_py.tape.kinds import known_layouts
 from flashlight_py.tape.noting import current
 from flashlight_py.tape.operands import is_read_first, is_written, outline
@@ -193,7 +193,7 @@ class Session:
         self._arrays = [array_of(value) for value in values]
         # Of arguments that are no arrays, such as the instance of a method.
         self._objects = [v for v, a in zip(values, self._arrays, strict=True) if a is None]
-        self._root = functools.partial(step, *self._objects)
+        self._root = root_of(step, self._objects)
         self._reach = Reach(self._root)
         placements = [variable.placement for variable in self._reach.variables]
         are_known = all(each is None or each.replays for each in placements)

@@ -312,6 +312,31 @@ def test_a_captured_step_goes_with_the_last_reference() -> None:
     assert [ref() for ref in gone] == [None, None]
 
 
+@pytest.mark.parametrize("check", [False, True])
+def test_a_captured_step_that_its_model_refers_to_is_collected(check: bool) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.weight = fl.param(np.ones(3))
+            self.optimizer = fl.optim.AdamOptimizer([self.weight], 0.1)
+            self.step = fl.capture(self.one_step, check=check)
+
+        def one_step(self, x: np.ndarray) -> Any:
+            self.optimizer.zero_grad()
+            loss = (self.weight * x).sum()
+            loss.backward()
+            self.optimizer.step()
+            return loss, x
+
+    trainer = Trainer()
+    for number in range(10):
+        trainer.step(np.full(3, float(number)))
+    assert trainer.step.replays
+    gone = weakref.ref(trainer), weakref.ref(trainer.weight), weakref.ref(trainer.step)
+    del trainer
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow() -> None:
     step, *_ = regression()
