@@ -158,6 +158,25 @@ PyObject* use_blas(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* address(PyObject*, PyObject* array) {
+  if (PyArray_Check(array)) return PyLong_FromVoidPtr(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array)));
+  return PyErr_Format(PyExc_TypeError, "address: no array: %R", array);
+}
+
+PyObject* bounds(PyObject*, PyObject* object) {
+  if (!PyArray_Check(object)) return PyErr_Format(PyExc_TypeError, "bounds: no array: %R", object);
+  PyArrayObject* array = reinterpret_cast<PyArrayObject*>(object);
+  const char *low = PyArray_BYTES(array), *high = low;
+  if (PyArray_SIZE(array) != 0) {
+    for (int i = 0; i < PyArray_NDIM(array); ++i) {
+      const npy_intp reach = (PyArray_DIM(array, i) - 1) * PyArray_STRIDE(array, i);
+      (reach < 0 ? low : high) += reach;
+    }
+    high += PyArray_ITEMSIZE(array);
+  }
+  return Py_BuildValue("nn", reinterpret_cast<Py_ssize_t>(low), reinterpret_cast<Py_ssize_t>(high));
+}
+
 PyMethodDef step_methods[] = {{"add", add, METH_O, nullptr},
                               {"drop", drop, METH_O, nullptr},
                               {"fits", fits, METH_VARARGS, nullptr},
@@ -178,6 +197,8 @@ PyType_Spec step_spec = {"flashlight_py._native._tape.Step", sizeof(Step), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, step_slots};
 
 PyMethodDef methods[] = {
+    {"address", address, METH_O, "address(array): of its first element."},
+    {"bounds", bounds, METH_O, "bounds(array): the addresses between which its elements lie."},
     {"use_slots", use_slots, METH_VARARGS, nullptr},
     {"use_blas", use_blas, METH_VARARGS, nullptr},
     {"guards", guards_new, METH_O, "guards(entries): an object that keeps the state of containers."},

@@ -123,10 +123,8 @@ def _shard_gpus(
     module: Module, members: ProcessGroup, step_in_backward: bool, across_hosts: bool
 ) -> None:
     if across_hosts:
-        raise ValueError(
-            "fully_shard: across_hosts is for parameters on the CPU; on GPUs each has a part of "
-            "everything in any case"
-        )
+        how = "on GPUs each rank has a part of everything in any case"
+        raise ValueError(f"fully_shard: across_hosts is for parameters on the CPU; {how}")
     shards = shard_by_gathering(module, members, step_in_backward)
     install(module, shards.sync)
     module.before_forward = functools.partial(_before_forward, shards)
@@ -234,7 +232,7 @@ class HostShards(Shards):
         scale = 1.0 / self.members.size if hosts.count == 1 else 1.0
         buckets = Buckets(hosts.local, nbytes, scale, keeps=not self.steps)
         if self.steps:
-            return StepSync(self.members, self.memory, buckets, units, self._stepper_of)
+            return StepSync(self.members, self.memory, buckets, units, self._steppers.get)
         return ShardSync(self.members, self.memory, buckets, units)
 
     def _placed(self, units: Sequence[tuple[str, UnitPlan, list[Variable]]]) -> list[Unit]:
@@ -282,9 +280,6 @@ class HostShards(Shards):
             parts.append(sums)
         return float(sum(local.all_reduce(np.concatenate(parts)).tolist()))
 
-    def _stepper_of(self, param: Variable) -> Stepper | None:
-        return self._steppers.get(param)
-
     def changing(self, what: str) -> AbstractContextManager[None]:
         """Return the context in which this process may write its pieces; see ``Shards``."""
         if isinstance(self.sync, StepSync):
@@ -309,11 +304,11 @@ class HostShards(Shards):
     def new_state(self, name: str, number: int, dtype: DTypeLike) -> Array:
         """Return a flat array of layout ``name`` for parameter ``number``. May be collective."""
         kind = np.dtype(dtype).str
-        count = self._taken[number, kind]
+        place = name, kind, self._taken[number, kind]
         self._taken[number, kind] += 1
-        if (name, kind, count) not in self._states:
-            self._states[name, kind, count] = self.memory.new_flat(name, kind)
-        return self._states[name, kind, count]
+        if place not in self._states:
+            self._states[place] = self.memory.new_flat(name, kind)
+        return self._states[place]
 
     def step_all(self) -> None:
         """Let the optimizers step, on a rank that only takes part for the others."""
@@ -367,7 +362,7 @@ class HostPlacement(Placement):
                 "so its gradients are not summed; call fully_shard again to train it"
             )
         assert variable.grad is not None
-        arrays = [data, variable.grad.reshape(-1), *(state.reshape(-1) for state in states)]
+        arrays = [data, *(each.reshape(-1) for each in (variable.grad, *states))]
         return [tuple([array[piece] for array in arrays]) for piece in self._pieces]
 
     def sum_of_squares(self, variable: Variable) -> float:

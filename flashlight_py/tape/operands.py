@@ -40,6 +40,15 @@ class Memory:
         self._ranges = sorted(each for each in ranges if each[0] < each[1])
         self._starts = [each[0] for each in self._ranges]
 
+    def add(self, array: np.ndarray[Any, Any]) -> None:
+        """Count ``array`` as made, too."""
+        low, high = bounds(array)
+        if low < high:
+            place = bisect_right(self._starts, low)
+            self._starts.insert(place, low)
+            self._ranges.insert(place, (low, high, MADE, len(self.made)))
+        self.made.append(array)
+
     def where(self, array: np.ndarray[Any, Any]) -> Where:
         """Return where the first element of ``array`` lies."""
         address = address_of(array)
@@ -88,26 +97,32 @@ def read_by(note: Note) -> Iterator[np.ndarray[Any, Any]]:
             yield from arrays_in(each)
 
 
-def is_read_first(array: np.ndarray[Any, Any], notes: Iterable[Note]) -> bool:
-    """Return whether ``notes`` depend on what ``array`` held before they wrote to all of it."""
-    low, high = bounds(array)
-    for note in notes:
-        for each in read_by(note):
-            begin, end = bounds(each)
-            if begin < high and low < end:
+class Touched:
+    """Which memory ``notes`` read and write, in their order."""
+
+    def __init__(self, notes: Iterable[Note]) -> None:
+        self._spans = [
+            (
+                [bounds(each) for each in read_by(note)],
+                [(*bounds(each), each.nbytes) for each in (*note.made, *note.changed)],
+            )
+            for note in notes
+        ]
+
+    def is_read_first(self, array: np.ndarray[Any, Any]) -> bool:
+        """Return whether they depend on what ``array`` held before they wrote to all of it."""
+        low, high = bounds(array)
+        for read, written in self._spans:
+            if any(begin < high and low < end for begin, end in read):
                 return True
-        for each in (*note.made, *note.changed):
-            begin, end = bounds(each)
-            if begin <= low and high <= end and end - begin == each.nbytes:
+            if any(b <= low and high <= e and e - b == nbytes for b, e, nbytes in written):
                 return False
-    return False
+        return False
 
-
-def is_written(array: np.ndarray[Any, Any], notes: Iterable[Note]) -> bool:
-    """Return whether ``notes`` write to ``array``."""
-    low, high = bounds(array)
-    written = (bounds(each) for note in notes for each in (*note.made, *note.changed))
-    return any(begin < high and low < end for begin, end in written)
+    def is_written(self, array: np.ndarray[Any, Any]) -> bool:
+        """Return whether they write to ``array``."""
+        low, high = bounds(array)
+        return any(b < high and low < e for _, written in self._spans for b, e, _ in written)
 
 
 def is_outcome(note: Note, memory: Memory, kept: set[int]) -> bool:

@@ -93,7 +93,7 @@ class Builder:
 
     def _make(self, shape: tuple[int, ...], dtype: Any) -> Array:
         made = np.empty(shape, dtype)
-        self._memory = Memory([*self._memory.made, made], self._arguments)
+        self._memory.add(made)
         return made
 
     # Constants ----------------------------------------------------------------------------------

@@ -20,10 +20,12 @@ from flashlight_py import random
 from flashlight_py.autograd import Variable
 from flashlight_py.device import operations_made
 from flashlight_py.tape.arrays import Recorded, RecordedScalar
+from flashlight_py.tape.native import native
 from flashlight_py.tape.noting import current
 from flashlight_py.tape.numbers import Number, is_written_in_python, of_numbers
 from flashlight_py.tape.operations import Later, RecordedGenerator, keeping, returning
 
+_native = native()
 _PACKAGE = str(Path(__file__).parent.parent)
 _NUMPY = str(Path(np.__file__).parent)
 
@@ -344,22 +346,12 @@ def is_number(dtype: np.dtype[Any]) -> bool:
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
     """Return where the first element lies."""
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return _native.address(array)  # type: ignore[no-any-return]
 
 
 def bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
     """Return the addresses between which all elements lie; the second is behind the last one."""
-    low = high = address_of(array)
-    if not array.size:
-        return low, low
-    for extent, step in zip(array.shape, array.strides, strict=True):
-        reach = (extent - 1) * step
-        if reach < 0:
-            low += reach
-        else:
-            high += reach
-    return low, high + array.itemsize
+    return _native.bounds(array)  # type: ignore[no-any-return]
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

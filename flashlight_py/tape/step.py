@@ -21,7 +21,7 @@ from flashlight_py.tape.arrays import Recorded, RecordedScalar
 from flashlight_py.tape.checking import beside, root_of
 from flashlight_py.tape.kinds import known_layouts
 from flashlight_py.tape.noting import current
-from flashlight_py.tape.operands import is_read_first, is_written, outline
+from flashlight_py.tape.operands import Touched, outline
 from flashlight_py.tape.program import SLOTS, Builder
 from flashlight_py.tape.reach import Place, Reach
 from flashlight_py.tape.recording import (
@@ -263,10 +263,11 @@ class Session:
                 self._homes[place.words()] = now.copy(order="K")
                 place.set(self._homes[place.words()])
 
-    def _drawn(self) -> str:
+    def _drawn(self) -> tuple[Any, ...]:
         """Return the states of all generators of random numbers that are not this package's."""
-        own = [each.bit_generator.state for each in self._reach.generators]
-        return repr((random.getstate(), np.random.get_state(), own))
+        own = [repr(each.bit_generator.state) for each in self._reach.generators]
+        name, key, *rest = np.random.get_state(legacy=True)
+        return random.getstate(), name, np.asarray(key).tobytes(), rest, own
 
     def description(self) -> tuple[Any, ...]:
         """Return the program.
@@ -274,15 +275,15 @@ class Session:
         Raises:
             CannotCapture: there is none.
         """
-        notes = self._recording.notes
+        touched = Touched(self._recording.notes)
         kept: list[Array] = []
         bindings: list[tuple[Any, ...]] = []
         grads: list[tuple[Any, ...]] = []  # guards of those that the step depends on
         for variable, before in self._before:
             now = variable.grad
-            if before is None or is_read_first(before, notes):
+            if before is None or touched.is_read_first(before):
                 grads.append(("slots", variable, (_slots["grad"],), (before,)))
-            if now is not before or (now is not None and is_written(now, notes)):
+            if now is not before or (now is not None and touched.is_written(now)):
                 bindings.append((variable, SLOTS["grad"], now))
                 kept += [] if now is None else [now]
         builder = Builder(
