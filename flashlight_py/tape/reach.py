@@ -69,6 +69,7 @@ from flashlight_py.tape.kinds import (
     known_layouts,
     layout,
     named_by_others,
+    package_of,
     state_of,
 )
 from flashlight_py.tape.native import native
@@ -83,8 +84,7 @@ class Place:
     __slots__ = ("holder", "key")
 
     def __init__(self, holder: Holder, key: Any) -> None:
-        self.holder = holder
-        self.key = key
+        self.holder, self.key = holder, key
 
     def get(self) -> Any:
         """Return what is there now."""
@@ -212,7 +212,7 @@ class Reach:
         for base, visit in _VISITS.items():
             if issubclass(kind, base):
                 return None if visit is None else functools.partial(visit, self)
-        if hasattr(kind, "__next__") and is_ours(kind):
+        if is_ours(kind) and (hasattr(kind, "__next__") or package_of(kind) == "cupy"):
             return self._visit_opaque
         return None if is_opaque(kind) else self._visit_object
 

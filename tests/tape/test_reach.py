@@ -328,3 +328,18 @@ def test_a_model_of_20_layers_is_walked_at_once() -> None:
 @pytest.mark.parametrize("value", [1, using, print, np, fl, Plain, fl.nn.Linear, None, "text"])
 def test_any_kind_of_value_can_be_met(value: Any) -> None:
     assert native().hold(native().guards(Reach(using(value)).guards()))
+
+
+def test_arrays_of_gpus_end_the_capture() -> None:
+    """A class in the place of CuPy's, which this machine may lack."""
+    kind = type("ndarray", (), {"__module__": "cupy", "__hash__": None, "value": 1})
+    held = [kind()]
+
+    @fl.capture
+    def step(x: np.ndarray) -> Any:
+        held[0].value += 1
+        return x * held[0].value
+
+    with pytest.warns(RuntimeWarning, match=r"cannot be compared: held\[0\]"):
+        found = [step(np.ones(2))[0] for _ in range(6)]
+    assert found == [2, 3, 4, 5, 6, 7]
