@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed import open_groups
 from flashlight_py.distributed.backend import Backend, left_to_python
+from flashlight_py.distributed.backends.single import reduced_alone
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.recorder.journal import Journal, name_of_group
 from flashlight_py.distributed.rendezvous.store import Store
@@ -70,6 +71,7 @@ class Membership:
         self.native_sendrecv: Callable[..., Any] = left_to_python
         if backend is not None:
             self.native, self.native_sendrecv = backend.bind(self.journal)
+        self.native_replay = reduced_alone if self.size == 1 else self.native
         self.rank = -1 if backend is None else backend.rank
 
     @property
@@ -207,7 +209,7 @@ class Membership:
         """Make the group unusable, and return what is to be closed."""
         backends, self._joined = self._joined, []
         self._gpus = self._backend = None
-        self.native = self.native_sendrecv = left_to_python
+        self.native = self.native_sendrecv = self.native_replay = left_to_python
         if self._dropping is not None:
             self._dropping.detach()
         return backends
@@ -250,12 +252,14 @@ _world: Membership | None = None
 # The world's, here because small calls have no time to look for them.
 _native: Callable[..., Any] = left_to_python
 _native_sendrecv: Callable[..., Any] = left_to_python
+_native_replay: Callable[..., Any] = left_to_python
 
 
 def use_as_world(group: Membership) -> None:
     """Make ``group`` what stands for the world: all ranks as they are now."""
-    global _world, _native, _native_sendrecv
-    _world, _native, _native_sendrecv = group, group.native, group.native_sendrecv
+    global _world, _native, _native_sendrecv, _native_replay
+    _world, _native_replay = group, group.native_replay
+    _native, _native_sendrecv = group.native, group.native_sendrecv
 
 
 def of(group: Membership | None) -> Membership:
@@ -285,8 +289,10 @@ def native(group: Membership | None) -> Callable[..., Any]:
 
 
 def place_of_native(group: Membership | None) -> tuple[Any, str]:
-    """Return what has the short way of ``group`` as an attribute, and the attribute's name."""
-    return (sys.modules[__name__], "_native") if group is None else (of(group), "native")
+    """Return what has, as an attribute, the short way of ``group`` in replays; and its name."""
+    if group is None:
+        return sys.modules[__name__], "_native_replay"
+    return of(group), "native_replay"
 
 
 def native_sendrecv(group: Membership | None) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -245,3 +246,25 @@ def communicate_unseen(rank: int, size: int) -> None:
 
 def test_what_is_sent_unseen_ends_the_capture() -> None:
     run_ranks(communicate_unseen, 2)
+
+
+def profile_replays(rank: int, size: int, path: str) -> None:
+    @fl.capture
+    def step(x: np.ndarray) -> np.ndarray:
+        return fl.all_reduce(x * 2, scale=1 / size)
+
+    for _ in range(3):
+        step(np.ones(3))
+    with fl.profile(path):
+        assert_same_bits(np.full(3, 2.0), step(np.ones(3)))
+    assert step.replays == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_profile_of_a_replay_has_its_collectives(size: int, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    if size == 1:
+        profile_replays(0, 1, str(path))
+    else:
+        run_ranks(profile_replays, size, str(path))
+    assert "all_reduce" in path.read_text(encoding="utf-8")

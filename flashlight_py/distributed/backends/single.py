@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.arrays import require_length, scale_in_place
-from flashlight_py.distributed.backend import Backend, left_to_python
+from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
+from flashlight_py.distributed.recorder import incidents
 from flashlight_py.distributed.verbs import ALL_REDUCE, SCATTER
 from flashlight_py.distributed.work import Done, Work
-
-if TYPE_CHECKING:
-    from flashlight_py.distributed.recorder.journal import Journal
 
 
 class SingleBackend(Backend):
@@ -45,10 +42,6 @@ class SingleBackend(Backend):
             scale_in_place(array, call.scale)
         return Done(array)
 
-    def bind(self, journal: Journal) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return the short ways; they leave no record, as nobody else could be waited for."""
-        return _reduced_alone, left_to_python
-
     def synchronize(self) -> None:
         """Nothing is ever pending."""
 
@@ -56,10 +49,14 @@ class SingleBackend(Backend):
         """Nothing is held."""
 
 
-def _reduced_alone(
+def reduced_alone(
     code: int, x: Any, out: Any, op: Any, scale: Any, root: int, tag: int, async_op: bool
 ) -> Any:
-    """Reduce an array of floats in place, as gradients are; leave all else to ``start``."""
+    """Reduce an array of floats in place, as a ``native`` of ``Backend.bind`` would.
+
+    It leaves no record, unless one is listened for, and is for replays of captured steps: nobody
+    else could be waited for.
+    """
     is_plain = (
         type(x) is np.ndarray
         and x.dtype.char in "fd"
@@ -68,6 +65,7 @@ def _reduced_alone(
         and type(scale) is float
         and isfinite(scale)
         and not async_op
+        and incidents.listener is None
         and x.flags.writeable
     )
     if not is_plain:
