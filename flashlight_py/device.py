@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 __all__ = [
     "Array",
     "array_module",
+    "captured_gpu",
     "deferred",
     "device_of",
     "effect",
@@ -22,6 +23,7 @@ __all__ = [
     "operations_made",
     "own_operations",
     "owner_of",
+    "product",
     "require",
     "to_device",
 ]
@@ -57,9 +59,11 @@ def array_module(array: object) -> ModuleType:
 
 
 def owner_of(values: Iterable[Any]) -> Any:
-    """Return the class of the first of ``values``, or of those in its lists, that has an
-    ``__operation__``; or None."""
-    return _owner_of(values) if own_operations else None
+    """Return what does the operations on ``values``, by a method ``__operation__``; or None.
+
+    That is the class of the first of them, or of those in their lists, or ``captured_gpu``.
+    """
+    return (_owner_of(values) or captured_gpu()) if own_operations else None
 
 
 def _owner_of(values: Iterable[Any]) -> Any:
@@ -72,6 +76,25 @@ def _owner_of(values: Iterable[Any]) -> Any:
         if found is not None:
             return found
     return None
+
+
+def captured_gpu() -> Any:
+    """Return what captures a GPU's work of this thread, such as into a CUDA graph; or None."""
+    last: Any = own_operations[-1] if own_operations else None
+    return last if getattr(last, "captures_gpu", False) and last.is_here() else None
+
+
+def product(a: Array, b: Array, out: Array | None = None) -> Array:
+    """Return the matrix product of two arrays of two dimensions; ``out``: where to write it.
+
+    While a GPU's work is captured, in another way than CuPy's, which refuses that.
+    """
+    if own_operations and is_cupy(a):
+        owner = captured_gpu()
+        if owner is not None:
+            return owner.product(a, b, out)  # type: ignore[no-any-return]
+    found: Array = a.dot(b, out=out)
+    return found
 
 
 def deferred(function: Callable[..., Any], *args: Any) -> Any:
@@ -123,7 +146,7 @@ def require(condition: Array, error: Callable[[], Exception]) -> None:
 
     An array of another library may do that in its own way: ``__require__(error)``.
     """
-    own = getattr(type(condition), "__require__", None)
+    own = getattr(type(condition), "__require__", None) or getattr(captured_gpu(), "require", None)
     if own is not None:
         own(condition, error)
     elif not condition.all():

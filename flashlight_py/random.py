@@ -14,6 +14,7 @@ from flashlight_py.device import is_cupy
 
 __all__ = [
     "generator",
+    "in_use",
     "load_state_dict",
     "noting",
     "replaying",
@@ -147,6 +148,11 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     for name, of_generator in state["generators"].items():
         set_state_of(generator(importlib.import_module(name)), of_generator)
     _seed = state["seed"]
+
+
+def in_use() -> list[tuple[Any, dict[str, Any]]]:
+    """Return each generator that has been used, and its state; see ``set_state_of``."""
+    return [(each, state_of(each)) for each in (*_generators.values(), *_kept.values())]
 
 
 def state_of(generator: Any) -> dict[str, Any]:

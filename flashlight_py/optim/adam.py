@@ -7,8 +7,9 @@ from math import sqrt
 from typing import Any
 
 from flashlight_py.autograd import Variable
+from flashlight_py.optim.cuda import Rule
 from flashlight_py.optim.optimizer import check_at_least_zero, check_below_one
-from flashlight_py.optim.rule import Rule, RuleOptimizer
+from flashlight_py.optim.rule import RuleOptimizer
 
 
 class AdamOptimizer(RuleOptimizer):

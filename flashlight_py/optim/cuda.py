@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from flashlight_py.device import is_cupy
+from flashlight_py.device import Array, captured_gpu, is_cupy
 
-__all__ = ["change", "fits"]
+__all__ = ["Rule", "Table", "change", "fits"]
 
 # Threads of a block, and elements that a block steps.
 BLOCK, CHUNK = 256, 4096
-# A rule with its numbers, and what it changes: (parameter, gradient, *states).
-Step = tuple[tuple[str, tuple[float, ...]], tuple[Any, ...]]
+# A rule with its numbers, and with what it changes: (parameter, gradient, *states).
+Rule = tuple[str, tuple[float, ...]]
+Step = tuple[Rule, tuple[Any, ...]]
 
 _TYPES = {"e": "__half", "f": "float", "d": "double"}
 _KERNEL = """
@@ -72,7 +74,7 @@ def fits(piece: tuple[Any, ...]) -> bool:
     )
 
 
-def change(steps: Iterable[Step], grad_scale: float) -> None:
+def change(steps: Iterable[Step], grad_scale: float, optimizer: Any = None) -> None:
     """Change parameters and states in place; returns when the kernels are queued.
 
     One launch for all that have the same rule, dtypes and device.
@@ -80,42 +82,62 @@ def change(steps: Iterable[Step], grad_scale: float) -> None:
     Args:
         steps: each is a rule and what it steps, which :func:`fits`.
         grad_scale: the factor of the gradients.
+        optimizer: whose ``next_rules`` has the rules of a step that is captured and done again.
     """
     groups: dict[Any, list[Step]] = defaultdict(list)
     for step in steps:
         (name, _), (param, grad, *_) = step
         groups[name, param.dtype.char, grad.dtype.char, param.device.id].append(step)
-    for (name, param, grad, device), group in groups.items():
-        _launch(name, param, grad, device, group, grad_scale)
+    owner = captured_gpu()
+    for group in groups.values():
+        table = Table(group, grad_scale)
+        if table.blocks and owner is None:
+            table.launch(table.on_device())
+        elif table.blocks:
+            owner.change(table, optimizer)
 
 
-def _launch(
-    name: str, param: str, grad: str, device: int, steps: list[Step], grad_scale: float
-) -> None:
-    import cupy
+class Table:
+    """What one launch reads: a row of each step, and behind the rows the rules' numbers."""
 
-    count, states = len(steps[0][0][1]), len(steps[0][1]) - 2
-    sizes = [piece[0].size for _, piece in steps]
-    first = np.cumsum([0, *(-(-size // CHUNK) for size in sizes)])
-    if not first[-1]:
-        return
-    # Most parameters have the same numbers, which lie behind the rows.
-    numbers = {values: None for (_, values), _ in steps}
-    start = len(steps) * (5 + states)
-    places = {values: start + number * count for number, values in enumerate(numbers)}
-    rows = [
-        (block, size, places[values], *(array.data.ptr for array in piece))
-        for block, size, ((_, values), piece) in zip(first, sizes, steps, strict=False)
-    ]
-    bits = np.array(list(numbers), np.float64).view(np.int64)
-    table = np.concatenate([np.array(rows, np.int64).ravel(), bits.ravel()])
-    with cupy.cuda.Device(device):
-        kernel = _kernel(name, count, states, param, grad)
-        kernel(
-            (int(first[-1]),),
-            (BLOCK,),
-            (cupy.asarray(table), np.int64(len(steps)), np.float64(grad_scale)),
-        )
+    def __init__(self, steps: Sequence[Step], grad_scale: float) -> None:
+        self.steps, self.grad_scale = steps, grad_scale
+        sizes = [piece[0].size for _, piece in steps]
+        first = np.cumsum([0, *(-(-size // CHUNK) for size in sizes)])
+        self.blocks = int(first[-1])
+        count, states = len(steps[0][0][1]), len(steps[0][1]) - 2
+        start = len(steps) * (5 + states)
+        rows = [
+            (block, size, start + number * count, *(array.data.ptr for array in piece))
+            for number, (block, size, (_, piece)) in enumerate(
+                zip(first, sizes, steps, strict=False)
+            )
+        ]
+        self._rows = np.array(rows, np.int64).ravel()
+        self._device = steps[0][1][0].device.id
+
+    def words(self, rules: Iterable[Rule]) -> NDArray[np.int64]:
+        """Return the table where the steps are done by ``rules``, in their order."""
+        numbers = np.array([numbers for _, numbers in rules], np.float64)
+        return np.concatenate([self._rows, numbers.view(np.int64).ravel()])
+
+    def on_device(self) -> Array:
+        """Return the table as it is now, in new memory of the device."""
+        import cupy
+
+        with cupy.cuda.Device(self._device):
+            table: Array = cupy.asarray(self.words(rule for rule, _ in self.steps))
+        return table
+
+    def launch(self, table: Array) -> None:
+        """Queue the kernel, which reads ``table`` when it runs."""
+        import cupy
+
+        (name, numbers), (param, grad, *states) = self.steps[0]
+        with cupy.cuda.Device(self._device):
+            kernel = _kernel(name, len(numbers), len(states), param.dtype.char, grad.dtype.char)
+            arguments = table, np.int64(len(self.steps)), np.float64(self.grad_scale)
+            kernel((self.blocks,), (BLOCK,), arguments)
 
 
 @functools.cache

@@ -10,13 +10,11 @@ from typing import Any, ClassVar
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module, effect
 from flashlight_py.optim import cuda, reference
+from flashlight_py.optim.cuda import Rule
 from flashlight_py.optim.native import native
 from flashlight_py.optim.optimizer import FirstOrderOptimizer
 from flashlight_py.optim.placement import Shards
 from flashlight_py.optim.squares import sum_of_squares
-
-# The name of a rule of optim.reference, and the numbers that it takes.
-Rule = tuple[str, tuple[float, ...]]
 
 
 class RuleOptimizer(FirstOrderOptimizer):
@@ -51,7 +49,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         if not self._shards:
             queued = self._step_own(grad_scale)
             if queued:
-                cuda.change(queued, grad_scale)
+                cuda.change(queued, grad_scale, self)
             return
         self._check_placements()
         placed = [  # before the first change: a placement may refuse a parameter
@@ -115,6 +113,14 @@ class RuleOptimizer(FirstOrderOptimizer):
     def _rule(self, position: int, grad_scale: float) -> Rule:
         """Return what a parameter's step number ``self._steps[position]`` is done with."""
 
+    def next_rules(self, positions: Iterable[int], grad_scale: float) -> list[Rule]:
+        """Count a step of each of these parameters, and return the rules by which it is done."""
+        rules = []
+        for position in positions:
+            self._steps[position] += 1
+            rules.append(self._rule(position, grad_scale))
+        return rules
+
     def step_more_pieces(
         self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float = 1.0
     ) -> None:
@@ -154,8 +160,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         zero: bool = False,
     ) -> list[cuda.Step]:
         """Step pieces of host memory, and count the step; return those that GPUs have."""
-        self._steps[position] += 1
-        rule = self._rule(position, grad_scale)
+        (rule,) = self.next_rules([position], grad_scale)
         queued: list[cuda.Step] = []
         for param, grad, *states in pieces:
             grads = list(grad) if isinstance(grad, (list, tuple)) else [grad]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.autograd import Variable
+from flashlight_py.device import is_cupy
 from flashlight_py.tape.recording import bounds, is_number
 
 Array = np.ndarray[Any, Any]
@@ -17,6 +18,12 @@ def array_of(value: Any) -> Array | None:
     if isinstance(value, Variable):
         value = value.data
     return value if type(value) is np.ndarray else None
+
+
+def gpu_array_of(value: Any) -> Any:
+    """Return the CuPy array of an argument, or None."""
+    held = value.data if isinstance(value, Variable) else value
+    return held if is_cupy(held) else None
 
 
 def are_plain(arrays: list[Array | None]) -> bool:

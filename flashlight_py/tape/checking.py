@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+import random as random_of_python
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,25 @@ from flashlight_py.tape.recording import live
 Array = np.ndarray[Any, Any]
 
 
+class Numbers:
+    """The numbers of ``objects``, such as an optimizer's count of steps, as they are now."""
+
+    def __init__(self, objects: Iterable[object]) -> None:
+        self._objects = [(each, _copied(vars(each))) for each in objects if _has_state(each)]
+
+    def restore(self) -> None:
+        """Make them as they were."""
+        for each, attributes in self._objects:
+            _put_back(vars(each), attributes)
+
+    def differences(self, other: Numbers) -> Iterator[str]:
+        """Say whose differ from ``other``."""
+        theirs = {id(each): attributes for each, attributes in other._objects}
+        for each, attributes in self._objects:
+            if not _equal(attributes, theirs.get(id(each), attributes)):
+                yield f"the numbers of a {type(each).__name__}"
+
+
 class State:
     """All that a step may change, as it is now: arrays, gradients, counts, random numbers."""
 
@@ -24,7 +44,7 @@ class State:
         self._slots = [(variable, variable.grad) for variable in reach.variables]
         places = [(place.words(), place.get()) for place in reach.arrays]
         self._arrays = [(words, array, array.copy()) for words, array in places]
-        self._objects = [(each, _copied(vars(each))) for each in live.values() if _has_state(each)]
+        self._numbers = Numbers(live.values())
         self._random = random.state_dict()
 
     def restore(self) -> None:
@@ -33,8 +53,7 @@ class State:
             variable.grad = grad
         for _, array, copy in self._arrays:
             np.copyto(array, copy)
-        for each, attributes in self._objects:
-            _put_back(vars(each), attributes)
+        self._numbers.restore()
         random.load_state_dict(self._random)
 
     def differences(self, other: State, result: Any, expected: Any) -> Iterator[str]:
@@ -45,12 +64,16 @@ class State:
         for words, _, copy in self._arrays:
             if not _equal(copy, theirs.get(words)):
                 yield words
-        numbers = {id(each): attributes for each, attributes in other._objects}
-        for each, attributes in self._objects:
-            if not _equal(attributes, numbers.get(id(each), attributes)):
-                yield f"the numbers of a {type(each).__name__}"
+        yield from self._numbers.differences(other._numbers)
         if self._random != other._random:
             yield "the random numbers that follow"
+
+
+def others_drawn(reach: Reach) -> tuple[Any, ...]:
+    """Return the states of all generators of random numbers that are not this package's."""
+    own = [repr(each.bit_generator.state) for each in reach.generators]
+    name, key, *rest = np.random.get_state(legacy=True)
+    return random_of_python.getstate(), name, np.asarray(key).tobytes(), rest, own
 
 
 def root_of(step: Callable[..., Any], objects: list[Any]) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ from flashlight_py.tape.numbers import Number, is_written_in_python, of_numbers
 from flashlight_py.tape.operations import Later, RecordedGenerator, keeping, returning
 
 _native = native()
-_PACKAGE = str(Path(__file__).parent.parent)
+PACKAGE = str(Path(__file__).parent.parent)
 _NUMPY = str(Path(np.__file__).parent)
 
 
@@ -380,7 +380,7 @@ def _arrays_in(values: tuple[Any, ...]) -> list[np.ndarray[Any, Any]]:
 def _line_of_user() -> str:
     """Return the line, outside of this package and NumPy, that has led here."""
     frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, _NUMPY)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((PACKAGE, _NUMPY)):
         frame = frame.f_back
     file, line = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(file, line).strip()

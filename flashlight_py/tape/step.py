@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import functools
-import random
 import types
 import warnings
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.autograd import Variable
-from flashlight_py.device import own_operations
+from flashlight_py.device import captured_gpu, is_cupy, own_operations
 from flashlight_py.tape import blas, kernels
-from flashlight_py.tape.arguments import are_plain, array_of, described, kind_of
+from flashlight_py.tape.arguments import (
+    are_plain,
+    array_of,
+    described,
+    gpu_array_of,
+    kind_of,
+)
 from flashlight_py.tape.arrays import Recorded, RecordedScalar
-from flashlight_py.tape.checking import beside, root_of
+from flashlight_py.tape.checking import beside, others_drawn, root_of
 from flashlight_py.tape.kinds import known_layouts
 from flashlight_py.tape.noting import current
 from flashlight_py.tape.operands import Touched, outline
@@ -33,6 +38,9 @@ from flashlight_py.tape.recording import (
     numbers_of,
 )
 from flashlight_py.tape.results import CannotCapture, arrays_of, as_returned, unwrapped
+
+if TYPE_CHECKING:
+    from flashlight_py.tape.cuda_graph import GpuStep
 
 _MOST_PROGRAMS = 16
 _MOST_TRIES = 64
@@ -65,6 +73,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self._trials: list[_Trial] = []  # with check
         # Of what is put in the place of arrays: the array of that place, which nobody else has.
         self._homes: dict[str, Array] = {}
+        self._gpu: GpuStep | None = None
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -75,10 +84,11 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
     def _run(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
         step, options = self.__wrapped__, options or {}
         values = (*args, *options.values())
-        if self.reason or current.recording is not None:
+        if self.reason or current.recording is not None or captured_gpu() is not None:
             return step(*args, **options)
         key = (tuple(options), *map(kind_of, values))
-        if None in key:
+        is_on_gpu = any(gpu_array_of(value) is not None for value in values)
+        if None in key and not is_on_gpu:
             number = key.index(None) - 1
             self._stay_eager(
                 f"argument {number} is {described(values[number])}; pass arrays, variables "
@@ -88,7 +98,9 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         for trial in self._trials:
             if trial.fits(args, options or None):
                 return self._try(trial, args, options)
-        session = Session(step, values, tuple(options), self._homes)
+        session = None if is_on_gpu else Session(step, values, tuple(options), self._homes)
+        if session is None or session.is_on_gpu:
+            return self._run_on_gpu(args, options)
         if session.reason:
             self._stay_eager(session.reason)
             return step(*args, **options)
@@ -97,6 +109,29 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         else:
             result = self._record(session, key, args, options)
         self._count()
+        return result
+
+    @property
+    def replays(self) -> int:
+        """How many calls were replayed."""
+        native: int = super().replays
+        return native + (0 if self._gpu is None else self._gpu.replays)
+
+    def _run_on_gpu(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if self._gpu is None:
+            from flashlight_py.tape.cuda_graph import GpuStep
+
+            self._gpu = GpuStep(self.__wrapped__, _CHECKED if self.check else 0)
+        before = self._gpu.replays
+        try:
+            result = self._gpu(args, options)
+        except RuntimeError:
+            self.reason = self._gpu.reason  # set where a check has failed
+            raise
+        if self._gpu.replays == before:
+            self._count()
+        if self._gpu.reason and not self.reason:
+            self._stay_eager(self._gpu.reason, 5)
         return result
 
     def _is_first(self, key: Any) -> bool:
@@ -161,11 +196,11 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
                 "reads from Python; pass what changes as an array"
             )
 
-    def _stay_eager(self, reason: str) -> None:
+    def _stay_eager(self, reason: str, depth: int = 4) -> None:
         self.reason = reason
         self.drop(0)
         name = getattr(self.__wrapped__, "__qualname__", "step")
-        warnings.warn(f"capture: {name} stays eager: {reason}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"capture: {name} stays eager: {reason}", RuntimeWarning, stacklevel=depth)
 
 
 class _Trial(_tape.Step):  # type: ignore[misc, name-defined]
@@ -195,6 +230,7 @@ class Session:
         self._objects = [v for v, a in zip(values, self._arrays, strict=True) if a is None]
         self._root = root_of(step, self._objects)
         self._reach = Reach(self._root)
+        self.is_on_gpu = any(is_cupy(variable.data) for variable in self._reach.variables)
         placements = [variable.placement for variable in self._reach.variables]
         are_known = all(each is None or each.replays for each in placements)
         self.reason = "" if are_known else "it uses a module sharded in a way that is not recorded"
@@ -217,7 +253,7 @@ class Session:
         self._before = [(variable, variable.grad) for variable in self._reach.variables]
         given = self._swap_in(places)
         position = len(args)
-        drawn = self._drawn()
+        drawn = others_drawn(self._reach)
         try:
             current.recording = self._recording
             own_operations.append(self._recording)
@@ -234,7 +270,7 @@ class Session:
         self._live = {(id(variable), "grad") for variable in self._reach.variables}
         self._live |= numbers_of(live.values())
         self.reason = self._recording.left
-        if self._drawn() != drawn and not self.reason:
+        if others_drawn(self._reach) != drawn and not self.reason:
             self.reason = "it draws random numbers that are not of flashlight_py.random.generator()"
         if self._reach.opaque and not self.reason:
             self.reason = (
@@ -262,12 +298,6 @@ class Session:
                 self.is_at_home = False
                 self._homes[place.words()] = now.copy(order="K")
                 place.set(self._homes[place.words()])
-
-    def _drawn(self) -> tuple[Any, ...]:
-        """Return the states of all generators of random numbers that are not this package's."""
-        own = [repr(each.bit_generator.state) for each in self._reach.generators]
-        name, key, *rest = np.random.get_state(legacy=True)
-        return random.getstate(), name, np.asarray(key).tobytes(), rest, own
 
     def description(self) -> tuple[Any, ...]:
         """Return the program.

@@ -7,6 +7,7 @@ see, without a GPU, whether a computation stays inside the library of its data.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -17,6 +18,14 @@ import numpy as np
 from flashlight_py import kernels
 from flashlight_py.optim import cuda
 from tests.autograd import compiled_kernels
+
+# The last calls each function of NumPy, with plain arrays, and the one that it changes in place, if
+# any; a stand-in for more than arrays puts its own there.
+PERFORM: list[Callable[..., Any]] = [
+    lambda function, args, options, changed: function(*args, **options)
+]
+# Methods and functions of NumPy that change their first argument.
+CHANGING = ("fill", "sort", "put", "copyto", "put_along_axis", "at")
 
 
 class StrictArray:
@@ -34,34 +43,66 @@ class StrictArray:
     @property
     def data(self) -> Any:
         """Where the elements are, as CuPy says it."""
-        return SimpleNamespace(ptr=self.hidden.ctypes.data)
+        whole = self.hidden
+        while isinstance(whole.base, np.ndarray):
+            whole = whole.base
+        return SimpleNamespace(ptr=self.hidden.ctypes.data, mem=whole)
 
     def get(self) -> np.ndarray:
-        return self.hidden.copy()
+        return read(self.hidden).copy()
+
+    def set(self, array: np.ndarray) -> None:
+        self.hidden[...] = array
+
+    def tobytes(self) -> bytes:
+        return read(self.hidden).tobytes()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "hidden":
             raise AttributeError(name)
         value = getattr(self.hidden, name)
-        return wrapped(value) if callable(value) else wrap(value)
+        if callable(value):
+            return functools.partial(wrapped(getattr(np.ndarray, name)), self)
+        return wrap(value)
 
     def __getitem__(self, where: Any) -> Any:
-        return wrap(self.hidden[unwrap_index(where)])
+        return wrap(perform(operator.getitem, (self.hidden, unwrap_index(where))))
 
     def __setitem__(self, where: Any, value: Any) -> None:
-        self.hidden[unwrap_index(where)] = unwrap(value)
+        args = self.hidden, unwrap_index(where), unwrap(value)
+        perform(operator.setitem, args, changed=self.hidden)
 
     def __len__(self) -> int:
         return len(self.hidden)
 
     def __bool__(self) -> bool:
-        return bool(self.hidden)
+        return bool(read(self.hidden))
 
     def __int__(self) -> int:
-        return int(self.hidden)
+        return int(read(self.hidden))
 
     def __float__(self) -> float:
-        return float(self.hidden)
+        return float(read(self.hidden))
+
+
+def perform(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any] | None = None,
+    changed: Any = None,
+) -> Any:
+    """Return what a function of NumPy returns; ``changed``: the array that it changes, if any."""
+    return PERFORM[-1](function, args, options or {}, changed)
+
+
+def read(hidden: np.ndarray) -> np.ndarray:
+    """Return what the host reads."""
+    found: np.ndarray = perform(seen_by_host, (hidden,))
+    return found
+
+
+def seen_by_host(hidden: np.ndarray) -> np.ndarray:
+    return hidden
 
 
 def unwrap(value: Any) -> Any:
@@ -89,12 +130,18 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         out = options.get("out")
         plain = {name: unwrap(value) for name, value in options.items()}
-        result = function(*map(unwrap, args), **plain)
-        return (
-            result
-            if getattr(function, "__name__", "") == "item"
-            else (wrap(result) if out is None else out)
-        )
+        given = tuple(map(unwrap, args))
+        name = getattr(function, "__name__", "")
+        changed = given[0] if name in CHANGING else unwrap(out)
+        if isinstance(function, compiled_kernels.RawKernel) or (
+            isinstance(function, compiled_kernels.ElementwiseKernel)
+            and len(args) == len(function.inputs) + len(function.outputs)
+        ):
+            changed = given[-1]
+        if name in ("item", "tolist"):
+            return function(*map(read, given), **plain)
+        result = perform(function, given, plain, changed)
+        return wrap(result) if out is None else out
 
     return call
 
@@ -102,14 +149,14 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 def binary(function: Callable[[Any, Any], Any], swapped: bool = False) -> Callable[..., Any]:
     def call(self: StrictArray, other: Any) -> Any:
         pair = (self.hidden, unwrap(other))
-        return wrap(function(*(pair[::-1] if swapped else pair)))
+        return wrap(perform(function, pair[::-1] if swapped else pair))
 
     return call
 
 
 def in_place(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def call(self: StrictArray, other: Any) -> StrictArray:
-        self.hidden = function(self.hidden, unwrap(other))
+        self.hidden = perform(function, (self.hidden, unwrap(other)), changed=self.hidden)
         return self
 
     return call
@@ -124,7 +171,11 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(StrictArray, f"__{_name}__", binary(getattr(operator, f"__{_name}__")))
 for _name in ("neg", "abs", "invert"):
     _unary = getattr(operator, f"__{_name}__")
-    setattr(StrictArray, f"__{_name}__", lambda self, _unary=_unary: wrap(_unary(self.hidden)))
+    setattr(
+        StrictArray,
+        f"__{_name}__",
+        lambda self, _unary=_unary: wrap(perform(_unary, (self.hidden,))),
+    )
 
 
 class StrictGenerator:
@@ -135,11 +186,14 @@ class StrictGenerator:
         self.bit_generator = SimpleNamespace(_state=StrictArray(self._packed()))
 
     def random(self, *args: Any, **options: Any) -> Any:
+        return wrap(perform(self.draw, args, options))
+
+    def draw(self, *args: Any, **options: Any) -> Any:
         bits, state = self._numpy.bit_generator, self.bit_generator._state
-        words = state.get().tolist()
+        words = state.hidden.tolist()
         numbers = {name: words[2 * k] + (words[2 * k + 1] << 64) for k, name in enumerate(_WORDS)}
         bits.state = {**bits.state, "state": numbers}
-        drawn = wrapped(self._numpy.random)(*args, **options)
+        drawn = self._numpy.random(*args, **options)
         state.hidden[...] = self._packed()
         return drawn
 
@@ -150,6 +204,11 @@ class StrictGenerator:
 
 
 _WORDS = ("state", "inc")  # of PCG64, 128 bits each
+
+
+def copied_in(array: np.ndarray) -> np.ndarray:
+    """Return what comes from the host."""
+    return array
 
 
 class StrictLibrary(ModuleType):
@@ -185,8 +244,9 @@ class StrictLibrary(ModuleType):
 
     def asarray(self, value: Any, dtype: Any = None) -> StrictArray:
         """As in CuPy, the way in: takes NumPy arrays too."""
-        hidden = value.hidden if isinstance(value, StrictArray) else value
-        return StrictArray(np.asarray(hidden, dtype))
+        if isinstance(value, StrictArray):
+            return wrap(perform(np.asarray, (value.hidden, dtype)))
+        return StrictArray(perform(copied_in, (np.asarray(value, dtype),)))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -12,7 +12,7 @@ from flashlight_py.autograd.functions.operands import as_pair, as_variable
 from flashlight_py.autograd.functions.shape import reshape
 from flashlight_py.autograd.narrow import total
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
-from flashlight_py.device import Array, is_cupy
+from flashlight_py.device import Array, captured_gpu, is_cupy, product
 
 
 def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
@@ -38,13 +38,13 @@ def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
 
 def _linear_2d(x: Variable, weight: Variable, bias: Variable | None) -> Variable:
     rows, w = x.data, _to_keep(weight)
-    out = rows.dot(weight.data.T)
+    out = product(rows, weight.data.T)
 
     def weight_vjp(grad: Array) -> Any:
         return _into_gradient(weight, grad, rows)
 
     def x_vjp(grad: Array) -> Any:
-        return grad.dot(weight.data if w is None else w)
+        return product(grad, weight.data if w is None else w)
 
     # The parameters come first: their hooks fire while the input's gradient is still to compute.
     edges = [(weight, weight_vjp), (x, x_vjp)]
@@ -76,7 +76,7 @@ def linear_relu(x: Input, weight: Input, bias: Input) -> Variable:
 
 def _fused(x: Variable, weight: Variable, bias: Variable) -> Variable:
     rows, w = x.data, _to_keep(weight)
-    out = rows.dot(weight.data.T)
+    out = product(rows, weight.data.T)
     kernels.add_bias_relu(out, bias.data)
     slope = _SlopeOnce(out)
 
@@ -87,7 +87,7 @@ def _fused(x: Variable, weight: Variable, bias: Variable) -> Variable:
         out,
         (weight, weight_vjp),
         (bias, lambda grad: _sum_rows(slope(grad))),
-        (x, lambda grad: slope(grad).dot(weight.data if w is None else w)),
+        (x, lambda grad: product(slope(grad), weight.data if w is None else w)),
     )
 
 
@@ -116,7 +116,7 @@ def _into_gradient(weight: Variable, grad: Array, rows: Array) -> Any:
         return buffer.product(weight, grad.T, rows)
     fits = buffer is not None and weight.grad is None and buffer.flags.c_contiguous
     fits = fits and grad.dtype == rows.dtype == weight.dtype
-    return grad.T.dot(rows, out=buffer if fits else None)
+    return product(grad.T, rows, buffer if fits else None)
 
 
 def _check_shapes(x: Variable, weight: Variable, bias: Variable | None) -> None:
@@ -163,10 +163,17 @@ def matmul(a: Operand, b: Operand) -> Variable:
 def _matmul(x: Variable, y: Variable) -> Variable:
     p, q = _to_keep(x), _to_keep(y)
     return record(
-        x.data @ y.data,
-        (x, lambda grad: grad @ _transposed(y.data if q is None else q)),
-        (y, lambda grad: _transposed(x.data if p is None else p) @ grad),
+        _stacked(x.data, y.data),
+        (x, lambda grad: _stacked(grad, _transposed(y.data if q is None else q))),
+        (y, lambda grad: _stacked(_transposed(x.data if p is None else p), grad)),
     )
+
+
+def _stacked(a: Array, b: Array) -> Array:
+    """Return the products of matrices in the last two dimensions."""
+    owner = captured_gpu() if is_cupy(a) else None
+    found: Array = a @ b if owner is None else owner.product(a, b)
+    return found
 
 
 def _to_keep(operand: Variable) -> Array | None:
