@@ -95,6 +95,11 @@ class _OnceMore:
         return collective(group, verb, x, **how, async_op=async_op) if y is NotImplemented else y
 
     @staticmethod
+    def described(group: Membership | None, verb: Verb, x: Any) -> tuple[str, bool, bool]:
+        """Return the verb's name, whether it changes ``x`` in place, and whether one rank calls."""
+        return verb.name, verb.in_place, of(group).size == 1
+
+    @staticmethod
     def short(
         group: Membership | None,
         verb: Verb,

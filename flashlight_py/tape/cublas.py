@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from pathlib import Path
 from typing import Any
 
 from cffi import FFI
 
 from flashlight_py.device import Array
 from flashlight_py.errors import BackendUnavailableError
+from flashlight_py.libraries import mapped
 
 # What is used of cublas_v2.h; a handle and a stream are pointers.
 _DECLARATIONS = """
@@ -52,9 +52,7 @@ def library() -> Any:
     import cupy
 
     cupy.cuda.device.get_cublas_handle()  # which loads it
-    lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
-    paths = ("/" + line.partition("/")[2] for line in lines)
-    found = next((path for path in paths if Path(path).name.startswith("libcublas.so")), None)
+    found = next((library._name for library in mapped("libcublas.so")), None)
     if found is None:
         raise BackendUnavailableError("CuPy has loaded no libcublas.so")
     return ffi().dlopen(found)

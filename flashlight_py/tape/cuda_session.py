@@ -17,9 +17,6 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, operations_made, own_operations
-from flashlight_py.distributed.membership import of
-from flashlight_py.distributed.verbs import Verb
-from flashlight_py.optim.cuda import Table
 from flashlight_py.tape.cublas import WORKSPACE_BYTES, Products
 from flashlight_py.tape.recording import Recording
 
@@ -124,11 +121,12 @@ class GpuSession:
         self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
         """Do an operation that does more than compute; one that is captured is done by replays."""
-        verb = args[1] if len(args) > 1 and isinstance(args[1], Verb) else None
-        if verb is None or not verb.in_place:
-            name = getattr(function, "__qualname__", "an operation") if verb is None else verb.name
+        name = getattr(function, "__qualname__", "an operation")
+        is_in_place = is_alone = False
+        if hasattr(function, "described"):  # a collective
+            name, is_in_place, is_alone = function.described(*args)
+        if not is_in_place:
             self._leave(f"{name} cannot be captured on a GPU")
-        is_alone = verb is not None and of(args[0]).size == 1
         if not self._is_capturing or is_alone:
             return self._without(functools.partial(function, *args, **options))  # it only scales
         again = functools.partial(function, *args, **options)
@@ -169,7 +167,7 @@ class GpuSession:
         self._stream.begin_capture()
         self.parts.append(part)
 
-    def change(self, table: Table, optimizer: Any) -> None:
+    def change(self, table: Any, optimizer: Any) -> None:
         """Launch what ``table`` describes; replays fill in the numbers of their own step."""
         Recording.read_by_replays(optimizer)
         if not self._is_capturing:
@@ -210,7 +208,7 @@ class Pending:
 class Numbers:
     """The table of an optimizer's launch: in ``room``, filled anew where numbers have changed."""
 
-    def __init__(self, table: Table, room: Any, optimizer: Any, positions: list[Any]) -> None:
+    def __init__(self, table: Any, room: Any, optimizer: Any, positions: list[Any]) -> None:
         self._table, self.room = table, room
         self._optimizer, self._positions = optimizer, positions
         self._now: Any = None
