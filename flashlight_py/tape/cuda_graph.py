@@ -32,6 +32,7 @@ from flashlight_py.tape.cuda_session import GpuSession, NotCaptured
 from flashlight_py.tape.recording import PACKAGE, live, numbers_of
 
 _MOST_PROGRAMS = 4  # of arguments of one kind
+_MOST_KINDS = 16  # of arguments: each keeps the memory that a step needs
 
 
 def kind_of(values: Sequence[Any]) -> Any:
@@ -85,9 +86,14 @@ class GpuStep:
             result = self._step(*args, **options)  # which may raise what has ended the capture
             self.reason = str(error)
             return result
-        if isinstance(program, Program):
+        if not isinstance(program, Program):
+            return program(args, options)
+        if not program.lock.acquire(blocking=False):  # another thread is in it
+            return self._step(*args, **options)
+        try:
             return self._replayed(program, args, options)
-        return program(args, options)
+        finally:
+            program.lock.release()
 
     def _program(
         self, values: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]
@@ -101,6 +107,10 @@ class GpuStep:
             return self._run_eagerly
         kind = self._cupy.cuda.runtime.getDevice(), tuple(options), kind_of(values)
         is_first = kind not in self._programs
+        if is_first and len(self._programs) >= _MOST_KINDS:
+            oldest = next(iter(self._programs))
+            self._programs.pop(oldest)
+            self._warm.pop(oldest, None)
         programs = self._programs.setdefault(kind, [])
         found = next((each for each in programs if each.fits(values)), None)
         if found is not None:

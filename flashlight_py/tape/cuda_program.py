@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -60,6 +61,7 @@ class Program:
         self._parts, self._inputs, self._result = parts, inputs, result
         self.grads: list[tuple[Variable, Array | None]] = []
         self.left_to_check = 0
+        self.lock = threading.Lock()  # held by a replay
 
     def guard(
         self,

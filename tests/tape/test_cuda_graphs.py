@@ -313,6 +313,29 @@ def test_labels_are_checked_by_every_replay(cupy: GraphLibrary) -> None:
         step(x, cupy.asarray(np.array([0, 1, 7, 1])))
 
 
+def test_a_step_that_another_thread_replays_runs_as_it_is(cupy: GraphLibrary) -> None:
+    step, _, _ = make(cupy)
+    captured = fl.capture(step)
+    calls = batches(cupy)
+    for call in calls[:4]:
+        captured(*call)
+    (programs,) = captured._gpu._programs.values()
+    with programs[0].lock:
+        captured(*calls[4])
+    assert captured.replays == 2
+    captured(*calls[5])
+    assert captured.replays == 3
+
+
+def test_recordings_are_kept_of_some_kinds_of_arguments(cupy: GraphLibrary) -> None:
+    captured = fl.capture(lambda x: x * 2)
+    for length in range(1, 21):
+        for _ in range(3):
+            captured(cupy.asarray(np.ones(length)))
+    assert (captured.reason, captured.replays) == ("", 20)
+    assert len(captured._gpu._programs) == 16
+
+
 @pytest.mark.parametrize("a", [(3, 4), (2, 3, 4), (5, 2, 3, 4)])
 @pytest.mark.parametrize("b", [(4, 5), (2, 4, 5)])
 def test_products_of_every_layout(cupy: GraphLibrary, a: Any, b: Any) -> None:
