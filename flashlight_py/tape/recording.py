@@ -377,11 +377,18 @@ def _arrays_in(values: tuple[Any, ...]) -> list[np.ndarray[Any, Any]]:
     return found
 
 
+def user_frame() -> tuple[Any, int]:
+    """Return the frame outside of this package and NumPy that has led here, and its stacklevel."""
+    frame: Any = sys._getframe(1)
+    level = 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((PACKAGE, _NUMPY)):
+        frame, level = frame.f_back, level + 1
+    return frame, level
+
+
 def _line_of_user() -> str:
     """Return the line, outside of this package and NumPy, that has led here."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((PACKAGE, _NUMPY)):
-        frame = frame.f_back
+    frame, _ = user_frame()
     file, line = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(file, line).strip()
     return f"{file}:{line}" + (f" ({text})" if text else "")

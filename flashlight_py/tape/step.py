@@ -36,6 +36,7 @@ from flashlight_py.tape.recording import (
     bounds,
     live,
     numbers_of,
+    user_frame,
 )
 from flashlight_py.tape.results import CannotCapture, arrays_of, as_returned, unwrapped
 
@@ -131,7 +132,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         if self._gpu.replays == before:
             self._count()
         if self._gpu.reason and not self.reason:
-            self._stay_eager(self._gpu.reason, 5)
+            self._stay_eager(self._gpu.reason)
         return result
 
     def _is_first(self, key: Any) -> bool:
@@ -196,11 +197,12 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
                 "reads from Python; pass what changes as an array"
             )
 
-    def _stay_eager(self, reason: str, depth: int = 4) -> None:
+    def _stay_eager(self, reason: str) -> None:
         self.reason = reason
         self.drop(0)
         name = getattr(self.__wrapped__, "__qualname__", "step")
-        warnings.warn(f"capture: {name} stays eager: {reason}", RuntimeWarning, stacklevel=depth)
+        message = f"capture: {name} stays eager: {reason}"
+        warnings.warn(message, RuntimeWarning, stacklevel=user_frame()[1])
 
 
 class _Trial(_tape.Step):  # type: ignore[misc, name-defined]

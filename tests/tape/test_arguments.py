@@ -208,3 +208,10 @@ def test_whether_an_argument_can_be_written_to() -> None:
     for number, x in enumerate(X.copy()[:10]):
         x.flags.writeable = number < 5
         assert step(x)[0] == (number < 5)
+
+
+def test_the_line_of_a_call_with_a_wrong_argument_is_named() -> None:
+    step = fl.capture(lambda batch: batch["x"] * 2)
+    with pytest.warns(RuntimeWarning, match="argument 0 is an object of type dict") as caught:
+        step({"x": X})
+    assert caught[0].filename == __file__
