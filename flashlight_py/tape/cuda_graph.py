@@ -217,7 +217,7 @@ class GpuStep:
             raise NotCaptured(unfit)
         known = {id(array) for array in reach.gpu_arrays.values()}
         there = known | {id(variable) for variable in reach.variables}
-        program = Program(session.parts, inputs, result_of(result, values, inputs, there))
+        program = Program(session.parts, inputs, result_of(result, values, inputs, there), pool)
         program.left_to_check = self._check
         read = before if with_grads else [each for each in before if each[1] is None]
         program.guard(root, read, [v for v, grad in before if grad is not None])

@@ -52,13 +52,22 @@ def memory_of(arrays: Iterable[Array]) -> set[int]:
 class Program:
     """A captured step: ``parts``, called one after the other, read ``inputs``; see ``GpuSession``.
 
-    ``grads``: which gradients it leaves behind.
+    ``pool``: what has the memory of its graphs. ``grads``: which gradients it leaves behind.
     """
 
     def __init__(
-        self, parts: list[Callable[[], object]], inputs: list[Array | None], result: Result
+        self,
+        parts: list[Callable[[], object]],
+        inputs: list[Array | None],
+        result: Result,
+        pool: Any,
     ) -> None:
+        import cupy
+
         self._parts, self._inputs, self._result = parts, inputs, result
+        self._pool = pool  # CuPy frees all that is not in use of a pool with the pool
+        self._cupy: Any = cupy
+        self._done = cupy.cuda.Event(disable_timing=True)
         self.grads: list[tuple[Variable, Array | None]] = []
         self.left_to_check = 0
         self.lock = threading.Lock()  # held by a replay
@@ -96,14 +105,19 @@ class Program:
         Raises:
             DistributedError: as the step's collectives.
         """
-        for value, room in zip(values, self._inputs, strict=True):
-            if room is not None:
-                room[...] = gpu_array_of(value)
-        for part in self._parts:
-            part()
-        for variable, grad in self.grads:
-            variable.grad = grad
-        return self._result(values)
+        stream = self._cupy.cuda.get_current_stream()
+        stream.wait_event(self._done)  # the last replay, from the same memory, may be on another
+        try:
+            for value, room in zip(values, self._inputs, strict=True):
+                if room is not None:
+                    room[...] = gpu_array_of(value)
+            for part in self._parts:
+                part()
+            for variable, grad in self.grads:
+                variable.grad = grad
+            return self._result(values)
+        finally:
+            self._done.record(stream)
 
 
 class State:

@@ -83,10 +83,12 @@ class GpuSession:
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(current)
         self._stream.wait_event(event)
-        yield
-        event = self._cupy.cuda.Event(disable_timing=True)
-        event.record(self._stream)
-        current.wait_event(event)
+        try:
+            yield
+        finally:  # also what a step has begun before it fails
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(self._stream)
+            current.wait_event(event)
 
     @contextlib.contextmanager
     def _captured(self) -> Iterator[None]:

@@ -2,7 +2,9 @@
 
 As on a GPU, what is called while a stream is captured computes nothing: results hold garbage until
 the graph is launched, what the host would have to wait for raises, and so do CuPy's own products
-and copies from the host. It shows what the host does; tests/gpu/test_capture.py shows the rest.
+and copies from the host. A graph needs the memory pool of its capture, as CuPy frees what lies in a
+pool with it. What streams do has to be ordered by events, as their memory is the same. It shows
+what the host does; tests/gpu/test_capture.py shows the rest.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,9 +37,12 @@ class Event:
 
     def __init__(self, disable_timing: bool = False) -> None:
         self.ptr = id(self)
+        self.seen: dict[int, int] = {}
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Any = None) -> None:
+        stream = stream or Stream.current
         assert stream.nodes is None, "an event of a captured stream, which no host can wait for"
+        self.seen = {**stream.seen, stream.ptr: stream.queued}
 
 
 class Device(contextlib.nullcontext[None]):
@@ -56,9 +62,12 @@ class Graph:
     def __init__(self, nodes: list[Callable[[], object]]) -> None:
         self.nodes = nodes
         self.launches = 0
+        self.pool = weakref.ref(MemoryPool.current)
 
     def launch(self, stream: Any = None) -> None:
         assert Stream.current.nodes is None, "a graph is launched into another one"
+        assert self.pool() is not None, "its memory was freed with the pool"
+        Stream.current.queue()
         self.launches += 1
         for node in self.nodes:
             node()
@@ -68,15 +77,28 @@ class Stream:
     """The current one is the last that was entered."""
 
     current: Stream
+    all: ClassVar[weakref.WeakSet[Stream]] = weakref.WeakSet()
 
     def __init__(self, non_blocking: bool = False) -> None:
         self.ptr = id(self)
         self.nodes: list[Callable[[], object]] | None = None
         self.is_valid = True
         self._before: list[Stream] = []
+        self.queued = 0
+        self.seen: dict[int, int] = {}  # of other streams: how much of what they had to do
+        Stream.all.add(self)
+
+    def queue(self) -> None:
+        """Have something to do, after all that other streams have to do."""
+        self.queued += 1
+        for other in Stream.all:
+            is_seen = other is self or self.seen.get(other.ptr, 0) >= other.queued
+            assert is_seen, "two streams are not ordered"
 
     def wait_event(self, event: Event) -> None:
         assert self.nodes is None
+        for ptr, count in event.seen.items():
+            self.seen[ptr] = max(count, self.seen.get(ptr, 0))
 
     def synchronize(self) -> None:
         assert self.nodes is None
@@ -104,8 +126,22 @@ Stream.current = Stream()
 
 
 class MemoryPool:
+    current: MemoryPool
+
     def malloc(self, size: int) -> None:
         raise NotImplementedError("NumPy takes memory where it wants")
+
+
+MemoryPool.current = MemoryPool()
+
+
+@contextlib.contextmanager
+def using_allocator(malloc: Any) -> Iterator[None]:
+    before, MemoryPool.current = MemoryPool.current, malloc.__self__
+    try:
+        yield
+    finally:
+        MemoryPool.current = before
 
 
 def refuse(words: str) -> Exception:
@@ -119,6 +155,7 @@ def perform(
     """Call ``function``, or note the call in the graph that is captured."""
     nodes = Stream.current.nodes
     if nodes is None:
+        Stream.current.queue()
         return function(*args, **options)
     if function is seen_by_host:
         raise refuse("the host would wait for the stream")
@@ -246,7 +283,7 @@ class GraphLibrary(StrictLibrary):
             Stream=Stream,
             Event=Event,
             MemoryPool=MemoryPool,
-            using_allocator=contextlib.nullcontext,
+            using_allocator=using_allocator,
             get_current_stream=lambda index=-1: Stream.current,
             device=SimpleNamespace(get_cublas_handle=lambda: 7),
         )

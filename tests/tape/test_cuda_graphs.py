@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.autograd.strict_library import StrictArray, forget_kernels
 from tests.distributed import cuda_stand_in
 from tests.distributed.harness import run_ranks
 from tests.tape import graph_library
-from tests.tape.graph_library import GraphLibrary, StandInCublas
+from tests.tape.graph_library import GraphLibrary, StandInCublas, Stream
 from tests.tape.steps import optimizers
 
 STEPS = 12
@@ -29,6 +30,7 @@ STEPS = 12
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphLibrary]:
     library = GraphLibrary()
+    Stream.current, Stream.all = Stream(), weakref.WeakSet()
     products = StandInCublas(cublas.ffi())
     monkeypatch.setitem(sys.modules, "cupy", library)
     monkeypatch.setattr(cublas, "library", lambda: products)
