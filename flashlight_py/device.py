@@ -80,8 +80,13 @@ def _owner_of(values: Iterable[Any]) -> Any:
 
 def captured_gpu() -> Any:
     """Return what captures a GPU's work of this thread, such as into a CUDA graph; or None."""
-    last: Any = own_operations[-1] if own_operations else None
-    return last if getattr(last, "captures_gpu", False) and last.is_here() else None
+    found = _recording_here() if own_operations else None
+    return found if getattr(found, "captures_gpu", False) else None
+
+
+def _recording_here() -> Any:
+    """Return the recording of this thread; others may have theirs."""
+    return next((each for each in reversed(own_operations) if each.is_here()), None)
 
 
 def product(a: Array, b: Array, out: Array | None = None) -> Array:
@@ -133,8 +138,8 @@ def effect(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        recording = own_operations[-1] if own_operations else None
-        if recording is None or not recording.is_here():
+        recording = _recording_here() if own_operations else None
+        if recording is None:
             return function(*args, **options)
         return recording.operation(function, args, options)
 

@@ -13,6 +13,7 @@ import numpy as np
 from flashlight_py.device import is_cupy
 
 __all__ = [
+    "existing",
     "generator",
     "in_use",
     "load_state_dict",
@@ -65,6 +66,11 @@ def generator(library: ModuleType = np) -> Any:
             noted[name] = found, _copied_state(found)
     recorded = getattr(library, "recorded_generator", None)
     return found if recorded is None else recorded(found)
+
+
+def existing(name: str) -> Any:
+    """Return the generator for arrays of the library ``name``, or None: nothing was drawn yet."""
+    return _generators.get(name)
 
 
 @contextlib.contextmanager

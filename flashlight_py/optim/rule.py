@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array, array_module, effect
+from flashlight_py.device import Array, array_module, captured_gpu, effect
 from flashlight_py.optim import cuda, reference
 from flashlight_py.optim.cuda import Rule
 from flashlight_py.optim.native import native
@@ -168,6 +168,12 @@ class RuleOptimizer(FirstOrderOptimizer):
             if len(grads) == 1 and cuda.fits(on_device):
                 queued.append((rule, on_device))
             else:
+                owner = captured_gpu()
+                if owner is not None:
+                    owner.leave(
+                        f"{type(self).__name__} has no kernel of its own for parameter {position}, "
+                        "or its gradient, which is not contiguous or of another dtype or device"
+                    )
                 self._change(rule, (param, grads, *states), grad_scale, zero)
         return queued
 

@@ -58,6 +58,11 @@ def library() -> Any:
     return ffi().dlopen(found)
 
 
+def takes(a: Array, b: Array) -> bool:
+    """Return whether ``Products`` has the product of such arrays."""
+    return a.dtype == b.dtype and a.dtype.char in _TYPES
+
+
 class Products:
     """Products on the current device and stream, with ``workspace``, which no other may use."""
 
@@ -70,15 +75,12 @@ class Products:
     def __call__(self, a: Array, b: Array, out: Array | None = None) -> Array:
         """Return ``a @ b`` of at least two dimensions, the leading ones broadcast, or in ``out``.
 
-        Blocks until it is queued.
+        Blocks until it is queued. Both must be what it ``takes``.
 
         Raises:
-            TypeError: not float16, float32 or float64, or two different dtypes.
             RuntimeError: cuBLAS failed.
         """
         xp: Any = self._cupy
-        if a.dtype != b.dtype or a.dtype.char not in _TYPES:
-            raise TypeError(f"products of {a.dtype} and {b.dtype} cannot be captured")
         outer = xp.broadcast_shapes(a.shape[:-2], b.shape[:-2]) if a.ndim + b.ndim > 4 else ()
         shape = (*outer, a.shape[-2], b.shape[-1])
         fits = out is not None and out.shape == shape and out.flags.c_contiguous

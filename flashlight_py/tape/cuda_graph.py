@@ -10,6 +10,7 @@ are then put back as they were, and the step runs as it is.
 from __future__ import annotations
 
 import functools
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 
 from flashlight_py import random
 from flashlight_py.autograd import Variable
+from flashlight_py.errors import BackendUnavailableError
+from flashlight_py.tape import cublas
 from flashlight_py.tape.arguments import gpu_array_of
 from flashlight_py.tape.checking import Numbers, others_drawn, root_of
 from flashlight_py.tape.cuda_program import (
@@ -29,6 +32,7 @@ from flashlight_py.tape.cuda_program import (
     result_of,
 )
 from flashlight_py.tape.cuda_session import GpuSession, NotCaptured
+from flashlight_py.tape.native import native
 from flashlight_py.tape.recording import PACKAGE, live, numbers_of
 
 _MOST_PROGRAMS = 4  # of arguments of one kind
@@ -74,11 +78,21 @@ class GpuStep:
         self._step, self._check = step, check
         self._streams: dict[int, Any] = {}  # by device
         self._programs: dict[Any, list[Program]] = {}
-        self._warm: dict[Any, Any] = {}  # by kind: the memory of a run before the capture
+        # By kind, of a run before the capture: its memory, and what must be as it was then.
+        self._warm: dict[Any, tuple[Any, Any]] = {}
+        self.lock = threading.Lock()
         self.reason, self.replays = "", 0
 
     def __call__(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Return what the step returns."""
+        if self.reason or not self.lock.acquire(blocking=False):  # another thread is in it
+            return self._step(*args, **options)
+        try:
+            return self._call(args, options)
+        finally:
+            self.lock.release()
+
+    def _call(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         values = (*args, *options.values())
         try:
             program = self._program(values, args, options)
@@ -88,12 +102,7 @@ class GpuStep:
             return result
         if not isinstance(program, Program):
             return program(args, options)
-        if not program.lock.acquire(blocking=False):  # another thread is in it
-            return self._step(*args, **options)
-        try:
-            return self._replayed(program, args, options)
-        finally:
-            program.lock.release()
+        return self._replayed(program, args, options)
 
     def _program(
         self, values: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]
@@ -103,8 +112,6 @@ class GpuStep:
         Raises:
             NotCaptured: there will be none.
         """
-        if self.reason:
-            return self._run_eagerly
         kind = self._cupy.cuda.runtime.getDevice(), tuple(options), kind_of(values)
         is_first = kind not in self._programs
         if is_first and len(self._programs) >= _MOST_KINDS:
@@ -117,10 +124,11 @@ class GpuStep:
             return found
         if is_first or self._are_shared(values):
             return self._run_eagerly
-        if kind not in self._warm:
-            self._warm[kind] = self._cupy.cuda.MemoryPool()
-            return functools.partial(self._run_warm, self._warm[kind])
-        programs.insert(0, self._captured(self._warm.pop(kind), args, options))
+        pool, guards = self._warm.pop(kind, (None, None))
+        if pool is None or not native().hold(guards):
+            _require_cublas()
+            return functools.partial(self._run_warm, kind)
+        programs.insert(0, self._captured(pool, args, options))
         del programs[_MOST_PROGRAMS:]
         return programs[0]
 
@@ -153,13 +161,15 @@ class GpuStep:
         found = memory_of(given)
         return len(found) < len(given) or not known.isdisjoint(found)
 
-    def _run_warm(self, pool: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run the step where its graph will, with arrays from ``pool``."""
+    def _run_warm(self, kind: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Run the step where its graph will, from memory that is kept for that."""
+        pool = self._cupy.cuda.MemoryPool()
         values = (*args, *options.values())
         reach = GpuReach(self._root(values))
         drawn = others_drawn(reach), _host_state()
         session = self._session(pool, is_capturing=False)
         before = [array.copy() for each in values if (array := gpu_array_of(each)) is not None]
+        host = [(place, array := place.get(), array.tobytes()) for place in reach.arrays]
         with session.running():
             result = self._step(*args, **options)
         self.reason = session.left or _unfit(reach) or _changes(reach)
@@ -169,6 +179,11 @@ class GpuStep:
         for number, (one, other) in enumerate(zip(before, given, strict=True)):
             if not self.reason and one.tobytes() != other.tobytes():
                 self.reason = f"it changes array {number} of its arguments in place"
+        for place, array, held in host:
+            if not self.reason and array.tobytes() != held:
+                self.reason = f"it changes {place.words()}, an array of the host"
+        if not self.reason:
+            self._warm[kind] = pool, native().guards(reach.guards(_not_compared(reach)))
         return result
 
     def _captured(self, pool: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Program:
@@ -274,6 +289,13 @@ def _line_of(error: Exception) -> str:
     return f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
 
 
+def _require_cublas() -> None:
+    try:
+        cublas.library()
+    except BackendUnavailableError as error:
+        raise NotCaptured(str(error)) from error
+
+
 def _host_state() -> Any:
     return random.generator().bit_generator.state
 
@@ -287,9 +309,13 @@ def _unfit(reach: GpuReach) -> str:
     return ""
 
 
+def _not_compared(reach: GpuReach) -> set[Any]:
+    """Return what may change: gradients, and the numbers that operations read by themselves."""
+    return numbers_of(live.values()) | {(id(variable), "grad") for variable in reach.variables}
+
+
 def _changes(reach: GpuReach) -> str:
-    grads = {(id(variable), "grad") for variable in reach.variables}
-    changed = reach.changed(numbers_of(live.values()) | grads)
+    changed = reach.changed(_not_compared(reach))
     if not changed:
         return ""
     return f"it changes what lies on no GPU, which a replay would not do: {'; '.join(changed)}"

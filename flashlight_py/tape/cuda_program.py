@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -70,7 +69,6 @@ class Program:
         self._done = cupy.cuda.Event(disable_timing=True)
         self.grads: list[tuple[Variable, Array | None]] = []
         self.left_to_check = 0
-        self.lock = threading.Lock()  # held by a replay
 
     def guard(
         self,
@@ -86,13 +84,17 @@ class Program:
         places = [place.get() for place in reach.arrays]
         self._constants = [(each, each.tobytes()) for each in places if each.size <= MANY]
         # Arrays of the user are copied to ``inputs``: one that the step can reach would be two.
-        self._memory = memory_of(reach.gpu_arrays.values())
+        unread = {id(variable.grad) for variable in reach.variables} - {id(g) for _, g in read}
+        self._known = [each for each in reach.gpu_arrays.values() if id(each) not in unread]
+        self._memory = memory_of(self._known)
+        self._generator = random.existing("cupy")  # its state is where the graphs know it
 
     def fits(self, values: Sequence[Any]) -> bool:
         """Return whether all that the step can reach is as it was."""
         given = [array for each in values if (array := gpu_array_of(each)) is not None]
         return (
             native().hold(self._guards)
+            and random.existing("cupy") is self._generator
             and all(variable.grad is grad for variable, grad in self._read)
             and all(variable.grad is not None for variable in self._present)
             and all(array.tobytes() == bits for array, bits in self._constants)
@@ -168,14 +170,12 @@ def result_of(
         NotCaptured: it holds something that cannot be made anew.
     """
     number = next((n for n, v in enumerate(values) if v is result and v is not None), None)
-    if number is None and is_cupy(result):
-        number = next((n for n, array in enumerate(inputs) if array is result), None)
     if number is not None:
         return lambda values: values[number]
     if id(result) in there or result is None or type(result) in (int, float, bool, str, complex):
         return lambda _: result
     if is_cupy(result):
-        return lambda _: result.copy()
+        return _array_of(result, inputs)
     if type(result) is Variable:
         return _variable_of(result)
     if type(result) in (tuple, list):
@@ -185,6 +185,13 @@ def result_of(
         named = {k: result_of(each, values, inputs, there) for k, each in result.items()}
         return lambda values: {name: part(values) for name, part in named.items()}
     raise NotCaptured(f"it returns an object of type {type(result).__name__}")
+
+
+def _array_of(result: Array, inputs: Sequence[Array | None]) -> Result:
+    number = next((n for n, array in enumerate(inputs) if array is result), None)
+    if number is None:
+        return lambda _: result.copy()
+    return lambda values: gpu_array_of(values[number])
 
 
 def _variable_of(result: Variable) -> Result:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, operations_made, own_operations
-from flashlight_py.tape.cublas import WORKSPACE_BYTES, Products
+from flashlight_py.tape.cublas import WORKSPACE_BYTES, Products, takes
 from flashlight_py.tape.recording import Recording
 
 
@@ -72,9 +72,9 @@ class GpuSession:
                 self._thread = None
                 own_operations.remove(self)
         if any(each.is_pending for each in self._pending):
-            self._leave("an operation is begun that the step does not wait for")
+            self.leave("an operation is begun that the step does not wait for")
         if _operations_made() != before + self._made:
-            self._leave("something is sent that is no array of the step")
+            self.leave("something is sent that is no array of the step")
 
     @contextlib.contextmanager
     def _ordered(self) -> Iterator[None]:
@@ -107,7 +107,12 @@ class GpuSession:
         self.parts += [*self._refills, graph.launch]  # on the stream that is current then
         self._refills = []
 
-    def _leave(self, reason: str) -> None:
+    def leave(self, reason: str) -> None:
+        """Give up: a run that captures ends here, another one goes on.
+
+        Raises:
+            NotCaptured: it captures.
+        """
         self.left = self.left or reason
         if self._is_capturing:
             raise NotCaptured(reason)
@@ -116,6 +121,9 @@ class GpuSession:
 
     def product(self, a: Array, b: Array, out: Array | None = None) -> Array:
         """Return ``a @ b``, as ``flashlight_py.device.product``."""
+        if not takes(a, b):
+            self.leave(f"products of {a.dtype} and {b.dtype} are CuPy's, which cannot be captured")
+            return self._cupy.matmul(a, b, out=out)  # type: ignore[no-any-return]
         assert self._products is not None
         return self._products(a, b, out)
 
@@ -128,7 +136,7 @@ class GpuSession:
         if hasattr(function, "described"):  # a collective
             name, is_in_place, is_alone = function.described(*args)
         if not is_in_place:
-            self._leave(f"{name} cannot be captured on a GPU")
+            self.leave(f"{name} cannot be captured on a GPU")
         if not self._is_capturing or is_alone:
             return self._without(functools.partial(function, *args, **options))  # it only scales
         again = functools.partial(function, *args, **options)
@@ -178,7 +186,7 @@ class GpuSession:
         positions = {id(each.data): number for number, each in enumerate(optimizer.params)}
         stepped = [positions.get(id(piece[0])) for _, piece in table.steps]
         if None in stepped:
-            self._leave("an optimizer steps what are none of its parameters")
+            self.leave("an optimizer steps what are none of its parameters")
         size = table.words(rule for rule, _ in table.steps).size
         numbers = Numbers(table, self._cupy.empty(size, np.int64), optimizer, stepped)
         self._refills.append(numbers.fill)
