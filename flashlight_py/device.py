@@ -19,6 +19,7 @@ __all__ = [
     "device_of",
     "effect",
     "is_cupy",
+    "leave_recording",
     "operation",
     "operations_made",
     "own_operations",
@@ -87,6 +88,13 @@ def captured_gpu() -> Any:
 def _recording_here() -> Any:
     """Return the recording of this thread; others may have theirs."""
     return next((each for each in reversed(own_operations) if each.is_here()), None)
+
+
+def leave_recording(reason: str) -> None:
+    """Let a step that is recorded on this thread, if one is, stay as it is: ``reason``."""
+    recording = _recording_here() if own_operations else None
+    if recording is not None:
+        recording.leave(reason)
 
 
 def product(a: Array, b: Array, out: Array | None = None) -> Array:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import device_of, to_device
+from flashlight_py.device import device_of, leave_recording, to_device
 from flashlight_py.optim.placement import Shards
 
 
@@ -37,14 +37,18 @@ class FirstOrderOptimizer(ABC):
     def lr(self) -> float:
         """The learning rate; assignable at any time, at least 0.
 
+        A step that is captured stays as it is where it reads or assigns it: replays would not.
+
         Raises:
             TypeError: not a number.
             ValueError: negative.
         """
+        leave_recording("the learning rate is read in it")
         return self._lr
 
     @lr.setter
     def lr(self, value: float) -> None:
+        leave_recording("the learning rate is assigned in it")
         self._lr = check_at_least_zero("lr", value)
 
     @abstractmethod

@@ -236,3 +236,34 @@ def test_check_finds_what_a_capture_cannot_see(cupy: GraphLibrary) -> None:
         warnings.simplefilter("ignore", RuntimeWarning)
         captured(array)
     assert captured.replays == 0
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+@pytest.mark.parametrize("is_assigned", [False, True])
+def test_a_step_that_uses_the_learning_rate_itself_stays_as_it_is(
+    cupy: GraphLibrary, is_on_gpu: bool, is_assigned: bool
+) -> None:
+    ones = np.ones(3)
+    array = cupy.asarray(ones) if is_on_gpu else ones
+    weight = fl.param(array.copy())
+    optimizer = fl.optim.SGDOptimizer([weight], 0.1)
+
+    @fl.capture
+    def step(x: Any) -> float:
+        optimizer.zero_grad()
+        functions.sum(weight * fl.input(x)).backward()
+        if is_assigned:
+            optimizer.lr = 0.5
+        optimizer.step()
+        return 0.0 if is_assigned else optimizer.lr
+
+    def run() -> float:
+        for number in range(1, 7):
+            optimizer.lr = 1.0 / number
+            found = step(array)
+        return found  # type: ignore[no-any-return]
+
+    with pytest.warns(RuntimeWarning, match="the learning rate is .* in it"):
+        found = run()
+    assert is_assigned or found == 1 / 6
+    assert step.replays == 0
