@@ -243,9 +243,11 @@ class StrictLibrary(ModuleType):
         return wrapped(compiled_kernels.ReductionKernel(*description, **options))
 
     def asarray(self, value: Any, dtype: Any = None) -> StrictArray:
-        """As in CuPy, the way in: takes NumPy arrays too."""
+        """As in CuPy, the way in: takes NumPy arrays too; a number is filled in by a kernel."""
         if isinstance(value, StrictArray):
             return wrap(perform(np.asarray, (value.hidden, dtype)))
+        if np.ndim(value) == 0:
+            return wrap(perform(np.full, ((), value, dtype)))
         return StrictArray(perform(copied_in, (np.asarray(value, dtype),)))
 
     def __getattr__(self, name: str) -> Any:

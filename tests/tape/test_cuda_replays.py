@@ -267,3 +267,13 @@ def test_a_step_that_uses_the_learning_rate_itself_stays_as_it_is(
         found = run()
     assert is_assigned or found == 1 / 6
     assert step.replays == 0
+
+
+def test_numbers_of_python_are_captured(cupy: GraphLibrary) -> None:
+    factor = [2.0]
+    captured = fl.capture(lambda x: fl.input(x) * factor[0])
+    for _ in range(4):
+        assert captured(numbers(cupy)).array.get().tolist() == [2, 2, 2]
+    factor[0] = 3.0
+    assert captured(numbers(cupy)).array.get().tolist() == [3, 3, 3]
+    assert (captured.reason, captured.replays) == ("", 2)
