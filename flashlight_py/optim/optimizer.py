@@ -70,6 +70,7 @@ class FirstOrderOptimizer(ABC):
             name: [self._whole(position, entry) for position, entry in enumerate(entries)]
             for name, entries in self._state().items()
         }
+        leave_recording("the state of an optimizer is read in it")
         return {"lr": self._lr, **whole}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -306,10 +306,12 @@ handlers: dict[Any, Callable[[Recording, Any, Any, Any], Any]] = {}
 
 
 def numbers_of(objects: Iterable[object]) -> set[Any]:
-    """Return which state of ``objects`` is numbers and lists of numbers, as ``Reach`` takes it."""
+    """Return which private state of ``objects`` is numbers or lists of them, for ``Reach``."""
     found: set[Any] = set()
     for each in objects:
         for name, value in getattr(each, "__dict__", {}).items():
+            if name[0] != "_":  # a step may read it for itself: it is compared
+                continue
             if isinstance(value, _NUMBERS):
                 found.add((id(each), name))
             elif type(value) is list and all(isinstance(item, _NUMBERS) for item in value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -238,35 +239,51 @@ def test_check_finds_what_a_capture_cannot_see(cupy: GraphLibrary) -> None:
     assert captured.replays == 0
 
 
-@pytest.mark.parametrize("is_on_gpu", [False, True])
-@pytest.mark.parametrize("is_assigned", [False, True])
-def test_a_step_that_uses_the_learning_rate_itself_stays_as_it_is(
-    cupy: GraphLibrary, is_on_gpu: bool, is_assigned: bool
-) -> None:
-    ones = np.ones(3)
-    array = cupy.asarray(ones) if is_on_gpu else ones
+def use_optimizer(array: Any, use: Callable[[Any], Any]) -> Any:
+    """Return a captured step that uses its optimizer so, after six calls with new numbers."""
     weight = fl.param(array.copy())
-    optimizer = fl.optim.SGDOptimizer([weight], 0.1)
+    optimizer = fl.optim.SGDOptimizer([weight], 0.1, momentum=0.5)
 
     @fl.capture
-    def step(x: Any) -> float:
+    def step(x: Any) -> Any:
         optimizer.zero_grad()
         functions.sum(weight * fl.input(x)).backward()
-        if is_assigned:
-            optimizer.lr = 0.5
+        found = use(optimizer)
         optimizer.step()
-        return 0.0 if is_assigned else optimizer.lr
+        return found
 
-    def run() -> float:
-        for number in range(1, 7):
-            optimizer.lr = 1.0 / number
-            found = step(array)
-        return found  # type: ignore[no-any-return]
+    for number in range(1, 7):
+        optimizer.lr = optimizer.momentum = 1 / (1 + number // 4)
+        found = step(array)
+    assert found is None or found == 0.5
+    return step
 
-    with pytest.warns(RuntimeWarning, match="the learning rate is .* in it"):
-        found = run()
-    assert is_assigned or found == 1 / 6
+
+LEAVING: dict[str, Callable[[Any], Any]] = {
+    "rate is read": lambda optimizer: optimizer.lr,
+    "rate is assigned": lambda optimizer: setattr(optimizer, "lr", 0.5),
+    "an optimizer is read": lambda optimizer: optimizer.state_dict()["lr"],
+}
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+@pytest.mark.parametrize("words", LEAVING)
+def test_a_step_that_uses_the_learning_rate_itself_stays_as_it_is(
+    cupy: GraphLibrary, is_on_gpu: bool, words: str
+) -> None:
+    ones = np.ones(3)
+    with pytest.warns(RuntimeWarning, match=f"{words} in it"):
+        step = use_optimizer(cupy.asarray(ones) if is_on_gpu else ones, LEAVING[words])
     assert step.replays == 0
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_a_step_may_use_other_numbers_of_its_optimizer(cupy: GraphLibrary, is_on_gpu: bool) -> None:
+    ones = np.ones(3)
+    array = cupy.asarray(ones) if is_on_gpu else ones
+    step = use_optimizer(array, lambda optimizer: optimizer.momentum)
+    assert step.reason == ""
+    assert step.replays >= 2
 
 
 def test_numbers_of_python_are_captured(cupy: GraphLibrary) -> None:
