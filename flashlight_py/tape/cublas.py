@@ -124,7 +124,7 @@ class _Operand:
 
     def __init__(self, xp: Any, array: Array, outer: tuple[int, ...]) -> None:
         rows, columns = array.shape[-2:]
-        whole = array.shape[:-2] == outer and len(outer) < 2
+        whole = array.shape[:-2] == outer and len(outer) < 2 and min(array.strides) >= 0
         if whole and _is_rows(array):
             self.transposed, self.leading = 0, _leading(array.strides[-2], columns, array)
         elif whole and _is_rows(array.swapaxes(-1, -2)):

@@ -29,6 +29,7 @@ from flashlight_py.tape.cuda_program import (
     State,
     differences,
     memory_of,
+    pool_of_graphs,
     result_of,
 )
 from flashlight_py.tape.cuda_session import GpuSession, NotCaptured
@@ -163,7 +164,7 @@ class GpuStep:
 
     def _run_warm(self, kind: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run the step where its graph will, from memory that is kept for that."""
-        pool = self._cupy.cuda.MemoryPool()
+        pool = pool_of_graphs(self._cupy)
         values = (*args, *options.values())
         reach = GpuReach(self._root(values))
         drawn = others_drawn(reach), _host_state()

@@ -48,6 +48,20 @@ def memory_of(arrays: Iterable[Array]) -> set[int]:
     return {id(array.data.mem) for array in arrays}
 
 
+def pool_of_graphs(cupy: Any) -> Any:
+    """Return a pool of memory that gives nothing back before it is gone itself.
+
+    CuPy's own do where memory is short, also what nodes of a graph will use.
+    """
+    given = []
+
+    def give(size: int) -> Any:
+        given.append(cupy.cuda.Memory(size))
+        return cupy.cuda.MemoryPointer(given[-1], 0)
+
+    return cupy.cuda.MemoryPool(give)
+
+
 class Program:
     """A captured step: ``parts``, called one after the other, read ``inputs``; see ``GpuSession``.
 

@@ -124,3 +124,22 @@ def classify(rank: int, size: int) -> None:
 
 def test_labels_are_checked_by_replays(ranks: Any) -> None:
     ranks.run(classify)
+
+
+def run_short_of_memory(rank: int, size: int) -> None:
+    cp = verbs.cupy()
+    step = fl.capture(lambda x: ((x * 2) ** 2 + x).sum())
+    x = cp.arange(1e6)
+    expected = float(step(x))
+    for _ in range(3):
+        step(x)
+    for programs in step._gpu._programs.values():
+        programs[0]._pool.free_all_blocks()  # as CuPy does where memory is short
+    taken = [cp.zeros(1_000_000) for _ in range(8)]
+    assert float(step(x)) == expected
+    assert step.replays == 3
+    assert not any(map(cp.any, taken))
+
+
+def test_memory_of_graphs_is_not_given_back(ranks: Any) -> None:
+    ranks.run(run_short_of_memory)

@@ -128,6 +128,9 @@ Stream.current = Stream()
 class MemoryPool:
     current: MemoryPool
 
+    def __init__(self, allocator: Any = None) -> None:
+        pass
+
     def malloc(self, size: int) -> None:
         raise NotImplementedError("NumPy takes memory where it wants")
 
@@ -233,6 +236,7 @@ class StandInCublas:
         assert lda >= (k if trans_a else m)
         assert ldb >= (n if trans_b else k)
         assert ldc >= m
+        assert min(step_a, step_b, step_c) >= 0
         dtype = np.dtype(LETTERS[c_type])
         one = columns(a, dtype, (k, m) if trans_a else (m, k), lda, step_a, batch)
         other = columns(b, dtype, (n, k) if trans_b else (k, n), ldb, step_b, batch)

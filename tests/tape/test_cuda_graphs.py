@@ -341,7 +341,7 @@ def test_recordings_are_kept_of_some_kinds_of_arguments(cupy: GraphLibrary) -> N
 def test_products_of_every_layout(cupy: GraphLibrary, a: Any, b: Any) -> None:
     draw = np.random.default_rng(0)
     x, y = draw.random(a), draw.random(b)
-    for one in (x, np.asfortranarray(x)):
+    for one in (x, np.asfortranarray(x), x[::-1]):
         for other in (y, np.ascontiguousarray(y.swapaxes(-1, -2)).swapaxes(-1, -2)):
             products = cublas.Products(cupy.empty(1, np.uint8))
             got = products(StrictArray(one), StrictArray(other))  # type: ignore[arg-type]
