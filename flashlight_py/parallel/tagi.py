@@ -312,6 +312,17 @@ class DeltaSync(PassSync):
 
     def backward(self) -> None:
         """Do what ``DDPSequential.backward`` does."""
+        try:
+            self._backward()
+        except BaseException:
+            rest = [bucket.sums for bucket in self._buckets[self._passed :]]
+            self._refuse(rest, is_first=not (self._in_pass or self._norms))
+            raise
+        finally:
+            self._pending = list(self._layers)
+            self._passed, self._in_pass = 0, False
+
+    def _backward(self) -> None:
         if self._model.buckets is not self._buckets:
             raise RuntimeError(
                 "backward: the network's parameters were moved after DDPSequential was made; move "
@@ -328,16 +339,9 @@ class DeltaSync(PassSync):
             self._weight = 1.0
         elif not self._norms:
             self._weight = self.weigh(True)
-        completed, self._in_pass = False, True
-        try:
-            self._model.backward()
-            self._finish()
-            completed = True
-        finally:
-            if not completed:
-                self.reducer.abandon()
-            self._pending = list(self._layers)
-            self._passed, self._in_pass = 0, False
+        self._in_pass = True
+        self._model.backward()
+        self._finish()
 
     def _on_sums(self, number: int, _: BaseLayer) -> None:
         """A layer's sums are complete: pass on each bucket that is, in order."""
@@ -352,8 +356,8 @@ class DeltaSync(PassSync):
             bucket.extra[...] = self._model.samples
             if self._weight != 1.0:
                 scale_in_place(bucket.sums, self._weight)
-            self._passed += 1
             self.reducer.add(bucket.sums)
+            self._passed += 1
 
     def _finish(self) -> None:
         self.reducer.finalize()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, to_device
-from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates
+from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, fits, real
 
 
 class Buffers:
@@ -49,17 +49,20 @@ class Buffers:
         """Set the deltas of the outputs by hand, for the next backward pass.
 
         Raises:
-            ValueError: there are others than outputs of the last forward pass.
+            TypeError: they are no real numbers.
+            ValueError: they have another shape than the outputs of the last forward pass and are
+                not flat, or something is masked.
         """
         shape = self.output_z_buffer.mean.shape
-        d, e = (np.array(to_device(each, "cpu"), REAL) for each in (delta_mu, delta_var))
-        if d.size != self.output_z_buffer.size or e.size != d.size:
+        d = real("set_delta_z: delta_mu", delta_mu, self.device, own=True)
+        e = real("set_delta_z: delta_var", delta_var, self.device, own=True)
+        if not (fits(d.shape, shape) and fits(e.shape, shape)):
             raise ValueError(
                 f"set_delta_z: expected {self.output_z_buffer.size} elements each, one for each "
-                f"output, got {d.size} and {e.size}"
+                f"output, got {d.size} {d.shape} and {e.size} {e.shape} for {shape}"
             )
-        self.input_delta_z_buffer.mean = to_device(d.reshape(shape), self.device)
-        self.input_delta_z_buffer.variance = to_device(e.reshape(shape), self.device)
+        deltas = self.input_delta_z_buffer
+        deltas.mean, deltas.variance = d.reshape(shape), e.reshape(shape)
 
     def get_input_states(self) -> tuple[Array, Array]:
         """Return the deltas of the input's means and variances, flat, on the CPU; copies.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.tagi.states import REAL, real
+from flashlight_py.tagi.states import REAL, fits, real
 from flashlight_py.tagi.tails import tails
 
 # A class is as probable as its path: at each node P(z + error > 0), with this for the error.
@@ -101,14 +101,15 @@ def probabilities(mean: Any, variance: Any, tree: HRCSoftmax) -> Array:
     Raises:
         ValueError: they are not ``tree.len`` for each sample, or not equally many.
     """
-    m = real("means", mean, "cpu").reshape(-1).astype(np.float64)
-    v = real("variances", variance, "cpu").reshape(-1).astype(np.float64)
-    if m.size != v.size or m.size % tree.len:
+    m, v = real("means", mean, "cpu"), real("variances", variance, "cpu")
+    shape = (m.size // tree.len, tree.len)
+    if not (fits(m.shape, shape) and fits(v.shape, shape)):
         raise ValueError(
             f"expected means and variances of {tree.len} outputs for each sample, got {m.size} "
-            f"and {v.size}"
+            f"and {v.size}, of shapes {m.shape} and {v.shape}"
         )
-    right, left = (each.reshape(-1, tree.len) for each in signs(m / np.sqrt(v + ERROR_VARIANCE)))
+    m, v = (each.reshape(shape).astype(np.float64) for each in (m, v))
+    right, left = signs(m / np.sqrt(v + ERROR_VARIANCE))
     obs, idx = tree.obs.reshape(-1, tree.num_obs), tree.idx.reshape(-1, tree.num_obs) - 1
     result = np.ones((len(right), len(obs)))
     for level in range(tree.num_obs):  # not all at once: a batch of 1000 classes is large

@@ -11,7 +11,7 @@ import numpy as np
 
 from flashlight_py.device import Array, to_device
 from flashlight_py.tagi.parameters import Parameter
-from flashlight_py.tagi.states import REAL, BaseHiddenStates
+from flashlight_py.tagi.states import REAL, BaseHiddenStates, unmasked
 
 Shape: TypeAlias = tuple[int, ...]
 Deltas: TypeAlias = tuple[Array, Array]  # of the means and of the variances
@@ -40,7 +40,7 @@ class _Flat:
         if np.size(values) != had:
             raise ValueError(f"{name} has {had} elements, got {np.size(values)}")
         if parameter is not None:
-            parameter.put(self._which, values)
+            parameter.put(self._which, unmasked(name, values))
 
 
 class BaseLayer(abc.ABC):

@@ -1,13 +1,18 @@
-"""How good predictions are. Arrays may have any shape and dtype; NaN counts as not observed."""
+"""How good predictions are, of arrays of one shape, or flat, of any dtype.
+
+What is NaN or masked (``np.ma``) among observations and labels counts as not observed.
+"""
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array, to_device
 from flashlight_py.tagi.hierarchical import probabilities, tree_of
+from flashlight_py.tagi.states import fits, unmasked
 
 
 class HRCSoftmaxMetric:
@@ -93,12 +98,16 @@ def classification_error(prediction: Any, label: Any) -> float:
     Raises:
         ValueError: there are not as many predictions as labels.
     """
-    predicted, labels = (np.asarray(to_device(each, "cpu")) for each in (prediction, label))
-    if predicted.size != labels.size:
+    predicted = np.asarray(to_device(unmasked("prediction", prediction), "cpu"))
+    labels = np.asarray(to_device(unmasked("label", label, np.nan), "cpu"))
+    if not _alike_in_order(predicted, labels):
         raise ValueError(
-            f"classification_error: {predicted.size} predictions and {labels.size} labels"
+            f"classification_error: {predicted.size} predictions and {labels.size} labels, of "
+            f"shapes {predicted.shape} and {labels.shape}"
         )
-    return float(np.mean(predicted.reshape(-1) != labels.reshape(-1)))
+    predicted, labels = predicted.reshape(-1), labels.reshape(-1)
+    known = np.equal(labels, labels)  # NaN is not
+    return float(np.mean(predicted[known] != labels[known]))
 
 
 def _alike(what: str, **arrays: Any) -> list[Array]:
@@ -107,8 +116,17 @@ def _alike(what: str, **arrays: Any) -> list[Array]:
     Raises:
         ValueError: they have different numbers of elements, other than one.
     """
-    flat = [np.asarray(to_device(each, "cpu"), np.float64).reshape(-1) for each in arrays.values()]
-    if len({each.size for each in flat} - {1}) > 1:
+    found = [
+        np.asarray(to_device(unmasked(name, each, np.nan), "cpu"), np.float64)
+        for name, each in arrays.items()
+    ]
+    if not all(
+        _alike_in_order(*pair) for pair in combinations(found, 2) if 1 not in map(np.size, pair)
+    ):
         sizes = ", ".join(f"{name} {np.shape(values)}" for name, values in arrays.items())
-        raise ValueError(f"{what}: arrays of different numbers of elements: {sizes}")
-    return flat
+        raise ValueError(f"{what}: arrays of different numbers of elements, or shapes: {sizes}")
+    return [each.reshape(-1) for each in found]
+
+
+def _alike_in_order(a: Array, b: Array) -> bool:
+    return fits(a.shape, b.shape) or fits(b.shape, a.shape)

@@ -50,13 +50,13 @@ class Parameter:
 
         Raises:
             AttributeError: ``which`` is a delta, which follows from a backward pass.
-            ValueError: a variance is negative. Nothing was changed.
+            ValueError: a variance is negative or NaN. Nothing was changed.
         """
         if which not in ("mean", "variance"):
             raise AttributeError(f"{which} follows from the sums of a backward pass")
         home: Array = getattr(self, which)
         found = np.asarray(values, REAL)
-        if which == "variance" and (found < 0).any():
+        if which == "variance" and not (found >= 0).all():
             raise ValueError(f"variances are not negative, got {found.min()}")
         home[...] = array_module(home).asarray(found).reshape(home.shape)
 

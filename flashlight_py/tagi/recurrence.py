@@ -12,7 +12,8 @@ from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.lstm_cell import States
 from flashlight_py.tagi.recurrent import LSTM
 from flashlight_py.tagi.smoothing import SLSTM, SLinear
-from flashlight_py.tagi.states import BaseHiddenStates
+from flashlight_py.tagi.state import wrong_moments
+from flashlight_py.tagi.states import BaseHiddenStates, real
 
 
 class Recurrence:
@@ -77,23 +78,29 @@ class Recurrence:
         """Let the next call begin with what ``get_lstm_states()`` has returned, of some layers.
 
         Raises:
-            ValueError: a layer carries no states, or has others than ``output_size`` units. Nothing
-                was changed.
+            TypeError: they are no real numbers.
+            ValueError: a layer carries no states, has others than ``output_size`` units, or they
+                are masked, not finite, or negative variances. Nothing was changed.
         """
-        layers = self._lstms()
+        layers, found = self._lstms(), {}
         for key, entry in states.items():
             if key not in layers:
                 raise ValueError(
                     f"set_lstm_states: layer {key!r} is no LSTM with seq_len=1; those are "
                     f"{', '.join(map(repr, layers)) or 'none'}"
                 )
-            expected, got = [layers[key].output_size] * 4, [int(np.size(each)) for each in entry]
+            name = f"set_lstm_states: layer {key!r}"
+            found[key] = [real(name, each, "cpu") for each in entry]
+            expected, got = [layers[key].output_size] * 4, [each.size for each in found[key]]
             if got != expected:
                 raise ValueError(
-                    f"set_lstm_states: layer {key!r}, {layers[key]}: expected means and variances "
-                    f"of h and c, {expected} elements, got {got}"
+                    f"{name}, {layers[key]}: expected means and variances of h and c, {expected} "
+                    f"elements, got {got}"
                 )
-        for key, entry in states.items():
+            wrong = wrong_moments(States._fields, found[key])
+            if wrong:
+                raise ValueError(f"{name}, {layers[key]}: {'; '.join(wrong)}")
+        for key, entry in found.items():
             layers[key].set_states(entry)
 
     def smoother(self) -> tuple[Array, Array]:

@@ -17,7 +17,7 @@ from flashlight_py.tagi.layer import BaseLayer, Shape
 from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
 from flashlight_py.tagi.pytagi_files import Files
 from flashlight_py.tagi.recurrence import Recurrence
-from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, real
+from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, fits, reads_as, real
 
 
 class Sequential(Buffers, Gathered, Recurrence, Files):
@@ -104,7 +104,8 @@ class Sequential(Buffers, Gathered, Recurrence, Files):
             is.
 
         Raises:
-            ValueError: the number of elements does not fit the network, or a variance is negative.
+            ValueError: the number of elements does not fit the network, a variance is negative, or
+                something is masked: of a unit that is not known, pass a large variance.
             TypeError: they are no real numbers.
         """
         x = mu_x if isinstance(mu_x, BaseHiddenStates) else self._input(mu_x, var_x)
@@ -168,12 +169,12 @@ class Sequential(Buffers, Gathered, Recurrence, Files):
                 "backward: the last forward pass was one of evaluation, which keeps nothing; call "
                 "train() before net(x)"
             )
-        if d.size != self.output_z_buffer.size:
+        shape = self.output_z_buffer.mean.shape
+        if not (fits(d.shape, shape) and fits(e.shape, shape)):
             raise ValueError(
                 f"backward: expected {self.output_z_buffer.size} deltas, one for each output, got "
-                f"{d.size}"
+                f"{d.size} {d.shape} and {e.size} {e.shape} for {shape}"
             )
-        shape = self.output_z_buffer.mean.shape
         return d.reshape(shape), e.reshape(shape)
 
     def step(self) -> None:
@@ -237,8 +238,8 @@ class Sequential(Buffers, Gathered, Recurrence, Files):
         """Take what ``state_dict()`` returned, of this library's or pytagi's; any sequences.
 
         Raises:
-            ValueError: names or sizes are not this network's, or a variance is negative; names
-                them. Nothing was changed.
+            ValueError: names or sizes are not this network's, something is not finite or masked, or
+                a variance is negative; names them. Nothing was changed.
         """
         state.load_state_dict(self, state_dict)
 
@@ -293,9 +294,10 @@ class Sequential(Buffers, Gathered, Recurrence, Files):
         own = self._shape_of_samples(mean.shape)
         shape = (mean.size // math.prod(own), *own)
         variance = None if var_x is None else real("var_x", var_x, self.device, own=True)
-        if variance is not None and variance.size != mean.size:
+        if variance is not None and not fits(variance.shape, shape):
             raise ValueError(
-                f"var_x: expected {mean.size} elements, as mu_x has, got {variance.size}"
+                f"var_x: expected {mean.size} elements, as mu_x has, got {variance.size} "
+                f"{variance.shape} for {shape}"
             )
         if variance is not None and variance.size and not variance.min() >= 0:
             raise ValueError("var_x: variances are not negative, and not NaN")
@@ -311,7 +313,7 @@ class Sequential(Buffers, Gathered, Recurrence, Files):
         own, known = shape[1:], self._shape
         if known is not None and (
             (len(shape) == 1 and size % math.prod(known) == 0)
-            or (math.prod(own) == math.prod(known) and _reads_as(own, known))
+            or (math.prod(own) == math.prod(known) and reads_as(own, known))
         ):
             return known
         if len(shape) == 1:
@@ -334,9 +336,3 @@ class Sequential(Buffers, Gathered, Recurrence, Files):
                 raise ValueError(f"layer {number}, {layer}, after {before}: {error}") from error
             before = f"layer {number}, {layer}"
         self._shape = own
-
-
-def _reads_as(own: Shape, known: Shape) -> bool:
-    """Return whether samples of two shapes differ at most by dimensions of 1, or one is flat."""
-    own, known = (tuple(size for size in shape if size > 1) for shape in (own, known))
-    return own == known or min(len(own), len(known)) <= 1

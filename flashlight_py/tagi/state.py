@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 from flashlight_py.device import Array, array_module, to_device
 from flashlight_py.tagi.layer import BaseLayer
-from flashlight_py.tagi.states import REAL
+from flashlight_py.tagi.states import REAL, unmasked
 
 # The first four entries of a layer, which pytagi's dictionaries have as well.
 FOUR = ("mu_w", "var_w", "mu_b", "var_b")
+STATISTICS = ("running_mean", "running_variance")
 
 
 class Named(Protocol):
@@ -40,14 +41,18 @@ def load_state_dict(network: Named, state: Mapping[str, Any]) -> None:
     Entries of four arrays, as pytagi's, leave running statistics as they are.
 
     Raises:
-        ValueError: names or sizes differ, or a variance is negative; names them.
+        ValueError: names or sizes differ, something is not finite or masked, or a variance is
+            negative; names them.
     """
     layers = {name: layer for name, layer in network.named_layers() if layer.has_state}
     problems = [f"missing {name!r}" for name in layers if name not in state]
     problems += [f"unexpected {name!r}" for name in state if name not in layers]
     # All of them before the first is set: some may be no numbers.
     entries = {
-        name: [np.asarray(values, REAL) for values in state[name]]
+        name: [
+            np.asarray(unmasked(f"load_state_dict: {name!r}", values), REAL)
+            for values in state[name]
+        ]
         for name in layers
         if name in state
     }
@@ -62,13 +67,18 @@ def load_state_dict(network: Named, state: Mapping[str, Any]) -> None:
             home[...] = array_module(home).asarray(values).reshape(home.shape)
 
 
-def _misfits(name: str, layer: BaseLayer, arrays: Sequence[Array]) -> list[str]:
+def _misfits(name: str, layer: BaseLayer, arrays: list[Array]) -> list[str]:
     expected = [layer.num_weights] * 2 + [layer.num_biases] * 2
     statistics = [int(each.size) for each in layer.statistics()]
     found = [int(each.size) for each in arrays]
     if found not in (expected, expected + statistics):
         return [f"{name!r} has arrays of {found} elements, expected {expected + statistics}"]
-    # Of every pair, the second ones are variances.
-    if any((each < 0).any() for each in arrays[1::2]):
-        return [f"{name!r} has negative variances"]
-    return []
+    wrong = wrong_moments((*FOUR, *STATISTICS), arrays)
+    return [f"{name!r}: {'; '.join(wrong)}"] if wrong else []
+
+
+def wrong_moments(names: Iterable[str], arrays: list[Array]) -> list[str]:
+    """Return what cannot be among means and variances, which take turns, by their names."""
+    named = list(zip(names, arrays, strict=False))
+    found = [f"{name} is not finite" for name, each in named if not np.isfinite(each).all()]
+    return found + [f"{name} has negative variances" for name, a in named[1::2] if (a < 0).any()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -139,15 +140,64 @@ def _flat_or_empty(array: Array | None) -> Array:
     return np.empty(0, REAL) if array is None else array.reshape(-1)
 
 
-def real(name: str, values: Any, device: str, own: bool = False) -> Array:
+def real(
+    name: str, values: Any, device: str, own: bool = False, missing: float | None = None
+) -> Array:
     """Return ``values``, called ``name`` in errors, as float32 on ``device``; a copy if need be.
 
     ``own``: always a contiguous copy, for what is kept after the caller has its array back.
+    ``missing``: as :func:`unmasked`.
 
     Raises:
         TypeError: they are no real numbers.
+        ValueError: as :func:`unmasked`.
     """
-    array: Array = values if is_cupy(values) else np.asarray(values)
+    array: Array = values if is_cupy(values) else np.asarray(unmasked(name, values, missing))
     if array.dtype.kind not in "fiub":
         raise TypeError(f"{name}: expected real numbers, got an array of {array.dtype}")
     return to_device(array.astype(REAL, order="C" if own else "K", copy=own), device)
+
+
+def unmasked(name: str, values: Any, missing: float | None = None) -> Any:
+    """Return ``values``, called ``name`` in errors, with ``missing`` for what NumPy's masks hide.
+
+    Raises:
+        ValueError: something is masked, and ``missing`` is None.
+    """
+    if isinstance(values, list | tuple) and any(isinstance(v, np.ma.MaskedArray) for v in values):
+        values = np.ma.array(values)
+    if not isinstance(values, np.ma.MaskedArray):
+        return values
+    mask = np.ma.getmaskarray(values)
+    if not mask.any():
+        return values.data
+    if missing is None:
+        raise ValueError(
+            f"{name}: {np.count_nonzero(mask)} of {mask.size} elements are masked, and nothing may "
+            "be missing here; fill them, or leave them out"
+        )
+    return np.where(mask, missing, values.data)
+
+
+def fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """Return whether an array's elements are those of ``expected``, ``[batch, ...]``, in its order:
+    it is flat, or has the batch first and samples that read alike.
+    """
+    if shape == expected:
+        return True
+    long = _long(shape)
+    return math.prod(shape) == math.prod(expected) and (
+        len(long) <= 1
+        or long == _long(expected)
+        or (shape[0] == expected[0] and reads_as(shape[1:], expected[1:]))
+    )
+
+
+def reads_as(own: tuple[int, ...], known: tuple[int, ...]) -> bool:
+    """Return whether samples of two shapes differ at most by dimensions of 1, or one is flat."""
+    own, known = _long(own), _long(known)
+    return own == known or min(len(own), len(known)) <= 1
+
+
+def _long(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)

@@ -9,24 +9,32 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, to_device
 from flashlight_py.tagi.observation import deltas_of
-from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, real
+from flashlight_py.tagi.states import (
+    REAL,
+    BaseDeltaStates,
+    BaseHiddenStates,
+    fits,
+    real,
+    unmasked,
+)
 
 
 class OutputUpdater:
     """Computes the deltas of a network's outputs from observations with Gaussian errors.
 
-    Each method writes them into ``delta_states``, for the network's ``backward()``. Arrays may have
-    any shape with as many elements as the outputs (``[batch, outputs]``, or flat), any dtype and
-    any strides. ``var_obs`` may also be one number, or an array that is longer and all of one
-    value, as scripts pass it for the smaller batch at the end of an epoch.
+    Each method writes them into ``delta_states``, for the network's ``backward()``. Arrays have the
+    batch first, ``[batch, outputs]``, or are flat, of any dtype and any strides. ``var_obs`` may
+    also be one number, or an array that is longer and all of one value, as scripts pass it for the
+    smaller batch at the end of an epoch. What is NaN in ``mu_obs``, or masked (``np.ma``) in it or
+    in ``var_obs``, was not observed: it teaches nothing.
 
     Args:
         model_device: where the network is, such as its attribute ``device``.
 
     Raises:
         TypeError: when called: observations or variances are no real numbers.
-        ValueError: when called: an array has another number of elements, a variance is negative,
-            or indices are out of range. Nothing was changed.
+        ValueError: when called: an array has another number of elements or another shape, a
+            variance is negative, or indices are out of range or masked. Nothing was changed.
     """
 
     def __init__(self, model_device: str = "cpu") -> None:
@@ -39,7 +47,7 @@ class OutputUpdater:
         var_obs: Any,
         delta_states: BaseDeltaStates,
     ) -> None:
-        """Observe every output: ``mu_obs`` with variances ``var_obs``. NaN: not observed."""
+        """Observe every output: ``mu_obs`` with variances ``var_obs``."""
         mean = output_states.mean
         observed = self._of("mu_obs", mu_obs, mean.shape)
         errors = self._variances(var_obs, mean.shape)
@@ -62,15 +70,16 @@ class OutputUpdater:
         """
         mean = output_states.mean
         batch, outputs = len(mean), output_states.actual_size
-        indices = np.asarray(to_device(selected_idx, "cpu"))
-        if indices.size % batch if batch else indices.size:
+        indices = np.asarray(to_device(unmasked("selected_idx", selected_idx), "cpu"))
+        each = (batch, indices.size // max(1, batch))
+        if not fits(indices.shape, each):
             raise ValueError(
                 f"update_using_indices: expected as many indices for each of {batch} samples, "
-                f"got {indices.size}"
+                f"got {indices.size} {indices.shape}"
             )
         if indices.dtype.kind not in "iu" and not np.equal(indices, np.floor(indices)).all():
             raise ValueError("update_using_indices: indices are whole numbers")
-        indices = indices.reshape(batch, indices.size // max(1, batch)).astype(np.int64, copy=False)
+        indices = indices.reshape(each).astype(np.int64, copy=False)
         if indices.size and not (indices.min() >= 1 and indices.max() <= outputs):
             raise ValueError(
                 f"update_using_indices: indices are from 1 to {outputs}, the number of outputs; "
@@ -88,9 +97,9 @@ class OutputUpdater:
         """Observe values whose errors' variances the network predicts as well.
 
         The outputs are pairs, as ``EvenExp`` makes them: of the value, and of the variance of its
-        error. ``mu_obs`` has one element for each pair; NaN: not observed. (Deka, Nguyen and
-        Goulet, Analytically tractable heteroscedastic uncertainty quantification in Bayesian neural
-        networks for regression tasks, Neurocomputing 572, 2024.)
+        error. ``mu_obs`` has one element for each pair. (Deka, Nguyen and Goulet, Analytically
+        tractable heteroscedastic uncertainty quantification in Bayesian neural networks for
+        regression tasks, Neurocomputing 572, 2024.)
 
         Raises:
             ValueError, TypeError: as the class says; or the number of outputs is odd.
@@ -106,7 +115,8 @@ class OutputUpdater:
             array.reshape(-1, 2).T
             for array in (output_states.mu_a, output_states.var_a, output_states.jcb)
         )
-        observed = self._of("mu_obs", mu_obs, mean[0].shape)
+        pairs = shape[0], output_states.actual_size // 2
+        observed = self._of("mu_obs", mu_obs, pairs).reshape(-1)
         known = ~xp.isnan(observed)
         noise = mean[1]
         error = xp.where(known, observed - mean[0], 0)
@@ -129,16 +139,16 @@ class OutputUpdater:
 
     def _of(self, name: str, values: Any, shape: tuple[int, ...]) -> Array:
         """Return ``values`` as an array of this shape, where the network is."""
-        array = real(name, values, self.device)
-        if array.size != math.prod(shape):
+        array = real(name, values, self.device, missing=math.nan)
+        if not fits(array.shape, shape):
             raise ValueError(
                 f"{name}: expected {math.prod(shape)} elements, one for each of the outputs "
-                f"observed {shape}, got {array.size} {array.shape}"
+                f"observed {shape}, in this shape or flat, got {array.size} {array.shape}"
             )
         return array.reshape(shape)
 
     def _variances(self, values: Any, shape: tuple[int, ...]) -> Array:
-        array = real("var_obs", values, "cpu")
+        array = real("var_obs", values, "cpu", missing=math.inf)
         if array.size and not array.min() >= 0:
             raise ValueError(f"var_obs: variances are not negative, got {array.min()}")
         more = array.size == 1 or array.size > math.prod(shape)

@@ -17,7 +17,7 @@ from flashlight_py.tagi.hierarchical import (
     probabilities,
     tree_of,
 )
-from flashlight_py.tagi.states import REAL, real
+from flashlight_py.tagi.states import REAL, fits, real
 
 FileName = str | os.PathLike[str]
 
@@ -178,7 +178,7 @@ class Utils:
         """Return what a window sees, and what follows it, as it moves over a time series.
 
         Args:
-            data: shape ``[steps, num_features]`` or flat.
+            data: shape ``[steps, num_features]`` or flat; what is masked becomes NaN.
             output_col: which features are to be predicted, from 0.
             input_seq_len, output_seq_len: steps of the window, and of what follows.
             num_features: of a step.
@@ -191,10 +191,12 @@ class Utils:
         Raises:
             ValueError: there is not one window in the data, or a column is none of its features.
         """
-        values = real("data", data, "cpu").reshape(-1)
+        values = real("data", data, "cpu", missing=np.nan)
         columns = np.asarray(output_col, np.int64).reshape(-1)
-        if values.size % num_features:
-            raise ValueError(f"{values.size} elements are no steps of {num_features} features")
+        if not fits(values.shape, (values.size // num_features, num_features)):
+            raise ValueError(
+                f"{values.size} elements are no steps of {num_features} features: {values.shape}"
+            )
         if columns.size and not (columns.min() >= 0 and columns.max() < num_features):
             raise ValueError(f"output_col: columns are from 0 to {num_features - 1}")
         steps = values.reshape(-1, num_features)

@@ -114,6 +114,10 @@ def test_sizes_must_be_the_tree_s() -> None:
         utils.get_labels(np.zeros((2, 10)), np.zeros((2, 10)), tree, 10, 2)
     with pytest.raises(ValueError, match=r"expected means and .* 11 outputs .* 22 and 11"):
         utils.get_labels(m, m[0], tree, 10, 2)
+    with pytest.raises(ValueError, match=r"11 outputs .* \(11, 2\) and \(2, 11\)"):
+        utils.get_labels(m.T, m, tree, 10, 2)
+    with pytest.raises(ValueError, match="labels: 1 of 2 elements are masked"):
+        utils.label_to_obs(np.ma.masked_less([3, 4], 4), 10)
     with pytest.raises(ValueError, match="expected outputs of 3 samples, got 2"):
         utils.get_labels(m, m, tree, 10, 3)
     with pytest.raises(ValueError, match="the tree is not of 9 classes"):

@@ -93,3 +93,13 @@ def test_sizes_are_at_least_one(sizes: tuple[int, int]) -> None:
 def test_methods_of_initialisation_are_two() -> None:
     with pytest.raises(ValueError, match="init_method must be one of He, Xavier, got 'Glorot'"):
         nn.Linear(3, 2, init_method="Glorot")
+
+
+def test_parameters_that_are_assigned_are_numbers() -> None:
+    layer = nn.Linear(2, 2)
+    before = layer.var_w
+    with pytest.raises(ValueError, match="variances are not negative, got nan"):
+        layer.var_w = np.full(4, np.nan)
+    with pytest.raises(ValueError, match=r"Linear\(2,2\): weight: 1 of 4 elements are masked"):
+        layer.var_w = np.ma.masked_less(np.arange(4), 1)
+    np.testing.assert_array_equal(layer.var_w, before)

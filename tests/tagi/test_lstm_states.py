@@ -96,6 +96,14 @@ def test_states_that_do_not_fit_are_refused() -> None:
     assert not net.get_lstm_states()[0][0].any()
     with pytest.raises(ValueError, match=r"layer 0, LSTM\(1,3\): expected means and variances"):
         net.set_lstm_states({0: [np.ones(2)] * 4})
+    three[1], three[2] = -np.ones(3), np.full(3, np.nan)
+    with pytest.raises(
+        ValueError, match=r"layer 0, .*: mean_c is not finite; variance_h has negative"
+    ):
+        net.set_lstm_states({0: three})
+    with pytest.raises(ValueError, match=r"layer 0: 1 of 3 elements are masked"):
+        net.set_lstm_states({0: [np.ma.masked_less(np.arange(3), 1)] * 4})
+    assert not net.get_lstm_states()[0][0].any()
     with pytest.raises(ValueError, match="time_step is -1 or that of one of 0 smoothed time steps"):
         net.get_lstm_states(0)
 

@@ -129,6 +129,8 @@ def test_inputs_are_real_numbers(x: Any) -> None:
     ("var_x", "message"),
     [
         (np.full((6, 3), 0.1), "var_x: expected 24 elements, as mu_x has, got 18"),
+        (np.full((4, 6), 0.1), r"var_x: expected 24 elements, .* got 24 \(4, 6\) for \(6, 4\)"),
+        (np.ma.masked_less(np.arange(24.0), 1), "var_x: 1 of 24 elements are masked"),
         (np.full((6, 4), -0.1), "var_x: variances are not negative"),
         (np.full((6, 4), np.nan), "var_x: variances are not negative, and not NaN"),
     ],
@@ -136,6 +138,17 @@ def test_inputs_are_real_numbers(x: Any) -> None:
 def test_wrong_variances_are_refused(var_x: np.ndarray, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         network()(X, var_x)
+
+
+def test_an_input_that_is_masked_is_refused() -> None:
+    """A unit that is not known has a mean and a large variance."""
+    net, masked = network(), np.ma.array(X, mask=X > 0)
+    for x in (masked, list(masked)):
+        with pytest.raises(ValueError, match=r"mu_x: .* of 24 elements are masked"):
+            net(x)
+    np.testing.assert_array_equal(net(np.ma.array(X))[0], net(X)[0])
+    with pytest.raises(ValueError, match=r"delta_mu: .* of 12 elements are masked"):
+        net.set_delta_z(np.ma.array(Y, mask=Y > 0), Y)
 
 
 def test_a_network_is_of_layers() -> None:
@@ -188,8 +201,14 @@ def test_deltas_may_be_set_by_hand() -> None:
     other.backward()
     other.step()
     np.testing.assert_array_equal(other.layers[0].mu_w, one.layers[0].mu_w)
-    with pytest.raises(ValueError, match=r"expected 12 elements each, .* got 3 and 3"):
+    with pytest.raises(ValueError, match=r"expected 12 elements each, .* got 3 \(3,\) and 3"):
         other.set_delta_z([1, 2, 3], [1, 2, 3])
+    with pytest.raises(ValueError, match=r"expected 12 elements each, .* and 12 \(2, 6\)"):
+        other.set_delta_z(np.zeros(12), np.zeros((2, 6)))
+    other.set_delta_z(Y, Y)
+    other.input_delta_z_buffer.variance = np.zeros((2, 6), np.float32)
+    with pytest.raises(ValueError, match=r"expected 12 deltas, .* and 12 \(2, 6\)"):
+        other.backward()
 
 
 def test_state_is_taken_whole_or_not_at_all() -> None:
@@ -218,7 +237,14 @@ def test_state_that_cannot_be_changes_nothing() -> None:
     with pytest.raises(ValueError, match="could not convert"):
         net.load_state_dict(wrong)
     wrong["Linear.2"][3] = [0.1, -0.1]
-    with pytest.raises(ValueError, match=r"'Linear.2' has negative variances"):
+    with pytest.raises(ValueError, match=r"'Linear.2': var_b has negative variances"):
+        net.load_state_dict(wrong)
+    wrong["Linear.2"][3] = [0.1, np.inf]
+    wrong["Linear.0"][0] = np.full(32, np.nan)
+    with pytest.raises(ValueError, match=r"'Linear.0': mu_w is not .*'Linear.2': var_b is not fin"):
+        net.load_state_dict(wrong)
+    wrong["Linear.0"][0] = np.ma.array(np.ones(32), mask=np.eye(32)[0])
+    with pytest.raises(ValueError, match=r"'Linear.0': 1 of 32 elements are masked"):
         net.load_state_dict(wrong)
     with pytest.raises(ValueError, match="variances are not negative, got -1"):
         net.layers[0].var_w = -np.ones(32)

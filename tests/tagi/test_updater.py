@@ -94,6 +94,75 @@ def test_an_unobserved_pair_learns_nothing() -> None:
     assert d[[0, 3]].all()
 
 
+MASK = np.array([[False, True, False, False], [True, False, False, True]])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "bool"])
+def test_what_is_masked_is_not_observed(dtype: str) -> None:
+    """As NaN; whatever lies below the mask."""
+    values = np.arange(8).reshape(2, 4).astype(dtype)
+    masked, hole = np.ma.array(values, mask=MASK), np.where(MASK, np.nan, values)
+    indices, updater = [[1, 2, 3, 4], [4, 3, 2, 1]], nn.OutputUpdater()
+    for update in (
+        lambda y, d: updater.update(states(), y, 0.1, d),
+        lambda y, d: updater.update(states(), y, np.full((2, 4), 0.1), d),
+        lambda y, d: updater.update_using_indices(states(), y, 0.1, indices, d),
+        lambda y, d: updater.update_heteros(states(2, 8), y, d),
+    ):
+        found, expected = nn.BaseDeltaStates(), nn.BaseDeltaStates()
+        update(hole, expected)
+        for y in (masked, list(masked), masked.ravel()):
+            update(y, found)
+            np.testing.assert_array_equal(found.delta_mu, expected.delta_mu)
+            np.testing.assert_array_equal(found.delta_var, expected.delta_var)
+
+
+def test_an_observation_whose_variance_is_masked_teaches_nothing() -> None:
+    """So may ``0.1 * y`` of a masked ``y`` be passed."""
+    updater, found, expected = nn.OutputUpdater(), nn.BaseDeltaStates(), nn.BaseDeltaStates()
+    y, errors = np.ones((2, 4)), np.ma.array(np.full((2, 4), 0.1), mask=MASK)
+    updater.update(states(), np.where(MASK, np.nan, y), 0.1, expected)
+    for mu_obs in (y, np.ma.array(y, mask=MASK)):
+        updater.update(states(), mu_obs, errors, found)
+        np.testing.assert_array_equal(found.delta_mu, expected.delta_mu)
+        np.testing.assert_array_equal(found.delta_var, expected.delta_var)
+    with pytest.raises(ValueError, match="selected_idx: 1 of 2 elements are masked"):
+        updater.update_using_indices(
+            states(), y[:, :1], 0.1, np.ma.array([[1], [2]], mask=[[True], [False]]), found
+        )
+
+
+def test_the_batch_comes_first_unless_all_is_flat() -> None:
+    """What has the samples along another dimension has as many elements, in another order."""
+    updater, deltas, out = nn.OutputUpdater(), nn.BaseDeltaStates(), states(12, 2)
+    y, indices = np.arange(24.0), np.ones((12, 2), int)
+    for shape in ((12, 2), (24,), (24, 1), (12, 1, 2), (1, 12, 2), (12, 2, 1)):
+        updater.update(out, y.reshape(shape), np.full(shape, y[1]), deltas)
+        updater.update_using_indices(out, y.reshape(shape), 0.1, indices.reshape(shape), deltas)
+        updater.update_heteros(states(12, 4), y.reshape(shape), deltas)
+    images = nn.BaseHiddenStates(np.zeros((3, 2, 4, 5), np.float32))
+    for shape in ((3, 2, 4, 5), (3, 40), (120,)):
+        updater.update(images, np.zeros(shape), 0.1, deltas)
+    updater.update(states(3, 40), np.zeros((3, 2, 4, 5)), 0.1, deltas)
+    deltas = nn.BaseDeltaStates()
+    for shape in ((2, 12), (4, 6), (2, 2, 6)):
+        with pytest.raises(ValueError, match=r"mu_obs: .* \(12, 2\), .*got 24 \("):
+            updater.update(out, y.reshape(shape), 0.1, deltas)
+        with pytest.raises(ValueError, match=r"var_obs: .* \(12, 2\), .*got 24 \("):
+            updater.update(out, y, y.reshape(shape), deltas)
+        with pytest.raises(ValueError, match=r"mu_obs: .* \(12, 2\), .*got 24 \("):
+            updater.update_using_indices(out, y.reshape(shape), 0.1, indices, deltas)
+        with pytest.raises(
+            ValueError, match=r"expected as many indices for each of 12 .*got 24 \("
+        ):
+            updater.update_using_indices(out, y, 0.1, indices.reshape(shape), deltas)
+        with pytest.raises(ValueError, match=r"mu_obs: .* \(12, 2\), .*got 24 \("):
+            updater.update_heteros(states(12, 4), y.reshape(shape), deltas)
+    with pytest.raises(ValueError, match=r"mu_obs: .* \(3, 2, 4, 5\), .*got 120 \(3, 4, 5, 2\)"):
+        updater.update(images, np.zeros((3, 4, 5, 2)), 0.1, deltas)
+    assert deltas.mean is None
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "bool"])
 def test_observations_may_have_any_dtype_layout_and_shape(dtype: str) -> None:
     out, y = states(3, 4), (np.arange(12).reshape(3, 4) % 3).astype(dtype)

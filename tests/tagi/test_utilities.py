@@ -56,6 +56,28 @@ def test_shapes_do_not_matter_but_sizes_do() -> None:
         metric.classification_error([1, 2, 3], [1, 2])
 
 
+def test_samples_come_first_in_both_arrays() -> None:
+    pair = A.reshape(6, 2), B.reshape(2, 6)
+    with pytest.raises(ValueError, match=r"mse: .*: prediction \(6, 2\), observation \(2, 6\)"):
+        metric.mse(*pair)
+    with pytest.raises(ValueError, match=r"log_likelihood: .*observation \(6, 2\), std \(2, 6\)"):
+        metric.log_likelihood(0.0, *pair)
+    with pytest.raises(ValueError, match=r"6 predictions and 6 labels, .* \(2, 3\) and \(3, 2"):
+        metric.classification_error(np.ones((2, 3)), np.ones((3, 2)))
+
+
+def test_what_is_masked_is_not_observed() -> None:
+    mask = np.arange(12) % 3 == 0
+    masked, hole = np.ma.array(B, mask=mask), np.where(mask, np.nan, B)
+    assert metric.mse(A, masked) == metric.mse(A, hole)
+    assert metric.rmse(A, masked) == metric.rmse(A, hole)
+    assert metric.log_likelihood(A, masked, S) == metric.log_likelihood(A, hole, S)
+    for labels in (np.ma.array([1, 2, 3, 4], mask=[0, 1, 0, 1]), [1, np.nan, 3, np.nan]):
+        assert metric.classification_error([1, 0, 0, 0], labels) == 0.5
+    with pytest.raises(ValueError, match="prediction: 4 of 12 elements are masked"):
+        metric.classification_error(masked, A)
+
+
 def test_a_likelihood_is_a_gaussian_s() -> None:
     assert metric.log_likelihood(0.0, 0.0, 1.0) == pytest.approx(-0.5 * np.log(2 * np.pi))
     assert metric.log_likelihood(1.0, 3.0, 2.0) == pytest.approx(-0.5 * np.log(8 * np.pi) - 0.5)
@@ -150,6 +172,15 @@ def test_windows_are_pytagi_s(
     arguments = (columns, seen, ahead, shape[1], stride)
     for a, b in zip(own, oracle_run(program, data=data, arguments=arguments), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_windows_of_what_is_missing_have_nan() -> None:
+    utils, data = tagi.Utils(), np.ma.masked_less(np.arange(12.0).reshape(6, 2), 1)
+    seen, ahead = utils.create_rolling_window(data, [0], 1, 1, 2, 1)
+    np.testing.assert_array_equal(seen[0], [np.nan, 1])
+    np.testing.assert_array_equal(ahead.ravel(), [2, 4, 6, 8, 10])
+    with pytest.raises(ValueError, match=r"12 elements are no steps of 2 features: \(2, 6\)"):
+        utils.create_rolling_window(data.T, [0], 1, 1, 2, 1)
 
 
 def test_windows_may_predict_several_columns() -> None:
