@@ -2,6 +2,7 @@
 #
 #   PYTHON=python3.12   the interpreter that .venv is made from (3.10 or later)
 #   RANKS=4 EPOCHS=100  of `make example`
+#   EXAMPLE=--capture   its other options; empty: without capture, which takes some ten times as long
 #   PYTEST="-k gloo"    arguments of pytest in `make test`, test-slow and test-all
 #   SLOW=tests/native   what `make test-slow` runs the slow tests of
 #   KILLS=50            how often `make test-slow` kills examples/ResumableTraining.py
@@ -13,6 +14,7 @@
 PYTHON ?= python3
 RANKS ?= 4
 EPOCHS ?= 100
+EXAMPLE ?= --capture
 PYTEST ?=
 SLOW ?= tests
 BENCH ?=
@@ -33,7 +35,7 @@ help: ## show these targets
 setup: $(READY) ## install what is missing: libgloo-dev, .venv, this package (instant when done)
 
 example: $(READY) ## train flashlight's example on 4 real processes
-	$(IN_VENV) time mpirun -n $(RANKS) python examples/DistributedTraining.py --epochs $(EPOCHS)
+	$(IN_VENV) mpirun -n $(RANKS) python examples/DistributedTraining.py --epochs $(EPOCHS) $(EXAMPLE)
 
 test: lint tools ## lint, types, then every test that is not marked slow: 7 minutes on 2 cores
 	$(IN_VENV) python -m pytest -m "not slow" $(PYTEST)

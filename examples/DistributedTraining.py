@@ -1,10 +1,11 @@
 """Train a small perceptron on as many processes as there are: flashlight's DistributedTraining.
 
-One process, four started by MPI, or two that find each other through a shared file:
+Two processes started by MPI, whose steps Python computes, or native code that has recorded them;
+one process; or two that find each other through a shared file:
 
-    python examples/DistributedTraining.py
-    mpirun -n 4 python examples/DistributedTraining.py
-    mpirun -n 2 python examples/DistributedTraining.py --capture
+    mpirun -n 2 python examples/DistributedTraining.py            # EAGER s on two cores
+    mpirun -n 2 python examples/DistributedTraining.py --capture  # CAPTURED s, the same losses
+    python examples/DistributedTraining.py --capture
     python examples/DistributedTraining.py --init file --file /shared/run --world-size 2 --rank 0
     python examples/DistributedTraining.py --init file --file /shared/run --world-size 2 --rank 1
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,7 @@ def main(options: argparse.Namespace) -> None:
         step = fl.capture(step)
 
     say("[Multi-layer Perceptron] Started...")
+    start = time.perf_counter()
     for epoch in with_progress(range(1, options.epochs + 1)):
         meter.reset()
         for inputs, targets in batches:
@@ -75,6 +78,7 @@ def main(options: argparse.Namespace) -> None:
         history.append(float(mse))
         say(f"Epoch: {epoch} Mean Squared Error: {mse:g}")
     say("[Multi-layer Perceptron] Done!")
+    say(f"{options.epochs} epochs in {time.perf_counter() - start:.1f} s")
 
     if fl.get_world_rank() == 0 and options.save:
         save(model, options.save)

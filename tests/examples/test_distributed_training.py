@@ -43,9 +43,10 @@ def printed(*processes: subprocess.Popen[str]) -> list[str]:
 
 def losses(output: str) -> list[float]:
     """Check the lines that flashlight's program prints and return the loss of each epoch."""
-    first, *epochs, last = output.splitlines()
+    first, *epochs, last, took = output.splitlines()
     assert first == "[Multi-layer Perceptron] Started..."
     assert last == "[Multi-layer Perceptron] Done!"
+    assert re.fullmatch(rf"{len(epochs)} epochs in \d+\.\d s", took)
     found = [re.fullmatch(r"Epoch: (\d+) Mean Squared Error: (\S+)", line) for line in epochs]
     assert all(found), output
     assert [int(match[1]) for match in found if match] == list(range(1, len(epochs) + 1))
