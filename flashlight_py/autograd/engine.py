@@ -21,8 +21,7 @@ All bookkeeping lives in local dictionaries: a pass that raises leaves nothing b
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -54,6 +53,13 @@ class GradSink:
     def product(self, leaf: Variable, a: Array, b: Array) -> Array | GradSink:
         """Take ``a @ b``, and return this sink; or return the product, to be added."""
         raise NotImplementedError
+
+
+class InPasses:
+    """What has methods that are gradient hooks, and is to know of a pass that fails before them."""
+
+    def join_failed(self) -> None:
+        """Take note that the running pass, which would have called a hook, ends by an exception."""
 
 
 class _Pass(threading.local):
@@ -132,6 +138,9 @@ def _run(walk: Callable[..., None], *args: object) -> None:
     try:
         walk(*args)
         completed = True
+    except BaseException:
+        _join_failed(_current.pending or {})
+        raise
     finally:
         _current.callbacks = outer
         _current.pending, _current.after = around
@@ -139,10 +148,20 @@ def _run(walk: Callable[..., None], *args: object) -> None:
             _call_all(callbacks, completed)
 
 
+def _join_failed(targets: Iterable[Target]) -> None:
+    for target in targets:
+        hook = None if isinstance(target, Node) else target.hook
+        owner = getattr(getattr(hook, "func", None), "__self__", None)
+        if isinstance(owner, InPasses):
+            owner.join_failed()
+
+
 def _call_all(callbacks: list[EndCallback], completed: bool) -> None:
-    with ExitStack() as stack:  # it calls the last first, and all of them even if one raises
-        for callback in reversed(callbacks):
-            stack.callback(callback, completed)
+    try:
+        callbacks[0](completed)
+    finally:  # all of them even if one raises
+        if callbacks[1:]:
+            _call_all(callbacks[1:], completed)
 
 
 def _contribute(leaf: Variable, seed: Array) -> None:
@@ -157,8 +176,9 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
     Ordered nodes wait until nothing else is ready. Then the latest of those below ``root`` is among
     them, for whatever consumes it was recorded later, and has been visited.
     """
-    found = Walk(root, seed, retain_graph)
-    pending, grads, owned, replaced = found.pending, found.grads, found.owned, found.replaced
+    pending = _current.pending = {}
+    found = Walk(root, seed, retain_graph, pending)
+    grads, owned, replaced = found.grads, found.owned, found.replaced
     ready = [root]
     ordered: list[tuple[int, Node]] = []  # a heap
 
@@ -169,7 +189,7 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
             ready.append(node)
 
     after: list[Callable[[], None]] = []
-    _current.pending, _current.after = pending, after
+    _current.after = after
     while ready or ordered:
         node = ready.pop() if ready else heappop(ordered)[1]
         if type(node) is Part:
@@ -227,6 +247,7 @@ def _accumulate(leaf: Variable, contribution: Array, incoming: Array) -> None:
             buffer.add(leaf, contribution, _is_new(contribution, incoming))
     elif held is not None:
         held += contribution
+        leaf.grad = held  # another one where a hook has left a NumPy scalar
     elif _is_new(contribution, incoming):
         leaf.grad = contribution
     else:

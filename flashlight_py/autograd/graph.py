@@ -23,10 +23,27 @@ Vjp: TypeAlias = Callable[[Array], Array]
 Target: TypeAlias = Union["Node", "Variable"]
 
 
-class Node:
-    """One recorded operation; ``edges`` is None once a backward pass has freed it."""
+class Changes:
+    """How often values of variables were changed, as far as this package has done it."""
 
-    __slots__ = ("dtype", "edges", "shape")
+    count = 0
+
+
+def note_changes(leaves: Iterable[Variable]) -> None:
+    """Have backward passes refuse graphs in which these leaves were used before."""
+    Changes.count += 1
+    now = Changes.count
+    for leaf in leaves:
+        leaf.changed = now
+
+
+class Node:
+    """One recorded operation; ``edges`` is None once a backward pass has freed it.
+
+    ``made``: how many changes of variables there had been.
+    """
+
+    __slots__ = ("dtype", "edges", "made", "shape")
 
     edges: tuple[tuple[Target, Vjp], ...] | None
     turn: int | None = None
@@ -40,6 +57,7 @@ class Node:
         self.shape = shape
         self.dtype = dtype
         self.edges = edges
+        self.made = Changes.count
 
 
 _recorded = itertools.count()
@@ -103,6 +121,7 @@ class Repeated(Node):
 
     def __init__(self, repeat: Callable[[], Sequence[Variable]]) -> None:
         self.edges = ()
+        self.made = Changes.count
         self.repeat = repeat
 
 
@@ -140,10 +159,12 @@ class Walk:
     ``owned``: those whose sum was made by the pass, hence its own to add into.
     """
 
-    def __init__(self, root: Node, seed: Array, retain_graph: bool) -> None:
+    def __init__(
+        self, root: Node, seed: Array, retain_graph: bool, pending: dict[Target, int]
+    ) -> None:
         self._parts: dict[Repeated, list[Part]] = {}  # those that the pass reaches
         self.retain_graph = retain_graph
-        self.pending = count_consumers([root], (), self._parts)
+        self.pending = count_consumers([root], (), self._parts, pending)
         self.grads = {root: seed}
         self.owned: set[Node] = set()
         self.replaced: dict[Target, Node] = {}  # parts of computations that were done again
@@ -179,7 +200,7 @@ class Walk:
         announced = [target for part in parts for target, _ in (part.edges or ())[1:]]
         found = [results[part.place].node for part in parts if part.place < len(results)]
         nodes = [node for node in found if node is not None]
-        counts = count_consumers(nodes, announced, self._parts)
+        counts = count_consumers(nodes, announced, self._parts, {})
         reached = {target for target in counts if not isinstance(target, Node)}
         left, new = set(announced) - counts.keys(), reached - set(announced)
         # A leaf that is made on the way is another one each time.
@@ -209,28 +230,52 @@ class Walk:
 
 
 def count_consumers(
-    roots: Sequence[Node], ends: Iterable[Target], parts: dict[Repeated, list[Part]]
+    roots: Sequence[Node],
+    ends: Iterable[Target],
+    parts: dict[Repeated, list[Part]],
+    pending: dict[Target, int],
 ) -> dict[Target, int]:
     """Count the edges that will contribute to each target below ``roots``, down to ``ends``.
 
-    The parts on the way are added to ``parts``.
+    The parts on the way are added to ``parts``, the counts to ``pending``: of all that there is
+    also where this raises, for those who are to know of it.
+
+    Raises:
+        RuntimeError: a part of the graph was freed, or a leaf has changed after its use.
     """
-    pending: dict[Target, int] = {}
+    wrong = ""
     unseen = list(dict.fromkeys(roots))
     known = {*ends, *unseen}
     while unseen:
         node = unseen.pop()
         edges = node.edges
         if edges is None:
-            raise RuntimeError(_why_without_edges(node))
+            wrong = _why_without_edges(node)
+            continue
         if type(node) is Part:
             parts.setdefault(edges[0][0], []).append(node)  # type: ignore[arg-type]
         for target, _ in edges:
             count = pending.get(target, 0)
             pending[target] = count + 1
-            if not count and isinstance(target, Node) and target not in known:
+            if not isinstance(target, Node):
+                if target.changed > node.made:
+                    wrong = wrong or _changed_since(target, edges[0][1])
+            elif not count and target not in known:
                 unseen.append(target)
+    if wrong:
+        raise RuntimeError(wrong)
     return pending
+
+
+def _changed_since(leaf: Variable, vjp: Vjp) -> str:
+    vjp = getattr(vjp, "func", vjp)  # of a partial
+    name: str = getattr(vjp, "__qualname__", type(vjp).__qualname__)
+    function = "recompute" if vjp is _no_vjp else name.partition(".")[0].lstrip("_")
+    return (
+        f"backward: {function}() has used a variable of shape {leaf.shape} that was changed since "
+        "by an optimizer's step, load_state_dict or an assignment to its array; call backward() "
+        "before that, or compute the loss again"
+    )
 
 
 def _why_without_edges(node: Node) -> str:

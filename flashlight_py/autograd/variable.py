@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from flashlight_py.autograd.engine import GradSink, backward_from_leaf, backward_from_node
-from flashlight_py.autograd.graph import Node, OrderedNode, Outline, Vjp, recording
+from flashlight_py.autograd.graph import Node, OrderedNode, Outline, Vjp, note_changes, recording
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 
 GradHook: TypeAlias = "Callable[[Variable], None]"
@@ -25,7 +25,7 @@ class Variable:
     A variable made by the user is a leaf; one made by an operation on variables with ``calc_grad``
     remembers that operation until a backward pass has used it.
 
-    Arrays must not be changed between the forward pass that used them and its backward pass.
+    Arrays must not be changed between a forward pass and its backward pass, which is not noticed.
 
     Args:
         array: the value, any shape; a real floating dtype where ``calc_grad`` is set.
@@ -36,8 +36,10 @@ class Variable:
     """
 
     # data, hook, buffer, node and placement are for the library's own use: .array is data with
-    # checks; placement says where a sharded module's parameter lies (optim.placement).
-    __slots__ = ("__weakref__", "_calc_grad", "buffer", "data", "grad", "hook", "node", "placement")
+    # checks; placement says where a sharded module's parameter lies (optim.placement); changed is
+    # Changes.count of a leaf's last change that was noted.
+    __slots__ = ("__weakref__", "_calc_grad", "buffer", "changed", "data", "grad", "hook", "node",
+                 "placement")  # fmt: skip
 
     # NumPy arrays leave `array + variable` to the variable instead of looping over elements.
     __array_ufunc__ = None
@@ -48,6 +50,7 @@ class Variable:
     hook: GradHook | None
     buffer: Array | GradSink | None
     placement: Any
+    changed: int
 
     def __init__(self, array: Array, calc_grad: bool = False) -> None:
         if array.__class__ is not np.ndarray:
@@ -55,11 +58,8 @@ class Variable:
         if calc_grad:
             _require_floating(array)
         self.data = array
-        self.grad = None
-        self.node = None
-        self.hook = None
-        self.buffer = None
-        self.placement = None
+        self.grad = self.node = self.hook = self.buffer = self.placement = None
+        self.changed = 0
         self._calc_grad = calc_grad
 
     @property
@@ -83,6 +83,7 @@ class Variable:
                 "that ranks have in common; load_state_dict copies values into it"
             )
         self.data = value
+        note_changes((self,))
 
     @property
     def calc_grad(self) -> bool:
@@ -101,6 +102,7 @@ class Variable:
         if value:
             _require_floating(self)
         self._calc_grad = bool(value)
+        self.changed = getattr(self, "changed", 0)  # an operation's result that becomes a leaf
 
     @property
     def has_history(self) -> bool:
@@ -163,6 +165,7 @@ class Variable:
         Floating dtypes are cast. For the library's own use.
         """
         self.data[...] = to_device(value, device_of(self.data))
+        note_changes((self,))
 
     def numpy(self) -> Array:
         """Return the value as a NumPy array: itself on the CPU, else a copy (blocks for it)."""
@@ -219,7 +222,8 @@ class Variable:
         Raises:
             ValueError: more than one element and no ``grad``, or ``grad`` of another shape.
             TypeError: ``grad`` is no array or of another dtype.
-            RuntimeError: nothing here has ``calc_grad``, or the graph was already freed.
+            RuntimeError: nothing here has ``calc_grad``, the graph was already freed, or a leaf was
+                changed after its use: an optimizer's step, ``load_state_dict``, a new ``array``.
         """
         if not self._calc_grad:
             raise RuntimeError(
@@ -238,6 +242,8 @@ class Variable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the array and ``calc_grad``, not the graph, gradient or hook."""
+        if self.placement is not None:
+            self.placement.shards.check("copy")
         return Variable, (self.data, self._calc_grad)
 
     def __repr__(self) -> str:
@@ -277,10 +283,7 @@ class Variable:
 
 
 def input(array: Array) -> Variable:
-    """Return a leaf without gradient that shares ``array``: data that enters a model.
-
-    Args:
-        array: any shape and dtype.
+    """Return a leaf without gradient that shares ``array``, of any shape and dtype: a model's data.
 
     Raises:
         TypeError: not an array.
@@ -289,10 +292,7 @@ def input(array: Array) -> Variable:
 
 
 def no_grad(array: Array) -> Variable:
-    """Return a leaf without gradient that shares ``array``: a constant.
-
-    Args:
-        array: any shape and dtype.
+    """Return a leaf without gradient that shares ``array``, of any shape and dtype: a constant.
 
     Raises:
         TypeError: not an array.

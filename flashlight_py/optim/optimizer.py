@@ -90,6 +90,11 @@ class FirstOrderOptimizer(ABC):
         for name, entries in own.items():
             self._copy_entries(state[name], entries)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold: of parameters that are their process's own."""
+        cut = [variable for variable in self.params if not is_in_common(variable)]
+        return {**vars(self), "_shards": _shards_of(cut)}
+
     def _state(self) -> dict[str, list[Any]]:
         """Return what a rule keeps for each parameter: by name, arrays or numbers."""
         return {}
@@ -124,6 +129,11 @@ class FirstOrderOptimizer(ABC):
                 placement.put(old, new)
             else:
                 old[...] = to_device(new, device_of(old))
+
+
+def is_in_common(variable: Variable) -> bool:
+    """Return whether processes have it in common, so that a copy has no placement."""
+    return variable.placement is not None and not variable.placement.is_cut
 
 
 def _shards_of(variables: Iterable[Variable]) -> list[Shards]:

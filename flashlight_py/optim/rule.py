@@ -8,11 +8,12 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from flashlight_py.autograd import Variable
+from flashlight_py.autograd.graph import note_changes
 from flashlight_py.device import Array, array_module, captured_gpu, effect
 from flashlight_py.optim import cuda, reference
 from flashlight_py.optim.cuda import Rule
 from flashlight_py.optim.native import native
-from flashlight_py.optim.optimizer import FirstOrderOptimizer
+from flashlight_py.optim.optimizer import FirstOrderOptimizer, is_in_common
 from flashlight_py.optim.placement import Shards
 from flashlight_py.optim.squares import sum_of_squares
 
@@ -46,6 +47,7 @@ class RuleOptimizer(FirstOrderOptimizer):
                 nothing was changed.
             ValueError: a parameter had no ``calc_grad`` when its module was sharded; likewise.
         """
+        note_changes([variable for variable in self.params if variable.grad is not None])
         if not self._shards:
             queued = self._step_own(grad_scale)
             if queued:
@@ -100,6 +102,7 @@ class RuleOptimizer(FirstOrderOptimizer):
             grad_scale: a factor by which gradients count.
             zero: whether the gradients are 0 afterwards; else they stay as they are.
         """
+        note_changes((self.params[position],))
         queued = self._step_pieces(position, pieces, grad_scale, zero)
         cuda.change(queued, grad_scale)
         for _, piece in queued if zero else ():
@@ -202,6 +205,20 @@ class RuleOptimizer(FirstOrderOptimizer):
                     "was sharded after the optimizer was made, or sharded anew, and its state is "
                     "of how it lay before; make the optimizer afterwards"
                 )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold. Collective where ``state_dict`` is."""
+        in_common = list(map(is_in_common, self.params))
+        made_for = zip(self._made_for, in_common, strict=True)
+        own = tuple(
+            [
+                self._whole(position, entry) if in_common[position] else entry
+                for position, entry in enumerate(entries)
+            ]
+            for entries in self._states
+        )
+        made = [None if common else shards for shards, common in made_for]
+        return {**super().__getstate__(), "_states": own, "_made_for": made}
 
     def _state(self) -> dict[str, list[Any]]:
         return dict(zip(self._names, self._states, strict=True))

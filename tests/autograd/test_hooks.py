@@ -10,6 +10,7 @@ import pytest
 
 from flashlight_py.autograd import Variable, input, on_backward_end, param
 from flashlight_py.autograd import functions as F
+from flashlight_py.optim import clip_grad_norm
 
 
 def ones(*shape: int, dtype: Any = "float32") -> np.ndarray:
@@ -36,6 +37,22 @@ def test_gets_the_leaf_and_may_replace_its_gradient() -> None:
     x.register_grad_hook(halve)
     F.sum(x).backward()
     np.testing.assert_array_equal(x.grad, [0.5, 0.5])
+
+
+def test_a_gradient_that_became_a_scalar_is_added_to() -> None:
+    """NumPy computes one from an array without dimensions, and += makes another one of it."""
+    x = param(np.array(2.0))
+
+    def halve(leaf: Variable) -> None:
+        assert leaf.grad is not None
+        leaf.grad = leaf.grad * 0.5
+
+    x.register_grad_hook(halve)
+    for expected in (2.0, 3.0, 3.5):
+        (x * 4.0).backward()
+        assert x.grad == expected
+    assert clip_grad_norm([x], 0.5) == 3.5
+    assert x.grad == 0.5
 
 
 def test_last_layer_fires_first_and_before_the_pass_reaches_the_first() -> None:

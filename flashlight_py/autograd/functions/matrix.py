@@ -30,13 +30,13 @@ def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
     bias = None if bias is None else as_variable(bias)
     _check_shapes(x, weight, bias)
     if x.data.ndim == 2:
-        return _linear_2d(x, weight, bias)
+        return _linear(x, weight, bias)
     *outer, features = x.data.shape
     rows = reshape(x, (math.prod(outer), features))
-    return reshape(_linear_2d(rows, weight, bias), (*outer, weight.data.shape[0]))
+    return reshape(_linear(rows, weight, bias), (*outer, weight.data.shape[0]))
 
 
-def _linear_2d(x: Variable, weight: Variable, bias: Variable | None) -> Variable:
+def _linear(x: Variable, weight: Variable, bias: Variable | None) -> Variable:
     rows, w = x.data, _to_keep(weight)
     out = product(rows, weight.data.T)
 

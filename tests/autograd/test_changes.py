@@ -1,0 +1,106 @@
+"""Leaves whose values change between a forward pass and its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.autograd import Variable, param
+from flashlight_py.autograd import functions as F
+
+
+def step(model: fl.nn.Module) -> None:
+    for each in model.params():
+        each.grad = np.ones(each.shape)
+    fl.optim.SGDOptimizer(model.params(), lr=0.5).step()
+    for each in model.params():
+        each.zero_grad()
+
+
+def assign(model: fl.nn.Module) -> None:
+    weight = model.params()[0]
+    weight.array = weight.array + 1
+
+
+def load(model: fl.nn.Module) -> None:
+    model.load_state_dict({name: array + 1 for name, array in model.state_dict().items()})
+
+
+CHANGES = [step, assign, load]
+LOSSES: dict[str, Callable[[fl.nn.Module, Variable], Variable]] = {
+    "linear": lambda model, x: model(x),
+    "recompute": lambda model, x: fl.recompute(model)(x),
+    "exp": lambda model, x: F.exp(model.params()[0]),
+    "mul": lambda model, x: model.params()[0] * model.params()[0],
+    # What is a view of the parameter shows the change, wherever it is used.
+    "transpose": lambda model, x: x @ model.params()[0].T,
+}
+
+
+def made() -> tuple[fl.nn.Module, Variable]:
+    model = fl.nn.Sequential(fl.nn.Linear(2, 2)).astype(np.float64)
+    return model, param(np.ones((3, 2)))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_change_that_the_package_makes_is_noticed(name: str, change: Any) -> None:
+    model, x = made()
+    loss = LOSSES[name](model, x).sum()
+    change(model)
+    with pytest.raises(RuntimeError, match=rf"backward: {name}\(\) has used a variable of shape"):
+        loss.backward()
+    assert all(each.grad is None for each in (*model.params(), x))
+    LOSSES[name](model, x).sum().backward()  # computed again, it is right
+    assert model.params()[0].grad is not None
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_does_not_depend_on_the_change_goes_on(change: Any) -> None:
+    (model, x), (other, _) = made(), made()
+    change(other)
+    loss = model(x).sum()
+    change(other)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    np.testing.assert_array_equal(model.params()[1].grad, [6, 6])  # of both passes
+
+
+def test_a_second_pass_over_a_graph_that_was_kept_is_refused_after_a_step() -> None:
+    model, x = made()
+    optimizer = fl.optim.AdamOptimizer(model.params(), lr=0.1)
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="call backward\\(\\) before"):
+        loss.backward()
+
+
+def test_freezing_does_not_hide_a_change() -> None:
+    model, x = made()
+    loss = model(x).sum()
+    assign(model)
+    for on in (False, True):
+        model.params()[0].calc_grad = on
+    with pytest.raises(RuntimeError, match="linear\\(\\) has used"):
+        loss.backward()
+
+
+def test_a_parameter_that_was_the_result_of_an_operation_can_change_and_learn() -> None:
+    made_of_data = Variable(np.ones(2)) * 2.0
+    made_of_data.calc_grad = True
+    made_of_data.array = np.full(2, 3.0)
+    F.sum(made_of_data * made_of_data).backward()
+    np.testing.assert_array_equal(made_of_data.grad, [6, 6])
+
+
+def test_a_parameter_without_gradient_is_not_stepped_and_counts_as_it_was() -> None:
+    model, x = made()
+    loss = model(x).sum()
+    fl.optim.SGDOptimizer(model.params(), lr=0.5).step()
+    loss.backward()
+    assert model.params()[0].grad is not None
