@@ -1,6 +1,7 @@
 """Memory and time of a step: one model per host beside one model per rank.
 
     python benchmarks/sharding.py --json sharding.json
+    python benchmarks/sharding.py --move  # memory while fully_shard works, 6 x Linear(2048)
 
 Each way runs in processes of its own, round by round; medians count. Memory is what all ranks
 together have more (PSS, /proc/self/smaps_rollup) after some steps than before the model was made:
@@ -19,6 +20,7 @@ import os
 import socket
 import statistics
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -48,12 +50,18 @@ def pss() -> int:
     return int(text.split("Pss:")[1].split()[0]) << 10
 
 
-def build(sizes: list[int], way: str) -> Any:
-    """Return the model, made ready in one of the ways."""
+def plain(sizes: list[int]) -> Any:
+    """Return the model, as each rank makes it."""
     model = fl.nn.Sequential()
     for inputs, outputs in itertools.pairwise(sizes):
         model.add(fl.nn.Linear(inputs, outputs))
         model.add(fl.nn.ReLU())
+    return model
+
+
+def build(sizes: list[int], way: str) -> Any:
+    """Return the model, made ready in one of the ways."""
+    model = plain(sizes)
     if way == "data parallel":
         fl.distribute_module_grads(model)
     else:
@@ -92,6 +100,45 @@ def measure(rank: int, sizes: list[int], way: str, steps: int) -> tuple[list[flo
     fl.barrier()
     del model, optimizer
     return seconds[WARM:], taken, loss
+
+
+def move(rank: int, sizes: list[int]) -> list[tuple[float, int]]:
+    """Return when this rank had how much memory for the model, from before fully_shard on."""
+    fl.all_reduce(np.ones(1000, np.float32))
+    train(rank, [512, 512], "step_in_backward", 2)
+    empty = pss()
+    model = plain(sizes)
+    fl.barrier()
+    found, done = [(time.monotonic(), pss() - empty)], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.001):
+            found.append((time.monotonic(), pss() - empty))
+
+    fl.barrier()
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    fl.fully_shard(model)
+    fl.barrier()
+    done.set()
+    sampler.join()
+    found.append((time.monotonic(), pss() - empty))
+    fl.barrier()
+    return found
+
+
+def print_moves(ranks: int) -> None:
+    """Print a row: what all ranks have before, at the peak of, and after fully_shard."""
+    of_ranks = fl.spawn(move, ([2048] * 7,), nprocs=ranks)
+    latest = [found.pop(0)[1] for found in of_ranks]
+    totals = [sum(latest)]
+    for _, rank, nbytes in sorted(
+        (at, r, n) for r, found in enumerate(of_ranks) for at, n in found
+    ):
+        latest[rank] = nbytes
+        totals.append(sum(latest))
+    before, peak, after = (each >> 20 for each in (totals[0], max(totals), totals[-1]))
+    print(f"| {ranks} | {before} | {peak} | {after} |")
 
 
 def run(sizes: list[int], way: str, ranks: int, steps: int) -> tuple[float, int]:
@@ -139,7 +186,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--move", action="store_true")
     options = parser.parse_args()
+    if options.move:
+        print("| ranks | before, MiB | peak | after |\n|---|---|---|---|")
+        for ranks in options.ranks:
+            print_moves(ranks)
+        return
     python = python_of(PEERS["torch"], None)
     ways = WAYS if isinstance(python, str) else [*WAYS, FSDP2]
     if isinstance(python, str):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array, operation
+from flashlight_py.device import Array, array_module, operation
 from flashlight_py.optim.optimizer import as_param_list, check_at_least_zero
 from flashlight_py.optim.placement import Shards
 from flashlight_py.optim.squares import sums_of_squares
@@ -34,7 +34,8 @@ def clip_grad_norm(
     without a group: the norm is the same on every rank. Where ranks have different parameters, as
     parts of one model, pass their group: the squares are summed over it, in one small message, and
     all ranks scale by the same factor. Of a sharded module's parameters each rank scales its own
-    pieces: that is collective, too, as it is with parameters that ``shard_linear`` has cut.
+    pieces, and returns when all have: that is collective, as it is with parameters that
+    ``shard_linear`` has cut.
 
     Args:
         params: the variables whose gradients to scale; of this rank alone, and possibly none,
@@ -66,6 +67,8 @@ def clip_grad_norm(
     if limit < norm < math.inf:
         pieces = [grad for shards, those in sharded for grad in shards.own_gradients(those)]
         _scale([*own, *pieces], limit / norm)
+        for shards, _ in sharded:
+            shards.meet()
     return norm
 
 
@@ -92,6 +95,8 @@ def _by_shards(
             )
         if param.grad is None:
             continue
+        if not param.grad.shape:  # what NumPy has computed of it is a scalar
+            param.grad = array_module(param.grad).asarray(param.grad)
         if placement is None:
             own.append(param.grad)
         else:

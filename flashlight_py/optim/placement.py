@@ -68,9 +68,11 @@ class Shards(ABC):
 
     def sum_of_squares(self, variables: Sequence[Variable]) -> float:
         """Return that of all gradients of ``variables``, the same on all processes. Collective."""
-        squares = np.array([sum(sum_of_squares(grad) for grad in self.own_gradients(variables))])
-        self.group.all_reduce(squares)
-        return float(squares[0])
+        squares = sum(sum_of_squares(grad) for grad in self.own_gradients(variables))
+        return float(self.group.all_reduce(np.array([squares], np.float64))[0])
+
+    def meet(self) -> None:  # noqa: B027  (optional: where no process sees another's pieces)
+        """Wait until all processes have written their pieces of gradients. Collective."""
 
 
 class Placement(ABC):

@@ -44,7 +44,7 @@ from flashlight_py.parallel.sharded import refuse_sharded
 
 # Which modules are distributed; a module that is gone takes its entry along.
 _Synchronizer: TypeAlias = PassSync | LeafSync
-_synchronizers: weakref.WeakKeyDictionary[Module, _Synchronizer] = weakref.WeakKeyDictionary()
+_synchronizers: dict[weakref.ref[Module], _Synchronizer] = {}
 
 
 def distribute_module_grads(
@@ -168,15 +168,16 @@ def _leaf_by_leaf(
 
 def release(module: Module) -> None:
     """Undo an earlier call for ``module``, if there was one."""
-    if module in _synchronizers:
-        _synchronizers.pop(module).detach()
+    sync = _synchronizers.pop(weakref.ref(module), None)
+    if sync is not None:
+        sync.detach()
     if getattr(module.before_forward, "func", None) is _before_forward:
         module.before_forward = None
 
 
 def install(module: Module, sync: _Synchronizer) -> None:
     """Let ``sync`` be what :func:`no_sync` and :func:`join` find for ``module``."""
-    _synchronizers[module] = sync
+    _synchronizers[weakref.ref(module, _synchronizers.pop)] = sync
 
 
 def _bucketed(
@@ -263,7 +264,7 @@ def gradient_sync_of(module: Module, caller: str) -> PassSync:
     Raises:
         ValueError: nothing; the message says that ``caller`` needs it. Or leaf by leaf.
     """
-    sync = _synchronizers.get(module)
+    sync = _synchronizers.get(weakref.ref(module))
     if sync is None:
         raise ValueError(
             f"{caller}: call distribute_module_grads or fully_shard on this module first"
@@ -285,7 +286,7 @@ def leaf_sync_of(module: Module) -> LeafSync:
         ValueError: it has not installed that.
     """
     require_module(module)
-    sync = _synchronizers.get(module)
+    sync = _synchronizers.get(weakref.ref(module))
     if not isinstance(sync, LeafSync):
         raise ValueError(
             "leaves: call distribute_module_grads(module, leaves=8) on this module first"
@@ -295,7 +296,9 @@ def leaf_sync_of(module: Module) -> LeafSync:
 
 def is_leaf_by_leaf(module: object) -> bool:
     """Return whether ``module`` is trained leaf by leaf: the same random numbers on all ranks."""
-    return isinstance(module, Module) and isinstance(_synchronizers.get(module), LeafSync)
+    return isinstance(module, Module) and isinstance(
+        _synchronizers.get(weakref.ref(module)), LeafSync
+    )
 
 
 @contextlib.contextmanager

@@ -7,27 +7,27 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array, effect, is_cupy, to_device
+from flashlight_py.device import Array, effect, is_cupy
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.host_memory import hosts_of
+from flashlight_py.distributed.host_memory import hosts_of, meet
+from flashlight_py.distributed.running import refusing
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
-from flashlight_py.optim.placement import Placement, Shards
+from flashlight_py.optim.placement import Shards
 from flashlight_py.optim.rule import RuleOptimizer
-from flashlight_py.optim.squares import BLOCK, sum_of_squares, sums_of_squares
+from flashlight_py.optim.squares import BLOCK, sums_of_squares
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.data_parallel import distribute_module_grads, install, release
 from flashlight_py.parallel.parameters import broadcast_parameters, give_state, require_module
-from flashlight_py.parallel.segment import HostMemory, Hosts
+from flashlight_py.parallel.segment import FROZEN, EachOnce, HostMemory, HostPlacement, Hosts
 from flashlight_py.parallel.shard_buckets import Buckets, bucket_bytes
 from flashlight_py.parallel.shard_layout import Layout, UnitPlan, plan
 from flashlight_py.parallel.shard_stepping import Stepper, StepSync
@@ -37,8 +37,6 @@ from flashlight_py.parallel.zero import GatheredShards, shard_by_gathering
 # Of all parameters. Below it ranks take less time to step alone than to wait for each other: at 8
 # MiB a sharded step took two ranks 1.15 times as long, at 16 MiB 0.98 times, and four ranks 0.76.
 SMALL_BYTES = 12 << 20
-# What ends the name of a layout of parameters that do not learn; before it stands their dtype.
-FROZEN = " frozen"
 
 
 def fully_shard(
@@ -59,6 +57,7 @@ def fully_shard(
     Making an optimizer, ``step()``, ``clip_grad_norm`` and saving or loading the
     optimizer's state are collective then, as is every synchronised backward pass. Between steps a
     parameter must not be written: all ranks would see it, some of them in the middle of a pass.
+    Copies and pickles of the module and its optimizer are ordinary ones, of this process alone.
     With FLASHLIGHT_DEBUG_SHARED=1 in the environment NumPy refuses it.
 
     A module with less than 12 MiB of parameters stays each rank's own, as by
@@ -81,10 +80,14 @@ def fully_shard(
 
     Raises:
         TypeError: ``module`` is no Module.
-        ValueError: it has no parameter with ``calc_grad``; ``step_in_backward`` is asked for
-            with ranks that do not all share memory; of parameters on GPUs: ``across_hosts`` is
-            asked for, or they are sharded already or have a gradient hook.
-        MismatchError: ranks' modules or arguments differ; names what does.
+        ValueError: it has no parameter with ``calc_grad``; the array of one is not C-contiguous;
+            ``step_in_backward`` is asked for with ranks that do not all share memory; of
+            parameters on GPUs: ``across_hosts`` is asked for, or they are sharded already or have
+            a gradient hook.
+        MemoryError, OSError: there is no memory for it; no rank's module has changed, but on GPUs
+            parameters may be sharded in part: make the module anew.
+        MismatchError: ranks' modules or arguments differ, or another rank has raised one of the
+            above; says which and why.
         TornStateError: it was sharded before, and a rank ended in the middle of a step.
         DistributedError: as :func:`flashlight_py.all_reduce`.
 
@@ -106,14 +109,21 @@ def fully_shard(
     if any(is_cupy(param.data) for param in named.values()):
         _shard_gpus(module, members, step_in_backward, across_hosts)
         return
-    _undo(module)
-    release(module)
-    broadcast_parameters(module, group=members)
+    _check_placements(named)
     nbytes = sum(param.data.nbytes for param in named.values())
     if nbytes < SMALL_BYTES and not (step_in_backward or across_hosts):
+        with refusing(members, "fully_shard"):
+            _undo(named.values())
+        release(module)
+        broadcast_parameters(module, group=members)
         distribute_module_grads(module, group=members)
         return
+    with refusing(members, "fully_shard"):
+        _require_row_major(named)
     shards = HostShards(_in_order(module), members, step_in_backward, across_hosts)
+    give_state(module, module.buffers, 0, members)
+    release(module)
+    shards.take()
     shards.sync.ignored = frozenset(named)
     install(module, shards.sync)
     module.before_forward = functools.partial(_before_forward, shards)
@@ -125,23 +135,40 @@ def _shard_gpus(
     if across_hosts:
         how = "on GPUs each rank has a part of everything in any case"
         raise ValueError(f"fully_shard: across_hosts is for parameters on the CPU; {how}")
-    shards = shard_by_gathering(module, members, step_in_backward)
+    with refusing(members, "fully_shard"):
+        shards = shard_by_gathering(module, members, step_in_backward)
     install(module, shards.sync)
     module.before_forward = functools.partial(_before_forward, shards)
 
 
-def _undo(module: Module) -> None:
-    """Let this rank have parameters of its own again, where the module is sharded."""
-    for name, param in module.named_params().items():
-        if param.placement is None:
-            continue
-        if param.placement.is_cut:
+def _check_placements(named: dict[str, Variable]) -> None:
+    """Refuse what cannot be laid out anew."""
+    for name, param in named.items():
+        if param.placement is not None and param.placement.is_cut:
             raise ValueError(
                 f"fully_shard: {name} is cut between ranks by shard_linear already; shard the "
                 "module's other parts"
             )
-        param.placement.shards.check("fully_shard")
-        param.placement, param.data = None, np.array(param.data)
+        if param.placement is not None:
+            param.placement.shards.check("fully_shard")
+
+
+def _require_row_major(named: dict[str, Variable]) -> None:
+    """Refuse arrays in another order than that of common memory: BLAS would round otherwise."""
+    for name, param in named.items():
+        if not param.data.flags.c_contiguous:
+            raise ValueError(
+                f"fully_shard: {name} has strides {param.data.strides} for shape {param.shape}, "
+                "and common memory is in C order, in which products may have other last bits. "
+                "Before, do: param.array = np.ascontiguousarray(param.array)"
+            )
+
+
+def _undo(params: Iterable[Variable]) -> None:
+    """Let this rank have parameters of its own again, where they are sharded; all or none."""
+    own = [(param, np.array(param.data)) for param in params if param.placement is not None]
+    for param, data in own:
+        param.placement, param.data = None, data
 
 
 def _in_order(module: Module) -> list[Variable]:
@@ -161,17 +188,6 @@ def _before_forward(shards: HostShards | GatheredShards, module: Module) -> None
     sync = shards.sync
     if module.training and sync.enabled and sync.weigh is None and module.buffers:
         give_state(module, module.buffers, 0, shards.members)
-
-
-class _EachOnce:
-    """Sums over ranks what each host has as a whole, ``copies`` in all; the same on every rank."""
-
-    def __init__(self, members: ProcessGroup, copies: int) -> None:
-        self._members, self._copies = members, copies
-
-    def all_reduce(self, x: Any) -> Any:
-        """Sum ``x`` over the ranks, in place; see ``Summing``."""
-        return self._members.all_reduce(x, scale=1.0 / self._copies)
 
 
 class HostShards(Shards):
@@ -200,32 +216,31 @@ class HostShards(Shards):
                 f"{len(hosts_of(members))} hosts (see fl.distributed.describe())"
             )
         hosts = Hosts(members)
-        self.group = _EachOnce(members, 1 if across_hosts else hosts.count)
+        self.group = EachOnce(members, 1 if across_hosts else hosts.count)
         limit, size = bucket_bytes(max(hosts.sizes)), hosts.local.size
         by_name: dict[str, list[Variable]] = {}
         for param in params:
-            name = param.dtype.str if param.calc_grad else param.dtype.str + FROZEN
-            by_name.setdefault(name, []).append(param)
+            kind = param.dtype.name if param.dtype.kind == "V" else param.dtype.str  # bfloat16
+            by_name.setdefault(kind if param.calc_grad else kind + FROZEN, []).append(param)
         layouts = {
             name: plan([p.shape for p in those], those[0].dtype.itemsize, size, limit, hosts.sizes)
             for name, those in by_name.items()
         }
-        self.memory = HostMemory(hosts, layouts, across_hosts)
         self._steppers: dict[Variable, Stepper] = {}
         self._optimizers: list[weakref.ref[FirstOrderOptimizer]] = []
         self._states: dict[tuple[str, str, int], Array] = {}
         self._taken: Counter[tuple[int, str]] = Counter()
-        units = [
-            (name, unit_plan, [by_name[name][number] for number in unit_plan.numbers])
-            for name, layout in layouts.items()
-            for unit_plan in layout.units
-        ]
-        self.params = [param for _, _, those in units for param in those]
-        sent = [unit for unit in self._placed(units) if not unit.name.endswith(FROZEN)]
-        self.sync = self._sync(hosts, _largest(layouts), sent)
+        with hosts.together("fully_shard"):
+            self.memory = HostMemory(hosts, layouts, across_hosts)
+            self._units = [
+                self._unit(name, unit_plan, [by_name[name][number] for number in unit_plan.numbers])
+                for name, layout in layouts.items()
+                for unit_plan in layout.units
+            ]
+            sent = [unit for unit in self._units if not unit.name.endswith(FROZEN)]
+            self.sync = self._sync(hosts, _largest(layouts), sent)
+        self.params = [param for unit in self._units for param in unit.params]
         self.sync.step_all = self.step_all
-        self.sync.install()
-        hosts.local.barrier()  # all have copied what is theirs
 
     def _sync(self, hosts: Hosts, nbytes: int, units: Sequence[Unit]) -> ShardSync:
         """Return what adds up gradients through buckets of ``nbytes``. Collective, blocking."""
@@ -235,22 +250,46 @@ class HostShards(Shards):
             return StepSync(self.members, self.memory, buckets, units, self._steppers.get)
         return ShardSync(self.members, self.memory, buckets, units)
 
-    def _placed(self, units: Sequence[tuple[str, UnitPlan, list[Variable]]]) -> list[Unit]:
-        """Move the parameters; return what is sent together."""
-        made = []
+    def _unit(self, name: str, plan: UnitPlan, params: Sequence[Variable]) -> Unit:
+        unit = Unit(name, plan, params, [])
+        unit.wholes = [place.view(self.memory.grads[name]) for _, place in self._places(unit)]
+        return unit
+
+    def _places(self, unit: Unit) -> Iterator[tuple[Variable, HostPlacement]]:
+        """Yield the parameters of ``unit``, and where they are to lie."""
+        for position, param in enumerate(unit.params):
+            yield param, HostPlacement(self, unit.name, unit.plan, position, param.shape)
+
+    def take(self) -> None:
+        """Move the parameters here, a unit at a time: those of rank 0. Collective, blocking.
+
+        Until all are here each rank's module is as it was, but for where its arrays lie, and but
+        for values of rank 0 on the first ranks of other hosts.
+        """
+        local = self.memory.hosts.local
         with self.memory.loading():
-            for name, unit_plan, those in units:
-                wholes = []
-                for position, param in enumerate(those):
-                    placement = HostPlacement(self, name, unit_plan, position, param.shape)
-                    data = placement.view(self.memory.params[name])
-                    if self.memory.hosts.local.rank == 0:
-                        data[...] = param.data
-                    data.flags.writeable = not self.memory.is_debugged
-                    param.data, param.placement = data, placement
-                    wholes.append(placement.view(self.memory.grads[name]))
-                made.append(Unit(name, unit_plan, those, wholes))
-        return made
+            if local.rank == 0:
+                for unit in self._units:
+                    self._fill(unit)
+            local.barrier()
+            for unit in self._units:
+                for param, place in self._places(unit):
+                    param.data, param.placement = place.view(self.memory.params[unit.name]), place
+                    param.data.flags.writeable = not self.memory.is_debugged
+        self.sync.install()
+
+    def _fill(self, unit: Unit) -> None:
+        """Set a unit's parameters on this host; what they were before is free, if nobody has it."""
+        hosts, flat = self.memory.hosts, self.memory.params[unit.name]
+        places = [(param, place.view(flat)) for param, place in self._places(unit)]
+        for param, data in places if hosts.index == 0 else ():
+            data[...] = param.data
+        every = flat[unit.plan.starts[0] : unit.plan.starts[-1] + unit.plan.sizes[-1]]
+        if hosts.between is not None and every.size:
+            hosts.between.broadcast(every, root=0)
+        for param, data in places:
+            if param.placement is None:
+                param.data = data
 
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
         """Begin new state for an optimizer, and remember it; see ``Shards``."""
@@ -279,6 +318,10 @@ class HostShards(Shards):
             sums[mine] = sums_of_squares(variable.grad, mine)
             parts.append(sums)
         return float(sum(local.all_reduce(np.concatenate(parts)).tolist()))
+
+    def meet(self) -> None:
+        """Wait until all ranks of this host have clipped their pieces; see ``Shards``."""
+        meet(self.memory.hosts.local, "clip_grad_norm of a sharded module")
 
     def changing(self, what: str) -> AbstractContextManager[None]:
         """Return the context in which this process may write its pieces; see ``Shards``."""
@@ -325,75 +368,3 @@ def _largest(layouts: dict[str, Layout]) -> int:
         for unit in layout.units
         for chunk in unit.chunks
     )
-
-
-class HostPlacement(Placement):
-    """Where one parameter lies in flat arrays of layout ``name``: at ``position`` of ``unit``."""
-
-    shards: HostShards
-    __captured_state__ = ("shards",)
-
-    def __init__(
-        self, shards: HostShards, name: str, unit: UnitPlan, position: int, shape: tuple[int, ...]
-    ) -> None:
-        self.shards, self._name, self._shape = shards, name, shape
-        start = unit.starts[position]
-        self._place = slice(start, start + unit.sizes[position])
-        self._number = unit.numbers[position]
-        self._pieces = shards.memory.pieces(name, unit, position)
-        self.replays = not shards.steps
-
-    def view(self, flat: Array) -> Array:
-        """Return what of a flat array is this parameter's."""
-        return flat[self._place].reshape(self._shape)
-
-    def zeros(self, dtype: DTypeLike) -> Array:
-        """Return new state for the parameter, zeros; see ``Placement``."""
-        flat = self.shards.new_state(self._name, self._number, dtype)
-        return self.view(flat)
-
-    def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
-        """Return what this process steps; see ``Placement``."""
-        memory = self.shards.memory
-        data = memory.params[self._name][self._place]
-        if self._name.endswith(FROZEN):
-            raise ValueError(
-                f"a parameter of shape {self._shape} had no calc_grad when fully_shard was called, "
-                "so its gradients are not summed; call fully_shard again to train it"
-            )
-        assert variable.grad is not None
-        arrays = [data, *(each.reshape(-1) for each in (variable.grad, *states))]
-        return [tuple([array[piece] for array in arrays]) for piece in self._pieces]
-
-    def sum_of_squares(self, variable: Variable) -> float:
-        """Return that of the whole gradient; collective across hosts. See ``Placement``."""
-        if not self.shards.memory.across:
-            return super().sum_of_squares(variable)
-        parts = [sum_of_squares(grad) for _, grad in self.pieces(variable, ())]
-        return float(self.shards.members.all_reduce(np.array([sum(parts)]))[0])
-
-    def whole(self, state: Array) -> Array:
-        """Return ``state`` in the parameter's shape; collective across hosts."""
-        whole = np.array(state) if self.shards.memory.across else state
-        for host, part in self._parts():
-            root = self.shards.memory.hosts.first_ranks[host]
-            self.shards.members.broadcast(whole.reshape(-1)[part], root=root)
-        return whole
-
-    def put(self, state: Array, value: Any) -> None:
-        """Set what this host keeps of ``state`` to ``value``; see ``Placement``."""
-        memory = self.shards.memory
-        flat, new = state.reshape(-1), to_device(value, "cpu").reshape(-1)
-        parts = dict(self._parts()) if memory.across else {memory.hosts.index: slice(None)}
-        own = parts.get(memory.hosts.index)
-        if own is not None:
-            flat[own] = new[own]
-
-    def _parts(self) -> Iterator[tuple[int, slice]]:
-        """Yield which of the parameter's elements which host steps, where each has a part."""
-        memory, place = self.shards.memory, self._place
-        for host in range(memory.hosts.count if memory.across else 0):
-            own = memory.own(self._name, host)
-            low, high = max(own.start, place.start), min(own.stop, place.stop)
-            if low < high:
-                yield host, slice(low - place.start, high - place.start)

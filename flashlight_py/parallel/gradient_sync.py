@@ -13,26 +13,40 @@ send something else than sums, they are a message of their own.
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable, on_backward_end
+from flashlight_py.autograd.engine import InPasses
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed import ProcessGroup, all_reduce, shared_empty
 from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.buckets import plan_buckets
-from flashlight_py.distributed.reducer import Reducer
+from flashlight_py.distributed.reducer import EagerReducer, Reducer
+from flashlight_py.distributed.running import COLLECTIVE, fail
+from flashlight_py.distributed.world import group_or_world
+from flashlight_py.errors import DistributedError, MismatchError
+from flashlight_py.parallel.agreement import of_all_ranks
 
 
 class Unit:
-    """Gradients that travel as one array, which ``collect`` returns once they are complete."""
+    """Gradients that travel as one array, which ``collect`` returns once they are complete.
 
-    def __init__(self, params: Sequence[Variable], collect: Callable[[], Array]) -> None:
-        self.params = params
-        self.collect = collect
+    ``flat``: that array, or None where it is the gradient of the only parameter.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Variable],
+        collect: Callable[[], Array],
+        flat: Array | None = None,
+    ) -> None:
+        self.params, self.collect, self.flat = params, collect, flat
         self.pending = len(params)
 
 
@@ -40,14 +54,43 @@ def gradient_of(param: Variable) -> Array:
     """Return the gradient; zeros take the place of one that this rank did not compute."""
     if param.grad is None:
         param.grad = array_module(param.data).zeros_like(param.data)
+    elif not param.grad.shape:  # what NumPy has computed of it is a scalar
+        param.grad = array_module(param.grad).asarray(param.grad)
     return param.grad
 
 
-def used_on_any_rank(used: Iterable[bool], group: ProcessGroup | None) -> list[bool]:
-    """Return for each parameter whether a rank used it. Collective, blocking."""
-    flags = np.array([*used], np.int32)
+def used_on_any_rank(
+    used: Iterable[bool], group: ProcessGroup | None, failure: str = ""
+) -> list[bool]:
+    """Return for each parameter whether a rank used it. Collective, blocking.
+
+    ``failure``: why the pass has failed on this rank, which took part with zeros.
+
+    Raises:
+        MismatchError: it has failed on another rank, and not on this one.
+    """
+    flags = np.array([*used, bool(failure)], np.int32)
     all_reduce(flags, op="max", group=group)
-    return [bool(flag) for flag in flags.tolist()]
+    *found, failed = [bool(flag) for flag in flags.tolist()]
+    if failed:
+        _raise_failure(failure, group_or_world(group))
+    return found
+
+
+def _raise_failure(own: str, group: ProcessGroup) -> None:
+    why = of_all_ranks(own, group)
+    failed = [f"rank {rank} raised {each}" for rank, each in enumerate(why) if each]
+    if not own:
+        raise MismatchError(
+            f"[backward] rank {group.rank} of {group.size}: {'; '.join(failed)} in this backward "
+            "pass, so there are no gradients of it on any rank. All ranks can go on with the next"
+        )
+
+
+def forget_gradients(params: Iterable[Variable]) -> None:
+    """Leave no gradients of a failed pass, of which ranks would have different parts."""
+    for param in params:
+        param.grad = None
 
 
 def one_by_one(params: Sequence[Variable]) -> list[Unit]:
@@ -107,7 +150,7 @@ def _flat_bucket(params: list[Variable], flat: Array) -> Unit:
             _bring_home(param)
         return flat
 
-    return Unit(params, collect)
+    return Unit(params, collect, flat)
 
 
 def buffers_of(params: Sequence[Variable]) -> list[Array]:
@@ -135,7 +178,7 @@ def _owner_of(param: Variable) -> object:
     return getattr(owner, "__self__", None)
 
 
-class PassSync(abc.ABC):
+class PassSync(InPasses, abc.ABC):
     """What adds up something of every backward pass over the ranks, and lets them join.
 
     ``weigh(first)``, where it is set, says before each array is passed to ``reducer`` what to
@@ -153,7 +196,24 @@ class PassSync(abc.ABC):
         self.enabled = True
         self.is_shared = False
 
-    def detach(self) -> None:  # noqa: B027  (optional: where there is nothing to let go of)
+    def _refuse(self, rest: Sequence[Array], is_first: bool, sends_more: bool = False) -> None:
+        """Let the pass that an exception ends here fail on the ranks that reduce ``rest``.
+
+        It takes as many calls as they begin before they raise. ``is_first``: ``rest`` is all of the
+        pass; ``sends_more``: something follows it.
+        """
+        count = self.reducer.begun_before_a_wait(rest) if rest else int(sends_more)
+        if is_first and self.weigh is not None:
+            count = 1
+        error, group = sys.exc_info()[1], group_or_world(self.reducer.group)
+        fail(group, "backward", error, [COLLECTIVE] * count, rest[:1])
+        is_known = isinstance(error, DistributedError) or not isinstance(error, Exception)
+        if isinstance(self.reducer, EagerReducer) and not is_known:
+            with contextlib.suppress(MismatchError):  # it has failed on others, too
+                self.reducer.finalize()  # as the memory is that of the next pass, too
+        self.reducer.abandon()
+
+    def detach(self) -> None:
         """Let go of the parameters, but of those that have another hook since."""
 
     @abc.abstractmethod
@@ -218,16 +278,25 @@ class GradientSync(Hooked, PassSync):
         """Autograd: the gradient of one of the unit's parameters is complete."""
         if not self.enabled:
             return
-        if self._touched is None:
-            self._touched = []
-            on_backward_end(self._on_end)
-        self._touched.append(unit)
+        touched = self._begin()
+        touched.append(unit)
         unit.pending -= 1
         if unit.pending:
             return
         units = self._units
         while self._given < len(units) and not units[self._given].pending:
             self._give_next()
+
+    def _begin(self) -> list[Unit]:
+        if self._touched is None:
+            self._touched = []
+            on_backward_end(self._on_end)
+        return self._touched
+
+    def join_failed(self) -> None:
+        """Autograd: the pass fails; see ``InPasses``."""
+        if self.enabled:
+            self._begin()
 
     def _on_end(self, completed: bool) -> None:
         """Autograd: the pass is over. Pass on what is left, and wait for everything."""
@@ -237,13 +306,26 @@ class GradientSync(Hooked, PassSync):
                     self._give_next()
                 self._finish()
             else:
-                self.reducer.abandon()
+                self._fail(completed)
+        except Exception:
+            if completed:
+                self._fail(completed)
+            raise
         finally:
             for unit in self._touched or ():
                 unit.pending = len(unit.params)
             self._touched = None
             self._given = 0
             self._unused = []
+
+    def _fail(self, walked: bool) -> None:
+        rest = [
+            unit.params[0].data if unit.flat is None else unit.flat
+            for unit in self._units[self._given :]
+        ]
+        self._refuse(rest, is_first=not self._given, sends_more=self._flags is None)
+        if rest or walked:  # else all was sent before, and is right
+            forget_gradients(param for unit in self._units for param in unit.params)
 
     def _give_next(self) -> None:
         unit = self._units[self._given]
@@ -258,12 +340,12 @@ class GradientSync(Hooked, PassSync):
                 unused = unit.params
         if unused:
             self._unused += unused
-        self._given += 1
-        if self._flags is not None and self._given == len(self._units):
+        if self._flags is not None and unit is self._units[-1]:
             self._flags.fill(1)
             if self._unused:
                 self._flags[...] = _like(self._flags, self._used_here())
         self.reducer.add(array)
+        self._given += 1
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
         """Return this rank's share of the samples, relative to the mean: the reducer averages."""

@@ -10,6 +10,7 @@ that another leaf has left behind.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 from zlib import crc32
@@ -18,9 +19,11 @@ import numpy as np
 
 from flashlight_py import random
 from flashlight_py.autograd import Variable, on_backward_end
+from flashlight_py.autograd.engine import InPasses
 from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.device import Array, effect
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.running import fail
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.errors import MismatchError, NotInitializedError
 from flashlight_py.nn import Module
@@ -33,7 +36,7 @@ from flashlight_py.parallel.leaf_tree import MERGE, ops_of, rows_needed
 _DIGESTED = 1024  # elements of the first and the last row: enough to notice another order
 
 
-class LeafSync(Hooked):
+class LeafSync(Hooked, InPasses):
     """Makes each step's gradients those of ``leaves`` leaves, added up in the order of their tree.
 
     ``params``: whose gradients; ``buffers``: names of the module's buffers that are to be the same
@@ -42,7 +45,7 @@ class LeafSync(Hooked):
 
     __captured_state__ = (
         *("_params", "leaves", "group", "members", "_buffers", "_rows", "_number_of"),
-        *("_is_open", "_leaf", "_is_done", "_in_pass", "_error"),
+        *("_is_open", "_leaf", "_is_done", "_in_pass", "_error", "_failure"),
     )
 
     def __init__(
@@ -79,6 +82,7 @@ class LeafSync(Hooked):
         self._is_done = False  # whether its gradient is there
         self._in_pass = False
         self._error = ""  # what was wrong in a pass of this step
+        self._failure: BaseException | None = None  # of the leaf's last pass
         for param in params:
             param.register_grad_hook(functools.partial(self._on_ready))
 
@@ -139,7 +143,7 @@ class LeafSync(Hooked):
         self._buffers.begin()
         self._height = 0
         self._error = ""
-        self._is_open, self._is_reduced = True, False
+        self._is_open, self._is_reduced, self._failure = True, False, None
         for param in self._params:
             param.grad = None
 
@@ -173,23 +177,34 @@ class LeafSync(Hooked):
         self._use_numbers(leaf)
 
     def _require_gradient(self) -> None:
-        if self._error:
-            raise RuntimeError(self._error)
-        if not self._is_done:
-            raise RuntimeError(
+        error = self._error
+        if not (error or self._is_done):
+            error = (
                 f"{self.where()}: the body of the loop ended without a backward pass for leaf "
                 f"{self._leaf} of {self.leaves}. Every leaf needs one; where nothing is to be "
                 "learned from a leaf, multiply its loss by 0"
             )
+        if error:
+            self._failure = RuntimeError(error)
+            raise self._failure
 
     def _end(self) -> None:
         """Leave the step, also where it was left early: then there is no gradient."""
         self._use_numbers(None)
         self._leaf, self._is_open = -1, False
+        error, self._failure = self._failure, None
         if not self._is_reduced:
+            # The others are about to compare what they have used.
+            fail(self.members, "leaves", error)
             self._buffers.restore()
             for param in self._params:
                 param.grad = None
+
+    def join_failed(self) -> None:
+        """Autograd: the pass fails; see ``InPasses``."""
+        if self._leaf >= 0 and not (self._in_pass or self._is_reduced):
+            self._in_pass = True
+            on_backward_end(self._on_end)
 
     def _on_ready(self, _: Variable) -> None:
         """Autograd: the gradient of a parameter is complete; the first one of a pass begins it."""
@@ -215,11 +230,12 @@ class LeafSync(Hooked):
         """Autograd: the pass is over."""
         self._in_pass = False
         if completed:
-            self._is_done = True
+            self._is_done, self._failure = True, None
             self._take_gradient()
             if self._leaf == self._mine[-1]:
                 self._reduce()
         else:
+            self._failure = sys.exc_info()[1]
             for param in self._params:
                 param.grad = None
 

@@ -19,7 +19,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import after_node
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.host_memory import map_zeros, meet
+from flashlight_py.distributed.host_memory import add_up, map_zeros, meet
 from flashlight_py.distributed.running import refusing
 from flashlight_py.parallel.shard_buckets import BACKWARD, Buckets
 from flashlight_py.parallel.shard_layout import Chunk
@@ -111,19 +111,24 @@ class StepSync(ShardSync):
         optimizer, number = stepper
         start, size = unit.plan.starts[position], unit.plan.sizes[position]
         low, high = max(part.start, start), min(part.stop, start + size)
-        pieces = []
+        pieces, scale = [], 1.0 / self._group.size
         if low < high:
             begin, buckets = rooms
             own = slice(low - start, high - start)
             grads = [bucket[low - begin : high - begin] for bucket in buckets]
             states = [state.reshape(-1)[own] for state in optimizer.states_of(number)]
             param = self._memory.params[unit.name][low:high]
+            if param.itemsize == 2:  # a gradient that is an array is rounded before the step
+                grads, scale = [add_up(grads, scale, np.empty_like(param))], 1.0
             pieces = [(param, grads, *states)]
         step = optimizer.step_pieces if is_first else optimizer.step_more_pieces
-        step(number, pieces, 1.0 / self._group.size)
+        step(number, pieces, scale)
 
     def _finish(self) -> None:
-        """Let the ranks go on together; there are no gradients."""
+        """Let the ranks go on together, unless one has failed; there are no gradients."""
+        self._complete([], self._failed)
+        if self._failed:
+            return
         self._change.close()
         self.is_done = True
 

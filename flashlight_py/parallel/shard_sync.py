@@ -8,7 +8,9 @@ it never exists as a whole.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,11 +18,13 @@ import numpy as np
 
 from flashlight_py.autograd import Variable, on_backward_end
 from flashlight_py.autograd.engine import GradSink, is_last_contribution
-from flashlight_py.device import Array, effect
+from flashlight_py.device import Array, array_module, effect
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.reducer import InlineReducer
-from flashlight_py.parallel.gradient_sync import PassSync, used_on_any_rank
+from flashlight_py.distributed.running import fail, reason_of
+from flashlight_py.errors import DistributedError, MismatchError
+from flashlight_py.parallel.gradient_sync import PassSync, forget_gradients, used_on_any_rank
 from flashlight_py.parallel.shard_layout import Chunk, UnitPlan
 
 if TYPE_CHECKING:
@@ -48,8 +52,8 @@ class Sink(GradSink):
         own = self.own(leaf)
         if own is not None:
             own += contribution
-            return
-        own = contribution if is_new else contribution.copy()
+        else:  # an array, where NumPy's own copy of what has no dimensions is a scalar
+            own = contribution if is_new else array_module(contribution).array(contribution)
         if leaf.grad is self.whole:
             self.beside = own
         else:
@@ -125,6 +129,7 @@ class ShardSync(PassSync):
         self._given = 0  # units that this pass has sent
         self._weight = 1.0
         self._running = False
+        self._failed = ""  # why the pass has, on this rank
         self._unused: set[Variable] = set()
 
     def install(self) -> None:
@@ -215,7 +220,8 @@ class ShardSync(PassSync):
         unit = self._units[self._given]
         passed = any(sink.passed for sink in unit.sinks)
         if not passed:
-            self._give(unit, self._weigh())
+            weight = self._weigh()
+            self._give(unit, 0.0 if self._failed else weight)
         self._given += 1
 
     def _give(self, unit: Unit, weight: float) -> None:
@@ -248,37 +254,77 @@ class ShardSync(PassSync):
         elif weight != 1.0:
             scale_in_place(bucket, weight)
 
+    def join_failed(self) -> None:
+        """Autograd: the pass fails; see ``InPasses``."""
+        if self.enabled and self._failure():
+            self._begin()
+
+    def _failure(self) -> str:
+        """Return why the pass fails, where an exception ends it of which no other rank knows."""
+        error, group = sys.exc_info()[1], self._group
+        if error is None or isinstance(error, DistributedError) or group.size == 1:
+            return ""
+        if not isinstance(error, Exception):
+            fail(group, "backward", error)
+            return ""
+        return "" if group.journal.has_noted(error) else reason_of(error)
+
     def _on_end(self, completed: bool) -> None:
-        """Autograd: the pass is over. Send what is left, and wait for everything."""
+        """Autograd: the pass is over. Send what is left, and wait for everything.
+
+        A rank on which it fails sends zeros, so that all ranks get to its end, and find out there.
+        """
+        is_right = False
         try:
             if completed:
-                while self._given < len(self._units):
-                    self._give_next()
-                self._finish()
+                self._give_rest()
+                is_right = True
+            else:
+                with contextlib.suppress(MismatchError):  # the pass raises what it fails by
+                    self._fail()
+        except Exception:
+            if completed:
+                self._fail()
+            raise
         finally:
+            if not is_right:
+                forget_gradients(self._params)
             self._reset()
+
+    def _fail(self) -> None:
+        self._failed = self._failure()
+        if self._failed:
+            self._give_rest()
+
+    def _give_rest(self) -> None:
+        while self._given < len(self._units):
+            self._give_next()
+        self._finish()
 
     def _reset(self) -> None:
         for unit in self._units:
             unit.pending = len(unit.params)
             for sink in unit.sinks:
                 sink.passed = False
-        self._running, self._given, self._weight = False, 0, 1.0
+        self._running, self._given, self._weight, self._failed = False, 0, 1.0, ""
         self._unused.clear()
 
     def _finish(self) -> None:
         """Wait for all ranks' sums; parameters that no rank used have no gradient then."""
-        used = self._complete([param not in self._unused for param in self._params])
+        here = [param not in self._unused for param in self._params]
+        used = self._complete(here, self._failed)
+        if self._failed:
+            return
         for param, sink, anywhere in zip(self._params, self._sinks, used, strict=True):
             if anywhere:
                 param.grad = sink.whole
 
     @effect
-    def _complete(self, here: list[bool]) -> list[bool]:
+    def _complete(self, here: list[bool], failed: str) -> list[bool]:
         """Return which parameters a rank has used, when the sums are complete on this host."""
         self._memory.sum_between_hosts()
         # As all ranks pass their flags when their parts are complete, the sums are, too.
-        return used_on_any_rank(here, self._group)
+        return used_on_any_rank(here, self._group, failed)
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
         """Return this rank's share of the samples, relative to the mean."""

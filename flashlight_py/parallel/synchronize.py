@@ -10,6 +10,7 @@ import numpy as np
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
 from flashlight_py.distributed.exchange import exchange_bytes
 from flashlight_py.distributed.numbers import whole
+from flashlight_py.distributed.running import ending, refusing
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.errors import DistributedError, MismatchError
 from flashlight_py.meter import Meter
@@ -83,7 +84,8 @@ def synchronize_for(
         raise ValueError(
             f"{verb}: root must be a rank of this group, 0 to {members.size - 1}; got {root!r}"
         )
-    return _Synchronization(verb, noun, number, group, members).of(tree)
+    with ending(members):
+        return _Synchronization(verb, noun, number, group, members).of(tree)
 
 
 class _Synchronization:
@@ -92,7 +94,7 @@ class _Synchronization:
     def __init__(
         self, verb: str, noun: str, root: int, group: ProcessGroup | None, members: ProcessGroup
     ) -> None:
-        self._noun = noun
+        self._verb, self._noun = verb, noun
         self._root = root
         self._group = group
         self._members = members
@@ -121,7 +123,8 @@ class _Synchronization:
             descriptions.append(plan.description)
             agreed, number_bytes = self._compare(plan.description, numbers)
             if agreed:
-                return plan, packed or Buffers(plan, number_bytes)
+                with refusing(self._members, self._verb, how="failed"):
+                    return plan, packed or Buffers(plan, number_bytes)
         raise self._mismatch(*descriptions)
 
     def _walk(self, tree: object, sort_keys: bool) -> tuple[Plan, Buffers | None, int]:

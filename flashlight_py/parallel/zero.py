@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 from flashlight_py.autograd import Variable, on_backward_end
-from flashlight_py.autograd.engine import after_node, in_backward
+from flashlight_py.autograd.engine import InPasses, after_node, in_backward
 from flashlight_py.device import Array, device_of
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.reducer import InlineReducer
+from flashlight_py.distributed.running import fail
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
@@ -148,7 +150,7 @@ def _refuse_join() -> NoReturn:
     )
 
 
-class GatheredShards(Shards):
+class GatheredShards(Shards, InPasses):
     """When flats are gathered and let go of, and when their gradients are reduced.
 
     At most two flats are gathered at a time: the one that was read last, and the one that was read
@@ -246,6 +248,12 @@ class GatheredShards(Shards):
             flat.open()
         return flat.homes
 
+    def join_failed(self) -> None:
+        """Autograd: the pass fails; see ``InPasses``."""
+        if not self._in_pass:
+            on_backward_end(self._on_end)
+            self._in_pass = True
+
     def _join_pass(self) -> None:
         if self._steps and not self.sync.enabled:
             raise RuntimeError(
@@ -301,6 +309,9 @@ class GatheredShards(Shards):
                 self._settle()
                 if not self._steps:
                     self._add_up()
+            else:
+                given = [flat.part for flat in self._flats]
+                fail(self.members, "backward", sys.exc_info()[1], given=given)
         finally:
             for flat in self._flats:
                 if flat.homes is not None:

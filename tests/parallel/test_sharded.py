@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import mmap
 import tempfile
 import tracemalloc
+import weakref
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.host_memory import hosts_of
+from flashlight_py.optim import clip
 from flashlight_py.parallel import fully_sharded, shard_buckets
 from tests.distributed.conformance import ranks_in
 
@@ -96,7 +102,7 @@ def same(got: Any, expected: Any) -> None:
 
 def equals_data_parallel(rank: int, size: int) -> None:
     one_host = len(hosts_of(fl.distributed.world.current_world().group)) == 1
-    for dtype, rule in (("float32", "sgd"), ("float64", "adam")):
+    for dtype, rule in (("float32", "sgd"), ("float64", "adam"), ("float16", "adam")):
         expected = train(rank, size, "plain", dtype, rule)
         for across in (False, True):
             got = train(rank, size, "sharded", dtype, rule, across_hosts=across)
@@ -125,7 +131,8 @@ def steps_inside(rank: int, size: int) -> None:
         with pytest.raises(ValueError, match="share memory"):
             build("float32", "sharded", step_in_backward=True)
         return
-    for dtype, rule in (("float32", "sgd"), ("float64", "adam")):
+    rules = ("float32", "sgd"), ("float64", "adam"), ("float16", "sgd"), ("float16", "adam")
+    for dtype, rule in rules:
         expected = train(rank, size, "sharded", dtype, rule)
         losses, params, state = train(rank, size, "sharded", dtype, rule, step_in_backward=True)
         assert losses == expected[0]
@@ -182,7 +189,6 @@ def accumulated(rank: int, size: int, way: str) -> Any:
             loss_of(model, rank, step + 20).backward()
         loss_of(model, rank, step + 30, uses=False).backward()
         norm = fl.optim.clip_grad_norm(model.params(), 0.1)
-        fl.barrier()
         grads += [p.grad.copy() for p in model.params() if p.grad is not None]
         optimizer.step()
     with fl.no_sync(model):
@@ -205,6 +211,63 @@ def accumulation(rank: int, size: int) -> None:
 
 def test_gradients_add_up_over_passes(ranks: Any) -> None:
     ranks.run(accumulation)
+
+
+def clipped(rank: int, size: int) -> None:
+    """The last rank scales its pieces when rank 0 has read the gradients, or has to wait."""
+    model = build("float64", "sharded")
+    loss_of(model, rank, 0).backward()
+    message, works, scale = np.zeros(1), [], clip._scale
+
+    def late(grads: Any, factor: float) -> None:
+        if rank == size - 1 > 0:
+            works.append(fl.irecv(message, src=0))
+            with contextlib.suppress(fl.errors.CollectiveTimeoutError):
+                works[0].wait(timeout=0.2)
+            clip._scale = scale
+        scale(grads, factor)
+
+    clip._scale = late
+    try:
+        assert fl.optim.clip_grad_norm(model.params(), 0.1) > 0.1
+        read = sum(float(np.vdot(p.grad, p.grad)) for p in model.params() if p.grad is not None)
+    finally:
+        clip._scale = scale
+    if rank == 0 and size > 1:
+        fl.send(message, dst=size - 1)
+    for work in works:
+        work.wait()
+    np.testing.assert_allclose(read, 0.01)
+    np.testing.assert_allclose(fl.optim.clip_grad_norm(model.params(), 0.1), 0.1)
+
+
+def test_gradients_are_clipped_on_all_ranks_when_a_rank_goes_on(ranks: Any) -> None:
+    ranks.run(clipped)
+
+
+def evaluated(rank: int, size: int) -> None:
+    """A thread of the last rank begins to evaluate in the middle of a step."""
+    model = build("float32", "sharded")
+    optimizer, x = optimizer_of(model, "sgd"), fl.input(np.ones((2, 30), np.float32))
+    step, found = optimizer._step_pieces, []
+    loss_of(model, rank, 0).backward()
+    model.eval()
+
+    def amid(*args: Any) -> Any:
+        if not found and rank == size - 1:
+            found.append(pool.submit(model, x))
+            wait(found, 0.1)
+        return step(*args)
+
+    with ThreadPoolExecutor(1) as pool:
+        optimizer._step_pieces = amid
+        optimizer.step()
+    for each in found:
+        assert np.array_equal(each.result().array, model(x).array)
+
+
+def test_another_thread_may_evaluate_while_ranks_step(ranks: Any) -> None:
+    ranks.run(evaluated)
 
 
 def joined(rank: int, size: int, way: str) -> Any:
@@ -257,30 +320,6 @@ def test_a_checkpoint_is_of_the_whole(ranks: Any) -> None:
         ranks.run(resumed, folder)
 
 
-def refusals(rank: int, size: int) -> None:
-    model = build("float32", "sharded")
-    for refused in (
-        lambda: model.astype("float64"),
-        lambda: fl.all_reduce_parameters(model),
-        lambda: fl.all_reduce_gradients(model),
-        lambda: fl.distribute_module_grads(model),
-        lambda: fl.PeriodicAveraging(model, 2),
-        lambda: fl.DistributedOptimizer(fl.optim.SGDOptimizer(model.params(), 0.1)),
-        lambda: setattr(model.first.weight, "array", np.zeros((40, 30), np.float32)),
-    ):
-        with pytest.raises(ValueError, match="shard"):
-            refused()
-    early = Net("float32")
-    optimizer = fl.optim.SGDOptimizer(early.params(), 0.1)
-    fl.fully_shard(early)
-    with pytest.raises(RuntimeError, match="make the optimizer afterwards"):
-        optimizer.step()
-
-
-def test_what_cannot_be_done_with_a_sharded_module_is_refused(ranks: Any) -> None:
-    ranks.run(refusals)
-
-
 def three_and_one(rank: int) -> dict[str, str]:
     """Ranks 0 to 2 share memory, rank 3 has a host of its own."""
     return {"FLASHLIGHT_MEMORY_DOMAIN": "first" if rank < 3 else "second"}
@@ -310,3 +349,42 @@ def peak_of_a_pass(rank: int, size: int) -> None:
 
 def test_no_large_gradient_exists_as_a_whole(ranks: Any) -> None:
     ranks.run(peak_of_a_pass)
+
+
+def resident() -> int:
+    """Return how much memory this process has touched, bytes; of files that it maps as well."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = dict(line.split(":") for line in lines if line.startswith("Rss"))
+    return sum(int(size.split()[0]) << 10 for size in sizes.values())
+
+
+def moved(rank: int, size: int) -> None:
+    """Arrays that were a rank's own go one by one as their values move, and nothing is copied."""
+    small_buckets()
+    model = fl.nn.Sequential(*[fl.nn.Linear(1024, 1024, bias=False) for _ in range(6)])
+    one = model[0].weight.data.nbytes
+    found: list[int] = []
+    gc.collect()
+    for param in model.params():
+        own = np.frombuffer(mmap.mmap(-1, one), np.float32).reshape(1024, 1024)  # no heap keeps it
+        own[...] = param.data
+        weakref.finalize(own, lambda: found.append(resident()))
+        param.data = own
+    del own
+    before = resident()
+    tracemalloc.start()
+    fl.fully_shard(model, step_in_backward=len(this_host()) == size)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < one
+    assert len(found) == 6, "nobody else has them"
+    assert max(found) < before + 3 * one, "of six"
+
+
+def this_host() -> list[int]:
+    hosts = hosts_of(fl.distributed.world.current_world().group)
+    return next(host for host in hosts if fl.get_world_rank() in host)
+
+
+def test_parameters_move_one_by_one(ranks: Any) -> None:
+    ranks.run(moved)

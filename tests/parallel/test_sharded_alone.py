@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,22 @@ def test_the_marks_of_a_step_that_was_not_completed(monkeypatch: pytest.MonkeyPa
             use()
     model.load_state_dict(state)
     model(fl.input(np.zeros((1, 30), np.float32)))
+
+
+@pytest.mark.usefixtures("shards_all")
+def test_another_thread_waits_for_a_step_and_the_same_one_is_told() -> None:
+    """A step that goes on is no rank that has ended in it."""
+    model, x = Net("float32"), fl.input(np.zeros((1, 30), np.float32))
+    fl.fully_shard(model)
+    model.eval()
+    with ThreadPoolExecutor(1) as pool, optimizer_of(model, "sgd")._shards[0].changing("a step"):
+        result = pool.submit(model, x)
+        with pytest.raises(TimeoutError):
+            result.result(0.1)
+        for use in (lambda: model(x), model.state_dict, optimizer_of(model, "sgd").step):
+            with pytest.raises(RuntimeError, match="inside of a step, which changes"):
+                use()
+    assert result.result(20).shape == (1, 5)
 
 
 @pytest.fixture
@@ -136,3 +153,13 @@ def test_a_write_to_a_protected_parameter_is_refused(monkeypatch: pytest.MonkeyP
     optimizer.step()
     assert not np.array_equal(before, model.first.weight.array)
     model.load_state_dict({name: array.copy() for name, array in model.state_dict().items()})
+
+
+def test_a_parameter_that_does_not_learn_may_be_of_bfloat16() -> None:
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    model = fl.nn.Linear(3, 2)
+    model.table = fl.Variable(np.arange(3).astype(bfloat16))
+    fl.fully_shard(model, step_in_backward=True)
+    assert model.table.placement is not None
+    assert model.table.dtype == bfloat16
+    assert model.table.array.tolist() == [0, 1, 2]

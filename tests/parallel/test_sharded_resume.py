@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,11 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.parallel import fully_sharded
+from flashlight_py.parallel.zero import shard_by_gathering
+from tests.distributed.conformance import ranks_in
+from tests.parallel.test_sharded import Net, build, loss_of, optimizer_of, same, this_host
+
+ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 4), ("hierarchical", 4))
 
 
 def made(sharded: bool) -> tuple[Any, Any]:
@@ -66,3 +73,53 @@ def test_any_number_of_ranks_goes_on(pool: Any, tmp_path: Path, size: int, shard
         assert all(map(np.array_equal, loaded, saved))
         for array, undisturbed in zip(trained, arrays_of(model, optimizer), strict=True):
             np.testing.assert_allclose(array, undisturbed, rtol=1e-12, atol=1e-14)
+
+
+def copied(rank: int, size: int) -> None:
+    """A copy of the module and its optimizer is ordinary, and goes on from the same state."""
+    ways: list[dict[str, bool] | None] = [None, {}, {"across_hosts": True}]
+    if len(this_host()) == size:
+        ways.append({"step_in_backward": True})
+    for how in ways:
+        if how is None:
+            model = Net("float64")
+            shard_by_gathering(model)
+        else:
+            model = build("float64", "sharded", **how)
+        optimizer = optimizer_of(model, "adam")
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, 0, step).backward()
+            optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        pair = model, optimizer
+        for other, its in (copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))):
+            assert [id(param) for param in other.params()] == [id(p) for p in its.params]
+            assert all(p.placement is p.grad is p.hook is None for p in its.params)
+            assert other.before_forward is None
+            for name, value in its.state_dict().items():
+                np.testing.assert_equal(value, state[name])
+            if rank == 0:  # by itself
+                its.zero_grad()
+                loss_of(other, 0, 2).backward()
+                its.step()
+            fl.barrier()
+            alone = copy.deepcopy(optimizer)
+            assert alone.params[0].placement is None
+            np.testing.assert_equal(alone.state_dict(), optimizer.state_dict())
+            with pytest.raises(RuntimeError, match="make the optimizer afterwards"):
+                copy.copy(optimizer).step()
+            if rank == 0:
+                ends = [param.array.copy() for param in other.params()]
+        fl.barrier()
+        optimizer.zero_grad()
+        loss_of(model, 0, 2).backward()
+        optimizer.step()
+        arrays = [param.array for param in model.params()]  # collective where they are gathered
+        if rank == 0:
+            same(ends, arrays)
+        fl.barrier()
+
+
+def test_a_copy_is_ordinary(ranks: Any) -> None:
+    ranks.run(copied)

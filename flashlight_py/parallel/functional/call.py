@@ -14,7 +14,7 @@ from flashlight_py.distributed import ProcessGroup
 from flashlight_py.errors import MismatchError
 
 # How many differentiable collectives each group has had: the same number on all of its ranks.
-_calls: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+_calls: dict[weakref.ref[ProcessGroup], int] = {}
 
 
 class Call:
@@ -59,9 +59,9 @@ class Call:
 
     @effect
     def _pass_forward(self, *facts: int) -> list[list[int]]:
-        self._number = _calls.get(self.group, 0) + 1
+        self._number = _calls.get(weakref.ref(self.group), 0) + 1
         table = self._meet(False, *facts)
-        _calls[self.group] = self._number
+        _calls[weakref.ref(self.group, _calls.pop)] = self._number
         return table.tolist()  # type: ignore[no-any-return]
 
     @effect

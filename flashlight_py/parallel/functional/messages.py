@@ -26,8 +26,7 @@ _GRADIENT = 1 << 30
 _TAGS = _NUMBERS = 1 << 15
 
 # How many messages of a direction, peer and tag each group has had.
-_messages: weakref.WeakKeyDictionary[ProcessGroup, Counter[tuple[str, int, int]]]
-_messages = weakref.WeakKeyDictionary()
+_messages: dict[weakref.ref[ProcessGroup], Counter[tuple[str, int, int]]] = {}
 
 
 def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Variable:
@@ -125,7 +124,7 @@ class _Answer:
 
     @effect
     def _count(self, direction: str, tag: int) -> None:
-        counts = _messages.setdefault(self._group, Counter())
+        counts = _messages.setdefault(weakref.ref(self._group, _messages.pop), Counter())
         number = counts[direction, self._peer, tag]
         counts[direction, self._peer, tag] += 1
         self._tag = _GRADIENT + tag * _NUMBERS + number % _NUMBERS

@@ -95,7 +95,7 @@ class WorkersGraph:
         self._left = set[Leaf]()  # whose gradients have not been taken
         self._answers: list[Differentiated] | None = None
         self._saved: dict[Leaf, Array] = {}
-        weakref.finalize(self, team.dropped.append, number).atexit = False
+        team.numbers[weakref.ref(self, team.dropped.append)] = number
 
     def collect(
         self, shares: Sequence[ShareResult], params: Sequence[Variable], inputs: Sequence[Part]

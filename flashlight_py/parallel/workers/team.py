@@ -38,7 +38,8 @@ class Team:
     """
 
     def __init__(self, count: int, params: Sequence[Variable], cores: int) -> None:
-        self.dropped: list[int] = []  # numbers of graphs that nobody can differentiate any more
+        self.numbers: dict[weakref.ref[Any], int] = {}  # of graphs
+        self.dropped: list[weakref.ref[Any]] = []  # those that nobody can differentiate any more
         self._params = list(params)
         self._pid = os.getpid()
         self._waiting = 0  # workers whose answer has not been received
@@ -125,7 +126,7 @@ class Team:
                 f"{WHAT}: the workers that computed this have been ended since, by close() or "
                 "after an error; compute it again"
             )
-        dropped = [self.dropped.pop() for _ in range(len(self.dropped))]
+        dropped = [self.numbers.pop(self.dropped.pop()) for _ in range(len(self.dropped))]
         with self._ending_on_errors():
             for number, (request, arrays) in enumerate(requests):
                 places = self._inboxes[number].put(arrays)

@@ -1,0 +1,241 @@
+"""A backward pass that raises on one rank: all ranks know at once, with the reason, and go on."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.autograd.variable import record
+from flashlight_py.distributed.host_memory import hosts_of
+from flashlight_py.errors import DistributedError, MismatchError, PeerLostError, TornStateError
+from flashlight_py.parallel import data_parallel, fully_sharded
+from tests.distributed.conformance import ranks_in
+from tests.distributed.harness import run_ranks
+
+ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 4), slow=[("shm", 2), ("mpi", 3)])
+
+PLACES = "before all gradients", "amid them", "after all gradients"
+
+
+class Net(fl.nn.Module):
+    """Three layers; what comes after, amid or before them can raise in the backward pass."""
+
+    def __init__(self) -> None:
+        fl.set_seed(0)
+        self.layers = fl.nn.Sequential(*[fl.nn.Linear(6, 6, dtype="float64") for _ in range(4)])
+        self.fails_at: str | None = None
+        self.error: type[BaseException] | None = ValueError
+
+    def forward(self, x: Any) -> Any:
+        first, *others, last = [layer for _, layer in self.layers.children()]
+        x = self.trap(PLACES[2], x)
+        x = self.trap(PLACES[1], first(x))
+        for layer in others:
+            x = layer(x)
+        return self.trap(PLACES[0], last(x))
+
+    def trap(self, place: str, x: Any) -> Any:
+        def back(grad: Any) -> Any:
+            if self.fails_at == place and self.error is not None:
+                raise self.error(f"on purpose {place}")
+            return grad
+
+        return record(x.array, (x, back))
+
+
+def in_buckets(model: Net, **how: Any) -> None:
+    fl.distribute_module_grads(model, bucket_bytes=500, **how)
+
+
+def in_background(model: Net) -> None:
+    in_buckets(model)
+    data_parallel._synchronizers[weakref.ref(model)].reducer._inline_bytes = 0
+
+
+def by_themselves(model: Net) -> None:
+    fl.distribute_module_grads(model, reducer=fl.InlineReducer(1 / fl.get_world_size()))
+
+
+def sharded(model: Net, **how: Any) -> None:
+    fully_sharded.SMALL_BYTES = 0
+    fl.fully_shard(model, **how)
+
+
+WAYS: dict[str, Callable[[Net], None]] = {
+    "in buckets": in_buckets,
+    "in the background": in_background,
+    "by themselves": by_themselves,
+    "compressed": lambda model: in_buckets(model, hook=fl.PowerSGDCompression(rank=1)),
+    "sharded": sharded,
+    "sharded across hosts": lambda model: sharded(model, across_hosts=True),
+    "stepped": lambda model: sharded(model, step_in_backward=True),
+}
+
+
+def one_pass(model: Net) -> None:
+    x = fl.param(np.linspace(-1, 1, 12).reshape(2, 6) * (1 + fl.get_world_rank()))
+    model(x).mean().backward()
+
+
+@contextlib.contextmanager
+def failing(model: Net, rank: int, places: dict[int, str], way: str) -> Iterator[None]:
+    """Let the pass inside fail at these places of ranks; the others raise with the reasons."""
+    model.fails_at = places.get(rank)
+    if rank in places and len(set(places.values())) > 1:  # it may hear first of another rank
+        with pytest.raises((ValueError, MismatchError), match="on purpose"):
+            yield
+    elif rank in places:
+        with pytest.raises(ValueError, match="on purpose"):
+            yield
+    elif [*places.values()] == [PLACES[2]] and way in ("in buckets", "in the background"):
+        yield  # all was sent, and was right
+    else:
+        with pytest.raises(MismatchError, match="ValueError: on purpose"):
+            yield
+    model.fails_at = None
+
+
+def goes_on(rank: int, size: int, way: str, cases: list[dict[int, str]]) -> None:
+    group = fl.distributed.world.current_world().group
+    if way == "stepped" and len(hosts_of(group)) > 1:
+        return
+    model = Net()
+    WAYS[way](model)
+    optimizer = fl.optim.SGDOptimizer(model.params(), 0.0)
+    saved = {name: array.copy() for name, array in model.state_dict().items()}
+    wanted: list[Any] = []
+    for places in [{}, *cases]:
+        if places:
+            with failing(model, rank, places, way):
+                one_pass(model)
+            if way == "stepped":
+                with pytest.raises(TornStateError):
+                    model(fl.input(np.ones((1, 6))))
+                fl.barrier()
+                model.load_state_dict(saved)
+                fl.barrier()
+        optimizer.zero_grad()
+        one_pass(model)
+        if way in ("stepped", "compressed"):
+            optimizer.step()
+            continue
+        fl.barrier()
+        found = [param.grad.copy() for param in model.params()]
+        wanted = wanted or found
+        for mine, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-12)
+    assert fl.all_reduce(np.ones(1))[0] == size
+
+
+def test_all_ranks_know_and_go_on(ranks: Any) -> None:
+    cases = [{1: place} for place in PLACES]
+    cases += [{0: PLACES[0], 1: PLACES[1]}, {0: PLACES[1], 1: PLACES[0]}, {0: PLACES[1]}]
+    cases += [dict.fromkeys(range(8), PLACES[1])]
+    ranks.run_each(goes_on, [(way, cases) for way in WAYS])
+
+
+def leaves_go_on(rank: int, size: int) -> None:
+    model, x = Net(), np.linspace(-1, 1, 48).reshape(8, 6)
+    fl.distribute_module_grads(model, leaves=4)
+    wanted = None
+    for place in (None, *PLACES, "no pass at all"):
+        with contextlib.ExitStack() as stack:
+            if place is not None:
+                words = "without a backward pass" if place == "no pass at all" else "on purpose"
+                error = MismatchError if rank != 1 else (ValueError, RuntimeError)
+                stack.enter_context(pytest.raises(error, match=words))
+            for part in fl.leaves(model, x):
+                model.fails_at = place if rank == 1 else None
+                if rank != 1 or place != "no pass at all":
+                    model(fl.param(part)).mean().backward()
+        model.fails_at = None
+        for part in fl.leaves(model, x):
+            model(fl.param(part)).mean().backward()
+        found = [param.grad.tobytes() for param in model.params()]
+        wanted = wanted or found
+        assert found == wanted
+
+
+def refused(rank: int, size: int, way: str) -> None:
+    """Rank 1 has a gradient that cannot be sent, which is found when the pass has ended."""
+    group = fl.distributed.world.current_world().group
+    if way == "stepped" and len(hosts_of(group)) > 1:
+        return
+    model = Net()
+    model.spare = fl.param(np.ones(2))
+    WAYS[way](model)
+    if rank == 1:
+        model.spare.grad = np.array(["a", "b"])
+    with pytest.raises((ValueError, TypeError) if rank == 1 else MismatchError):
+        one_pass(model)
+    model.spare.grad = None
+    if way != "stepped":
+        one_pass(model)
+    assert fl.all_reduce(np.ones(1))[0] == size
+
+
+def test_a_refusal_at_the_end_of_a_pass(ranks: Any) -> None:
+    ranks.run_each(refused, [(way,) for way in WAYS])
+
+
+def interrupted(rank: int, size: int, way: str) -> str:
+    model = Net()
+    WAYS[way](model)
+    model.fails_at = PLACES[1]
+    model.error = KeyboardInterrupt if rank == 1 else None
+    with pytest.raises(KeyboardInterrupt if rank == 1 else PeerLostError):
+        one_pass(model)
+    with pytest.raises(DistributedError) as caught:
+        fl.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["in buckets", "in the background", "sharded", "stepped"])
+def test_an_interrupt_ends_the_group(way: str) -> None:
+    for said in run_ranks(interrupted, 2, way, params={"BACKEND": "shm", "TIMEOUT": 20.0}):
+        assert "KeyboardInterrupt" in said
+
+
+class Trap(fl.tagi.ReLU):
+    """A layer that can raise on its way back."""
+
+    fails = False
+
+    def backward(self, *args: Any) -> Any:
+        if self.fails:
+            raise ValueError("on purpose amid them")
+        return super().backward(*args)
+
+
+def deltas_go_on(rank: int, size: int) -> None:
+    fl.set_seed(0)
+    trap = Trap()
+    net = fl.tagi.Sequential(fl.tagi.Linear(3, 8), trap, fl.tagi.Linear(8, 8), fl.tagi.Linear(8, 2))
+    model, updater = fl.tagi.DDPSequential(net, bucket_bytes=300), fl.tagi.OutputUpdater("cpu")
+    for failing_rank, words in ((None, ""), (1, "no deltas"), (0, "on purpose"), (None, "")):
+        model(np.full((4, 3), 1.0 + rank, np.float32))
+        if rank != failing_rank or words != "no deltas":
+            targets = np.ones((4, 2), np.float32)
+            updater.update(model.output_z_buffer, targets, 0.3, model.input_delta_z_buffer)
+        trap.fails = rank == failing_rank
+        if failing_rank is None:
+            model.backward()
+            model.step()
+            continue
+        error = (ValueError, RuntimeError) if rank == failing_rank else MismatchError
+        with pytest.raises(error, match=words):
+            model.backward()
+        trap.fails = False
+    parameters = np.concatenate([x.ravel() for each in net.state_dict().values() for x in each])
+    assert (fl.all_gather(parameters[None]) == parameters).all()
+
+
+def test_leaves_and_deltas(ranks: Any) -> None:
+    ranks.run(leaves_go_on)
+    ranks.run(deltas_go_on)
