@@ -18,6 +18,11 @@ namespace fl {
 
 using Clock = std::chrono::steady_clock;
 
+// So long a rank that shuts down has for messages that it has begun: one that waits for another, in vain
+// and unmatched until then, ends. It begins those that are queued behind others when these have ended.
+constexpr std::chrono::milliseconds kLastMessages{500};
+constexpr const char* kIsLeaving = "it shuts down, and has not begun this message";
+
 // No clock comes near it, nor overflows where it is waited for.
 constexpr Clock::time_point kNever{std::chrono::hours{1000000}};
 
@@ -96,6 +101,7 @@ class Helper {
 struct Operation {
   std::shared_ptr<Shared> shared;
   Helper* helper = nullptr;  // of one that no thread has; lives while it is pending and waited for
+  std::atomic<bool> is_awaited{false};  // somebody waits for it, or has
   double seconds = 0;
   Clock::time_point deadline = Clock::time_point::max();  // of its waits, from when it begins to run
   std::function<void(Operation&)> run;

@@ -49,7 +49,8 @@ typedef enum {
 typedef struct {
   uint64_t sequence; /* calls of this group so far, this one included; filled in by the library */
   int32_t verb;      /* fl_verb */
-  int32_t dtype;     /* fl_dtype, and FL_ON_GPU, FL_COMPARED */
+  int32_t dtype;     /* fl_dtype, and FL_ON_GPU, FL_COMPARED; what is above is only moved, and a number of its
+                        dtype follows the dimensions, as of another that is reduced in place of it */
   int32_t op;        /* fl_reduce_op */
   int32_t root;      /* root rank; the tag of send and recv; a digest of the parts of an uneven
                         reduce_scatter */

@@ -140,7 +140,8 @@ PyObject *plain_received(const fl_signature *described, const void *data) {
       NPY_DOUBLE, NPY_LONGDOUBLE, NPY_CFLOAT,    NPY_CDOUBLE, NPY_CLONGDOUBLE,
   };
   npy_intp dims[SHAPE];
-  const int type = types[described->dtype];
+  const int is_known = described->dtype < (int)(sizeof types / sizeof types[0]);
+  const int type = is_known ? types[described->dtype] : -1;
   if (type < 0 || described->ndim < 0 || described->ndim > SHAPE) return NULL;
   for (int d = 0; d < described->ndim; ++d) dims[d] = (npy_intp)described->shape[d];
   PyObject *array = PyArray_SimpleNew(described->ndim, dims, type);
@@ -256,7 +257,9 @@ static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call
     }
   }
   const int made = make_result(x, out, ndim, dims, call);
-  if (s->verb == FL_ALL_GATHER || s->verb == FL_GATHER) call->output = &call->room;
+  if (s->verb == FL_ALL_GATHER || s->verb == FL_GATHER) {
+    call->output = call->room.bytes != 0 ? &call->room : NULL; /* without bytes, rows are counted at the end */
+  }
   return made;
 }
 

@@ -117,6 +117,8 @@ void fl_gloo_exchange(fl_group* group, const fl_message* messages, int count, do
   delete failed;
 }
 
+void fl_gloo_leave(fl_group* group) { group->group.leave(); }
+
 void fl_gloo_close(fl_group* group) { group->group.close(); }
 
 // A child that was forked has the memory of the group, but none of its threads.

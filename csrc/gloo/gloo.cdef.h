@@ -25,7 +25,8 @@ typedef struct {
 } fl_hosts;
 
 /* Then: notice when hosts cannot be reached any more. Operations end (FL_HOST_LOST), also the next one
-   where none runs. Addresses and proofs are those of fl_gloo_connect. */
+   where none runs. Without fl_gloo_listen_for_hosts: leave that to a group that takes this one along,
+   and wait for it before a connection that nobody answers on is reported. Addresses and proofs are those of fl_gloo_connect. */
 void fl_gloo_watch_hosts(fl_group *group, const fl_hosts *hosts, const char *addresses,
                          size_t address_bytes, const char *proofs);
 
@@ -84,6 +85,10 @@ int fl_gloo_is_ahead(fl_group *group, int rank, fl_signature *call);
    that has failed by what ended it: what a rank said when it gave up, for example, also where nothing
    waits for it. A connection that was closed says nothing: its rank may have left in order. */
 fl_op *fl_gloo_lost(fl_group *group);
+
+/* Let the others know that this rank begins no more messages, as it waits for them to shut down: who waits
+   for one of it that it has not begun raises. Does not wait. */
+void fl_gloo_leave(fl_group *group);
 
 /* End the group, and report to the others why, in words that end their operations too (FL_RAISED). */
 void fl_gloo_give_up(fl_group *group, const char *why);

@@ -87,10 +87,12 @@ bool Group::is_ahead(int rank, fl_signature& call) {
 }
 
 std::shared_ptr<Operation> Group::lost() {
-  const bool has_ended = mesh_->has_farewell() || mesh_->watch().reason();
-  if (!mesh_->is_broken() && !has_ended) return nullptr;
-  const Failure found = mesh_->is_broken() ? Failure(FL_CLOSED, {}, mesh_->why_broken())
-                                           : mesh_->explain(-1, "it gave up");
+  const auto reason = mesh_->watch().reason();
+  if (!mesh_->is_broken() && !mesh_->has_farewell() && !reason) return nullptr;
+  // That hosts are lost concerns groups beside this one, whichever operation noticed it.
+  const bool is_open = !mesh_->is_broken() || (reason && reason->status == FL_HOST_LOST);
+  const Failure found = is_open ? mesh_->explain(-1, "it gave up")
+                                : Failure(FL_CLOSED, {}, mesh_->why_broken());
   auto operation = std::make_shared<Operation>();  // which ends nothing: whoever asks decides
   operation->shared = ended_;
   finish(*operation, found.status, found.what(), found.missing);
@@ -124,6 +126,7 @@ std::shared_ptr<Operation> Group::run_here(double seconds, Task task) {
   auto operation = std::make_shared<Operation>();
   operation->shared = ended_;
   operation->seconds = seconds;
+  operation->is_awaited = true;  // by the caller
   operation->run = std::move(task);
   execute(*mesh_, *operation);
   const bool nothing_to_fetch = operation->status == FL_OK && operation->output.data == nullptr;
@@ -141,7 +144,7 @@ void Group::close() {
 
 Group::Task Group::whole_message(const fl_message& message, InterruptCheck interrupt) {
   return [this, message, interrupt](Operation& operation) {
-    Waiter waiter(mesh_->watch(), operation.deadline, interrupt);
+    Waiter waiter(mesh_->watch(), operation.deadline, interrupt, &operation.is_awaited);
     const auto begun = point_to_point_.begin(message);
     end_all({begun}, waiter);
     require_match(*begun, operation);
@@ -150,7 +153,7 @@ Group::Task Group::whole_message(const fl_message& message, InterruptCheck inter
 
 Group::Task Group::match(const fl_message& asked, fl_match& match, InterruptCheck interrupt) {
   return [this, asked, &match, interrupt](Operation& operation) {
-    Waiter waiter(mesh_->watch(), operation.deadline, interrupt);
+    Waiter waiter(mesh_->watch(), operation.deadline, interrupt, &operation.is_awaited);
     match.source = -1;
     const struct Leave {  // the queue of whoever has sent
       const fl_message& asked;
@@ -184,7 +187,7 @@ std::shared_ptr<Operation> Group::start_message(const fl_message& message, doubl
   }
   return queues_.go_on(id, seconds, [this, begun, error](Operation& operation) {
     if (error) std::rethrow_exception(error);
-    Waiter waiter(mesh_->watch(), operation.deadline, nullptr);
+    Waiter waiter(mesh_->watch(), operation.deadline, nullptr, &operation.is_awaited);
     end_all({begun}, waiter);
     require_match(*begun, operation);
   });
@@ -204,7 +207,7 @@ std::vector<std::shared_ptr<Operation>> Group::exchange(const fl_message* messag
   }
   Messages begun;
   const auto failed = run_here(seconds, [&](Operation& operation) {
-    Waiter waiter(mesh_->watch(), operation.deadline, interrupt_);
+    Waiter waiter(mesh_->watch(), operation.deadline, interrupt_, &operation.is_awaited);
     for (int i : here) mesh_->reach({messages[i].peer});
     for (int i : here) begun.push_back(point_to_point_.begin(messages[i]));
     end_all(begun, waiter);

@@ -36,6 +36,8 @@ class Group {
   bool is_ahead(int rank, fl_signature& call);
   // Null while the group can be used; else why it cannot, because of another rank for example.
   std::shared_ptr<Operation> lost();
+  // Let the others know that this rank begins no more messages.
+  void leave() { mesh_->leave(); }
   // End, and report to the others why.
   void give_up(const std::string& why);
   // End what runs and what is queued; the destructor closes the sockets. What runs on the calling

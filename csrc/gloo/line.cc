@@ -106,7 +106,8 @@ void keep_alive(int socket, double seconds) noexcept {
   const int idle = static_cast<int>(seconds);
   set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
   set(socket, IPPROTO_TCP, TCP_KEEPIDLE, std::clamp(idle, 1, kMostIdle));
-  set(socket, IPPROTO_TCP, TCP_KEEPINTVL, std::clamp(idle / kProbes, 1, kMostIdle));
+  const int interval = (idle + kProbes - 1) / kProbes;
+  set(socket, IPPROTO_TCP, TCP_KEEPINTVL, std::clamp(interval, 1, kMostIdle));
   set(socket, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
 }
 

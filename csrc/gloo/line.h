@@ -49,7 +49,7 @@ class Line {
 void set_port(sockaddr_storage& address, int port);
 
 // Have the kernel ask the other end now and then whether it is there, and break the connection when
-// it has said nothing for about `seconds`. It does not ask while something is to be sent.
+// it has said nothing for about `seconds`, and not sooner. It does not ask while something is to be sent.
 void keep_alive(int socket, double seconds) noexcept;
 
 }  // namespace fl

@@ -5,9 +5,12 @@
 #include <gloo/transport/tcp/device.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <new>
 #include <set>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -18,6 +21,9 @@ using std::chrono::milliseconds;
 
 // A reason that cannot be delivered in this time is not worth waiting for.
 constexpr milliseconds kGoodbye{500};
+
+// What the kernel says of hosts, where of a process that has ended another kernel says so.
+constexpr int kSilence[] = {ETIMEDOUT, EHOSTUNREACH, EHOSTDOWN, ENETUNREACH, ENETDOWN};
 
 // How far apart the ranks' ends of one wait may lie, and how often who is to blame is looked at.
 constexpr milliseconds kSettling{200}, kSettlingTick{2};
@@ -72,7 +78,10 @@ Mesh::Mesh(int rank, int size, const std::string& host, const std::string& inter
     : gloo::Context(rank, size),
       connect_seconds_(connect_seconds),
       control_(static_cast<Control*>(std::calloc(size, sizeof(Control)))),
-      control_buffers_(size) {
+      control_buffers_(size),
+      leaving_(new int32_t[size]()),
+      leaving_buffers_(size),
+      made_(size) {
   if (control_ == nullptr) throw std::bad_alloc();
   auto device = std::dynamic_pointer_cast<gloo::transport::tcp::Device>(create_device(host, interface));
   device_ = device;
@@ -126,7 +135,7 @@ void Mesh::require(int peer) {
       if (waiter == nullptr && Clock::now() >= end) throw TimedOut(peer);
     }
   } catch (const Failure& failure) {
-    if (const auto reason = watch_.reason()) throw Failure(*reason);
+    if (const auto reason = reason_of(failure.what())) throw Failure(*reason);
     if (failure.status == FL_PEER_LOST && has_farewell()) throw explain(peer, failure.what());
     throw;
   }
@@ -157,7 +166,27 @@ void Mesh::post_control(int peer, gloo::transport::Pair& pair) {
   const std::lock_guard<std::mutex> lock(asking_);
   control_buffers_[peer] = createUnboundBuffer(&control_[peer], sizeof(Control));
   pair.recv(control_buffers_[peer].get(), kControlSlot, 0, sizeof(Control));
+  leaving_buffers_[peer] = createUnboundBuffer(&leaving_[peer], sizeof leaves_);
+  pair.recv(leaving_buffers_[peer].get(), kLeavingSlot, 0, sizeof leaves_);
+  made_[peer] = &pair;
+  if (leave_ != nullptr) pair.send(leave_.get(), kLeavingSlot, 0, sizeof leaves_);
 }
+
+void Mesh::leave() {
+  const std::lock_guard<std::mutex> lock(asking_);
+  if (leave_ != nullptr) return;
+  leave_ = createUnboundBuffer(&leaves_, sizeof leaves_);
+  for (gloo::transport::Pair* pair : made_) {
+    if (pair == nullptr) continue;
+    try {
+      pair->send(leave_.get(), kLeavingSlot, 0, sizeof leaves_);
+    } catch (const std::exception&) {
+      // It has gone, and waits for nothing.
+    }
+  }
+}
+
+bool Mesh::is_leaving(int peer) const { return is_present(leaving_[peer]); }
 
 // Gloo notifies those who wait to receive that a connection broke, and so the receive of the control
 // message knows. A wait that has been ended before it began only looks.
@@ -182,6 +211,15 @@ bool Mesh::has_farewell() const {
 
 void Mesh::stop() { watch_.end(Failure(FL_CLOSED, {}, "the group was closed")); }
 
+// Where the kernel has given up a connection because nobody answers, the heartbeats are about to say
+// which host that is, and since when.
+std::optional<Failure> Mesh::reason_of(const std::string& what) const {
+  const bool is_silence = std::any_of(std::begin(kSilence), std::end(kSilence), [&](int error) {
+    return what.find(std::generic_category().message(error)) != std::string::npos;
+  });
+  return watch_.reason(is_silence ? deadline_after(patience_) : Clock::time_point{});
+}
+
 // A connection broke. A peer that gave up has said why before it closed, and that reason is the
 // true one; otherwise the pairs that are broken by now show who is gone.
 Failure Mesh::explain(int peer, const std::string& what) {
@@ -204,12 +242,14 @@ Failure Mesh::explain(int peer, const std::string& what) {
     if (status == FL_PEER_LOST) return {status, missing, message};
     return {FL_PEER_LOST, {r}, message};
   }
-  auto missing = broken_pairs();
+  std::string words = what;
+  auto missing = broken_pairs(words);
+  if (const auto reason = reason_of(words)) return *reason;
   if (missing.empty() && peer >= 0) missing.push_back(peer);
   return Failure(FL_PEER_LOST, missing, what);
 }
 
-std::vector<int> Mesh::broken_pairs() {
+std::vector<int> Mesh::broken_pairs(std::string& words) {
   std::vector<int> broken;
   char nothing;
   const auto probe = createUnboundBuffer(&nothing, 0);
@@ -218,8 +258,9 @@ std::vector<int> Mesh::broken_pairs() {
     try {
       // A pair that has failed throws at once; on one that works this receive stays unanswered.
       probe->recv(peer, kProbeSlot);
-    } catch (const std::exception&) {
+    } catch (const std::exception& error) {
       broken.push_back(peer);
+      words += error.what();
     }
   }
   return broken;
@@ -228,7 +269,6 @@ std::vector<int> Mesh::broken_pairs() {
 std::vector<int> Mesh::cause_of(const Failure& timeout) noexcept {
   try {
     report_to_others(timeout);
-    has_reported_ = true;
     return await_cause(timeout.missing);
   } catch (const std::exception&) {
     return timeout.missing;  // who cannot be notified has gone, which the connections say
@@ -255,7 +295,7 @@ std::vector<int> Mesh::await_cause(std::vector<int> missing) {
 // Before the other operations end: what they have begun to send must not stand in the way.
 void Mesh::give_up(const Failure& failure) noexcept {
   try {
-    if (!has_reported_) report_to_others(failure);
+    report_to_others(failure);
   } catch (const std::exception&) {
     // A peer that takes nothing more learns it when the connection closes.
   }
@@ -263,7 +303,11 @@ void Mesh::give_up(const Failure& failure) noexcept {
   links_->close();
 }
 
+// Once: others ask for no second reason. Who takes nothing is given up without Gloo's limit on a wait:
+// see Watch.
 void Mesh::report_to_others(const Failure& failure) {
+  const std::lock_guard<std::mutex> lock(reporting_);
+  if (std::exchange(has_reported_, true)) return;
   Control control{};
   control.present = 1;
   control.status = failure.status;
@@ -283,7 +327,10 @@ void Mesh::report_to_others(const Failure& failure) {
       continue;  // this peer is gone, the next may not be
     }
   }
-  while (sent-- > 0) buffer->waitSend(kGoodbye);
+  const auto end = Clock::now() + kGoodbye;
+  while (static_cast<Receiver&>(*buffer).sent() < sent && Clock::now() < end) {
+    std::this_thread::sleep_for(kSettlingTick);
+  }
 }
 
 }  // namespace fl

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,6 +33,7 @@ enum Slot : uint64_t {
   kEnvelopeSlot,
   kProbeSlot,
   kRelaySlot,
+  kLeavingSlot,
   kFirstFreeSlot,
 };
 
@@ -99,6 +101,10 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   }
   Watch& watch() { return watch_; }
 
+  // Let the peers know that this rank begins no more messages, also those that connect later.
+  void leave();
+  bool is_leaving(int peer) const override;
+
   bool is_lost(int peer) override;
   void read(gloo::transport::UnboundBuffer& buffer, int peer) override { links_->read(buffer, peer); }
   // What a broken connection means: which ranks are lost, or why a peer gave up. `peer` is the one
@@ -126,7 +132,9 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   struct Free {
     void operator()(void* memory) const { std::free(memory); }
   };
-  std::vector<int> broken_pairs();
+  // Adds to `words` why they are.
+  std::vector<int> broken_pairs(std::string& words);
+  std::optional<Failure> reason_of(const std::string& what) const;
   void post_control(int peer, gloo::transport::Pair& pair);
   void report_to_others(const Failure& failure);
   std::vector<int> await_cause(std::vector<int> missing);
@@ -135,13 +143,21 @@ class Mesh : public gloo::Context, public Transport, public Connections {
 
   std::shared_ptr<Links> links_;
   const double connect_seconds_;
-  std::atomic<bool> has_reported_{false};  // the others know why this rank gives up
+  double patience_ = 0;  // seconds in which it is known whether a host is lost
+  std::mutex reporting_;       // of what follows
+  bool has_reported_ = false;  // the others know why this rank gives up
   std::atomic<int> awaited_{-1};
 
   std::mutex asking_;             // of is_lost
   // One per peer: why it gave up, when it has. Zeros; memory that nobody writes is never touched.
   std::unique_ptr<Control[], Free> control_;
   std::vector<Buffer> control_buffers_;
+  // The same of whether it is leaving; what says so of this rank, once it is.
+  std::unique_ptr<int32_t[]> leaving_;
+  std::vector<Buffer> leaving_buffers_;
+  int32_t leaves_ = 1;
+  Buffer leave_;
+  std::vector<gloo::transport::Pair*> made_;  // null: not connected yet
   std::mutex mutex_;  // of companions_
   std::unique_ptr<Heartbeat> heartbeat_;  // null: of a group on one host
   std::vector<Companion> companions_;

@@ -40,7 +40,8 @@ int Mesh::listen_for_hosts() {
 
 void Mesh::watch_hosts(Hosts hosts) {
   if (!(hosts.seconds > 0)) return heartbeat_.reset();
-  links_->keep_alive_for(hosts.seconds);
+  links_->keep_alive_for(patience_ = hosts.seconds);
+  if (heartbeat_ == nullptr) return;  // another mesh watches, and takes this one along
   heartbeat_->begin(std::move(hosts));
   watch_.also([this] {
     if (const auto lost = heartbeat_->look()) lose(*lost);
@@ -57,7 +58,6 @@ void Mesh::take_along(Companion companion) {
 void Mesh::lose(const Failure& failure) noexcept {
   if (watch_.reason()) return;
   give_up(failure);
-  has_reported_ = true;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const Companion& companion : companions_) {
     companion.give_up(companion.other, (words_of(failure) + companion.advice).c_str());

@@ -121,4 +121,9 @@ bool Receiver::has_received() {
   return recvCompletions_ > 0;
 }
 
+int Receiver::sent() {
+  const std::lock_guard<std::mutex> lock(m_);
+  return sendCompletions_;
+}
+
 }  // namespace fl

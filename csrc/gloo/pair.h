@@ -55,6 +55,8 @@ class Receiver : public gloo::transport::tcp::UnboundBuffer {
 
   // Whether a wait for the next message would return at once.
   bool has_received();
+  // How many sends have ended that nobody has waited for.
+  int sent();
 };
 
 }  // namespace fl

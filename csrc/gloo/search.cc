@@ -26,6 +26,7 @@ Search::Search(Mesh& mesh, Envelopes& envelopes, Queues& queues, int peer, int32
 }
 
 int Search::run(Waiter& waiter, double patience) {
+  const Waiter::Unmatched unmatched(waiter);
   const auto end = patience < 0 ? Clock::time_point::max() : deadline_after(patience);
   auto look_around_at = Clock::now() + kTick;
   std::chrono::microseconds pause{10};
@@ -67,6 +68,7 @@ bool Search::look(Waiter& waiter) {
 }
 
 void Search::look_around(Waiter& waiter) {
+  mesh_.reach(ranks_);  // again, where one has left while it was being connected: now it is lost
   for (int from : ranks_) {
     try {
       waiter.look_around(from);

@@ -27,10 +27,12 @@ void Watch::end(const Failure& reason) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!reason_) reason_ = reason;
   for (Waiter* waiter : waiters_) waiter->wake();
+  ended_.notify_all();
 }
 
-std::optional<Failure> Watch::reason() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+std::optional<Failure> Watch::reason(Clock::time_point end) const {
+  std::unique_lock<std::mutex> lock(mutex_);
+  ended_.wait_until(lock, end, [&] { return reason_.has_value(); });
   return reason_;
 }
 
@@ -86,8 +88,9 @@ void Watch::wake_those_who_should_know() {
   }
 }
 
-Waiter::Waiter(Watch& watch, Clock::time_point deadline, InterruptCheck interrupt)
-    : watch_(watch), deadline_(deadline), interrupt_(interrupt) {
+Waiter::Waiter(Watch& watch, Clock::time_point deadline, InterruptCheck interrupt,
+               const std::atomic<bool>* is_awaited)
+    : watch_(watch), deadline_(deadline), interrupt_(interrupt), is_awaited_(is_awaited) {
   watch_.add(*this);
   current_ = this;
 }
@@ -151,7 +154,7 @@ void Waiter::wake() noexcept {
 bool Waiter::should_know(Clock::time_point now) const {
   if (buffer_ == nullptr) return false;
   return watch_.reason_ || interrupt_ != nullptr || now >= deadline_ ||
-         watch_.connections_.is_lost(peer_);
+         watch_.connections_.is_leaving(peer_) || watch_.connections_.is_lost(peer_);
 }
 
 void Waiter::look_around(int peer) {
@@ -160,6 +163,11 @@ void Waiter::look_around(int peer) {
     throw Failure(FL_CLOSED, {}, "a signal handler interrupted the operation");
   }
   if (Clock::now() >= deadline_) throw TimedOut(peer);
+  const bool is_unmatched = Clock::now() - unmatched_since_ > kLastMessages;
+  const bool matters = is_unmatched && is_awaited_ != nullptr && *is_awaited_;
+  if (matters && watch_.connections_.is_leaving(peer)) {
+    throw Failure(FL_PEER_LOST, {peer}, kIsLeaving);
+  }
   if (!watch_.connections_.is_lost(peer)) return;
   // Gloo notifies only some of those who wait on a broken connection.
   if (doomed_) throw watch_.connections_.explain(peer, "the connection broke");

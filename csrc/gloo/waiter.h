@@ -28,6 +28,8 @@ class Connections {
  public:
   virtual ~Connections() = default;
   virtual bool is_lost(int peer) = 0;
+  // Whether it begins no more messages.
+  virtual bool is_leaving(int peer) const = 0;
   // For a moment, read what comes from `peer` on the thread that is to wait for it in `buffer`.
   virtual void read(gloo::transport::UnboundBuffer& buffer, int peer) = 0;
   // What an error of a wait for `peer` means.
@@ -46,8 +48,8 @@ class Watch {
 
   // End every wait, and those to come, with `reason`; the first one counts.
   void end(const Failure& reason) noexcept;
-  // Why waits have been ended, if they have.
-  std::optional<Failure> reason() const;
+  // Why waits have been ended, if they have been, or are before `end`.
+  std::optional<Failure> reason(Clock::time_point end = {}) const;
 
   // Do `chore` on this thread too, now and whenever it says; at most once.
   void also(std::function<Clock::time_point()> chore);
@@ -62,6 +64,7 @@ class Watch {
 
   Connections& connections_;
   mutable std::mutex mutex_;
+  mutable std::condition_variable ended_;
   std::condition_variable changed_;
   std::vector<Waiter*> waiters_;
   std::optional<Failure> reason_;
@@ -80,13 +83,26 @@ struct TimedOut : Failure {
 // The waits of one operation, on one thread.
 class Waiter {
  public:
-  Waiter(Watch& watch, Clock::time_point deadline, InterruptCheck interrupt);
+  // `is_awaited` of a message: whether anybody waits for its operation.
+  Waiter(Watch& watch, Clock::time_point deadline, InterruptCheck interrupt,
+         const std::atomic<bool>* is_awaited = nullptr);
   ~Waiter();
   Waiter(const Waiter&) = delete;
 
   // Wait for one receive, or send, of `buffer` with `peer` to finish. Throws Failure.
   void received(gloo::transport::UnboundBuffer& buffer, int peer);
   void sent(gloo::transport::UnboundBuffer& buffer, int peer);
+
+  // Of a message, until the end of the block: what is waited for is that the peer begins it too.
+  class Unmatched {
+   public:
+    explicit Unmatched(Waiter& waiter) : waiter_(waiter) { waiter_.unmatched_since_ = Clock::now(); }
+    ~Unmatched() { waiter_.unmatched_since_ = kNever; }
+    Unmatched(const Unmatched&) = delete;
+
+   private:
+    Waiter& waiter_;
+  };
 
   // That of the operation that runs on this thread; null: none.
   static Waiter* current() { return current_; }
@@ -110,6 +126,8 @@ class Waiter {
   Watch& watch_;
   const Clock::time_point deadline_;
   const InterruptCheck interrupt_;
+  const std::atomic<bool>* const is_awaited_;
+  Clock::time_point unmatched_since_ = kNever;
   bool doomed_ = false;  // the peer is lost, but its last words may still be read
   // What is waited for; guarded by the watch's mutex.
   gloo::transport::UnboundBuffer* buffer_ = nullptr;

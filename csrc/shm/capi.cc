@@ -181,6 +181,8 @@ void fl_shm_give_up(fl_shm_group* group, const char* why) {
   group->group.give_up(why);
 }
 
+void fl_shm_leave(fl_shm_group* group) { group->group.leave(); }
+
 void fl_shm_close(fl_shm_group* group) { group->group.close(); }
 
 // A child that was forked has the memory of the group, but none of its threads.

@@ -13,6 +13,13 @@ struct Waiting {
   double seconds;
   InterruptCheck interrupt;  // on the caller's own thread
   Patience patience;
+  const std::atomic<bool>* is_awaited = nullptr;  // null: it is the caller's thread
+
+  // Whether there is no point in waiting since `since` for `peer` to begin something.
+  bool is_in_vain(const Peers& peers, int peer, Clock::time_point since) const {
+    return (is_awaited == nullptr || *is_awaited) && peers.is_leaving(peer) &&
+           Clock::now() - since > kLastMessages;
+  }
 };
 
 // Step on with all of `messages` at once, on this thread, until each of them has ended. Throws

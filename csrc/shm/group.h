@@ -78,6 +78,8 @@ class ShmGroup : private Helper {
   bool is_ahead(int rank, fl_signature& call);
   // Null while the group can be used; else why it cannot, because of another rank for example.
   Result lost();
+  // Let the others know that this rank begins no more messages.
+  void leave() { peers_.leave(); }
   // End, and report to the others why.
   void give_up(const std::string& why);
   // In a forked child: close the descriptors.

@@ -179,7 +179,7 @@ ShmGroup::Result ShmGroup::run_match(const fl_message& asked, fl_match& match, d
 
 ShmGroup::Result ShmGroup::start_match(const fl_message& asked, fl_match& match, double seconds) {
   return queues_->submit(queue_of_match(asked), seconds, [this, asked, &match](Operation& operation) {
-    const Waiting waiting{operation.seconds, nullptr, kInAQueue};
+    const Waiting waiting{operation.seconds, nullptr, kInAQueue, &operation.is_awaited};
     operation.output = receive_match(asked, match, waiting, operation.seen);
   });
 }
@@ -202,7 +202,8 @@ Bytes ShmGroup::receive_match(fl_message asked, fl_match& match, const Waiting& 
 // What a thread does with a message.
 std::function<void(Operation&)> ShmGroup::rest_of(std::shared_ptr<Message> message) {
   return [this, message = std::move(message)](Operation& operation) {
-    deliver(mail_, peers_, {message.get()}, {operation.seconds, nullptr, kInAQueue});
+    const Waiting waiting{operation.seconds, nullptr, kInAQueue, &operation.is_awaited};
+    deliver(mail_, peers_, {message.get()}, waiting);
     operation.output = end_of(*message, operation.seen);
   };
 }

@@ -96,6 +96,8 @@ class Message {
   virtual bool step() = 0;
   // Called once before a longer wait.
   virtual void settle() {}
+  // Whether the peer has begun it too.
+  virtual bool is_matched() const = 0;
   // What the peer does instead, after a wait in vain.
   virtual std::string what_keeps_it() = 0;
 

@@ -44,6 +44,9 @@ class Peers : public Transport {
   Failure why_ended() const {
     return {FL_CLOSED, {}, is_broken() ? why_broken() : "the group was closed"};
   }
+  // Whether `r` begins no more messages; and let the others know that this rank does not.
+  bool is_leaving(int r) const { return segment_.block(r).is_leaving != 0; }
+  void leave() { segment_.block(rank_).is_leaving = 1; }
   // The ranks that have not called yet.
   std::vector<int> not_called(const Concern& concern) const;
 

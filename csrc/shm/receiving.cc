@@ -33,9 +33,11 @@ class Receiving final : public Message {
     if (wish_.declare(channel_, mine_.root)) wake_peer();
   }
 
+  bool is_matched() const override { return state_ != kWaits; }
+
   std::string what_keeps_it() override {
     const std::string here = ", this rank receives with tag " + std::to_string(mine_.root);
-    if (state_ != kWaits) return "the message stopped half way" + here;
+    if (is_matched()) return "the message stopped half way" + here;
     std::vector<int32_t> tags;
     const std::lock_guard<std::mutex> lock(inbox_.mutex);
     for (const Inbox::Known& known : inbox_.known) tags.push_back(known.envelope.tag);

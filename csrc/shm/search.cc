@@ -82,6 +82,7 @@ void Search::look_around(Clock::time_point since, const Waiting& waiting) {
       if (look()) return;  // posted just before
       throw *lost;
     }
+    if (waiting.is_in_vain(peers_, from, since)) throw Failure(FL_PEER_LOST, {from}, kIsLeaving);
     try {
       watch.check(since, from);
     } catch (const Failure& failure) {

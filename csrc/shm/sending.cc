@@ -27,9 +27,11 @@ class Sending final : public Message {
     return false;
   }
 
+  bool is_matched() const override { return state_ > kOffered; }
+
   std::string what_keeps_it() override {
     const std::string here = ", this rank sends with tag " + std::to_string(mine_.root);
-    if (state_ > kOffered) return "the message stopped half way" + here;
+    if (is_matched()) return "the message stopped half way" + here;
     return peer_is("receiving", wanted()) + here;
   }
 

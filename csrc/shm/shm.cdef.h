@@ -93,6 +93,10 @@ int fl_shm_is_ahead(fl_shm_group *group, int rank, fl_signature *call);
    not ended it, as long as its process runs. Does not wait. */
 fl_op *fl_shm_lost(fl_shm_group *group);
 
+/* Let the others know that this rank begins no more messages, as it waits for them to shut down: who waits
+   for one of it that it has not begun raises. Does not wait. */
+void fl_shm_leave(fl_shm_group *group);
+
 /* End the group, and report to the others why, in words that end their operations too (FL_RAISED). */
 void fl_shm_give_up(fl_shm_group *group, const char *why);
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +18,8 @@ from flashlight_py.distributed.foreign import shared_view
 ACCEPTED = (
     "numpy.ndarray, cupy.ndarray, torch.Tensor, flashlight_py.Variable or an array with DLPack "
     "or the buffer protocol, of dtype bool, int8 to int64, uint8 to uint64, float16, bfloat16, "
-    "float32, float64, longdouble or complex"
+    "float32, float64, longdouble or complex; where it is only moved (broadcast, all_gather, "
+    "gather, scatter, all_to_all, messages), of any dtype without objects; min and max take dates"
 )
 
 # In the order of csrc/reduce/reduce.h. bfloat16 is recognised by its name: NumPy knows it only once
@@ -28,6 +33,11 @@ _CODES = {name: code for code, name in enumerate(DTYPES)}
 for name in ("longdouble", "clongdouble"):  # NumPy calls them by their width
     _CODES[np.dtype(name).name] = _CODES[name]
 
+MOVED = len(DTYPES)
+"""The code of every other dtype: verbs move it as bytes, and ranks compare its ``number_of``."""
+
+_LONG_NAME = 128  # of a dtype, beside which the line of a call is shown
+
 _codes_seen: dict[np.dtype[Any], int] = {}
 
 _OF_OBJECTS = ("all_gather", "broadcast", "gather", "scatter")
@@ -38,8 +48,10 @@ _BITWISE = (ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR)
 _LOGICAL = dict(zip((ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR), _BITWISE, strict=True))
 
 
-def as_array(verb: str, value: Any, writes: bool = True) -> Array:
+def as_array(verb: str, value: Any, writes: bool = True, of_any_dtype: bool = False) -> Array:
     """Return the array that ``value`` is or holds, sharing its memory.
+
+    NumPy's may be ``of_any_dtype`` without objects, where nothing is computed with it.
 
     Raises:
         TypeError: ``value`` is no array, or of a dtype that cannot be sent.
@@ -47,7 +59,8 @@ def as_array(verb: str, value: Any, writes: bool = True) -> Array:
             a Variable that was computed from others and needs a gradient.
     """
     array = value if type(value) is np.ndarray else _held_by(verb, value, writes)
-    dtype_code(verb, array.dtype)
+    if not of_any_dtype or array.dtype.hasobject or is_cupy(array):
+        dtype_code(verb, array.dtype)
     if writes and not is_cupy(array) and not array.flags.writeable:
         raise ValueError(
             f"{verb} works in place and the array is read-only (shape {array.shape}, dtype "
@@ -94,25 +107,104 @@ def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
     """Return the native code of ``dtype``.
 
     Raises:
-        TypeError: arrays of this dtype (object, str, datetime, structured) cannot be sent.
+        TypeError: nothing is computed with arrays of this dtype (object, str, date, structured).
     """
+    code = code_of(dtype)
+    if code == MOVED:
+        advice = f". {_advice(verb, None)}" if dtype.hasobject else ""
+        raise TypeError(
+            f"{verb} got an array of dtype {name_of(dtype)}{advice}; it takes a {ACCEPTED}"
+        )
+    return code
+
+
+def code_of(dtype: np.dtype[Any]) -> int:
+    """Return the native code of ``dtype``; ``MOVED`` where nothing is computed with it."""
     code = _codes_seen.get(dtype)  # dtype.name takes NumPy 2 us to put together
     if code is None:
-        code = _CODES.get(dtype.name)
-        if code is None:
-            raise TypeError(f"{verb} got an array of dtype {dtype}; it takes a {ACCEPTED}")
-        _codes_seen[dtype] = code
+        code = _codes_seen[dtype] = _CODES.get(dtype.name, MOVED)
     return code
+
+
+@functools.cache
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Return ``dtype`` in words, equal where dtypes are: byte orders are not kept by verbs."""
+    if code_of(dtype) != MOVED:
+        return dtype.name
+    name = str(dtype if dtype.hasobject else of_text(in_text(dtype)))
+    return name if len(name) <= _LONG_NAME else f"{name[:96]}... #{number_of(dtype):x}"
+
+
+@functools.cache
+def number_of(dtype: np.dtype[Any]) -> int:
+    """Return a number that equal dtypes have in common on all ranks: 2**62 or more."""
+    digest = hashlib.blake2b(in_text(dtype).encode(), digest_size=8).digest()
+    return 1 << 62 | int.from_bytes(digest, "little") >> 2
+
+
+def in_text(dtype: np.dtype[Any]) -> str:
+    """Return all of a ``dtype`` but its byte order, equal where dtypes are."""
+    return json.dumps(_parts(dtype.newbyteorder("=")), default=str)
+
+
+def _parts(dtype: np.dtype[Any]) -> Any:
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return [_parts(base), shape]
+    if dtype.names is None:
+        return str(dtype)
+    fields = [dtype.fields[name] for name in dtype.names] if dtype.fields else []
+    return {
+        "names": dtype.names,
+        "formats": [_parts(field[0]) for field in fields],
+        "offsets": [field[1] for field in fields],
+        "titles": [field[2] if len(field) > 2 else None for field in fields],
+        "itemsize": dtype.itemsize,
+    }
+
+
+def of_text(text: str) -> np.dtype[Any]:
+    """Return the dtype of an ``in_text``."""
+    return _joined(json.loads(text))
+
+
+def _joined(parts: Any) -> np.dtype[Any]:
+    of: Any = parts
+    if isinstance(parts, list):
+        of = _joined(parts[0]), tuple(parts[1])
+    elif isinstance(parts, dict):
+        of = {**parts, "formats": [_joined(part) for part in parts["formats"]]}
+    try:
+        found: np.dtype[Any] = np.dtype(of)
+    except TypeError:  # NumPy knows the names of ml_dtypes only once that has been imported
+        import ml_dtypes
+
+        found = np.dtype(getattr(ml_dtypes, of))
+    return found
+
+
+WITH_TEXT = np.dtype("V1")
+"""The dtype of what ``of_bytes`` reads, where nobody knows yet what it is."""
+
+
+def with_text(part: Array) -> Array:
+    """Return the bytes of ``part``, and behind them its dtype and shape."""
+    text = f"{json.dumps(part.shape)}{in_text(part.dtype)}".encode()
+    tail = text + len(text).to_bytes(8, "little")
+    return np.frombuffer(part.tobytes() + tail, np.uint8)
+
+
+def of_bytes(whole: Array) -> Array:
+    """Return the array whose ``with_text`` is ``whole``, in the same memory."""
+    size = whole.size - 8
+    begin = size - int.from_bytes(whole[size:].tobytes(), "little")
+    shape, kind = whole[begin:size].tobytes().decode().split("]", 1)
+    return np.ndarray(json.loads(f"{shape}]"), of_text(kind), whole.data)
 
 
 def dtype_of_code(code: int) -> np.dtype[Any]:
     """Return the dtype of a native code: the inverse of ``dtype_code``."""
-    if DTYPES[code] == "bfloat16":
-        import ml_dtypes
-
-        narrow: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return narrow
-    return np.dtype(DTYPES[code])
+    return _joined(DTYPES[code])
 
 
 def parse_op(verb: str, op: str) -> ReduceOp:
@@ -132,7 +224,8 @@ def check_reduction(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float)
 
     Raises:
         TypeError: op does not exist for this dtype (sum of bool, min of complex, average of
-            integers, bits of floats), or scale is no real number.
+            integers, bits of floats, anything but min and max of dates), or scale is no real
+            number.
         ValueError: scale is not finite, would give fractions in an integer array, or is not 1
             where the result is no number.
     """
@@ -145,6 +238,15 @@ def check_reduction(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float)
     if not math.isfinite(factor):
         raise ValueError(f"{verb}: scale must be finite, got {factor}")
     kind = dtype.kind
+    if code_of(dtype) == MOVED:
+        if kind not in "mM":
+            dtype_code(verb, dtype)
+        if op not in (ReduceOp.MIN, ReduceOp.MAX) or factor != 1.0:
+            raise TypeError(
+                f"{verb}: an array of {dtype} takes op 'min' or 'max' and no scale, got "
+                f"op={op.name.lower()!r}, scale={factor}"
+            )
+        return factor
     if op in _BITWISE or op in _LOGICAL:
         _check_bits(verb, dtype, op, factor)
     elif kind == "b" and (op not in (ReduceOp.MIN, ReduceOp.MAX) or factor != 1.0):
@@ -193,15 +295,38 @@ def pack(array: Array) -> Array:
     return packed
 
 
-def pack_terms(array: Array, op: ReduceOp) -> tuple[Array, ReduceOp]:
-    """Return what a backend reduces in place of ``array`` by ``op``, and by which operation.
+class Terms(NamedTuple):
+    """``array`` is what a backend reduces by ``op``; ``back`` makes numbers of such a result."""
 
-    That is ``array`` packed; of logical operations its truth values.
+    array: Array
+    op: ReduceOp
+    back: Callable[[Array], Array] | None = None
+
+
+def pack_terms(array: Array, op: ReduceOp) -> Terms:
+    """Return what a backend reduces in place of ``array`` by ``op``.
+
+    That is ``array`` packed; of logical operations its truth values; of dates their numbers, whose
+    order has "not a time" at the end that wins: it is the least number, and for a maximum all are
+    less by one, which wraps around.
     """
+    packed = pack(array)
+    if array.dtype.kind in "mM":
+        if op is not ReduceOp.MAX:
+            return Terms(packed.view(np.int64), op, lambda part: part.view(packed.dtype))
+        less = _plus(-1, packed.view(np.int64))
+        return Terms(less, op, lambda part: _plus(1, part).view(packed.dtype))
     native = _LOGICAL.get(op)
     if native is None:
-        return pack(array), op
-    return pack(array_module(array).asarray(array != 0)), native
+        return Terms(packed, op)
+    truth = pack(array_module(array).asarray(array != 0))
+    return Terms(truth, native, lambda part: part.astype(array.dtype))
+
+
+def _plus(number: int, array: Array) -> Array:
+    """Return an array also where there is no dimension: NumPy warns of numbers that wrap around."""
+    more: Array = np.add(array, number, out=np.empty_like(array))
+    return more
 
 
 def may_overlap(one: Array, other: Array) -> bool:

@@ -90,6 +90,12 @@ class Backend(abc.ABC):
         """
         return None
 
+    def leave(self) -> None:  # noqa: B027  (where no rank waits for another)
+        """Let the others know that this rank begins no more messages, as it is about to shut down.
+
+        Who waits for one that it has not begun raises. Not collective; does not block.
+        """
+
     @abc.abstractmethod
     def close(self) -> None:
         """End what runs, fail what waits, free everything. Not collective; may be repeated."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed.arrays import name_of
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import RECV, SCATTER, Verb
 
@@ -30,6 +31,7 @@ COMPOSED = (
         "load(collective, to be called on every rank)",
     ),
     *("host_array", "backward of a sharded module", "optimizer.step of a sharded module"),
+    "clip_grad_norm of a sharded module",
 )
 
 
@@ -72,6 +74,9 @@ class Call:
             do so itself, and that may be given arrays of a GPU. The result of a verb in which
             shapes may differ is every rank's first dimension, of a scatter the dtype and shape of a
             part, as the root has it, else None.
+        holds: the dtype and shape of what ``array`` stands for, where they are not its own: dates
+            are reduced as integers, and a scatter of a dtype that the others cannot know beforehand
+            has it with each part.
         refusal: why this rank does not make the call, in words: it takes part all the same, so that
             the others raise ``MismatchError``. Nothing moves then, and nothing is to be waited for.
     """
@@ -92,6 +97,7 @@ class Call:
     patience: float = -1.0
     received: list[int] | None = None
     compared: bool = False
+    holds: tuple[np.dtype[Any], tuple[int, ...]] | None = None
     refusal: str = ""
 
     @property
@@ -100,12 +106,6 @@ class Call:
         if self.verb is SCATTER and self.array is not None:
             return self.array[0] if self.out is None else self.out
         return self.out if self.verb is SCATTER else self.array
-
-    @property
-    def kind(self) -> str:
-        """Its dtype; memory of a GPU that a library reads is another kind. Empty: not known."""
-        like = self.like
-        return "" if like is None else kind_of(like)
 
     @property
     def name(self) -> str:
@@ -139,7 +139,10 @@ class Call:
 
     def _in_words(self, like: Array | None, is_ragged: bool) -> str:
         rows = "" if self.rows is None else str(list(self.rows)) if self.verb.reduces else "..."
-        what = None if like is None else (kind_of(like), like.shape)
+        what = None
+        if like is not None:
+            dtype, shape = self.holds or (like.dtype, like.shape)
+            what = f"{'cupy ' * is_cupy(like)}{name_of(dtype)}", shape
         how = self.op, self.scale + 0.0, self.root, self.tag, rows  # -0.0 and 0.0 are one scale
         return _in_words(self.verb, what, is_ragged, *how)
 
@@ -185,13 +188,3 @@ def _number(value: float) -> str:
     """Return ``value``, short where that says all of it: unequal ones must look unequal."""
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
-
-
-def kind_of(array: Array) -> str:
-    """Return the dtype in words, and whether it is memory of a GPU."""
-    return f"{'cupy ' * is_cupy(array)}{_name(array.dtype)}"
-
-
-@functools.cache
-def _name(dtype: np.dtype[Any]) -> str:
-    return dtype.name  # which takes NumPy 2 us to put together

@@ -145,17 +145,19 @@ def _between(
     """Join all ranks, and the ranks of one place on their hosts; three exchanges in any case."""
     settings = replace(settings, timeout=between_hosts(settings.timeout))
     flat = _gloo(store, settings, lazily=True)
-    settings = replace(settings, host_timeout=0.0)  # the one that joins all ranks watches
     local = next(host.index(store.rank) for host in hosts if store.rank in host)
     leaders = min(len(host) for host in hosts)
     if local >= leaders:
         store.exchange(b"")
         store.exchange(b"")
         return flat, None
-    return flat, _gloo(SubStore(store, [host[local] for host in hosts]), settings)
+    leading = SubStore(store, [host[local] for host in hosts])
+    return flat, _gloo(leading, settings, is_watched=True)
 
 
-def _gloo(store: Store, settings: Settings, lazily: bool = False) -> Backend:
+def _gloo(
+    store: Store, settings: Settings, lazily: bool = False, is_watched: bool = False
+) -> Backend:
     """Connect through Gloo, on the loopback where that joins all; two exchanges.
 
     ``lazily``: no ranks before they need each other.
@@ -172,4 +174,5 @@ def _gloo(store: Store, settings: Settings, lazily: bool = False) -> Backend:
         identities,
         settings.host_timeout,
         lazily,
+        is_watched,
     )

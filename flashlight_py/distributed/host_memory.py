@@ -120,8 +120,8 @@ def _made(named: bool, nbytes: int) -> tuple[MemoryFile | None, str]:
     """Return a file of ``nbytes``, or the reason why there is none."""
     try:
         file = MemoryFile(named)
-    except OSError as error:
-        return None, str(error)
+    except (OSError, MemoryError) as error:
+        return None, str(error) or repr(error)
     try:
         if named:  # its file system has a size; what is missing later would end the process
             os.posix_fallocate(file.fd, 0, nbytes)
@@ -140,8 +140,8 @@ def _mapped(path: str, nbytes: int) -> tuple[Array | None, str]:
             return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8), ""
         finally:
             os.close(fd)
-    except OSError as error:
-        return None, str(error)
+    except (OSError, MemoryError) as error:
+        return None, str(error) or repr(error)
 
 
 def _raise_on_all(backend: Backend, error: str) -> None:

@@ -140,7 +140,8 @@ def distributed_shutdown() -> None:
     """Leave the world; collective. Afterwards this process is rank 0 of 1 again.
 
     Waits until every rank has arrived here, so that nobody's last operation is cut off, unless the
-    group broke before. Also without it nothing is left behind when the process exits.
+    group broke before. One that waits for a message of this rank, which has not begun it, raises
+    PeerLostError. Also without it nothing is left behind when the process exits.
 
     In a signal handler that has interrupted a verb of the world it waits for nobody: the world is
     left at once, and that verb raises GroupClosedError once the handler has returned. The other
@@ -156,6 +157,7 @@ def distributed_shutdown() -> None:
     group = current_world().group
     try:
         if not group.is_calling():
+            open_groups.leave_all()
             group.barrier()
     except GroupClosedError:
         _log.debug("the group broke before the shutdown; whoever used it has the error")

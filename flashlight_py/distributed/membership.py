@@ -14,6 +14,7 @@ from flashlight_py.distributed import open_groups
 from flashlight_py.distributed.backend import Backend, left_to_python
 from flashlight_py.distributed.backends.single import reduced_alone
 from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.recorder.journal import Journal, name_of_group
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.self_messages import SelfMessages
@@ -63,10 +64,9 @@ class Membership:
         self._forked = False
         # What is to be closed, also where the group is only dropped.
         self._joined = [] if backend is None else [backend]
-        self._dropping: weakref.finalize[[list[Backend]], Membership] | None = None
         if backend is not None and (joiner is not None or backend.size > 1):
-            self._dropping = open_groups.watch(self, self._joined)
-        self._children: weakref.WeakSet[Membership] = weakref.WeakSet()
+            open_groups.watch(self, self._joined)
+        self._children: dict[weakref.ref[Membership], None] = {}
         self.native: Callable[..., Any] = left_to_python
         self.native_sendrecv: Callable[..., Any] = left_to_python
         if backend is not None:
@@ -147,7 +147,7 @@ class Membership:
             joiner = joiner.limited(timeout)
         backend = self.backend() if joiner is None else joiner.join(store)
         child = type(self)(backend, self._worldwide(members), joiner)
-        self._children.add(child)
+        self._children[weakref.ref(child, self._children.pop)] = None
         try:
             # One that closes the group at once must not do so while others still connect to it.
             store.exchange(b"")
@@ -194,14 +194,22 @@ class Membership:
         """Return whether this thread is in the middle of a call: it runs a signal handler."""
         return any(backend.is_calling() for backend in (self._gpus, self._backend) if backend)
 
+    def end(self, error: BaseException) -> None:
+        """End the group, as Ctrl-C has interrupted a call: nobody knows how far. The others raise.
+
+        ``error`` is what they are shown.
+        """
+        abort.report(error, self._joined)  # none, or one that does nothing, where there is no other
+
     def close(self) -> None:
         """End what runs, also in groups made of this one, and free the sockets.
 
         Not collective; closing twice does nothing. A verb that another thread is in, or that a
         signal handler has interrupted which closes the group, raises GroupClosedError there.
         """
-        for child in list(self._children):
-            child.close()
+        for known in list(self._children):
+            if (child := known()) is not None:
+                child.close()
         for backend in self._leave():
             backend.close()
 
@@ -210,8 +218,7 @@ class Membership:
         backends, self._joined = self._joined, []
         self._gpus = self._backend = None
         self.native = self.native_sendrecv = self.native_replay = left_to_python
-        if self._dropping is not None:
-            self._dropping.detach()
+        open_groups.forget(self)
         return backends
 
     def forget(self) -> list[Backend]:

@@ -177,7 +177,7 @@ def _checked_in_batch(members: Membership, op: P2POp) -> Array:
 
 def _checked(members: Membership, verb: str, op: P2POp) -> Array:
     """Check everything that a message is given, and return its array."""
-    array = as_array(verb, op.x, writes=not op.sends)
+    array = as_array(verb, op.x, writes=not op.sends, of_any_dtype=True)
     if op.peer is not None or op.sends:
         check_rank(members, verb, "dst" if op.sends else "src", op.peer)
     elif members.size == 1:

@@ -10,69 +10,80 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flashlight_py.distributed.backend import Backend
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.membership import Membership
 
-# A dictionary, as threads add to it while others read it.
-_watched: dict[weakref.finalize[[list[Backend]], Any], None] = {}
-dropped: deque[list[Backend]] = deque()
-"""Backends of groups that were collected and not closed."""
+# The backends of each group that is not closed. References, and what they call when a group is
+# collected, are no Python code: what a signal handler raises there would be lost. A dictionary, as
+# threads add to it while others read it.
+_watched: dict[weakref.ref[Membership], list[Backend]] = {}
+dropped: deque[weakref.ref[Membership]] = deque()
+"""Groups that were collected and not closed."""
 
 # What a child that was forked has from its parent: kept, since nothing of it may be destroyed here.
 _inherited: list[list[Backend]] = []
 
 
-def watch(
-    group: Membership, backends: list[Backend]
-) -> weakref.finalize[[list[Backend]], Membership]:
-    """Close ``backends`` in the end if ``group`` is dropped, until the result is detached.
+def watch(group: Membership, backends: list[Backend]) -> None:
+    """Close ``backends`` in the end if ``group`` is dropped, until ``forget`` is called.
 
     More backends may be added to the list.
     """
-    for known in list(_watched):
-        if not known.alive:
-            _watched.pop(known, None)
-    dropping = weakref.finalize(group, dropped.append, backends)
-    dropping.atexit = False
-    _watched[dropping] = None
-    return dropping
+    _watched[weakref.ref(group, dropped.append)] = backends
 
 
-def close_dropped(*, busy: bool = False) -> None:
-    """Close what belonged to groups that were dropped; ``busy``: also where something runs."""
+def forget(group: Membership) -> None:
+    """Undo ``watch``."""
+    _watched.pop(weakref.ref(group), None)
+
+
+def close_dropped() -> None:
+    """Close what belonged to groups that were dropped, unless something runs there."""
     for _ in range(len(dropped)):
         try:
-            backends = dropped.popleft()
+            group = dropped.popleft()
         except IndexError:  # another thread does the same
             return
-        if not busy and any(backend.is_busy() for backend in backends):
-            dropped.append(backends)
+        backends = _watched.get(group, [])
+        if any(backend.is_busy() for backend in backends):
+            dropped.append(group)
             continue
         for backend in backends:
             backend.close()
+        _watched.pop(group, None)
+
+
+def leave_all() -> None:
+    """Let the other ranks know that this one begins no more messages in any group."""
+    for backends in list(_watched.values()):
+        for backend in list(backends):
+            backend.leave()
 
 
 def close_all() -> None:
     """Close every group that is open, and those that were dropped."""
     for group in _groups():
         group.close()
-    close_dropped(busy=True)
+    for known in list(_watched):
+        for backend in _watched.pop(known, []):
+            backend.close()
+    dropped.clear()
 
 
 def _groups() -> list[Membership]:
     """Return the groups that are neither closed nor dropped."""
-    found = [dropping.peek() for dropping in list(_watched)]
-    return [known[0] for known in found if known is not None]
+    return [group for known in list(_watched) if (group := known()) is not None]
 
 
 def _forget_in_child() -> None:
     """After a fork: the groups are the parent's, whose threads and connections are not here."""
-    groups = _groups()
-    _inherited.extend([*dropped, *(group.forget() for group in groups)])
+    _inherited.extend(_watched.values())
+    for group in _groups():
+        group.forget()
     dropped.clear()
     _watched.clear()
 

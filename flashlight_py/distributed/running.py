@@ -10,11 +10,11 @@ notified.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from flashlight_py.device import Array, is_cupy, owner_of
 from flashlight_py.distributed.arrays import (
+    Terms,
     as_array,
     check_reduction,
     may_overlap,
@@ -24,6 +24,7 @@ from flashlight_py.distributed.arrays import (
 )
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.membership import Membership, of, place_of_native
 from flashlight_py.distributed.numbers import (
     NUMBERS,
@@ -147,7 +148,7 @@ def _prepare(
     """Check everything, and return what starts the call and returns the result."""
     name, rows = verb.name, how["rows"]
     root = check_rank(group, name, "root", how["root"]) if verb.rooted else 0
-    array = as_array(name, x, writes=verb.in_place)
+    array = as_array(name, x, writes=verb.in_place, of_any_dtype=True)
     if verb.ragged and array.ndim == 0:
         array = array.reshape(1)
     op, scale = ReduceOp.SUM, 1.0
@@ -179,26 +180,34 @@ def reduction(
     return reduce_op, factor
 
 
+def _reducing(call: Call, array: Array) -> Terms:
+    """Have ``call`` reduce what stands for ``array``, or move that itself."""
+    terms = pack_terms(array, call.op) if call.verb.reduces else Terms(pack(array), call.op)
+    call.array, call.op = terms.array, terms.op
+    if array.dtype.kind in "mM" and call.verb.reduces:
+        call.holds = array.dtype, array.shape
+    return terms
+
+
 def _run_in_place(group: Membership, call: Call, array: Array, x: Any) -> Any:
-    call.array, call.op = pack_terms(array, call.op)
+    back = _reducing(call, array).back
     work = group.run(call)
-    here = call.verb.fills(group.rank, call.root)
-    return finish(group, call, work, x, unpack_into(array, call.array) if here else None)
+    if not call.verb.fills(group.rank, call.root):
+        return finish(group, call, work, x, None)
+    return finish(group, call, work, x, unpack_into(array, call.array, back))
 
 
 def _run_into(group: Membership, call: Call, array: Array, space: Output) -> Any:
-    terms, native = pack_terms(array, call.op)
-    logical, call.op = native is not call.op, native
-    if not logical:
-        call.array, call.out = _apart(terms, space), space.packed
+    back = _reducing(call, array).back
+    if back is None:
+        call.array, call.out = _apart(call.array, space), space.packed
         return finish_into(group, call, group.run(call), space)
-    call.array = terms
     work = group.run(call)
 
-    def as_given(part: Array) -> Any:  # truth values become numbers
+    def as_given(part: Array) -> Any:  # truth values become numbers, and numbers dates
         if space.array is None:
-            return part.astype(array.dtype)
-        space.array[...] = part
+            return back(part)
+        space.array[...] = back(part)
         return space.given
 
     return as_given(work.wait()) if call.blocking else group.keep(Then(work, as_given))
@@ -223,7 +232,7 @@ def output(name: str, out: Any, like: Array, shape: tuple[int | None, ...]) -> O
     """
     if out is None:
         return NO_OUTPUT
-    array = as_array(f"{name}(out=)", out)
+    array = as_array(f"{name}(out=)", out, of_any_dtype=True)
     if not _fits(array.shape, shape) or array.dtype != like.dtype:
         extents = ", ".join("any" if extent is None else str(extent) for extent in shape)
         raise ValueError(
@@ -251,13 +260,18 @@ def pack_apart(array: Array, space: Output) -> Array:
     return _apart(pack(array), space)
 
 
-def unpack_into(array: Array, packed: Array) -> Callable[[], None] | None:
-    """Return what copies the result into ``array``, or None where it is there already."""
+def unpack_into(
+    array: Array, packed: Array, back: Callable[[Array], Array] | None = None
+) -> Callable[[], None] | None:
+    """Return what copies the result into ``array``, or None where it is there already.
+
+    ``back`` is that of its ``Terms``.
+    """
     if packed is array:
         return None
 
     def unpack() -> None:
-        array[...] = packed
+        array[...] = packed if back is None else back(packed)
 
     return unpack
 
@@ -297,12 +311,26 @@ class End(NamedTuple):
 COLLECTIVE = None  # in place of an End
 
 
-class refusing:
+class ending:
+    """A block of several calls of ``group``: Ctrl-C between two of them ends it, as inside one."""
+
+    def __init__(self, group: Membership) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, Exception):
+            self._group.end(error)
+
+
+class refusing(ending):
     """A block in which a rank checks arguments: the others raise as well where that raises.
 
     ``begun`` is what the verb begins on the other ranks: ``COLLECTIVE`` or an ``End`` each; several
     where they do not wait for the first before they begin the second. ``given`` are its arguments:
-    a CuPy array among them says which backend the others are in.
+    a CuPy array among them says which backend the others are in. ``how``: what the rank has done.
     """
 
     def __init__(
@@ -311,19 +339,14 @@ class refusing:
         verb: Verb | str,
         begun: Iterable[End | None] = (COLLECTIVE,),
         given: Iterable[Any] = (),
+        how: str = "refused its arguments",
     ) -> None:
-        self._group, self._verb, self._begun, self._given = group, verb, begun, given
+        super().__init__(group)
+        self._verb, self._begun, self._given, self._how = verb, begun, given, how
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None or isinstance(error, DistributedError):  # which the other ranks know of
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, DistributedError):  # which the other ranks know of
             return
         group = self._group
         if not isinstance(error, Exception) or group.rank < 0 or group.size == 1:
@@ -333,8 +356,7 @@ class refusing:
 
     def _refuse(self, error: Exception) -> None:
         group, begun = self._group, list(self._begun)
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        words = f"{self._verb}, and refused its arguments ({reason})"
+        words = f"{self._verb}, and {self._how} ({reason_of(error)})"
         held = [getattr(value, "array", value) for value in self._given]
         backend = group.backend(next(filter(is_cupy, held), None))
         if not all(end is COLLECTIVE or _is_known(group, end) for end in begun):
@@ -348,6 +370,28 @@ class refusing:
                 verb = SEND if end.sends else RECV
                 call = Call(verb, peer=end.peer, tag=end.tag, blocking=False, refusal=words)
                 backend.start(call)
+
+
+def fail(
+    group: Membership,
+    verb: str,
+    error: BaseException | None,
+    begun: Iterable[End | None] = (COLLECTIVE,),
+    given: Iterable[Any] = (),
+) -> None:
+    """Let what ``error`` ends on this rank end on the others, which are to begin ``begun`` of it.
+
+    They raise ``MismatchError``, and the group lives on. An interrupt ends all groups, as one of a
+    verb does: nothing more can be sent then.
+    """
+    if group.size > 1 and not (error is None or isinstance(error, Exception)):
+        abort.report(error)
+    refusing(group, verb, begun, given, "failed").__exit__(None, error, None)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an exception in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _is_known(group: Membership, end: End) -> bool:

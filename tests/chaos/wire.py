@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Address", "blobs", "connected", "crowd", "received", "listening"]
+__all__ = ["Address", "blobs", "connected", "crowd", "ends_of", "listening", "received"]
 
 Address = tuple[str, int]
 CONNECTED, LISTENS = "01", "0A"
@@ -21,21 +21,29 @@ GREETING = struct.Struct("!4sHHQ")  # of the TCP rendezvous
 
 def listening(pids: Iterable[int]) -> set[Address]:
     """Return the IPv4 addresses that the processes ``pids`` listen on."""
-    return {address for pid in pids for address in _own_ends(pid, LISTENS)}
+    return set().union(*(ends for _, ends in ends_of(pids)))
 
 
 def connected(pid: int) -> set[Address]:
     """Return the own ends of a process's IPv4 connections."""
-    return set(_own_ends(pid, CONNECTED))
+    return ends_of([pid])[0][0]
 
 
-def _own_ends(pid: int, wanted: str) -> Iterator[Address]:
-    inodes = set(_socket_inodes(pid))
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        _, local, _, state, *rest = line.split()
-        if state == wanted and rest[5] in inodes:
-            host, port = local.split(":")
-            yield socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)
+def ends_of(pids: Iterable[int]) -> list[tuple[set[Address], set[Address]]]:
+    """Return of each process the own ends of its IPv4 connections, and where it listens.
+
+    The kernel takes milliseconds to write its table, so it is read once for all of them.
+    """
+    own = [set(_socket_inodes(pid)) for pid in pids]
+    table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [
+        (_in_state(table, CONNECTED, inodes), _in_state(table, LISTENS, inodes)) for inodes in own
+    ]
+
+
+def _in_state(table: list[list[str]], wanted: str, inodes: set[str]) -> set[Address]:
+    found = (row[1].split(":") for row in table if row[3] == wanted and row[9] in inodes)
+    return {(socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)) for host, port in found}
 
 
 def _socket_inodes(pid: int) -> Iterator[str]:

@@ -16,7 +16,7 @@ import flashlight_py as fl
 from flashlight_py.errors import DistributedError
 
 SECONDS = 10.0  # what a rank does that is busy, which is longer than a host may be silent
-SMALL, LARGE = 1000, 2 << 20
+SMALL, LARGE, HUGE = 1000, 2 << 20, 16 << 20
 
 
 def reduce_until_told(count: int) -> None:
@@ -38,6 +38,23 @@ def call_when_told() -> None:
     """Do nothing, and then call."""
     sys.stdin.readline()
     fl.all_reduce(np.ones(1))
+
+
+def meet_when_told() -> None:
+    """Do nothing, and then send to the other rank of this host, or receive from it."""
+    sys.stdin.readline()
+    rank = fl.get_world_rank()
+    (fl.recv if rank % 2 else fl.send)(np.ones(1), rank ^ 1)
+
+
+def send_when_told() -> None:
+    """Rank 0 sends to the last rank, which waits, and to which it has had no connection."""
+    last = fl.get_world_size() - 1
+    if fl.get_world_rank() == 0:
+        sys.stdin.readline()
+        fl.send(np.ones(1), last)
+    elif fl.get_world_rank() == last:
+        fl.recv(np.ones(1), 0)
 
 
 def wait_until_told() -> None:
@@ -91,7 +108,10 @@ def leave_early() -> None:
 PROGRAMS: dict[str, Callable[[], None]] = {
     "small": lambda: reduce_until_told(SMALL),
     "large": lambda: reduce_until_told(LARGE),
+    "huge": lambda: reduce_until_told(HUGE),
     "idle": call_when_told,
+    "neighbours": meet_when_told,
+    "message": send_when_told,
     "asynchronous": start_and_wait,
     "gil": hold_the_gil,
     "leave": leave_early,
@@ -106,7 +126,7 @@ def report(**what: object) -> None:
 
 def main(program: str) -> None:
     try:
-        fl.distributed_init()
+        fl.distributed_init(params=json.loads(os.environ.get("PARAMS", "{}")))
         if fl.get_world_size() > 1:
             fl.barrier()
         report(ready=True)

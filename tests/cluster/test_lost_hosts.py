@@ -28,7 +28,7 @@ def check(ends: Iterable[dict[str, Any]], since: float, lost: str, *words: str) 
 
 def check_two_by_two(ends: list[dict[str, Any]], since: float) -> None:
     """Check what four ranks of two hosts say that cannot reach each other."""
-    either = "it is the only other one, so host {}, where this rank runs, may be the one"
+    either = "it is the only other one, so host {}, where"
     check(ends[:2], since, "ranks 2, 3", "host h1 cannot be reached since", either.format("h0"))
     check(ends[2:], since, "ranks 0, 1", "host h0 cannot be reached since", either.format("h1"))
 
@@ -44,6 +44,88 @@ def test_both_sides_notice_a_cut(cluster: Cluster) -> None:
             check(ends[1:], since, "rank 0", "host h0 cannot be reached since", "so host h1, where")
         finally:
             cluster[1].mend()
+
+
+BACKENDS = pytest.mark.parametrize("params", ["{}", '{"BACKEND": "gloo"}'])
+
+
+@BACKENDS
+def test_both_sides_notice_a_cut_while_much_is_on_its_way(params: str) -> None:
+    """Of 64 MB, which take 5 s: what ranks have to say is stuck behind them."""
+    env = {"FLASHLIGHT_HOST_TIMEOUT": "1.5", "PARAMS": params}
+    with Cluster(2, rate=1e8) as cluster, Members(cluster, [2, 2], "huge", **env) as members:
+        members.await_ready()
+        time.sleep(1)
+        since = time.monotonic()
+        cluster[1].cut()
+        check_two_by_two(members.ends(), since)
+
+
+@pytest.mark.slow
+@BACKENDS
+def test_the_kernel_gives_a_connection_up_first(params: str) -> None:
+    """After 1.4 s, as a system may be told to: hosts may be silent for 4 s."""
+    with (
+        Cluster(2, rate=1e8) as cluster,
+        Members(cluster, [2, 2], "huge", PARAMS=params) as members,
+    ):
+        for host in cluster:
+            host.run(["sysctl", "-w", "net.ipv4.tcp_retries2=2"]).check_returncode()
+        members.await_ready()
+        time.sleep(1)
+        since = time.monotonic()
+        cluster[1].cut()
+        check_two_by_two(members.ends(), since)
+
+
+@pytest.mark.parametrize(("params", "rate"), [("{}", 1e8), ('{"BACKEND": "gloo"}', None)])
+def test_a_rank_that_was_killed_in_a_large_call(params: str, rate: float | None) -> None:
+    """Where much is on its way, what ranks say of it does not come through to its own host.
+
+    Nobody waits for the heartbeats.
+    """
+    env = {"FLASHLIGHT_HOST_TIMEOUT": "60", "PARAMS": params}
+    with Cluster(2, rate=rate) as cluster, Members(cluster, [2, 2], "huge", **env) as members:
+        members.await_ready()
+        time.sleep(1)
+        since = time.monotonic()
+        members.processes[2].kill()
+        check(members.ends([0, 1, 3]), since, "rank 2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_connection_on_which_nothing_happens(cluster: Cluster, is_cut: bool) -> None:
+    """The kernel asks for the first time after 5 s, and does not give up before the heartbeats do.
+
+    A host that is back after 3.8 s was not lost.
+    """
+    with Members(cluster, [1, 1], "asynchronous", FLASHLIGHT_HOST_TIMEOUT="5.99") as members:
+        members.await_ready()
+        time.sleep(4.7)
+        since = time.monotonic()
+        cluster[1].cut()
+        if is_cut:
+            try:
+                check(members.ends([1]), since, "rank 0", "host h0 cannot be reached since")
+            finally:
+                cluster[1].mend()
+            return
+        time.sleep(3.8)
+        cluster[1].mend()
+        members.tell([0])
+        assert [end["kind"] for end in members.ends()] == [""] * 2
+
+
+@pytest.mark.slow
+def test_a_first_message_to_a_host_that_is_gone() -> None:
+    with Cluster(2, families="4") as cluster, Members(cluster, [2, 2], "message") as members:
+        members.await_ready()
+        since = time.monotonic()
+        cluster[0].run(["ip", "link", "set", "eth0", "down"]).check_returncode()
+        members.tell([0])
+        check(members.ends([0]), since, "ranks 2, 3", "host h1 cannot be reached since")
+        check(members.ends([3]), since, "ranks 0, 1", "host h0 cannot be reached since")
 
 
 @pytest.mark.slow
@@ -76,8 +158,9 @@ def test_ranks_notice_an_interface_that_goes_down(program: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_idle_raises_at_its_next_call(cluster: Cluster) -> None:
-    with Members(cluster, [2, 2], "idle") as members:
+@pytest.mark.parametrize("program", ["idle", "neighbours"])
+def test_a_rank_that_is_idle_raises_at_its_next_call(cluster: Cluster, program: str) -> None:
+    with Members(cluster, [2, 2], program) as members:
         members.await_ready()
         cluster[1].cut()
         time.sleep(LIMIT + 1)

@@ -65,8 +65,8 @@ def test_a_killed_rank_is_named_on_both_hosts(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_pulled_cable_ends_the_call_on_both_hosts(cluster: Cluster) -> None:
-    with cluster.ranks(2, params={"TIMEOUT": 3}) as pool:
+def test_a_pulled_cable_ends_the_call_on_both_hosts() -> None:
+    with Cluster(2) as cluster, cluster.ranks(2, params={"TIMEOUT": 3}) as pool:
         pool.run(places)
         cluster[1].cut()
         began = time.monotonic()

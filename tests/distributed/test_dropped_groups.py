@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cffi
 import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed import open_groups
+from flashlight_py.parallel import functional
 from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import run_ranks
 
@@ -27,6 +34,15 @@ def drop_groups(rank: int, size: int, count: int) -> None:
         group = fl.new_group(range(size))
         assert group.all_reduce(np.full(3, rank + 1.0))[0] == size * (size + 1) / 2
         group.all_reduce(np.ones((40, 40)).T[::2], async_op=True).wait()  # on a thread
+
+
+def count_held(rank: int, size: int) -> tuple[int, int]:
+    end = time.monotonic() + 20
+    while open_groups.dropped and time.monotonic() < end:  # messages in them end by themselves
+        open_groups.close_dropped()
+        time.sleep(0.001)
+    fl.barrier()
+    return held()
 
 
 def leave_nothing(rank: int, size: int, count: int) -> list[tuple[int, int]]:
@@ -100,6 +116,64 @@ def keep_an_open_receive(rank: int, size: int) -> None:
 
 def test_a_dropped_group_stays_while_it_receives_from_any_rank(ranks: Any) -> None:
     ranks.run(keep_an_open_receive)
+
+
+def used(group: fl.ProcessGroup) -> fl.ProcessGroup:
+    """Return ``group`` after calls of every kind: what they leave behind is freed with it."""
+    group.all_reduce(np.ones(3))
+    group.all_reduce(np.ones((40, 40)).T[::2], async_op=True).wait()
+    functional.all_reduce(fl.param(np.ones(3)), group=group)
+    return group
+
+
+def closed(group: fl.ProcessGroup) -> fl.ProcessGroup:
+    group.close()
+    return group
+
+
+FREED: dict[str, Callable[[fl.ProcessGroup], Any]] = {
+    "a group": used,
+    "a closed group": lambda group: closed(used(group)),
+    "a group and one of its parts": lambda group: [group, used(group.new_group(range(group.size)))],
+    "a shared array": lambda group: group.shared_empty(3),
+    "a received array": lambda group: group.all_gather(np.ones(2 + group.rank)),
+    "a scattered array": lambda group: group.scatter(
+        np.ones((group.size, 3)) if group.rank == 0 else None
+    ),
+    "messages that nobody waits for": lambda group: group.batch_isend_irecv(
+        [fl.P2POp(kind, np.ones(3), group.size - 1 - group.rank) for kind in ("send", "recv")]
+    ),
+}
+
+
+def free_under_ctrl_c(rank: int, size: int, what: str) -> None:
+    """SIGINT arrives first; the next Python code, wherever it is, runs its handler."""
+    lost: list[Any] = []
+    sys.unraisablehook = lost.append
+    library = cffi.FFI()
+    library.cdef("int raise(void *);")  # it takes a number, which travels as a pointer does
+    press = getattr(library.dlopen(None), "raise")
+    group = fl.new_group(range(size))
+    held_by = [FREED[what](group), library.gc(library.cast("void *", signal.SIGINT), press)]
+    if not isinstance(held_by[0], fl.ProcessGroup | list):
+        held_by.insert(0, group)
+    del group
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            held_by.clear()  # the last one first
+    finally:
+        sys.unraisablehook = sys.__unraisablehook__
+    assert lost == []
+    fl.barrier()
+
+
+def test_ctrl_c_is_not_lost_while_something_is_freed(ranks: Any) -> None:
+    ranks.run_each(free_under_ctrl_c, [(what,) for what in FREED])
+    before = ranks.run(count_held)
+    ranks.run_each(free_under_ctrl_c, [(what,) for what in FREED] * 2)
+    for then, now in zip(before, ranks.run(count_held), strict=True):
+        assert now[0] < then[0] + 8
+        assert now[1] < then[1] + 8  # the world itself may have got another thread
 
 
 def shut_down_with_open_groups(rank: int, size: int, folder: str, backend: str) -> None:

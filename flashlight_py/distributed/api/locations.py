@@ -31,9 +31,9 @@ def all_reduce_location(
     large.
 
     Args:
-        x: array of any shape and of integer, float or bool dtype; the same shape and dtype on every
-            rank. Left as it is.
-        op: ``"min"`` or ``"max"``; a NaN is both.
+        x: array of any shape and of integer, float, date or bool dtype; the same shape and dtype on
+            every rank. Left as it is.
+        op: ``"min"`` or ``"max"``; a NaN or NaT is both.
         async_op: return a ``Work`` at once; its ``wait()`` returns the pair.
         group: the process group, default the world.
 
@@ -52,7 +52,7 @@ def all_reduce_location(
     """
     verb, members = "all_reduce_location", of(group)
     with refusing(members, verb, given=[x]):
-        array = as_array(verb, x, writes=False)
+        array = as_array(verb, x, writes=False, of_any_dtype=True)
         check_reduction(verb, array.dtype, parse_op(verb, op), 1.0)
         if op not in ("min", "max"):
             raise ValueError(f"{verb}: op must be 'min' or 'max', got {op!r}")

@@ -41,7 +41,8 @@ def broadcast(
     """Send every rank the ``x`` of rank ``root``, in place.
 
     Args:
-        x: array; the same shape and dtype on every rank. Or a number, as of :func:`all_reduce`.
+        x: array of any dtype without objects; the same shape and dtype on every rank. Or a number,
+            as of :func:`all_reduce`.
         root: rank in the group.
         async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
         group: the process group, default the world.

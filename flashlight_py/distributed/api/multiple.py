@@ -89,7 +89,7 @@ def all_reduce_multiple(
     members = of(group)
     with refusing(members, "all_reduce_multiple", _Begun(xs, contiguous)):
         xs = list(xs)
-        checked = [as_array("all_reduce_multiple", x) for x in xs]
+        checked = [as_array("all_reduce_multiple", x, of_any_dtype=True) for x in xs]
         for array in checked:
             reduction(members, "all_reduce_multiple", array, op, scale)
         if len(checked) > 1:
@@ -137,7 +137,7 @@ def _together(members: Membership, arrays: list[Array], op: Op, scale: float) ->
     """Reduce arrays of a GPU, begun as one."""
     reduce_op, factor = reduction(members, "all_reduce_multiple", arrays[0], op, scale)
     terms = [pack_terms(array, reduce_op) for array in arrays]
-    calls = [Call(ALL_REDUCE, *term, factor, blocking=False) for term in terms]
+    calls = [Call(ALL_REDUCE, *term[:2], factor, blocking=False) for term in terms]
     work = members.run_many(calls, "all_reduce_multiple")
     homes = [unpack_into(array, call.array) for array, call in zip(arrays, calls, strict=True)]
 

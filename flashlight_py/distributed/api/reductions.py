@@ -61,9 +61,10 @@ def all_reduce(
     message to each rank, large ones a direct reduce-scatter and all-gather (docs/algorithms.md).
 
     Args:
-        x: array of integer, float, complex or (for min, max, and, or and xor) bool dtype, of any
-            shape. Or a number, the same kind on every rank: bool, int (64 bits), float, complex or
-            a scalar of NumPy; as it cannot be changed, the result is returned.
+        x: array of integer, float, complex or (for min, max, and, or and xor) bool dtype, or (for
+            min and max) of dates, of any shape. Or a number, the same kind on every rank: bool, int
+            (64 bits), float, complex or a scalar of NumPy; as it cannot be changed, the result is
+            returned.
         scale: real number that the result is multiplied by; whole for integer arrays, 1 for
             operations on bits and truth values.
         op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"``, ``"max"``; ``"and"``, ``"or"``, ``"xor"``

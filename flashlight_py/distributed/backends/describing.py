@@ -9,10 +9,20 @@ from types import ModuleType
 from typing import Any
 
 from flashlight_py import _native
-from flashlight_py.device import Array
+from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed.arrays import MOVED, code_of, name_of, number_of
+from flashlight_py.distributed.call import COMPOSED, Call
+from flashlight_py.distributed.verbs import SCATTER
 from flashlight_py.errors import BackendUnavailableError
 
 _SHAPE = 8  # dimensions that a signature has room for
+# The numbers of the calls that others are steps of; 0: a call by itself.
+_STEPS = {"": 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
+
+NAMED = "\n"
+"""What the name of a dtype ends with, in front of the line of the call."""
+names_seen: dict[int, str] = {}
+"""Dtypes that the library does not know, by their numbers, as far as they were seen here."""
 
 
 class Describer(threading.local):
@@ -48,12 +58,51 @@ class Describer(threading.local):
         written = _outlined(self._ffi, shape, itemsize, *call)
         self._ffi.memmove(self.signature, written, len(written))
 
+    def add_number(self, number: int, shape: tuple[int, ...]) -> None:
+        """Compare ``number`` as well, behind the dimensions of the ``shape`` that was written."""
+        signature = self.signature
+        signature.ndim = len(shape) + 1
+        for d, extent in enumerate(_folded((*shape, number))):
+            signature.shape[d] = extent
+
     def pointer(self, array: Array | None) -> Any:
         """Return the address of the elements, NULL where there is no array."""
         if array is None:
             return self._ffi.NULL
         address = array.ctypes.data if self._native is None else self._native.address(array)
         return self._ffi.cast("void *", address)
+
+
+def describe(
+    describer: Describer, lib: Any, call: Call, like: Array | None, code: int, root: int
+) -> str:
+    """Write ``call`` into the signature of ``describer``; ``like`` has its dtype and shape.
+
+    Behind the dimensions stands the number of a dtype that the library does not know. The result is
+    its name, which is to go with the call; else it is empty.
+    """
+    signature, name = describer.signature, ""
+    if like is None:
+        signature.verb, signature.op, signature.scale = code, call.op, call.scale
+        signature.root = root
+        signature.dtype = call.compared * lib.FL_COMPARED
+        signature.itemsize = signature.count = 0
+        signature.ndim = lib.FL_ANY if call.verb is SCATTER else 0
+    else:
+        holds = call.holds
+        dtype = code_of(like.dtype) if holds is None or call.verb.reduces else MOVED
+        flags = lib.FL_COMPARED | is_cupy(like) * lib.FL_ON_GPU if call.compared else 0
+        if flags:
+            describer.outline(like.shape, 0, code, dtype | flags, call.op, call.scale, root)
+        else:
+            describer.describe(like, code, dtype, call.op, call.scale, root)
+        if holds is not None or dtype == MOVED:
+            held, shape = holds or (like.dtype, like.shape)
+            number, name = number_of(held), name_of(held)
+            names_seen[number] = name
+            describer.add_number(number, shape)
+    signature.part_of = _STEPS[call.part_of]
+    return name
 
 
 @functools.lru_cache(maxsize=1024)  # a program calls the same again and again

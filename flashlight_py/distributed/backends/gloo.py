@@ -44,7 +44,7 @@ class GlooBackend(NativeBackend):
     the sockets are bound to, of one family on all ranks. ``timeout`` (seconds) bounds an operation,
     ``joining`` connecting. Both ends of each connection prove that they know ``key``, which is that
     of the job. ``hosts`` says which ranks share a host (equal bytes), ``host_timeout`` how long one
-    may be silent: see ``HostWatch``.
+    may be silent, ``is_watched`` that another backend watches: see ``HostWatch``.
 
     Raises:
         BackendUnavailableError: the native extension or the interface is missing.
@@ -66,6 +66,7 @@ class GlooBackend(NativeBackend):
         hosts: Sequence[bytes] = (),
         host_timeout: float = 0.0,
         lazily: bool = False,
+        is_watched: bool = False,
     ) -> None:
         native = _native.load("gloo")
         super().__init__(native, store, timeout)
@@ -75,7 +76,7 @@ class GlooBackend(NativeBackend):
         self.lib.fl_gloo_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
         self.lib.fl_gloo_on_interrupt(self._group, answer)
         try:
-            watch = HostWatch(self.ffi, self.lib, self._group, hosts, host_timeout)
+            watch = HostWatch(self.ffi, self.lib, self._group, hosts, host_timeout, is_watched)
             self._connect(store, key, watch, lazily)
         except BaseException:
             self.close()
@@ -97,7 +98,7 @@ class GlooBackend(NativeBackend):
                 f"rank {self.rank} of {self.size}: Gloo cannot use address {address!r}: "
                 f"{self.message(room)}. Choose another with params={{'INTERFACE': ...}}"
             )
-        return self.ffi.gc(group, self._free)
+        return self._owned(group)
 
     def _connect(self, store: Store, key: bytes, watch: HostWatch, lazily: bool) -> None:
         """Send the peers this rank's address, and connect to theirs."""
@@ -202,7 +203,7 @@ class GlooBackend(NativeBackend):
         give_up = other.ffi.addressof(other.lib, f"{other.symbols}_give_up")
         addresses = [int(other.ffi.cast("uintptr_t", each)) for each in (give_up, other.group)]
         function = self.ffi.cast("void (*)(void *, const char *)", addresses[0])
-        self._free.kept.append(other.group)  # it is freed after this one
+        self._kept.append(other.group)  # it is freed after this one
         pointer, advice = self.ffi.cast("void *", addresses[1]), f". {HOST_ADVICE}. {UNUSABLE}"
         self.lib.fl_gloo_take_along(self._group, function, pointer, advice.encode())
 

@@ -28,6 +28,7 @@ from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.call_site import Place, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
+from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.control.agreement import Agreement, Load, between_hosts
 from flashlight_py.distributed.control.wording import names
 from flashlight_py.distributed.verbs import (
@@ -205,22 +206,27 @@ class HierarchicalBackend(HierarchicalMessages):
                 self._close_backends()
             raise
         except (PeerLostError, CollectiveTimeoutError) as error:
-            self.end(error)
-            raise type(error)(f"in {call.steps}: {error}{self._last(error)}") from error
+            # Where much is on its way between hosts, words about a loss may not come through before
+            # the connection closes; the ranks of this host know who it was.
+            known = self._inside.lost(call.name) if isinstance(error, PeerLostError) else None
+            cause = known if isinstance(known, PeerLostError) else error
+            self.end(cause)
+            raise type(error)(f"in {call.steps}: {cause}{self._last(error)}") from error
         except ValueError:  # of `out`, when all have called: the others have their results
             raise
         except GroupClosedError as error:
-            raise self.of_lost_hosts(call, error) from error
-        except BaseException:
+            raise self.of_lost_hosts(call.name, error) from error
+        except BaseException as error:
+            abort.report(error, self._parts)
             self._close_backends()
             raise
 
-    def of_lost_hosts(self, call: Call, error: GroupClosedError) -> DistributedError:
+    def of_lost_hosts(self, doing: str, error: GroupClosedError) -> DistributedError:
         """Return that hosts are lost, if that is why the parts have ended; else ``error``.
 
         What waits inside of this host ends with the part that watches over the hosts.
         """
-        found = self._flat.lost(call.name)
+        found = self._flat.lost(doing)
         if not isinstance(found, PeerLostError):
             self._close_backends()
             return error
@@ -236,6 +242,8 @@ class HierarchicalBackend(HierarchicalMessages):
         for work in [*self._running, *self._searches.running()]:
             if not work.failure_reported:
                 work.wait()
+        for part in self._parts:  # messages
+            self.guarded("sync_distributed", part.synchronize)
 
     def _last(self, error: DistributedError) -> str:
         """Say of a timeout what the late rank has joined before, as far as that is known."""
@@ -252,6 +260,11 @@ class HierarchicalBackend(HierarchicalMessages):
         """Notify the others inside and outside of this host; see ``Backend``."""
         for backend in self._parts:
             backend.abort(cause)
+
+    def leave(self) -> None:
+        """Let the others know that this rank begins no more messages; see ``Backend``."""
+        for backend in self._parts:
+            backend.leave()
 
     def lost(self, doing: str) -> DistributedError | None:
         """Return why the group cannot be used any more; see ``Backend``.

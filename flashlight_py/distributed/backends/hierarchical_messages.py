@@ -19,7 +19,12 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.work import Done, Then, Work
-from flashlight_py.errors import CollectiveTimeoutError, DistributedError, MismatchError
+from flashlight_py.errors import (
+    CollectiveTimeoutError,
+    DistributedError,
+    GroupClosedError,
+    MismatchError,
+)
 
 # How long one way is waited on before the other is looked at: nothing waits for both.
 _SLICE_SECONDS = 0.001
@@ -43,6 +48,24 @@ class HierarchicalMessages(Backend):
     def end(self, error: DistributedError) -> None:
         """End all backends because of ``error`` of one of them."""
 
+    @abc.abstractmethod
+    def of_lost_hosts(self, doing: str, error: GroupClosedError) -> DistributedError:
+        """Return that hosts are lost, if that is why the parts have ended; else ``error``."""
+
+    def guarded(
+        self, doing: str, wait: Callable[[], Any], has_ended: Callable[[], bool] = lambda: True
+    ) -> Any:
+        """Return what ``wait`` does for a part; what breaks that one ends the others as well."""
+        try:
+            return wait()
+        except GroupClosedError as error:
+            raise self.of_lost_hosts(doing, error) from error
+        except DistributedError as error:
+            group_lives = isinstance(error, MismatchError) and error.group_lives
+            if has_ended() and not group_lives:
+                self.end(error)
+            raise
+
     def message(self, call: Call) -> Work:
         """Start a message: through memory inside the host, else between hosts; see ``Backend``."""
         self._callers.check("refuse" if call.refusal else call.name)
@@ -55,7 +78,7 @@ class HierarchicalMessages(Backend):
                 else self._searches.start(call.tag, search.run)
             )
         backend, peer = self._way_to(call.peer)
-        work = _GuardedWork(backend.start(replace(call, peer=peer)), self)
+        work = _GuardedWork(backend.start(replace(call, peer=peer)), self, call)
         if not call.is_open:
             return work
         return Then(work, lambda found: found and found._replace(source=call.peer))
@@ -108,20 +131,15 @@ class FutureWork(Work):
 
 
 class _GuardedWork(Work):
-    """A message; what breaks the backend that carries it ends the others as well."""
+    """``call``, a message; what breaks the backend that carries it ends the others as well."""
 
-    def __init__(self, work: Work, owner: HierarchicalMessages) -> None:
-        self._work, self._owner = work, owner
+    def __init__(self, work: Work, owner: HierarchicalMessages, call: Call) -> None:
+        self._work, self._owner, self._call = work, owner, call
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``."""
-        try:
-            return self._work.wait(timeout)
-        except DistributedError as error:
-            group_lives = isinstance(error, MismatchError) and error.group_lives
-            if self._work.is_completed() and not group_lives:
-                self._owner.end(error)
-            raise
+        work = self._work
+        return self._owner.guarded(self._call.name, lambda: work.wait(timeout), work.is_completed)
 
     def is_completed(self) -> bool:
         """Return whether it has ended."""
@@ -165,7 +183,7 @@ class _AnyRank:
 
     def _look(self, backend: Backend, **how: Any) -> Matched | None:
         work = backend.start(replace(self._call, blocking=True, **how))
-        found: Matched | None = _GuardedWork(work, self._owner).wait()
+        found: Matched | None = _GuardedWork(work, self._owner, self._call).wait()
         return found
 
 

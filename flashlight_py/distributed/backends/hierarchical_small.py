@@ -79,10 +79,10 @@ class SmallCalls:
         if call.verb in _GATHERS:
             return self._gathered(call, found)
         if call.verb.in_place:
-            array[...] = found.data.view(array.dtype).reshape(array.shape)
+            array[...] = np.ndarray(array.shape, array.dtype, found.data)
             return array
         mine = rows_of(call, self._rank, self._size)
-        whole = found.data.view(array.dtype).reshape(array.shape)
+        whole = np.ndarray(array.shape, array.dtype, found.data)
         result = room_for(call, mine.stop - mine.start)
         result[...] = whole[mine]
         return result
@@ -90,7 +90,7 @@ class SmallCalls:
     def _gathered(self, call: Call, found: Message) -> Array:
         """Return the rows of all ranks, which have come host by host."""
         rows = sum(found.lengths)
-        whole = found.data.view(call.array.dtype).reshape(rows, *call.array.shape[1:])
+        whole = np.ndarray((rows, *call.array.shape[1:]), call.array.dtype, found.data)
         require_room(call, rows, self._rank, self._size)
         result = room_for(call, rows)
         np.concatenate(in_rank_order(whole, self._hosts, found.lengths), out=result)
@@ -149,4 +149,4 @@ def in_rank_order(whole: Array, hosts: Sequence[Sequence[int]], rows: Sequence[i
 
 def as_bytes(array: Array) -> Array:
     """Return the memory of ``array``, which is contiguous, as bytes of one dimension."""
-    return array.reshape(-1).view(np.uint8)
+    return array.reshape(-1).view(np.uint8) if array.itemsize else np.empty(0, np.uint8)

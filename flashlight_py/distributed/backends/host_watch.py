@@ -14,18 +14,28 @@ class HostWatch:
     """The heartbeats of ``group``, whose ranks are on ``hosts``: equal bytes are the same host.
 
     ``timeout``: a host that is silent for so many seconds is lost; 0: never. The longest that any
-    rank was given counts for all, and 0 of any. On one host there is nothing to watch.
+    rank was given counts for all, and 0 of any. On one host there is nothing to watch. Where
+    ``is_watched``, another group, of more ranks of these hosts, does it, and takes this one along:
+    it is only awaited what that finds.
 
     Raises:
         BackendUnavailableError: it cannot listen for those of the other hosts.
     """
 
-    def __init__(self, ffi: Any, lib: Any, group: Any, hosts: Sequence[bytes], timeout: float):
+    def __init__(
+        self,
+        ffi: Any,
+        lib: Any,
+        group: Any,
+        hosts: Sequence[bytes],
+        timeout: float,
+        is_watched: bool,
+    ) -> None:
         self._ffi, self._lib, self._group = ffi, lib, group
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self._numbers = [numbers[host] for host in hosts]
-        self._timeout, self._port = timeout, 0
-        if len(numbers) > 1:
+        self._timeout, self._port, self._count = timeout, 0, len(numbers)
+        if self._count > 1 and not is_watched:
             room = ffi.new("char[]", _MESSAGE_BYTES)
             self._port = lib.fl_gloo_listen_for_hosts(group, room, _MESSAGE_BYTES)
             if self._port < 0:
@@ -39,7 +49,7 @@ class HostWatch:
         self, cards: Sequence[Mapping[str, Any]], addresses: bytes, size: int, proofs: bytes
     ) -> None:
         """Begin to watch; ``cards`` are of all ranks. For the rest see ``fl_gloo_connect``."""
-        if not self._port:
+        if self._count < 2:
             return
         limits = [card["host_timeout"] for card in cards]
         names = [self._ffi.new("char[]", card["peer"]["host"].encode()) for card in cards]

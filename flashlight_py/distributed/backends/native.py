@@ -13,6 +13,7 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.arrays import require_length
+from flashlight_py.distributed.backends.describing import describe
 from flashlight_py.distributed.backends.interrupts import raise_interruption
 from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.backends.native_work import (
@@ -69,7 +70,7 @@ class NativeBackend(NativeGroup):
     def _gather(self, call: Call) -> Work:
         """Start a gather; the library fills ``out`` if what arrives has its size."""
         room, out = None, call.out
-        if out is not None:
+        if out is not None and out.nbytes:  # rows without bytes are for whoever waits to count
             room = self.ffi.new("fl_room *", (self._pointer(out), out.nbytes))
         wanted = call.verb.fills(self.rank, call.root)
         return self._launch(call, output=out, room=room, result=GATHERED if wanted else None)
@@ -143,11 +144,12 @@ class NativeBackend(NativeGroup):
         try:
             self._callers.threads.add(thread)
             for room, call in zip(together, calls, strict=True):
-                self._describe(call, call.array, call.verb.code, call.tag)
+                how = call, call.array, call.verb.code, call.tag
+                name = describe(self._next, self.lib, *how)
                 room.signature = self._next.signature[0]
                 room.data = self._pointer(None if call.compared else call.array)
                 room.peer = call.peer
-                room.site = self._here()[0]
+                room.site = (self._site(name) or self._here())[0]
             seconds, blocking = self._seconds(calls[0]), calls[0].blocking
             self._exchange(group, together, results, seconds, blocking)
         finally:

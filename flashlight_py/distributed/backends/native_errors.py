@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flashlight_py.distributed.arrays import DTYPES
+from flashlight_py.distributed.arrays import DTYPES, MOVED
+from flashlight_py.distributed.backends.describing import NAMED, names_seen
 from flashlight_py.distributed.call import COMPOSED, array_in_words, in_words
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.control import abort
@@ -115,7 +116,8 @@ def _call_and_site(backend: NativeGroup, handle: Any, signature: Any, rank: int)
     site = backend.ffi.string(lib.fl_op_site(handle, rank)).decode(errors="replace")
     if site and signature.ndim == lib.FL_REFUSED:
         return str(site)
-    return call_in_words(lib, signature) + (f" at {site}" if site else "")
+    name, _, site = site.rpartition(f"{NAMED} at ")
+    return call_in_words(lib, signature, name) + (f" at {site}" if site else "")
 
 
 def _late(
@@ -213,8 +215,8 @@ def number_in_words(
     return f"call {call or number} of this group"
 
 
-def call_in_words(lib: Any, signature: Any) -> str:
-    """Write a signature as the call that it stands for."""
+def call_in_words(lib: Any, signature: Any, name: str = "") -> str:
+    """Write a signature as the call that it stands for; ``name`` is its dtype's, if known."""
     if signature.ndim == lib.FL_REFUSED:
         return "something, and refused its arguments"
     if signature.part_of:
@@ -224,16 +226,19 @@ def call_in_words(lib: Any, signature: Any) -> str:
     if signature.verb == verb.uneven:  # of a reduction a number that is equal where the rows are
         rows = f"#{root:x}" if verb.reduces else "..."
     known = verb is not BARRIER and signature.ndim != lib.FL_ANY
-    about = _array(lib, signature) if known else ""
+    about = _array(lib, signature, name) if known else ""
     return in_words(verb, about, ReduceOp(signature.op), signature.scale, root, root, rows)
 
 
-def _array(lib: Any, signature: Any) -> str:
-    extents = [str(signature.shape[d]) for d in range(min(signature.ndim, _SHAPE))]
+def _array(lib: Any, signature: Any, name: str) -> str:
+    ndim, code = signature.ndim, signature.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
+    last = signature.shape[ndim - 1] if 0 < ndim <= _SHAPE else 0
+    if code == MOVED or name or last in names_seen:  # its number is behind its dimensions
+        name, ndim = name or names_seen.get(last, f"dtype #{last:x}"), ndim - 1
+    extents = [str(signature.shape[d]) for d in range(min(ndim, _SHAPE))]
     if signature.ndim > _SHAPE:
         # In its place is a hash of what follows: it shows that shapes differ there.
         folded = signature.shape[_SHAPE - 1] & 0xFFFFFFFF
-        extents[-1] = f"... #{folded:x}, {signature.ndim} dimensions"
-    code = signature.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
+        extents[-1] = f"... #{folded:x}, {ndim} dimensions"
     where = "cupy " if signature.dtype & lib.FL_ON_GPU else ""
-    return array_in_words(f"{where}{DTYPES[code]}", extents)
+    return array_in_words(f"{where}{name or DTYPES[code]}", extents)

@@ -8,12 +8,11 @@ from types import ModuleType
 from typing import Any
 
 from flashlight_py import _native
-from flashlight_py.device import Array, is_cupy
+from flashlight_py.device import Array
 from flashlight_py.distributed import open_groups
-from flashlight_py.distributed.arrays import dtype_code
 from flashlight_py.distributed.backend import Backend, left_to_python
 from flashlight_py.distributed.backends.callers import Callers
-from flashlight_py.distributed.backends.describing import Describer
+from flashlight_py.distributed.backends.describing import NAMED, Describer, describe
 from flashlight_py.distributed.backends.interrupts import SITE_BYTES, raise_interruption
 from flashlight_py.distributed.backends.native_errors import failure, words_of, words_of_traceback
 from flashlight_py.distributed.backends.native_work import (
@@ -24,13 +23,14 @@ from flashlight_py.distributed.backends.native_work import (
     NativeWork,
     Received,
     StartedWork,
+    freed_by,
 )
-from flashlight_py.distributed.call import COMPOSED, Call
+from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.call_site import PACKAGE, Place, caller, site_of, text_at_site
 from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.recorder.journal import NATIVE, SENDRECV, Journal, Ring
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.verbs import BARRIER, SCATTER, VERBS, Verb
+from flashlight_py.distributed.verbs import BARRIER, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Work
 from flashlight_py.errors import DistributedError, GroupClosedError
 
@@ -38,9 +38,6 @@ MESSAGE_BYTES = 1024
 _ARRAY = object()
 
 _SLOWER = "small calls take some microseconds longer"
-
-# The numbers of the calls that others are steps of; 0: a call by itself.
-_STEPS = {"": 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
 
 # What csrc/fast/plain.h wants to know of each verb, by its code.
 _FLAGS = bytes(
@@ -76,7 +73,7 @@ class NativeGroup(Backend):
         self._running: dict[NativeWork, None] = {}  # in order; threads change it at the same time
         self._first: list[Any] = []  # what is to be done before the next call
         self._step: Callable[..., Any] | None = None  # native code for steps of calls
-        self._free = _Free(getattr(self.lib, f"{self.symbols}_free"))
+        self._kept: list[Any] = []  # what the library may write to until its group is freed
 
     def bind(self, journal: Journal) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Let native code read plain arrays by itself; see ``Backend``."""
@@ -98,7 +95,7 @@ class NativeGroup(Backend):
         fast.verbs(_FLAGS)
         group = self._open("bind")
         self._callers.of_native = ring.header
-        self._free.kept.append(ring.memory)
+        self._kept.append(ring.memory)
         own = [f"{self.symbols}_{name}" for name in ("run", "exchange")]
         of_op = [f"fl_op_{name}" for name in ("stamp", "wait", "signatures", "output", "free")]
         names = (*own, *of_op, *self.steps)
@@ -110,6 +107,10 @@ class NativeGroup(Backend):
             *(ring.memory, ring.notes, PACKAGE, self._callers.threads),
             (self._first, open_groups.dropped),
         )
+
+    def _owned(self, group: Any) -> Any:
+        """Return ``group`` of the library, which is freed when nothing refers to it any more."""
+        return freed_by(self.ffi, group, getattr(self.lib, f"{self.symbols}_free"), self._kept)
 
     @property
     def group(self) -> Any:
@@ -147,6 +148,8 @@ class NativeGroup(Backend):
         except BaseException as error:
             if self.journal is not None:
                 self.journal.failed(call, error)
+            if not isinstance(error, Exception):  # of a call that was queued the rest would go on
+                abort.report(error, [self])
             raise
 
     def _native_started(
@@ -215,7 +218,7 @@ class NativeGroup(Backend):
         null, verb = self.ffi.NULL, call.verb if call.verb.is_message else BARRIER
         try:
             self._callers.threads.add(thread)
-            self._describe(call, None, verb.code, call.tag)
+            describe(self._next, self.lib, call, None, verb.code, call.tag)
             self._next.signature.ndim = self.lib.FL_REFUSED
             seconds = self._seconds(call)
             handle = self._run(group, null, null, call.peer, seconds, blocking=False, site=site)
@@ -255,10 +258,12 @@ class NativeGroup(Backend):
         source = self._pointer(array) if data is None else data
         target = self._pointer(output) if room is None else room
         code = verb.code if call.rows is None else verb.uneven
+        like = array if like is None else like
         try:
             self._callers.threads.add(thread)
-            self._describe(call, array if like is None else like, code, root)
-            handle = self._run(group, source, target, call.peer, seconds, call.blocking)
+            name = describe(self._next, self.lib, call, like, code, root)
+            how = seconds, call.blocking, self._site(name)
+            handle = self._run(group, source, target, call.peer, *how)
         finally:
             self._callers.threads.discard(thread)
         if handle == self.ffi.NULL:
@@ -296,23 +301,10 @@ class NativeGroup(Backend):
             raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
         return group
 
-    def _describe(self, call: Call, like: Array | None, code: int, root: int) -> None:
-        """Write the call into this thread's signature."""
-        signature = self._next.signature
-        if like is not None and call.compared:
-            dtype = dtype_code(call.name, like.dtype) | self.lib.FL_COMPARED
-            dtype |= is_cupy(like) * self.lib.FL_ON_GPU
-            self._next.outline(like.shape, 0, code, dtype, call.op, call.scale, root)
-        elif like is not None:
-            dtype = dtype_code(call.name, like.dtype)
-            self._next.describe(like, code, dtype, call.op, call.scale, root)
-        else:
-            signature.verb, signature.op, signature.scale = code, call.op, call.scale
-            signature.root = root
-            signature.dtype = call.compared * self.lib.FL_COMPARED
-            signature.itemsize = signature.count = 0
-            signature.ndim = self.lib.FL_ANY if call.verb is SCATTER else 0
-        signature.part_of = _STEPS[call.part_of]
+    def _site(self, name: str) -> Any:
+        """Return where user code has called, with the ``name`` of a dtype; None without one."""
+        text = name and text_at_site(f"{name}{NAMED}", SITE_BYTES)
+        return self.ffi.new("fl_site *", {"text": text}) if text else None
 
     def _here(self, depth: int = 3) -> Any:
         """Return where user code has called, as the library takes it."""
@@ -355,6 +347,11 @@ class NativeGroup(Backend):
         handle = self.ffi.gc(handle, self.lib.fl_op_free)
         return failure(self, handle, self.lib.fl_op_wait(handle, 0.0), doing, self.timeout, 0)
 
+    def leave(self) -> None:
+        """Let the others know that this rank begins no more messages; see ``Backend``."""
+        if (group := self._group) is not None:
+            getattr(self.lib, f"{self.symbols}_leave")(group)
+
     @abc.abstractmethod
     def _abort(self, group: Any, why: bytes) -> None:
         """Have the library notify the others."""
@@ -378,7 +375,7 @@ class NativeGroup(Backend):
 
         What this very thread is in the middle of, as in a signal handler, ends when that goes on.
         """
-        group, self._group, self._step = self._group, None, None
+        group, self._group, self._step, self._kept = self._group, None, None, []
         if group is not None:
             self._close(group)
         self._running.clear()
@@ -386,15 +383,3 @@ class NativeGroup(Backend):
     @abc.abstractmethod
     def _close(self, group: Any) -> None:
         """Close the library's ``group``."""
-
-
-class _Free:
-    """Frees the library's group, and then what it may have written to until then."""
-
-    def __init__(self, free: Callable[[Any], None]) -> None:
-        self._free = free
-        self.kept: list[Any] = []
-
-    def __call__(self, group: Any) -> None:
-        self._free(group)
-        self.kept.clear()

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.arrays import dtype_of_code, require_length
+from flashlight_py.distributed.arrays import (
+    MOVED,
+    WITH_TEXT,
+    dtype_of_code,
+    of_bytes,
+    require_length,
+)
 from flashlight_py.distributed.backends.native_errors import failure
 from flashlight_py.distributed.recorder import journal
 from flashlight_py.distributed.verbs import SCATTER, VERBS
@@ -73,6 +81,8 @@ class Received:
             return [signatures[rank].shape[0] for rank in range(backend.size)]
         sent = signatures[self._root]
         code = sent.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
+        if code == MOVED:
+            return WITH_TEXT, (sent.count,)
         return dtype_of_code(code), tuple(sent.shape[d] for d in range(sent.ndim))
 
     def _gathered(self, backend: NativeGroup, handle: Any) -> Array:
@@ -83,6 +93,8 @@ class Received:
             return room
         signatures = backend.lib.fl_op_signatures(handle)
         rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
+        if room is not None and room.shape[0] == rows:  # without bytes
+            return room
         if self._out is not None:
             require_length(self._name, self._out, rows, backend.rank, backend.size)
         return _wrap(backend, handle, self._like.dtype, (rows, *self._like.shape[1:]))
@@ -90,6 +102,8 @@ class Received:
     def _scattered(self, backend: NativeGroup, handle: Any) -> Array:
         """Wrap this rank's part, of the dtype and shape that the root has sent."""
         sent = backend.lib.fl_op_signatures(handle)[self._root]
+        if sent.dtype == MOVED:
+            return of_bytes(_wrap(backend, handle, np.dtype(np.uint8), (sent.count,)))
         shape = tuple(sent.shape[d] for d in range(sent.ndim))
         return _wrap(backend, handle, dtype_of_code(sent.dtype), shape)
 
@@ -100,9 +114,20 @@ NOTHING = Received("", None, None, None, 0)
 def _wrap(backend: NativeGroup, handle: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """Return what the library received, without a copy; the array keeps the handle alive."""
     ffi, (pointer, count) = backend.ffi, _fetched(backend, handle)
-    owner = ffi.gc(ffi.cast("char *", pointer), _Keep(handle))
-    array: Array = np.frombuffer(ffi.buffer(owner, count), np.uint8).view(dtype).reshape(shape)
+    owner = freed_by(ffi, ffi.cast("char *", pointer), id, handle)
+    array: Array = np.ndarray(shape, dtype, ffi.buffer(owner, count))
     return array
+
+
+def freed_by(ffi: Any, pointer: Any, free: Callable[[Any], object], kept: object = None) -> Any:
+    """Return ``pointer``, of which the end calls ``free``, and then lets go of ``kept``.
+
+    ``free`` is a function in C (``id`` where nothing is to be done), as is what calls it: what a
+    signal handler raises in Python code that runs then, as Ctrl-C does, would be lost.
+    """
+    destructor: Any = functools.partial(free)
+    destructor.kept = kept
+    return ffi.gc(pointer, destructor)
 
 
 def _fetched(backend: NativeGroup, handle: Any) -> tuple[Any, int]:
@@ -197,13 +222,3 @@ class StartedWork(NativeWork):
             self._backend.journal.failed(self.id, error)
             self.id = 0  # noted once, whoever waits
         return error
-
-
-class _Keep:
-    """A destructor that does nothing but hold a reference."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __call__(self, pointer: Any) -> None:
-        """The handle goes with this object."""

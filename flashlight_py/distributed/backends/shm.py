@@ -25,6 +25,7 @@ from flashlight_py.distributed.backends.interrupts import (
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_errors import call_in_words
 from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES
+from flashlight_py.distributed.backends.native_work import freed_by
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.exchange import BackendStore, Steps
 from flashlight_py.distributed.memory_file import DIRECTORY, MemoryFile, needs_names
@@ -75,7 +76,7 @@ class ShmBackend(NativeBackend):
         )
         if group == self.ffi.NULL:
             raise OSError(self.message(self._room))
-        return self.ffi.gc(group, self._free)
+        return self._owned(group)
 
     def _run(
         self,
@@ -130,7 +131,13 @@ class ShmBackend(NativeBackend):
             _log.warning("shared_empty%s returns ordinary memory: %s", shape, error)
             return [np.empty(shape, dtype)]
         pointer = self.ffi.cast("char *", self.lib.fl_shm_region_array(region))
-        begin = self.ffi.gc(pointer - self.rank * stride, _Freer(self, region, pointer))
+        # It may be collected in the middle of a wait, where the group may hold its lock: which is
+        # not notified then, but before its next operation.
+        parts_of = (
+            freed_by(self.ffi, pointer, self._dropped.append),
+            freed_by(self.ffi, region, self.lib.fl_shm_free_region),
+        )
+        begin = freed_by(self.ffi, pointer - self.rank * stride, id, parts_of)
         whole = np.frombuffer(self.ffi.buffer(begin, stride * self.size), np.uint8)
         parts = [whole[rank * stride :][: count * dtype.itemsize] for rank in range(self.size)]
         return [part.view(dtype).reshape(shape) for part in parts]
@@ -158,21 +165,6 @@ class ShmBackend(NativeBackend):
     def _close(self, group: Any) -> None:
         self._dropped.clear()
         self.lib.fl_shm_close(group)
-
-
-class _Freer:
-    """Frees a region when its array is collected, which may be in the middle of a wait.
-
-    So the group is not notified here, where it may hold its lock, but before its next operation.
-    """
-
-    def __init__(self, backend: ShmBackend, region: Any, array: Any) -> None:
-        self._dropped, self._lib = backend._dropped, backend.lib
-        self._region, self._array = region, array
-
-    def __call__(self, _: Any) -> None:
-        self._dropped.append(self._array)
-        self._lib.fl_shm_free_region(self._region)
 
 
 def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool) -> Any:

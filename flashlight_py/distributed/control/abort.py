@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -30,12 +30,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 _BYTES = 3900
 _SUMMARY_BYTES = 500
 
-_open: weakref.WeakSet[Backend] = weakref.WeakSet()
+# Backends that are there. A WeakSet would run Python code when one is collected, and what a signal
+# handler raises there is lost.
+_open: dict[weakref.ref[Backend], None] = {}
 
 
 def _abandon_in_child() -> None:
     """After a fork: a child is no rank of its parent's groups."""
-    for backend in list(_open):
+    for backend in open_backends():
         backend.abandon()
     _open.clear()
 
@@ -88,12 +90,12 @@ _hooks: _Hooks | None = None
 
 def watch(backend: Backend) -> None:
     """Report to the ranks of ``backend`` as well; it is forgotten when it is collected."""
-    _open.add(backend)
+    _open[weakref.ref(backend, _open.pop)] = None
 
 
 def open_backends() -> list[Backend]:
     """Return all that are watched, those of closed groups perhaps among them."""
-    return list(_open)
+    return [backend for known in list(_open) if (backend := known()) is not None]
 
 
 def install() -> None:
@@ -111,10 +113,13 @@ def uninstall() -> None:
     _hooks = None
 
 
-def report(error: BaseException) -> None:
-    """Report to every other rank that this one ends by ``error``; all open groups end."""
+def report(error: BaseException, backends: Sequence[Backend] | None = None) -> None:
+    """Report to every other rank that this one ends by ``error``.
+
+    ``backends`` end, or, where that is None, all that are open.
+    """
     words = _in_words(error)
-    for backend in list(_open):
+    for backend in open_backends() if backends is None else backends:
         backend.abort(words)
 
 

@@ -258,7 +258,7 @@ class Journal(Ring):
 
 def _kind(call: Call) -> tuple[Any, Any]:
     like = call.like
-    return (None, None) if like is None else (like.dtype, like.shape)
+    return call.holds or ((None, None) if like is None else (like.dtype, like.shape))
 
 
 def _bytes(call: Call) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed.arrays import require_length
+from flashlight_py.distributed.arrays import WITH_TEXT, of_bytes, require_length
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.mpi import exits
@@ -152,7 +152,7 @@ class MpiBackend(Backend):
             mine = library.empty(shape, dtype)
         whole = None if call.array is None else as_bytes(call.array)
         yield from self._movement.scatter(whole, as_bytes(mine), call.root)
-        return mine
+        return of_bytes(mine.view(np.uint8)) if mine.dtype == WITH_TEXT else mine
 
     def _library_of(self, library: Any, root: int) -> Steps:
         """Return NumPy or CuPy: the ``library`` of ``root``."""
@@ -202,6 +202,10 @@ class MpiBackend(Backend):
     def abort(self, cause: str | DistributedError) -> None:
         """Notify the others of what has ended this rank's part; see ``Backend``."""
         self.control.abort(cause)
+
+    def leave(self) -> None:
+        """Let the others know that this rank begins no more messages; see ``Backend``."""
+        self.control.leave()
 
     def lost(self, doing: str) -> DistributedError | None:
         """Return why nothing can be done in the group any more; see ``Backend``."""

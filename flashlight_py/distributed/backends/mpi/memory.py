@@ -21,7 +21,7 @@ def largest() -> int:
 
 def as_bytes(array: Array) -> Array:
     """Return the memory of ``array``, which is contiguous, as bytes in a row."""
-    flat: Array = array.reshape(-1).view(np.uint8)
+    flat: Array = array.reshape(-1).view(np.uint8) if array.itemsize else np.empty(0, np.uint8)
     return flat
 
 

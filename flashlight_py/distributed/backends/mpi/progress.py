@@ -26,6 +26,8 @@ Steps: TypeAlias = Generator[None, None, Any]
 _POLLS = 20
 _YIELDING_SECONDS = 1e-3
 _LONGEST_SLEEP = 2e-3
+# As short as a wait for a comparison can be, which makes it one that somebody waits for.
+_NO_TIME = 1e-4
 # How long the background thread may take to end its last step.
 _STOP_SECONDS = 10.0
 
@@ -102,8 +104,8 @@ class Progress:
 
         While nothing else is under way it is its calls' comparison that is waited for, asleep.
         """
-        if sum(group.pending() for group in tuple(self._groups)) == 1:
-            operation.compare_until(end)
+        alone = sum(group.pending() for group in tuple(self._groups)) == 1
+        operation.compare_until(end if alone else time.monotonic() + _NO_TIME)  # it is awaited
         with self._turn:
             self._waiting += 1
         try:

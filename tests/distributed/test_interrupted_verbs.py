@@ -1,0 +1,342 @@
+"""Ctrl-C inside each verb, on each backend: the others are notified; and ranks that leave early."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed import api
+from flashlight_py.distributed.verbs import VERBS
+from flashlight_py.parallel import functional
+from tests.distributed.conformance import BACKENDS
+from tests.distributed.harness import run_outcomes
+
+LIMIT = 30  # seconds, of the ranks' waits
+PROMPT = 5.0  # much less, and much more than it takes
+
+Group = fl.ProcessGroup
+Verb = Callable[[Group], Any]
+
+
+def ones() -> Any:
+    return np.ones(12)
+
+
+def with_last(first: Verb, last: Verb) -> Verb:
+    """Return a verb of rank 0 and the last rank alone."""
+
+    def both(group: Group) -> Any:
+        if group.rank in (0, group.size - 1):
+            return (last if group.rank else first)(group)
+        return None
+
+    return both
+
+
+def other(group: Group) -> int:
+    """The last rank for rank 0, and rank 0 for it."""
+    return 0 if group.rank else group.size - 1
+
+
+def op(kind: Any, group: Group) -> fl.P2POp:
+    return fl.P2POp(kind, ones(), other(group))
+
+
+@dataclasses.dataclass
+class PressesCtrlC:
+    """Ctrl-C comes while a tree with this in it is walked."""
+
+    x: int = 3
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "x":
+            raise KeyboardInterrupt
+        return super().__getattribute__(name)
+
+
+# What rank 0 is interrupted in, and the others call too; the last rank is late.
+ROWS: dict[str, Verb] = {
+    "all_reduce": lambda group: group.all_reduce(ones()),
+    "reduce": lambda group: group.reduce(ones()),
+    "reduce_scatter": lambda group: group.reduce_scatter(ones()),
+    "scan": lambda group: group.scan(ones()),
+    "exscan": lambda group: group.exscan(ones(), op="max"),
+    "broadcast": lambda group: group.broadcast(ones(), group.size - 1),
+    "all_gather": lambda group: group.all_gather(ones()),
+    "gather": lambda group: group.gather(ones()),
+    "scatter": lambda group: group.scatter(ones() if group.rank else None, group.size - 1),
+    "all_to_all": lambda group: group.all_to_all(ones()),
+    "barrier": lambda group: group.barrier(),
+    "send": with_last(lambda g: g.send(ones(), other(g)), lambda g: g.recv(ones(), 0)),
+    "recv": with_last(lambda g: g.recv(ones(), other(g)), lambda g: g.send(ones(), 0)),
+    "sendrecv": with_last(*[lambda g: g.sendrecv(ones(), other(g), ones(), other(g))] * 2),
+    "all_reduce_multiple": lambda group: group.all_reduce_multiple([ones(), ones()]),
+    "all_reduce_location": lambda group: group.all_reduce_location(ones()),
+    "broadcast_object": lambda group: group.broadcast_object("x", group.size - 1),
+    "all_gather_object": lambda group: group.all_gather_object("x"),
+    "gather_object": lambda group: group.gather_object("x"),
+    "scatter_object": lambda group: group.scatter_object(["x"] * group.size, group.size - 1),
+    "new_group": lambda group: group.new_group(range(group.size)),
+    "split": lambda group: group.split(0),
+    "shared_empty": lambda group: group.shared_empty(3),
+    "host_array": lambda group: group.host_array(ones),
+}
+
+# The same in other words, or made of those.
+FORMS: dict[str, Verb] = {
+    "all_reduce of 4 MB": lambda group: group.all_reduce(np.ones(1 << 19)),
+    "all_reduce behind another": lambda group: [
+        group.all_reduce(ones(), async_op=group.rank == 0),
+        group.all_reduce(ones()),
+    ],
+    "all_reduce of a matrix's columns": lambda group: group.all_reduce(np.ones((4, 4))[:, ::2]),
+    "all_reduce_multiple in one": lambda group: group.all_reduce_multiple(
+        [ones(), ones()], contiguous=True
+    ),
+    "reduce_scatter in parts": lambda group: group.reduce_scatter(
+        ones(), rows=[12] + [0] * (group.size - 1)
+    ),
+    "all_to_all in parts": lambda group: group.all_to_all(
+        ones(), rows=[12] + [0] * (group.size - 1)
+    ),
+    "barrier of its own limit": lambda group: group.barrier(LIMIT),
+    "recv of any rank": with_last(lambda g: g.recv(ones(), None), lambda g: g.send(ones(), 0)),
+    "recv in part": with_last(
+        lambda g: g.recv(ones(), other(g), partial=True), lambda g: g.send(ones(), 0)
+    ),
+    "synchronize": lambda group: fl.synchronize([ones(), 3], group=group),
+    "synchronize between two calls": lambda group: fl.synchronize(
+        [ones(), PressesCtrlC() if group.rank == 0 else 3], group=group
+    ),
+    "functional.all_reduce": lambda group: functional.all_reduce(fl.input(ones()), group=group),
+    "functional.all_gather": lambda group: functional.all_gather(fl.input(ones()), group=group),
+    "functional.recv": with_last(
+        lambda g: functional.recv(((12,), np.float64), other(g), group=g),
+        lambda g: functional.send(fl.input(ones()), 0, group=g),
+    ),
+}
+
+# What rank 0 has started, and is interrupted in the wait for: it goes on.
+GOES_ON: dict[str, Verb] = {
+    "isend": with_last(lambda g: g.isend(ones(), other(g)), lambda g: g.irecv(ones(), 0)),
+    "irecv": with_last(lambda g: g.irecv(ones(), other(g)), lambda g: g.isend(ones(), 0)),
+    "batch_isend_irecv": with_last(
+        *[lambda g: g.batch_isend_irecv([op("send", g), op("recv", g)])] * 2
+    ),
+    "sync_distributed": lambda group: group.all_reduce(ones(), async_op=True),
+}
+
+
+def called(name: str, group: Group) -> Callable[[], Any]:
+    """Return what calls the verb, or waits for what it has started."""
+    if name not in GOES_ON:
+        return functools.partial((ROWS | FORMS)[name], group)
+    work = GOES_ON[name](group)
+    return group.synchronize if name == "sync_distributed" or work is None else work.wait
+
+
+def test_every_verb_has_a_row() -> None:
+    assert {*ROWS, *GOES_ON} == {*(verb.name for verb in VERBS), *api.__all__} - {"P2POp"}
+    assert {f"functional.{name}" for name in functional.__all__} - set(FORMS) == {
+        # which are the same function with another verb
+        *(f"functional.{name}" for name in ("reduce_scatter", "broadcast", "all_to_all", "send"))
+    }
+
+
+def interrupt(call: Callable[[], Any], group: Group, is_wait: bool) -> None:
+    """Do ``call``, and have Ctrl-C come when it has begun."""
+    calls, done = group.journal.header, threading.Event()
+    before = calls[1]
+
+    def press() -> None:
+        while not is_wait and calls[1] == before and not done.is_set():
+            time.sleep(0.001)
+        time.sleep(0.02)  # it waits by now; if not it ends the same
+        if not done.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    finally:
+        done.set()
+        thread.join()
+
+
+def interrupted(rank: int, size: int, names: list[str], goes_on: bool) -> list[str]:
+    """Try each of ``names`` in a group of its own; return what was wrong."""
+    wrong, ends = [], fl.new_group([0, size - 1])
+    for name in names:
+        group = fl.new_group(range(size))
+        try:
+            _interrupted(name, group, ends, goes_on)
+        except (AssertionError, pytest.fail.Exception, fl.errors.DistributedError) as error:
+            wrong.append(f"{name} on rank {rank}: {type(error).__name__}: {error}")
+        group.close()
+        fl.barrier()
+    return wrong
+
+
+def _interrupted(name: str, group: Group, ends: Group, goes_on: bool) -> None:
+    """Rank 0 is interrupted; others wait in the same verb, and the last rank calls it later."""
+    rank = group.rank
+    # A reason reaches those that are connected; others only learn that rank 0 has gone.
+    group.barrier()
+    ROWS["send"](group)
+    gc.collect()  # the thread of the row before: the standard library frees it with Python code
+    if rank == 0:
+        interrupt(called(name, group), group, name in GOES_ON)
+    if ends.is_member:
+        ends.barrier()
+    began = time.monotonic()
+    if goes_on:
+        if rank:
+            called(name, group)()
+        group.barrier()
+    else:
+        kind = fl.errors.PeerLostError if rank else fl.errors.GroupClosedError
+        with pytest.raises(kind) as caught:
+            _and_once_more(name if rank else "barrier", group)
+        said = str(caught.value)
+        assert rank == 0 or "lost rank 0" in said or "rank 0 gave up" in said, said
+        assert rank == 0 or "interrupt" in said.lower(), said
+    assert time.monotonic() - began < PROMPT
+
+
+def _and_once_more(name: str, group: Group) -> None:
+    """A rank that has done its own part before raises by the next call."""
+    called(name, group)()
+    group.barrier()
+
+
+def world_of(backend: str) -> tuple[int, dict[str, Any]]:
+    (*_, size), how = BACKENDS[backend]
+    if backend == "mpi":
+        pytest.importorskip("mpi4py")
+    return size, {**how, "params": {"TIMEOUT": LIMIT, **how.get("params", {})}}
+
+
+SETS = {"verbs": ROWS, "forms": FORMS, "goes on": GOES_ON}
+SLOW = [("gloo", "verbs"), ("mpi", "verbs"), *((name, "forms") for name in ("gloo", "mpi"))]
+CASES = [
+    pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ())
+    for case in itertools.product(("shm", "gloo", "hierarchical", "mpi"), SETS)
+]
+
+
+@pytest.mark.parametrize(("backend", "which"), CASES)
+def test_ctrl_c_ends_the_group(backend: str, which: str, pool: Any) -> None:
+    size, how = world_of(backend)
+    # On MPI a wait is what makes anything go on.
+    goes_on = which == "goes on" and backend != "mpi"
+    wrong = pool(size, **how).run(interrupted, [*SETS[which]], goes_on)
+    assert [*itertools.chain(*wrong)] == []
+
+
+# What other ranks wait for rank 0 in, which has left.
+MESSAGES: dict[str, Verb] = {
+    "send": lambda group: group.send(ones(), 0),
+    "send of 4 MB": lambda group: group.send(np.ones(1 << 19), 0),
+    "recv": lambda group: group.recv(ones(), 0),
+    "recv of any rank": lambda group: group.recv(ones(), None),
+    "recv in part": lambda group: group.recv(ones(), 0, partial=True),
+    "sendrecv": lambda group: group.sendrecv(ones(), 0, ones(), 0),
+    "isend": lambda group: group.isend(ones(), 0).wait(),
+    "irecv": lambda group: group.irecv(ones(), 0).wait(),
+    "batch_isend_irecv": lambda group: group.batch_isend_irecv(
+        [fl.P2POp(kind, ones(), 0) for kind in ("send", "recv")]
+    ).wait(),
+    "sync_distributed": lambda group: [group.irecv(ones(), 0), group.synchronize()],
+}
+
+
+def wait_for_one_that_left(group: Group, name: str) -> None:
+    if group.rank == group.size - 1:
+        time.sleep(0.2)  # the others wait before rank 0 leaves, or soon after it
+    began = time.monotonic()
+    with pytest.raises(fl.errors.PeerLostError, match="lost rank 0"):
+        MESSAGES[name](group)
+    assert time.monotonic() - began < PROMPT
+
+
+def close_a_group(rank: int, size: int, name: str) -> None:
+    """Rank 0 closes a group, in which others have messages for it."""
+    group = fl.new_group(range(size))
+    if rank:
+        wait_for_one_that_left(group, name)
+    group.close()
+    fl.barrier()
+
+
+def shut_down(rank: int, size: int, name: str) -> None:
+    """Rank 0 shuts down; others have messages for it, in the world or in another group."""
+    group = fl.new_group(range(size))
+    if rank:
+        wait_for_one_that_left(group, name)
+    with contextlib.suppress(fl.errors.PeerLostError):
+        fl.distributed_shutdown()
+
+
+EVERY_BACKEND = pytest.mark.parametrize(
+    "backend",
+    [
+        "shm",
+        "hierarchical",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gloo", "mpi")),
+    ],
+)
+
+
+@EVERY_BACKEND
+def test_who_waits_for_a_message_of_one_that_has_closed_the_group(backend: str, pool: Any) -> None:
+    size, how = world_of(backend)
+    pool(size, **how).run_each(close_a_group, [(name,) for name in MESSAGES])
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("name", MESSAGES)
+def test_who_waits_for_a_message_of_one_that_shuts_down(backend: str, name: str) -> None:
+    size, how = world_of(backend)
+    if (backend, name) == ("hierarchical", "recv of any rank"):
+        pytest.skip("all ranks must stay: it looks at two ways in turn, and never waits for long")
+    outcomes = run_outcomes(shut_down, size, name, **how)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+
+
+def leave_messages(rank: int, size: int) -> None:
+    """Rank 0 shuts down with messages on their way; what nobody waits for disturbs nobody."""
+    last, got = size - 1, np.zeros(1 << 19)
+    if rank == 0:
+        for _ in range(3):
+            fl.isend(np.ones(got.size), last)
+        fl.irecv(ones(), last, tag=7)
+    if rank == last:
+        fl.irecv(ones(), 0, tag=8)
+        fl.isend(ones(), 0, tag=9)
+        for _ in range(3):
+            time.sleep(0.7)  # longer than one that waits in vain would
+            assert fl.recv(got, 0)[-1] == 1
+            got[:] = 0
+    fl.distributed_shutdown()
+
+
+@EVERY_BACKEND
+def test_what_was_sent_before_a_shutdown_arrives(backend: str) -> None:
+    size, how = world_of(backend)
+    outcomes = run_outcomes(leave_messages, size, **how)
+    assert all(outcome.ok for outcome in outcomes), outcomes

@@ -1,0 +1,316 @@
+"""What verbs only move: rows that have no bytes, and arrays of dtypes that nobody computes with."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.errors import MismatchError
+from tests.distributed.conformance import ranks_in
+
+ranks = ranks_in(("single", 1), ("shm", 3), ("gloo", 3), slow=[("hierarchical", 4), ("mpi", 3)])
+
+
+def rows_without_bytes(rank: int, size: int, plain: bool) -> None:
+    many = [1, 4, 0, 2][:size]
+    total = sum(many)
+    x = np.zeros((many[rank], 0) if plain else (many[rank], 2, 0, 3), np.float32)
+    if not plain:
+        x = x[::-1]  # which native code leaves to Python
+    tail = x.shape[1:]
+    assert fl.all_gather(x).shape == (total, *tail)
+    assert fl.all_gather(x, async_op=True).wait().shape == (total, *tail)
+    for root in range(size):
+        for joined in (fl.gather(x, root), fl.gather(x, root, async_op=True).wait()):
+            assert (None if joined is None else joined.shape) == (
+                (total, *tail) if rank == root else None
+            )
+    out = np.empty((total, *tail), np.float32)
+    assert fl.all_gather(x, out=out) is out
+    assert fl.all_gather(x, out=out, async_op=True).wait() is out
+    joined = fl.gather(x, 0, out=out)
+    assert joined is (out if rank == 0 else None)
+    for wrong in (np.empty((total + 1, *tail), np.float32), np.empty((0, *tail), np.float32)):
+        for how in (False, True):
+            with pytest.raises(ValueError, match=f"and {total} arrived from all ranks"):
+                ended(fl.all_gather(x, out=wrong, async_op=how))
+        if rank == 0:
+            with pytest.raises(ValueError, match=f"and {total} arrived from all ranks"):
+                fl.gather(x, 0, out=wrong)
+        else:
+            fl.gather(x, 0)
+    # The others know how many rows arrive.
+    part = np.zeros((size, *tail), np.float32)
+    assert fl.scatter(part if rank == 0 else None, 0).shape == (1, *tail)
+    assert fl.reduce_scatter(part).shape == (1, *tail)
+    assert fl.all_to_all(part).shape == part.shape
+    rows = [r + rank for r in range(size)]
+    given = np.zeros((sum(rows), *tail), np.float32)
+    arrive = sum(rank + r for r in range(size))
+    assert fl.all_to_all(given, rows=rows).shape == (arrive, *tail)
+    mine = np.zeros((sum(many), *tail), np.float32)
+    got = fl.scatter(mine if rank == 0 else None, 0, rows=many)
+    assert got.shape == (many[rank], *tail)
+    assert fl.reduce_scatter(mine, rows=many).shape == (many[rank], *tail)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_rows_without_bytes_are_counted(ranks: Any, plain: bool) -> None:
+    ranks.run(rows_without_bytes, plain)
+
+
+RECORD = np.dtype([("x", "f4"), ("y", "i8", (2,)), ("when", "M8[ms]"), ("name", "U3")])
+HOLES = np.dtype({"names": ["b", "a"], "formats": ["f8", "u1"], "offsets": [8, 1], "itemsize": 24})
+MOVED = [
+    *("datetime64[ns]", "datetime64[25s]", "timedelta64[D]", "timedelta64"),
+    *("U2", "S8", "V5", "V1", RECORD, HOLES, [("r", RECORD), ("s", "S3")], "float8_e5m2"),
+    *(
+        [],
+        [(("a title", "x"), "i2")],
+        [("half", "bfloat16")],
+        ">M8[s]",
+        [("x", ">f4"), ("y", "<i2")],
+    ),
+    (np.record, [("x", "f4")]),
+]
+
+
+def dtype_of(name: Any) -> np.dtype[Any]:
+    import ml_dtypes  # noqa: F401  (NumPy knows the names of its dtypes then)
+
+    return np.dtype(name)
+
+
+def fill(array: Any, random: np.random.Generator) -> None:
+    dtype = array.dtype
+    if dtype.names is not None:
+        for name in dtype.names:
+            fill(array[name], random)
+        return
+    numbers = random.integers(0, 100, array.shape)
+    if dtype.kind == "V" and dtype.isbuiltin:
+        array[...] = numbers.astype(f"S{dtype.itemsize}").view(dtype)
+    else:
+        array[...] = numbers.astype(dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def drawn(rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    array = np.zeros(shape, dtype)
+    fill(array, np.random.default_rng(rank))
+    array.flags.writeable = False
+    return array
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    assert got.dtype == expected.dtype.newbyteorder("=") or got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    # Holes hold anything.
+    assert got.tobytes() == expected.tobytes() or repr(got.tolist()) == repr(expected.tolist())
+
+
+def every_verb(rank: int, size: int, name: Any, rows: int) -> None:
+    dtype = dtype_of(name)
+    many = [rows * (r + 1) for r in range(size)]
+    everyone = [drawn(r, (many[r], 2), dtype) for r in range(size)]
+    x, joined = everyone[rank], np.concatenate(everyone).astype(dtype)  # holes go otherwise
+    root = size - 1
+    for layout in (x, x.copy()[::-1][::-1], np.asfortranarray(x)):
+        assert_same(fl.all_gather(layout), joined)
+        assert_same(fl.all_gather(layout, async_op=True).wait(), joined)
+        got = fl.gather(layout, root)
+        assert got is None if rank != root else got is not None
+        if got is not None:
+            assert_same(got, joined)
+    out = np.zeros_like(joined)
+    assert fl.all_gather(x, out=out) is out
+    assert_same(out, joined)
+    for step in (1, -1):
+        given = drawn(rank, (rows, 2), dtype).copy()[:, ::step]
+        assert fl.broadcast(given, root) is given
+        assert_same(given, drawn(root, (rows, 2), dtype)[:, ::step])
+    whole = drawn(root, (size, rows, 2), dtype)
+    mine = whole[rank]
+    flat = whole.reshape(size * rows, 2)
+    for how in (False, True):
+        parts = flat if rank == root else None
+        assert_same(ended(fl.scatter(parts, root, async_op=how)), mine)
+        parts = list(whole) if rank == root else None
+        assert_same(ended(fl.scatter(parts, root, async_op=how)), mine)
+        out = np.zeros((rows, 2), dtype.newbyteorder("="))
+        assert (
+            ended(fl.scatter(parts, root, out=out if rank % 2 else None, async_op=how)) is not None
+        )
+        if rank % 2:
+            assert_same(out, mine)
+    assert_same(fl.scatter(joined if rank == root else None, root, rows=many), x)
+    parts = [drawn(r, (size, rows), dtype)[rank] for r in range(size)]
+    expected = np.concatenate(parts).astype(dtype)
+    given = drawn(rank, (size, rows), dtype).reshape(size * rows)
+    assert_same(fl.all_to_all(given), expected)
+    assert_same(fl.all_to_all(given, rows=[rows] * size), expected)
+    messages(rank, size, x, everyone, dtype)
+
+
+def messages(rank: int, size: int, x: Any, everyone: list[Any], dtype: np.dtype[Any]) -> None:
+    after, before = (rank + 1) % size, (rank - 1) % size
+    come = everyone[before]
+    got = np.zeros(come.shape, dtype)
+    if size > 1:
+        assert_same(fl.sendrecv(x, after, got, before), come)
+    got = np.zeros(come.shape, dtype)
+    works = [fl.isend(x, after), fl.irecv(got, before)]
+    for work in works:
+        work.wait()
+    assert_same(got, come)
+    got = np.zeros(come.shape, dtype)
+    ops = [fl.P2POp("send", x, after, tag=3), fl.P2POp("recv", got, before, tag=3)]
+    fl.batch_isend_irecv(ops).wait()
+    assert_same(got, come)
+    if size == 1:
+        return
+    if rank == 0:
+        room = np.zeros((len(everyone[1]) + 5, 2), dtype)
+        assert_same(fl.recv(room, None, tag=1, partial=True), everyone[1])
+        fl.send(x, 1)
+    elif rank == 1:
+        fl.send(x, 0, tag=1)
+        got = np.zeros(everyone[0].shape, dtype)
+        assert_same(fl.recv(got, 0), everyone[0])
+
+
+def ended(result: Any) -> Any:
+    return result.wait() if isinstance(result, fl.Work) else result
+
+
+def test_what_is_moved_may_be_of_any_dtype(ranks: Any) -> None:
+    ranks.run_each(every_verb, [(name, 3) for name in MOVED])
+
+
+def test_what_is_moved_may_be_of_any_size(ranks: Any) -> None:
+    """Without rows; more than travels with a call."""
+    ranks.run_each(every_verb, [(name, rows) for name in (RECORD, "M8[s]") for rows in (0, 3000)])
+
+
+OTHER = np.dtype([("x", "f4"), ("z", "i8", (2,)), ("when", "M8[ms]"), ("name", "U3")])
+LONG = [np.dtype([(f"a field {n}", "i4") for n in range(last)]) for last in (30, 31)]
+PAIRS = [
+    ("M8[ns]", "M8[us]", "datetime64[ns]", "datetime64[us]"),
+    (RECORD, OTHER, "('y', '<i8', (2,))", "('z', '<i8', (2,))"),
+    ("S8", "f8", "|S8", "float64"),
+    (LONG[0], LONG[1], "a field 0", "#"),
+]
+CALLS: list[Any] = [
+    fl.broadcast,
+    fl.all_gather,
+    lambda x: fl.gather(x, 1),
+    fl.all_to_all,
+    lambda x: fl.scatter(x, 0, out=x[: len(x) // fl.get_world_size()].copy()),
+    lambda x: (
+        fl.scatter(x, 0, rows=[len(x), *[0] * (fl.get_world_size() - 1)], out=x[:0].copy())
+        if fl.get_world_rank()
+        else fl.scatter(x, 0, rows=[len(x), *[0] * (fl.get_world_size() - 1)])
+    ),
+]
+
+
+def other_dtypes(rank: int, size: int) -> None:
+    for one, other, *names in PAIRS:
+        x = np.zeros((12, 2), one if rank == 0 else other)
+        for call in CALLS:
+            with pytest.raises(MismatchError) as caught:
+                call(x)
+            assert all(name in str(caught.value) for name in names), str(caught.value)
+        if rank < 2:
+            with pytest.raises(MismatchError) as caught:
+                fl.sendrecv(x, 1 - rank, x.copy(), 1 - rank)
+            assert all(name in str(caught.value) for name in names), str(caught.value)
+        fl.barrier()
+    dates = np.zeros(12, "M8[ns]" if rank == 0 else "M8[us]" if rank == 1 else "i8")
+    for verb in (fl.all_reduce, fl.reduce, fl.reduce_scatter, fl.scan, fl.exscan):
+        for op in ("min", "max"):
+            with pytest.raises(MismatchError, match=r"datetime64\[ns\] .*datetime64\[us\] "):
+                verb(dates, op=op)
+
+
+def test_other_dtypes_are_a_mismatch_that_names_them(ranks: Any) -> None:
+    if ranks.size > 1:
+        ranks.run(other_dtypes)
+
+
+def extremes(rank: int, size: int, count: int) -> None:
+    for name in ("M8[ns]", "m8[25s]", ">M8[D]"):
+        everyone = [dates(r, (size * count, 2), name) for r in range(size)]
+        for op, ufunc in (("min", np.minimum), ("max", np.maximum)):
+            upto = list(itertools.accumulate(everyone, ufunc))
+            for step in (1, -1):
+                x = everyone[rank][:, ::step].copy()[:, ::step]
+                for how in (False, True):
+                    given = np.array(x, order="K")
+                    assert ended(fl.all_reduce(given, op=op, async_op=how)) is given
+                    assert_dates(given, upto[-1])
+                    assert_dates(ended(fl.scan(x.copy(), op=op, async_op=how)), upto[rank])
+                    part = ended(fl.reduce_scatter(x, op=op, async_op=how))
+                    mine = slice(rank * count, (rank + 1) * count)
+                    assert_dates(part, upto[-1][mine])
+                    out = np.zeros(part.shape, x.dtype)
+                    assert ended(fl.reduce_scatter(x, op=op, out=out, async_op=how)) is out
+                    assert_dates(out, upto[-1][mine])
+                before = everyone[0] if rank == 0 else upto[rank - 1]
+                assert_dates(fl.exscan(x.copy(), op=op), before)
+                assert_dates(fl.reduce(x.copy(), 0, op=op), upto[-1] if rank == 0 else x)
+                rows = [2 * count if r == 0 else count for r in range(size)]
+                rows[-1] = size * count - sum(rows[:-1])
+                got = fl.reduce_scatter(x, op=op, rows=rows)
+                assert_dates(got, upto[-1][sum(rows[:rank]) :][: rows[rank]])
+            for many in (False, True):
+                xs = [everyone[rank].copy(), everyone[rank][:1].copy()]
+                fl.all_reduce_multiple(xs, op=op, contiguous=many)
+                assert_dates(xs[0], upto[-1])
+                assert_dates(xs[1], upto[-1][:1])
+    alone = np.array("NaT" if rank == size - 1 else "2020", "M8[Y]")
+    assert np.isnat(fl.all_reduce(alone.copy(), op="max"))
+    assert np.isnat(fl.all_reduce(alone[()], op="min"))
+    assert fl.all_reduce(np.timedelta64(rank, "s"), op="max") == np.timedelta64(size - 1, "s")
+    values, where = fl.all_reduce_location(alone.reshape(1), op="max")
+    assert np.isnat(values).all()
+    assert where.tolist() == [size - 1]
+
+
+def dates(rank: int, shape: tuple[int, ...], name: str) -> Any:
+    numbers = np.random.default_rng(rank).integers(-50, 50, shape)
+    numbers[numbers % 17 == 0] = np.iinfo(np.int64).min  # NaT
+    numbers[numbers % 13 == 0] = np.iinfo(np.int64).max - rank
+    return numbers.view(np.dtype(name).newbyteorder("=")).astype(name)
+
+
+def assert_dates(got: Any, expected: Any) -> None:
+    np.testing.assert_array_equal(got.astype("i8"), expected.astype("i8"))
+
+
+def test_least_and_latest_dates_are_those_of_numpy(ranks: Any) -> None:
+    for count in (2, 5_000):
+        ranks.run(extremes, count)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: fl.broadcast(np.array([None])), r"dtype object\. broadcast_object\(x\) sends any"),
+        (lambda: fl.all_gather(np.zeros(1, [("x", "O")])), r"'O'.*all_gather_object\(x\)"),
+        (lambda: fl.isend(np.array([None]), 0), r"dtype object\. all_gather_object\(x\) sends any"),
+        (lambda: fl.all_reduce(np.zeros(1, "U2")), "<U2; .*only moved .broadcast, .* take dates"),
+        (lambda: fl.scan(np.zeros(1, RECORD), op="max"), "'when'.*only moved .broadcast"),
+        (lambda: fl.all_reduce(np.zeros(1, "M8[s]")), "takes op 'min' or 'max' and no scale"),
+        (lambda: fl.reduce(np.zeros(1, "m8[s]"), op="min", scale=2), "and no scale, got op='min'"),
+        (lambda: fl.reduce_scatter(np.zeros(1, "m8[s]"), op="land"), "takes op 'min' or 'max'"),
+    ],
+)
+def test_what_is_not_moved_or_not_computed_with_is_refused(call: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        call()
