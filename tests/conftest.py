@@ -15,6 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from flashlight_py import random
 from tests.distributed import leftovers
 from tests.distributed.harness import RankPool
 
@@ -119,3 +120,4 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     forget_kernels()
     yield library
     forget_kernels()
+    random._generators.pop(library.__name__, None)  # the next test may save all streams

@@ -112,7 +112,9 @@ def known_layouts() -> dict[type, Layout]:
     """Return the layouts of what every step has: its cells, functions and variables."""
     code = (lambda: None).__code__
     ours = (CellType(), FunctionType(code, {}), Variable.__new__(Variable))
-    return {type(one): layout(one) for one in ours}
+    layouts = {type(one): layout(one) for one in ours}
+    del layouts[Variable]["changed"]  # nothing that a step computes depends on it
+    return layouts
 
 
 def _marked(kind: type) -> dict[str, tuple[Any, Any]]:
