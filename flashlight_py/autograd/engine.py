@@ -20,9 +20,11 @@ All bookkeeping lives in local dictionaries: a pass that raises leaves nothing b
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from flashlight_py.autograd.graph import Node, Part, Target, Walk
@@ -62,6 +64,9 @@ class InPasses:
         """Take note that the running pass, which would have called a hook, ends by an exception."""
 
 
+_LAST = sys.maxsize  # the turn of what users ask for
+
+
 class _Pass(threading.local):
     """What the backward pass that runs on this thread knows, and is to call.
 
@@ -69,7 +74,7 @@ class _Pass(threading.local):
     ``after``: what to call when the node that is visited has sent all its gradients.
     """
 
-    callbacks: list[EndCallback] | None = None
+    callbacks: list[tuple[int, EndCallback]] | None = None
     pending: dict[Target, int] | None = None
     after: list[Callable[[], None]] | None = None
 
@@ -94,7 +99,16 @@ def on_backward_end(callback: EndCallback) -> None:
         raise TypeError(f"on_backward_end needs a callable, got {type(callback).__name__}")
     if _current.callbacks is None:
         raise RuntimeError("on_backward_end was called outside a backward pass; call it in a hook")
-    _current.callbacks.append(callback)
+    _current.callbacks.append((_LAST, callback))
+
+
+def at_end(callback: EndCallback, turn: int) -> None:
+    """Ask for what ``on_backward_end`` does, before all of its callbacks, in the order of turns.
+
+    So that ranks call their modules in one order, also where their passes have got to other places.
+    """
+    assert _current.callbacks is not None
+    _current.callbacks.append((turn, callback))
 
 
 def is_last_contribution(leaf: Variable) -> bool:
@@ -130,7 +144,7 @@ def backward_from_leaf(leaf: Variable, seed: Array) -> None:
 
 def _run(walk: Callable[..., None], *args: object) -> None:
     """Run one pass, then its end callbacks, whether it raised or not."""
-    callbacks: list[EndCallback] = []
+    callbacks: list[tuple[int, EndCallback]] = []
     outer, _current.callbacks = _current.callbacks, callbacks
     around = _current.pending, _current.after
     _current.pending = _current.after = None
@@ -145,7 +159,8 @@ def _run(walk: Callable[..., None], *args: object) -> None:
         _current.callbacks = outer
         _current.pending, _current.after = around
         if callbacks:
-            _call_all(callbacks, completed)
+            in_turn = sorted(callbacks, key=itemgetter(0))
+            _call_all([callback for _, callback in in_turn], completed)
 
 
 def _join_failed(targets: Iterable[Target]) -> None:

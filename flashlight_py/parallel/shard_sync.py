@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashlight_py.autograd import Variable, on_backward_end
-from flashlight_py.autograd.engine import GradSink, is_last_contribution
+from flashlight_py.autograd import Variable
+from flashlight_py.autograd.engine import GradSink, at_end, is_last_contribution
 from flashlight_py.device import Array, array_module, effect
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.arrays import scale_in_place
@@ -77,6 +78,9 @@ class Sink(GradSink):
         return product
 
 
+_turns = itertools.count(1)  # in the order in which all ranks make them
+
+
 class Unit:
     """Parameters that are sent together, and where."""
 
@@ -112,7 +116,8 @@ class ShardSync(PassSync):
     sink_type = Sink
     __captured_state__ = (
         *("weigh", "ignored", "enabled", "is_shared"),
-        *("_units", "_params", "_sinks", "_given", "_weight", "_running", "_unused"),
+        *("_units", "_params", "_sinks", "_given", "_weight", "_running", "_gave_all"),
+        "_unused",
     )
 
     def __init__(
@@ -126,9 +131,10 @@ class ShardSync(PassSync):
         self._params = [param for unit in units for param in unit.params]
         self._sinks = [sink for unit in units for sink in unit.sinks]
         self.step_all: Callable[[], None] = _nothing  # that the ranks step after a pass
+        self._turn = next(_turns)  # among the modules of a pass
         self._given = 0  # units that this pass has sent
         self._weight = 1.0
-        self._running = False
+        self._running = self._gave_all = False
         self._failed = ""  # why the pass has, on this rank
         self._unused: set[Variable] = set()
 
@@ -203,7 +209,8 @@ class ShardSync(PassSync):
         if not self._running:
             self._enter()
             self._running = True
-            on_backward_end(self._on_end)
+            at_end(self._on_walked, 0)
+            at_end(self._on_end, self._turn)
 
     def _enter(self) -> None:
         """Do what comes before the first unit of a pass."""
@@ -269,44 +276,49 @@ class ShardSync(PassSync):
             return ""
         return "" if group.journal.has_noted(error) else reason_of(error)
 
-    def _on_end(self, completed: bool) -> None:
-        """Autograd: the pass is over. Send what is left, and wait for everything.
-
-        A rank on which it fails sends zeros, so that all ranks get to its end, and find out there.
-        """
-        is_right = False
+    def _on_walked(self, completed: bool) -> None:
+        """Autograd: all is computed. Send what is left, before any module waits for its sums."""
+        if not completed:
+            self._give_zeros()
+            return
         try:
-            if completed:
-                self._give_rest()
-                is_right = True
-            else:
-                with contextlib.suppress(MismatchError):  # the pass raises what it fails by
-                    self._fail()
-        except Exception:
-            if completed:
-                self._fail()
-            raise
-        finally:
-            if not is_right:
-                forget_gradients(self._params)
-            self._reset()
-
-    def _fail(self) -> None:
-        self._failed = self._failure()
-        if self._failed:
             self._give_rest()
+        except Exception:
+            self._give_zeros()
+            raise
 
     def _give_rest(self) -> None:
         while self._given < len(self._units):
             self._give_next()
-        self._finish()
+        self._gave_all = True
+
+    def _give_zeros(self) -> None:
+        """Get to the end of a pass that fails here: there all ranks find out."""
+        self._failed = self._failure()
+        if self._failed:
+            self._give_rest()
+
+    def _on_end(self, completed: bool) -> None:
+        """Autograd: the pass is over. Wait for everything."""
+        is_right = False
+        try:
+            if self._gave_all:
+                # What the pass fails by is raised already.
+                with contextlib.suppress(*([MismatchError] if self._failed else [])):
+                    self._finish()
+                is_right = not self._failed
+        finally:
+            if not is_right:
+                forget_gradients(self._params)
+            self._reset()
 
     def _reset(self) -> None:
         for unit in self._units:
             unit.pending = len(unit.params)
             for sink in unit.sinks:
                 sink.passed = False
-        self._running, self._given, self._weight, self._failed = False, 0, 1.0, ""
+        self._running = self._gave_all = False
+        self._given, self._weight, self._failed = 0, 1.0, ""
         self._unused.clear()
 
     def _finish(self) -> None:

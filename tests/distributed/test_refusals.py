@@ -262,13 +262,18 @@ def interrupted(rank: int, size: int) -> None:
         def array(self) -> Any:
             raise Stop
 
+    group = fl.new_group(range(size))
+    group.barrier()
     if rank == ODD:
         with pytest.raises(Stop):
-            fl.all_reduce(Array())
-    assert fl.all_reduce(np.ones(3))[0] == size  # no call was made
+            group.all_reduce(Array())
+    kind = fl.errors.GroupClosedError if rank == ODD else fl.errors.PeerLostError
+    with pytest.raises(kind, match=r"raised .*Stop"):
+        group.all_reduce(np.ones(3))
+    assert fl.all_reduce(np.ones(3))[0] == size
 
 
-def test_what_ends_a_program_is_no_refusal(ranks: Any) -> None:
+def test_what_ends_a_program_is_no_refusal_and_ends_the_group(ranks: Any) -> None:
     ranks.run(interrupted)
 
 

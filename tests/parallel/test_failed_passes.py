@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.autograd.graph import note_changes
 from flashlight_py.autograd.variable import record
 from flashlight_py.distributed.host_memory import hosts_of
 from flashlight_py.errors import DistributedError, MismatchError, PeerLostError, TornStateError
@@ -182,6 +184,58 @@ def refused(rank: int, size: int, way: str) -> None:
 
 def test_a_refusal_at_the_end_of_a_pass(ranks: Any) -> None:
     ranks.run_each(refused, [(way,) for way in WAYS])
+
+
+def changed(rank: int, size: int, way: str) -> None:
+    """Rank 1 has changed a parameter since its forward pass; a pass before has left gradients."""
+    group = fl.distributed.world.current_world().group
+    if way == "stepped" and len(hosts_of(group)) > 1:
+        return
+    model = Net()
+    WAYS[way](model)
+    if way not in ("stepped", "compressed"):
+        one_pass(model)
+        assert all(param.grad is not None for param in model.params())
+    loss = model(fl.input(np.ones((2, 6)))).mean()
+    fl.barrier()
+    if rank == 1:
+        note_changes(model.params()[:1])  # as an assignment does, which sharded modules refuse
+    with pytest.raises(RuntimeError if rank == 1 else MismatchError, match="has used a variable"):
+        loss.backward()
+    assert all(param.grad is None for param in model.params())
+    assert fl.all_reduce(np.ones(1))[0] == size
+
+
+def test_a_changed_parameter_is_noticed_on_all_ranks(ranks: Any) -> None:
+    ranks.run_each(changed, [(way,) for way in WAYS])
+
+
+LOSSES: dict[str, Callable[[Net, Net, Any], Any]] = {
+    "product": lambda a, b, x: a(x) * b(x),
+    "chain": lambda a, b, x: b(a(x)),
+}
+
+
+def share_a_loss(rank: int, size: int, way: str, loss: str) -> None:
+    """Two modules in one loss: each gets to its end, and the exception is that of the pass."""
+    models, x = [Net(), Net()], fl.input(np.ones((2, 6)))
+    for model in models:
+        WAYS[way](model)
+    for which, place in itertools.product((0, 1), PLACES[:2]):
+        models[which].fails_at = place if rank == 1 else None
+        with pytest.raises(ValueError if rank == 1 else MismatchError) as caught:
+            LOSSES[loss](*models, x).mean().backward()
+        said = str(caught.value)
+        assert "on purpose" in said or (way != "sharded" and "different things" in said)
+        for model in models:
+            model.fails_at = None
+            one_pass(model)
+    assert fl.all_reduce(np.ones(1))[0] == size
+
+
+def test_two_modules_of_one_loss(ranks: Any) -> None:
+    ways = ["in buckets", "by themselves", "sharded"]
+    ranks.run_each(share_a_loss, [*itertools.product(ways, LOSSES)])
 
 
 def interrupted(rank: int, size: int, way: str) -> str:
