@@ -21,8 +21,6 @@ struct Refused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-constexpr char kNoProof[FL_PROOF_BYTES] = {};
-
 [[noreturn]] void fail(int error) { throw std::system_error(error, std::generic_category()); }
 
 }  // namespace
@@ -75,7 +73,7 @@ void Attempt::serve() {
     asks = theirs_.asks != 0;
     if (peer < 0 || peer >= links_.size || peer == links_.rank) throw Refused("no rank");
     if (!is_proven()) {
-      greet(kNoProof);  // who connects is mistaken, or a stranger
+      answer(Greeting{});  // who is mistaken finds no proof in it, and a stranger learns nothing
       throw Refused(kStranger);
     }
     if (!asks && !links_.has_place(*this)) throw Refused("there is one");
@@ -88,8 +86,12 @@ void Attempt::serve() {
 void Attempt::greet(const char* proof) {
   Greeting mine{links_.rank, asks ? 1 : 0, links_.calls_, {}};
   std::memcpy(mine.proof, proof, sizeof mine.proof);
-  const ssize_t sent = send(socket, &mine, sizeof mine, MSG_NOSIGNAL);  // a new socket has room
-  if (sent != sizeof mine) throw Refused("the connection broke");
+  answer(mine);
+}
+
+void Attempt::answer(const Greeting& greeting) {
+  const ssize_t sent = send(socket, &greeting, sizeof greeting, MSG_NOSIGNAL);  // a new socket has room
+  if (sent != sizeof greeting) throw Refused("the connection broke");
 }
 
 // Not a byte more: what follows is for Gloo.

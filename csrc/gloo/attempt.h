@@ -46,6 +46,7 @@ class Attempt : public gloo::transport::tcp::Handler {
  private:
   void serve();
   void greet(const char* proof);
+  void answer(const Greeting& greeting);
   bool receive();
   bool is_proven() const;
 
