@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import ExitStack
 from heapq import heappop, heappush
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
@@ -58,10 +59,13 @@ class GradSink:
 
 
 class InPasses:
-    """What has methods that are gradient hooks, and is to know of a pass that fails before them."""
+    """What has methods that a pass calls, and is to know of one that fails before it has.
+
+    They are gradient hooks of leaves or vjps of operations, by ``functools.partial``.
+    """
 
     def join_failed(self) -> None:
-        """Take note that the running pass, which would have called a hook, ends by an exception."""
+        """Take note that the running pass, which would have called it, ends by an exception."""
 
 
 _LAST = sys.maxsize  # the turn of what users ask for
@@ -71,11 +75,13 @@ class _Pass(threading.local):
     """What the backward pass that runs on this thread knows, and is to call.
 
     ``callbacks``: when it ends. ``pending``: how many contributions each target still waits for.
+    ``grads``: what has arrived at nodes whose visit has not ended.
     ``after``: what to call when the node that is visited has sent all its gradients.
     """
 
     callbacks: list[tuple[int, EndCallback]] | None = None
     pending: dict[Target, int] | None = None
+    grads: dict[Node, Array] | None = None
     after: list[Callable[[], None]] | None = None
 
 
@@ -146,37 +152,40 @@ def _run(walk: Callable[..., None], *args: object) -> None:
     """Run one pass, then its end callbacks, whether it raised or not."""
     callbacks: list[tuple[int, EndCallback]] = []
     outer, _current.callbacks = _current.callbacks, callbacks
-    around = _current.pending, _current.after
-    _current.pending = _current.after = None
+    around = _current.pending, _current.grads, _current.after
+    _current.pending = _current.grads = _current.after = None
     completed = False
     try:
         walk(*args)
         completed = True
     except BaseException:
-        _join_failed(_current.pending or {})
+        _join_failed(_current.pending or {}, _current.grads or {})
         raise
     finally:
         _current.callbacks = outer
-        _current.pending, _current.after = around
+        _current.pending, _current.grads, _current.after = around
         if callbacks:
             in_turn = sorted(callbacks, key=itemgetter(0))
             _call_all([callback for _, callback in in_turn], completed)
 
 
-def _join_failed(targets: Iterable[Target]) -> None:
-    for target in targets:
-        hook = None if isinstance(target, Node) else target.hook
-        owner = getattr(getattr(hook, "func", None), "__self__", None)
-        if isinstance(owner, InPasses):
-            owner.join_failed()
+def _join_failed(pending: dict[Target, int], grads: dict[Node, Array]) -> None:
+    for target in (*pending, *(grads.keys() - pending.keys())):
+        called: list[object] = []
+        if not isinstance(target, Node):
+            called = [target.hook]
+        elif pending.get(target) or target in grads:
+            called = [vjp for _, vjp in target.edges or ()]
+        for function in called:
+            owner = getattr(getattr(function, "func", None), "__self__", None)
+            if isinstance(owner, InPasses):
+                owner.join_failed()
 
 
 def _call_all(callbacks: list[EndCallback], completed: bool) -> None:
-    try:
-        callbacks[0](completed)
-    finally:  # all of them even if one raises
-        if callbacks[1:]:
-            _call_all(callbacks[1:], completed)
+    with ExitStack() as stack:  # it calls the last first, and all of them even if one raises
+        for callback in reversed(callbacks):
+            stack.callback(callback, completed)
 
 
 def _contribute(leaf: Variable, seed: Array) -> None:
@@ -192,6 +201,7 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
     them, for whatever consumes it was recorded later, and has been visited.
     """
     pending = _current.pending = {}
+    _current.grads = {root: seed}
     found = Walk(root, seed, retain_graph, pending)
     grads, owned, replaced = found.grads, found.owned, found.replaced
     ready = [root]
@@ -204,7 +214,7 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
             ready.append(node)
 
     after: list[Callable[[], None]] = []
-    _current.after = after
+    _current.grads, _current.after = grads, after
     while ready or ordered:
         node = ready.pop() if ready else heappop(ordered)[1]
         if type(node) is Part:
@@ -212,7 +222,7 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
             if instead is not None:
                 is_ready(instead)
             continue
-        grad = grads.pop(node)
+        grad = grads[node]
         for recorded, vjp in node.edges or ():
             contribution, target = vjp(grad), recorded
             while target in replaced:
@@ -226,6 +236,7 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
                 _accumulate(target, contribution, grad)
                 if target.hook is not None and not pending[target]:
                     target.hook(target)
+        del grads[node]
         if not retain_graph:
             node.edges = None
         while after:

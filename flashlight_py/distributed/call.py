@@ -20,6 +20,8 @@ from flashlight_py.distributed.verbs import RECV, SCATTER, Verb
 ANY_RANK = -1
 """The peer of a receive that takes what any rank sends."""
 
+PASS_FAILED = "end of a backward pass that has failed"
+
 # Calls that several collectives make up. Ranks know them by their places in this list.
 COMPOSED = (
     *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
@@ -31,7 +33,7 @@ COMPOSED = (
         "load(collective, to be called on every rank)",
     ),
     *("host_array", "backward of a sharded module", "optimizer.step of a sharded module"),
-    "clip_grad_norm of a sharded module",
+    *("clip_grad_norm of a sharded module", PASS_FAILED),
 )
 
 

@@ -16,10 +16,10 @@ Place = tuple[str, int]
 
 
 class _Ours(dict[str, bool]):
-    """Whether files are of this package; remembered, as every call asks."""
+    """Whether files are of this package, or what calls our context managers; remembered."""
 
     def __missing__(self, path: str) -> bool:
-        ours = self[path] = path.startswith(PACKAGE)
+        ours = self[path] = path.startswith(PACKAGE) or path == contextlib.__file__
         return ours
 
 

@@ -43,14 +43,6 @@ class Reducer(abc.ABC):
     def finalize(self) -> None:
         """Block until every array that was added holds the reduced values."""
 
-    def begun_before_a_wait(self, arrays: Sequence[Array]) -> int:
-        """Return how many calls begin, before one is waited for, where ``arrays`` are added next.
-
-        So many does a rank refuse whose backward pass fails, for the others to raise: 1, unless a
-        reducer says otherwise. ``arrays``: at least one, of any shapes and dtypes.
-        """
-        return 1
-
     def abandon(self) -> None:  # noqa: B027  (optional: only reducers that collect need it)
         """Forget what was added and not yet sent: whoever added it has failed."""
 
@@ -131,17 +123,10 @@ class EagerReducer(_Pending):
             TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
         """
         self._apart.add(as_array("EagerReducer.add", array))
-        if self._blocks(array):
+        if array.nbytes <= self._inline_bytes and not self._works and not is_cupy(array):
             all_reduce(array, self.scale, group=self.group)
         else:
             self._works.append(all_reduce(array, self.scale, async_op=True, group=self.group))
-
-    def _blocks(self, array: Array) -> bool:
-        return array.nbytes <= self._inline_bytes and not self._works and not is_cupy(array)
-
-    def begun_before_a_wait(self, arrays: Sequence[Array]) -> int:
-        """Return 1, or the number of ``arrays`` where they are on their way beside each other."""
-        return 1 if self._blocks(arrays[0]) else len(arrays)
 
     def abandon(self) -> None:
         """Forget what is on its way; it cannot be called back."""
@@ -324,10 +309,6 @@ class HookReducer(_Pending):
         bucket = Bucket(index, array, self._parts[index], self.scale, group, inline)
         self._works.append(call_hook(self._hook, bucket))
         self._in_background |= bucket.in_background
-
-    def begun_before_a_wait(self, arrays: Sequence[Array]) -> int:
-        """Return 1, or the number of ``arrays`` where one is on its way; see ``Reducer``."""
-        return len(arrays) if self._in_background else 1
 
     def abandon(self) -> None:
         """Forget what is on its way; it cannot be called back."""

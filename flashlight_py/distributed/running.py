@@ -24,7 +24,6 @@ from flashlight_py.distributed.arrays import (
 )
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.membership import Membership, of, place_of_native
 from flashlight_py.distributed.numbers import (
     NUMBERS,
@@ -352,9 +351,10 @@ class refusing(ending):
         if not isinstance(error, Exception) or group.rank < 0 or group.size == 1:
             return
         if not group.journal.has_noted(error):  # else a call has begun, or was refused
-            self._refuse(error)
+            self.refuse(error)
 
-    def _refuse(self, error: Exception) -> None:
+    def refuse(self, error: Exception) -> None:
+        """Make the other ranks raise because of ``error``."""
         group, begun = self._group, list(self._begun)
         words = f"{self._verb}, and {self._how} ({reason_of(error)})"
         held = [getattr(value, "array", value) for value in self._given]
@@ -370,23 +370,6 @@ class refusing(ending):
                 verb = SEND if end.sends else RECV
                 call = Call(verb, peer=end.peer, tag=end.tag, blocking=False, refusal=words)
                 backend.start(call)
-
-
-def fail(
-    group: Membership,
-    verb: str,
-    error: BaseException | None,
-    begun: Iterable[End | None] = (COLLECTIVE,),
-    given: Iterable[Any] = (),
-) -> None:
-    """Let what ``error`` ends on this rank end on the others, which are to begin ``begun`` of it.
-
-    They raise ``MismatchError``, and the group lives on. An interrupt ends all groups, as one of a
-    verb does: nothing more can be sent then.
-    """
-    if group.size > 1 and not (error is None or isinstance(error, Exception)):
-        abort.report(error)
-    refusing(group, verb, begun, given, "failed").__exit__(None, error, None)
 
 
 def reason_of(error: BaseException) -> str:

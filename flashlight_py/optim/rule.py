@@ -47,9 +47,10 @@ class RuleOptimizer(FirstOrderOptimizer):
                 nothing was changed.
             ValueError: a parameter had no ``calc_grad`` when its module was sharded; likewise.
         """
-        note_changes([variable for variable in self.params if variable.grad is not None])
+        changed = [variable for variable in self.params if variable.grad is not None]
         if not self._shards:
             queued = self._step_own(grad_scale)
+            note_changes(changed)
             if queued:
                 cuda.change(queued, grad_scale, self)
             return
@@ -59,6 +60,7 @@ class RuleOptimizer(FirstOrderOptimizer):
             for position, variable in enumerate(self.params)
             if variable.grad is not None
         ]
+        note_changes(changed)
         self._step_placed(placed, grad_scale)
 
     def _pieces_of(self, position: int, variable: Variable) -> Sequence[tuple[Array, ...]]:

@@ -13,25 +13,24 @@ send something else than sums, they are a message of their own.
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from flashlight_py.autograd import Variable, on_backward_end
-from flashlight_py.autograd.engine import InPasses
+from flashlight_py.autograd import Variable
+from flashlight_py.autograd.engine import InPasses, at_end
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed import ProcessGroup, all_reduce, shared_empty
 from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.buckets import plan_buckets
-from flashlight_py.distributed.reducer import EagerReducer, Reducer
-from flashlight_py.distributed.running import COLLECTIVE, fail
+from flashlight_py.distributed.reducer import Reducer
 from flashlight_py.distributed.world import group_or_world
-from flashlight_py.errors import DistributedError, MismatchError
-from flashlight_py.parallel.agreement import of_all_ranks
+from flashlight_py.errors import DistributedError
+from flashlight_py.parallel.failing import end_together, fail, forget_gradients
 
 
 class Unit:
@@ -54,43 +53,20 @@ def gradient_of(param: Variable) -> Array:
     """Return the gradient; zeros take the place of one that this rank did not compute."""
     if param.grad is None:
         param.grad = array_module(param.data).zeros_like(param.data)
-    elif not param.grad.shape:  # what NumPy has computed of it is a scalar
-        param.grad = array_module(param.grad).asarray(param.grad)
+    elif not param.grad.shape or param.grad.dtype != param.dtype:
+        # What NumPy has computed of an array without dimensions is a scalar.
+        param.grad = array_module(param.grad).asarray(param.grad, param.dtype)
     return param.grad
 
 
-def used_on_any_rank(
-    used: Iterable[bool], group: ProcessGroup | None, failure: str = ""
-) -> list[bool]:
-    """Return for each parameter whether a rank used it. Collective, blocking.
-
-    ``failure``: why the pass has failed on this rank, which took part with zeros.
-
-    Raises:
-        MismatchError: it has failed on another rank, and not on this one.
-    """
-    flags = np.array([*used, bool(failure)], np.int32)
+def used_on_any_rank(used: Iterable[bool], group: ProcessGroup | None) -> list[bool]:
+    """Return for each parameter whether a rank used it. Collective, blocking."""
+    flags = np.array([*used], np.int32)
     all_reduce(flags, op="max", group=group)
-    *found, failed = [bool(flag) for flag in flags.tolist()]
-    if failed:
-        _raise_failure(failure, group_or_world(group))
-    return found
+    return [bool(flag) for flag in flags.tolist()]
 
 
-def _raise_failure(own: str, group: ProcessGroup) -> None:
-    why = of_all_ranks(own, group)
-    failed = [f"rank {rank} raised {each}" for rank, each in enumerate(why) if each]
-    if not own:
-        raise MismatchError(
-            f"[backward] rank {group.rank} of {group.size}: {'; '.join(failed)} in this backward "
-            "pass, so there are no gradients of it on any rank. All ranks can go on with the next"
-        )
-
-
-def forget_gradients(params: Iterable[Variable]) -> None:
-    """Leave no gradients of a failed pass, of which ranks would have different parts."""
-    for param in params:
-        param.grad = None
+_turns = itertools.count(1)  # in the order in which all ranks make them
 
 
 def one_by_one(params: Sequence[Variable]) -> list[Unit]:
@@ -195,23 +171,26 @@ class PassSync(InPasses, abc.ABC):
         self.ignored: frozenset[str] = frozenset()
         self.enabled = True
         self.is_shared = False
+        self._turn = next(_turns)  # among what a pass has, on all ranks
+        self._has_failed = False  # the pass, on this rank
+        self._ends_together = False  # as all ranks do
 
-    def _refuse(self, rest: Sequence[Array], is_first: bool, sends_more: bool = False) -> None:
-        """Let the pass that an exception ends here fail on the ranks that reduce ``rest``.
+    def fail(self, *given: Array) -> None:
+        """Let the pass that an exception ends here fail on all ranks, which reduce ``given``."""
+        self._has_failed = True
+        self._ends_together = fail(self._all, sys.exc_info()[1], given)
 
-        It takes as many calls as they begin before they raise. ``is_first``: ``rest`` is all of the
-        pass; ``sends_more``: something follows it.
-        """
-        count = self.reducer.begun_before_a_wait(rest) if rest else int(sends_more)
-        if is_first and self.weigh is not None:
-            count = 1
-        error, group = sys.exc_info()[1], group_or_world(self.reducer.group)
-        fail(group, "backward", error, [COLLECTIVE] * count, rest[:1])
-        is_known = isinstance(error, DistributedError) or not isinstance(error, Exception)
-        if isinstance(self.reducer, EagerReducer) and not is_known:
-            with contextlib.suppress(MismatchError):  # it has failed on others, too
-                self.reducer.finalize()  # as the memory is that of the next pass, too
+    def end_failed(self) -> None:
+        """End a pass that has failed; blocks until all ranks have got there."""
+        together, self._has_failed, self._ends_together = self._ends_together, False, False
         self.reducer.abandon()
+        if together:
+            end_together(self._all)
+
+    @property
+    def _all(self) -> ProcessGroup:
+        """The ranks."""
+        return group_or_world(self.reducer.group)
 
     def detach(self) -> None:
         """Let go of the parameters, but of those that have another hook since."""
@@ -252,7 +231,7 @@ class GradientSync(Hooked, PassSync):
 
     __captured_state__ = (
         *("reducer", "weigh", "ignored", "enabled", "is_shared", "averages"),
-        *("_units", "_params", "_flags", "_touched", "_given"),
+        *("_units", "_params", "_flags", "_touched", "_given", "_has_failed"),
     )
 
     def __init__(
@@ -290,7 +269,8 @@ class GradientSync(Hooked, PassSync):
     def _begin(self) -> list[Unit]:
         if self._touched is None:
             self._touched = []
-            on_backward_end(self._on_end)
+            at_end(self._on_walked, 0)
+            at_end(self._on_end, self._turn)
         return self._touched
 
     def join_failed(self) -> None:
@@ -298,18 +278,27 @@ class GradientSync(Hooked, PassSync):
         if self.enabled:
             self._begin()
 
-    def _on_end(self, completed: bool) -> None:
-        """Autograd: the pass is over. Pass on what is left, and wait for everything."""
+    def _on_walked(self, completed: bool) -> None:
+        """Autograd: all is computed. Pass on what is left, before anything waits for its sums."""
         try:
-            if completed:
-                while self._given < len(self._units):
-                    self._give_next()
-                self._finish()
-            else:
-                self._fail(completed)
+            while completed and self._given < len(self._units):
+                self._give_next()
         except Exception:
-            if completed:
-                self._fail(completed)
+            completed = False
+            raise
+        finally:
+            # Else all was sent before, and is right.
+            if not completed and (self._given < len(self._units) or self._flags is None):
+                self._fail()
+
+    def _on_end(self, completed: bool) -> None:
+        """Autograd: the pass is over. Wait for everything."""
+        try:
+            if not self._has_failed:
+                self._finish()
+        except Exception as error:
+            if isinstance(error, DistributedError) or self._flags is None:
+                self._fail()
             raise
         finally:
             for unit in self._touched or ():
@@ -317,15 +306,14 @@ class GradientSync(Hooked, PassSync):
             self._touched = None
             self._given = 0
             self._unused = []
+            if self._has_failed:
+                forget_gradients(self._params)
+                self.end_failed()
 
-    def _fail(self, walked: bool) -> None:
-        rest = [
-            unit.params[0].data if unit.flat is None else unit.flat
-            for unit in self._units[self._given :]
-        ]
-        self._refuse(rest, is_first=not self._given, sends_more=self._flags is None)
-        if rest or walked:  # else all was sent before, and is right
-            forget_gradients(param for unit in self._units for param in unit.params)
+    def _fail(self) -> None:
+        """Let the pass fail on all ranks."""
+        unit = self._units[min(self._given, len(self._units) - 1)]
+        self.fail(unit.params[0].data if unit.flat is None else unit.flat)
 
     def _give_next(self) -> None:
         unit = self._units[self._given]

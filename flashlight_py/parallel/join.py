@@ -85,6 +85,8 @@ class Joined:
                 self._all_passes += 1
                 self._sync.give_zeros()
         except MismatchError as error:
+            self._sync.fail()
+            self._sync.end_failed()
             raise MismatchError(
                 f"join: rank {rank} of {size} has run out of data and takes part in the backward "
                 "passes of one module alone; another rank called something else. Keep other "

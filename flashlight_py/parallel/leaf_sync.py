@@ -23,11 +23,11 @@ from flashlight_py.autograd.engine import InPasses
 from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.device import Array, effect
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.running import fail
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.errors import MismatchError, NotInitializedError
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import differing_arguments, of_all_ranks
+from flashlight_py.parallel.failing import fail
 from flashlight_py.parallel.gradient_sync import Hooked
 from flashlight_py.parallel.leaf_buffers import Buffers
 from flashlight_py.parallel.leaf_rows import Rows, join_hosts, merges_after
@@ -195,7 +195,7 @@ class LeafSync(Hooked, InPasses):
         error, self._failure = self._failure, None
         if not self._is_reduced:
             # The others are about to compare what they have used.
-            fail(self.members, "leaves", error)
+            fail(self.members, error)
             self._buffers.restore()
             for param in self._params:
                 param.grad = None

@@ -126,9 +126,7 @@ class StepSync(ShardSync):
 
     def _finish(self) -> None:
         """Let the ranks go on together, unless one has failed; there are no gradients."""
-        self._complete([], self._failed)
-        if self._failed:
-            return
+        self._complete([])
         self._change.close()
         self.is_done = True
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -23,9 +22,10 @@ from flashlight_py.device import Array, array_module, effect
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.reducer import InlineReducer
-from flashlight_py.distributed.running import fail, reason_of
-from flashlight_py.errors import DistributedError, MismatchError
-from flashlight_py.parallel.gradient_sync import PassSync, forget_gradients, used_on_any_rank
+from flashlight_py.distributed.running import refusing
+from flashlight_py.errors import DistributedError
+from flashlight_py.parallel.failing import fail, forget_gradients
+from flashlight_py.parallel.gradient_sync import PassSync, used_on_any_rank
 from flashlight_py.parallel.shard_layout import Chunk, UnitPlan
 
 if TYPE_CHECKING:
@@ -78,9 +78,6 @@ class Sink(GradSink):
         return product
 
 
-_turns = itertools.count(1)  # in the order in which all ranks make them
-
-
 class Unit:
     """Parameters that are sent together, and where."""
 
@@ -131,11 +128,10 @@ class ShardSync(PassSync):
         self._params = [param for unit in units for param in unit.params]
         self._sinks = [sink for unit in units for sink in unit.sinks]
         self.step_all: Callable[[], None] = _nothing  # that the ranks step after a pass
-        self._turn = next(_turns)  # among the modules of a pass
         self._given = 0  # units that this pass has sent
         self._weight = 1.0
         self._running = self._gave_all = False
-        self._failed = ""  # why the pass has, on this rank
+        self._failed: Exception | None = None  # by which the pass has, on this rank alone
         self._unused: set[Variable] = set()
 
     def install(self) -> None:
@@ -228,7 +224,7 @@ class ShardSync(PassSync):
         passed = any(sink.passed for sink in unit.sinks)
         if not passed:
             weight = self._weigh()
-            self._give(unit, 0.0 if self._failed else weight)
+            self._give(unit, weight if self._failed is None else 0.0)
         self._given += 1
 
     def _give(self, unit: Unit, weight: float) -> None:
@@ -263,18 +259,16 @@ class ShardSync(PassSync):
 
     def join_failed(self) -> None:
         """Autograd: the pass fails; see ``InPasses``."""
-        if self.enabled and self._failure():
+        if self.enabled and self._failure() is not None:
             self._begin()
 
-    def _failure(self) -> str:
-        """Return why the pass fails, where an exception ends it of which no other rank knows."""
+    def _failure(self) -> Exception | None:
+        """Return what ends the pass here, if no other rank knows of it."""
         error, group = sys.exc_info()[1], self._group
-        if error is None or isinstance(error, DistributedError) or group.size == 1:
-            return ""
-        if not isinstance(error, Exception):
-            fail(group, "backward", error)
-            return ""
-        return "" if group.journal.has_noted(error) else reason_of(error)
+        if isinstance(error, Exception):
+            return None if group.size == 1 or group.journal.has_noted(error) else error
+        fail(group, error)
+        return None
 
     def _on_walked(self, completed: bool) -> None:
         """Autograd: all is computed. Send what is left, before any module waits for its sums."""
@@ -295,22 +289,33 @@ class ShardSync(PassSync):
     def _give_zeros(self) -> None:
         """Get to the end of a pass that fails here: there all ranks find out."""
         self._failed = self._failure()
-        if self._failed:
-            self._give_rest()
+        if self._failed is not None:
+            with contextlib.suppress(DistributedError):  # the pass fails by what is raised already
+                self._give_rest()
 
     def _on_end(self, completed: bool) -> None:
         """Autograd: the pass is over. Wait for everything."""
         is_right = False
         try:
-            if self._gave_all:
-                # What the pass fails by is raised already.
-                with contextlib.suppress(*([MismatchError] if self._failed else [])):
-                    self._finish()
-                is_right = not self._failed
+            if self._failed is not None:
+                self._refuse_end(self._failed)
+            elif self._gave_all:
+                self._finish()
+                is_right = True
         finally:
             if not is_right:
                 forget_gradients(self._params)
             self._reset()
+
+    def _refuse_end(self, error: Exception) -> None:
+        """Let the other ranks raise where they exchange what they have used."""
+        if self._gave_all:
+            with contextlib.suppress(DistributedError):
+                self._memory.sum_between_hosts()
+                refusing(self._group, "backward", how="failed").refuse(error)
+
+    def end_failed(self) -> None:
+        """Do nothing: all ranks have made the same calls."""
 
     def _reset(self) -> None:
         for unit in self._units:
@@ -318,25 +323,23 @@ class ShardSync(PassSync):
             for sink in unit.sinks:
                 sink.passed = False
         self._running = self._gave_all = False
-        self._given, self._weight, self._failed = 0, 1.0, ""
+        self._given, self._weight, self._failed = 0, 1.0, None
         self._unused.clear()
 
     def _finish(self) -> None:
         """Wait for all ranks' sums; parameters that no rank used have no gradient then."""
         here = [param not in self._unused for param in self._params]
-        used = self._complete(here, self._failed)
-        if self._failed:
-            return
+        used = self._complete(here)
         for param, sink, anywhere in zip(self._params, self._sinks, used, strict=True):
             if anywhere:
                 param.grad = sink.whole
 
     @effect
-    def _complete(self, here: list[bool], failed: str) -> list[bool]:
+    def _complete(self, here: list[bool]) -> list[bool]:
         """Return which parameters a rank has used, when the sums are complete on this host."""
         self._memory.sum_between_hosts()
         # As all ranks pass their flags when their parts are complete, the sums are, too.
-        return used_on_any_rank(here, self._group, failed)
+        return used_on_any_rank(here, self._group)
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
         """Return this rank's share of the samples, relative to the mean."""

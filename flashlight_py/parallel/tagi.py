@@ -25,6 +25,7 @@ from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.buckets import plan_buckets
 from flashlight_py.distributed.reducer import EagerReducer
 from flashlight_py.distributed.world import group_or_world
+from flashlight_py.errors import DistributedError
 from flashlight_py.parallel.agreement import check_entries_agree, check_settings_agree
 from flashlight_py.parallel.gradient_sync import PassSync, shared_zeros
 from flashlight_py.parallel.synchronize import synchronize
@@ -314,9 +315,10 @@ class DeltaSync(PassSync):
         """Do what ``DDPSequential.backward`` does."""
         try:
             self._backward()
-        except BaseException:
-            rest = [bucket.sums for bucket in self._buckets[self._passed :]]
-            self._refuse(rest, is_first=not (self._in_pass or self._norms))
+        except BaseException as error:
+            if self._passed < len(self._buckets) or isinstance(error, DistributedError):
+                self.fail(self._buckets[0].sums)
+                self.end_failed()
             raise
         finally:
             self._pending = list(self._layers)

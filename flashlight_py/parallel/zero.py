@@ -25,7 +25,6 @@ from flashlight_py.autograd.engine import InPasses, after_node, in_backward
 from flashlight_py.device import Array, device_of
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.reducer import InlineReducer
-from flashlight_py.distributed.running import fail
 from flashlight_py.distributed.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
@@ -33,6 +32,7 @@ from flashlight_py.optim.placement import Shards
 from flashlight_py.optim.rule import RuleOptimizer
 from flashlight_py.parallel.agreement import check_modules_agree
 from flashlight_py.parallel.data_parallel import release
+from flashlight_py.parallel.failing import end_together, fail
 from flashlight_py.parallel.gradient_sync import PassSync, used_on_any_rank
 from flashlight_py.parallel.parameters import give_state
 from flashlight_py.parallel.zero_flat import (
@@ -248,18 +248,16 @@ class GatheredShards(Shards, InPasses):
             flat.open()
         return flat.homes
 
-    def join_failed(self) -> None:
-        """Autograd: the pass fails; see ``InPasses``."""
-        if not self._in_pass:
-            on_backward_end(self._on_end)
-            self._in_pass = True
-
     def _join_pass(self) -> None:
         if self._steps and not self.sync.enabled:
             raise RuntimeError(
                 "fully_shard(step_in_backward=True): a pass within no_sync would be stepped by "
                 "itself; step after the pass to add several up"
             )
+        self.join_failed()
+
+    def join_failed(self) -> None:
+        """Have the end of the pass be seen; see ``InPasses``."""
         if not self._in_pass:
             on_backward_end(self._on_end)
             self._in_pass = True
@@ -309,9 +307,10 @@ class GatheredShards(Shards, InPasses):
                 self._settle()
                 if not self._steps:
                     self._add_up()
-            else:
+            elif not self._steps or len(self._reductions) < len(self._flats):  # more is to be sent
                 given = [flat.part for flat in self._flats]
-                fail(self.members, "backward", sys.exc_info()[1], given=given)
+                if fail(self.members, sys.exc_info()[1], given):
+                    end_together(self.members)
         finally:
             for flat in self._flats:
                 if flat.homes is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -209,3 +210,22 @@ class TestBackwardEnd:
     def test_needs_a_callable(self) -> None:
         with pytest.raises(TypeError, match="callable, got int"):
             on_backward_end(3)  # type: ignore[arg-type]
+
+
+def test_all_of_many_callbacks_are_called_where_one_raises() -> None:
+    called = []
+
+    def at_end(number: int, _: bool) -> None:
+        called.append(number)
+        if number == 3:
+            raise ValueError("on purpose")
+
+    def ask(_: Variable) -> None:
+        for number in range(2000):
+            on_backward_end(functools.partial(at_end, number))
+
+    x = param(ones(2))
+    x.register_grad_hook(ask)
+    with pytest.raises(ValueError, match="on purpose"):
+        F.sum(x * 2.0).backward()
+    assert called == [*range(2000)]

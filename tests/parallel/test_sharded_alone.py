@@ -163,3 +163,15 @@ def test_a_parameter_that_does_not_learn_may_be_of_bfloat16() -> None:
     assert model.table.placement is not None
     assert model.table.dtype == bfloat16
     assert model.table.array.tolist() == [0, 1, 2]
+
+
+def test_a_step_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fully_sharded, "SMALL_BYTES", 0)
+    model = Net("float32")
+    optimizer = optimizer_of(model, "sgd")
+    fl.fully_shard(model)
+    loss = loss_of(model, 0, 0)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="was sharded after the optimizer was made"):
+        optimizer.step()
+    loss.backward()

@@ -171,8 +171,8 @@ class Journal(Ring):
         _fail(self._begin(what, 4), error)
 
     def has_noted(self, error: BaseException) -> bool:
-        """Return whether ``error`` ended a call that had begun, or one that was refused."""
-        return hasattr(error, _NOTED)
+        """Return whether ``error`` ended a call of this group that had begun or was refused."""
+        return self.name in getattr(error, _NOTED, ())
 
     def failed(self, call: int, error: BaseException) -> None:
         """Note that the native call with this id has ended by ``error``."""
@@ -185,8 +185,7 @@ class Journal(Ring):
         oldest = self.header[_WRITTEN] - _CALLS
         known = {other: text for other, text in self._errors.items() if other > oldest}
         self._errors = {**known, call: f"{type(error).__name__}: {error}"}
-        setattr(error, _NOTED, True)
-        incidents.report(error)
+        _note(error, self.name)
 
     def open_to_native(self, clocks: Callable[[], tuple[int, int]]) -> None:
         """Have native code write as well; ``clocks`` reads its clock, and ``time.monotonic_ns``."""
@@ -327,7 +326,11 @@ def forked(verb: str) -> GroupClosedError:
 def _fail(record: Record, error: BaseException) -> None:
     record.ended = monotonic_ns()
     record.error = f"{type(error).__name__}: {error}"
-    setattr(error, _NOTED, True)
+    _note(error, record.what[0])
+
+
+def _note(error: BaseException, group: str) -> None:
+    setattr(error, _NOTED, {*getattr(error, _NOTED, ()), group})
     incidents.report(error)
 
 

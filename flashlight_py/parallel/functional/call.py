@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from flashlight_py.autograd import Variable
+from flashlight_py.autograd.engine import InPasses
 from flashlight_py.autograd.variable import record_in_order
 from flashlight_py.device import Array, array_module, effect
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.errors import MismatchError
+from flashlight_py.parallel.failing import fail
 
 # How many differentiable collectives each group has had: the same number on all of its ranks.
 _calls: dict[weakref.ref[ProcessGroup], int] = {}
 
 
-class Call:
+class Call(InPasses):
     """A differentiable collective of ``group``, numbered as all its ranks number it.
 
     ``rows`` are numbers that the ranks have exchanged, those of a rank in a row.
@@ -50,12 +54,15 @@ class Call:
             return Variable(result)
         # A rank that needs no gradient takes part in the backward pass for the others' sake.
         source = v if v.calc_grad else Variable(v.data, calc_grad=True)
+        return record_in_order(result, (source, functools.partial(self._answer, vjp)))
 
-        def meet_and_answer(grad: Array) -> Array:
-            self._pass_back()
-            return vjp(grad)
+    def _answer(self, vjp: Callable[[Array], Array], grad: Array) -> Array:
+        self._pass_back()
+        return vjp(grad)
 
-        return record_in_order(result, (source, meet_and_answer))
+    def join_failed(self) -> None:
+        """Autograd: a pass fails that has yet to come here, where the other ranks wait."""
+        fail(self.group, sys.exc_info()[1])
 
     @effect
     def _pass_forward(self, *facts: int) -> list[list[int]]:
