@@ -13,7 +13,7 @@ from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
 from flashlight_py.tagi.lstm_cell import States
 from flashlight_py.tagi.lstm_window import Pass, window_backward, window_forward
 from flashlight_py.tagi.parameters import Parameter
-from flashlight_py.tagi.states import REAL, BaseHiddenStates
+from flashlight_py.tagi.states import REAL, BaseHiddenStates, real
 
 Window: TypeAlias = Literal["recurrent", "independent"]
 
@@ -159,11 +159,15 @@ class LSTM(BaseLayer):
         return States(*(np.array(to_device(each, "cpu")).reshape(-1) for each in self._carried))
 
     def set_states(self, states: Sequence[Any] | None) -> None:
-        """Let the next call begin with these; None: with 0. ``output_size`` elements each."""
+        """Let the next call begin with these; None: with 0. ``output_size`` elements each.
+
+        Raises:
+            TypeError, ValueError: they are no real numbers, or masked.
+        """
         if states is None:
             self._carried = None
             return
-        copies = (np.array(to_device(each, "cpu"), REAL).reshape(1, -1) for each in states)
+        copies = (real(f"{self}: states", s, "cpu", own=True).reshape(1, -1) for s in states)
         self._carried = States(*map(array_module(self.weight.mean).asarray, copies))
 
     def to_device(self, device: str) -> None:

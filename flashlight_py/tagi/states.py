@@ -164,8 +164,7 @@ def unmasked(name: str, values: Any, missing: float | None = None) -> Any:
     Raises:
         ValueError: something is masked, and ``missing`` is None.
     """
-    if isinstance(values, list | tuple) and any(isinstance(v, np.ma.MaskedArray) for v in values):
-        values = np.ma.array(values)
+    values = _stacked(values)
     if not isinstance(values, np.ma.MaskedArray):
         return values
     mask = np.ma.getmaskarray(values)
@@ -177,6 +176,20 @@ def unmasked(name: str, values: Any, missing: float | None = None) -> Any:
             "be missing here; fill them, or leave them out"
         )
     return np.where(mask, missing, values.data)
+
+
+def _stacked(values: Any) -> Any:
+    """Return lists and tuples that have masked arrays in them, however deep, as one such array.
+
+    NumPy loses the masks that lie deeper than one level. Anything else is returned as it is.
+    """
+    if not isinstance(values, list | tuple):
+        return values
+    kinds = set(map(type, values))  # of many numbers there is one kind
+    if not any(issubclass(kind, list | tuple | np.ma.MaskedArray) for kind in kinds):
+        return values
+    parts = [_stacked(each) for each in values]
+    return np.ma.stack(parts) if any(map(np.ma.isMaskedArray, parts)) else values
 
 
 def fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:

@@ -17,7 +17,7 @@ from flashlight_py.tagi.hierarchical import (
     probabilities,
     tree_of,
 )
-from flashlight_py.tagi.states import REAL, fits, real
+from flashlight_py.tagi.states import REAL, fits, real, unmasked
 
 FileName = str | os.PathLike[str]
 
@@ -189,10 +189,11 @@ class Utils:
             len(output_col)]``, float32.
 
         Raises:
-            ValueError: there is not one window in the data, or a column is none of its features.
+            ValueError: there is not one window in the data, or a column is none of its features or
+                is masked.
         """
         values = real("data", data, "cpu", missing=np.nan)
-        columns = np.asarray(output_col, np.int64).reshape(-1)
+        columns = np.asarray(unmasked("output_col", output_col), np.int64).reshape(-1)
         if not fits(values.shape, (values.size // num_features, num_features)):
             raise ValueError(
                 f"{values.size} elements are no steps of {num_features} features: {values.shape}"
@@ -294,10 +295,12 @@ class Normalizer:
 
     @staticmethod
     def compute_mean_std(data: Array) -> tuple[Array, Array]:
-        """Return mean and standard deviation along the first dimension; NaN is left out."""
+        """Return mean and deviation along the first dimension; NaN and masked ones are left out."""
+        data = unmasked("data", data, np.nan)
         return np.nanmean(data, axis=0), np.nanstd(data, axis=0)
 
     @staticmethod
     def compute_max_min(data: Array) -> tuple[Array, Array]:
-        """Return the largest and smallest elements along the first dimension, without NaN."""
+        """Return the largest and smallest along the first dimension, not of NaN and masked ones."""
+        data = unmasked("data", data, np.nan)
         return np.nanmax(data, axis=0), np.nanmin(data, axis=0)

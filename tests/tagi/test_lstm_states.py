@@ -103,6 +103,8 @@ def test_states_that_do_not_fit_are_refused() -> None:
         net.set_lstm_states({0: three})
     with pytest.raises(ValueError, match=r"layer 0: 1 of 3 elements are masked"):
         net.set_lstm_states({0: [np.ma.masked_less(np.arange(3), 1)] * 4})
+    with pytest.raises(ValueError, match=r"LSTM\(1,3\): states: 1 of 3 elements are masked"):
+        net.layers[0].set_states([np.ma.masked_less(np.arange(3), 1)] * 4)
     assert not net.get_lstm_states()[0][0].any()
     with pytest.raises(ValueError, match="time_step is -1 or that of one of 0 smoothed time steps"):
         net.get_lstm_states(0)

@@ -111,7 +111,8 @@ def test_what_is_masked_is_not_observed(dtype: str) -> None:
     ):
         found, expected = nn.BaseDeltaStates(), nn.BaseDeltaStates()
         update(hole, expected)
-        for y in (masked, list(masked), masked.ravel()):
+        nested = [[row] for row in masked], tuple(list(row) for row in masked)
+        for y in (masked, list(masked), masked.ravel(), *nested):
             update(y, found)
             np.testing.assert_array_equal(found.delta_mu, expected.delta_mu)
             np.testing.assert_array_equal(found.delta_var, expected.delta_var)

@@ -72,6 +72,7 @@ def test_what_is_masked_is_not_observed() -> None:
     assert metric.mse(A, masked) == metric.mse(A, hole)
     assert metric.rmse(A, masked) == metric.rmse(A, hole)
     assert metric.log_likelihood(A, masked, S) == metric.log_likelihood(A, hole, S)
+    assert metric.mse(A, [[list(masked[:6])], (masked[6:],)]) == metric.mse(A, hole)
     for labels in (np.ma.array([1, 2, 3, 4], mask=[0, 1, 0, 1]), [1, np.nan, 3, np.nan]):
         assert metric.classification_error([1, 0, 0, 0], labels) == 0.5
     with pytest.raises(ValueError, match="prediction: 4 of 12 elements are masked"):
@@ -179,6 +180,8 @@ def test_windows_of_what_is_missing_have_nan() -> None:
     seen, ahead = utils.create_rolling_window(data, [0], 1, 1, 2, 1)
     np.testing.assert_array_equal(seen[0], [np.nan, 1])
     np.testing.assert_array_equal(ahead.ravel(), [2, 4, 6, 8, 10])
+    with pytest.raises(ValueError, match="output_col: 1 of 2 elements are masked"):
+        utils.create_rolling_window(data, np.ma.array([0, 1], mask=[0, 1]), 1, 1, 2, 1)
     with pytest.raises(ValueError, match=r"12 elements are no steps of 2 features: \(2, 6\)"):
         utils.create_rolling_window(data.T, [0], 1, 1, 2, 1)
 
@@ -227,6 +230,14 @@ def test_scales_lead_there_and_back() -> None:
     )
     with pytest.raises(ValueError, match="a maximum is below its minimum"):
         scale.max_min_norm(data, smallest, largest)
+
+
+def test_scales_leave_out_what_is_masked() -> None:
+    data, hole = np.ma.masked_less(np.arange(12.0).reshape(6, 2), 3), np.arange(12.0).reshape(6, 2)
+    hole[hole < 3] = np.nan
+    for scale in (tagi.Normalizer.compute_mean_std, tagi.Normalizer.compute_max_min):
+        np.testing.assert_array_equal(scale(data), scale(hole))
+        np.testing.assert_array_equal(scale(list(data)), scale(hole))
 
 
 def test_without_a_driver_cuda_s_answers_are_no() -> None:
