@@ -66,26 +66,30 @@ def tree_of(num_classes: int) -> HRCSoftmax:
 def observations(labels: Any, num_classes: int) -> tuple[Array, Array, int]:
     """Return what is observed for each label: values and outputs from 1, flat, and how many each.
 
+    The values of a label that is NaN or masked are NaN.
+
     Raises:
         ValueError: a label is none of the classes.
     """
     tree = tree_of(num_classes)
-    chosen = checked_labels(labels, num_classes)
-    obs, idx = tree.obs.reshape(num_classes, -1), tree.idx.reshape(num_classes, -1)
-    return obs[chosen].reshape(-1), idx[chosen].reshape(-1), tree.num_obs
+    chosen = checked_labels(labels, num_classes, missing=np.nan)
+    obs, idx = tree.obs.reshape(num_classes, -1)[chosen], tree.idx.reshape(num_classes, -1)[chosen]
+    obs[chosen < 0] = np.nan
+    return obs.reshape(-1), idx.reshape(-1), tree.num_obs
 
 
-def checked_labels(labels: Any, num_classes: int) -> Array:
-    """Return labels as integers, flat.
+def checked_labels(labels: Any, num_classes: int, missing: float | None = None) -> Array:
+    """Return labels as integers, flat; -1 for those that are NaN or masked, if ``missing`` is NaN.
 
     Raises:
         ValueError: a label is none of 0 to ``num_classes - 1``.
     """
-    array = real("labels", labels, "cpu").reshape(-1)
-    right = (array >= 0) & (array < num_classes) & (array == np.floor(array))
+    array = real("labels", labels, "cpu", missing=missing).reshape(-1)
+    absent = np.isnan(array) & (missing is not None)
+    right = absent | (array >= 0) & (array < num_classes) & (array == np.floor(array))
     if not right.all():
         raise ValueError(f"labels are from 0 to {num_classes - 1}, got {array[~right][0]:g}")
-    return array.astype(np.int64)
+    return np.where(absent, -1, array).astype(np.int64)
 
 
 def probabilities(mean: Any, variance: Any, tree: HRCSoftmax) -> Array:

@@ -37,7 +37,7 @@ class HRCSoftmaxMetric:
 
         Args:
             m_pred, v_pred: means and variances of the outputs, ``[batch, outputs]`` or flat.
-            label: ``[batch]``, from 0.
+            label: ``[batch]``, from 0; samples whose label is NaN or masked are left out.
 
         Raises:
             ValueError: sizes differ from what the tree needs.

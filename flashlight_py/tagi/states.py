@@ -175,7 +175,9 @@ def unmasked(name: str, values: Any, missing: float | None = None) -> Any:
             f"{name}: {np.count_nonzero(mask)} of {mask.size} elements are masked, and nothing may "
             "be missing here; fill them, or leave them out"
         )
-    return np.where(mask, missing, values.data)
+    # NaN goes with numbers, and with names of classes as an object.
+    plain = values.data if values.dtype.kind in "fiub" else values.data.astype(object)
+    return np.where(mask, missing, plain)
 
 
 def _stacked(values: Any) -> Any:

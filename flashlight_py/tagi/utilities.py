@@ -33,12 +33,12 @@ class Utils:
         """Return what to observe for each label, for ``update_using_indices``.
 
         Args:
-            labels: from 0, any shape.
+            labels: from 0, any shape; one that is NaN or masked is not observed.
             num_classes: at least 2.
 
         Returns:
-            Values, +1 or -1, float32; outputs, from 1, int32; and how many there are for each
-            label. The two arrays are flat, sample by sample.
+            Values, +1 or -1, or NaN of a label that is missing, float32; outputs, from 1, int32;
+            and how many there are for each label. The two arrays are flat, sample by sample.
 
         Raises:
             ValueError: a label is none of the classes, or there are fewer than two classes.
@@ -48,12 +48,15 @@ class Utils:
     def label_to_one_hot(self, labels: Any, num_classes: int) -> Array:
         """Return 1 at each label's place, else 0: ``labels * num_classes``, flat, float32.
 
+        All are NaN of a label that is NaN or masked.
+
         Raises:
             ValueError: a label is none of the classes.
         """
-        chosen = checked_labels(labels, num_classes)
+        chosen = checked_labels(labels, num_classes, missing=np.nan)
         hot: Array = np.zeros((chosen.size, num_classes), REAL)
         hot[np.arange(chosen.size), chosen] = 1
+        hot[chosen < 0] = np.nan
         return hot.reshape(-1)
 
     def get_labels(
@@ -97,7 +100,8 @@ class Utils:
             ``[batch_size]``, int32, and the probabilities as from :meth:`get_labels`.
 
         Raises:
-            ValueError: sizes are not those of the tree and the batch.
+            ValueError: sizes are not those of the tree and the batch, or a label is none of the
+                classes, NaN or masked; ``HRCSoftmaxMetric.error_rate`` leaves the last two out.
         """
         predicted, values = self.get_labels(ma, Sa, hr_softmax, num_classes, batch_size)
         right = checked_labels(labels, num_classes)

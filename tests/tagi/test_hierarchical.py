@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flashlight_py import tagi
+from flashlight_py.tagi import nn
 from flashlight_py.tagi.hierarchical import probabilities, tree_of
 from tests.tagi.oracle import oracle_run
 
@@ -96,13 +97,36 @@ def test_what_is_observed_is_found_again() -> None:
     assert metric.error_rate(outputs, 0.01 + 0 * outputs, labels[::-1]) == 1
 
 
-@pytest.mark.parametrize("labels", [[10], [-1], [0.5], [np.nan], np.full((2, 2), 11)])
+@pytest.mark.parametrize("labels", [[10], [-1], [0.5], [np.inf, np.nan], np.full((2, 2), 11)])
 def test_a_label_that_is_no_class_is_refused(labels: Any) -> None:
     """pytagi reads beyond the end of the tree."""
     with pytest.raises(ValueError, match="labels are from 0 to 9, got"):
         tagi.Utils().label_to_obs(labels, 10)
     with pytest.raises(ValueError, match="labels are from 0 to 9, got"):
         tagi.Utils().label_to_one_hot(labels, 10)
+
+
+def test_a_missing_label_teaches_nothing() -> None:
+    utils, tree, nan = tagi.Utils(), tree_of(3), np.nan
+    outputs = np.zeros((3, tree.len), np.float32)
+    for labels, refusal in (
+        (np.ma.array([0, 9, 2], mask=[0, 1, 0]), "labels: 1 of 3 elements are masked"),
+        ([0, nan, 2], "labels are from 0 to 2, got nan"),
+    ):
+        obs, idx, _ = utils.label_to_obs(labels, 3)
+        np.testing.assert_array_equal(obs, [1, 1, nan, nan, -1, 1])
+        assert set(idx) <= set(range(1, tree.len + 1))
+        deltas = nn.BaseDeltaStates()
+        nn.OutputUpdater().update_using_indices(
+            nn.BaseHiddenStates(outputs, outputs + 1), obs, 0.1, idx, deltas
+        )
+        np.testing.assert_array_equal(
+            deltas.delta_mu.reshape(3, -1).any(axis=1), [True, False, True]
+        )
+        hot = utils.label_to_one_hot(labels, 3)
+        np.testing.assert_array_equal(hot.reshape(3, 3), [[1, 0, 0], [nan] * 3, [0, 0, 1]])
+        with pytest.raises(ValueError, match=refusal):
+            utils.get_errors(outputs, outputs + 1, labels, tree, 3, 3)
 
 
 def test_sizes_must_be_the_tree_s() -> None:
@@ -116,8 +140,6 @@ def test_sizes_must_be_the_tree_s() -> None:
         utils.get_labels(m, m[0], tree, 10, 2)
     with pytest.raises(ValueError, match=r"11 outputs .* \(11, 2\) and \(2, 11\)"):
         utils.get_labels(m.T, m, tree, 10, 2)
-    with pytest.raises(ValueError, match="labels: 1 of 2 elements are masked"):
-        utils.label_to_obs(np.ma.masked_less([3, 4], 4), 10)
     with pytest.raises(ValueError, match="expected outputs of 3 samples, got 2"):
         utils.get_labels(m, m, tree, 10, 3)
     with pytest.raises(ValueError, match="the tree is not of 9 classes"):

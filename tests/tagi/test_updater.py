@@ -195,7 +195,17 @@ def test_wrong_observations_are_refused(y: Any, errors: Any, message: str) -> No
     assert deltas.mean is None
 
 
-@pytest.mark.parametrize("values", [np.zeros((2, 4), complex), [["a"] * 4] * 2, None])
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.zeros((2, 4), complex),
+        [["a"] * 4] * 2,
+        np.ma.array([["a"] * 4] * 2, mask=MASK),
+        np.ma.array([["a"] * 4] * 2, mask=MASK).astype("S"),
+        np.ma.array(np.zeros((2, 4), "m8[s]"), mask=MASK),
+        None,
+    ],
+)
 def test_observations_are_real_numbers(values: Any) -> None:
     with pytest.raises(TypeError, match="mu_obs: expected real numbers, got an array of"):
         nn.OutputUpdater().update(states(), values, 0.1, nn.BaseDeltaStates())

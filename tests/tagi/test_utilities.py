@@ -75,6 +75,8 @@ def test_what_is_masked_is_not_observed() -> None:
     assert metric.mse(A, [[list(masked[:6])], (masked[6:],)]) == metric.mse(A, hole)
     for labels in (np.ma.array([1, 2, 3, 4], mask=[0, 1, 0, 1]), [1, np.nan, 3, np.nan]):
         assert metric.classification_error([1, 0, 0, 0], labels) == 0.5
+    names = np.array(["cat", "dog", "dog", "cow"])
+    assert metric.classification_error(names, np.ma.array(names[::-1], mask=[0, 1, 0, 1])) == 0.5
     with pytest.raises(ValueError, match="prediction: 4 of 12 elements are masked"):
         metric.classification_error(masked, A)
 
