@@ -58,8 +58,8 @@ class Buffers:
         e = real("set_delta_z: delta_var", delta_var, self.device, own=True)
         if not (fits(d.shape, shape) and fits(e.shape, shape)):
             raise ValueError(
-                f"set_delta_z: expected {self.output_z_buffer.size} elements each, one for each "
-                f"output, got {d.size} {d.shape} and {e.size} {e.shape} for {shape}"
+                f"set_delta_z: expected shape {shape}, one element for each output, or "
+                f"{self.output_z_buffer.size} elements flat, got {d.shape} and {e.shape}"
             )
         deltas = self.input_delta_z_buffer
         deltas.mean, deltas.variance = d.reshape(shape), e.reshape(shape)

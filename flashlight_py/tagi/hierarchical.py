@@ -109,8 +109,8 @@ def probabilities(mean: Any, variance: Any, tree: HRCSoftmax) -> Array:
     shape = (m.size // tree.len, tree.len)
     if not (fits(m.shape, shape) and fits(v.shape, shape)):
         raise ValueError(
-            f"expected means and variances of {tree.len} outputs for each sample, got {m.size} "
-            f"and {v.size}, of shapes {m.shape} and {v.shape}"
+            f"means and variances: expected shape [batch, {tree.len}], the outputs of the tree, or "
+            f"flat, got {m.shape} and {v.shape}"
         )
     m, v = (each.reshape(shape).astype(np.float64) for each in (m, v))
     right, left = signs(m / np.sqrt(v + ERROR_VARIANCE))

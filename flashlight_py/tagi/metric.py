@@ -55,17 +55,18 @@ class HRCSoftmaxMetric:
 
 
 def mse(prediction: Any, observation: Any) -> float:
-    """Return the mean of the squared errors.
+    """Return the mean of the squared errors; what is NaN or masked in either array is left out.
 
     Raises:
-        ValueError: the arrays have different numbers of elements; one element goes with all.
+        ValueError: the arrays have different shapes, and none is flat with as many elements; one
+            element goes with all.
     """
     predicted, observed = _alike("mse", prediction=prediction, observation=observation)
     return float(np.nanmean((predicted - observed) ** 2))
 
 
 def rmse(prediction: Any, observation: Any) -> float:
-    """Return the root of the mean of the squared errors.
+    """Return the root of the mean of the squared errors; without what is NaN or masked.
 
     Raises:
         ValueError: as :func:`mse`.
@@ -75,7 +76,8 @@ def rmse(prediction: Any, observation: Any) -> float:
 
 
 def log_likelihood(prediction: Any, observation: Any, std: Any) -> float:
-    """Return the mean logarithm of the density of the observations.
+    """Return the mean logarithm of the density of the observations; what is NaN or masked in any
+    array is left out.
 
     Args:
         prediction: means of the predicted distributions.
@@ -83,7 +85,7 @@ def log_likelihood(prediction: Any, observation: Any, std: Any) -> float:
         std: standard deviations of the predictions, the observations' errors included.
 
     Raises:
-        ValueError: the arrays have different numbers of elements; one element goes with all.
+        ValueError: as :func:`mse`.
     """
     predicted, observed, deviation = _alike(
         "log_likelihood", prediction=prediction, observation=observation, std=std
@@ -93,17 +95,19 @@ def log_likelihood(prediction: Any, observation: Any, std: Any) -> float:
 
 
 def classification_error(prediction: Any, label: Any) -> float:
-    """Return the share of predicted classes that are not the labels, 0 to 1.
+    """Return the share of predicted classes that are not the labels, 0 to 1; a label that is NaN or
+    masked is left out.
 
     Raises:
-        ValueError: there are not as many predictions as labels.
+        ValueError: the arrays have different shapes, and none is flat with as many elements; or a
+            prediction is masked.
     """
     predicted = np.asarray(to_device(unmasked("prediction", prediction), "cpu"))
     labels = np.asarray(to_device(unmasked("label", label, np.nan), "cpu"))
     if not _alike_in_order(predicted, labels):
         raise ValueError(
-            f"classification_error: {predicted.size} predictions and {labels.size} labels, of "
-            f"shapes {predicted.shape} and {labels.shape}"
+            f"classification_error: predictions of shape {predicted.shape} and labels of shape "
+            f"{labels.shape}; expected one shape, or flat ones of as many elements"
         )
     predicted, labels = predicted.reshape(-1), labels.reshape(-1)
     known = np.equal(labels, labels)  # NaN is not
@@ -114,7 +118,7 @@ def _alike(what: str, **arrays: Any) -> list[Array]:
     """Return the arrays flat, float64: NumPy would broadcast ``(n,)`` with ``(n, 1)`` to a square.
 
     Raises:
-        ValueError: they have different numbers of elements, other than one.
+        ValueError: as :func:`mse`.
     """
     found = [
         np.asarray(to_device(unmasked(name, each, np.nan), "cpu"), np.float64)
@@ -124,7 +128,10 @@ def _alike(what: str, **arrays: Any) -> list[Array]:
         _alike_in_order(*pair) for pair in combinations(found, 2) if 1 not in map(np.size, pair)
     ):
         sizes = ", ".join(f"{name} {np.shape(values)}" for name, values in arrays.items())
-        raise ValueError(f"{what}: arrays of different numbers of elements, or shapes: {sizes}")
+        raise ValueError(
+            f"{what}: arrays of different shapes: {sizes}; expected one shape, or flat ones of as "
+            "many elements, or single numbers"
+        )
     return [each.reshape(-1) for each in found]
 
 

@@ -172,8 +172,8 @@ class Sequential(Buffers, Gathered, Recurrence, Files):
         shape = self.output_z_buffer.mean.shape
         if not (fits(d.shape, shape) and fits(e.shape, shape)):
             raise ValueError(
-                f"backward: expected {self.output_z_buffer.size} deltas, one for each output, got "
-                f"{d.size} {d.shape} and {e.size} {e.shape} for {shape}"
+                f"backward: expected deltas of shape {shape}, one for each output, or "
+                f"{self.output_z_buffer.size} flat, got {d.shape} and {e.shape}"
             )
         return d.reshape(shape), e.reshape(shape)
 
@@ -296,8 +296,8 @@ class Sequential(Buffers, Gathered, Recurrence, Files):
         variance = None if var_x is None else real("var_x", var_x, self.device, own=True)
         if variance is not None and not fits(variance.shape, shape):
             raise ValueError(
-                f"var_x: expected {mean.size} elements, as mu_x has, got {variance.size} "
-                f"{variance.shape} for {shape}"
+                f"var_x: expected shape {shape}, as mu_x has, or {mean.size} elements flat, got "
+                f"{variance.shape}"
             )
         if variance is not None and variance.size and not variance.min() >= 0:
             raise ValueError("var_x: variances are not negative, and not NaN")

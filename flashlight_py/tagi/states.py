@@ -196,7 +196,8 @@ def _stacked(values: Any) -> Any:
 
 def fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     """Return whether an array's elements are those of ``expected``, ``[batch, ...]``, in its order:
-    it is flat, or has the batch first and samples that read alike.
+    it is flat, or has the batch first and samples that read alike; dimensions of 1 may stand
+    anywhere.
     """
     if shape == expected:
         return True

@@ -24,9 +24,9 @@ class OutputUpdater:
 
     Each method writes them into ``delta_states``, for the network's ``backward()``. Arrays have the
     batch first, ``[batch, outputs]``, or are flat, of any dtype and any strides. ``var_obs`` may
-    also be one number, or an array that is longer and all of one value, as scripts pass it for the
-    smaller batch at the end of an epoch. What is NaN in ``mu_obs``, or masked (``np.ma``) in it or
-    in ``var_obs``, was not observed: it teaches nothing.
+    also be one number, or an array that is longer and all of one value, none masked, as scripts
+    pass it for the smaller batch at the end of an epoch. What is NaN in ``mu_obs``, or masked
+    (``np.ma``) in it or in ``var_obs``, was not observed: it teaches nothing.
 
     Args:
         model_device: where the network is, such as its attribute ``device``.
@@ -74,8 +74,8 @@ class OutputUpdater:
         each = (batch, indices.size // max(1, batch))
         if not fits(indices.shape, each):
             raise ValueError(
-                f"update_using_indices: expected as many indices for each of {batch} samples, "
-                f"got {indices.size} {indices.shape}"
+                f"selected_idx: expected ({batch}, k), as many for each sample, or flat, got "
+                f"{indices.shape}"
             )
         if indices.dtype.kind not in "iu" and not np.equal(indices, np.floor(indices)).all():
             raise ValueError("update_using_indices: indices are whole numbers")
@@ -137,13 +137,13 @@ class OutputUpdater:
             array[~xp.isfinite(array)] = 0
         delta_states.mean, delta_states.variance = d.reshape(shape), e.reshape(shape)
 
-    def _of(self, name: str, values: Any, shape: tuple[int, ...]) -> Array:
+    def _of(self, name: str, values: Any, shape: tuple[int, ...], also: str = "") -> Array:
         """Return ``values`` as an array of this shape, where the network is."""
         array = real(name, values, self.device, missing=math.nan)
         if not fits(array.shape, shape):
             raise ValueError(
-                f"{name}: expected {math.prod(shape)} elements, one for each of the outputs "
-                f"observed {shape}, in this shape or flat, got {array.size} {array.shape}"
+                f"{name}: expected shape {shape}, one element for each of the outputs observed, or "
+                f"{math.prod(shape)} elements flat{also}, got {array.shape}"
             )
         return array.reshape(shape)
 
@@ -154,4 +154,5 @@ class OutputUpdater:
         more = array.size == 1 or array.size > math.prod(shape)
         if more and (array == array.flat[0]).all():
             return to_device(array.reshape(-1)[:1], self.device)
-        return self._of("var_obs", array, shape)
+        also = ", or more of them, all of one value and none masked"
+        return self._of("var_obs", array, shape, also)

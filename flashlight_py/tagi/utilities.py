@@ -200,7 +200,8 @@ class Utils:
         columns = np.asarray(unmasked("output_col", output_col), np.int64).reshape(-1)
         if not fits(values.shape, (values.size // num_features, num_features)):
             raise ValueError(
-                f"{values.size} elements are no steps of {num_features} features: {values.shape}"
+                f"data: expected shape [steps, {num_features}], or whole steps flat, got "
+                f"{values.shape}"
             )
         if columns.size and not (columns.min() >= 0 and columns.max() < num_features):
             raise ValueError(f"output_col: columns are from 0 to {num_features - 1}")

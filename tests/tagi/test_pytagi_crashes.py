@@ -142,7 +142,7 @@ def test_layouts_and_dtypes_do_not_matter(network: str) -> None:
 def test_a_wrong_number_of_targets_is_refused(count: int) -> None:
     net = seeded("Linear(3, 1)")
     net(np.zeros((6, 3)))
-    with pytest.raises(ValueError, match=f"expected 6 elements, .*got {count}"):
+    with pytest.raises(ValueError, match=rf"expected shape \(6, 1\), .*got \({count},\)"):
         nn.OutputUpdater().update(
             net.output_z_buffer, np.zeros(count), np.ones(count), net.input_delta_z_buffer
         )
