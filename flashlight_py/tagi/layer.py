@@ -20,7 +20,7 @@ Deltas: TypeAlias = tuple[Array, Array]  # of the means and of the variances
 class _Flat:
     """An attribute of a layer: an array of its weights or biases, as a flat copy on the CPU.
 
-    Assigning as many values, of any shape, sets them in place. What a layer lacks is empty.
+    Assigning as many finite values, of any shape, sets them in place. What a layer lacks is empty.
     """
 
     def __init__(self, of: str, which: str) -> None:
@@ -40,7 +40,10 @@ class _Flat:
         if np.size(values) != had:
             raise ValueError(f"{name} has {had} elements, got {np.size(values)}")
         if parameter is not None:
-            parameter.put(self._which, unmasked(name, values))
+            found = np.asarray(unmasked(name, values), REAL)
+            if not np.isfinite(found).all():  # could be saved, and never loaded
+                raise ValueError(f"{name}: {self._which} is not finite")
+            parameter.put(self._which, found)
 
 
 class BaseLayer(abc.ABC):

@@ -98,8 +98,12 @@ def test_methods_of_initialisation_are_two() -> None:
 def test_parameters_that_are_assigned_are_numbers() -> None:
     layer = nn.Linear(2, 2)
     before = layer.var_w
-    with pytest.raises(ValueError, match="variances are not negative, got nan"):
-        layer.var_w = np.full(4, np.nan)
+    for which, one in (("mu_w", np.nan), ("mu_b", -np.inf), ("var_w", np.inf), ("var_b", np.nan)):
+        values = np.full(getattr(layer, which).size, one)
+        with pytest.raises(ValueError, match=r"^Linear\(2,2\): \w+: .* is not finite"):
+            setattr(layer, which, values)
+    with pytest.raises(ValueError, match="variances are not negative, got -1"):
+        layer.var_w = -np.ones(4)
     with pytest.raises(ValueError, match=r"Linear\(2,2\): weight: 1 of 4 elements are masked"):
         layer.var_w = np.ma.masked_less(np.arange(4), 1)
     np.testing.assert_array_equal(layer.var_w, before)

@@ -255,7 +255,7 @@ def test_a_file_is_written_whole_or_not_at_all(
 
 def test_a_network_that_diverged_is_not_loaded(tmp_path: Path) -> None:
     net, file = saved(tmp_path)
-    net.layers[0].mu_w = np.array([np.nan, np.inf, -np.inf, 1e-30] * 8)
+    net.layers[0].weight.mean[:] = np.reshape([np.nan, np.inf, -np.inf, 1e-30] * 8, (8, 4))
     net.save(file)
     net.save_csv(file)
     other = make(DENSE, seed=2)
