@@ -110,7 +110,7 @@ def load(
     found, state = _found(members, Path(path), wanted)
     if found.manifest is None or found.path is None:
         return None
-    tree = _restored(members, state, parts, rng)
+    tree = _restored(members, found.path, state, parts, rng)
     manifest = found.manifest
     return Checkpoint(manifest.step, found.path, tree["extra"], manifest.ranks, found.skipped)
 
@@ -168,14 +168,18 @@ def _check_wanted(found: _Found, wanted: Sequence[str]) -> None:
 
 
 def _restored(
-    members: ProcessGroup, state: Array, parts: Mapping[str, Stateful], rng: Any
+    members: ProcessGroup, path: Path, state: Array, parts: Mapping[str, Stateful], rng: Any
 ) -> dict[str, Any]:
     """Put the state into ``parts`` and ``rng``, on all ranks or raise on all; return the tree."""
     tree: dict[str, Any] = {}
     with Attempt("load", members) as attempt:
         tree = from_bytes(state)
-        for name, part in parts.items():
-            part.load_state_dict(tree[name])
+        try:
+            for name, part in parts.items():
+                part.load_state_dict(tree[name])
+        except ValueError as error:
+            error.args = (f"load: the {name} of {path}: {error}",)
+            raise
         if rng:
             is_alike = is_leaf_by_leaf(parts.get("module"))
             _restore_random_numbers(members, rng, tree["ranks"], 0 if is_alike else members.rank)

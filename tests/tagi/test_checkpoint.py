@@ -52,10 +52,13 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 def test_a_checkpoint_of_a_network_that_diverged_is_refused(tmp_path: Path) -> None:
     net, other = network(), network(seed=1)
     net.layers[2].statistics()[1][...] = np.inf
-    fl.save(tmp_path, net)
+    path = fl.save(tmp_path, net)
     expected = state_of(other)
-    with pytest.raises(ValueError, match=r"'BatchNorm2d\.2': running_variance is not finite"):
+    with pytest.raises(
+        ValueError, match=r"'BatchNorm2d\.2': running_variance is not finite"
+    ) as found:
         fl.load(tmp_path, other)
+    assert str(found.value).startswith(f"load: the module of {path}: ")
     for own, before in zip(state_of(other), expected, strict=True):
         np.testing.assert_array_equal(own, before)
 
