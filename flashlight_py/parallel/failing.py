@@ -8,15 +8,17 @@ knows: so each rank calls ``end_together`` until all others do as well.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.call import PASS_FAILED
+from flashlight_py.distributed.call import PASS_FAILED, Call
 from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.host_memory import meet
-from flashlight_py.distributed.running import refusing
+from flashlight_py.distributed.running import reason_of, refusing
+from flashlight_py.distributed.verbs import Verb
 from flashlight_py.errors import DistributedError, GroupClosedError, MismatchError
 
 _FAILED = "flashlight_py_failed"
@@ -48,6 +50,18 @@ def fail(group: ProcessGroup, error: BaseException | None, given: Iterable[Array
     with contextlib.suppress(GroupClosedError):  # the others know why
         refusing(group, "backward", given=given, how="failed").refuse(error)
     return True
+
+
+def refuse_message(group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None:
+    """Let the pass that an exception ends here end where ``peer`` waits for the message as well.
+
+    The group's collectives know nothing of it: see ``fail``.
+    """
+    error = sys.exc_info()[1]
+    if isinstance(error, Exception):
+        with contextlib.suppress(GroupClosedError):
+            words = f"{_WORDS} ({reason_of(error)})"
+            group.backend().start(Call(verb, peer=peer, tag=tag, blocking=False, refusal=words))
 
 
 def end_together(group: ProcessGroup) -> None:

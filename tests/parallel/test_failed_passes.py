@@ -318,6 +318,48 @@ def test_differentiable_collectives_beside_them() -> None:
         run_ranks(two_dimensional, 4, way, params={"BACKEND": "shm", "TIMEOUT": 20.0})
 
 
+def pipelined(rank: int, size: int, fails: int) -> None:
+    """Two pipelines of two ranks, gradients between the pipelines: each rank knows, and goes on."""
+    rows = [fl.new_group([0, 2]), fl.new_group([1, 3])]
+    model = Net()
+    in_buckets(model, group=rows[rank % 2])
+
+    def one_pass() -> None:
+        for param in model.params():
+            param.grad = None
+        if rank % 2 == 0:
+            x = model(fl.param(np.ones((2, 6))))
+            (fl.functional.send(x, rank + 1) + 0.0).backward()
+        else:
+            y = fl.functional.recv(((2, 6), np.float64), rank - 1)
+            model(y).mean().backward()
+
+    one_pass()
+    wanted = [np.array(param.grad) for param in model.params()]
+    for place in PLACES[:2]:
+        model.fails_at = place if rank == fails else None
+        error = ValueError if rank == fails else MismatchError
+        # What the second rank of a pipeline does is over when the first one fails.
+        with (
+            contextlib.nullcontext()
+            if fails == 0 and rank % 2
+            else pytest.raises(error, match=r"on purpose|backward, and failed")
+        ):
+            one_pass()
+        model.fails_at = None
+        one_pass()
+        for param, expected in zip(model.params(), wanted, strict=True):
+            np.testing.assert_array_equal(param.grad, expected)
+    assert fl.all_reduce(np.ones(1))[0] == size
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_differentiable_messages_beside_them(backend: str) -> None:
+    params = {"BACKEND": backend, "TIMEOUT": 20.0}
+    for fails in (1, 0):
+        run_ranks(pipelined, 4, fails, params=params)
+
+
 def interrupted(rank: int, size: int, way: str) -> str:
     model = Net()
     WAYS[way](model)

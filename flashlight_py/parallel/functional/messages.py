@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
+from flashlight_py.autograd.engine import InPasses
 from flashlight_py.autograd.variable import record_in_order
 from flashlight_py.device import Array, array_module, effect, is_cupy, operation
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.numbers import whole
+from flashlight_py.distributed.verbs import RECV, SEND, Verb
 from flashlight_py.distributed.world import group_or_world
+from flashlight_py.parallel.failing import refuse_message
 from flashlight_py.parallel.functional.call import require_variable
 
 Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
@@ -57,14 +61,14 @@ def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None)
     tag = _checked_tag("send", tag)
     array = v.data
     group.send(array, dst, tag)
-    answer = _Answer(group, "to", dst, tag)
+    answer = _Answer(group, RECV, dst, tag)
     shape, dtype, xp = array.shape, array.dtype, array_module(array)
 
-    def receive_gradient(_: Array) -> Array:
+    def receive(_: Array) -> Array:
         return answer.receive(xp.empty(shape, dtype))
 
     floating = dtype if dtype.kind == "f" else np.dtype(np.float32)
-    return record_in_order(xp.zeros((), floating), (v, receive_gradient))
+    return record_in_order(xp.zeros((), floating), (v, functools.partial(answer.run, receive)))
 
 
 def recv(like: Like, src: int, tag: int = 0, group: ProcessGroup | None = None) -> Variable:
@@ -92,16 +96,16 @@ def recv(like: Like, src: int, tag: int = 0, group: ProcessGroup | None = None) 
     group = group_or_world(group)
     tag = _checked_tag("recv", tag)
     array = _receive(group, like, src, tag)
-    answer = _Answer(group, "from", src, tag)
+    answer = _Answer(group, SEND, src, tag)
     if array.dtype.kind != "f":
         return Variable(array)
     source = Variable(array_module(array).zeros((), array.dtype), calc_grad=True)
 
-    def send_gradient(grad: Array) -> Array:
+    def give(grad: Array) -> Array:
         answer.send(grad)
         return source.data  # this rank has nothing below
 
-    return record_in_order(array, (source, send_gradient))
+    return record_in_order(array, (source, functools.partial(answer.run, give)))
 
 
 def _checked_tag(verb: str, tag: int) -> int:
@@ -114,13 +118,26 @@ def _checked_tag(verb: str, tag: int) -> int:
     return number
 
 
-class _Answer:
+class _Answer(InPasses):
     """The gradient of the message that was just sent or received, and its tag."""
 
-    def __init__(self, group: ProcessGroup, direction: str, peer: int, tag: int) -> None:
-        self._group, self._peer = group, peer
+    def __init__(self, group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None:
+        self._group, self._verb, self._peer = group, verb, peer
         self._tag = 0
-        self._count(direction, tag)
+        self._is_begun = False  # in this pass
+        self._count("to" if verb is RECV else "from", tag)
+
+    def run(self, message: Callable[[Array], Array], grad: Array) -> Array:
+        """Return the gradient that ``message`` brings, or leaves here."""
+        self._is_begun = True
+        result = message(grad)
+        self._is_begun = False
+        return result
+
+    def join_failed(self) -> None:
+        """Autograd: a pass fails that has yet to come here, where the other rank waits."""
+        if not self._is_begun:
+            refuse_message(self._group, self._verb, self._peer, self._tag)
 
     @effect
     def _count(self, direction: str, tag: int) -> None:
