@@ -16,12 +16,11 @@ from tests.distributed.conformance import ranks_in
 ranks = ranks_in(("single", 1), ("shm", 3), ("gloo", 3), slow=[("hierarchical", 4), ("mpi", 3)])
 
 
-def rows_without_bytes(rank: int, size: int, plain: bool) -> None:
+def rows_without_bytes(rank: int, size: int, name: str) -> None:
     many = [1, 4, 0, 2][:size]
     total = sum(many)
-    x = np.zeros((many[rank], 0) if plain else (many[rank], 2, 0, 3), np.float32)
-    if not plain:
-        x = x[::-1]  # which native code leaves to Python
+    dtype = np.dtype(name)  # dates are those that native code leaves to Python
+    x = np.zeros((many[rank], 2, 0, 3) if dtype.kind == "M" else (many[rank], 0), dtype)
     tail = x.shape[1:]
     assert fl.all_gather(x).shape == (total, *tail)
     assert fl.all_gather(x, async_op=True).wait().shape == (total, *tail)
@@ -30,12 +29,12 @@ def rows_without_bytes(rank: int, size: int, plain: bool) -> None:
             assert (None if joined is None else joined.shape) == (
                 (total, *tail) if rank == root else None
             )
-    out = np.empty((total, *tail), np.float32)
+    out = np.empty((total, *tail), dtype)
     assert fl.all_gather(x, out=out) is out
     assert fl.all_gather(x, out=out, async_op=True).wait() is out
     joined = fl.gather(x, 0, out=out)
     assert joined is (out if rank == 0 else None)
-    for wrong in (np.empty((total + 1, *tail), np.float32), np.empty((0, *tail), np.float32)):
+    for wrong in (np.empty((total + 1, *tail), dtype), np.empty((0, *tail), dtype)):
         for how in (False, True):
             with pytest.raises(ValueError, match=f"and {total} arrived from all ranks"):
                 ended(fl.all_gather(x, out=wrong, async_op=how))
@@ -45,23 +44,47 @@ def rows_without_bytes(rank: int, size: int, plain: bool) -> None:
         else:
             fl.gather(x, 0)
     # The others know how many rows arrive.
-    part = np.zeros((size, *tail), np.float32)
+    part = np.zeros((size, *tail), dtype)
     assert fl.scatter(part if rank == 0 else None, 0).shape == (1, *tail)
-    assert fl.reduce_scatter(part).shape == (1, *tail)
+    assert fl.reduce_scatter(part, op="max").shape == (1, *tail)
     assert fl.all_to_all(part).shape == part.shape
     rows = [r + rank for r in range(size)]
-    given = np.zeros((sum(rows), *tail), np.float32)
+    given = np.zeros((sum(rows), *tail), dtype)
     arrive = sum(rank + r for r in range(size))
     assert fl.all_to_all(given, rows=rows).shape == (arrive, *tail)
-    mine = np.zeros((sum(many), *tail), np.float32)
+    mine = np.zeros((sum(many), *tail), dtype)
     got = fl.scatter(mine if rank == 0 else None, 0, rows=many)
     assert got.shape == (many[rank], *tail)
-    assert fl.reduce_scatter(mine, rows=many).shape == (many[rank], *tail)
+    assert fl.reduce_scatter(mine, op="max", rows=many).shape == (many[rank], *tail)
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_rows_without_bytes_are_counted(ranks: Any, plain: bool) -> None:
-    ranks.run(rows_without_bytes, plain)
+@pytest.mark.parametrize("name", ["f4", "M8[s]"])
+def test_rows_without_bytes_are_counted(ranks: Any, name: str) -> None:
+    ranks.run(rows_without_bytes, name)
+
+
+def out_without_rows(rank: int, size: int) -> None:
+    """Arrays that have bytes, in any layout, and an out that has none: nobody reads its address."""
+    near = np.array([0, 64, 0, 0], np.int64)
+    for x in (np.zeros((2, 2), np.int64), np.zeros((2, 2), "M8[s]")):
+        out = np.ndarray((0, 2), x.dtype, near.data)
+        for given in (x, np.asfortranarray(x)):
+            for verb in (fl.all_gather, lambda *args, **how: fl.gather(*args, 0, **how)):
+                for how in (False, True):
+                    _count_rows(verb, given, out, how, wrong=verb is fl.all_gather or rank == 0)
+
+
+def _count_rows(verb: Any, x: Any, out: Any, how: bool, wrong: bool) -> None:
+    total = 2 * fl.get_world_size()
+    if not wrong:
+        assert ended(verb(x, async_op=how)) is None
+        return
+    with pytest.raises(ValueError, match=f"out has 0 rows, and {total} arrived"):
+        ended(verb(x, out=out, async_op=how))
+
+
+def test_an_out_without_rows_is_too_short(ranks: Any) -> None:
+    ranks.run(out_without_rows)
 
 
 RECORD = np.dtype([("x", "f4"), ("y", "i8", (2,)), ("when", "M8[ms]"), ("name", "U3")])

@@ -69,8 +69,8 @@ class NativeBackend(NativeGroup):
 
     def _gather(self, call: Call) -> Work:
         """Start a gather; the library fills ``out`` if what arrives has its size."""
-        room, out = None, call.out
-        if out is not None and out.nbytes:  # rows without bytes are for whoever waits to count
+        room, out = self.ffi.NULL, call.out
+        if out is not None and out.nbytes:  # else whoever waits counts the rows
             room = self.ffi.new("fl_room *", (self._pointer(out), out.nbytes))
         wanted = call.verb.fills(self.rank, call.root)
         return self._launch(call, output=out, room=room, result=GATHERED if wanted else None)
