@@ -19,7 +19,7 @@ fl_status fl_op_wait(fl_op* op, double seconds) {
   }
   // A wait of no time at all would take 60 us: the kernel wakes sleepers late.
   const std::chrono::duration<double> time(seconds);
-  if (seconds > 0) operation.is_awaited = true;
+  if (seconds > 0) fl::await(operation);
   if (seconds > 0 ? shared.done.wait_for(lock, time, ended) : ended()) return operation.status;
   if (shared.transport != nullptr) shared.transport->enforce_deadline();
   return FL_PENDING;

@@ -48,6 +48,13 @@ void execute(Transport& transport, Operation& operation) noexcept {
   finish(operation, failure.status, failure.what(), failure.missing);
 }
 
+void await(Operation& operation) {
+  if (operation.is_awaited.exchange(true)) return;
+  // What has ended and is gone has nothing ahead of it that has not; nor what is awaited one that is not.
+  auto ahead = operation.ahead.lock();
+  while (ahead != nullptr && !ahead->is_awaited.exchange(true)) ahead = ahead->ahead.lock();
+}
+
 void finish(Operation& operation, fl_status status, const std::string& message,
             std::vector<int> missing) {
   {

@@ -18,10 +18,11 @@ namespace fl {
 
 using Clock = std::chrono::steady_clock;
 
-// So long a rank that shuts down has for messages that it has begun: one that waits for another, in vain
-// and unmatched until then, ends. It begins those that are queued behind others when these have ended.
+// So long after a rank has said that it shuts down, what it has begun before may still arrive: one that has
+// waited as long for another message of it, in vain and unmatched until then, ends. It begins those that are
+// queued behind others when these have ended.
 constexpr std::chrono::milliseconds kLastMessages{500};
-constexpr const char* kIsLeaving = "it shuts down, and has not begun this message";
+constexpr const char* kIsLeaving = "it waits in distributed_shutdown() and has not begun this message";
 
 // No clock comes near it, nor overflows where it is waited for.
 constexpr Clock::time_point kNever{std::chrono::hours{1000000}};
@@ -101,7 +102,8 @@ class Helper {
 struct Operation {
   std::shared_ptr<Shared> shared;
   Helper* helper = nullptr;  // of one that no thread has; lives while it is pending and waited for
-  std::atomic<bool> is_awaited{false};  // somebody waits for it, or has
+  std::weak_ptr<Operation> ahead;       // in its queue
+  std::atomic<bool> is_awaited{false};  // somebody waits for it, or has, or for one behind it
   double seconds = 0;
   Clock::time_point deadline = Clock::time_point::max();  // of its waits, from when it begins to run
   std::function<void(Operation&)> run;
@@ -121,6 +123,9 @@ Clock::time_point deadline_after(double seconds);
 // Run `operation` on this thread to its end, unless the transport is broken. What it throws becomes
 // its status; anything but Mismatch breaks the transport.
 void execute(Transport& transport, Operation& operation) noexcept;
+
+// Somebody waits for `operation`, and so for all that are ahead of it. Its mutex is held.
+void await(Operation& operation);
 
 // End `operation` without running it.
 void finish(Operation& operation, fl_status status, const std::string& message = {},

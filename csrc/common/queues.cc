@@ -1,6 +1,7 @@
 #include "queues.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace fl {
 
@@ -46,10 +47,11 @@ void Queues::submit(const QueueId& id, std::shared_ptr<Operation> operation) {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
     const auto busy = find(id);
     if (busy != busy_.end()) {
+      operation->ahead = std::exchange(busy->last, operation);
       busy->waiting.push_back(std::move(operation));
       return;
     }
-    busy_.push_back({id, {}});
+    busy_.push_back({id, {}, operation});
   }
   begin(id, std::move(operation));
 }
@@ -57,7 +59,7 @@ void Queues::submit(const QueueId& id, std::shared_ptr<Operation> operation) {
 bool Queues::enter(const QueueId& id) {
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   if (find(id) != busy_.end()) return false;
-  busy_.push_back({id, {}});
+  busy_.push_back({id, {}, {}});
   return true;
 }
 
@@ -73,6 +75,10 @@ void Queues::leave(const QueueId& id) noexcept {
 std::shared_ptr<Operation> Queues::go_on(const QueueId& id, double seconds,
                                         std::function<void(Operation&)> run) {
   auto operation = make(seconds, std::move(run));
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    find(id)->last = operation;
+  }
   begin(id, operation);
   return operation;
 }

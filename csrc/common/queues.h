@@ -78,6 +78,7 @@ class Queues {
   struct Busy {
     QueueId id;
     std::list<Pending> waiting;  // behind what runs, or is about to
+    std::weak_ptr<Operation> last;
   };
 
   std::vector<Busy>::iterator find(const QueueId& id);

@@ -13,6 +13,7 @@ typedef enum {
   FL_FAILED = 6,      /* anything else; the message says what */
   FL_RAISED = 7,      /* a rank gave up in words of its own: fl_..._give_up's */
   FL_HOST_LOST = 8,   /* the hosts of the missing ranks cannot be reached */
+  FL_LEAVING = 9,     /* the missing ranks begin no more messages: see fl_..._leave */
 } fl_status;
 
 typedef enum {
@@ -84,6 +85,7 @@ typedef struct {
   int32_t partial; /* not 0: the first dimension may be shorter than the signature's */
   int64_t rows;    /* filled in: the first dimension of what has come */
   double patience; /* seconds after which all is well without a message; negative: no limit */
+  double waited;   /* of Gloo: seconds for which the caller, whom somebody waits for, has asked before */
 } fl_match;
 
 /* Where a program calls: the end of "folder/file.py:12", and of a call that it refused also why;

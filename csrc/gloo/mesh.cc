@@ -80,6 +80,7 @@ Mesh::Mesh(int rank, int size, const std::string& host, const std::string& inter
       control_(static_cast<Control*>(std::calloc(size, sizeof(Control)))),
       control_buffers_(size),
       leaving_(new int32_t[size]()),
+      noticed_(new std::atomic<Clock::duration>[size]()),
       leaving_buffers_(size),
       made_(size) {
   if (control_ == nullptr) throw std::bad_alloc();
@@ -186,7 +187,13 @@ void Mesh::leave() {
   }
 }
 
-bool Mesh::is_leaving(int peer) const { return is_present(leaving_[peer]); }
+bool Mesh::is_leaving(int peer) {
+  if (!is_present(leaving_[peer])) return false;
+  const auto now = Clock::now().time_since_epoch();
+  Clock::duration noticed{};
+  const bool is_first = noticed_[peer].compare_exchange_strong(noticed, now);
+  return !is_first && now - noticed > kLastMessages;
+}
 
 // Gloo notifies those who wait to receive that a connection broke, and so the receive of the control
 // message knows. A wait that has been ended before it began only looks.
@@ -239,7 +246,7 @@ Failure Mesh::explain(int peer, const std::string& what) {
     const std::string message = name(r) + " gave up: " + control.message;
     if (status == FL_RAISED || status == FL_HOST_LOST) return {status, missing, control.message};
     if (status == FL_TIMEOUT) return {status, await_cause(missing), message};
-    if (status == FL_PEER_LOST) return {status, missing, message};
+    if (status == FL_PEER_LOST || status == FL_LEAVING) return {status, missing, message};
     return {FL_PEER_LOST, {r}, message};
   }
   std::string words = what;

@@ -103,7 +103,7 @@ class Mesh : public gloo::Context, public Transport, public Connections {
 
   // Let the peers know that this rank begins no more messages, also those that connect later.
   void leave();
-  bool is_leaving(int peer) const override;
+  bool is_leaving(int peer) override;
 
   bool is_lost(int peer) override;
   void read(gloo::transport::UnboundBuffer& buffer, int peer) override { links_->read(buffer, peer); }
@@ -152,8 +152,9 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   // One per peer: why it gave up, when it has. Zeros; memory that nobody writes is never touched.
   std::unique_ptr<Control[], Free> control_;
   std::vector<Buffer> control_buffers_;
-  // The same of whether it is leaving; what says so of this rank, once it is.
+  // The same of whether it is leaving, and when that was noticed; what says so of this rank, once it is.
   std::unique_ptr<int32_t[]> leaving_;
+  std::unique_ptr<std::atomic<Clock::duration>[]> noticed_;
   std::vector<Buffer> leaving_buffers_;
   int32_t leaves_ = 1;
   Buffer leave_;

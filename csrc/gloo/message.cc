@@ -96,7 +96,7 @@ Seen Message::seen() const {
 }
 
 EnvelopePtr Message::receive(Waiter& waiter) {
-  const Waiter::Unmatched unmatched(waiter);
+  const Waiter::Unmatched unmatched(waiter, {peer_});
   try {
     return envelopes_.receive(peer_, sends() ? FL_RECV : FL_SEND, mine_.root, waiter);
   } catch (const TimedOut&) {

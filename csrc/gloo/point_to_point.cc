@@ -19,7 +19,7 @@ std::shared_ptr<Message> PointToPoint::begin(const fl_message& message) {
 std::shared_ptr<Message> PointToPoint::begin_match(fl_message asked, fl_match& match, Queues& queues,
                                                    Waiter& waiter) {
   Search search(mesh_, envelopes_, queues, asked.peer, asked.signature.root);
-  match.source = asked.peer = search.run(waiter, match.patience);
+  match.source = asked.peer = search.run(waiter, match.patience, match.waited);
   if (match.source < 0) return nullptr;
   if (match.partial != 0) asked.signature = fitted(asked.signature, search.offered());
   match.rows = asked.signature.ndim > 0 ? asked.signature.shape[0] : 1;

@@ -25,8 +25,8 @@ Search::Search(Mesh& mesh, Envelopes& envelopes, Queues& queues, int peer, int32
   }
 }
 
-int Search::run(Waiter& waiter, double patience) {
-  const Waiter::Unmatched unmatched(waiter);
+int Search::run(Waiter& waiter, double patience, double waited) {
+  const Waiter::Unmatched unmatched(waiter, ranks_, waited);
   const auto end = patience < 0 ? Clock::time_point::max() : deadline_after(patience);
   auto look_around_at = Clock::now() + kTick;
   std::chrono::microseconds pause{10};

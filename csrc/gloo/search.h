@@ -15,8 +15,9 @@ class Search {
   Search(Mesh& mesh, Envelopes& envelopes, Queues& queues, int peer, int32_t tag);
 
   // The rank that sends; -1: none did within `patience` seconds, which may be negative: no limit.
-  // Throws Failure, also where one of several ranks has gone: it may have been the one.
-  int run(Waiter& waiter, double patience);
+  // Throws Failure, also where one of several ranks has gone: it may have been the one; where they
+  // only shut down when all of them do. The caller has `waited` so many seconds before.
+  int run(Waiter& waiter, double patience, double waited);
   // What that is.
   const fl_signature& offered() const { return offered_; }
 

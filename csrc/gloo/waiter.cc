@@ -163,15 +163,23 @@ void Waiter::look_around(int peer) {
     throw Failure(FL_CLOSED, {}, "a signal handler interrupted the operation");
   }
   if (Clock::now() >= deadline_) throw TimedOut(peer);
-  const bool is_unmatched = Clock::now() - unmatched_since_ > kLastMessages;
-  const bool matters = is_unmatched && is_awaited_ != nullptr && *is_awaited_;
-  if (matters && watch_.connections_.is_leaving(peer)) {
-    throw Failure(FL_PEER_LOST, {peer}, kIsLeaving);
-  }
+  if (unmatched_ != nullptr && is_awaited_ != nullptr && *is_awaited_) unmatched_->look_around();
   if (!watch_.connections_.is_lost(peer)) return;
   // Gloo notifies only some of those who wait on a broken connection.
   if (doomed_) throw watch_.connections_.explain(peer, "the connection broke");
   doomed_ = true;
+}
+
+Waiter::Unmatched::Unmatched(Waiter& waiter, std::vector<int> peers, double waited)
+    : waiter_(waiter), peers_(std::move(peers)), vain_at_(deadline_after(-waited) + kLastMessages) {
+  waiter_.unmatched_ = this;
+}
+
+void Waiter::Unmatched::look_around() const {
+  const auto is_leaving = [&](int peer) { return waiter_.watch_.connections_.is_leaving(peer); };
+  // Of each, also where another one is not: its time begins when it is asked for first.
+  const auto count = static_cast<size_t>(std::count_if(peers_.begin(), peers_.end(), is_leaving));
+  if (count == peers_.size() && Clock::now() > vain_at_) throw Failure(FL_LEAVING, peers_, kIsLeaving);
 }
 
 }  // namespace fl

@@ -28,8 +28,8 @@ class Connections {
  public:
   virtual ~Connections() = default;
   virtual bool is_lost(int peer) = 0;
-  // Whether it begins no more messages.
-  virtual bool is_leaving(int peer) const = 0;
+  // Whether it begins no more messages, and those that it has begun are here.
+  virtual bool is_leaving(int peer) = 0;
   // For a moment, read what comes from `peer` on the thread that is to wait for it in `buffer`.
   virtual void read(gloo::transport::UnboundBuffer& buffer, int peer) = 0;
   // What an error of a wait for `peer` means.
@@ -93,15 +93,21 @@ class Waiter {
   void received(gloo::transport::UnboundBuffer& buffer, int peer);
   void sent(gloo::transport::UnboundBuffer& buffer, int peer);
 
-  // Of a message, until the end of the block: what is waited for is that the peer begins it too.
+  // Of a message, until the end of the block: what is waited for is that one of `peers` begins it too,
+  // since `waited` seconds before.
   class Unmatched {
    public:
-    explicit Unmatched(Waiter& waiter) : waiter_(waiter) { waiter_.unmatched_since_ = Clock::now(); }
-    ~Unmatched() { waiter_.unmatched_since_ = kNever; }
+    Unmatched(Waiter& waiter, std::vector<int> peers, double waited = 0);
+    ~Unmatched() { waiter_.unmatched_ = nullptr; }
     Unmatched(const Unmatched&) = delete;
+
+    // Throws Failure where none of them will.
+    void look_around() const;
 
    private:
     Waiter& waiter_;
+    const std::vector<int> peers_;
+    const Clock::time_point vain_at_;
   };
 
   // That of the operation that runs on this thread; null: none.
@@ -127,7 +133,7 @@ class Waiter {
   const Clock::time_point deadline_;
   const InterruptCheck interrupt_;
   const std::atomic<bool>* const is_awaited_;
-  Clock::time_point unmatched_since_ = kNever;
+  const Unmatched* unmatched_ = nullptr;
   bool doomed_ = false;  // the peer is lost, but its last words may still be read
   // What is waited for; guarded by the watch's mutex.
   gloo::transport::UnboundBuffer* buffer_ = nullptr;

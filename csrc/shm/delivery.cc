@@ -73,9 +73,7 @@ class Delivery {
       Watch watch(peers_, Concern{message->peer(), 0}, waiting_.seconds, waiting_.interrupt);
       const auto lost = watch.loss();
       if (lost && !message->step()) throw *lost;
-      if (!message->is_matched() && waiting_.is_in_vain(peers_, message->peer(), since_)) {
-        throw Failure(FL_PEER_LOST, {message->peer()}, kIsLeaving);
-      }
+      if (!message->is_matched()) waiting_.look_around(peers_, {message->peer()}, since_);
       check(watch, *message);
     }
   }

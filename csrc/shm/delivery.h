@@ -1,6 +1,7 @@
 // Runs messages to their end.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "message.h"
@@ -15,10 +16,13 @@ struct Waiting {
   Patience patience;
   const std::atomic<bool>* is_awaited = nullptr;  // null: it is the caller's thread
 
-  // Whether there is no point in waiting since `since` for `peer` to begin something.
-  bool is_in_vain(const Peers& peers, int peer, Clock::time_point since) const {
-    return (is_awaited == nullptr || *is_awaited) && peers.is_leaving(peer) &&
-           Clock::now() - since > kLastMessages;
+  // Throws Failure where there is no point in waiting since `since` for one of `ranks` to begin something.
+  void look_around(const Peers& peers, const std::vector<int>& ranks, Clock::time_point since) const {
+    if (is_awaited != nullptr && !*is_awaited) return;
+    if (Clock::now() - since <= kLastMessages) return;
+    const auto is_leaving = [&](int r) { return peers.is_leaving(r); };
+    if (!std::all_of(ranks.begin(), ranks.end(), is_leaving)) return;
+    throw Failure(FL_LEAVING, ranks, kIsLeaving);
   }
 };
 

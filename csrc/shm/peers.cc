@@ -89,8 +89,8 @@ std::optional<Failure> Peers::farewell(const Concern& concern) const {
     }
     const std::string message = name(r) + " gave up: " + farewell.message;
     if (status == FL_RAISED) return Failure(status, missing, farewell.message);
-    if (status == FL_PEER_LOST || status == FL_TIMEOUT) return Failure(status, missing, message);
-    return Failure(FL_PEER_LOST, {r}, message);
+    const bool is_about_others = status == FL_PEER_LOST || status == FL_TIMEOUT || status == FL_LEAVING;
+    return is_about_others ? Failure(status, missing, message) : Failure(FL_PEER_LOST, {r}, message);
   }
   return std::nullopt;
 }

@@ -44,9 +44,13 @@ class Peers : public Transport {
   Failure why_ended() const {
     return {FL_CLOSED, {}, is_broken() ? why_broken() : "the group was closed"};
   }
-  // Whether `r` begins no more messages; and let the others know that this rank does not.
-  bool is_leaving(int r) const { return segment_.block(r).is_leaving != 0; }
-  void leave() { segment_.block(rank_).is_leaving = 1; }
+  // Whether `r` begins no more messages, and those that it has begun are here; and let the others know
+  // that this rank begins none.
+  bool is_leaving(int r) const {
+    const int64_t left_at = segment_.block(r).left_at;
+    return left_at != 0 && coarse_now() - left_at > std::chrono::nanoseconds(kLastMessages).count();
+  }
+  void leave() { segment_.block(rank_).left_at = coarse_now(); }
   // The ranks that have not called yet.
   std::vector<int> not_called(const Concern& concern) const;
 

@@ -82,7 +82,6 @@ void Search::look_around(Clock::time_point since, const Waiting& waiting) {
       if (look()) return;  // posted just before
       throw *lost;
     }
-    if (waiting.is_in_vain(peers_, from, since)) throw Failure(FL_PEER_LOST, {from}, kIsLeaving);
     try {
       watch.check(since, from);
     } catch (const Failure& failure) {
@@ -90,6 +89,7 @@ void Search::look_around(Clock::time_point since, const Waiting& waiting) {
       throw Failure(FL_TIMEOUT, ranks_, what_is_sent());
     }
   }
+  waiting.look_around(peers_, ranks_, since);
 }
 
 std::string Search::what_is_sent() {

@@ -19,7 +19,8 @@ class Search {
   Search(const Search&) = delete;
 
   // The rank that offers; -1: none did within `patience` seconds, which may be negative: no limit.
-  // Throws Failure, also where one of several ranks has gone: it may have been the one.
+  // Throws Failure, also where one of several ranks has gone: it may have been the one; where they
+  // only shut down when all of them do.
   int run(const Waiting& waiting, double patience);
   // What that is.
   const fl_signature& offered() const { return offered_; }

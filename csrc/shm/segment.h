@@ -117,7 +117,7 @@ struct alignas(kLine) RankBlock {
   Place place;
   Request request;
   Farewell farewell;
-  std::atomic<int32_t> is_leaving;  // it begins no more messages
+  std::atomic<int64_t> left_at;  // since when, of coarse_now(), it begins no more messages; 0: it does
   alignas(kLine) Futex futex;  // for the threads of this rank that wait for messages
   alignas(kLine) std::atomic<int32_t> pid;  // written last; 0: not there yet
   std::atomic<uint64_t> pid_namespace;

@@ -141,7 +141,8 @@ def distributed_shutdown() -> None:
 
     Waits until every rank has arrived here, so that nobody's last operation is cut off, unless the
     group broke before. One that waits for a message of this rank, which has not begun it, raises
-    PeerLostError. Also without it nothing is left behind when the process exits.
+    PeerLostError: other threads of this process must be done with their messages, also with
+    answering those of others. Also without it nothing is left behind when the process exits.
 
     In a signal handler that has interrupted a verb of the world it waits for nobody: the world is
     left at once, and that verb raises GroupClosedError once the handler has returned. The other

@@ -26,6 +26,7 @@ from tests.distributed.harness import run_outcomes
 
 LIMIT = 30  # seconds, of the ranks' waits
 PROMPT = 5.0  # much less, and much more than it takes
+IN_SHUTDOWN = r"it waits in distributed_shutdown\(\) and has not begun this message"
 
 Group = fl.ProcessGroup
 Verb = Callable[[Group], Any]
@@ -263,6 +264,23 @@ MESSAGES: dict[str, Verb] = {
     ).wait(),
     "sync_distributed": lambda group: [group.irecv(ones(), 0), group.synchronize()],
 }
+# The same where all others have left.
+FROM_ANY: dict[str, Verb] = {
+    "recv of any rank": lambda group: group.recv(ones(), None),
+    "recv of any rank in part": lambda group: group.recv(ones(), None, partial=True),
+    "irecv of any rank": lambda group: group.irecv(ones(), None).wait(),
+}
+# What is waited for is behind others, of which one fails.
+BEHIND: dict[str, Verb] = {
+    "irecv": lambda group: [group.irecv(ones(), 0) for _ in range(3)][-1].wait(),
+    "irecv in part": lambda group: [
+        group.irecv(ones(), 0),
+        group.irecv(ones(), 0, partial=True).wait(),
+    ],
+    "isend": lambda group: [group.isend(ones(), 0) for _ in range(3)][-1].wait(),
+    "recv": lambda group: [group.irecv(ones(), 0), group.recv(ones(), 0)],
+    "irecv of any rank": lambda group: [group.irecv(ones(), None) for _ in range(3)][-1].wait(),
+}
 
 
 def wait_for_one_that_left(group: Group, name: str) -> None:
@@ -271,6 +289,22 @@ def wait_for_one_that_left(group: Group, name: str) -> None:
     began = time.monotonic()
     with pytest.raises(fl.errors.PeerLostError, match="lost rank 0"):
         MESSAGES[name](group)
+    assert time.monotonic() - began < PROMPT
+
+
+def wait_for_any_that_left(group: Group, name: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(fl.errors.PeerLostError, match=IN_SHUTDOWN) as caught:
+        FROM_ANY[name](group)
+    assert time.monotonic() - began < PROMPT
+    everyone = ", ".join(map(str, range(group.size - 1)))
+    assert f"lost ranks {everyone} " in str(caught.value)
+
+
+def wait_behind_others(group: Group, name: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(fl.errors.DistributedError, match=f"{IN_SHUTDOWN}|the group is closed"):
+        BEHIND[name](group)
     assert time.monotonic() - began < PROMPT
 
 
@@ -309,12 +343,56 @@ def test_who_waits_for_a_message_of_one_that_has_closed_the_group(backend: str, 
 
 
 @EVERY_BACKEND
-@pytest.mark.parametrize("name", MESSAGES)
+@pytest.mark.parametrize("name", [name for name in MESSAGES if name not in FROM_ANY])
 def test_who_waits_for_a_message_of_one_that_shuts_down(backend: str, name: str) -> None:
     size, how = world_of(backend)
-    if (backend, name) == ("hierarchical", "recv of any rank"):
-        pytest.skip("all ranks must stay: it looks at two ways in turn, and never waits for long")
     outcomes = run_outcomes(shut_down, size, name, **how)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+
+
+def all_but_the_last_shut_down(rank: int, size: int, wait: Any, name: str) -> None:
+    group = fl.new_group(range(size))
+    if rank == size - 1:
+        wait(group, name)
+    with contextlib.suppress(fl.errors.DistributedError):
+        fl.distributed_shutdown()
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize(
+    ("wait", "name"),
+    [
+        *((wait_for_any_that_left, name) for name in FROM_ANY),
+        *((wait_behind_others, name) for name in BEHIND),
+    ],
+)
+def test_who_waits_when_all_others_shut_down(backend: str, wait: Any, name: str) -> None:
+    size, how = world_of(backend)
+    outcomes = run_outcomes(all_but_the_last_shut_down, size, wait, name, **how)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+
+
+def workers_end_one_by_one(rank: int, size: int) -> None:
+    """Those that have sent shut down, and the next one sends later than a wait in vain would last."""
+    if rank == 0:
+        fl.irecv(ones(), None, tag=1)  # nobody waits for it
+        sources = set()
+        for _ in range(1, size):
+            work = fl.irecv(ones(), None)
+            work.wait()
+            sources.add(work.source)
+        assert sources == {*range(1, size)}
+        time.sleep(1.5)
+    else:
+        time.sleep(1.2 * (rank - 1))
+        fl.send(ones(), 0)
+    fl.distributed_shutdown()
+
+
+@EVERY_BACKEND
+def test_who_receives_of_any_rank_waits_for_those_that_have_not_left(backend: str) -> None:
+    size, how = world_of(backend)
+    outcomes = run_outcomes(workers_end_one_by_one, size, **how)
     assert all(outcome.ok for outcome in outcomes), outcomes
 
 

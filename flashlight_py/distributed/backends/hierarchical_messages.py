@@ -71,12 +71,8 @@ class HierarchicalMessages(Backend):
         self._callers.check("refuse" if call.refusal else call.name)
         if call.peer == ANY_RANK:
             search = _AnyRank(self, self._ways(), call)
-            patience = call.patience
-            return (
-                Done(search.run(patience))
-                if call.blocking
-                else self._searches.start(call.tag, search.run)
-            )
+            blocking = call.blocking
+            return Done(search.run(call.patience)) if blocking else self._searches.start(search)
         backend, peer = self._way_to(call.peer)
         work = _GuardedWork(backend.start(replace(call, peer=peer)), self, call)
         if not call.is_open:
@@ -163,16 +159,20 @@ class _AnyRank:
         call: Call,
     ) -> None:
         self._owner, self._ways, self._call = owner, ways, call
+        self.tag, self.is_awaited = call.tag, call.blocking
 
     def run(self, patience: float = -1.0) -> Matched | None:
         """Receive; None where nothing has arrived within ``patience`` seconds, if not negative."""
         began = time.monotonic()
         while True:
+            waited = time.monotonic() - began
             for backend, ranks in self._ways:
-                found = self._look(backend, patience=_SLICE_SECONDS)
+                # Who knows all ranks notices that none of them will send any more.
+                asks = self.is_awaited and len(ranks) == self._owner.size
+                times = {"patience": _SLICE_SECONDS, "waited": waited * asks}
+                found = self._look(backend, **times)
                 if found is not None:
                     return found._replace(source=ranks[found.source])
-            waited = time.monotonic() - began
             if 0 <= patience <= waited:
                 return None
             if waited >= self._owner.timeout:
@@ -191,29 +191,23 @@ class Searches:
     """Receives that run on threads of their own, those of one tag one after the other."""
 
     def __init__(self) -> None:
-        self._all: list[tuple[int, threading.Thread, FutureWork]] = []  # by tag, as they began
+        self._all: list[_Search] = []  # as they began
         self._starting = threading.RLock()  # signal handlers run on the thread that holds it
 
-    def start(self, tag: int, run: Callable[[], Matched | None]) -> FutureWork:
-        """Begin ``run`` when those before it under ``tag`` have ended."""
-        future: Future[Matched | None] = Future()
-        work = FutureWork(future)
+    def start(self, receive: _AnyRank) -> FutureWork:
+        """Begin ``receive`` when those of its tag before it have ended."""
         with self._starting:
-            self._all = [one for one in self._all if one[1].is_alive()]
-            before = next((one[1] for one in reversed(self._all) if one[0] == tag), None)
-            thread = threading.Thread(
-                target=_run_after,
-                args=(before, run, future),
-                name="flashlight_py receive",
-                daemon=True,
-            )
-            thread.start()
-            self._all.append((tag, thread, work))
+            self._all = [one for one in self._all if one.thread.is_alive()]
+            tag = receive.tag
+            ahead = next((one for one in reversed(self._all) if one.receive.tag == tag), None)
+            work = _Search(receive, ahead)
+            work.thread.start()
+            self._all.append(work)
         return work
 
     def running(self) -> list[FutureWork]:
         """Return those that have not ended."""
-        return [work for _, _, work in list(self._all) if not work.is_completed()]
+        return [work for work in list(self._all) if not work.is_completed()]
 
     def join(self) -> None:
         """Wait until none runs: whatever they wait for has been closed.
@@ -222,19 +216,33 @@ class Searches:
         has interrupted, and end when that goes on.
         """
         end = time.monotonic() + _LEAVING_SECONDS
-        for _, thread, _ in list(self._all):
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, end - time.monotonic()))
+        for work in list(self._all):
+            if work.thread is not threading.current_thread():
+                work.thread.join(max(0.0, end - time.monotonic()))
 
 
-def _run_after(
-    before: threading.Thread | None,
-    run: Callable[[], Matched | None],
-    future: Future[Matched | None],
-) -> None:
-    if before is not None:
-        before.join()
-    try:
-        future.set_result(run())
-    except BaseException as error:  # noqa: BLE001  (whoever waits raises it)
-        future.set_exception(error)
+class _Search(FutureWork):
+    """``receive`` on a thread, after the one ``ahead``; who waits for it waits for that one too."""
+
+    def __init__(self, receive: _AnyRank, ahead: _Search | None) -> None:
+        super().__init__(Future())
+        self.receive, self._ahead = receive, ahead
+        name = "flashlight_py receive"
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait up to ``timeout`` seconds; see ``Work``."""
+        work: _Search | None = self
+        while work is not None and not work.receive.is_awaited:
+            work.receive.is_awaited = True
+            work = work._ahead
+        return super().wait(timeout)
+
+    def _run(self) -> None:
+        if self._ahead is not None:
+            self._ahead.thread.join()
+            self._ahead = None  # nor what was ahead of that
+        try:
+            self._future.set_result(self.receive.run())
+        except BaseException as error:  # noqa: BLE001  (whoever waits raises it)
+            self._future.set_exception(error)

@@ -124,8 +124,8 @@ class NativeBackend(NativeGroup):
 
     def _receive_open(self, call: Call) -> Work:
         """Receive what is found."""
-        given = {"source": -1, "partial": call.partial, "rows": 0, "patience": call.patience}
-        match = self.ffi.new("fl_match *", given)
+        times = {"patience": call.patience, "waited": call.waited}
+        match = self.ffi.new("fl_match *", {"source": -1, "partial": call.partial, **times})
         work = self._launch(call, room=match, result=COMPARED if call.compared else None)
 
         def found(number: int | None) -> Matched | None:

@@ -13,6 +13,7 @@ from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.control import abort
 from flashlight_py.distributed.control.wording import (
     HOST_ADVICE,
+    LEAVING_ADVICE,
     PEER_ADVICE,
     UNUSABLE,
     did_not_join,
@@ -59,8 +60,7 @@ def failure(
         return _mismatch(where, backend, handle, number)
     if status == lib.FL_RAISED:
         return _as_told(where, text)
-    if status in (lib.FL_PEER_LOST, lib.FL_HOST_LOST):
-        advice = PEER_ADVICE if status == lib.FL_PEER_LOST else HOST_ADVICE
+    if advice := _advice(lib, status):
         those = who_that_was(missing, backend.processes)
         return PeerLostError(f"{where}: lost {who} ({text}){those}. {advice}. {UNUSABLE}")
     if status == lib.FL_TIMEOUT:
@@ -69,6 +69,16 @@ def failure(
         words = _WORDS_FOR_OTHERS.sub("", text)
         return GroupClosedError(f"{where}: the group cannot be used any more: {words}")
     return DistributedError(f"{where}: {text}")
+
+
+def _advice(lib: Any, status: int) -> str:
+    """Say what to do about ranks that are lost; empty where none are."""
+    advice = {
+        lib.FL_PEER_LOST: PEER_ADVICE,
+        lib.FL_HOST_LOST: HOST_ADVICE,
+        lib.FL_LEAVING: LEAVING_ADVICE,
+    }
+    return advice.get(status, "")
 
 
 def words_of_traceback(backend: NativeGroup, traceback: str) -> str:

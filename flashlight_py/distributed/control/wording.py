@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 UNUSABLE = "This group cannot be used again"
 NOTHING_CHANGED = "Nothing was changed"
 PEER_ADVICE = "It died, exited or closed its connection: look at its own output"
+LEAVING_ADVICE = "It is alive: let it begin the message before it shuts down, or do not wait for it"
 HOST_ADVICE = (
     "Look at that host and at the network; hosts that may be silent for longer, as one in a "
     "debugger, get params={'HOST_TIMEOUT': seconds} of distributed_init (0: no limit)"
