@@ -37,6 +37,12 @@ MOVED = len(DTYPES)
 """The code of every other dtype: verbs move it as bytes, and ranks compare its ``number_of``."""
 
 _LONG_NAME = 128  # of a dtype, beside which the line of a call is shown
+_SEEN = 1024  # dtypes that are remembered; a program has few, unless it makes them of its data
+
+LEAST_NUMBER = 1 << 62
+"""Of a ``number_of``: no dimension is as large."""
+# A thousand of each unit are one of that before.
+_UNITS = ("s", "ms", "us", "ns", "ps", "fs", "as")
 
 _codes_seen: dict[np.dtype[Any], int] = {}
 
@@ -126,7 +132,7 @@ def code_of(dtype: np.dtype[Any]) -> int:
     return code
 
 
-@functools.cache
+@functools.lru_cache(maxsize=_SEEN)
 def name_of(dtype: np.dtype[Any]) -> str:
     """Return ``dtype`` in words, equal where dtypes are: byte orders are not kept by verbs."""
     if code_of(dtype) != MOVED:
@@ -135,11 +141,11 @@ def name_of(dtype: np.dtype[Any]) -> str:
     return name if len(name) <= _LONG_NAME else f"{name[:96]}... #{number_of(dtype):x}"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=_SEEN)
 def number_of(dtype: np.dtype[Any]) -> int:
-    """Return a number that equal dtypes have in common on all ranks: 2**62 or more."""
+    """Return a number that equal dtypes have in common on all ranks."""
     digest = hashlib.blake2b(in_text(dtype).encode(), digest_size=8).digest()
-    return 1 << 62 | int.from_bytes(digest, "little") >> 2
+    return LEAST_NUMBER | int.from_bytes(digest, "little") >> 2
 
 
 def in_text(dtype: np.dtype[Any]) -> str:
@@ -152,7 +158,7 @@ def _parts(dtype: np.dtype[Any]) -> Any:
         base, shape = dtype.subdtype
         return [_parts(base), shape]
     if dtype.names is None:
-        return str(dtype)
+        return _of_dates(dtype) if dtype.kind in "mM" else str(dtype)
     fields = [dtype.fields[name] for name in dtype.names] if dtype.fields else []
     return {
         "names": dtype.names,
@@ -161,6 +167,14 @@ def _parts(dtype: np.dtype[Any]) -> Any:
         "titles": [field[2] if len(field) > 2 else None for field in fields],
         "itemsize": dtype.itemsize,
     }
+
+
+def _of_dates(dtype: np.dtype[Any]) -> str:
+    """Return the same for M8[1000ms] as for M8[s], which NumPy takes for equal."""
+    unit, count = np.datetime_data(dtype)
+    while unit in _UNITS[1:] and count % 1000 == 0:
+        unit, count = _UNITS[_UNITS.index(unit) - 1], count // 1000
+    return str(np.dtype(f"{dtype.kind}8[{count}{unit}]")) if unit != "generic" else str(dtype)
 
 
 def of_text(text: str) -> np.dtype[Any]:

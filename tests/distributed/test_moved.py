@@ -266,6 +266,20 @@ def test_other_dtypes_are_a_mismatch_that_names_them(ranks: Any) -> None:
         ranks.run(other_dtypes)
 
 
+def equal_dtypes(rank: int, size: int) -> None:
+    for one, other in (("M8[s]", "M8[1000ms]"), ("m8[3ms]", "m8[3000us]")):
+        assert np.dtype(other) == np.dtype(one)
+        for kind in (lambda name: name, lambda name: [("a", "i4"), ("b", name, (2,))]):
+            dtype = np.dtype(kind(other if rank else one))
+            given = np.full(12, b"x" * dtype.itemsize).view(dtype)
+            got = fl.broadcast(given.copy() if rank == 0 else np.zeros(12, dtype), 0)
+            assert (got == given).all()
+
+
+def test_dtypes_that_numpy_takes_for_equal_are(ranks: Any) -> None:
+    ranks.run(equal_dtypes)
+
+
 def extremes(rank: int, size: int, count: int) -> None:
     for name in ("M8[ns]", "m8[25s]", ">M8[D]"):
         everyone = [dates(r, (size * count, 2), name) for r in range(size)]

@@ -16,6 +16,7 @@ from flashlight_py.distributed.verbs import SCATTER
 from flashlight_py.errors import BackendUnavailableError
 
 _SHAPE = 8  # dimensions that a signature has room for
+_SEEN = 1024  # dtypes whose names are remembered
 # The numbers of the calls that others are steps of; 0: a call by itself.
 _STEPS = {"": 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
 
@@ -99,6 +100,8 @@ def describe(
         if holds is not None or dtype == MOVED:
             held, shape = holds or (like.dtype, like.shape)
             number, name = number_of(held), name_of(held)
+            if len(names_seen) >= _SEEN:
+                names_seen.clear()
             names_seen[number] = name
             describer.add_number(number, shape)
     signature.part_of = _STEPS[call.part_of]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flashlight_py.distributed.arrays import DTYPES, MOVED
+from flashlight_py.distributed.arrays import DTYPES, LEAST_NUMBER, MOVED
 from flashlight_py.distributed.backends.describing import NAMED, names_seen
 from flashlight_py.distributed.call import COMPOSED, array_in_words, in_words
 from flashlight_py.distributed.constants import ReduceOp
@@ -243,7 +243,7 @@ def call_in_words(lib: Any, signature: Any, name: str = "") -> str:
 def _array(lib: Any, signature: Any, name: str) -> str:
     ndim, code = signature.ndim, signature.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
     last = signature.shape[ndim - 1] if 0 < ndim <= _SHAPE else 0
-    if code == MOVED or name or last in names_seen:  # its number is behind its dimensions
+    if code == MOVED or name or last >= LEAST_NUMBER:  # its number is behind its dimensions
         name, ndim = name or names_seen.get(last, f"dtype #{last:x}"), ndim - 1
     extents = [str(signature.shape[d]) for d in range(min(ndim, _SHAPE))]
     if signature.ndim > _SHAPE:
