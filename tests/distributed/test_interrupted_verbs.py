@@ -373,7 +373,7 @@ def test_who_waits_when_all_others_shut_down(backend: str, wait: Any, name: str)
 
 
 def workers_end_one_by_one(rank: int, size: int) -> None:
-    """Those that have sent shut down, and the next one sends later than a wait in vain would last."""
+    """Those that have sent shut down; the next one sends later than a wait in vain would last."""
     if rank == 0:
         fl.irecv(ones(), None, tag=1)  # nobody waits for it
         sources = set()

@@ -11,11 +11,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import cffi
 import numpy as np
 import pytest
 
 import flashlight_py as fl
 from flashlight_py.errors import RankFailedError
+from flashlight_py.parallel.workers.team import end_dropped
 from tests.distributed import processes
 from tests.parallel.worker_modules import BE_KILLED, HANG, Net, rows, worker_pids
 
@@ -38,10 +40,42 @@ def test_a_killed_worker_is_replaced_and_nothing_is_left_in_the_end() -> None:
     (pid,) = worker_pids(model)
     del model
     out.backward(np.ones((2, 3)))  # the graph keeps the worker
+    end_dropped()
     assert pid not in processes.running()  # until it is freed, without the garbage collector
     del out
     gc.collect()
     assert _descriptors() == before  # memory without a name is gone with its descriptors
+
+
+@pytest.mark.parametrize("what", ["model", "graph"])
+def test_ctrl_c_is_not_lost_while_workers_are_dropped(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGINT arrives first; the next Python code, wherever it is, runs its handler."""
+    lost: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+    library = cffi.FFI()
+    library.cdef("int raise(void *);")  # it takes a number, which travels as a pointer does
+    press = getattr(library.dlopen(None), "raise")
+    model = fl.DataParallel(Net(), nprocs=2)
+    out = model(rows(0, 0))
+    out.backward(np.ones((2, 3)), retain_graph=True)
+    pids = worker_pids(model)
+    held: list[object] = [[model, out] if what == "model" else out]
+    held.append(library.gc(library.cast("void *", signal.SIGINT), press))
+    del out
+    if what == "model":
+        del model
+    with pytest.raises(KeyboardInterrupt):
+        held.clear()  # the last one first
+    assert lost == []
+    if what == "graph":
+        model(rows(0, 0))
+        model.close()
+    else:
+        fl.DataParallel(Net(), nprocs=2)(rows(0, 0))  # the next one ends them
+    assert pids.isdisjoint(processes.running())
+    end_dropped()
 
 
 def _lose_a_worker(model: fl.DataParallel) -> None:

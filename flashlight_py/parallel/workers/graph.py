@@ -132,7 +132,7 @@ class WorkersGraph:
             (Backward(self._number, results, []), [self._noted[k][worker] for k in results])
             for worker in range(self._count)
         ]
-        self._team.ask(requests, self._save)
+        self._team.ask(requests, self)
         self._left = set(self._arrays)
         return grad
 
@@ -172,8 +172,8 @@ class WorkersGraph:
             self._answers = self._team.answers()
         return self._answers
 
-    def _save(self) -> None:
-        """Copy what the running pass has not taken yet: the memory is about to be used again."""
+    def save(self) -> None:
+        """Copy what the running pass has not taken yet; see ``Asker``."""
         if self._left:
             answered = {leaf for answer in self._received() for leaf in answer.leaves}
             for leaf in sorted(answered & self._left):

@@ -1,15 +1,22 @@
-"""The workers of one module: the memory that they share with this process, requests and answers."""
+"""The workers of one module: the memory that they share with this process, requests and answers.
+
+A team may be collected anywhere, where a signal handler may raise and what it raises would be lost:
+its workers are set aside then, without any Python code. The next use of a team ends them.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from flashlight_py.autograd import Variable
 from flashlight_py.cores import thread_variables
@@ -23,14 +30,71 @@ from flashlight_py.parallel.workers.serving import Raised, serve
 WHAT = "DataParallel"
 
 
+class Asker(Protocol):
+    """Whoever has asked the workers."""
+
+    def save(self) -> None:
+        """Take what it still needs of the answers: their memory is about to be used again."""
+
+
+@dataclass
+class _Held:
+    """What is to be ended of a team."""
+
+    pid: int = field(default_factory=os.getpid)
+    is_there: bool = True
+    workers: list[Worker] = field(default_factory=list)
+    memories: list[Memory] = field(default_factory=list)
+    limited: list[Any] = field(default_factory=list)
+
+    def end(self) -> None:
+        """End it; where that was interrupted, what is left."""
+        self.is_there = False
+        if os.getpid() == self.pid:  # not in a process that was forked from it
+            for worker in self.workers:
+                worker.end()
+            blas.restore_each(self.limited)
+            self.limited.clear()
+        while self.memories:
+            self.memories.pop().close()
+
+
+_watched: dict[weakref.ref[Team], _Held] = {}
+_dropped: deque[weakref.ref[Team]] = deque()
+
+
+def end_dropped() -> None:
+    """End the workers of teams that were collected."""
+    while _dropped:
+        try:
+            team = _dropped.popleft()
+        except IndexError:  # another thread does the same
+            return
+        _end(team)
+
+
+def _end(team: weakref.ref[Team]) -> None:
+    if (held := _watched.get(team)) is not None:
+        held.end()
+        _watched.pop(team, None)
+
+
+def _end_all() -> None:
+    for team in list(_watched):
+        _end(team)
+
+
+atexit.register(_end_all)
+
+
 class Team:
     """``count`` workers; the arrays of ``params`` are moved into memory that all of them map.
 
     They and this process share ``cores``.
 
     One request at a time: :meth:`ask`, then :meth:`answers`. Whatever goes wrong in between ends
-    the workers, as nobody knows then what is still on its way. They end as well when nothing refers
-    to this object any more, and with this process.
+    the workers, as nobody knows then what is still on its way. When nothing refers to this object
+    any more, the next use of a team ends them; and they end with this process.
 
     Raises:
         RankFailedError: a worker cannot import the script.
@@ -41,15 +105,11 @@ class Team:
         self.numbers: dict[weakref.ref[Any], int] = {}  # of graphs
         self.dropped: list[weakref.ref[Any]] = []  # those that nobody can differentiate any more
         self._params = list(params)
-        self._pid = os.getpid()
         self._waiting = 0  # workers whose answer has not been received
-        self._before_next: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._workers: list[Worker] = []
-        self._memories: list[Memory] = []
-        self._limited: list[Any] = []
-        self._end = weakref.finalize(
-            self, _end, self._pid, self._workers, self._memories, self._limited
-        )
+        self._asker: weakref.ref[Asker] | None = None
+        end_dropped()
+        self._held = held = _watched[weakref.ref(self, _dropped.append)] = _Held()
+        self._workers, self._memories = held.workers, held.memories
         with self._ending_on_errors():
             self._start(count, cores)
 
@@ -74,7 +134,7 @@ class Team:
         for worker in self._workers:
             worker.wait_for_start()
         if not blas.chosen():
-            self._limited += blas.limit_each(max(1, cores // (count + 1)))
+            self._held.limited += blas.limit_each(max(1, cores // (count + 1)))
 
     def holds(self, params: Sequence[Variable]) -> bool:
         """Return whether the workers are there, and have the memory of these parameters.
@@ -95,29 +155,30 @@ class Team:
     @property
     def is_there(self) -> bool:
         """Whether the workers have not been ended."""
-        return self._end.alive
+        return self._held.is_there
 
     def ask(
         self,
         requests: Sequence[tuple[Any, Sequence[Array]]],
-        before_next: Callable[[], None] | None = None,
+        asker: Asker | None = None,
         module: bytes | None = None,
     ) -> None:
         """Send the first workers a request each, with arrays that are put into their inboxes.
 
         The last field of a request is replaced by the places of its arrays. All workers receive
-        the form of the ``module``, if there is a new one. ``before_next``, a
-        method whose object is not kept alive by this, is called before the next request is sent:
-        until then the memory of the answers stays as it is.
+        the form of the ``module``, if there is a new one. ``asker``, which is not kept alive by
+        this, saves the answers before the next request is sent: until then their memory stays as it
+        is.
 
         Raises:
             RankFailedError: a worker has ended.
             RuntimeError: the workers have been ended, or this process was forked from theirs.
         """
-        if os.getpid() != self._pid:
+        end_dropped()
+        if os.getpid() != self._held.pid:
             raise RuntimeError(
                 f"{WHAT}: this process ({os.getpid()}) was forked from the one whose workers these "
-                f"are ({self._pid}); wrap the module again here"
+                f"are ({self._held.pid}); wrap the module again here"
             )
         if self.is_there:
             self._settle()
@@ -135,7 +196,7 @@ class Team:
             if dropped or module is not None:
                 for worker in self._workers[self._waiting :]:
                     worker.send((None, module, dropped))
-        self._before_next = None if before_next is None else weakref.WeakMethod(before_next)
+        self._asker = None if asker is None else weakref.ref(asker)
 
     def answers(self) -> list[Any]:
         """Return the answers of the workers that were asked; blocks until they are there.
@@ -168,14 +229,14 @@ class Team:
 
     def end(self) -> None:
         """End the workers, whatever they do; blocks until they are gone."""
-        self._end()
+        _end(weakref.ref(self))
 
     def _settle(self) -> None:
         """Complete the request before: let its owner take the answers, or drop them."""
-        before_next = self._before_next and self._before_next()
-        self._before_next = None
-        if before_next is not None:
-            before_next()
+        asker = None if self._asker is None else self._asker()
+        self._asker = None
+        if asker is not None:
+            asker.save()
         if self._waiting:
             with suppress(RankFailedError):  # it concerns a result that nobody has waited for
                 self.answers()
@@ -205,19 +266,8 @@ class Team:
         try:
             yield
         except BaseException:
-            self._end()
+            self.end()
             raise
-
-
-def _end(
-    pid: int, workers: list[Worker], memories: list[Memory], limited_threads: list[Any]
-) -> None:
-    if os.getpid() == pid:  # not in a process that was forked from it
-        for worker in workers:
-            worker.end()
-        blas.restore_each(limited_threads)
-    for memory in memories:
-        memory.close()
 
 
 def _is(one: object, other: object) -> bool:

@@ -52,9 +52,10 @@ class DataParallel(Module):
     one smaller than the number of processes leaves some idle. Results are joined along their first
     dimension, in order; what is neither array nor Variable is taken from the first share.
 
-    An exception leaves it usable: a call that finds its workers ended starts new ones. Nothing
-    stays behind when it is dropped or this process ends, however it ends: the memory has no name,
-    and the workers end with this process. Use it from one thread at a time.
+    An exception leaves it usable: a call that finds its workers ended starts new ones. Where it is
+    dropped and not closed, the next use of another one ends its workers. Nothing stays behind when
+    this process ends, however it ends: the memory has no name, and the workers end with this
+    process. Use it from one thread at a time.
 
     Args:
         module: computed on the CPU, can be pickled (in a notebook by cloudpickle).
