@@ -343,6 +343,12 @@ def _plus(number: int, array: Array) -> Array:
     return more
 
 
+def as_bytes(array: Array) -> Array:
+    """Return the memory of ``array``, which is contiguous, as bytes of one dimension."""
+    flat: Array = array.reshape(-1).view(np.uint8) if array.itemsize else np.empty(0, np.uint8)
+    return flat
+
+
 def may_overlap(one: Array, other: Array) -> bool:
     """Return whether two arrays may share memory; cheap, and never wrong where they do."""
     xp = array_module(one)

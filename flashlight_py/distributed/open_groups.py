@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from flashlight_py.distributed.backend import Backend
@@ -45,16 +46,18 @@ def close_dropped() -> None:
     """Close what belonged to groups that were dropped, unless something runs there."""
     for _ in range(len(dropped)):
         try:
-            group = dropped.popleft()
+            group = dropped[0]
         except IndexError:  # another thread does the same
             return
+        dropped.rotate(-1)  # it stays until it is closed, also where that is interrupted
         backends = _watched.get(group, [])
         if any(backend.is_busy() for backend in backends):
-            dropped.append(group)
             continue
         for backend in backends:
             backend.close()
         _watched.pop(group, None)
+        with suppress(ValueError):  # another thread has closed it too
+            dropped.remove(group)
 
 
 def leave_all() -> None:

@@ -176,6 +176,33 @@ def test_ctrl_c_is_not_lost_while_something_is_freed(ranks: Any) -> None:
         assert now[1] < then[1] + 8  # the world itself may have got another thread
 
 
+class _Interrupted:
+    """Ctrl-C comes while it is closed."""
+
+    closed = 0
+
+    def is_busy(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.closed += 1
+        if self.closed == 1:
+            raise KeyboardInterrupt
+
+
+def test_a_group_whose_closing_is_interrupted_is_closed_later() -> None:
+    backend, group = _Interrupted(), fl.ProcessGroup(None)
+    open_groups.watch(group, [backend])  # type: ignore[list-item]
+    del group
+    with pytest.raises(KeyboardInterrupt):
+        open_groups.close_dropped()
+    open_groups.close_dropped()
+    assert backend.closed == 2
+    open_groups.close_dropped()
+    assert backend.closed == 2
+    assert not open_groups.dropped
+
+
 def shut_down_with_open_groups(rank: int, size: int, folder: str, backend: str) -> None:
     def world(number: int) -> Any:
         path = str(Path(folder) / f"meet{number}")

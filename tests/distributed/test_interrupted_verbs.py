@@ -1,8 +1,7 @@
-"""Ctrl-C inside each verb, on each backend: the others are notified; and ranks that leave early."""
+"""Ctrl-C inside each verb, on each backend: the others are notified."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -22,11 +21,9 @@ from flashlight_py.distributed import api
 from flashlight_py.distributed.verbs import VERBS
 from flashlight_py.parallel import functional
 from tests.distributed.conformance import BACKENDS
-from tests.distributed.harness import run_outcomes
 
 LIMIT = 30  # seconds, of the ranks' waits
 PROMPT = 5.0  # much less, and much more than it takes
-IN_SHUTDOWN = r"it waits in distributed_shutdown\(\) and has not begun this message"
 
 Group = fl.ProcessGroup
 Verb = Callable[[Group], Any]
@@ -247,174 +244,3 @@ def test_ctrl_c_ends_the_group(backend: str, which: str, pool: Any) -> None:
     goes_on = which == "goes on" and backend != "mpi"
     wrong = pool(size, **how).run(interrupted, [*SETS[which]], goes_on)
     assert [*itertools.chain(*wrong)] == []
-
-
-# What other ranks wait for rank 0 in, which has left.
-MESSAGES: dict[str, Verb] = {
-    "send": lambda group: group.send(ones(), 0),
-    "send of 4 MB": lambda group: group.send(np.ones(1 << 19), 0),
-    "recv": lambda group: group.recv(ones(), 0),
-    "recv of any rank": lambda group: group.recv(ones(), None),
-    "recv in part": lambda group: group.recv(ones(), 0, partial=True),
-    "sendrecv": lambda group: group.sendrecv(ones(), 0, ones(), 0),
-    "isend": lambda group: group.isend(ones(), 0).wait(),
-    "irecv": lambda group: group.irecv(ones(), 0).wait(),
-    "batch_isend_irecv": lambda group: group.batch_isend_irecv(
-        [fl.P2POp(kind, ones(), 0) for kind in ("send", "recv")]
-    ).wait(),
-    "sync_distributed": lambda group: [group.irecv(ones(), 0), group.synchronize()],
-}
-# The same where all others have left.
-FROM_ANY: dict[str, Verb] = {
-    "recv of any rank": lambda group: group.recv(ones(), None),
-    "recv of any rank in part": lambda group: group.recv(ones(), None, partial=True),
-    "irecv of any rank": lambda group: group.irecv(ones(), None).wait(),
-}
-# What is waited for is behind others, of which one fails.
-BEHIND: dict[str, Verb] = {
-    "irecv": lambda group: [group.irecv(ones(), 0) for _ in range(3)][-1].wait(),
-    "irecv in part": lambda group: [
-        group.irecv(ones(), 0),
-        group.irecv(ones(), 0, partial=True).wait(),
-    ],
-    "isend": lambda group: [group.isend(ones(), 0) for _ in range(3)][-1].wait(),
-    "recv": lambda group: [group.irecv(ones(), 0), group.recv(ones(), 0)],
-    "irecv of any rank": lambda group: [group.irecv(ones(), None) for _ in range(3)][-1].wait(),
-}
-
-
-def wait_for_one_that_left(group: Group, name: str) -> None:
-    if group.rank == group.size - 1:
-        time.sleep(0.2)  # the others wait before rank 0 leaves, or soon after it
-    began = time.monotonic()
-    with pytest.raises(fl.errors.PeerLostError, match="lost rank 0"):
-        MESSAGES[name](group)
-    assert time.monotonic() - began < PROMPT
-
-
-def wait_for_any_that_left(group: Group, name: str) -> None:
-    began = time.monotonic()
-    with pytest.raises(fl.errors.PeerLostError, match=IN_SHUTDOWN) as caught:
-        FROM_ANY[name](group)
-    assert time.monotonic() - began < PROMPT
-    everyone = ", ".join(map(str, range(group.size - 1)))
-    assert f"lost ranks {everyone} " in str(caught.value)
-
-
-def wait_behind_others(group: Group, name: str) -> None:
-    began = time.monotonic()
-    with pytest.raises(fl.errors.DistributedError, match=f"{IN_SHUTDOWN}|the group is closed"):
-        BEHIND[name](group)
-    assert time.monotonic() - began < PROMPT
-
-
-def close_a_group(rank: int, size: int, name: str) -> None:
-    """Rank 0 closes a group, in which others have messages for it."""
-    group = fl.new_group(range(size))
-    if rank:
-        wait_for_one_that_left(group, name)
-    group.close()
-    fl.barrier()
-
-
-def shut_down(rank: int, size: int, name: str) -> None:
-    """Rank 0 shuts down; others have messages for it, in the world or in another group."""
-    group = fl.new_group(range(size))
-    if rank:
-        wait_for_one_that_left(group, name)
-    with contextlib.suppress(fl.errors.PeerLostError):
-        fl.distributed_shutdown()
-
-
-EVERY_BACKEND = pytest.mark.parametrize(
-    "backend",
-    [
-        "shm",
-        "hierarchical",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gloo", "mpi")),
-    ],
-)
-
-
-@EVERY_BACKEND
-def test_who_waits_for_a_message_of_one_that_has_closed_the_group(backend: str, pool: Any) -> None:
-    size, how = world_of(backend)
-    pool(size, **how).run_each(close_a_group, [(name,) for name in MESSAGES])
-
-
-@EVERY_BACKEND
-@pytest.mark.parametrize("name", [name for name in MESSAGES if name not in FROM_ANY])
-def test_who_waits_for_a_message_of_one_that_shuts_down(backend: str, name: str) -> None:
-    size, how = world_of(backend)
-    outcomes = run_outcomes(shut_down, size, name, **how)
-    assert all(outcome.ok for outcome in outcomes), outcomes
-
-
-def all_but_the_last_shut_down(rank: int, size: int, wait: Any, name: str) -> None:
-    group = fl.new_group(range(size))
-    if rank == size - 1:
-        wait(group, name)
-    with contextlib.suppress(fl.errors.DistributedError):
-        fl.distributed_shutdown()
-
-
-@EVERY_BACKEND
-@pytest.mark.parametrize(
-    ("wait", "name"),
-    [
-        *((wait_for_any_that_left, name) for name in FROM_ANY),
-        *((wait_behind_others, name) for name in BEHIND),
-    ],
-)
-def test_who_waits_when_all_others_shut_down(backend: str, wait: Any, name: str) -> None:
-    size, how = world_of(backend)
-    outcomes = run_outcomes(all_but_the_last_shut_down, size, wait, name, **how)
-    assert all(outcome.ok for outcome in outcomes), outcomes
-
-
-def workers_end_one_by_one(rank: int, size: int) -> None:
-    """Those that have sent shut down; the next one sends later than a wait in vain would last."""
-    if rank == 0:
-        fl.irecv(ones(), None, tag=1)  # nobody waits for it
-        sources = set()
-        for _ in range(1, size):
-            work = fl.irecv(ones(), None)
-            work.wait()
-            sources.add(work.source)
-        assert sources == {*range(1, size)}
-        time.sleep(1.5)
-    else:
-        time.sleep(1.2 * (rank - 1))
-        fl.send(ones(), 0)
-    fl.distributed_shutdown()
-
-
-@EVERY_BACKEND
-def test_who_receives_of_any_rank_waits_for_those_that_have_not_left(backend: str) -> None:
-    size, how = world_of(backend)
-    outcomes = run_outcomes(workers_end_one_by_one, size, **how)
-    assert all(outcome.ok for outcome in outcomes), outcomes
-
-
-def leave_messages(rank: int, size: int) -> None:
-    """Rank 0 shuts down with messages on their way; what nobody waits for disturbs nobody."""
-    last, got = size - 1, np.zeros(1 << 19)
-    if rank == 0:
-        for _ in range(3):
-            fl.isend(np.ones(got.size), last)
-        fl.irecv(ones(), last, tag=7)
-    if rank == last:
-        fl.irecv(ones(), 0, tag=8)
-        fl.isend(ones(), 0, tag=9)
-        for _ in range(3):
-            time.sleep(0.7)  # longer than one that waits in vain would
-            assert fl.recv(got, 0)[-1] == 1
-            got[:] = 0
-    fl.distributed_shutdown()
-
-
-@EVERY_BACKEND
-def test_what_was_sent_before_a_shutdown_arrives(backend: str) -> None:
-    size, how = world_of(backend)
-    outcomes = run_outcomes(leave_messages, size, **how)
-    assert all(outcome.ok for outcome in outcomes), outcomes

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from flashlight_py.device import Array
+from flashlight_py.distributed.arrays import as_bytes
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.hierarchical_small import (
-    as_bytes,
     in_rank_order,
     require_room,
     room_for,

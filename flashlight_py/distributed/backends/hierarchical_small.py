@@ -12,7 +12,7 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.arrays import dtype_code, require_length
+from flashlight_py.distributed.arrays import as_bytes, dtype_code, require_length
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.combining import cut, factors
 from flashlight_py.distributed.control.agreement import NO_LOAD, Load, Message
@@ -145,8 +145,3 @@ def in_rank_order(whole: Array, hosts: Sequence[Sequence[int]], rows: Sequence[i
     return [
         part for _, part in sorted(zip(order, cut(whole, rows), strict=True), key=itemgetter(0))
     ]
-
-
-def as_bytes(array: Array) -> Array:
-    """Return the memory of ``array``, which is contiguous, as bytes of one dimension."""
-    return array.reshape(-1).view(np.uint8) if array.itemsize else np.empty(0, np.uint8)

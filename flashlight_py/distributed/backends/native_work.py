@@ -114,7 +114,7 @@ NOTHING = Received("", None, None, None, 0)
 def _wrap(backend: NativeGroup, handle: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """Return what the library received, without a copy; the array keeps the handle alive."""
     ffi, (pointer, count) = backend.ffi, _fetched(backend, handle)
-    owner = freed_by(ffi, ffi.cast("char *", pointer), id, handle)
+    owner = keeping(ffi, ffi.cast("char *", pointer), handle)
     array: Array = np.ndarray(shape, dtype, ffi.buffer(owner, count))
     return array
 
@@ -122,12 +122,17 @@ def _wrap(backend: NativeGroup, handle: Any, dtype: np.dtype[Any], shape: tuple[
 def freed_by(ffi: Any, pointer: Any, free: Callable[[Any], object], kept: object = None) -> Any:
     """Return ``pointer``, of which the end calls ``free``, and then lets go of ``kept``.
 
-    ``free`` is a function in C (``id`` where nothing is to be done), as is what calls it: what a
-    signal handler raises in Python code that runs then, as Ctrl-C does, would be lost.
+    ``free`` is a function in C, as is what calls it: what a signal handler raises in Python code
+    that runs then, as Ctrl-C does, would be lost.
     """
     destructor: Any = functools.partial(free)
     destructor.kept = kept
     return ffi.gc(pointer, destructor)
+
+
+def keeping(ffi: Any, pointer: Any, kept: object) -> Any:
+    """Return ``pointer``, which keeps ``kept`` for as long as it is used."""
+    return freed_by(ffi, pointer, id, kept)  # which does nothing
 
 
 def _fetched(backend: NativeGroup, handle: Any) -> tuple[Any, int]:

@@ -25,7 +25,7 @@ from flashlight_py.distributed.backends.interrupts import (
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_errors import call_in_words
 from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES
-from flashlight_py.distributed.backends.native_work import freed_by
+from flashlight_py.distributed.backends.native_work import freed_by, keeping
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.exchange import BackendStore, Steps
 from flashlight_py.distributed.memory_file import DIRECTORY, MemoryFile, needs_names
@@ -137,7 +137,7 @@ class ShmBackend(NativeBackend):
             freed_by(self.ffi, pointer, self._dropped.append),
             freed_by(self.ffi, region, self.lib.fl_shm_free_region),
         )
-        begin = freed_by(self.ffi, pointer - self.rank * stride, id, parts_of)
+        begin = keeping(self.ffi, pointer - self.rank * stride, parts_of)
         whole = np.frombuffer(self.ffi.buffer(begin, stride * self.size), np.uint8)
         parts = [whole[rank * stride :][: count * dtype.itemsize] for rank in range(self.size)]
         return [part.view(dtype).reshape(shape) for part in parts]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-import numpy as np
-
 from flashlight_py.device import Array, array_module, is_cupy
 
 # The largest count of MPI-3's functions. MPI-4 has larger ones, not every library has MPI-4, and
@@ -17,12 +15,6 @@ _LARGEST_BYTES = 2**31 - 1
 def largest() -> int:
     """Return how many bytes one MPI call may move."""
     return _LARGEST_BYTES
-
-
-def as_bytes(array: Array) -> Array:
-    """Return the memory of ``array``, which is contiguous, as bytes in a row."""
-    flat: Array = array.reshape(-1).view(np.uint8) if array.itemsize else np.empty(0, np.uint8)
-    return flat
 
 
 def chunks(flat: Array) -> list[Array]:
