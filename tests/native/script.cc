@@ -172,7 +172,7 @@ class Running {
   size_t output_bytes_ = 0;
   fl_room room_{};
   fl_sections sections_{};
-  fl_match match_{-1, 1, 0, -1.0};
+  fl_match match_{-1, 1, 0, -1.0, 0.0};
   char* data_;
   fl_op handle_;
 };

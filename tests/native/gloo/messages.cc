@@ -135,7 +135,7 @@ void play_open_receives(Rank& rank, Random& random, uint64_t step) {
   }
   struct Open {
     Array array;
-    fl_match match{-1, 1, 0, -1.0};
+    fl_match match{-1, 1, 0, -1.0, 0.0};
     fl_op* op = nullptr;
   };
   std::list<Open> own(number);

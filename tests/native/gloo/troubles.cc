@@ -53,7 +53,7 @@ void play_the_end(Rank& rank, Random& random) {
   }
   if (is_late) rank.seconds = 0.3;
   Array sum(count), message(count), other(count), any(count);
-  fl_match match{-1, 1, 0, -1.0};
+  fl_match match{-1, 1, 0, -1.0, 0.0};
   std::vector<fl_op*> begun{
       rank.run(signature_of(FL_ALL_REDUCE, count, 0), sum.data(), nullptr, -1, true),
       rank.run(signature_of(FL_SEND, count, 1), message.data(), nullptr, victim, true),
