@@ -77,7 +77,13 @@ std::shared_ptr<Operation> Queues::go_on(const QueueId& id, double seconds,
   auto operation = make(seconds, std::move(run));
   {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
-    find(id)->last = operation;
+    const auto busy = find(id);
+    if (busy->waiting.empty()) {
+      busy->last = operation;
+    } else {  // one that has been submitted meanwhile
+      busy->waiting.front()->ahead = operation;
+      operation->is_awaited = busy->waiting.front()->is_awaited.load();
+    }
   }
   begin(id, operation);
   return operation;

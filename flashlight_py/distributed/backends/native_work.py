@@ -172,9 +172,10 @@ class NativeWork(Work):
             while (status := self._status(_SLICE_SECONDS)) == pending:
                 pass
         else:
-            end = time.monotonic() + timeout
-            while (status := self._status(self._slice(end))) == pending:
-                if not time.monotonic() < end:  # also where that is no number
+            end, left = time.monotonic() + timeout, timeout
+            while (status := self._status(min(_SLICE_SECONDS, max(0.0, left)))) == pending:
+                left = end - time.monotonic()
+                if not left > 0:  # also where that is no number
                     raise CollectiveTimeoutError(self._still_running(timeout))
         self._backend.forget(self)
         return self._finish(status)
@@ -183,9 +184,6 @@ class NativeWork(Work):
         """Wait up to ``seconds``, and return how the operation stands."""
         group = self._backend.group  # noqa: F841  (it lives as long: a wait may do the operation)
         return int(self._lib.fl_op_wait(self._handle, seconds))
-
-    def _slice(self, end: float) -> float:
-        return min(_SLICE_SECONDS, max(0.0, end - time.monotonic()))
 
     def _still_running(self, timeout: float) -> str:
         return (

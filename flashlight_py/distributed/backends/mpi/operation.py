@@ -72,11 +72,11 @@ class Operation(Work):
         self._end_time = time.monotonic()
         self.error, self.ended = error, True
 
-    def compare_until(self, end: float | None) -> None:
-        """Wait until the calls are compared, or the clock says ``end``."""
+    def compare_for(self, seconds: float | None) -> None:
+        """Wait until the calls are compared, for ``seconds`` at most, if that is not None."""
         if self.comparison is not None and not self.ended:
             with contextlib.suppress(DistributedError):  # its next step raises it, or it goes on
-                self.comparison.wait(None if end is None else max(0.0, end - time.monotonic()))
+                self.comparison.wait(seconds)
 
     def cause(self) -> DistributedError | None:
         """Return what other ranks have done where the comparison has failed, which ends soon."""

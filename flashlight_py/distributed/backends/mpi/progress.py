@@ -105,7 +105,8 @@ class Progress:
         While nothing else is under way it is its calls' comparison that is waited for, asleep.
         """
         alone = sum(group.pending() for group in tuple(self._groups)) == 1
-        operation.compare_until(end if alone else time.monotonic() + _NO_TIME)  # it is awaited
+        left = None if end is None else max(0.0, end - time.monotonic())
+        operation.compare_for(left if alone else _NO_TIME)  # it is awaited
         with self._turn:
             self._waiting += 1
         try:
