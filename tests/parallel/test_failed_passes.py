@@ -378,40 +378,5 @@ def test_an_interrupt_ends_the_group(way: str) -> None:
         assert "KeyboardInterrupt" in said
 
 
-class Trap(fl.tagi.ReLU):
-    """A layer that can raise on its way back."""
-
-    fails = False
-
-    def backward(self, *args: Any) -> Any:
-        if self.fails:
-            raise ValueError("on purpose amid them")
-        return super().backward(*args)
-
-
-def deltas_go_on(rank: int, size: int) -> None:
-    fl.set_seed(0)
-    trap = Trap()
-    net = fl.tagi.Sequential(fl.tagi.Linear(3, 8), trap, fl.tagi.Linear(8, 8), fl.tagi.Linear(8, 2))
-    model, updater = fl.tagi.DDPSequential(net, bucket_bytes=300), fl.tagi.OutputUpdater("cpu")
-    for failing_rank, words in ((None, ""), (1, "no deltas"), (0, "on purpose"), (None, "")):
-        model(np.full((4, 3), 1.0 + rank, np.float32))
-        if rank != failing_rank or words != "no deltas":
-            targets = np.ones((4, 2), np.float32)
-            updater.update(model.output_z_buffer, targets, 0.3, model.input_delta_z_buffer)
-        trap.fails = rank == failing_rank
-        if failing_rank is None:
-            model.backward()
-            model.step()
-            continue
-        error = (ValueError, RuntimeError) if rank == failing_rank else MismatchError
-        with pytest.raises(error, match=words):
-            model.backward()
-        trap.fails = False
-    parameters = np.concatenate([x.ravel() for each in net.state_dict().values() for x in each])
-    assert (fl.all_gather(parameters[None]) == parameters).all()
-
-
-def test_leaves_and_deltas(ranks: Any) -> None:
+def test_leaves(ranks: Any) -> None:
     ranks.run(leaves_go_on)
-    ranks.run(deltas_go_on)

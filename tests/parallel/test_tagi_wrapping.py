@@ -13,8 +13,11 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.tagi import Conv2d, DDPSequential, Linear, OutputUpdater, Sequential
+from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import RankPool, mpirun_command
 from tests.parallel.test_tagi import check_same_bits, dense, normalised, train
+
+ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 4), slow=[("mpi", 3)])
 
 
 def wrapped_after_rank_0_has_seen_images(rank: int, size: int, stride: int) -> str:
@@ -99,6 +102,44 @@ def stepped_by_the_network(rank: int, size: int) -> Any:
 
 def test_the_network_s_own_step_has_the_bound_of_all_samples(pool: Any) -> None:
     check_same_bits(pool(2).run(stepped_by_the_network))
+
+
+class Trap(fl.tagi.ReLU):
+    """A layer that can raise on its way back."""
+
+    fails = False
+
+    def backward(self, *args: Any) -> Any:
+        if self.fails:
+            raise ValueError("on purpose amid them")
+        return super().backward(*args)
+
+
+def deltas_go_on(rank: int, size: int) -> None:
+    fl.set_seed(0)
+    trap = Trap()
+    net = fl.tagi.Sequential(fl.tagi.Linear(3, 8), trap, fl.tagi.Linear(8, 8), fl.tagi.Linear(8, 2))
+    model, updater = fl.tagi.DDPSequential(net, bucket_bytes=300), fl.tagi.OutputUpdater("cpu")
+    for failing_rank, words in ((None, ""), (1, "no deltas"), (0, "on purpose"), (None, "")):
+        model(np.full((4, 3), 1.0 + rank, np.float32))
+        if rank != failing_rank or words != "no deltas":
+            targets = np.ones((4, 2), np.float32)
+            updater.update(model.output_z_buffer, targets, 0.3, model.input_delta_z_buffer)
+        trap.fails = rank == failing_rank
+        if failing_rank is None:
+            model.backward()
+            model.step()
+            continue
+        error = (ValueError, RuntimeError) if rank == failing_rank else fl.errors.MismatchError
+        with pytest.raises(error, match=words):
+            model.backward()
+        trap.fails = False
+    parameters = np.concatenate([x.ravel() for each in net.state_dict().values() for x in each])
+    assert (fl.all_gather(parameters[None]) == parameters).all()
+
+
+def test_a_failed_backward_pass(ranks: Any) -> None:
+    ranks.run(deltas_go_on)
 
 
 SCRIPT_OF_PYTAGI = """
