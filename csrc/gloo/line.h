@@ -48,8 +48,9 @@ class Line {
 
 void set_port(sockaddr_storage& address, int port);
 
-// Have the kernel ask the other end now and then whether it is there, and break the connection when
-// it has said nothing for about `seconds`, and not sooner. It does not ask while something is to be sent.
+// Have the kernel ask the other end whether it is there when it has said nothing for `seconds`, and break
+// the connection when that was in vain for as long again: after about twice `seconds`. It does not ask
+// while something is to be sent.
 void keep_alive(int socket, double seconds) noexcept;
 
 }  // namespace fl
