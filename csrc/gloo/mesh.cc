@@ -79,10 +79,10 @@ Mesh::Mesh(int rank, int size, const std::string& host, const std::string& inter
       connect_seconds_(connect_seconds),
       control_(static_cast<Control*>(std::calloc(size, sizeof(Control)))),
       control_buffers_(size),
-      leaving_(new int32_t[size]()),
+      departures_(new int32_t[size]()),
       noticed_(new std::atomic<Clock::duration>[size]()),
-      leaving_buffers_(size),
-      made_(size) {
+      departure_buffers_(size),
+      connections_(size) {
   if (control_ == nullptr) throw std::bad_alloc();
   auto device = std::dynamic_pointer_cast<gloo::transport::tcp::Device>(create_device(host, interface));
   device_ = device;
@@ -167,20 +167,24 @@ void Mesh::post_control(int peer, gloo::transport::Pair& pair) {
   const std::lock_guard<std::mutex> lock(asking_);
   control_buffers_[peer] = createUnboundBuffer(&control_[peer], sizeof(Control));
   pair.recv(control_buffers_[peer].get(), kControlSlot, 0, sizeof(Control));
-  leaving_buffers_[peer] = createUnboundBuffer(&leaving_[peer], sizeof leaves_);
-  pair.recv(leaving_buffers_[peer].get(), kLeavingSlot, 0, sizeof leaves_);
-  made_[peer] = &pair;
-  if (leave_ != nullptr) pair.send(leave_.get(), kLeavingSlot, 0, sizeof leaves_);
+  departure_buffers_[peer] = createUnboundBuffer(&departures_[peer], sizeof own_departure_);
+  pair.recv(departure_buffers_[peer].get(), kLeavingSlot, 0, sizeof own_departure_);
+  if (own_departure_buffer_ != nullptr) send_departure(pair);
+  connections_[peer] = &pair;  // not one that has thrown, in whose place another may come
+}
+
+void Mesh::send_departure(gloo::transport::Pair& pair) {
+  pair.send(own_departure_buffer_.get(), kLeavingSlot, 0, sizeof own_departure_);
 }
 
 void Mesh::leave() {
   const std::lock_guard<std::mutex> lock(asking_);
-  if (leave_ != nullptr) return;
-  leave_ = createUnboundBuffer(&leaves_, sizeof leaves_);
-  for (gloo::transport::Pair* pair : made_) {
+  if (own_departure_buffer_ != nullptr) return;
+  own_departure_buffer_ = createUnboundBuffer(&own_departure_, sizeof own_departure_);
+  for (gloo::transport::Pair* pair : connections_) {
     if (pair == nullptr) continue;
     try {
-      pair->send(leave_.get(), kLeavingSlot, 0, sizeof leaves_);
+      send_departure(*pair);
     } catch (const std::exception&) {
       // It has gone, and waits for nothing.
     }
@@ -188,7 +192,7 @@ void Mesh::leave() {
 }
 
 bool Mesh::is_leaving(int peer) {
-  if (!is_present(leaving_[peer])) return false;
+  if (!is_present(departures_[peer])) return false;
   const auto now = Clock::now().time_since_epoch();
   Clock::duration noticed{};
   const bool is_first = noticed_[peer].compare_exchange_strong(noticed, now);

@@ -136,6 +136,7 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   std::vector<int> broken_pairs(std::string& words);
   std::optional<Failure> reason_of(const std::string& what) const;
   void post_control(int peer, gloo::transport::Pair& pair);
+  void send_departure(gloo::transport::Pair& pair);
   void report_to_others(const Failure& failure);
   std::vector<int> await_cause(std::vector<int> missing);
   void lose(const Failure& failure) noexcept;
@@ -152,13 +153,15 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   // One per peer: why it gave up, when it has. Zeros; memory that nobody writes is never touched.
   std::unique_ptr<Control[], Free> control_;
   std::vector<Buffer> control_buffers_;
-  // The same of whether it is leaving, and when that was noticed; what says so of this rank, once it is.
-  std::unique_ptr<int32_t[]> leaving_;
+  // One per peer, not 0: it has said that it is leaving; and when that was noticed.
+  std::unique_ptr<int32_t[]> departures_;
   std::unique_ptr<std::atomic<Clock::duration>[]> noticed_;
-  std::vector<Buffer> leaving_buffers_;
-  int32_t leaves_ = 1;
-  Buffer leave_;
-  std::vector<gloo::transport::Pair*> made_;  // null: not connected yet
+  std::vector<Buffer> departure_buffers_;
+  // What this rank says then.
+  int32_t own_departure_ = 1;
+  Buffer own_departure_buffer_;  // null: it is not leaving
+  // Who gets that: the connections, which last as long as links_; null: there is none yet.
+  std::vector<gloo::transport::Pair*> connections_;
   std::mutex mutex_;  // of companions_
   std::unique_ptr<Heartbeat> heartbeat_;  // null: of a group on one host
   std::vector<Companion> companions_;
