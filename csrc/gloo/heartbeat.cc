@@ -80,7 +80,7 @@ void Heartbeat::abandon() const noexcept {
 
 void Heartbeat::begin(Hosts hosts) {
   hosts_ = std::move(hosts);
-  interval_ = seconds(hosts_.seconds * kLook);
+  interval_ = std::min<Clock::duration>(seconds(hosts_.seconds * kLook), kLongestInterval);
   doubt_ = seconds(hosts_.seconds * kDoubt);
   limit_ = seconds(hosts_.seconds * kJudge);
   left_.assign(hosts_.numbers.size(), false);
@@ -314,6 +314,7 @@ std::string Heartbeat::in_words(const std::vector<int>& lost, bool reaches_anoth
   return words + "; it is the only other one, so " + here + " may be the one that is cut off";
 }
 
+// Those of this host too, whom nobody else may be about to notify: connections to them are made at once.
 void Heartbeat::notify(const Failure& found) {
   std::ostringstream text;
   for (int rank : found.missing) text << (rank == found.missing[0] ? "" : ",") << rank;
@@ -324,6 +325,11 @@ void Heartbeat::notify(const Failure& found) {
   }
   for (Asked& asked : asked_) {
     if (asked.has_shown) asked.line.send(bytes);
+  }
+  for (int peer : ranks_of(host(rank_))) {
+    if (peer == rank_) continue;
+    ask(peer, false);
+    asked_.back().line.send(hosts_.shown[peer] + bytes);
   }
 }
 

@@ -3,7 +3,8 @@
 // Each rank asks one rank of the next host now and then, which answers: a byte each way. Where none
 // answers for a while, the other ranks of that host are asked, by connections of their own: one that
 // is stopped, or busy, does not stand for its host. And the other hosts are asked too: where nobody
-// answers, this host is the one that is cut off. All that are connected are notified of what is found out.
+// answers, this host is the one that is cut off. Of what is found out, all that are connected are notified,
+// and all on this host.
 // Everything here runs on one thread, and nothing blocks.
 #pragma once
 
@@ -36,6 +37,8 @@ class Heartbeat {
   Heartbeat(const Heartbeat&) = delete;
 
   int port() const { return port_; }
+  // How long it may take until a rank has seen that it was notified.
+  static constexpr std::chrono::milliseconds kLongestInterval{250};
   // Before the first look.
   void begin(Hosts hosts);
 
