@@ -25,9 +25,8 @@ typedef struct {
 } fl_hosts;
 
 /* Then: notice when hosts cannot be reached any more. Operations end (FL_HOST_LOST), also the next one
-   where none runs. Without fl_gloo_listen_for_hosts: leave that to a group that takes this one along,
-   and wait for it before a connection that nobody answers on is reported. Addresses and proofs are
-   those of fl_gloo_connect. */
+   where none runs. Without fl_gloo_listen_for_hosts, a group that takes this one along notices that.
+   Addresses and proofs are those of fl_gloo_connect. */
 void fl_gloo_watch_hosts(fl_group *group, const fl_hosts *hosts, const char *addresses,
                          size_t address_bytes, const char *proofs);
 

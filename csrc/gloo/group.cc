@@ -41,6 +41,22 @@ void require_match(const Message& message, Operation& operation) {
   operation.output = make_bytes(0);
 }
 
+// Do `work` of `operation`, which waits for peers. What Gloo throws is explained while there still is a
+// waiter, which says how long that may take.
+template <typename Work>
+void with_waiter(Mesh& mesh, Operation& operation, InterruptCheck interrupt, const Work& work) {
+  Waiter waiter(mesh.watch(), operation.deadline, interrupt, &operation.is_awaited);
+  try {
+    work(waiter);
+  } catch (const Failure&) {
+    throw;
+  } catch (const Mismatch&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw mesh.explain(-1, error.what());
+  }
+}
+
 }  // namespace
 
 // The queues that a caller's thread is in.
@@ -90,9 +106,10 @@ std::shared_ptr<Operation> Group::lost() {
   const auto reason = mesh_->watch().reason();
   if (!mesh_->is_broken() && !mesh_->has_farewell() && !reason) return nullptr;
   // That hosts are lost concerns groups beside this one, whichever operation noticed it.
-  const bool is_open = !mesh_->is_broken() || (reason && reason->status == FL_HOST_LOST);
-  const Failure found = is_open ? mesh_->explain(-1, "it gave up")
-                                : Failure(FL_CLOSED, {}, mesh_->why_broken());
+  const bool concerns_others = reason && reason->status == FL_HOST_LOST;
+  const bool was_raised = mesh_->is_broken() && !concerns_others;
+  const Failure found = was_raised ? Failure(FL_CLOSED, {}, mesh_->why_broken())
+                                   : mesh_->explain(-1, "it gave up");
   auto operation = std::make_shared<Operation>();  // which ends nothing: whoever asks decides
   operation->shared = ended_;
   finish(*operation, found.status, found.what(), found.missing);
@@ -144,16 +161,16 @@ void Group::close() {
 
 Group::Task Group::whole_message(const fl_message& message, InterruptCheck interrupt) {
   return [this, message, interrupt](Operation& operation) {
-    Waiter waiter(mesh_->watch(), operation.deadline, interrupt, &operation.is_awaited);
-    const auto begun = point_to_point_.begin(message);
-    end_all({begun}, waiter);
-    require_match(*begun, operation);
+    with_waiter(*mesh_, operation, interrupt, [&](Waiter& waiter) {
+      const auto begun = point_to_point_.begin(message);
+      end_all({begun}, waiter);
+      require_match(*begun, operation);
+    });
   };
 }
 
 Group::Task Group::match(const fl_message& asked, fl_match& match, InterruptCheck interrupt) {
   return [this, asked, &match, interrupt](Operation& operation) {
-    Waiter waiter(mesh_->watch(), operation.deadline, interrupt, &operation.is_awaited);
     match.source = -1;
     const struct Leave {  // the queue of whoever has sent
       const fl_message& asked;
@@ -165,10 +182,12 @@ Group::Task Group::match(const fl_message& asked, fl_match& match, InterruptChec
         }
       }
     } leave{asked, match, queues_};
-    const auto begun = point_to_point_.begin_match(asked, match, queues_, waiter);
-    if (begun == nullptr) return;
-    end_all({begun}, waiter);
-    require_match(*begun, operation);
+    with_waiter(*mesh_, operation, interrupt, [&](Waiter& waiter) {
+      const auto begun = point_to_point_.begin_match(asked, match, queues_, waiter);
+      if (begun == nullptr) return;
+      end_all({begun}, waiter);
+      require_match(*begun, operation);
+    });
   };
 }
 
@@ -186,10 +205,11 @@ std::shared_ptr<Operation> Group::start_message(const fl_message& message, doubl
     error = std::current_exception();
   }
   return queues_.go_on(id, seconds, [this, begun, error](Operation& operation) {
-    if (error) std::rethrow_exception(error);
-    Waiter waiter(mesh_->watch(), operation.deadline, nullptr, &operation.is_awaited);
-    end_all({begun}, waiter);
-    require_match(*begun, operation);
+    with_waiter(*mesh_, operation, nullptr, [&](Waiter& waiter) {
+      if (error) std::rethrow_exception(error);
+      end_all({begun}, waiter);
+      require_match(*begun, operation);
+    });
   });
 }
 
@@ -207,10 +227,11 @@ std::vector<std::shared_ptr<Operation>> Group::exchange(const fl_message* messag
   }
   Messages begun;
   const auto failed = run_here(seconds, [&](Operation& operation) {
-    Waiter waiter(mesh_->watch(), operation.deadline, interrupt_, &operation.is_awaited);
-    for (int i : here) mesh_->reach({messages[i].peer});
-    for (int i : here) begun.push_back(point_to_point_.begin(messages[i]));
-    end_all(begun, waiter);
+    with_waiter(*mesh_, operation, interrupt_, [&](Waiter& waiter) {
+      for (int i : here) mesh_->reach({messages[i].peer});
+      for (int i : here) begun.push_back(point_to_point_.begin(messages[i]));
+      end_all(begun, waiter);
+    });
   });
   for (size_t i = 0; i < here.size(); ++i) {
     if (i >= begun.size() || !begun[i]->has_ended()) {
@@ -228,18 +249,19 @@ std::vector<std::shared_ptr<Operation>> Group::exchange(const fl_message* messag
 Group::Task Group::collective(const fl_message& given, void* output, InterruptCheck interrupt) {
   return [this, given = given, output, interrupt](Operation& operation) mutable {
     given.signature.sequence = sequence_of(++calls_);
-    Waiter waiter(mesh_->watch(), operation.deadline, interrupt);
-    Call call{given.signature, given.site, operation.seen, waiter};
-    try {
-      operation.output = dispatch(call, given.data, output);
-    } catch (Failure& failure) {
-      if (failure.status == FL_TIMEOUT) {
-        failure.seen = collectives_.last_calls();
-        failure.seen.calls[mesh_->rank] = given.signature;
-        if (waits_in(failure, given.signature)) failure.missing = mesh_->cause_of(failure);
+    with_waiter(*mesh_, operation, interrupt, [&](Waiter& waiter) {
+      Call call{given.signature, given.site, operation.seen, waiter};
+      try {
+        operation.output = dispatch(call, given.data, output);
+      } catch (Failure& failure) {
+        if (failure.status == FL_TIMEOUT) {
+          failure.seen = collectives_.last_calls();
+          failure.seen.calls[mesh_->rank] = given.signature;
+          if (waits_in(failure, given.signature)) failure.missing = mesh_->cause_of(failure);
+        }
+        throw;
       }
-      throw;
-    }
+    });
   };
 }
 

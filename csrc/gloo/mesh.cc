@@ -22,8 +22,19 @@ using std::chrono::milliseconds;
 // A reason that cannot be delivered in this time is not worth waiting for.
 constexpr milliseconds kGoodbye{500};
 
+// So long news take that a host is lost: to a rank of each host, which looks for them now and then, and
+// from there to the others, which look for them in every tick where they await them.
+constexpr milliseconds kNews = 2 * Heartbeat::kLongestInterval;
+
 // What the kernel says of hosts, where of a process that has ended another kernel says so.
 constexpr int kSilence[] = {ETIMEDOUT, EHOSTUNREACH, EHOSTDOWN, ENETUNREACH, ENETDOWN};
+
+// Whether `what`, all that Gloo keeps of an error, is that.
+bool is_silence(const std::string& what) {
+  return std::any_of(std::begin(kSilence), std::end(kSilence), [&](int error) {
+    return what.find(std::generic_category().message(error)) != std::string::npos;
+  });
+}
 
 // How far apart the ranks' ends of one wait may lie, and how often who is to blame is looked at.
 constexpr milliseconds kSettling{200}, kSettlingTick{2};
@@ -136,7 +147,8 @@ void Mesh::require(int peer) {
       if (waiter == nullptr && Clock::now() >= end) throw TimedOut(peer);
     }
   } catch (const Failure& failure) {
-    if (const auto reason = reason_of(failure.what())) throw Failure(*reason);
+    if (failure.status == FL_PEER_LOST) await_reason(is_silence(failure.what()));
+    if (const auto reason = watch_.reason()) throw Failure(*reason);
     if (failure.status == FL_PEER_LOST && has_farewell()) throw explain(peer, failure.what());
     throw;
   }
@@ -222,18 +234,35 @@ bool Mesh::has_farewell() const {
 
 void Mesh::stop() { watch_.end(Failure(FL_CLOSED, {}, "the group was closed")); }
 
-// Where the kernel has given up a connection because nobody answers, the heartbeats are about to say
-// which host that is, and since when.
-std::optional<Failure> Mesh::reason_of(const std::string& what) const {
-  const bool is_silence = std::any_of(std::begin(kSilence), std::end(kSilence), [&](int error) {
-    return what.find(std::generic_category().message(error)) != std::string::npos;
-  });
-  return watch_.reason(is_silence ? deadline_after(patience_) : Clock::time_point{});
+// A peer may have closed a connection because it has found out that a host is lost: then news of that
+// are on their way. Where nobody answers, the heartbeats are about to say which host that is, and since
+// when. That may take longer, so there must be somebody who can say that it takes too long.
+void Mesh::await_reason(bool is_silent) {
+  const Waiter* const waiter = Waiter::current();
+  auto end = Clock::now();
+  if (patience_ > 0) end += kNews;
+  if (is_silent && waiter != nullptr) end = std::max(end, deadline_after(patience_));
+  if (waiter != nullptr) end = std::min(end, waiter->deadline());
+  while (!is_explained()) {
+    const auto now = Clock::now();
+    if (now >= end || (waiter != nullptr && waiter->is_interrupted())) return;
+    watch_.hurry();
+    watch_.reason(std::min(end, now + kTick));
+  }
 }
 
 // A connection broke. A peer that gave up has said why before it closed, and that reason is the
 // true one; otherwise the pairs that are broken by now show who is gone.
 Failure Mesh::explain(int peer, const std::string& what) {
+  std::vector<int> missing;
+  if (!is_explained()) {
+    bool is_silent = is_silence(what);
+    for (const auto& [broken, why] : broken_pairs()) {
+      missing.push_back(broken);
+      is_silent |= is_silence(why);
+    }
+    await_reason(is_silent);
+  }
   if (const auto reason = watch_.reason()) return *reason;
   for (int r = 0; r < size; ++r) {
     const Control& control = control_[r];
@@ -253,15 +282,12 @@ Failure Mesh::explain(int peer, const std::string& what) {
     if (status == FL_PEER_LOST || status == FL_LEAVING) return {status, missing, message};
     return {FL_PEER_LOST, {r}, message};
   }
-  std::string words = what;
-  auto missing = broken_pairs(words);
-  if (const auto reason = reason_of(words)) return *reason;
   if (missing.empty() && peer >= 0) missing.push_back(peer);
   return Failure(FL_PEER_LOST, missing, what);
 }
 
-std::vector<int> Mesh::broken_pairs(std::string& words) {
-  std::vector<int> broken;
+std::map<int, std::string> Mesh::broken_pairs() {
+  std::map<int, std::string> broken;
   char nothing;
   const auto probe = createUnboundBuffer(&nothing, 0);
   for (int peer = 0; peer < size; ++peer) {
@@ -270,8 +296,7 @@ std::vector<int> Mesh::broken_pairs(std::string& words) {
       // A pair that has failed throws at once; on one that works this receive stays unanswered.
       probe->recv(peer, kProbeSlot);
     } catch (const std::exception& error) {
-      broken.push_back(peer);
-      words += error.what();
+      broken.emplace(peer, error.what());
     }
   }
   return broken;

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -132,9 +133,12 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   struct Free {
     void operator()(void* memory) const { std::free(memory); }
   };
-  // Adds to `words` why they are.
-  std::vector<int> broken_pairs(std::string& words);
-  std::optional<Failure> reason_of(const std::string& what) const;
+  // Which connections are broken, and why.
+  std::map<int, std::string> broken_pairs();
+  // Of a connection that broke, as `is_silent` because nobody answers: return when it is known why, or there
+  // is no point in waiting for that.
+  void await_reason(bool is_silent);
+  bool is_explained() const { return watch_.reason() || has_farewell(); }
   void post_control(int peer, gloo::transport::Pair& pair);
   void send_departure(gloo::transport::Pair& pair);
   void report_to_others(const Failure& failure);
@@ -144,7 +148,7 @@ class Mesh : public gloo::Context, public Transport, public Connections {
 
   std::shared_ptr<Links> links_;
   const double connect_seconds_;
-  double patience_ = 0;  // seconds in which it is known whether a host is lost
+  double patience_ = 0;  // seconds in which it is known whether a host is lost; 0: that is not watched
   std::mutex reporting_;       // of what follows
   bool has_reported_ = false;  // the others know why this rank gives up
   std::atomic<int> awaited_{-1};

@@ -57,6 +57,7 @@ void Mesh::take_along(Companion companion) {
 // The next operation raises what has happened, as do those that wait.
 void Mesh::lose(const Failure& failure) noexcept {
   if (watch_.reason()) return;
+  watch_.foretell(failure);  // to notify others takes time, in which a connection may break
   give_up(failure);
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const Companion& companion : companions_) {

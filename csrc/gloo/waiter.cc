@@ -30,6 +30,12 @@ void Watch::end(const Failure& reason) noexcept {
   ended_.notify_all();
 }
 
+void Watch::foretell(const Failure& reason) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!reason_) reason_ = reason;
+  ended_.notify_all();
+}
+
 std::optional<Failure> Watch::reason(Clock::time_point end) const {
   std::unique_lock<std::mutex> lock(mutex_);
   ended_.wait_until(lock, end, [&] { return reason_.has_value(); });
@@ -53,6 +59,12 @@ void Watch::also(std::function<Clock::time_point()> chore) {
   const std::lock_guard<std::mutex> lock(mutex_);
   chore_ = std::move(chore);
   due_ = Clock::now();
+  changed_.notify_one();
+}
+
+void Watch::hurry() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (due_ != kNever) due_ = Clock::now();
   changed_.notify_one();
 }
 
@@ -159,7 +171,7 @@ bool Waiter::should_know(Clock::time_point now) const {
 
 void Waiter::look_around(int peer) {
   if (const auto reason = watch_.reason()) throw Failure(*reason);
-  if (interrupt_ != nullptr && interrupt_() != 0) {
+  if (is_interrupted()) {
     throw Failure(FL_CLOSED, {}, "a signal handler interrupted the operation");
   }
   if (Clock::now() >= deadline_) throw TimedOut(peer);

@@ -48,11 +48,15 @@ class Watch {
 
   // End every wait, and those to come, with `reason`; the first one counts.
   void end(const Failure& reason) noexcept;
+  // The reason ahead of that.
+  void foretell(const Failure& reason) noexcept;
   // Why waits have been ended, if they have been, or are before `end`.
   std::optional<Failure> reason(Clock::time_point end = {}) const;
 
   // Do `chore` on this thread too, now and whenever it says; at most once.
   void also(std::function<Clock::time_point()> chore);
+  // The chore is due, unless it has ended for good.
+  void hurry();
 
  private:
   friend class Waiter;
@@ -109,6 +113,10 @@ class Waiter {
     const std::vector<int> peers_;
     const Clock::time_point vain_at_;
   };
+
+  Clock::time_point deadline() const { return deadline_; }
+  // Lets signal handlers run: whether one says to give up.
+  bool is_interrupted() const { return interrupt_ != nullptr && interrupt_() != 0; }
 
   // That of the operation that runs on this thread; null: none.
   static Waiter* current() { return current_; }

@@ -57,6 +57,17 @@ def send_when_told() -> None:
         fl.recv(np.ones(1), 0)
 
 
+def send_without_end() -> None:
+    """Send what takes long from each rank of the first half of the hosts to one of the second."""
+    half, rank = fl.get_world_size() // 2, fl.get_world_rank()
+    x = np.ones(HUGE, np.float32)
+    while True:
+        if rank < half:
+            fl.send(x, rank + half)
+        else:
+            fl.recv(x, rank - half)
+
+
 def wait_until_told() -> None:
     sys.stdin.readline()
 
@@ -112,6 +123,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "idle": call_when_told,
     "neighbours": meet_when_told,
     "message": send_when_told,
+    "messages": send_without_end,
     "asynchronous": start_and_wait,
     "gil": hold_the_gil,
     "leave": leave_early,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -78,11 +80,58 @@ def test_the_kernel_gives_a_connection_up_first(params: str) -> None:
         check_two_by_two(members.ends(), since)
 
 
+@pytest.mark.slow
+@BACKENDS
+def test_a_host_is_lost_that_has_no_part_in_large_messages(params: str) -> None:
+    """Those who send close when they know of it: what they say is stuck behind the message."""
+    with (
+        Cluster(4, rate=1e9) as cluster,
+        Members(cluster, [2] * 4, "messages", PARAMS=params) as members,
+    ):
+        members.await_ready()
+        time.sleep(1)
+        since = time.monotonic()
+        cluster[1].cut()
+        others = [0, 1, 4, 5, 6, 7]
+        check(members.ends(others), since, "ranks 2, 3", "host h1 cannot be reached since")
+        text = "host h1, where this rank runs, cannot reach any other host since"
+        check(members.ends([2, 3]), since, "ranks 0, 1, 4, 5, 6, 7", text)
+
+
+@pytest.mark.slow
+@BACKENDS
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_nobody_waits_for_heartbeats_beyond_a_timeout_or_a_signal(
+    params: str, is_interrupted: bool
+) -> None:
+    """The kernel gives a connection up after 1.4 s, which the heartbeats explain after 24 s."""
+    settings = {**json.loads(params), "HOST_TIMEOUT": 30, "TIMEOUT": 60 if is_interrupted else 4}
+    with (
+        Cluster(2, rate=1e8) as cluster,
+        Members(cluster, [2, 2], "huge", PARAMS=json.dumps(settings)) as members,
+    ):
+        for host in cluster:
+            host.run(["sysctl", "-w", "net.ipv4.tcp_retries2=2"]).check_returncode()
+        members.await_ready()
+        time.sleep(1)
+        since = time.monotonic()
+        cluster[1].cut()
+        if is_interrupted:
+            time.sleep(5)
+            for process in members.processes:
+                process.send_signal(signal.SIGINT)
+            assert [process.wait(WITHIN) for process in members.processes] == [-signal.SIGINT] * 4
+        else:
+            for end in members.ends():
+                assert end["kind"] in {"PeerLostError", "CollectiveTimeoutError"}, end
+        assert time.monotonic() - since < WITHIN
+
+
 @pytest.mark.parametrize(("params", "rate"), [("{}", 1e8), ('{"BACKEND": "gloo"}', None)])
 def test_a_rank_that_was_killed_in_a_large_call(params: str, rate: float | None) -> None:
     """Where much is on its way, what ranks say of it does not come through to its own host.
 
-    Nobody waits for the heartbeats.
+    Nobody waits for a verdict of the heartbeats.
     """
     env = {"FLASHLIGHT_HOST_TIMEOUT": "60", "PARAMS": params}
     with Cluster(2, rate=rate) as cluster, Members(cluster, [2, 2], "huge", **env) as members:
