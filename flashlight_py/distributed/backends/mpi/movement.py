@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.backends.mpi.memory import chunks, largest, settle
-from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
+from flashlight_py.distributed.backends.mpi.progress import Begin, Progress, Steps
 from flashlight_py.distributed.combining import cut
 
 Parts: TypeAlias = Iterable[tuple[int, Any]]
@@ -36,8 +37,8 @@ class Movement:
         if self._needs_pairs(data, 0):
             yield from self._broadcast_by_pairs(data, root)
             return
-        requests = [self._comm.Ibcast(self._told(part), root) for part in chunks(data)]
-        yield from self._until(requests)
+        comm = self._comm
+        yield from self._until(partial(comm.Ibcast, self._told(c), root) for c in chunks(data))
 
     def _broadcast_by_pairs(self, data: Array, root: int) -> Steps:
         """Give each rank a part, then join the parts (van de Geijn): 2 sizes on every link."""
@@ -61,10 +62,10 @@ class Movement:
             return
         given = self._mpi.IN_PLACE if mine is None else self._told(mine)
         if len(set(counts)) == 1:
-            request = self._comm.Iallgather(given, [whole, counts[0], self._mpi.BYTE])
+            begin = partial(self._comm.Iallgather, given, [whole, counts[0], self._mpi.BYTE])
         else:
-            request = self._comm.Iallgatherv(given, self._told_parts(whole, counts))
-        yield from self._until([request])
+            begin = partial(self._comm.Iallgatherv, given, self._told_parts(whole, counts))
+        yield from self._until([begin])
 
     def gather(
         self, mine: Array | None, whole: Array | None, counts: Sequence[int], root: int
@@ -78,7 +79,7 @@ class Movement:
             return
         given = self._mpi.IN_PLACE if mine is None else self._told(mine)
         taken = None if whole is None else self._told_parts(whole, counts)
-        yield from self._until([self._comm.Igatherv(given, taken, root)])
+        yield from self._until([partial(self._comm.Igatherv, given, taken, root)])
 
     def _gather_by_pairs(
         self, mine: Array | None, whole: Array | None, counts: Sequence[int], root: int
@@ -104,7 +105,7 @@ class Movement:
                 yield from self._pairs(self._but_mine(parts), [])
             return
         given = None if whole is None else [whole, part.size, self._mpi.BYTE]
-        yield from self._until([self._comm.Iscatter(given, self._told(part), root)])
+        yield from self._until([partial(self._comm.Iscatter, given, self._told(part), root)])
 
     def all_to_all(self, given: Array, taken: Array) -> Steps:
         """Give an equal part of ``given`` to each rank, and take one from each."""
@@ -113,7 +114,7 @@ class Movement:
             yield from self._swap_by_pairs(given, [count] * self._size, taken, [count] * self._size)
             return
         sends, receives = [given, count, self._mpi.BYTE], [taken, count, self._mpi.BYTE]
-        yield from self._until([self._comm.Ialltoall(sends, receives)])
+        yield from self._until([partial(self._comm.Ialltoall, sends, receives)])
 
     def all_to_all_uneven(
         self, given: Array, gives: Sequence[int], taken: Array, takes: Sequence[int], most: int
@@ -126,7 +127,7 @@ class Movement:
             yield from self._swap_by_pairs(given, gives, taken, takes)
             return
         sends, receives = self._told_parts(given, gives), self._told_parts(taken, takes)
-        yield from self._until([self._comm.Ialltoallv(sends, receives)])
+        yield from self._until([partial(self._comm.Ialltoallv, sends, receives)])
 
     def _swap_by_pairs(
         self, given: Array, gives: Sequence[int], taken: Array, takes: Sequence[int]
@@ -138,13 +139,13 @@ class Movement:
 
     def send(self, data: Array, dst: int, number: int) -> Steps:
         """Send ``data`` to ``dst``, which receives message ``number`` of this rank."""
-        tag = _tag_of(number)
-        yield from self._until([self._comm.Isend(self._told(c), dst, tag) for c in chunks(data)])
+        begin, tag = self._comm.Isend, _tag_of(number)
+        yield from self._until(partial(begin, self._told(c), dst, tag) for c in chunks(data))
 
     def recv(self, data: Array, src: int, number: int) -> Steps:
         """Fill ``data`` with message ``number`` of ``src``, which is as long."""
-        tag = _tag_of(number)
-        yield from self._until([self._comm.Irecv(self._told(c), src, tag) for c in chunks(data)])
+        begin, tag = self._comm.Irecv, _tag_of(number)
+        yield from self._until(partial(begin, self._told(c), src, tag) for c in chunks(data))
 
     def _needs_pairs(self, data: Array | None, total: int) -> bool:
         return total > largest() or is_cupy(data)
@@ -152,9 +153,13 @@ class Movement:
     def _pairs(self, gives: Parts, takes: Parts) -> Steps:
         """Send and receive all at once; messages between two ranks keep their order."""
         comm = self._comm
-        requests = [comm.Irecv(self._told(c), rank) for rank, part in takes for c in chunks(part)]
-        requests += [comm.Isend(self._told(c), rank) for rank, part in gives for c in chunks(part)]
-        yield from self._until(requests)
+        begins = [
+            partial(method, self._told(c), rank)
+            for method, parts in ((comm.Irecv, takes), (comm.Isend, gives))
+            for rank, part in parts
+            for c in chunks(part)
+        ]
+        yield from self._until(begins)
 
     def _but_mine(self, parts: list[Array]) -> Parts:
         return [(rank, part) for rank, part in enumerate(parts) if rank != self._rank]
@@ -169,5 +174,5 @@ class Movement:
         starts = [0, *itertools.accumulate(counts)][:-1]
         return [data, (list(counts), starts), self._mpi.BYTE]
 
-    def _until(self, requests: list[Any]) -> Steps:
-        yield from self._progress.until(requests)
+    def _until(self, begins: Iterable[Begin]) -> Steps:
+        yield from self._progress.until(begins)

@@ -11,7 +11,8 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from flashlight_py.distributed.backends.mpi.operation import Operation
 
 Steps: TypeAlias = Generator[None, None, Any]
+Begin: TypeAlias = partial[Any]
 
 # A wait polls, as MPI can wait neither for one of several kinds of things nor for a limited time.
 # First it yields the processor between two looks; then, if nothing has happened for a while, it
@@ -31,8 +33,8 @@ _NO_TIME = 1e-4
 # How long the background thread may take to end its last step.
 _STOP_SECONDS = 10.0
 
-# Requests of operations that broke, and groups with such. MPI cannot cancel a collective: it may
-# still write into its arrays, and send in its communicator, so they live as long as the process.
+# Calls and requests of operations that broke, and groups with such. MPI cannot cancel a collective: it
+# may still write into its arrays, and send in its communicator, so they live as long as the process.
 _abandoned: list[Any] = []
 
 
@@ -87,17 +89,19 @@ class Progress:
                     return
             time.sleep(_LONGEST_SLEEP)
 
-    def until(self, requests: list[Any]) -> Steps:
-        """Yield until ``requests`` have ended."""
-        done = False
+    def until(self, begins: Iterable[Begin]) -> Steps:
+        """Begin what MPI is to do, calls of its functions; yield until all has ended."""
+        calls, requests, done = tuple(begins), list[Any](), False
         self._moving += 1
         try:
+            # In C alone: where a signal's handler raises, no request is lost that MPI works on.
+            requests.extend(map(partial.__call__, calls))
             while not (done := self._testall(requests)):
                 yield
         finally:
             self._moving -= 1
             if not done:
-                _abandoned.append(requests)
+                _abandoned.append((calls, requests))  # requests alone let go of their arrays
 
     def wait(self, operation: Operation, end: float | None) -> bool:
         """Step until ``operation`` has ended, or until the clock (``time.monotonic``) says ``end``.

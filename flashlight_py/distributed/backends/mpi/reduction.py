@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from flashlight_py.distributed.arrays import as_bytes
 from flashlight_py.distributed.backends.mpi.forms import Form, form_of
 from flashlight_py.distributed.backends.mpi.memory import chunks, largest, settle
 from flashlight_py.distributed.backends.mpi.movement import Movement
-from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
+from flashlight_py.distributed.backends.mpi.progress import Begin, Progress, Steps
 from flashlight_py.distributed.combining import combined, cut
 from flashlight_py.distributed.constants import ReduceOp
 
@@ -38,11 +39,10 @@ class Reduction:
             return array
         carrier = form.encode(array.reshape(-1))
         in_place = self._mpi.IN_PLACE
-        requests = [
-            self._comm.Iallreduce(in_place, [part, part.size, form.type], form.op)
+        yield from self._progress.until(
+            partial(self._comm.Iallreduce, in_place, [part, part.size, form.type], form.op)
             for part in chunks(carrier)
-        ]
-        yield from self._progress.until(requests)
+        )
         _decode(form, carrier, array, scale)
         return array
 
@@ -53,17 +53,16 @@ class Reduction:
             yield from self._reduce_here(array, op, scale, root)
             return array
         carrier = form.encode(array.reshape(-1))
-        requests = [self._reduce(part, form, root) for part in chunks(carrier)]
-        yield from self._progress.until(requests)
+        yield from self._progress.until(self._reduce(part, form, root) for part in chunks(carrier))
         if self._rank == root:
             _decode(form, carrier, array, scale)
         return array
 
-    def _reduce(self, part: Array, form: Form, root: int) -> Any:
+    def _reduce(self, part: Array, form: Form, root: int) -> Begin:
         data = [part, part.size, form.type]
         if self._rank == root:
-            return self._comm.Ireduce(self._mpi.IN_PLACE, data, form.op, root)
-        return self._comm.Ireduce(data, None, form.op, root)
+            return partial(self._comm.Ireduce, self._mpi.IN_PLACE, data, form.op, root)
+        return partial(self._comm.Ireduce, data, None, form.op, root)
 
     def _reduce_here(self, array: Array, op: ReduceOp, scale: float, root: int) -> Steps:
         counts = self._shares(array.size)
@@ -101,13 +100,13 @@ class Reduction:
     def _reduce_scatter(self, lanes: Array, reduced: Array, form: Form) -> Steps:
         """Reduce lane r onto rank r; in columns, if all lanes together are too long for a call."""
         step = max(1, largest() // (self._size * lanes.itemsize))
-        requests = []
+        begins = []
         for start in range(0, max(reduced.size, 1), step):
             columns = np.ascontiguousarray(lanes[:, start : start + step])
             part = reduced[start : start + step]
             given, taken = [columns, part.size, form.type], [part, part.size, form.type]
-            requests.append(self._comm.Ireduce_scatter_block(given, taken, form.op))
-        yield from self._progress.until(requests)
+            begins.append(partial(self._comm.Ireduce_scatter_block, given, taken, form.op))
+        yield from self._progress.until(begins)
 
     def _shares(self, count: int) -> list[int]:
         """Return how many of ``count`` elements each rank combines."""
