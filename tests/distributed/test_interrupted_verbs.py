@@ -53,6 +53,16 @@ def op(kind: Any, group: Group) -> fl.P2POp:
     return fl.P2POp(kind, ones(), other(group))
 
 
+def send_before_a_wait(group: Group) -> None:
+    """Receive from rank 0, and call a verb that fails too before the wait that says why."""
+    work = group.irecv(ones(), 0)
+    while not work.is_completed():
+        time.sleep(0.001)
+    with pytest.raises(fl.errors.DistributedError):
+        group.send(ones(), 0)
+    work.wait()
+
+
 @dataclasses.dataclass
 class PressesCtrlC:
     """Ctrl-C comes while a tree with this in it is walked."""
@@ -114,6 +124,9 @@ FORMS: dict[str, Verb] = {
     "recv of any rank": with_last(lambda g: g.recv(ones(), None), lambda g: g.send(ones(), 0)),
     "recv in part": with_last(
         lambda g: g.recv(ones(), other(g), partial=True), lambda g: g.send(ones(), 0)
+    ),
+    "recv, noticed by another verb": with_last(
+        lambda g: g.recv(ones(), other(g)), send_before_a_wait
     ),
     "synchronize": lambda group: fl.synchronize([ones(), 3], group=group),
     "synchronize between two calls": lambda group: fl.synchronize(

@@ -112,6 +112,7 @@ class HierarchicalBackend(HierarchicalMessages):
         self._searches = Searches()
         self._running: list[FutureWork] = []
         self._notified: list[Backend] = []  # parts that end since another one was lost
+        self._is_closed = False
 
     @property
     def hosts(self) -> Sequence[Sequence[int]]:
@@ -224,14 +225,14 @@ class HierarchicalBackend(HierarchicalMessages):
     def of_lost_hosts(self, doing: str, error: GroupClosedError) -> DistributedError:
         """Return that hosts are lost, if that is why the parts have ended; else ``error``.
 
-        What waits inside of this host ends with the part that watches over the hosts.
+        What waits inside of this host ends with the part that watches over the hosts. And a part
+        may have ended by another operation, for whose failure nobody has waited yet.
         """
         found = self._flat.lost(doing)
-        if not isinstance(found, PeerLostError):
-            self._close_backends()
-            return error
-        self.end(found)
-        return found
+        cause = found if isinstance(found, PeerLostError) else error
+        if not self._is_closed:
+            self.end(cause)
+        return cause
 
     def is_calling(self) -> bool:
         """Return whether this thread is in the middle of a call; see ``Backend``."""
@@ -291,6 +292,7 @@ class HierarchicalBackend(HierarchicalMessages):
         In a signal handler that may have interrupted the use of the thread's queue, which is locked
         then, the thread ends by itself a little later.
         """
+        self._is_closed = True
         self._close_backends()
         self._searches.join()
         thread, self._thread = self._thread, None
