@@ -33,8 +33,9 @@ _NO_TIME = 1e-4
 # How long the background thread may take to end its last step.
 _STOP_SECONDS = 10.0
 
-# Calls and requests of operations that broke, and groups with such. MPI cannot cancel a collective: it
-# may still write into its arrays, and send in its communicator, so they live as long as the process.
+# Calls and requests of operations that broke, and groups with such. MPI cannot cancel a collective:
+# it may still write into its arrays, and send in its communicator, so they live as long as the
+# process.
 _abandoned: list[Any] = []
 
 
