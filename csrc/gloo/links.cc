@@ -110,7 +110,9 @@ void Links::close() noexcept {
     listener = std::move(listener_);
     was_open = std::exchange(is_open_, false);
     if (was_open) remove(listener->socket);
-    for (const auto& each : attempts_) remove(each.first->socket);
+    for (const auto& each : attempts_) {
+      if (!each.first->is_taken) remove(each.first->socket);  // Gloo's is removed where it is closed
+    }
   }
   changed_.notify_all();
   if (was_open) settle();

@@ -239,7 +239,10 @@ def test_a_process_that_has_no_descriptors_left_leaves_in_order() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_nobody_has_a_connection_before_it_is_ready(tmp_path: Path) -> None:
-    """Whoever had it, and found it broken, waited for the thread that was to make it ready."""
+    """Whoever had it, and found it broken, waited for the thread that was to make it ready.
+
+    And who closed it in between had Gloo end the process: Gloo's loop did not serve it any more.
+    """
     program = tmp_path / "ready"
     sources = [ROOT / "csrc/gloo" / f"{name}.cc" for name in LINKS]
     sources += [ROOT / "tests/native/gloo/ready.cc", ROOT / "csrc/common/operation.cc"]

@@ -1,10 +1,12 @@
 // Two ranks connect. Prints of the one that was asked whether it had the connection when that was made, and
-// whether the other one has it then.
+// whether the other one has it then. Then pairs of ranks do, of which one closes while Gloo's thread has its
+// connection and has not ended the attempt yet.
 #include <gloo/transport/tcp/device.h>
 
 #include <future>
 #include <iostream>
 #include <memory>
+#include <thread>
 
 #include "../../../csrc/gloo/links.h"
 
@@ -18,22 +20,47 @@ std::shared_ptr<fl::Links> listening(int rank) {
       std::dynamic_pointer_cast<gloo::transport::tcp::Device>(device), rank, 2, false);
 }
 
+// Connect two ranks, `made` is called on Gloo's thread of the one that is asked.
+struct Two {
+  explicit Two(const fl::Links::Made& made) {
+    std::vector<char> addresses = asked->address();
+    const size_t bytes = addresses.size();
+    addresses.insert(addresses.end(), asking->address().begin(), asking->address().end());
+    const std::vector<char> proofs(4 * FL_PROOF_BYTES);
+    const auto nothing = [](int) {};
+    asked->open(addresses.data(), bytes, proofs.data(), made, nothing);
+    asking->open(addresses.data(), bytes, proofs.data(), [](int, gloo::transport::Pair&) {}, nothing);
+  }
+  ~Two() {
+    asked->close();
+    asking->close();
+  }
+
+  const std::shared_ptr<fl::Links> asked = listening(0), asking = listening(1);
+};
+
 }  // namespace
 
 int main() {
-  const auto asked = listening(0), asking = listening(1);
-  std::vector<char> addresses = asked->address();
-  const size_t bytes = addresses.size();
-  addresses.insert(addresses.end(), asking->address().begin(), asking->address().end());
-  const std::vector<char> proofs(4 * FL_PROOF_BYTES);
-  const auto nothing = [](int) {};
   std::promise<bool> had;
-  asked->open(addresses.data(), bytes, proofs.data(),
-              [&](int peer, gloo::transport::Pair&) { had.set_value(asked->is_connected(peer)); },
-              nothing);
-  asking->open(addresses.data(), bytes, proofs.data(), [](int, gloo::transport::Pair&) {}, nothing);
-  const bool reached = asking->await(0, fl::Clock::now() + std::chrono::seconds(20));
-  std::cout << had.get_future().get() << " " << reached << "\n";
-  asked->close();
-  asking->close();
+  fl::Links* asked = nullptr;
+  {
+    const Two two([&](int peer, gloo::transport::Pair&) { had.set_value(asked->is_connected(peer)); });
+    asked = two.asked.get();
+    const bool reached = two.asking->await(0, fl::Clock::now() + std::chrono::seconds(20));
+    std::cout << had.get_future().get() << " " << reached << "\n";
+  }
+  for (int round = 0; round < 100; ++round) {
+    std::thread closes;
+    std::promise<void> made;
+    const Two two([&](int, gloo::transport::Pair&) {
+      closes = std::thread([&] { asked->close(); });
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));  // until it waits for the lock
+      made.set_value();
+    });
+    asked = two.asked.get();
+    two.asking->reach(0);
+    made.get_future().wait();
+    closes.join();
+  }
 }
