@@ -63,8 +63,13 @@ class PeerLostError(DistributedError):
 class CollectiveTimeoutError(DistributedError, TimeoutError):
     """Another rank did not join an operation in time; says what it joined last, and when.
 
-    The group cannot be used again.
+    The group cannot be used again, unless the operation ``goes_on``: only the limit of a ``wait``
+    has passed.
     """
+
+    def __init__(self, *args: object, goes_on: bool = False) -> None:
+        super().__init__(*args)
+        self.goes_on = goes_on
 
 
 class BackendUnavailableError(DistributedError):

@@ -109,7 +109,8 @@ class Then(Work):
         if not self._making.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
             raise CollectiveTimeoutError(
                 f"another thread still makes the result after wait(timeout={timeout}) seconds; it "
-                "can be waited for again"
+                "can be waited for again",
+                goes_on=True,
             )
         try:
             if self._finish is not None:
@@ -141,9 +142,7 @@ class Then(Work):
         try:
             return self._work.wait(timeout)
         except DistributedError as failure:
-            # One by the limit of this wait is not: the operation goes on.
-            by_limit = timeout is not None and isinstance(failure, CollectiveTimeoutError)
-            self._failure_reported = not by_limit
+            self._failure_reported = not getattr(failure, "goes_on", False)
             raise
 
     def is_completed(self) -> bool:

@@ -10,8 +10,7 @@ import abc
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent import futures
 from dataclasses import replace
 from typing import Any
 
@@ -52,9 +51,7 @@ class HierarchicalMessages(Backend):
     def of_lost_hosts(self, doing: str, error: GroupClosedError) -> DistributedError:
         """Return that hosts are lost, if that is why the parts have ended; else ``error``."""
 
-    def guarded(
-        self, doing: str, wait: Callable[[], Any], has_ended: Callable[[], bool] = lambda: True
-    ) -> Any:
+    def guarded(self, doing: str, wait: Callable[[], Any]) -> Any:
         """Return what ``wait`` does for a part; what breaks that one ends the others as well."""
         try:
             return wait()
@@ -62,7 +59,7 @@ class HierarchicalMessages(Backend):
             raise self.of_lost_hosts(doing, error) from error
         except DistributedError as error:
             group_lives = isinstance(error, MismatchError) and error.group_lives
-            if has_ended() and not group_lives:
+            if not (group_lives or getattr(error, "goes_on", False)):
                 self.end(error)
             raise
 
@@ -93,26 +90,24 @@ class HierarchicalMessages(Backend):
 class FutureWork(Work):
     """An operation on the thread of a hierarchical backend."""
 
-    def __init__(self, future: Future[Any]) -> None:
+    def __init__(self, future: futures.Future[Any]) -> None:
         self._future = future
         self.failure_reported = False
         self._end_time: float | None = None
         future.add_done_callback(self._note_end)
 
-    def _note_end(self, _: Future[Any]) -> None:
+    def _note_end(self, _: futures.Future[Any]) -> None:
         self._end_time = time.monotonic()
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``."""
-        try:
-            return self._future.result(timeout and min(timeout, threading.TIMEOUT_MAX))
-        except FutureTimeout as error:
-            if self._future.done():
-                self.failure_reported = True
-                raise  # the operation's own timeout
+        limit = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+        if not futures.wait([self._future], limit).done:
             raise CollectiveTimeoutError(
-                f"still running after wait(timeout={timeout}) seconds; it goes on"
-            ) from error
+                f"still running after wait(timeout={timeout}) seconds; it goes on", goes_on=True
+            )
+        try:
+            return self._future.result()
         except DistributedError:
             self.failure_reported = True
             raise
@@ -135,7 +130,7 @@ class _GuardedWork(Work):
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``."""
         work = self._work
-        return self._owner.guarded(self._call.name, lambda: work.wait(timeout), work.is_completed)
+        return self._owner.guarded(self._call.name, lambda: work.wait(timeout))
 
     def is_completed(self) -> bool:
         """Return whether it has ended."""
@@ -225,7 +220,7 @@ class _Search(FutureWork):
     """``receive`` on a thread, after the one ``ahead``; who waits for it waits for that one too."""
 
     def __init__(self, receive: _AnyRank, ahead: _Search | None) -> None:
-        super().__init__(Future())
+        super().__init__(futures.Future())
         self.receive, self._ahead = receive, ahead
         name = "flashlight_py receive"
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)

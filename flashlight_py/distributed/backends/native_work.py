@@ -176,7 +176,7 @@ class NativeWork(Work):
             while (status := self._status(min(_SLICE_SECONDS, max(0.0, left)))) == pending:
                 left = end - time.monotonic()
                 if not left > 0:  # also where that is no number
-                    raise CollectiveTimeoutError(self._still_running(timeout))
+                    raise CollectiveTimeoutError(self._still_running(timeout), goes_on=True)
         self._backend.forget(self)
         return self._finish(status)
 

@@ -282,8 +282,8 @@ class _Recorded(Work):
         try:
             value = self._work.wait(timeout)
         except BaseException as error:
-            # Where only this wait has ended, the operation goes on.
-            if not record.ended and self._work.is_completed():
+            goes_on = getattr(error, "goes_on", False)
+            if not (record.ended or goes_on) and self._work.is_completed():
                 _fail(record, error)
             raise
         if not record.ended:

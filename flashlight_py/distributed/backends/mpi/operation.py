@@ -84,7 +84,7 @@ class Operation(Work):
             if self.comparison is not None:
                 self.comparison.wait(_ENDING_SECONDS)
         except (PeerLostError, CollectiveTimeoutError) as error:
-            return error if self.comparison and self.comparison.is_completed() else None
+            return None if getattr(error, "goes_on", False) else error
         except DistributedError:
             return None  # it was closed as well, or has failed by itself
         return None
@@ -100,7 +100,8 @@ class Operation(Work):
         if not in_time:
             raise CollectiveTimeoutError(
                 f"[{self.name}] {self._group.place}: still running after "
-                f"wait(timeout={timeout:g}) seconds; it goes on, and can be waited for again"
+                f"wait(timeout={timeout:g}) seconds; it goes on, and can be waited for again",
+                goes_on=True,
             )
         if self.error is not None:
             self.was_raised = True

@@ -65,8 +65,10 @@ class NcclLibrary:
     def failure(self, doing: str, status: int) -> DistributedError:
         """Return the error that ``status`` stands for; ``doing``: in what, and on which rank."""
         lib = self.lib
-        kinds = {lib.ncclRemoteError: PeerLostError, lib.ncclTimeout: CollectiveTimeoutError}
-        kind = kinds.get(status, DistributedError)
+        kind: type[DistributedError] = {
+            lib.ncclRemoteError: PeerLostError,
+            lib.ncclTimeout: CollectiveTimeoutError,
+        }.get(status, DistributedError)
         advice = "NCCL_DEBUG=INFO makes NCCL report more"
         return kind(
             f"{doing}: NCCL {version_text(self.version)} says: {self.explain(status)}. {advice}"

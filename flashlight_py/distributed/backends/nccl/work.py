@@ -62,6 +62,7 @@ class StreamWork(Work):
                 raise CollectiveTimeoutError(
                     f"[{self.flight.verb}] rank {self._backend.rank} of {self._backend.size}: "
                     f"still running after wait(timeout={timeout:g}) seconds; it goes on, and can "
-                    "be waited for again"
+                    "be waited for again",
+                    goes_on=True,
                 )
             time.sleep(_INTERVAL)

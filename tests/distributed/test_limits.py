@@ -1,0 +1,64 @@
+"""The limit of a wait passes just as the operation ends: that breaks nothing, and is no failure.
+
+Works that stand in for real ones, which meet that moment about once in a thousand runs.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flashlight_py.distributed.backends.hierarchical_messages import HierarchicalMessages
+from flashlight_py.distributed.backends.mpi.operation import Operation
+from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.recorder.journal import Journal
+from flashlight_py.distributed.verbs import BARRIER
+from flashlight_py.distributed.work import Work
+from flashlight_py.errors import CollectiveTimeoutError, DistributedError
+
+
+class EndsAtLimit(Work):
+    """Has ended well by the time that its first wait reports the limit."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure = failure or CollectiveTimeoutError("still running", goes_on=True)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        if timeout is None:
+            return "arrived"
+        raise self.failure
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_hierarchical_group_ends_by_the_operation_alone(goes_on: bool) -> None:
+    ended: list[DistributedError] = []
+    work = EndsAtLimit(CollectiveTimeoutError("late", goes_on=goes_on))
+    owner: Any = SimpleNamespace(end=ended.append)
+    with pytest.raises(CollectiveTimeoutError, match="late"):
+        HierarchicalMessages.guarded(owner, "send", lambda: work.wait(0.0))
+    assert len(ended) == (not goes_on)
+
+
+def test_record_is_no_failure() -> None:
+    journal = Journal("test", [0], "nothing")
+    call = Call(BARRIER, blocking=False)
+    work = journal.run([call], "barrier", EndsAtLimit)
+    with pytest.raises(CollectiveTimeoutError):
+        work.wait(0.0)
+    assert work.wait() == "arrived"
+    (record,) = journal.records()
+    assert record.ended
+    assert not record.error
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_comparison_of_mpi_is_the_cause_by_itself_alone(goes_on: bool) -> None:
+    operation = Operation(SimpleNamespace(), "send", 1.0)  # type: ignore[arg-type]
+    late = CollectiveTimeoutError("late", goes_on=goes_on)
+    operation.comparison = EndsAtLimit(late)
+    assert operation.cause() is (None if goes_on else late)
