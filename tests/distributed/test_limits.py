@@ -1,6 +1,6 @@
 """The limit of a wait passes just as the operation ends: that breaks nothing, and is no failure.
 
-Works that stand in for real ones, which meet that moment about once in a thousand runs.
+Works that stand in for real ones, which meet that moment too rarely for a test.
 """
 
 from __future__ import annotations
