@@ -29,6 +29,8 @@ __all__ = [
 class DistributedError(RuntimeError):
     """The base of all errors of the distributed module."""
 
+    goes_on = False  # the operation does: only the limit of a wait for it has passed
+
 
 class NotInitializedError(DistributedError):
     """Something needs ``distributed_init`` first."""
@@ -63,13 +65,8 @@ class PeerLostError(DistributedError):
 class CollectiveTimeoutError(DistributedError, TimeoutError):
     """Another rank did not join an operation in time; says what it joined last, and when.
 
-    The group cannot be used again, unless the operation ``goes_on``: only the limit of a ``wait``
-    has passed.
+    The group cannot be used again, unless the operation ``goes_on``.
     """
-
-    def __init__(self, *args: object, goes_on: bool = False) -> None:
-        super().__init__(*args)
-        self.goes_on = goes_on
 
 
 class BackendUnavailableError(DistributedError):

@@ -67,6 +67,16 @@ class Work(abc.ABC, Generic[Result_co]):
         return self.wait()
 
 
+def limit_passed(where: str, timeout: float) -> CollectiveTimeoutError:
+    """Return what a wait raises that was limited to ``timeout`` seconds, which have passed."""
+    error = CollectiveTimeoutError(
+        f"{where}: still running after wait(timeout={timeout:g}) seconds; it goes on, and can be "
+        "waited for again"
+    )
+    error.goes_on = True
+    return error
+
+
 class Done(Work):
     """An operation that ended before it was asked about."""
 
@@ -103,15 +113,12 @@ class Then(Work):
         Raises:
             RuntimeError: called in a signal handler that has interrupted the making of the result.
         """
-        end = None if timeout is None else time.monotonic() + timeout
+        limit = threading.TIMEOUT_MAX if timeout is None else timeout
+        end = time.monotonic() + limit
         value = self._other(timeout)
-        left = threading.TIMEOUT_MAX if end is None else max(0, end - time.monotonic())
+        left = max(0, end - time.monotonic())
         if not self._making.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
-            raise CollectiveTimeoutError(
-                f"another thread still makes the result after wait(timeout={timeout}) seconds; it "
-                "can be waited for again",
-                goes_on=True,
-            )
+            raise limit_passed("another thread makes the result", limit)
         try:
             if self._finish is not None:
                 self._make(self._finish, value)
@@ -142,7 +149,7 @@ class Then(Work):
         try:
             return self._work.wait(timeout)
         except DistributedError as failure:
-            self._failure_reported = not getattr(failure, "goes_on", False)
+            self._failure_reported = not failure.goes_on
             raise
 
     def is_completed(self) -> bool:

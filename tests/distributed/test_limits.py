@@ -15,7 +15,7 @@ from flashlight_py.distributed.backends.mpi.operation import Operation
 from flashlight_py.distributed.call import Call
 from flashlight_py.distributed.recorder.journal import Journal
 from flashlight_py.distributed.verbs import BARRIER
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.work import Work, limit_passed
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError
 
 
@@ -23,7 +23,7 @@ class EndsAtLimit(Work):
     """Has ended well by the time that its first wait reports the limit."""
 
     def __init__(self, failure: Exception | None = None) -> None:
-        self.failure = failure or CollectiveTimeoutError("still running", goes_on=True)
+        self.failure = failure or limit_passed("send", 0.0)
 
     def wait(self, timeout: float | None = None) -> Any:
         if timeout is None:
@@ -37,7 +37,7 @@ class EndsAtLimit(Work):
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_hierarchical_group_ends_by_the_operation_alone(goes_on: bool) -> None:
     ended: list[DistributedError] = []
-    work = EndsAtLimit(CollectiveTimeoutError("late", goes_on=goes_on))
+    work = EndsAtLimit(limit_passed("late", 0.0) if goes_on else CollectiveTimeoutError("late"))
     owner: Any = SimpleNamespace(end=ended.append)
     with pytest.raises(CollectiveTimeoutError, match="late"):
         HierarchicalMessages.guarded(owner, "send", lambda: work.wait(0.0))
@@ -59,6 +59,6 @@ def test_record_is_no_failure() -> None:
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_comparison_of_mpi_is_the_cause_by_itself_alone(goes_on: bool) -> None:
     operation = Operation(SimpleNamespace(), "send", 1.0)  # type: ignore[arg-type]
-    late = CollectiveTimeoutError("late", goes_on=goes_on)
+    late = limit_passed("late", 0.0) if goes_on else CollectiveTimeoutError("late")
     operation.comparison = EndsAtLimit(late)
     assert operation.cause() is (None if goes_on else late)

@@ -17,9 +17,8 @@ from typing import Any
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.call import ANY_RANK, Call, Matched
-from flashlight_py.distributed.work import Done, Then, Work
+from flashlight_py.distributed.work import Done, Then, Work, limit_passed
 from flashlight_py.errors import (
-    CollectiveTimeoutError,
     DistributedError,
     GroupClosedError,
     MismatchError,
@@ -59,7 +58,7 @@ class HierarchicalMessages(Backend):
             raise self.of_lost_hosts(doing, error) from error
         except DistributedError as error:
             group_lives = isinstance(error, MismatchError) and error.group_lives
-            if not (group_lives or getattr(error, "goes_on", False)):
+            if not (group_lives or error.goes_on):
                 self.end(error)
             raise
 
@@ -101,11 +100,10 @@ class FutureWork(Work):
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait up to ``timeout`` seconds; see ``Work``."""
-        limit = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-        if not futures.wait([self._future], limit).done:
-            raise CollectiveTimeoutError(
-                f"still running after wait(timeout={timeout}) seconds; it goes on", goes_on=True
-            )
+        if timeout is not None:
+            limit = min(timeout, threading.TIMEOUT_MAX)
+            if not futures.wait([self._future], limit).done:
+                raise limit_passed("an operation over several hosts", timeout)
         try:
             return self._future.result()
         except DistributedError:

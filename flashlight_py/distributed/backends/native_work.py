@@ -20,8 +20,7 @@ from flashlight_py.distributed.arrays import (
 from flashlight_py.distributed.backends.native_errors import failure
 from flashlight_py.distributed.recorder import journal
 from flashlight_py.distributed.verbs import SCATTER, VERBS
-from flashlight_py.distributed.work import Work
-from flashlight_py.errors import CollectiveTimeoutError
+from flashlight_py.distributed.work import Work, limit_passed
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.native_group import NativeGroup
@@ -176,7 +175,7 @@ class NativeWork(Work):
             while (status := self._status(min(_SLICE_SECONDS, max(0.0, left)))) == pending:
                 left = end - time.monotonic()
                 if not left > 0:  # also where that is no number
-                    raise CollectiveTimeoutError(self._still_running(timeout), goes_on=True)
+                    raise limit_passed(f"[{self._name}] {self._backend.name}", timeout)
         self._backend.forget(self)
         return self._finish(status)
 
@@ -184,12 +183,6 @@ class NativeWork(Work):
         """Wait up to ``seconds``, and return how the operation stands."""
         group = self._backend.group  # noqa: F841  (it lives as long: a wait may do the operation)
         return int(self._lib.fl_op_wait(self._handle, seconds))
-
-    def _still_running(self, timeout: float) -> str:
-        return (
-            f"[{self._name}] {self._backend.name}: still running "
-            f"after wait(timeout={timeout:g}) seconds; it goes on, and can be waited for again"
-        )
 
     def is_completed(self) -> bool:
         """Return whether it has ended; in a forked child it has, as it is not this process's."""

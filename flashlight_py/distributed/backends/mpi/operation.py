@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.distributed.backends.mpi.progress import Steps
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.work import Work, limit_passed
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Operation(Work):
             if self.comparison is not None:
                 self.comparison.wait(_ENDING_SECONDS)
         except (PeerLostError, CollectiveTimeoutError) as error:
-            return None if getattr(error, "goes_on", False) else error
+            return None if error.goes_on else error
         except DistributedError:
             return None  # it was closed as well, or has failed by itself
         return None
@@ -97,12 +97,8 @@ class Operation(Work):
         except BaseException as error:
             self._group.interrupt(self, error)
             raise
-        if not in_time:
-            raise CollectiveTimeoutError(
-                f"[{self.name}] {self._group.place}: still running after "
-                f"wait(timeout={timeout:g}) seconds; it goes on, and can be waited for again",
-                goes_on=True,
-            )
+        if timeout is not None and not in_time:
+            raise limit_passed(f"[{self.name}] {self._group.place}", timeout)
         if self.error is not None:
             self.was_raised = True
             raise self.error

@@ -7,8 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.distributed.backends.nccl.streams import Flight
-from flashlight_py.distributed.work import Done, Work
-from flashlight_py.errors import CollectiveTimeoutError
+from flashlight_py.distributed.work import Done, Work, limit_passed
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.backends.nccl.backend import NcclBackend
@@ -59,10 +58,6 @@ class StreamWork(Work):
         end = time.monotonic() + timeout
         while not self.is_completed():
             if not time.monotonic() < end:
-                raise CollectiveTimeoutError(
-                    f"[{self.flight.verb}] rank {self._backend.rank} of {self._backend.size}: "
-                    f"still running after wait(timeout={timeout:g}) seconds; it goes on, and can "
-                    "be waited for again",
-                    goes_on=True,
-                )
+                place = f"rank {self._backend.rank} of {self._backend.size}"
+                raise limit_passed(f"[{self.flight.verb}] {place}", timeout)
             time.sleep(_INTERVAL)
