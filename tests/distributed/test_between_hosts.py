@@ -184,3 +184,26 @@ def test_who_waits_for_another_host_is_not_late_itself() -> None:
     world = {"env": PLACED["aabb"], "params": {"TIMEOUT": 1.5}}
     for text in run_ranks(scatter_to_a_late_rank, 4, **world)[:3]:
         assert "rank 3 did not join" in text
+
+
+def late_after_all_to_all(rank: int, size: int, timeout: float | None) -> str:
+    fl.all_to_all(np.ones((size, 1)))
+    if rank == 1:
+        time.sleep(3)
+    try:
+        fl.barrier(timeout)
+    except fl.errors.DistributedError as error:
+        return str(error)
+    return "nobody was late"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "timeout"), [(1, None), (30, 0.5)])
+def test_late_rank_is_named_on_other_hosts_after_any_verb(
+    limit: float, timeout: float | None
+) -> None:
+    """Rank 0 could wait longer for rank 1 than the other host did for rank 0, and was named."""
+    world = {"env": PLACED["aabb"], "params": {"TIMEOUT": limit}}
+    texts = run_ranks(late_after_all_to_all, 4, timeout, **world)
+    for rank in (0, 2, 3):
+        assert "rank 1 did not join within" in texts[rank], texts[rank]

@@ -141,7 +141,7 @@ class HierarchicalBackend(HierarchicalMessages):
         """Exchange rows: how many each rank has is known where calls have been compared."""
         if not self._checked:
             load = Load(len(call.array))
-            self._rows = self._agreement.meet(call.verb.name, load, self.timeout).lengths
+            self._rows = self._agreement.meet(call.verb.name, load, None).lengths
         return self._large.all_gather(call, self._rows)
 
     def _flatly(self, call: Call) -> Any:

@@ -123,8 +123,7 @@ class Agreement:
             MismatchError: another rank called something else; on every rank, nothing was changed.
             DistributedError: as ``Work.wait``.
         """
-        seconds = self._timeout if call.seconds is None else call.seconds
-        found = self.meet(call.key, load, seconds)
+        found = self.meet(call.key, load, call.seconds)
         if not any(found.digest):
             raise self._differences(call, number)
         self._last, self._last_at = f"call {number}, {call.steps}", time.monotonic()
@@ -138,24 +137,23 @@ class Agreement:
         """Say which call all ranks have joined last, and when."""
         return f"All ranks joined {self._last}, {time.monotonic() - self._last_at:.1f} s ago"
 
-    def meet(self, key: str, load: Load, seconds: float) -> Message:
-        """Return what all ranks give, on all of them; with a digest of zeros where keys differ."""
+    def meet(self, key: str, load: Load, seconds: float | None) -> Message:
+        """Return what all ranks give, on all of them; with a digest of zeros where keys differ.
+
+        ``seconds`` is as for :meth:`reach`.
+        """
+        if seconds is None:  # a local peer that is behind has three limits of other hosts itself
+            seconds = between_hosts(self._timeout, 4) if self._is_ahead else self._timeout
+        self._is_ahead = False
         mine = Message(_digest(key), (load.length,), load.data).packed()
         answer = _EMPTY
-        local = self._gather_inside(mine, seconds)
+        local = self._inside.step(GATHER, mine, seconds)
         if self._inside.rank == 0 and self._between is not None:
             sent = _one_of(unpacked(local), load.inside)
             whole = self._between.step(ALL_GATHER, sent.packed(), between_hosts(seconds))
             answer = _one_of(unpacked(whole), load.between).packed()
         # The rank that has it may wait for another host meanwhile, and is not late itself.
         return unpacked(self._inside.step(ALL_GATHER, answer, between_hosts(seconds, 2)))[0]
-
-    def _gather_inside(self, mine: Array, seconds: float) -> Array:
-        if self._is_ahead:  # of a local peer that has three limits of other hosts itself
-            seconds = between_hosts(self._timeout, 4)
-        self._is_ahead = False
-        local: Array = self._inside.step(GATHER, mine, seconds)
-        return local
 
     def _differences(self, call: Call, number: int) -> MismatchError:
         mine = bytearray(text_at_site(str(call), _TEXT_BYTES).ljust(_TEXT_BYTES, b"\0"))
